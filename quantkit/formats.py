@@ -1,0 +1,118 @@
+"""Number formats as tables: at six bits or fewer a format *is* the list of its codes' values.
+
+Rounding, scale search, GPTQ and verification only call `encode`, `decode` and `nearest`, so a new format is one entry
+here. Codes are stored as in LAYOUTS 0 and 6.1: INT4 offset-binary (value + 8), FPx sign-exponent-mantissa.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Format:
+    """A number format of at most eight bits.
+
+    `values[code]` is the value of every code; `absmax` is what the largest magnitude of a group is mapped to. `ebits`
+    and `mbits` are 0 for integers. FPx formats have no infinities and no NaNs (LAYOUTS 6.1).
+    """
+
+    name: str
+    bits: int
+    values: tuple[float, ...]
+    absmax: float
+    ebits: int = 0
+    mbits: int = 0
+
+    @property
+    def is_float(self) -> bool:
+        return self.ebits > 0
+
+    @property
+    def zero_code(self) -> int:
+        """The code of (positive) zero, which pruned places hold."""
+        return self.values.index(0.0)
+
+    @property
+    def largest(self) -> float:
+        """The largest magnitude of any code."""
+        return max(abs(v) for v in self.values)
+
+    def encode(self, x: Tensor) -> Tensor:
+        """Return the codes (uint8, shape of `x`) of the nearest values: ties to the even code, saturating.
+
+        Floating formats keep the sign of zero (the RNE rule of LAYOUTS 6.2). `x` is float32 or float64 and finite or
+        infinite; NaN has no code and must be refused by the caller.
+        """
+        if not self.is_float:
+            return _bucket(x, _boundaries(self, x.dtype, x.device))
+        sign_bit = 1 << (self.bits - 1)
+        return _bucket(x.abs(), _boundaries(self, x.dtype, x.device)).add_(torch.signbit(x), alpha=sign_bit)
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """Return the float32 value of each uint8 code, in the shape of `codes`."""
+        table = _table(self, codes.device)
+        return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Return `decode(encode(x))` in the dtype of `x`, without the table: the inner step of every search."""
+        if not self.is_float:
+            return x.round().clamp_(self.values[0], self.values[-1])
+        # Spacing of the grid around x: 2**(exponent - mbits), and never below the subnormal spacing.
+        bias = 2 ** (self.ebits - 1) - 1
+        x = x.clamp(-self.largest, self.largest)
+        exponent = torch.frexp(x).exponent.sub_(1).clamp_(min=1 - bias)
+        return torch.ldexp(torch.ldexp(x, self.mbits - exponent).round_(), exponent - self.mbits)
+
+
+def integer(name: str, bits: int) -> Format:
+    """Return a signed integer format in offset binary; MARLIN's convention `scale = 2 max|w| / (2^bits - 1)`."""
+    half = 2 ** (bits - 1)
+    return Format(name, bits, tuple(float(v) for v in range(-half, half)), absmax=half - 0.5)
+
+
+def floating(name: str, ebits: int, mbits: int) -> Format:
+    """Return an FPx format (LAYOUTS 6.1): gradual underflow, no infinities, no NaNs."""
+    bias = 2 ** (ebits - 1) - 1
+    magnitudes = [
+        f * 2.0 ** (1 - bias - mbits) if e == 0 else (1 + f / 2**mbits) * 2.0 ** (e - bias)
+        for e in range(2**ebits)
+        for f in range(2**mbits)
+    ]
+    values = tuple(magnitudes) + tuple(-m for m in magnitudes)
+    return Format(name, 1 + ebits + mbits, values, absmax=magnitudes[-1], ebits=ebits, mbits=mbits)
+
+
+INT4 = integer("int4", 4)
+FP6 = floating("fp6", ebits=3, mbits=2)
+FP5 = floating("fp5", ebits=3, mbits=1)
+
+FORMATS = {f.name: f for f in (INT4, FP6, FP5)}
+
+
+def _bucket(x: Tensor, boundaries: Tensor) -> Tensor:
+    return torch.bucketize(x, boundaries, out_int32=True).to(torch.uint8)
+
+
+@lru_cache(maxsize=64)
+def _table(fmt: Format, device: torch.device) -> Tensor:
+    return torch.tensor(fmt.values, dtype=torch.float32, device=device)
+
+
+@lru_cache(maxsize=64)
+def _boundaries(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Boundaries between neighbouring values, in code order (for FPx: of the non-negative half).
+
+    `bucketize` gives a value on a boundary to the lower neighbour, so the boundary moves down by one ulp where the
+    upper neighbour has the even code.
+    """
+    values = fmt.values[: len(fmt.values) // 2] if fmt.is_float else fmt.values
+    middle = torch.tensor([(a + b) / 2 for a, b in pairwise(values)], dtype=dtype)
+    below = torch.nextafter(middle, torch.full_like(middle, -torch.inf))
+    upper_is_even = torch.arange(1, len(values)) % 2 == 0
+    return torch.where(upper_is_even, below, middle).to(device)

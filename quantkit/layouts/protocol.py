@@ -1,0 +1,47 @@
+"""What every layout module offers; a layout is a module with these names, no class and no instance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from quantkit.layouts.config import Schemes
+from quantkit.tensor import QuantizedTensor, Scheme
+
+Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class Layout(Protocol):
+    """Where each code, scale and zero point lies in a checkpoint's tensors, and what its config.json says of it."""
+
+    NAME: str
+    #: Every suffix that the layout may store behind a module's name, e.g. ("B", "s").
+    TENSORS: tuple[str, ...]
+    #: The suffix whose presence marks a module as packed in this layout, e.g. "B".
+    MARKER: str
+    #: A copy of quantization_config that older readers look for beside config.json, or None.
+    SIDE_FILE: str | None
+
+    def check(self, scheme: Scheme, n: int, k: int) -> None:
+        """Raise LayoutError naming the rule that a scheme or an `[n, k]` shape breaks, and the way out."""
+
+    def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
+        """Return suffix -> (dtype, shape) of everything `pack` would store for an `[n, k]` weight."""
+
+    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+        """Return `(n, k)` of a packed weight from the shapes of its stored tensors (suffix -> shape)."""
+
+    def pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
+        """Return suffix -> tensor; LayoutError for what `check` refuses or a value that cannot be stored."""
+
+    def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
+        """Return the record of suffix -> tensor; LayoutError for wrong dtypes, shapes or contents."""
+
+    def write_config(self, schemes: Schemes) -> dict[str, Any]:
+        """Return the `quantization_config` that the layout's public readers expect."""
+
+    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
+        """Return the schemes that a `quantization_config` states, or None if it is not of this layout."""

@@ -1,0 +1,339 @@
+"""The whole job: plan, one of two loops, one writer.
+
+There are only two kinds of work. `streamed` needs no activations and walks the shards, one tensor in memory;
+`calibrated` (in `calibrate`) walks the blocks. Both are generators of items, `_write` consumes them: it packs, commits
+to the journal, and collects what the report says. An output folder appears complete, by one rename, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import re
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import quantkit
+from quantkit import rtn, storage
+from quantkit.calibrate import calibrated
+from quantkit.checkpoint import Checkpoint, CheckpointWriter, Commit, Item, resolve
+from quantkit.data import calibration
+from quantkit.errors import CheckpointError, RecipeError, about
+from quantkit.layouts import LAYOUTS, family, quantkit_key
+from quantkit.layouts.config import Schemes
+from quantkit.models import Model, tokenizer
+from quantkit.plan import Plan, plan_pack, plan_quantize
+from quantkit.progress import Progress
+from quantkit.recipe import Recipe
+from quantkit.report import REPORT, model_card
+from quantkit.tensor import QuantizedTensor, Scheme
+
+#: The recipe beside the weights, ready for `quantkit run`; `pack` copies it along.
+RECIPE = "quantkit_recipe.yaml"
+#: Streamed work is committed to the journal in steps of about this many source bytes.
+COMMIT_BYTES = 2 * 2**30
+
+
+def plan(model: str | Path, recipe: Recipe, *, revision: str | None = None, trust_remote_code: bool = False) -> Plan:
+    """Return what `quantize` would write, from config and headers alone; misfits are listed in it, not raised."""
+    src = _dense_source(model, revision)
+    return plan_quantize(src, Model(src, trust_remote_code=trust_remote_code).linears, recipe)
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe,
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    act_budget: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Quantize a Hugging Face causal LM (folder or hub id) into a new folder `out`; return its report.
+
+    `act_budget` is the bytes of calibration activations held in RAM before they go to disk. Raises QuantkitError for
+    anything that cannot be done; an interrupted run leaves `out.partial-*`, which `resume` continues.
+    """
+    progress = progress or Progress(quiet=True)
+    started = time.perf_counter()
+    src = _dense_source(model, revision)
+    skeleton = Model(src, device=device, trust_remote_code=trust_remote_code)
+    plan_quantize(src, skeleton.linears, recipe).require()
+    for notice in (*src.notices, *skeleton.notices):
+        progress.note(notice)
+    schemes = _schemes(skeleton.linears, recipe)
+    layout = LAYOUTS[recipe.layout]
+    with storage.staging(Path(out), resume=resume, overwrite=overwrite, source=src.path) as partial:
+        writer = CheckpointWriter(partial, like=src, layout=layout)
+        facts: dict[str, Any] = {}
+        sequences = []
+        if recipe.calibrated:
+            calib = recipe.calibration
+            text = calibration(
+                calib.data,
+                tokenizer(src.path),
+                samples=calib.samples,
+                max_length=min(calib.max_length, skeleton.max_length),
+                seed=calib.seed,
+                lengths=calib.lengths,
+            )
+            sequences, facts = text.sequences, text.facts
+        sources = src.hashes()
+        writer.identify(
+            {
+                "quantkit": quantkit.__version__,
+                "torch": torch.__version__,
+                "device": skeleton.device_name,
+                "recipe_sha256": recipe.sha256(),
+                "source": sources,
+                "calibration": facts.get("sha256"),
+            }
+        )
+        if recipe.calibrated:
+            items = calibrated(
+                src, recipe, skeleton, sequences, partial, writer.done, progress=progress, act_budget=act_budget
+            )
+        else:
+            items = streamed(src, recipe, skeleton.linears, writer.items_done(), progress)
+        layers = _write(items, writer, src)
+        report = {
+            **_heading("quantize", model, revision, sources),
+            "recipe": recipe.to_mapping(),
+            "recipe_sha256": recipe.sha256(),
+            "device": skeleton.device_name,
+            "compute_dtype": str(skeleton.dtype).removeprefix("torch."),
+            "layout": layout.NAME,
+            "scheme": recipe.scheme.label,
+            "calibration": facts,
+            "layers": layers,
+            "dense": [m for m in skeleton.linears if recipe.scheme_of(m) is None],
+            "notices": [*src.notices, *skeleton.notices],
+            "phases": _phases(writer.done),
+        }
+        return _finish(writer, src, partial, Path(out), schemes, report, started, overwrite, recipe)
+
+
+def pack(
+    checkpoint: str | Path,
+    out: str | Path,
+    layout: str,
+    *,
+    expect: str | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`; return its report.
+
+    `expect` is the layout that the source must be in (`convert A-to-B`). Only config.json and the safetensors files are
+    read, one tensor in memory at a time. LayoutError lists every weight that the layout cannot hold; CheckpointError if
+    a weight's codes are not those that its report recorded.
+    """
+    progress = progress or Progress(quiet=True)
+    started = time.perf_counter()
+    src = Checkpoint(Path(checkpoint))
+    if src.layout is None or src.schemes is None:
+        raise CheckpointError(f"{checkpoint}: holds no quantized weights: use quantkit quantize first")
+    if expect is not None and family(src.layout.NAME) != family(expect):
+        raise CheckpointError(
+            f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"
+        )
+    target = LAYOUTS[layout]
+    plan_pack(src, target).require()
+    for notice in src.notices:
+        progress.note(notice)
+    before = _source_report(src)
+    recorded = {layer["name"]: layer for layer in before.get("layers", [])}
+    with storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial:
+        writer = CheckpointWriter(partial, like=src, layout=target)
+        items = (_recorded(item, recorded) for item in progress.bar(src.items(), "pack", len(src.logical())))
+        layers = _write(items, writer, src)
+        kept = {
+            key: before[key] for key in ("recipe", "recipe_sha256", "calibration", "device", "notices") if key in before
+        }
+        report = {
+            **kept,
+            **_heading("pack", checkpoint, None, src.hashes()),
+            "layout": target.NAME,
+            "scheme": src.schemes.default.label,
+            "layers": layers,
+            "dense": list(src.schemes.ignore),
+        }
+        return _finish(writer, src, partial, Path(out), src.schemes, report, started, overwrite)
+
+
+def streamed(
+    src: Checkpoint, recipe: Recipe, linears: Mapping[str, tuple[int, int]], done: set[str], progress: Progress
+) -> Iterator[Item | Commit]:
+    """Yield every tensor of a dense checkpoint once, its linears rounded to nearest; one weight in memory at a time."""
+    names = [name for name in src.names() if name not in done]
+    pending = 0
+    for name in progress.bar(names, "quantize", len(names)):
+        module = name.removesuffix(".weight")
+        scheme = recipe.scheme_of(module) if name.endswith(".weight") and module in linears else None
+        tensor = src.get(name)
+        pending += tensor.nbytes
+        yield Item(name, tensor) if scheme is None else _rounded(name, tensor, scheme, recipe)
+        if pending >= COMMIT_BYTES:
+            yield Commit({})
+            pending = 0
+
+
+def _rounded(name: str, weight: torch.Tensor, scheme: Scheme, recipe: Recipe) -> Item:
+    started = time.perf_counter()
+    with about(name):
+        tensor, facts = rtn.quantize(weight, scheme, clip=recipe.clip, metric=recipe.metric)
+        difference = tensor.dequantize().sub_(weight.float())
+        error = float(difference.norm() / weight.float().norm().clamp_min(1e-30))
+    return Item(
+        name, tensor, {"method": "rtn", "relative_error": error, "seconds": time.perf_counter() - started, **facts}
+    )
+
+
+def _recorded(item: Item, recorded: Mapping[str, Mapping[str, Any]]) -> Item:
+    """Give an unpacked weight the facts of its quantization; refuse codes that are not the ones recorded then."""
+    before = recorded.get(item.name.removesuffix(".weight"), {})
+    if isinstance(item.value, QuantizedTensor) and before.get("digest") not in (None, item.value.digest()):
+        raise CheckpointError(
+            f"{item.name}: codes or scales differ from what {REPORT} recorded: the file is damaged, quantize again"
+        )
+    return Item(item.name, item.value, dict(before))
+
+
+def _write(items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint) -> list[dict[str, Any]]:
+    """Pack and store every item, committing where the loop says so; return the facts of every quantized layer."""
+    layers: list[dict[str, Any]] = []
+    for item in items:
+        if isinstance(item, Commit):
+            writer.commit({**item.facts, "layers": layers})
+            layers = []
+            continue
+        if isinstance(item.value, QuantizedTensor):
+            layers.append(_layer(item, writer))
+        writer.add(item)
+    writer.commit({"layers": layers})
+    missing = set(src.logical()) - writer.items_done()
+    if missing:
+        raise CheckpointError(f"{min(missing)}: was not written ({len(missing)} tensors): a bug, please report it")
+    return [layer for line in writer.done for layer in line.get("facts", {}).get("layers", [])]
+
+
+def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
+    q = item.value
+    assert isinstance(q, QuantizedTensor)
+    known = {
+        "name": item.name.removesuffix(".weight"),
+        "shape": list(q.shape),
+        "scheme": q.scheme.label,
+        "layout": writer.layout.NAME if writer.layout else None,
+        "digest": q.digest(),
+    }
+    return {**known, **{key: value for key, value in (item.facts or {}).items() if key not in known}}
+
+
+def _finish(
+    writer: CheckpointWriter,
+    src: Checkpoint,
+    partial: Path,
+    out: Path,
+    schemes: Schemes,
+    report: dict[str, Any],
+    started: float,
+    overwrite: bool,
+    recipe: Recipe | None = None,
+) -> dict[str, Any]:
+    """Write what describes the tensors (config, report, recipe, model card), then publish the folder."""
+    layout = writer.layout
+    assert layout is not None
+    config = {key: value for key, value in src.config.items() if key != "quantization_config"}
+    config["quantization_config"] = {
+        **layout.write_config(schemes),
+        **quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
+    }
+    weights = sum(n * k for n, k in (layer["shape"] for layer in report["layers"]))
+    report["files"] = writer.hashes()
+    report["totals"] = {
+        "quantized_weights": weights,
+        "bytes": writer.bytes_written,
+        "source_bytes": sum(path.stat().st_size for path in src.files()),
+        "bits_per_weight": 8 * writer.packed_bytes / weights if weights else None,
+        "peak_memory": _peak_memory(),
+        "seconds": time.perf_counter() - started,
+    }
+    extra = {
+        REPORT: json.dumps(report, indent=1).encode() + b"\n",
+        "README.md": model_card(report).encode(),
+    }
+    if recipe is not None:
+        extra[RECIPE] = recipe.to_yaml().encode()
+    writer.finish(config, extra)
+    storage.publish(partial, out, overwrite=overwrite)
+    return report
+
+
+def _dense_source(model: str | Path, revision: str | None) -> Checkpoint:
+    src = Checkpoint(resolve(str(model), revision))
+    if src.layout is not None:
+        raise CheckpointError(f"{model}: is quantized already ({src.layout.NAME}): use quantkit pack or convert")
+    return src
+
+
+def _schemes(linears: Iterable[str], recipe: Recipe) -> Schemes:
+    """Return the checkpoint's schemes with every exception under its module's exact name."""
+    chosen = {module: recipe.scheme_of(module) for module in linears}
+    if not any(chosen.values()):
+        raise RecipeError("every linear is skipped: nothing to quantize, loosen --skip")
+    overrides = tuple((re.escape(m), s) for m, s in chosen.items() if s is not None and s != recipe.scheme)
+    return Schemes(recipe.scheme, overrides, ignore=tuple(m for m, s in chosen.items() if s is None))
+
+
+def _heading(command: str, model: str | Path, revision: str | None, files: Mapping[str, str]) -> dict[str, Any]:
+    name = str(model)
+    return {
+        "quantkit": quantkit.__version__,
+        "command": command,
+        "source": {
+            "name": Path(name).name if Path(name).is_dir() else name,
+            "revision": revision,
+            "files": dict(files),
+        },
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def _source_report(src: Checkpoint) -> dict[str, Any]:
+    from quantkit.headers import load_json
+
+    path = src.path / REPORT
+    return load_json(path) if path.is_file() else {}
+
+
+def _phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Add up the seconds per phase that the committed blocks recorded."""
+    total: dict[str, float] = {}
+    for line in done:
+        for phase, seconds in line.get("facts", {}).get("phases", {}).items():
+            total[phase] = total.get(phase, 0.0) + seconds
+    return total
+
+
+def _peak_memory() -> dict[str, int]:
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    if torch.cuda.is_available():
+        peak["vram"] = torch.cuda.max_memory_allocated()
+    return peak

@@ -1,0 +1,238 @@
+"""A recipe is the `Recipe` dataclass written as YAML, nothing more.
+
+Command-line flags are merged over a recipe's mapping before it is read, so a flag overrides its key and one function
+(`from_mapping`) checks both. Unknown keys are errors. Defaults depend on the format (ALGORITHMS 0).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import yaml
+
+from quantkit.errors import RecipeError
+from quantkit.formats import FORMATS
+from quantkit.gptq import Options
+from quantkit.layouts import LAYOUTS
+from quantkit.rtn import Clip, Metric
+from quantkit.tensor import Scheme
+
+Method = Literal["gptq", "rtn"]
+SCHEME_KEYS = ("format", "group_size", "symmetric")
+#: Keys of the `gptq` section; the scale search is the recipe's own, since RTN uses it too.
+GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric"))
+
+
+@dataclass(frozen=True)
+class Calib:
+    """Which text calibrates: a data set name or file, how many sequences, their longest length in tokens, the seed.
+
+    `lengths` is `own` (each document at its own length, unpadded: ALGORITHMS 2) or `fixed` (windows of `max_length`).
+    """
+
+    data: str = "c4"
+    samples: int = 256
+    max_length: int = 4096
+    seed: int = 0
+    lengths: Literal["own", "fixed"] = "own"
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_length"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"calibration {name} is {getattr(self, name)}: use a positive number")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the bytes of a quantized checkpoint, besides its source.
+
+    `skip` are regular expressions of linears left dense, matched against the whole module name or its end after a dot;
+    `overrides` give other linears a scheme of their own, matched the same way, the first match wins.
+    """
+
+    scheme: Scheme
+    method: Method
+    clip: Clip
+    metric: Metric
+    gptq: Options
+    layout: str
+    true_sequential: bool = True
+    calibration: Calib = field(default_factory=Calib)
+    skip: tuple[str, ...] = ("lm_head",)
+    overrides: tuple[tuple[str, Scheme], ...] = ()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether activations are needed: GPTQ, or a scale search that weighs errors by the Hessian."""
+        return self.method == "gptq" or (self.clip == "search" and self.metric != "mse")
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return the scheme of the linear called `module`, None if it is skipped."""
+        if any(matches(pattern, module) for pattern in self.skip):
+            return None
+        return next((scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the mapping that `from_mapping` reads back to an equal recipe."""
+        return {
+            "scheme": {
+                "format": self.scheme.format.name,
+                "group_size": self.scheme.group_size or "channel",
+                "symmetric": self.scheme.symmetric,
+            },
+            "method": self.method,
+            "clip": self.clip,
+            "metric": self.metric,
+            "gptq": {name: getattr(self.gptq, name) for name in GPTQ_KEYS},
+            "true_sequential": self.true_sequential,
+            "calibration": dataclasses.asdict(self.calibration),
+            "layout": self.layout,
+            "skip": list(self.skip),
+            "overrides": {pattern: scheme.label for pattern, scheme in self.overrides},
+        }
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False)
+
+    def sha256(self) -> str:
+        """Return the hash that names this recipe in reports and journals."""
+        return hashlib.sha256(self.to_yaml().encode()).hexdigest()
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Return whether a skip or override pattern means `module`: its whole name, or a part of it that ends it."""
+    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module) is not None
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
+    """Read a recipe, filling in its format's defaults; RecipeError names an unknown key or a misplaced value."""
+    known = [f.name for f in dataclasses.fields(Recipe)]
+    _no_strangers(mapping, known, "the recipe")
+    scheme = _scheme(_section(mapping, "scheme"))
+    integer = not scheme.format.is_float
+    method = _choice(mapping, "method", Method, "gptq" if integer else "rtn")
+    clip = _choice(mapping, "clip", Clip, "search" if integer else "none")
+    metric = _choice(mapping, "metric", Metric, "block" if method == "gptq" else "mse")
+    gptq = _build(Options, _section(mapping, "gptq"), GPTQ_KEYS, "gptq", clip=clip, metric=metric)
+    if not 0 < gptq.damp <= 1:
+        raise RecipeError(f"gptq damp is {gptq.damp}: use a number above 0 and up to 1")
+    calibration = _section(mapping, "calibration")
+    layout = mapping.get("layout") or ("compressed-tensors" if integer else "humming")
+    if layout not in LAYOUTS:
+        raise RecipeError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
+    overrides = _section(mapping, "overrides")
+    return Recipe(
+        scheme=scheme,
+        method=method,
+        clip=clip,
+        metric=metric,
+        gptq=gptq,
+        layout=layout,
+        true_sequential=_typed(mapping.get("true_sequential", True), bool, "true_sequential"),
+        calibration=_build(Calib, calibration, [f.name for f in dataclasses.fields(Calib)], "calibration"),
+        skip=tuple(_pattern(p) for p in _typed(mapping.get("skip", ["lm_head"]), list, "skip")),
+        overrides=tuple((_pattern(p), Scheme.parse(_typed(s, str, p))) for p, s in overrides.items()),
+    )
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a recipe file's mapping; RecipeError if it is no YAML mapping or repeats a key."""
+    try:
+        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot read the recipe ({error.strerror}): give the path of a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{path}: not a YAML recipe ({reason}): compare with quantize --print-recipe") from error
+    if not isinstance(mapping, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys: compare with quantize --print-recipe")
+    return mapping
+
+
+def merge(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `flags` laid over it, section by section; flags that are None leave their key alone."""
+    merged = dict(base)
+    for key, value in flags.items():
+        if isinstance(value, Mapping):
+            inner = merge(_section(merged, key), value)
+            if inner:
+                merged[key] = inner
+        elif value is not None:
+            merged[key] = value
+    return merged
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without repeated keys, which the standard loader resolves silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) != len(node.value):
+            raise yaml.constructor.ConstructorError(None, None, "a key is repeated", node.start_mark)
+        return mapping
+
+
+def _scheme(section: Mapping[str, Any]) -> Scheme:
+    _no_strangers(section, SCHEME_KEYS, "scheme")
+    name = section.get("format", "int4")
+    if name not in FORMATS:
+        raise RecipeError(f"unknown format {name!r}: use one of {', '.join(FORMATS)}")
+    fmt = FORMATS[name]
+    group_size = section.get("group_size", "channel" if fmt.is_float else 128)
+    group_size = None if group_size in ("channel", None) else _typed(group_size, int, "group_size")
+    return Scheme(fmt, group_size, symmetric=_typed(section.get("symmetric", True), bool, "symmetric"))
+
+
+def _build(cls: Any, section: Mapping[str, Any], keys: Any, where: str, **fixed: Any) -> Any:
+    """Return dataclass `cls` from a section, each value checked against the type of its field."""
+    _no_strangers(section, keys, where)
+    hints = get_type_hints(cls)
+    values = {}
+    for key, value in section.items():
+        choices = get_args(hints[key])
+        values[key] = (
+            _choice(section, key, hints[key], value) if choices else _typed(value, hints[key], f"{where}.{key}")
+        )
+    return cls(**values, **fixed)
+
+
+def _choice(mapping: Mapping[str, Any], key: str, choices: Any, default: str) -> Any:
+    value = mapping.get(key, default)
+    if value not in get_args(choices):
+        raise RecipeError(f"{key} is {value!r}: use one of {', '.join(get_args(choices))}")
+    return value
+
+
+def _typed(value: Any, kind: type, where: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise RecipeError(f"{where} is {value!r}: it must be of type {kind.__name__}")
+    return value
+
+
+def _pattern(pattern: Any) -> str:
+    try:
+        re.compile(_typed(pattern, str, "a skip or override pattern"))
+    except re.error as error:
+        raise RecipeError(f"{pattern!r} is not a regular expression ({error}): write it like '.*k_proj'") from error
+    return str(pattern)
+
+
+def _section(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = mapping.get(key) or {}
+    if not isinstance(section, Mapping):
+        raise RecipeError(f"{key} is {section!r}: it must be a section of keys")
+    return section
+
+
+def _no_strangers(mapping: Mapping[str, Any], known: Any, where: str) -> None:
+    strangers = [str(key) for key in mapping if key not in known]
+    if strangers:
+        raise RecipeError(f"unknown key {strangers[0]!r} in {where}: known are {', '.join(known)}")

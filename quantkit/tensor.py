@@ -1,0 +1,143 @@
+"""The canonical record: every weight passes through one `QuantizedTensor`.
+
+Algorithms produce it, layouts pack it and unpack to it, everything else is derived. There is no third state: no
+"fake-quantized float" is handed around and divided back into codes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import LayoutError, RecipeError
+from quantkit.formats import FORMATS, Format
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """What is asked of a weight: format, columns per scale (None: one scale per row), symmetry, sparsity."""
+
+    format: Format
+    group_size: int | None = None
+    symmetric: bool = True
+    sparsity: Literal["2:4"] | None = None
+
+    def __post_init__(self) -> None:
+        if self.format.is_float and not self.symmetric:
+            raise RecipeError(f"{self.format.name} is symmetric only: drop --asym or use --format int4")
+        if self.group_size is not None and self.group_size < 1:
+            raise RecipeError(f"group size {self.group_size} is not positive: use 128, 64, 32 or channel")
+
+    def groups(self, k: int) -> int:
+        """Return the number of scales per row; LayoutError if the group size does not divide `k`."""
+        if self.group_size is None:
+            return 1
+        if k % self.group_size:
+            raise LayoutError(
+                f"group size {self.group_size} does not divide k = {k}: use --group-size channel or a divisor"
+            )
+        return k // self.group_size
+
+    @property
+    def label(self) -> str:
+        """A short name such as `int4:g128`, `int4:channel:asym`, `fp6:channel`; `Scheme.parse` reads it back."""
+        parts = [self.format.name, f"g{self.group_size}" if self.group_size else "channel"]
+        parts += [] if self.symmetric else ["asym"]
+        parts += [self.sparsity.replace(":", "")] if self.sparsity else []
+        return ":".join(parts)
+
+    @staticmethod
+    def parse(label: str) -> Scheme:
+        """Read a label such as `int4:g64:asym` (the form of `--override`); RecipeError on anything else."""
+        name, *rest = label.split(":")
+        if name not in FORMATS:
+            raise RecipeError(f"unknown format {name!r} in {label!r}: use one of {', '.join(FORMATS)}")
+        options: dict[str, Any] = {}
+        for part in rest:
+            if part == "channel":
+                options["group_size"] = None
+            elif part == "asym":
+                options["symmetric"] = False
+            elif part == "24":
+                options["sparsity"] = "2:4"
+            elif part.startswith("g") and part[1:].isdigit():
+                options["group_size"] = int(part[1:])
+            else:
+                raise RecipeError(f"unknown part {part!r} in scheme {label!r}: write it like int4:g64:asym")
+        return Scheme(FORMATS[name], **options)
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedTensor:
+    """A quantized weight `[n, k]`: codes, scales, and where the scheme has them zeros and the 2:4 mask.
+
+    `codes` uint8 `[n, k]`, one code a byte; `scales` float16 `[n, g]`; `zeros` uint8 `[n, g]`, a code, None when
+    symmetric; `mask` bool `[n, k]`, True = kept, None when dense. The constructor raises LayoutError when shapes,
+    dtypes, code range or the mask contradict the scheme.
+    """
+
+    scheme: Scheme
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    mask: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.codes.dtype != torch.uint8 or self.codes.ndim != 2:
+            raise LayoutError(f"codes must be uint8 [n, k], got {self.codes.dtype} {list(self.codes.shape)}")
+        n, k = self.codes.shape
+        g = self.scheme.groups(k)
+        if self.scales.dtype != torch.float16 or tuple(self.scales.shape) != (n, g):
+            raise LayoutError(f"scales must be float16 [{n}, {g}], got {self.scales.dtype} {list(self.scales.shape)}")
+        if (self.zeros is None) != self.scheme.symmetric:
+            raise LayoutError("zeros belong to asymmetric schemes, and only to them")
+        if self.zeros is not None and (self.zeros.dtype != torch.uint8 or tuple(self.zeros.shape) != (n, g)):
+            raise LayoutError(f"zeros must be uint8 [{n}, {g}], got {self.zeros.dtype} {list(self.zeros.shape)}")
+        top = 2**self.scheme.format.bits
+        for what, codes in (("codes", self.codes), ("zeros", self.zeros)):
+            if codes is not None and codes.numel() and int(codes.max()) >= top:
+                raise LayoutError(f"{what} reach {int(codes.max())}, {self.scheme.format.name} has 0 to {top - 1}")
+        self._check_mask()
+
+    def _check_mask(self) -> None:
+        if (self.mask is None) != (self.scheme.sparsity is None):
+            raise LayoutError("a mask belongs to 2:4 schemes, and only to them")
+        if self.mask is None:
+            return
+        n, k = self.codes.shape
+        if self.mask.dtype != torch.bool or tuple(self.mask.shape) != (n, k) or k % 4:
+            raise LayoutError(f"mask must be bool [{n}, {k}] with k a multiple of 4")
+        if bool((self.mask.view(n, k // 4, 4).sum(-1) != 2).any()):
+            raise LayoutError("the mask must keep exactly two of every four along k")
+        if bool((self.codes[~self.mask] != self.scheme.format.zero_code).any()):
+            raise LayoutError("a pruned place must hold the code of zero")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, k = self.codes.shape
+        return n, k
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Return `scales * (decode(codes) - decode(zeros))` `[n, k]`, in float32 and rounded once to `dtype`."""
+        n, k = self.shape
+        decode = self.scheme.format.decode
+        values = decode(self.codes).view(n, self.scales.shape[1], -1)
+        if self.zeros is not None:
+            values -= decode(self.zeros).unsqueeze(-1)
+        return values.mul_(self.scales.float().unsqueeze(-1)).view(n, k).to(dtype)
+
+    def digest(self) -> str:
+        """Return a SHA-256 over scheme, shape, codes, scales, zeros and mask, the same from every layout."""
+        seen = hashlib.sha256(f"{self.scheme.label} {list(self.shape)}".encode())
+        for part in (self.codes, self.scales, self.zeros, self.mask):
+            if part is not None:
+                seen.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+        return seen.hexdigest()
+
+    def equal(self, other: QuantizedTensor) -> bool:
+        """Return whether both records hold the same scheme and the same bits (negative zeros count)."""
+        return self.scheme == other.scheme and self.digest() == other.digest()
