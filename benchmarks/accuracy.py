@@ -1,0 +1,137 @@
+"""What each ingredient of quantization brings: perplexity and KL divergence of one model under many recipes.
+
+One row a recipe: the model is quantized through `quantkit.quantize`, the folder is read back, decoded and evaluated.
+Small models are judged by KL divergence against the unquantized model: perplexity moves by 0.05 % at random
+(ALGORITHMS 14).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import dataclasses
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from quantkit.checkpoint import Checkpoint
+from quantkit.evaluate import kld, perplexity
+from quantkit.models import dense_model, tokenizer
+
+from quantkit.pipeline import quantize
+from quantkit.recipe import from_mapping, merge
+
+INT4_ABSMAX = {"scheme": {"format": "int4"}, "clip": "none"}
+#: The published loop: natural order, absmax scales, mean damping, windows of fixed length, unquantized inputs.
+PUBLISHED = {
+    **INT4_ABSMAX,
+    "method": "gptq",
+    "gptq": {"act_order": "off", "damp_kind": "mean"},
+    "true_sequential": False,
+    "calibration": {"lengths": "fixed"},
+}
+SEARCH = {"clip": "search", "metric": "block"}
+OWN_LENGTHS = {"calibration": {"lengths": "own"}}
+
+
+def variants() -> dict[str, Mapping[str, Any]]:
+    """Name -> recipe mapping; the GPTQ rows add one ingredient at a time, the last of them is the default."""
+    clipped = merge(PUBLISHED, SEARCH)
+    own = merge(clipped, OWN_LENGTHS)
+    sequential = merge(own, {"true_sequential": True})
+    diagonal = merge(sequential, {"gptq": {"damp_kind": "own"}})
+    default = merge(diagonal, {"gptq": {"act_order": "static"}})
+    return {
+        "int4 rtn channel": merge(INT4_ABSMAX, {"method": "rtn", "scheme": {"group_size": "channel"}}),
+        "int4 rtn g128": merge(INT4_ABSMAX, {"method": "rtn"}),
+        "int4 rtn g128, search mse": {"method": "rtn", "clip": "search"},
+        "int4 rtn g128, search block": {"method": "rtn", **SEARCH},
+        "int4 gptq g128, published": PUBLISHED,
+        "+ clipping search": clipped,
+        "+ own lengths": own,
+        "+ true sequential": sequential,
+        "+ own-diagonal damping": diagonal,
+        "+ static act-order = default": default,
+        "default without search": merge(default, {"clip": "none"}),
+        "default, fixed lengths": merge(default, {"calibration": {"lengths": "fixed"}}),
+        "marlin paper (damping 0.1)": merge(own, {"gptq": {"damp": 0.1}, "true_sequential": True}),
+        "int4 gptq channel": merge(default, {"scheme": {"group_size": "channel"}}),
+        "int4 gptq g64": merge(default, {"scheme": {"group_size": 64}}),
+        "int4 gptq g32": merge(default, {"scheme": {"group_size": 32}}),
+        "int4 gptq g128 asym": merge(default, {"scheme": {"symmetric": False}}),
+        "fp6 rtn": {"scheme": {"format": "fp6"}},
+        "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq"},
+        "fp5 rtn": {"scheme": {"format": "fp5"}},
+        "fp5 gptq": {"scheme": {"format": "fp5"}, "method": "gptq"},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, required=True)
+    parser.add_argument(
+        "--text", type=Path, nargs="+", required=True, help="evaluation texts; KL is taken on the first"
+    )
+    parser.add_argument("--calib", required=True)
+    parser.add_argument("--samples", type=int, default=128)
+    parser.add_argument("--window", type=int, default=1024)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--only", nargs="*", default=[], help="run the variants whose name contains one of these")
+    parser.add_argument("-o", "--out", type=Path, required=True, help="CSV to write")
+    args = parser.parse_args()
+
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
+    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in args.text}
+    words = tokenizer(args.model)
+    reference = dense_model(Checkpoint(args.model), device=device, dtype=torch.float32)
+    calibration = {"data": args.calib, "samples": args.samples, "max_length": args.window}
+    rows = [{"variant": "fp16", **_evaluate(reference, reference, words, texts, args.window)}]
+    print(rows[0], flush=True)
+    for name, mapping in variants().items():
+        if args.only and not any(part in name for part in args.only):
+            continue
+        recipe = from_mapping(merge(mapping, {"calibration": calibration}))
+        with tempfile.TemporaryDirectory() as folder:
+            started = time.perf_counter()
+            report = quantize(args.model, Path(folder) / "out", recipe, device=device)
+            seconds = time.perf_counter() - started
+            model = dense_model(Checkpoint(Path(folder) / "out"), device=device, dtype=torch.float32)
+        facts = {
+            "bits": round(report["totals"]["bits_per_weight"], 3),
+            "seconds": round(seconds, 1),
+            "tokens": report["calibration"].get("tokens", 0),
+            "loss_over_rtn": _ratio(report["layers"]),
+            "guard_rows": sum(layer.get("guard_rows", 0) for layer in report["layers"]),
+        }
+        rows.append({"variant": name, **_evaluate(model, reference, words, texts, args.window), **facts})
+        print(rows[-1], flush=True)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w", newline="") as file:
+        writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _evaluate(model: Any, reference: Any, words: Any, texts: Mapping[str, str], window: int) -> dict[str, Any]:
+    row: dict[str, Any] = {}
+    for name, text in texts.items():
+        row[name] = round(perplexity(model, words, text, window=window, stride=window, data=name).perplexity, 4)
+    if model is not reference:
+        first = next(iter(texts.values()))
+        divergence = dataclasses.asdict(kld(model, reference, words, first, window=window))
+        row["kl_x1e3"] = round(1e3 * divergence["kld"], 4)
+        row["top1"] = round(divergence["top1"], 5)
+    return row
+
+
+def _ratio(layers: list[Mapping[str, Any]]) -> float | None:
+    """Return the geometric mean over layers of the proxy loss relative to plain RTN's."""
+    ratios = [layer["loss"] / layer["rtn_loss"] for layer in layers if layer.get("rtn_loss")]
+    return round(float(torch.tensor(ratios).log().mean().exp()), 4) if ratios else None
+
+
+if __name__ == "__main__":
+    main()
