@@ -25,6 +25,7 @@ from quantkit.calibrate import calibrated
 from quantkit.checkpoint import Checkpoint, CheckpointWriter, Commit, Item, resolve
 from quantkit.data import calibration
 from quantkit.errors import CheckpointError, RecipeError, about
+from quantkit.headers import load_json
 from quantkit.layouts import LAYOUTS, family, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.models import Model, tokenizer
@@ -74,6 +75,8 @@ def quantize(
     schemes = _schemes(skeleton.linears, recipe)
     layout = LAYOUTS[recipe.layout]
     with storage.staging(Path(out), resume=resume, overwrite=overwrite, source=src.path) as partial:
+        if storage.is_complete(partial):
+            return _publish_complete(partial, Path(out), recipe, src, overwrite)
         writer = CheckpointWriter(partial, like=src, layout=layout)
         facts: dict[str, Any] = {}
         sequences = []
@@ -257,7 +260,7 @@ def _finish(
     config = {key: value for key, value in src.config.items() if key != "quantization_config"}
     config["quantization_config"] = {
         **layout.write_config(schemes),
-        **quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
+        "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
     }
     weights = sum(n * k for n, k in (layer["shape"] for layer in report["layers"]))
     report["files"] = writer.hashes()
@@ -276,6 +279,15 @@ def _finish(
     if recipe is not None:
         extra[RECIPE] = recipe.to_yaml().encode()
     writer.finish(config, extra)
+    storage.publish(partial, out, overwrite=overwrite)
+    return report
+
+
+def _publish_complete(partial: Path, out: Path, recipe: Recipe, src: Checkpoint, overwrite: bool) -> dict[str, Any]:
+    """Publish what a run that was stopped in its last instant left, if it is what is asked for now."""
+    report = load_json(partial / REPORT)
+    if report.get("recipe_sha256") != recipe.sha256() or report["source"]["files"] != src.hashes():
+        raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
     storage.publish(partial, out, overwrite=overwrite)
     return report
 
@@ -316,8 +328,6 @@ def _heading(command: str, model: str | Path, revision: str | None, files: Mappi
 
 
 def _source_report(src: Checkpoint) -> dict[str, Any]:
-    from quantkit.headers import load_json
-
     path = src.path / REPORT
     return load_json(path) if path.is_file() else {}
 

@@ -1,0 +1,394 @@
+"""Model folders: reading shards tensor by tensor, and writing new ones so that a stopped run can continue.
+
+A folder is input from strangers: which files are read follows RELIABILITY 2, and what a header or an index says is
+checked before it is used. Reading holds one tensor in memory, writing one tensor and one shard's header.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit import headers, storage
+from quantkit.errors import CheckpointError, LayoutError, about
+from quantkit.headers import AGAIN, INDEX, TensorFile, TensorInfo, inside, read_header, shown
+from quantkit.layouts import read_config
+from quantkit.layouts.config import Schemes
+from quantkit.layouts.protocol import Layout
+from quantkit.tensor import QuantizedTensor, Scheme
+
+CONFIG = "config.json"
+SIDE_FILE = "quantize_config.json"
+
+FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+
+class Item(NamedTuple):
+    """A tensor under its name, or a quantized one under its weight's (`....q_proj.weight`), with facts to report."""
+
+    name: str
+    value: Tensor | QuantizedTensor
+    facts: dict[str, Any] | None = None
+
+
+class Commit(NamedTuple):
+    """Says that all items so far may be made durable; `facts` go into the journal."""
+
+    facts: dict[str, Any]
+
+
+class _Shard(NamedTuple):
+    name: str
+    path: Path
+    stamp: tuple[int, ...]
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """Return the folder of a model: `model` itself, or for a hub id its snapshot in the cache, fetched if need be.
+
+    Only safetensors, JSON and tokenizer files are fetched. CheckpointError if it is neither; what looks like a path
+    never reaches the network.
+    """
+    folder = Path(model)
+    if model and folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"{model} is a folder, which has no revisions: drop --revision")
+        return folder
+    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
+        raise CheckpointError(
+            f"{model}: {'a file, not a folder' if folder.is_file() else 'no such folder'}: check the path"
+        )
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    wanted = ["*.safetensors", "*.json", *headers.COMPANIONS, *(pattern.upper() for pattern in headers.COMPANIONS)]
+    unwanted = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*", "*.py"]
+    try:
+        path = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
+    except Exception as error:  # of the hub's client, its HTTP library, or the disk: none of them is ours to know
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        way_out = "check the name, the network, and whether HF_HUB_OFFLINE is set"
+        raise CheckpointError(
+            f"{model}: no folder here, and the hub does not give it ({reason:.200}): {way_out}"
+        ) from error
+    return Path(path)
+
+
+class Checkpoint:
+    """A folder of safetensors shards with config.json, dense or packed in a layout; reads one tensor at a time.
+
+    `path` is the real folder, `layout` and `schemes` are None for a dense model, `notices` say what was ignored.
+    CheckpointError for every folder that is incomplete, damaged, hostile or contradicts itself.
+    """
+
+    def __init__(self, folder: Path | str, trust_remote_code: bool = False) -> None:
+        self.path = Path(os.path.realpath(folder))
+        self.notices: list[str] = []
+        if not self.path.is_dir():
+            raise CheckpointError(f"{folder} is no folder: give a model's folder or hub id")
+        with storage.guarded(self.path):
+            listing = sorted(os.listdir(self.path))
+        if CONFIG not in listing:
+            hint = "merge the adapter into its base model" if "adapter_config.json" in listing else "check the path"
+            raise CheckpointError(f"{folder} is no model folder, {CONFIG} is missing: {hint}")
+        self.config = headers.load_json(inside(self.path, CONFIG))
+        headers.check_config(self.config, self.path / CONFIG, trust_remote_code)
+        self._shards: list[_Shard] = []
+        self._where: dict[str, tuple[_Shard, TensorInfo]] = {}
+        self._open_shards(*headers.shards(self.path, listing, self.notices))
+        dense: tuple[Layout | None, Schemes | None] = (None, None)
+        stated = self._quantization_config(listing)
+        self.layout, self.schemes = dense if stated is None else read_config(stated, self.path / CONFIG)
+        self._modules = self._find_modules()
+        self._owner = {name: m for m, parts in self._modules.items() for name in parts.values()}
+
+    def names(self) -> list[str]:
+        """Return the stored tensors' names, in the order of the shards' names and of the bytes in them."""
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor, from the header."""
+        return self._at(name)[1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a stored tensor, from the header."""
+        return self._at(name)[1].dtype
+
+    def get(self, name: str) -> Tensor:
+        """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened."""
+        shard, info = self._at(name)
+        with storage.open_regular(shard.path) as file:
+            if _stamp(os.fstat(file.fileno())) != shard.stamp:
+                raise CheckpointError(f"{self.path / shard.name}: changed while it was in use: run again")
+            data = storage.read_exactly(file, info.start, info.end - info.start, shard.path)
+        return data.view(info.dtype).reshape(info.shape)
+
+    def modules(self) -> list[str]:
+        """Return the names of the packed modules, in file order."""
+        return list(self._modules)
+
+    def scheme(self, module: str) -> Scheme:
+        """Return the scheme of a packed module."""
+        return self._packed(module)[1]
+
+    def size(self, module: str) -> tuple[int, int]:
+        """Return `(n, k)` of a packed module, from the headers' shapes."""
+        layout, scheme, parts = self._packed(module)
+        with _of_file(self.path, module):
+            return layout.size({suffix: self.shape(name) for suffix, name in parts.items()}, scheme)
+
+    def quantized(self, module: str) -> QuantizedTensor:
+        """Read a packed module; CheckpointError names it if a part is missing or malformed."""
+        layout, scheme, parts = self._packed(module)
+        with _of_file(self.path, module):
+            return layout.unpack({suffix: self.get(name) for suffix, name in parts.items()}, scheme)
+
+    def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor `name`, or a packed module's weight decoded (to the model's dtype if none is given)."""
+        module = name.removesuffix(".weight")
+        if module != name and module in self._modules:
+            return self.quantized(module).dequantize(dtype or self.dtype_of_model)
+        tensor = self.get(name)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def logical(self) -> list[str]:
+        """Return every tensor's name with each packed module as its `....weight`, in file order."""
+        return list(dict.fromkeys(f"{self._owner[n]}.weight" if n in self._owner else n for n in self._where))
+
+    def items(self) -> Iterator[Item]:
+        """Yield every tensor once, packed modules as QuantizedTensor in the place of their first part."""
+        for name in self.logical():
+            module = name.removesuffix(".weight")
+            packed = module != name and module in self._modules
+            yield Item(name, self.quantized(module) if packed else self.get(name))
+
+    def files(self) -> list[Path]:
+        """Return the paths of the weight shards in the folder."""
+        return [self.path / shard.name for shard in self._shards]
+
+    def hashes(self) -> dict[str, str]:
+        """Return file name -> SHA-256 of the shards and config.json."""
+        paths = {CONFIG: inside(self.path, CONFIG), **{shard.name: shard.path for shard in self._shards}}
+        return {name: storage.sha256_of(path) for name, path in paths.items()}
+
+    @property
+    def dtype_of_model(self) -> torch.dtype:
+        """The dtype that config.json states, or without one that of the largest float tensor."""
+        stated = self.config.get("dtype") or self.config.get("torch_dtype")
+        if isinstance(stated, str) and stated.removeprefix("torch.") in FLOATS:
+            return FLOATS[stated.removeprefix("torch.")]
+        floats = [info for _, info in self._where.values() if info.dtype in FLOATS.values()]
+        return max(floats, key=lambda info: info.end - info.start).dtype if floats else torch.float32
+
+    def _open_shards(self, names: list[str], weight_map: dict[str, str] | None) -> None:
+        for shard_name in names:
+            path = inside(self.path, shard_name)
+            with storage.guarded(path):
+                shard = _Shard(shard_name, path, _stamp(os.stat(path)))
+            self._shards.append(shard)
+            for name, info in read_header(path)[0].items():
+                if weight_map is not None and weight_map.get(name) != shard_name:
+                    raise CheckpointError(f"{self.path}: {name} is in {shard_name}, the index does not say so: {AGAIN}")
+                self._where[name] = (shard, info)
+        for name in weight_map or {}:
+            if name not in self._where:
+                raise CheckpointError(
+                    f"{self.path}: the index lists {shown(name)}, its shard does not have it: {AGAIN}"
+                )
+
+    def _quantization_config(self, listing: list[str]) -> dict[str, Any] | None:
+        stated = self.config.get("quantization_config")
+        if stated is None and SIDE_FILE in listing:  # AutoGPTQ's early folders say it only there, without the method
+            stated = {"quant_method": "gptq", **headers.load_json(inside(self.path, SIDE_FILE))}
+        if stated is not None and not isinstance(stated, dict):
+            raise CheckpointError(f"{self.path / CONFIG}: quantization_config is no object: remove it or mend it")
+        return stated
+
+    def _find_modules(self) -> dict[str, dict[str, str]]:
+        if self.layout is None or self.schemes is None:
+            return {}
+        found: dict[str, dict[str, str]] = {}
+        for name in self._where:
+            module, _, suffix = name.rpartition(".")
+            if module and suffix in self.layout.TENSORS:
+                found.setdefault(module, {})[suffix] = name
+        packed = {module: parts for module, parts in found.items() if self.layout.MARKER in parts}
+        for module, parts in found.items():
+            stray = [name for suffix, name in parts.items() if suffix != "weight"]
+            if module not in packed and stray:
+                raise CheckpointError(f"{self.path}: {stray[0]} is there, {module}.{self.layout.MARKER} is missing")
+            if module in packed and "weight" not in parts and f"{module}.weight" in self._where:
+                raise CheckpointError(f"{self.path}: {module} is there twice, packed and as {module}.weight")
+            if module in packed and module in self.schemes.ignore:
+                raise CheckpointError(f"{self.path}: {module} is packed, and {CONFIG} says that it is not")
+        if not packed:
+            self.notices.append(f"{CONFIG} states the {self.layout.NAME} layout, no tensor is packed in it")
+        return packed
+
+    def _packed(self, module: str) -> tuple[Layout, Scheme, dict[str, str]]:
+        if module not in self._modules or self.layout is None or self.schemes is None:
+            raise CheckpointError(f"{self.path}: {shown(module)} is no packed module: quantkit inspect lists them")
+        return self.layout, self.schemes.of(module), self._modules[module]
+
+    def _at(self, name: str) -> tuple[_Shard, TensorInfo]:
+        if name not in self._where:
+            raise CheckpointError(f"{self.path}: has no tensor {shown(name)}: quantkit inspect lists them")
+        return self._where[name]
+
+
+class CheckpointWriter:
+    """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
+
+    On a folder with a journal it continues after the last commit: `done` has the lines of earlier commits, files that
+    none of them lists are deleted. CheckpointError if a committed file is not what the journal says.
+    """
+
+    def __init__(
+        self, partial: Path, like: Checkpoint, layout: Layout | None, *, max_shard_bytes: int = 2 * 2**30
+    ) -> None:
+        self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
+        self._journal = partial / storage.JOURNAL
+        lines = storage.read_journal(self._journal)
+        self._identity = lines[0] if lines else None
+        self.done = lines[1:]
+        self._written = {name for line in self.done for name in line["items"]}
+        self._companions = headers.companions(like.path)  # found now, so that a bad link does not stop a finished run
+        self._file: TensorFile | None = None
+        self._start_unit()
+        storage.remove(partial / CONFIG)  # until the last step the folder must not look like a model
+        committed = self.hashes()
+        for path in sorted(partial.glob("*.safetensors")):
+            if path.name not in committed:
+                storage.remove(path)
+        for name, digest in committed.items():
+            if storage.sha256_of(partial / name) != digest:
+                raise CheckpointError(f"{partial / name}: changed since it was written: start over with --overwrite")
+
+    def items_done(self) -> set[str]:
+        """Return the logical names of all committed tensors."""
+        return set(self._written)
+
+    def hashes(self) -> dict[str, str]:
+        """Return file name -> SHA-256 of the committed shards."""
+        return {name: digest for line in self.done for name, digest in line["files"].items()}
+
+    @property
+    def bytes_written(self) -> int:
+        """The bytes of all committed tensors."""
+        return sum(line["bytes"] for line in self.done)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of the committed tensors that packed weights consist of."""
+        return sum(line["packed_bytes"] for line in self.done)
+
+    def identify(self, identity: dict[str, Any]) -> None:
+        """Record what the run depends on; on a resumed one CheckpointError names the fields that differ."""
+        stated = json.loads(json.dumps(identity))
+        if self._identity is None:
+            storage.append_journal(self._journal, stated)
+            self._identity = stated
+        elif self._identity != stated:
+            before = self._identity
+            differing = [key for key in sorted({*before, *stated}) if before.get(key) != stated.get(key)]
+            raise CheckpointError(
+                f"{self.partial} was begun with another {', '.join(differing)}: run as then, or use --overwrite"
+            )
+
+    def add(self, item: Item) -> None:
+        """Store an item, packed in the layout if it is quantized; CheckpointError if it was stored before."""
+        if item.name in self._written or item.name in self._pending:
+            raise CheckpointError(f"{item.name}: is written twice: a bug, please report it")
+        for name, tensor in self._tensors(item).items():
+            size = tensor.numel() * tensor.dtype.itemsize
+            self._room(name, size).add(name, tensor)
+            self._bytes += size
+            self._packed_bytes += size if isinstance(item.value, QuantizedTensor) else 0
+        self._pending[item.name] = None
+
+    def commit(self, facts: dict[str, Any]) -> None:
+        """Make all items so far durable: their shards are closed, their names and `facts` go into the journal."""
+        if not self._pending and not any(facts.values()):
+            return
+        self._close_file()
+        sizes = {"bytes": self._bytes, "packed_bytes": self._packed_bytes}
+        line = {"files": self._files, "items": list(self._pending), "facts": facts, **sizes}
+        storage.append_journal(self._journal, line)
+        self.done.append(json.loads(json.dumps(line)))
+        self._written.update(self._pending)
+        self._start_unit()
+
+    def finish(self, config: dict[str, Any], extra: dict[str, bytes]) -> dict[str, str]:
+        """Write index, companions of the source, `extra` files, side file and last config.json; name -> SHA-256."""
+        self.commit({})
+        written = self.hashes()
+        weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
+        texts = {INDEX: _json({"metadata": {"total_size": self.bytes_written}, "weight_map": weight_map})}
+        if self.layout is not None and self.layout.SIDE_FILE is not None:
+            texts[self.layout.SIDE_FILE] = _json(config["quantization_config"])
+        texts |= extra
+        for name in self._companions:
+            if name not in texts:
+                storage.copy_atomic(inside(self.like.path, name), self.partial / name)
+                written[name] = storage.sha256_of(self.partial / name)
+        texts[CONFIG] = _json(config)
+        for name, text in texts.items():
+            storage.write_atomic(self.partial / name, text)
+            written[name] = hashlib.sha256(text).hexdigest()
+        return written
+
+    def _tensors(self, item: Item) -> dict[str, Tensor]:
+        if not isinstance(item.value, QuantizedTensor):
+            return {item.name: item.value}
+        if self.layout is None:
+            raise CheckpointError(f"{item.name}: is quantized, and no layout was chosen: add --layout")
+        with about(item.name):
+            parts = self.layout.pack(item.value)
+        return {f"{item.name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in parts.items()}
+
+    def _room(self, name: str, size: int) -> TensorFile:
+        file = self._file
+        if file is not None and (not file.fits(name) or 0 < file.bytes > self.max_shard_bytes - size):
+            self._close_file()
+        if self._file is None:
+            number = len(self.hashes()) + len(self._files) + 1
+            self._file = TensorFile(self.partial / f"model-{number:05}.safetensors")
+        return self._file
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._files[self._file.path.name] = self._file.close()
+            self._file = None
+
+    def _start_unit(self) -> None:
+        self._pending: dict[str, None] = {}
+        self._files: dict[str, str] = {}
+        self._bytes = self._packed_bytes = 0
+
+
+@contextmanager
+def _of_file(folder: Path, module: str) -> Iterator[None]:
+    """A layout's complaint about stored tensors is one about a file."""
+    try:
+        yield
+    except LayoutError as error:
+        raise CheckpointError(f"{folder}: {module}: {error}") from error
+
+
+def _stamp(found: os.stat_result) -> tuple[int, ...]:
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,0 +1,79 @@
+"""Faults at any disk operation: a kill, a full disk; and a folder in memory, where fsync costs nothing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from quantkit import storage
+
+
+@pytest.fixture
+def memory_path(tmp_path: Path) -> Iterator[Path]:
+    """A folder in memory where there is one: tests of every operation wait for thousands of fsyncs otherwise."""
+    memory = Path("/dev/shm")
+    if not os.access(memory, os.W_OK):
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        yield Path(folder)
+
+
+class Killed(BaseException):
+    """The process is gone: from here on no operation happens."""
+
+
+@contextmanager
+def faults(hook: Callable[[str, Path], None] | None) -> Iterator[None]:
+    storage.FAULT = hook
+    try:
+        yield
+    finally:
+        storage.FAULT = None
+
+
+def killer(step: int) -> Callable[[str, Path], None]:
+    seen = 0
+
+    def hook(operation: str, path: Path) -> None:
+        nonlocal seen
+        seen += 1
+        if seen >= step:
+            raise Killed
+
+    return hook
+
+
+def failing(step: int, error: int, once: bool) -> Callable[[str, Path], None]:
+    seen = 0
+
+    def hook(operation: str, path: Path) -> None:
+        nonlocal seen
+        if operation == "unlink":  # deleting works on a full disk
+            return
+        seen += 1
+        if seen == step or (seen > step and not once):
+            raise OSError(error, os.strerror(error))
+
+    return hook
+
+
+def count(work: Callable[[], None]) -> int:
+    seen = 0
+
+    def hook(operation: str, path: Path) -> None:
+        nonlocal seen
+        seen += 1
+
+    with faults(hook):
+        work()
+    return seen
+
+
+def state(folder: Path) -> dict[str, bytes]:
+    return {p.relative_to(folder).as_posix(): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
