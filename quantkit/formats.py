@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -50,9 +49,13 @@ class Format:
         infinite; NaN has no code and must be refused by the caller.
         """
         if not self.is_float:
-            return _bucket(x, _boundaries(self, x.dtype, x.device))
-        sign_bit = 1 << (self.bits - 1)
-        return _bucket(x.abs(), _boundaries(self, x.dtype, x.device)).add_(torch.signbit(x), alpha=sign_bit)
+            return self.nearest(x).sub_(self.values[0]).to(torch.uint8)
+        magnitude = x.abs().clamp_(max=self.largest)
+        binade = self._binade(magnitude)
+        steps = magnitude.div_(binade).mul_(2**self.mbits).round_()
+        # A binade holds 2**mbits steps, and the lowest one twice: once for the subnormals. Rounding up carries over.
+        steps.add_(torch.log2(binade).round_().sub_(self._lowest), alpha=2**self.mbits)
+        return steps.add_(torch.signbit(x), alpha=2 ** (self.bits - 1)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the float32 value of each uint8 code, in the shape of `codes`."""
@@ -63,11 +66,19 @@ class Format:
         """Return `decode(encode(x))` in the dtype of `x`, without the table: the inner step of every search."""
         if not self.is_float:
             return x.round().clamp_(self.values[0], self.values[-1])
-        # Spacing of the grid around x: 2**(exponent - mbits), and never below the subnormal spacing.
-        bias = 2 ** (self.ebits - 1) - 1
         x = x.clamp(-self.largest, self.largest)
-        exponent = torch.frexp(x).exponent.sub_(1).clamp_(min=1 - bias)
-        return torch.ldexp(torch.ldexp(x, self.mbits - exponent).round_(), exponent - self.mbits)
+        step = self._binade(x).mul_(2.0**-self.mbits)
+        return x.div_(step).round_().mul_(step)
+
+    @property
+    def _lowest(self) -> int:
+        """The exponent of the smallest normal value, which the subnormals share."""
+        return 2 - 2 ** (self.ebits - 1)
+
+    def _binade(self, x: Tensor) -> Tensor:
+        """Return the power of two at or below each magnitude, and at least the smallest normal value."""
+        bits, exponent = (torch.int32, 0xFF << 23) if x.dtype == torch.float32 else (torch.int64, 0x7FF << 52)
+        return (x.view(bits) & exponent).view(x.dtype).clamp_(min=2.0**self._lowest)
 
 
 def integer(name: str, bits: int) -> Format:
@@ -95,24 +106,6 @@ FP5 = floating("fp5", ebits=3, mbits=1)
 FORMATS = {f.name: f for f in (INT4, FP6, FP5)}
 
 
-def _bucket(x: Tensor, boundaries: Tensor) -> Tensor:
-    return torch.bucketize(x, boundaries, out_int32=True).to(torch.uint8)
-
-
 @lru_cache(maxsize=64)
 def _table(fmt: Format, device: torch.device) -> Tensor:
     return torch.tensor(fmt.values, dtype=torch.float32, device=device)
-
-
-@lru_cache(maxsize=64)
-def _boundaries(fmt: Format, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Boundaries between neighbouring values, in code order (for FPx: of the non-negative half).
-
-    `bucketize` gives a value on a boundary to the lower neighbour, so the boundary moves down by one ulp where the
-    upper neighbour has the even code.
-    """
-    values = fmt.values[: len(fmt.values) // 2] if fmt.is_float else fmt.values
-    middle = torch.tensor([(a + b) / 2 for a, b in pairwise(values)], dtype=dtype)
-    below = torch.nextafter(middle, torch.full_like(middle, -torch.inf))
-    upper_is_even = torch.arange(1, len(values)) % 2 == 0
-    return torch.where(upper_is_even, below, middle).to(device)

@@ -7,6 +7,7 @@ Algorithms produce it, layouts pack it and unpack to it, everything else is deri
 from __future__ import annotations
 
 import hashlib
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -64,7 +65,7 @@ class Scheme:
                 options["symmetric"] = False
             elif part == "24":
                 options["sparsity"] = "2:4"
-            elif part.startswith("g") and part[1:].isdigit():
+            elif re.fullmatch("g[0-9]{1,9}", part):
                 options["group_size"] = int(part[1:])
             else:
                 raise RecipeError(f"unknown part {part!r} in scheme {label!r}: write it like int4:g64:asym")
@@ -135,7 +136,7 @@ class QuantizedTensor:
         seen = hashlib.sha256(f"{self.scheme.label} {list(self.shape)}".encode())
         for part in (self.codes, self.scales, self.zeros, self.mask):
             if part is not None:
-                seen.update(part.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
+                seen.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return seen.hexdigest()
 
     def equal(self, other: QuantizedTensor) -> bool:
