@@ -1,0 +1,107 @@
+"""Where each code, scale and zero point lies in a file: one module a layout, all of them in `LAYOUTS`.
+
+The bit-exact definitions are in docs/layouts.md. A new layout is a module and a line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
+from quantkit.layouts import checks, compressed_tensors, gptq, gptq_v2, humming, marlin
+from quantkit.layouts.config import Schemes
+from quantkit.layouts.protocol import Layout
+from quantkit.tensor import Scheme
+
+LAYOUTS: dict[str, Layout] = {
+    compressed_tensors.NAME: compressed_tensors,
+    humming.NAME: humming,
+    gptq.NAME: gptq,
+    gptq_v2.NAME: gptq_v2,
+    marlin.NAME: marlin,
+}
+
+#: Keys of the public config that tell layouts apart; they must agree with our own key.
+FORMAT_KEYS = ("quant_method", "format", "checkpoint_format", "is_marlin_format", "b_dtype")
+
+OWN_KEYS = {"version", "layout", "scheme", "overrides", "ignore", "recipe_sha256"}
+
+
+def family(name: str) -> str:
+    """Return the name that `convert A-to-B` uses for a layout: both GPTQ versions are `gptq`."""
+    return gptq.NAME if name == gptq_v2.NAME else name
+
+
+def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tuple[Layout, Schemes]:
+    """Return the layout and the schemes that the `quantization_config` of the file `path` states.
+
+    Our own `quantkit` key wins where it is present, since public configs cannot say everything. CheckpointError names
+    `path` for a config that no layout knows, that is malformed, or that contradicts itself.
+    """
+    with about(str(path)):
+        if not isinstance(quantization_config, Mapping):
+            raise CheckpointError("'quantization_config' must be an object")
+        if "quantkit" in quantization_config:
+            return _read_own(quantization_config)
+        for layout in LAYOUTS.values():
+            schemes = layout.read_config(quantization_config)
+            if schemes is not None:
+                return layout, schemes
+        said = {key: quantization_config[key] for key in FORMAT_KEYS if key in quantization_config}
+        raise CheckpointError(f"{said!s:.120} is no layout that quantkit reads: {', '.join(LAYOUTS)}")
+
+
+def quantkit_key(layout_name: str, schemes: Schemes, version: str, recipe_sha256: str | None) -> dict[str, Any]:
+    """Return what stands under `quantkit` inside `quantization_config`; `read_config` reads it back exactly.
+
+    `recipe_sha256` is None for a checkpoint that no recipe of ours made.
+    """
+    overrides: dict[str, str] = {}
+    for pattern, scheme in schemes.overrides:
+        overrides.setdefault(pattern, scheme.label)
+    return {
+        "version": version,
+        "layout": layout_name,
+        "scheme": schemes.default.label,
+        "overrides": overrides,
+        "ignore": list(schemes.ignore),
+        "recipe_sha256": recipe_sha256,
+    }
+
+
+def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
+    own = checks.entry(config, "quantkit", dict)
+    unknown = own.keys() - OWN_KEYS
+    if unknown:
+        raise CheckpointError(f"unknown entries {sorted(unknown)!s:.80} in the 'quantkit' key: use a newer quantkit")
+    checks.entry(own, "version", str)
+    checks.entry(own, "recipe_sha256", str, type(None), default=None)
+    name = checks.entry(own, "layout", str)
+    if name not in LAYOUTS:
+        raise CheckpointError(f"layout {name!r:.40} is not one of {', '.join(LAYOUTS)}: a newer quantkit may read it")
+    overrides = checks.entry(own, "overrides", dict, default={})
+    schemes = Schemes(
+        _parse(checks.entry(own, "scheme", str)),
+        tuple((checks.pattern(key), _parse(checks.entry(overrides, key, str))) for key in overrides),
+        checks.strings(own, "ignore"),
+    )
+    try:
+        public = LAYOUTS[name].write_config(schemes)
+    except LayoutError as error:
+        raise CheckpointError(f"the 'quantkit' key contradicts itself: {error}") from error
+    for key in FORMAT_KEYS:
+        if config.get(key) != public.get(key):
+            raise CheckpointError(
+                f"{key!r} is {str(config.get(key))!r:.40}, and the 'quantkit' key says layout {name!r} "
+                f"with {schemes.default.label}: they contradict each other"
+            )
+    return LAYOUTS[name], schemes
+
+
+def _parse(label: str) -> Scheme:
+    try:
+        return Scheme.parse(label)
+    except (QuantkitError, ValueError) as error:
+        raise CheckpointError(f"scheme {label!r:.60} in the 'quantkit' key: write it like int4:g128") from error

@@ -1,0 +1,270 @@
+"""compressed-tensors: INT4 as `pack-quantized`, FP6 and FP5 exactly, carried in FP8 E4M3 as `float-quantized`.
+
+Every E3M2 and E3M1 value is an E4M3 value (LAYOUTS 11), so the carrier holds values and the `quantkit` key of the
+config says which format they are of. Words are filled along a row, without interleaving (LAYOUTS 9).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quantkit.errors import CheckpointError, LayoutError
+from quantkit.formats import INT4, Format
+from quantkit.layouts import checks
+from quantkit.layouts.arrange import Arrangement
+from quantkit.layouts.config import Schemes
+from quantkit.layouts.protocol import Stored
+from quantkit.tensor import QuantizedTensor, Scheme
+
+NAME = "compressed-tensors"
+TENSORS: tuple[str, ...] = (
+    "weight_packed",
+    "weight_scale",
+    "weight_shape",
+    "weight_zero_point",
+    "weight_g_idx",
+    "weight",
+)
+MARKER = "weight_scale"
+SIDE_FILE: str | None = None
+
+CODES = Arrangement("N", "K i:8", "N K i")
+ZEROS = Arrangement("N i:8", "G", "N G i")
+
+#: Codes translated at a time, so that an index of four bytes a code stays small.
+CHUNK = 1 << 20
+NO_CODE = 255
+
+
+def check(scheme: Scheme, n: int, k: int) -> None:
+    """Raise LayoutError unless INT4, or FP6 or FP5 with one scale per row; any `n`, and any `k` the groups divide."""
+    _check_scheme(scheme)
+    checks.multiples("compressed-tensors", n, k, of_n=1, of_k=1, way_out="--skip the weight")
+    scheme.groups(k)
+
+
+def stored(scheme: Scheme, n: int, k: int) -> Stored:
+    """Return suffix -> (dtype, shape) of what `pack` stores for an `[n, k]` weight (LAYOUTS 9)."""
+    g = scheme.groups(k)
+    scales = {"weight_scale": (torch.float16, (n, g))}
+    if scheme.format.is_float:
+        return {"weight": (torch.float8_e4m3fn, (n, k)), **scales}
+    zeros = {} if scheme.symmetric else {"weight_zero_point": (torch.int32, (-(-n // 8), g))}
+    packed = {"weight_packed": (torch.int32, (n, -(-k // 8)))}
+    return {**packed, **scales, "weight_shape": (torch.int64, (2,)), **zeros}
+
+
+def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    """Return `(n, k)`; with one scale per row `k` comes out as the next multiple of 8, since shapes say no more."""
+    if scheme.format.is_float:
+        return checks.matrix(shapes, "weight")
+    n, words = checks.matrix(shapes, "weight_packed")
+    if scheme.group_size is None:
+        return n, 8 * words
+    return n, checks.matrix(shapes, "weight_scale")[1] * scheme.group_size
+
+
+def pack(q: QuantizedTensor) -> dict[str, Tensor]:
+    """Return the tensors of LAYOUTS 9; places past `n` and `k` in the last words are 0."""
+    n, k = q.shape
+    check(q.scheme, n, k)
+    scales = checks.half(q.scales)
+    if q.scheme.format.is_float:
+        carried = _translated(q.codes, _carrier(q.scheme.format, q.codes.device))
+        return {"weight": carried.view(torch.float8_e4m3fn), "weight_scale": scales}
+    codes = pad(q.codes, (0, -k % 8)) if k % 8 else q.codes
+    tensors = {
+        "weight_packed": CODES.pack(codes, 4).view(n, -1),
+        "weight_scale": scales,
+        "weight_shape": torch.tensor([n, k], dtype=torch.int64),
+    }
+    if q.zeros is not None:
+        packed = ZEROS.pack(pad(q.zeros, (0, 0, 0, -n % 8)), 4)
+        tensors["weight_zero_point"] = packed.view(-1, q.zeros.shape[1])
+    return tensors
+
+
+def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
+    """Return the record; LayoutError for act-order, FP8 values that are not of the format, or malformed tensors."""
+    if scheme.format.is_float:
+        return _unpack_carrier(tensors, scheme)
+    n, k = _true_shape(tensors)
+    check(scheme, n, k)
+    expected = stored(scheme, n, k)
+    if "weight_g_idx" in tensors:
+        expected["weight_g_idx"] = (torch.int32, (k,))
+    checks.match(tensors, expected)
+    if "weight_g_idx" in tensors:
+        order = tensors["weight_g_idx"]
+        natural = torch.arange(k, dtype=torch.int32, device=order.device) // (scheme.group_size or k)
+        if not torch.equal(order, natural):
+            raise LayoutError("weight_g_idx is not k // group_size: act-ordered groups are not read")
+    codes = CODES.unpack(tensors["weight_packed"], 4, (n, k + -k % 8))
+    zeros = None
+    if not scheme.symmetric:
+        zeros = ZEROS.unpack(tensors["weight_zero_point"], 4, (n + -n % 8, scheme.groups(k)))
+        _nothing_in(zeros[n:], "weight_zero_point")
+        zeros = zeros[:n].contiguous()
+    _nothing_in(codes[:, k:], "weight_packed")
+    return QuantizedTensor(scheme, codes[:, :k].contiguous(), checks.half(tensors["weight_scale"]), zeros)
+
+
+def write_config(schemes: Schemes) -> dict[str, Any]:
+    """Return the `quantization_config` of LAYOUTS 9, one config group for each scheme.
+
+    Of the targets that match a module, the library takes a name before a pattern, the first pattern in text order, and
+    a class last; `overrides` goes by its own order. So a name gets what `schemes` gives it, and every pattern excludes
+    the ones before it.
+    """
+    targets: dict[Scheme, list[str]] = {schemes.default: ["Linear"]}
+    before = ""
+    for pattern, scheme in schemes.overrides:
+        name = checks.literal(pattern)
+        if name is not None and "." in name:  # without a dot it might be read as a class
+            targets.setdefault(schemes.of(name), []).append(name)
+        else:
+            targets.setdefault(scheme, []).append(f"re:{before}{checks.whole(pattern)}")
+            before += f"(?!{checks.whole(pattern)})"
+    for scheme in (schemes.default, *(scheme for _, scheme in schemes.overrides)):
+        _check_scheme(scheme)
+    formats = sorted({_public_format(scheme) for scheme in targets})
+    mixed = len(formats) > 1
+    groups = {f"group_{i}": _group(names, scheme, mixed) for i, (scheme, names) in enumerate(targets.items())}
+    return {
+        "quant_method": NAME,
+        "format": "mixed-precision" if mixed else formats[0],
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": list(schemes.ignore),
+        "kv_cache_scheme": None,
+        "config_groups": groups,
+    }
+
+
+def read_config(config: Mapping[str, Any]) -> Schemes | None:
+    """Return the schemes of a compressed-tensors config, None for another method.
+
+    CheckpointError for what the record cannot hold: other widths, quantized activations, transforms, and FP8 values
+    that quantkit did not write.
+    """
+    if config.get("quant_method") != NAME:
+        return None
+    for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
+        if checks.entry(config, key, dict, type(None), default=None):
+            raise CheckpointError(f"a compressed-tensors checkpoint with {key!r}: only plain weights are read")
+    groups = checks.entry(config, "config_groups", dict)
+    by_target: dict[str, Scheme] = {}
+    for name in groups:
+        group = checks.entry(groups, name, dict)
+        if any(group.get(key) is not None for key in ("input_activations", "output_activations")):
+            raise CheckpointError(f"config group {name!r:.40} quantizes activations: only weights are read")
+        fmt = checks.entry(group, "format", str, type(None), default=None) or checks.entry(config, "format", str)
+        scheme = _scheme_of(checks.entry(group, "weights", dict), fmt)
+        by_target |= dict.fromkeys(checks.strings(group, "targets"), scheme)
+    if not by_target:
+        raise CheckpointError("'config_groups' names no target: nothing is quantized")
+    # The library's own order: names, then patterns as text, then classes.
+    exact = [(re.escape(t), s) for t, s in sorted(by_target.items()) if t != "Linear" and not t.startswith("re:")]
+    patterns = [(f"(?:{t[3:]}).*", s) for t, s in sorted(by_target.items()) if t.startswith("re:")]
+    for pattern, _ in patterns:
+        checks.pattern(pattern)
+    default = by_target.get("Linear", next(iter(by_target.values())))
+    return Schemes(default, (*exact, *patterns), checks.strings(config, "ignore"))
+
+
+def _check_scheme(scheme: Scheme) -> None:
+    if scheme.format.is_float and scheme.group_size is not None:
+        raise LayoutError(
+            f"compressed-tensors carries {scheme.format.name} with one scale per row: quantize with "
+            "--group-size channel"
+        )
+    checks.dense_only(scheme, "compressed-tensors")
+
+
+def _unpack_carrier(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
+    n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
+    check(scheme, n, k)
+    checks.match(tensors, stored(scheme, n, k))
+    carried = tensors["weight"].contiguous().view(torch.uint8)
+    codes = _translated(carried, _codes_of_carrier(scheme.format, carried.device))
+    if int(codes.max()) == NO_CODE:
+        row, column = (codes == NO_CODE).nonzero()[0].tolist()
+        value = float(tensors["weight"][row, column])
+        raise LayoutError(f"'weight' holds {value} at [{row}, {column}], which is no {scheme.format.name} value")
+    return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
+
+
+def _true_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+    checks.match({k: v for k, v in tensors.items() if k == "weight_shape"}, {"weight_shape": (torch.int64, (2,))})
+    n, k = tensors["weight_shape"].tolist()
+    return n, k
+
+
+def _nothing_in(padding: Tensor, name: str) -> None:
+    if bool(padding.any()):
+        raise LayoutError(f"{name!r} holds codes past its true shape, where it must be 0: the file is damaged")
+
+
+def _translated(codes: Tensor, table: Tensor) -> Tensor:
+    out = torch.empty_like(codes, memory_format=torch.contiguous_format)
+    for some, slot in zip(codes.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True):
+        torch.index_select(table, 0, some.int(), out=slot)
+    return out
+
+
+@lru_cache(maxsize=16)
+def _carrier(fmt: Format, device: torch.device) -> Tensor:
+    """The E4M3 byte of every code."""
+    return torch.tensor(fmt.values).to(torch.float8_e4m3fn).view(torch.uint8).to(device)
+
+
+@lru_cache(maxsize=16)
+def _codes_of_carrier(fmt: Format, device: torch.device) -> Tensor:
+    """The code of every E4M3 byte, NO_CODE where the byte is no value of the format."""
+    table = torch.full((256,), NO_CODE, dtype=torch.uint8)
+    table[_carrier(fmt, torch.device("cpu")).long()] = torch.arange(len(fmt.values), dtype=torch.uint8)
+    return table.to(device)
+
+
+def _public_format(scheme: Scheme) -> str:
+    return "float-quantized" if scheme.format.is_float else "pack-quantized"
+
+
+def _group(targets: list[str], scheme: Scheme, mixed: bool) -> dict[str, Any]:
+    weights: dict[str, Any] = {
+        "num_bits": 8 if scheme.format.is_float else 4,
+        "type": "float" if scheme.format.is_float else "int",
+        "symmetric": scheme.symmetric,
+        "strategy": "group" if scheme.group_size else "channel",
+        "group_size": scheme.group_size,
+        "dynamic": False,
+        "actorder": None,
+        "block_structure": None,
+        "observer": "minmax",
+        "observer_kwargs": {},
+    }
+    group = {"targets": targets, "input_activations": None, "output_activations": None, "weights": weights}
+    return group | ({"format": _public_format(scheme)} if mixed else {})
+
+
+def _scheme_of(weights: Mapping[str, Any], fmt: str) -> Scheme:
+    bits, kind = checks.entry(weights, "num_bits", int, default=8), checks.entry(weights, "type", str, default="int")
+    if fmt != "pack-quantized" or kind != "int" or bits != 4:
+        raise CheckpointError(
+            f"a compressed-tensors checkpoint of {kind}{bits} in format {fmt!r:.40}, not written by quantkit: "
+            "read are int4 in 'pack-quantized', and fp6 and fp5 in FP8 with the 'quantkit' key"
+        )
+    strategy = checks.entry(weights, "strategy", str)
+    group = checks.entry(weights, "group_size", int, type(None), default=None)
+    if strategy == "group" and group is not None and group > 0:
+        return Scheme(INT4, group, symmetric=checks.entry(weights, "symmetric", bool, default=True))
+    if strategy == "channel":
+        return Scheme(INT4, None, symmetric=checks.entry(weights, "symmetric", bool, default=True))
+    raise CheckpointError(f"strategy {strategy!r:.40} with group_size {group}: quantkit reads 'group' and 'channel'")

@@ -1,0 +1,203 @@
+"""GPTQ checkpoints, zero points as AutoGPTQ wrote them: less one (v1, LAYOUTS 1).
+
+Plain words without interleaving, eight rows of the transposed weight a word. Act-order is read only where it is static
+(`g_idx` is `k // g`), since no other layout can hold a shuffled one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, LayoutError
+from quantkit.formats import INT4
+from quantkit.layouts import checks
+from quantkit.layouts.arrange import Arrangement
+from quantkit.layouts.config import Schemes
+from quantkit.layouts.protocol import Stored
+from quantkit.tensor import QuantizedTensor, Scheme
+
+NAME = "gptq"
+TENSORS: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
+MARKER = "qweight"
+SIDE_FILE: str | None = "quantize_config.json"
+
+CODES = Arrangement("N", "K i:8", "K N i")
+ZEROS = Arrangement("N i:8", "G", "G N i")
+
+#: Stored zero point + this = zero code.
+OFFSET = 1
+
+
+def check(scheme: Scheme, n: int, k: int) -> None:
+    """Raise LayoutError unless the scheme is INT4 and `n` and `k` are multiples of 32 (LAYOUTS 1.2)."""
+    _check_scheme(scheme)
+    way_out = "use --layout compressed-tensors, or --skip the weight"
+    checks.multiples("the GPTQ layout", n, k, of_n=32, of_k=32, way_out=way_out)
+    scheme.groups(k)
+
+
+def stored(scheme: Scheme, n: int, k: int) -> Stored:
+    """Return suffix -> (dtype, shape) of what `pack` stores for an `[n, k]` weight (LAYOUTS 1.1)."""
+    g = scheme.groups(k)
+    return {
+        "qweight": (torch.int32, (k // 8, n)),
+        "qzeros": (torch.int32, (g, n // 8)),
+        "scales": (torch.float16, (g, n)),
+        "g_idx": (torch.int32, (k,)),
+    }
+
+
+def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    """Return `(n, k)` from the shape of `qweight`."""
+    words, n = checks.matrix(shapes, "qweight")
+    return n, 8 * words
+
+
+def pack(q: QuantizedTensor) -> dict[str, Tensor]:
+    """Return the tensors of LAYOUTS 1.2; LayoutError for a zero point of 0, which v1 cannot store."""
+    return pack_zeros_less(q, OFFSET)
+
+
+def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
+    """Return the record; LayoutError for act-order, zero points that contradict `sym`, or malformed tensors.
+
+    Symmetric files are read by their data: all zero points 7 is v1 and all 8 is v2, whatever the label (LAYOUTS 1.4).
+    A missing `g_idx` counts as `k // g`.
+    """
+    return unpack_zeros_plus(tensors, scheme, OFFSET)
+
+
+def write_config(schemes: Schemes) -> dict[str, Any]:
+    """Return the `quantization_config` of LAYOUTS 1.3; other schemes and dense linears go to `dynamic`."""
+    return config_of(schemes, NAME)
+
+
+def read_config(config: Mapping[str, Any]) -> Schemes | None:
+    """Return the schemes of a v1 config, None for another format; CheckpointError if it is unusable."""
+    return schemes_of(config, NAME)
+
+
+def pack_zeros_less(q: QuantizedTensor, offset: int) -> dict[str, Tensor]:
+    """Return the GPTQ tensors of a record with zero points stored less `offset` (1: v1, 0: v2)."""
+    n, k = q.shape
+    check(q.scheme, n, k)
+    zeros = torch.full_like(q.scales, INT4.zero_code, dtype=torch.uint8) if q.zeros is None else q.zeros
+    if bool((zeros < offset).any()):
+        raise LayoutError("a zero point of 0 cannot be stored in GPTQ v1 (LAYOUTS 1.4): use --layout gptq-v2")
+    shapes = {name: shape for name, (_, shape) in stored(q.scheme, n, k).items()}
+    return {
+        "qweight": CODES.pack(q.codes, 4).view(shapes["qweight"]),
+        "qzeros": ZEROS.pack(zeros - offset, 4).view(shapes["qzeros"]),
+        "scales": checks.half(q.scales).t().contiguous(),
+        "g_idx": _natural_order(q.scheme, k, q.codes.device),
+    }
+
+
+def unpack_zeros_plus(tensors: Mapping[str, Tensor], scheme: Scheme, offset: int) -> QuantizedTensor:
+    """Return the record of GPTQ tensors whose zero points are stored less `offset`."""
+    n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
+    check(scheme, n, k)
+    checks.match(tensors, stored(scheme, n, k), optional=("g_idx",))
+    if "g_idx" in tensors and not torch.equal(tensors["g_idx"], _natural_order(scheme, k, tensors["g_idx"].device)):
+        raise LayoutError("g_idx is not k // group_size: the checkpoint is act-ordered, and only static order is read")
+    raw = ZEROS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k)))
+    return QuantizedTensor(
+        scheme,
+        CODES.unpack(tensors["qweight"], 4, (n, k)),
+        checks.half(tensors["scales"].t()),
+        zeros=_zero_codes(raw, scheme, offset),
+    )
+
+
+def config_of(schemes: Schemes, name: str) -> dict[str, Any]:
+    """Return the public config with `name` as the checkpoint format, `-` written as `_`."""
+    _check_scheme(schemes.default)
+    label = name.replace("-", "_")
+    dynamic: dict[str, dict[str, Any]] = {}
+    for module in schemes.ignore:
+        if module.startswith("re:"):
+            dynamic[f"-:{module[3:]}"] = {}
+        elif module != "lm_head":  # which has a key of its own
+            dynamic[f"-:^(?:{re.escape(module)})$"] = {}
+    for pattern, scheme in schemes.overrides:
+        _check_scheme(scheme)
+        dynamic.setdefault(f"+:^{checks.whole(pattern)}", _entries(scheme))
+    config = {
+        "quant_method": "gptq",
+        **_entries(schemes.default),
+        "desc_act": False,
+        "checkpoint_format": label,
+        "format": label,
+        "lm_head": head_is_packed(schemes),
+        "pack_dtype": "int32",
+    }
+    return config | ({"dynamic": dynamic} if dynamic else {})
+
+
+def schemes_of(config: Mapping[str, Any], name: str) -> Schemes | None:
+    """Return the schemes of a GPTQ config whose checkpoint format is `name`, None for another."""
+    if config.get("quant_method") != "gptq" or config.get("is_marlin_format") is True:
+        return None
+    older, newer = (checks.entry(config, key, str, type(None), default=None) for key in ("checkpoint_format", "format"))
+    if older and newer and older != newer:
+        raise CheckpointError(f"checkpoint_format {older!r:.40} contradicts format {newer!r:.40}: keep the right one")
+    if (newer or older or NAME) != name.replace("-", "_"):
+        return None
+    if checks.entry(config, "pack_dtype", str, default="int32") != "int32":
+        raise CheckpointError(f"GPTQ words of pack_dtype {config['pack_dtype']!r:.40}: only int32 is read")
+    ignore = [] if checks.entry(config, "lm_head", bool, default=False) else ["lm_head"]
+    overrides: list[tuple[str, Scheme]] = []
+    for key, changes in (checks.entry(config, "dynamic", dict, type(None), default=None) or {}).items():
+        start = key.removeprefix("+:").removeprefix("-:")
+        own = re.fullmatch(r"\^\(\?:(.*)\)\$", start)
+        pattern = own[1] if own and checks.compiles(own[1]) else checks.pattern(f"(?:{start}).*")
+        if key.startswith("-:"):
+            ignore.append(checks.literal(pattern) or f"re:{pattern}")
+        elif type(changes) is not dict:
+            raise CheckpointError(f"{key!r:.80} in 'dynamic' must be an object")
+        else:
+            overrides.append((pattern, _scheme({**config, **changes})))
+    return Schemes(_scheme(config), tuple(overrides), tuple(ignore))
+
+
+def head_is_packed(schemes: Schemes) -> bool:
+    """Return whether the output head is quantized too: none of the names that models give it is ignored."""
+    return not any(module.rpartition(".")[2] in ("lm_head", "embed_out") for module in schemes.ignore)
+
+
+def _check_scheme(scheme: Scheme) -> None:
+    if scheme.format != INT4:
+        raise LayoutError(f"the GPTQ layout holds int4, not {scheme.format.name}: use --layout compressed-tensors")
+    checks.dense_only(scheme, "the GPTQ layout")
+
+
+def _zero_codes(raw: Tensor, scheme: Scheme, offset: int) -> Tensor | None:
+    if scheme.symmetric:
+        if not (bool((raw == 7).all()) or bool((raw == 8).all())):
+            raise LayoutError("the config says symmetric, but qzeros are neither all 7 (v1) nor all 8 (v2)")
+        return None
+    if offset and bool((raw == 15).any()):
+        raise LayoutError("a stored zero point of 15 means 16 in GPTQ v1, and readers disagree on it (LAYOUTS 1.4)")
+    return raw + offset
+
+
+def _natural_order(scheme: Scheme, k: int, device: torch.device) -> Tensor:
+    return torch.arange(k, dtype=torch.int32, device=device) // (scheme.group_size or k)
+
+
+def _entries(scheme: Scheme) -> dict[str, Any]:
+    return {"bits": scheme.format.bits, "group_size": scheme.group_size or -1, "sym": scheme.symmetric}
+
+
+def _scheme(config: Mapping[str, Any]) -> Scheme:
+    bits, group = checks.entry(config, "bits", int), checks.entry(config, "group_size", int)
+    if bits != 4:
+        raise CheckpointError(f"a GPTQ checkpoint of {bits} bits: quantkit reads 4")
+    if group < 1 and group != -1:
+        raise CheckpointError(f"GPTQ group_size {group}: it must be positive, or -1 for one scale per row")
+    return Scheme(INT4, None if group == -1 else group, symmetric=checks.entry(config, "sym", bool))

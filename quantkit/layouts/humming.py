@@ -1,0 +1,113 @@
+"""humming: FP6 and FP5 in their true six and five bits, each row one little-endian bit stream (LAYOUTS 9b).
+
+Eight codes are as many bytes as a code has bits, so the stream is joined from eight strided slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import CheckpointError, LayoutError
+from quantkit.formats import FP5, FP6
+from quantkit.layouts import checks
+from quantkit.layouts.config import Schemes
+from quantkit.layouts.protocol import Stored
+from quantkit.tensor import QuantizedTensor, Scheme
+
+NAME = "humming"
+TENSORS: tuple[str, ...] = ("weight", "weight_scale")
+MARKER = "weight_scale"
+SIDE_FILE: str | None = None
+
+DTYPES = {"float6e3m2": FP6, "float5e3m1": FP5}
+
+
+def check(scheme: Scheme, n: int, k: int) -> None:
+    """Raise LayoutError unless FP6 or FP5 with one scale per row and k % 32 == 0."""
+    _check_scheme(scheme)
+    way_out = "use --layout compressed-tensors, or --skip the weight"
+    checks.multiples("humming", n, k, of_n=1, of_k=32, way_out=way_out)
+
+
+def stored(scheme: Scheme, n: int, k: int) -> Stored:
+    """Return suffix -> (dtype, shape) of what `pack` stores for an `[n, k]` weight."""
+    return {"weight": (torch.int32, (n, k * scheme.format.bits // 32)), "weight_scale": (torch.float16, (n, 1))}
+
+
+def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+    """Return `(n, k)` from the shape of `weight`; LayoutError if its words are no whole number of codes."""
+    n, words = checks.matrix(shapes, "weight")
+    if words % scheme.format.bits:
+        raise LayoutError(f"{words} words a row are no multiple of {scheme.format.bits}, as {scheme.format.name} has")
+    return n, words // scheme.format.bits * 32
+
+
+def pack(q: QuantizedTensor) -> dict[str, Tensor]:
+    """Return `weight` int32 `[n, k*bits/32]` and `weight_scale` float16 `[n, 1]`."""
+    n, k = q.shape
+    check(q.scheme, n, k)
+    bits = q.scheme.format.bits
+    codes = q.codes.reshape(n, k // 8, 8)
+    stream = torch.zeros(n, k // 8, bits, dtype=torch.uint8, device=q.codes.device)
+    for i in range(8):
+        byte, shift = divmod(bits * i, 8)
+        stream[..., byte] |= codes[..., i] << shift
+        if shift + bits > 8:
+            stream[..., byte + 1] |= codes[..., i] >> (8 - shift)
+    return {"weight": stream.view(n, -1).view(torch.int32), "weight_scale": checks.half(q.scales)}
+
+
+def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
+    """Return the record; LayoutError for malformed tensors."""
+    n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
+    check(scheme, n, k)
+    checks.match(tensors, stored(scheme, n, k))
+    bits = scheme.format.bits
+    stream = tensors["weight"].contiguous().view(torch.uint8).view(n, k // 8, bits)
+    codes = torch.empty(n, k // 8, 8, dtype=torch.uint8, device=stream.device)
+    for i in range(8):
+        byte, shift = divmod(bits * i, 8)
+        code = stream[..., byte] >> shift
+        if shift + bits > 8:
+            code |= stream[..., byte + 1] << (8 - shift)
+        codes[..., i] = code & ((1 << bits) - 1)
+    return QuantizedTensor(scheme, codes.view(n, k), checks.half(tensors["weight_scale"]))
+
+
+def write_config(schemes: Schemes) -> dict[str, Any]:
+    """Return the `quantization_config` of LAYOUTS 9b; it has no place for overrides (the `quantkit` key has)."""
+    for scheme in (schemes.default, *(scheme for _, scheme in schemes.overrides)):
+        _check_scheme(scheme)
+    names = {fmt: name for name, fmt in DTYPES.items()}
+    return {
+        "quant_method": "humming",
+        "b_dtype": names[schemes.default.format],
+        "weight_scale_group_size": 0,
+        "ignore": list(schemes.ignore),
+    }
+
+
+def read_config(config: Mapping[str, Any]) -> Schemes | None:
+    """Return the schemes of a humming config, also with the older keys `dtype` and `group_size`; else None."""
+    if config.get("quant_method") != "humming":
+        return None
+    dtype = checks.entry(config, "b_dtype" if "b_dtype" in config else "dtype", str)
+    key = "weight_scale_group_size" if "weight_scale_group_size" in config else "group_size"
+    group = checks.entry(config, key, int, default=0)
+    if dtype not in DTYPES:
+        raise CheckpointError(f"a humming checkpoint of {dtype!r:.40}: quantkit reads {' and '.join(DTYPES)}")
+    if group != 0:
+        raise CheckpointError(f"a humming checkpoint with groups of {group}: quantkit reads one scale per row (0)")
+    return Schemes(Scheme(DTYPES[dtype]), ignore=checks.strings(config, "ignore"))
+
+
+def _check_scheme(scheme: Scheme) -> None:
+    if scheme.format not in DTYPES.values():
+        raise LayoutError(f"humming holds fp6 and fp5, not {scheme.format.name}: use --layout compressed-tensors")
+    if scheme.group_size is not None:
+        raise LayoutError("humming has one scale per row: quantize with --group-size channel")
+    checks.dense_only(scheme, "humming")

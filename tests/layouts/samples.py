@@ -1,0 +1,78 @@
+"""Random records and hand-made checkpoint folders, built without any quantizer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts.config import Schemes
+from quantkit.tensor import QuantizedTensor, Scheme
+
+#: layout -> schemes that it holds, with shapes [n, k] that it holds them in.
+HELD = {
+    "compressed-tensors": (
+        ["int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym", "fp6:channel", "fp5:channel"],
+        [(64, 128), (8, 256), (128, 384)],
+    ),
+    "humming": (["fp6:channel", "fp5:channel"], [(1, 32), (7, 96), (64, 256)]),
+    "gptq": (["int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym"], [(32, 128), (96, 384)]),
+    "gptq-v2": (
+        ["int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym"],
+        [(32, 128), (96, 384)],
+    ),
+    "marlin": (["int4:g128", "int4:channel"], [(64, 128), (192, 256), (256, 384)]),
+}
+
+CASES = [(layout, label, n, k) for layout, (labels, shapes) in HELD.items() for label in labels for n, k in shapes]
+
+
+def record(scheme: Scheme, n: int, k: int, seed: int = 0, lowest_zero: int = 0) -> QuantizedTensor:
+    """Return a record with every code possible, scales of either sign, normal, subnormal and zero."""
+    random = torch.Generator().manual_seed(seed)
+    top, g = 2**scheme.format.bits, scheme.groups(k)
+    scales = torch.randint(0, 0x7C00, (n, g), generator=random, dtype=torch.int16)
+    scales[torch.rand(n, g, generator=random) < 0.1] &= 0x03FF
+    scales[torch.rand(n, g, generator=random) < 0.1] |= -0x8000
+    zeros = torch.randint(lowest_zero, top, (n, g), generator=random, dtype=torch.uint8)
+    codes = torch.randint(0, top, (n, k), generator=random, dtype=torch.uint8)
+    return QuantizedTensor(scheme, codes, scales.view(torch.float16), None if scheme.symmetric else zeros)
+
+
+def tame(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
+    """Return the record with scales around 0.01 that `dtype` holds exactly."""
+    random = torch.Generator().manual_seed(7)
+    scales = (0.01 * (1 + torch.rand(q.scales.shape, generator=random))).to(dtype).to(torch.float16)
+    return QuantizedTensor(q.scheme, q.codes, scales, q.zeros)
+
+
+def write_folder(
+    source: Path, out: Path, layout: str, schemes: Schemes, *, key: bool = True
+) -> dict[str, QuantizedTensor]:
+    """Copy the dense model folder `source` with random packed linears; return the record of each module."""
+    shutil.copytree(source, out, ignore=shutil.ignore_patterns("*.safetensors*"))
+    config = json.loads((source / "config.json").read_text())
+    dtype = getattr(torch, config["dtype"])
+    tensors: dict[str, torch.Tensor] = {}
+    for shard in sorted(source.glob("*.safetensors")):
+        tensors |= load_file(shard)
+    records = {}
+    for name in [n for n in tensors if n.endswith("_proj.weight")]:
+        module = name.removesuffix(".weight")
+        n, k = tensors.pop(name).shape
+        records[module] = tame(record(schemes.of(module), n, k, seed=len(records), lowest_zero=1), dtype)
+        tensors |= {f"{module}.{suffix}": t for suffix, t in LAYOUTS[layout].pack(records[module]).items()}
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    public = LAYOUTS[layout].write_config(schemes)
+    if key:
+        public["quantkit"] = quantkit_key(layout, schemes, "0.1.0", "0" * 64)
+    config["quantization_config"] = public
+    (out / "config.json").write_text(json.dumps(config))
+    side = LAYOUTS[layout].SIDE_FILE
+    if side:
+        (out / side).write_text(json.dumps(public))
+    return records

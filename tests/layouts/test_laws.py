@@ -1,0 +1,214 @@
+"""The laws of every layout: packing loses nothing, repeats itself byte for byte, and refuses what `check` refuses.
+
+Bytes are compared with the slow packers of `oracle.py`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from quantkit.errors import LayoutError
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.arrange import Arrangement
+from quantkit.tensor import QuantizedTensor, Scheme
+from tests.layouts import oracle
+from tests.layouts.samples import CASES, HELD, record
+
+#: layout -> (n, k) units of legal shapes.
+UNITS = {"compressed-tensors": (1, 1), "humming": (1, 32), "gptq": (32, 32), "gptq-v2": (32, 32), "marlin": (64, 128)}
+
+
+def rows(tensor: Tensor) -> list[list[int]]:
+    """The unsigned bits of a tensor as rows of integers."""
+    width = tensor.element_size()
+    if width == 8:
+        return tensor.reshape(1, -1).tolist()
+    signed = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[width]
+    matrix = tensor.reshape(-1).view(signed).view(tensor.shape if tensor.ndim == 2 else (1, -1))
+    return (matrix.to(torch.int64) & ((1 << 8 * width) - 1)).tolist()
+
+
+def same_bytes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
+    return found.keys() == expected.keys() and all(
+        found[name].dtype == t.dtype and found[name].shape == t.shape and rows(found[name]) == rows(t)
+        for name, t in expected.items()
+    )
+
+
+def obeys(layout: str, q: QuantizedTensor) -> None:
+    """Assert laws 1 and 2, that `stored` and `size` foretell `pack`, and that `q` was not touched."""
+    module, (n, k) = LAYOUTS[layout], q.shape
+    before = q.digest()
+    module.check(q.scheme, n, k)
+    packed = module.pack(q)
+    assert {name: (t.dtype, tuple(t.shape)) for name, t in packed.items()} == module.stored(q.scheme, n, k)
+    assert set(packed) <= set(module.TENSORS) and module.MARKER in packed
+    assert all(t.is_contiguous() for t in packed.values())
+    shapes = {name: tuple(t.shape) for name, t in packed.items()}
+    padded = layout == "compressed-tensors" and not q.scheme.format.is_float and q.scheme.group_size is None
+    assert module.size(shapes, q.scheme) == (n, k + -k % 8 if padded else k)
+    frozen = {name: t.clone() for name, t in packed.items()}
+    back = module.unpack(packed, q.scheme)
+    assert back.equal(q)
+    assert same_bytes(module.pack(back), frozen) and same_bytes(packed, frozen)
+    assert q.digest() == before
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
+def test_unpack_of_pack_is_the_record_and_pack_of_unpack_the_bytes(layout: str, label: str, n: int, k: int) -> None:
+    q = record(Scheme.parse(label), n, k, lowest_zero=1)
+    obeys(layout, q)
+    expected = oracle.packed(
+        layout, q.codes.tolist(), rows(q.scales), None if q.zeros is None else q.zeros.tolist(),
+        q.scheme.format.mbits, q.scheme.group_size or k,
+    )  # fmt: skip
+    assert {name: rows(t) for name, t in LAYOUTS[layout].pack(q).items()} == expected
+
+
+@st.composite
+def legal(draw: st.DrawFn) -> tuple[str, QuantizedTensor]:
+    layout = draw(st.sampled_from(sorted(UNITS)))
+    scheme = Scheme.parse(draw(st.sampled_from(HELD[layout][0])))
+    unit_n, unit_k = UNITS[layout]
+    n = unit_n * draw(st.integers(1, max(1, 192 // unit_n) if unit_n > 1 else 40))
+    k_step = math.lcm(unit_k, scheme.group_size or 1)
+    k = k_step * draw(st.integers(1, max(2, 384 // k_step)))
+    q = record(scheme, n, k, seed=draw(st.integers(0, 2**32)), lowest_zero=0 if layout != "gptq" else 1)
+    if draw(st.booleans()):
+        q.codes.fill_(draw(st.integers(0, 2**scheme.format.bits - 1)))
+    return layout, q
+
+
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@given(legal())
+def test_laws_hold_on_random_legal_shapes_groups_and_values(case: tuple[str, QuantizedTensor]) -> None:
+    obeys(*case)
+
+
+ILLEGAL = [
+    *[(name, "int4:g128", 64, 100) for name in LAYOUTS],
+    *[(name, "int4:g128:24", 256, 256) for name in LAYOUTS],
+    *[(name, "int4:channel", 0, 128) for name in LAYOUTS],
+    *[(name, "int4:channel", 64, 0) for name in LAYOUTS],
+    *[(name, "fp6:g128", 256, 256) for name in LAYOUTS],
+    ("gptq", "int4:channel", 40, 128),
+    ("gptq-v2", "int4:channel", 64, 136),
+    ("gptq", "fp6", 64, 128),
+    ("humming", "fp6", 4, 48),
+    ("humming", "int4", 4, 64),
+    ("marlin", "int4", 32, 128),
+    ("marlin", "int4", 96, 128),
+    ("marlin", "int4", 64, 192),
+    ("marlin", "int4:g64", 64, 128),
+    ("marlin", "int4:g256", 64, 256),
+    ("marlin", "int4:g128:asym", 64, 128),
+    ("marlin", "fp6", 64, 128),
+]
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), ILLEGAL)
+def test_what_check_refuses_pack_refuses(layout: str, label: str, n: int, k: int) -> None:
+    scheme = Scheme.parse(label)
+    with pytest.raises(LayoutError) as refusal:
+        LAYOUTS[layout].check(scheme, n, k)
+    assert "\n" not in str(refusal.value)
+    if scheme.sparsity is None and k and k % (scheme.group_size or k) == 0 and n:
+        with pytest.raises(LayoutError) as same:
+            LAYOUTS[layout].pack(record(scheme, n, k))
+        assert str(same.value) == str(refusal.value)
+
+
+def test_a_refusal_names_the_rule_and_the_way_out() -> None:
+    for layout, label, n, k, words in (
+        ("marlin", "int4:g64", 64, 128, ("groups of 128", "--group-size 128 or channel")),
+        ("marlin", "int4:asym", 64, 128, ("symmetric", "--layout gptq-v2")),
+        ("marlin", "int4", 96, 128, ("n to be a multiple of 64", "96", "--skip")),
+        ("marlin", "int4", 64, 100, ("k to be a multiple of 128", "100")),
+        ("gptq", "fp6", 64, 128, ("int4, not fp6", "--layout")),
+        ("humming", "fp6", 4, 48, ("multiple of 32", "48", "--layout compressed-tensors")),
+        ("compressed-tensors", "fp5:g32", 4, 32, ("one scale per row", "--group-size channel")),
+    ):
+        with pytest.raises(LayoutError) as refusal:
+            LAYOUTS[layout].check(Scheme.parse(label), n, k)
+        assert all(word in str(refusal.value) for word in words), str(refusal.value)
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), [case for case in CASES if case[2] * case[3] <= 64 * 128])
+def test_every_changed_nibble_is_refused_or_changes_the_record(layout: str, label: str, n: int, k: int) -> None:
+    q = record(Scheme.parse(label), n, k, lowest_zero=1)
+    packed = LAYOUTS[layout].pack(q)
+    random = torch.Generator().manual_seed(n + k)
+    for name, tensor in packed.items():
+        stored = tensor.view(torch.uint8).view(-1)  # shares memory with what is unpacked
+        picked = torch.randperm(2 * stored.numel(), generator=random)[:40].tolist()
+        for place in picked:
+            change = int(torch.randint(1, 16, (), generator=random)) << 4 * (place % 2)
+            stored[place // 2] ^= change
+            try:
+                noticed = not LAYOUTS[layout].unpack(packed, q.scheme).equal(q)
+            except LayoutError:
+                noticed = True
+            assert noticed, f"{name} nibble {place}"
+            stored[place // 2] ^= change
+    assert LAYOUTS[layout].unpack(packed, q.scheme).equal(q)
+
+
+def test_one_group_of_128_is_packed_as_one_scale_per_row_by_marlin() -> None:
+    per_row = record(Scheme.parse("int4:channel"), 128, 128)
+    grouped = QuantizedTensor(Scheme.parse("int4:g128"), per_row.codes, per_row.scales)
+    assert same_bytes(LAYOUTS["marlin"].pack(grouped), LAYOUTS["marlin"].pack(per_row))
+
+
+def test_marlin_tensors_of_stacked_weights_are_the_tensors_side_by_side() -> None:
+    q = record(Scheme.parse("int4:g128"), 192, 256)
+    whole = LAYOUTS["marlin"].pack(q)
+    parts = [
+        LAYOUTS["marlin"].pack(QuantizedTensor(q.scheme, q.codes[a:b], q.scales[a:b])) for a, b in ((0, 64), (64, 192))
+    ]
+    for name in ("B", "s"):
+        assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
+
+
+def test_every_fp6_and_fp5_code_survives_the_fp8_carrier_with_its_value() -> None:
+    for label in ("fp6", "fp5"):
+        scheme = Scheme.parse(label)
+        every = torch.arange(2**scheme.format.bits, dtype=torch.uint8).repeat(2, 1)
+        q = QuantizedTensor(scheme, every, torch.ones(2, 1, dtype=torch.float16))
+        packed = LAYOUTS["compressed-tensors"].pack(q)
+        carried = packed["weight"].float()
+        assert torch.equal(carried.view(torch.int32), scheme.format.decode(every).view(torch.int32))  # -0.0 too
+        assert LAYOUTS["compressed-tensors"].unpack(packed, scheme).equal(q)
+
+
+def test_an_arrangement_packs_as_it_permutes_with_flipped_axes_and_every_width() -> None:
+    random = torch.Generator().manual_seed(1)
+    for line, bits in (
+        (("N a:2 b:2 c:2 i:8", "K d:2 j:8", "N K a b i j c d", "c d"), 8),
+        (("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d", "y"), 4),
+        (("N p:16", "K", "K N p"), 2),
+    ):
+        arrangement = Arrangement(*line)
+        codes = torch.randint(0, 2**bits, (128, 64), generator=random, dtype=torch.uint8)
+        words = arrangement.pack(codes, bits)
+        expected = [
+            sum(int(code) << (bits * i) for i, code in enumerate(group))
+            for group in arrangement(codes).view(-1, 32 // bits).tolist()
+        ]
+        assert rows(words)[0] == expected
+        assert torch.equal(arrangement.unpack(words, bits, (128, 64)), codes)
+        assert torch.equal(arrangement.inverse(arrangement(codes), (128, 64)), codes)
+        with pytest.raises(LayoutError, match="do not fill"):
+            arrangement.unpack(words[1:], bits, (128, 64))
+
+
+def test_wrong_sizes_of_an_arrangement_are_refused() -> None:
+    with pytest.raises(LayoutError, match="multiple of 8"):
+        Arrangement("N", "K i:8", "K N i")(torch.zeros(4, 12, dtype=torch.uint8))
+    with pytest.raises(LayoutError, match="do not fill"):
+        Arrangement("N", "K i:8", "K N i").inverse(torch.zeros(7, dtype=torch.uint8), (4, 16))

@@ -1,0 +1,125 @@
+"""What a process that never heard of quantkit makes of our folders: exact weights or an error, never random weights."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from quantkit.layouts.config import Schemes
+from quantkit.tensor import QuantizedTensor, Scheme
+from tests.layouts.samples import write_folder
+from tests.models import write_model
+
+pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+
+# Runs elsewhere: argv is a list of folders, "dense:" before one asks for dequantize=True.
+LOADER = """
+import json, sys, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+torch.set_num_threads(1)
+results = {}
+for argument in sys.argv[1:]:
+    folder = argument.removeprefix("dense:")
+    options = {"quantization_config": CompressedTensorsConfig(dequantize=True)} if folder != argument else {}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, device_map="cpu", dtype="auto", **options)
+        with torch.no_grad():
+            logits = model(torch.arange(8).unsqueeze(0)).logits
+        weights = {name + ".weight": m.weight.detach().clone() for name, m in model.named_modules()
+                   if isinstance(m, torch.nn.Linear)}
+        save_file(weights | {"logits": logits}, folder + "/loaded.safetensors")
+        results[argument] = "loaded"
+    except Exception as error:
+        results[argument] = f"{type(error).__name__}: {error}"
+assert not [m for m in sys.modules if m.split(".")[0] == "quantkit"]
+print(json.dumps(results))
+"""
+
+INT4, CHANNEL, FP6, FP5 = (Scheme.parse(label) for label in ("int4:g128", "int4:channel", "fp6", "fp5"))
+HEAD = ("lm_head",)
+LOADS = {
+    **{
+        f"{dtype}-{scheme.label}": (dtype, "llama", "", Schemes(scheme, ignore=HEAD))
+        for dtype in ("float16", "bfloat16")
+        for scheme in (INT4, CHANNEL, FP6, FP5)
+    },
+    "tied embeddings and biases": ("bfloat16", "qwen2", "", Schemes(INT4, ignore=HEAD)),
+    "asymmetric": ("float16", "llama", "dense:", Schemes(Scheme.parse("int4:g64:asym"), ignore=HEAD)),
+    "asymmetric rows": ("bfloat16", "llama", "dense:", Schemes(Scheme.parse("int4:channel:asym"), ignore=HEAD)),
+    "mixed groups, first override wins": (
+        "float16",
+        "llama",
+        "",
+        Schemes(
+            INT4,
+            (
+                (r"model\.layers\.0\.self_attn\.k_proj", CHANNEL),
+                (r".*\.v_proj", CHANNEL),
+                (r".*\.[vq]_proj", Scheme.parse("int4:g32")),
+                (r"model\.layers\.1\..*", CHANNEL),
+            ),
+            HEAD,
+        ),
+    ),
+    "mixed formats": ("float16", "llama", "", Schemes(INT4, ((r".*\.down_proj", FP6), (r".*\.o_proj", FP5)), HEAD)),
+}
+RAISES = {
+    "marlin": ("marlin", INT4),
+    "marlin rows": ("marlin", CHANNEL),
+    "gptq": ("gptq", INT4),
+    "gptq-v2": ("gptq-v2", Scheme.parse("int4:g64:asym")),
+    "humming fp6": ("humming", FP6),
+    "humming fp5": ("humming", FP5),
+}
+
+
+@pytest.fixture(scope="module")
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path, dict[str, QuantizedTensor]]]:
+    """Every folder loaded by one process without quantkit: what came of it, the folder, the records."""
+    root = tmp_path_factory.mktemp("elsewhere")
+    sources: dict[tuple[str, str], Path] = {}
+    folders, arguments = {}, {}
+    cases = {name: (*case, "compressed-tensors") for name, case in LOADS.items()}
+    cases |= {name: ("float16", "llama", "", Schemes(s, ignore=HEAD), layout) for name, (layout, s) in RAISES.items()}
+    for i, (name, (dtype, family, how, schemes, layout)) in enumerate(cases.items()):
+        if (dtype, family) not in sources:
+            sources[dtype, family] = write_model(family, root / f"{family}-{dtype}", getattr(torch, dtype))
+        out = root / str(i)
+        folders[name] = (out, write_folder(sources[dtype, family], out, layout, schemes))
+        arguments[name] = f"{how}{out}"
+    run = subprocess.run(
+        [sys.executable, "-c", LOADER, *arguments.values()], capture_output=True, text=True, timeout=300, cwd=root
+    )
+    assert run.returncode == 0, run.stderr
+    results = json.loads(run.stdout.splitlines()[-1])
+    return {name: (results[arguments[name]], *folders[name]) for name in cases}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_transformers_reads_exactly_the_weights_of_the_record(name: str, elsewhere: dict) -> None:
+    outcome, folder, records = elsewhere[name]
+    assert outcome == "loaded"
+    found = load_file(folder / "loaded.safetensors")
+    dtype = getattr(torch, LOADS[name][0])
+    # dequantize=True computes in the dtype of the stored scales and casts afterwards.
+    first = torch.float16 if LOADS[name][2] else dtype
+    assert len(records) == 14
+    for module, q in records.items():
+        weight = found[f"{module}.weight"]
+        assert weight.dtype == dtype
+        assert torch.equal(weight.view(torch.int16), q.dequantize(first).to(dtype).view(torch.int16)), module
+    assert torch.isfinite(found["logits"]).all()
+
+
+@pytest.mark.parametrize("name", RAISES)
+def test_layouts_unknown_to_transformers_raise_instead_of_loading_random_weights(name: str, elsewhere: dict) -> None:
+    outcome, folder, _ = elsewhere[name]
+    assert outcome != "loaded"
+    assert not (folder / "loaded.safetensors").exists()
