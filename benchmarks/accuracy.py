@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from quantkit.checkpoint import Checkpoint
 from quantkit.evaluate import kld, perplexity
 from quantkit.models import dense_model, tokenizer
-
 from quantkit.pipeline import quantize
 from quantkit.recipe import from_mapping, merge
 
@@ -108,8 +108,12 @@ def main() -> None:
         }
         rows.append({"variant": name, **_evaluate(model, reference, words, texts, args.window), **facts})
         print(rows[-1], flush=True)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w", newline="") as file:
+        _save(rows, args.out)
+
+
+def _save(rows: list[dict[str, Any]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
         writer.writeheader()
         writer.writerows(rows)

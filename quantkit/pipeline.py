@@ -14,8 +14,9 @@ import resource
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +26,6 @@ from quantkit.calibrate import calibrated
 from quantkit.checkpoint import Checkpoint, CheckpointWriter, Commit, Item, resolve
 from quantkit.data import calibration
 from quantkit.errors import CheckpointError, RecipeError, about
-from quantkit.headers import load_json
 from quantkit.layouts import LAYOUTS, family, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.models import Model, tokenizer
@@ -33,6 +33,7 @@ from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.report import REPORT, model_card
+from quantkit.report import load as load_report
 from quantkit.tensor import QuantizedTensor, Scheme
 
 #: The recipe beside the weights, ready for `quantkit run`; `pack` copies it along.
@@ -41,10 +42,52 @@ RECIPE = "quantkit_recipe.yaml"
 COMMIT_BYTES = 2 * 2**30
 
 
-def plan(model: str | Path, recipe: Recipe, *, revision: str | None = None, trust_remote_code: bool = False) -> Plan:
+class _Job(NamedTuple):
+    """A source, its skeleton, the scheme of each of its linears (None: left dense), and what will come of it."""
+
+    src: Checkpoint
+    model: Model
+    chosen: dict[str, Scheme | None]
+    plan: Plan
+
+
+def plan(
+    model: str | Path,
+    recipe: Recipe,
+    *,
+    out: str | Path | None = None,
+    revision: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    act_budget: int | None = None,
+) -> Plan:
     """Return what `quantize` would write, from config and headers alone; misfits are listed in it, not raised."""
-    src = _dense_source(model, revision)
-    return plan_quantize(src, Model(src, trust_remote_code=trust_remote_code).linears, recipe)
+    src = _dense_source(model, revision, trust_remote_code)
+    return _survey(src, recipe, out, device, trust_remote_code, act_budget).plan
+
+
+def _survey(
+    src: Checkpoint,
+    recipe: Recipe,
+    out: str | Path | None,
+    device: str,
+    trust_remote_code: bool,
+    act_budget: int | None,
+) -> _Job:
+    skeleton = Model(src, device=device, trust_remote_code=trust_remote_code)
+    chosen = {module: skeleton.scheme_of(module, recipe) for module in skeleton.linears}
+    planned = plan_quantize(
+        src,
+        skeleton.linears,
+        recipe,
+        schemes=chosen,
+        tied=skeleton.tied,
+        out=None if out is None else Path(out),
+        device=skeleton.device.type,
+        act_budget=act_budget,
+    )
+    planned = replace(planned, notices=(*planned.notices, *skeleton.notices))
+    return _Job(src, skeleton, chosen, planned)
 
 
 def quantize(
@@ -67,12 +110,12 @@ def quantize(
     """
     progress = progress or Progress(quiet=True)
     started = time.perf_counter()
-    src = _dense_source(model, revision)
-    skeleton = Model(src, device=device, trust_remote_code=trust_remote_code)
-    plan_quantize(src, skeleton.linears, recipe).require()
-    for notice in (*src.notices, *skeleton.notices):
+    src = _dense_source(model, revision, trust_remote_code)
+    _, skeleton, chosen, planned = _survey(src, recipe, out, device, trust_remote_code, act_budget)
+    planned.require()
+    for notice in planned.notices:
         progress.note(notice)
-    schemes = _schemes(skeleton.linears, recipe)
+    schemes = _schemes(chosen, recipe)
     layout = LAYOUTS[recipe.layout]
     with storage.staging(Path(out), resume=resume, overwrite=overwrite, source=src.path) as partial:
         if storage.is_complete(partial):
@@ -107,7 +150,7 @@ def quantize(
                 src, recipe, skeleton, sequences, partial, writer.done, progress=progress, act_budget=act_budget
             )
         else:
-            items = streamed(src, recipe, skeleton.linears, writer.items_done(), progress)
+            items = streamed(src, recipe, chosen, writer.items_done(), progress)
         layers = _write(items, writer, src)
         report = {
             **_heading("quantize", model, revision, sources),
@@ -119,8 +162,8 @@ def quantize(
             "scheme": recipe.scheme.label,
             "calibration": facts,
             "layers": layers,
-            "dense": [m for m in skeleton.linears if recipe.scheme_of(m) is None],
-            "notices": [*src.notices, *skeleton.notices],
+            "dense": [module for module, scheme in chosen.items() if scheme is None],
+            "notices": list(planned.notices),
             "phases": _phases(writer.done),
         }
         return _finish(writer, src, partial, Path(out), schemes, report, started, overwrite, recipe)
@@ -154,15 +197,14 @@ def pack(
     plan_pack(src, target).require()
     for notice in src.notices:
         progress.note(notice)
-    before = _source_report(src)
+    before = load_report(src.path)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
     with storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial:
         writer = CheckpointWriter(partial, like=src, layout=target)
         items = (_recorded(item, recorded) for item in progress.bar(src.items(), "pack", len(src.logical())))
         layers = _write(items, writer, src)
-        kept = {
-            key: before[key] for key in ("recipe", "recipe_sha256", "calibration", "device", "notices") if key in before
-        }
+        carried = ("recipe", "recipe_sha256", "calibration", "device", "notices")
+        kept: dict[str, Any] = {key: before[key] for key in carried if key in before}
         report = {
             **kept,
             **_heading("pack", checkpoint, None, src.hashes()),
@@ -175,14 +217,13 @@ def pack(
 
 
 def streamed(
-    src: Checkpoint, recipe: Recipe, linears: Mapping[str, tuple[int, int]], done: set[str], progress: Progress
+    src: Checkpoint, recipe: Recipe, chosen: Mapping[str, Scheme | None], done: set[str], progress: Progress
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears rounded to nearest; one weight in memory at a time."""
     names = [name for name in src.names() if name not in done]
     pending = 0
     for name in progress.bar(names, "quantize", len(names)):
-        module = name.removesuffix(".weight")
-        scheme = recipe.scheme_of(module) if name.endswith(".weight") and module in linears else None
+        scheme = chosen.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         tensor = src.get(name)
         pending += tensor.nbytes
         yield Item(name, tensor) if scheme is None else _rounded(name, tensor, scheme, recipe)
@@ -263,7 +304,6 @@ def _finish(
         "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
     }
     weights = sum(n * k for n, k in (layer["shape"] for layer in report["layers"]))
-    report["files"] = writer.hashes()
     report["totals"] = {
         "quantized_weights": weights,
         "bytes": writer.bytes_written,
@@ -272,36 +312,38 @@ def _finish(
         "peak_memory": _peak_memory(),
         "seconds": time.perf_counter() - started,
     }
-    extra = {
-        REPORT: json.dumps(report, indent=1).encode() + b"\n",
-        "README.md": model_card(report).encode(),
-    }
+
+    def sealed(written: dict[str, str]) -> dict[str, bytes]:
+        # The model card is for people to edit, so it is not part of what verify holds the folder to.
+        report["files"] = {name: digest for name, digest in written.items() if name != "README.md"}
+        return {REPORT: json.dumps(report, indent=1).encode() + b"\n"}
+
+    extra = {"README.md": model_card(report).encode()}
     if recipe is not None:
         extra[RECIPE] = recipe.to_yaml().encode()
-    writer.finish(config, extra)
+    writer.finish(config, extra, sealed)
     storage.publish(partial, out, overwrite=overwrite)
     return report
 
 
 def _publish_complete(partial: Path, out: Path, recipe: Recipe, src: Checkpoint, overwrite: bool) -> dict[str, Any]:
     """Publish what a run that was stopped in its last instant left, if it is what is asked for now."""
-    report = load_json(partial / REPORT)
-    if report.get("recipe_sha256") != recipe.sha256() or report["source"]["files"] != src.hashes():
+    report = load_report(partial)
+    if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != src.hashes():
         raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
     storage.publish(partial, out, overwrite=overwrite)
     return report
 
 
-def _dense_source(model: str | Path, revision: str | None) -> Checkpoint:
-    src = Checkpoint(resolve(str(model), revision))
+def _dense_source(model: str | Path, revision: str | None, trust_remote_code: bool) -> Checkpoint:
+    src = Checkpoint(resolve(str(model), revision), trust_remote_code)
     if src.layout is not None:
         raise CheckpointError(f"{model}: is quantized already ({src.layout.NAME}): use quantkit pack or convert")
     return src
 
 
-def _schemes(linears: Iterable[str], recipe: Recipe) -> Schemes:
+def _schemes(chosen: Mapping[str, Scheme | None], recipe: Recipe) -> Schemes:
     """Return the checkpoint's schemes with every exception under its module's exact name."""
-    chosen = {module: recipe.scheme_of(module) for module in linears}
     if not any(chosen.values()):
         raise RecipeError("every linear is skipped: nothing to quantize, loosen --skip")
     overrides = tuple((re.escape(m), s) for m, s in chosen.items() if s is not None and s != recipe.scheme)
@@ -325,11 +367,6 @@ def _heading(command: str, model: str | Path, revision: str | None, files: Mappi
             "threads": torch.get_num_threads(),
         },
     }
-
-
-def _source_report(src: Checkpoint) -> dict[str, Any]:
-    path = src.path / REPORT
-    return load_json(path) if path.is_file() else {}
 
 
 def _phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -46,6 +46,8 @@ class Calib:
         for name in ("samples", "max_length"):
             if getattr(self, name) < 1:
                 raise RecipeError(f"calibration {name} is {getattr(self, name)}: use a positive number")
+        if not 0 <= self.seed < 2**63:
+            raise RecipeError(f"calibration seed is {self.seed}: use a number from 0 to 2^63 - 1")
 
 
 @dataclass(frozen=True)
@@ -123,8 +125,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     if not 0 < gptq.damp <= 1:
         raise RecipeError(f"gptq damp is {gptq.damp}: use a number above 0 and up to 1")
     calibration = _section(mapping, "calibration")
-    layout = mapping.get("layout") or ("compressed-tensors" if integer else "humming")
-    if layout not in LAYOUTS:
+    layout = mapping.get("layout", "compressed-tensors" if integer else "humming")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise RecipeError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
     overrides = _section(mapping, "overrides")
     return Recipe(
@@ -147,7 +149,7 @@ def load(path: Path) -> dict[str, Any]:
         mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
         raise RecipeError(f"{path}: cannot read the recipe ({error.strerror}): give the path of a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except Exception as error:  # besides its own errors, yaml passes on those of int(), date(), recursion
         reason = " ".join(str(error).split())
         raise RecipeError(f"{path}: not a YAML recipe ({reason}): compare with quantize --print-recipe") from error
     if not isinstance(mapping, dict):
@@ -181,7 +183,7 @@ class _StrictLoader(yaml.SafeLoader):
 def _scheme(section: Mapping[str, Any]) -> Scheme:
     _no_strangers(section, SCHEME_KEYS, "scheme")
     name = section.get("format", "int4")
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise RecipeError(f"unknown format {name!r}: use one of {', '.join(FORMATS)}")
     fmt = FORMATS[name]
     group_size = section.get("group_size", "channel" if fmt.is_float else 128)
@@ -219,14 +221,14 @@ def _typed(value: Any, kind: type, where: str) -> Any:
 
 def _pattern(pattern: Any) -> str:
     try:
-        re.compile(_typed(pattern, str, "a skip or override pattern"))
-    except re.error as error:
+        matches(_typed(pattern, str, "a skip or override pattern"), "")
+    except (re.error, OverflowError, RecursionError) as error:
         raise RecipeError(f"{pattern!r} is not a regular expression ({error}): write it like '.*k_proj'") from error
     return str(pattern)
 
 
 def _section(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = mapping.get(key) or {}
+    section = {} if mapping.get(key) is None else mapping[key]
     if not isinstance(section, Mapping):
         raise RecipeError(f"{key} is {section!r}: it must be a section of keys")
     return section

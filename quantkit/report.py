@@ -1,0 +1,328 @@
+"""`quantkit_report.json` made readable: the model card, the closing table, the drawings.
+
+A report is the plain mapping that the pipeline writes beside every output. It may also be read back from a folder of
+unknown origin, so everything here takes any key as absent and prints names as data.
+"""
+
+from __future__ import annotations
+
+import html
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit import storage
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.headers import load_json
+
+REPORT = "quantkit_report.json"
+
+#: Which programs load a layout today (LAYOUTS 10).
+READERS = {
+    "compressed-tensors": "transformers (with compressed-tensors), vLLM, SGLang",
+    "humming": "vLLM and SGLang, through humming-kernels",
+    "gptq": "vLLM, SGLang, GPTQModel, transformers (through gptqmodel)",
+    "gptq-v2": "GPTQModel, vLLM since October 2025 (earlier versions read it wrongly)",
+    "marlin": "the original MARLIN kernel, AutoGPTQ 0.7, GPTQModel, vLLM up to 0.10.1",
+}
+
+#: Fact of a layer -> what happened to it; each is counted in the closing table, since nothing is done silently.
+EVENTS = {
+    "rungs": "needed more damping than asked",
+    "reason": "were rounded to nearest although the recipe calibrates",
+    "dead_columns": "have input channels that no calibration token reached (kept, rounded to nearest)",
+    "guard_rows": "have rows where rounding was better than GPTQ and was kept",
+    "floored_scales": "have scales raised to 2^-20",
+    "subnormal_scales": "have scales below the normal float16 range",
+    "zero_scales": "have rows whose stored scale is 0",
+}
+
+SCALES = ("floored", "subnormal", "zero")
+Bars = list[tuple[str, float, str]]
+
+#: What the parts of a report that are used here must be, when they are there.
+TYPES: dict[str, type] = {
+    "layers": list,
+    "files": dict,
+    "source": dict,
+    "totals": dict,
+    "phases": dict,
+    "calibration": dict,
+    "dense": list,
+    "notices": list,
+}
+#: Facts of a layer and entries of `totals` that are computed with.
+NUMBERS = ("relative_error", "loss", "rtn_loss", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
+TOTALS = ("bits_per_weight", "source_bytes", "bytes", "seconds")
+
+
+def load(folder: Path) -> dict[str, Any]:
+    """Return the report of an output folder, `{}` if it has none; CheckpointError if its entries have wrong types."""
+    path = folder / REPORT
+    if not path.exists() and not path.is_symlink():
+        return {}
+    report = load_json(path)
+    wrong = _malformed(report)
+    if wrong is not None:
+        raise CheckpointError(f"{path}: {wrong} is not what a report has there: quantize or pack again")
+    return report
+
+
+def _malformed(report: Mapping[str, Any]) -> str | None:
+    """Return the name of an entry that is not what the functions here and `verify` take it for."""
+    for key, kind in TYPES.items():
+        if not isinstance(report.get(key, kind()), kind):
+            return key
+    totals = report.get("totals", {})
+    if not isinstance(totals.get("peak_memory", {}), dict):
+        return "totals"
+    numbers = {"phases": [*report.get("phases", {}).values()], "totals": [*totals.get("peak_memory", {}).values()]}
+    numbers["totals"] += [totals.get(key) for key in TOTALS]
+    for layer in report.get("layers", []):
+        if not isinstance(layer, dict) or not isinstance(layer.get("name"), str):
+            return "layers"
+        if not isinstance(layer.get("rungs", []), list) or not isinstance(layer.get("reason", ""), str):
+            return "layers"
+        numbers.setdefault("layers", []).extend(layer.get(key) for key in NUMBERS)
+    return next((key for key, found in numbers.items() if not all(_is_number(value) for value in found)), None)
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or isinstance(value, (int, float))
+
+
+def model_card(report: Mapping[str, Any]) -> str:
+    """Return the README.md of an output folder: YAML front matter, then scheme, readers, protocol and figures."""
+    source = report.get("source", {})
+    layout, totals = str(report.get("layout")), report.get("totals", {})
+    scheme = str(report.get("scheme"))
+    base = str(source.get("name") or "unknown")
+    front = {
+        "base_model": base,
+        "base_model_relation": "quantized",
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["quantized", "quantkit", layout, scheme.split(":")[0]],
+    }
+    revision = f" (revision {source['revision']})" if source.get("revision") else ""
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    lines += [f"# {_plain(base)}, {scheme}", ""]
+    lines += [f"Quantized from `{_plain(base)}`{revision} with quantkit {_plain(report.get('quantkit'))}.", ""]
+    lines += ["| | |", "|---|---|"]
+    lines += [f"| {label} | {_cell(value)} |" for label, value in _facts(report, totals, layout, scheme)]
+    happened = _events(report)
+    if happened:
+        lines += ["", "## Worth knowing", "", *(f"- {_plain(line)}" for line in happened)]
+    lines += ["", "## Calibration", "", _plain(_protocol(report))]
+    lines += ["", "## Largest errors", "", *_worst(report)]
+    lines += ["", "## Check it", "", "```", "quantkit verify FOLDER", "quantkit inspect FOLDER", "```", ""]
+    lines += [f"`{REPORT}` has the hash of every file, and the digest, error and method of every linear."]
+    if report.get("recipe"):
+        recipe = json.dumps(report["recipe"], indent=1)
+        lines += ["", "## Recipe", "", f"SHA-256 `{_plain(report.get('recipe_sha256'))}`", "", "```json", recipe, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """Return the closing table for a terminal: figures, and everything that is never done silently."""
+    layers, totals = report.get("layers", []), report.get("totals", {})
+    peak = totals.get("peak_memory", {})
+    rows = [
+        ("done", f"{report.get('command')}: {len(layers)} linears, {report.get('scheme')}, {report.get('layout')}"),
+        ("size", _sizes(totals)),
+        ("weight error", _statistics(layers, "relative_error")),
+        ("output loss", _losses(layers)),
+        ("calibration", _protocol(report) if report.get("calibration") else ""),
+        ("time", _times(report, totals)),
+        ("memory", ", ".join(f"{size(value)} {kind.upper()}" for kind, value in peak.items())),
+        *(("note", line) for line in _events(report)),
+    ]
+    return "\n".join(f"{label:<13} {' '.join(str(text).split())}" for label, text in rows if text)
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Draw error per layer, time per phase, size before and after into `path`, a .png or a self-contained .html.
+
+    RecipeError for another kind of file; CheckpointError if a PNG is asked for and matplotlib is not installed.
+    """
+    charts = [(title, bars) for title, bars in _charts(report) if bars]
+    if path.suffix == ".html":
+        storage.write_atomic(path, _page(report, charts).encode())
+    elif path.suffix == ".png":
+        storage.write_atomic(path, _picture(charts))
+    else:
+        raise RecipeError(f"{path}: a report is drawn as .html or .png: give a file name that ends so")
+
+
+def size(count: float) -> str:
+    """Return bytes as a short text in decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str) -> Iterable[tuple[str, str]]:
+    methods = sorted({str(layer["method"]) for layer in report.get("layers", []) if layer.get("method")})
+    yield "scheme", scheme
+    yield "method", ", ".join(methods) or "as in the source"
+    yield "layout", layout
+    yield "loads in", READERS.get(layout, "unknown")
+    yield "size", _sizes(totals)
+    yield "weight error", _statistics(report.get("layers", []), "relative_error") or "not recorded"
+    losses = _losses(report.get("layers", []))
+    if losses:
+        yield "output loss", losses
+
+
+def _sizes(totals: Mapping[str, Any]) -> str:
+    bits, before, after = (totals.get(key) for key in ("bits_per_weight", "source_bytes", "bytes"))
+    parts = [f"{size(before)} before, {size(after)} after"] if before and after else []
+    return ", ".join([*parts, *([f"{bits:.3f} bits per quantized weight with scales"] if bits else [])])
+
+
+def _figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, str]]:
+    return [(float(layer[key]), str(layer.get("name"))) for layer in layers if isinstance(layer.get(key), (int, float))]
+
+
+def _statistics(layers: Iterable[Mapping[str, Any]], key: str) -> str:
+    found = _figures(layers, key)
+    if not found:
+        return ""
+    worst, name = max(found)
+    return f"relative, mean {sum(value for value, _ in found) / len(found):.4g}, worst {worst:.4g} ({name})"
+
+
+def _ratios(layers: Iterable[Mapping[str, Any]]) -> list[tuple[float, str]]:
+    """Return (loss over the loss of rounding to nearest, name) for each layer that has both."""
+    return [
+        (float(layer["loss"]) / float(layer["rtn_loss"]), str(layer.get("name")))
+        for layer in layers
+        if layer.get("loss") is not None and layer.get("rtn_loss")
+    ]
+
+
+def _losses(layers: Iterable[Mapping[str, Any]]) -> str:
+    ratios = _ratios(layers)
+    if not ratios:
+        return ""
+    worst, name = max(ratios)
+    return f"{sum(r for r, _ in ratios) / len(ratios):.3f} of rounding's on average, worst {worst:.3f} ({name})"
+
+
+def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.get("phases", {}).items())
+    total = totals.get("seconds")
+    return "" if total is None else f"{total:.1f} s" + (f" ({phases})" if phases else "")
+
+
+def _protocol(report: Mapping[str, Any]) -> str:
+    facts = report.get("calibration") or {}
+    if not facts:
+        return "None: weights were rounded to nearest, no text was read."
+    text = (
+        f"{facts.get('sequences', '?')} sequences, {facts.get('tokens', '?')} tokens of {facts.get('source', '?')}"
+        f" ({facts.get('rule', 'unknown rule')}), lengths {facts.get('lengths', '?')} up to"
+        f" {facts.get('max_length', '?')}, seed {facts.get('seed', '?')}"
+    )
+    return f"{text}; {facts.get('cut', 0)} documents cut, {facts.get('skipped', 0)} skipped"
+
+
+def _events(report: Mapping[str, Any]) -> list[str]:
+    """Return one line for everything that happened and that PRODUCT says is never done silently."""
+    found = [str(notice) for notice in report.get("notices", [])]
+    dense = [str(name) for name in report.get("dense", [])]
+    if dense:
+        found.append(f"left dense: {', '.join(dense[:5])}{f' and {len(dense) - 5} more' if len(dense) > 5 else ''}")
+    layers = report.get("layers", [])
+    for fact, meaning in EVENTS.items():
+        hit = [layer for layer in layers if _count(fact, layer.get(fact))]
+        if hit:
+            total = hit[0][fact] if fact == "reason" else sum(_count(fact, layer[fact]) for layer in hit)
+            found.append(f"{len(hit)} of {len(layers)} linears {meaning}: {total}, first {hit[0]['name']}")
+    return found
+
+
+def _count(fact: str, value: Any) -> int:
+    """Return how often something happened: of the dampings tried, those after the first; of a text, one."""
+    if isinstance(value, list):
+        return max(0, len(value) - (fact == "rungs"))
+    return int(bool(value)) if isinstance(value, str) else int(value or 0)
+
+
+def _worst(report: Mapping[str, Any], most: int = 10) -> list[str]:
+    found = sorted(_figures(report.get("layers", []), "relative_error"), key=lambda item: (-item[0], item[1]))[:most]
+    if not found:
+        return ["Not recorded."]
+    ratios = {name: f"{ratio:.3f}" for ratio, name in _ratios(report.get("layers", []))}
+    lines = ["| linear | relative weight error | output loss over rounding's |", "|---|---|---|"]
+    return lines + [f"| {_cell(name)} | {value:.5f} | {ratios.get(name, '')} |" for value, name in found]
+
+
+def _plain(text: Any) -> str:
+    """One line of text without markup of its own."""
+    return " ".join(str(text).split()).replace("`", "'").replace("<", "&lt;")
+
+
+def _cell(text: Any) -> str:
+    return _plain(text).replace("|", "\\|")
+
+
+def _charts(report: Mapping[str, Any]) -> list[tuple[str, Bars]]:
+    layers, totals = report.get("layers", []), report.get("totals", {})
+    sizes = [(name, totals.get(key)) for name, key in (("before", "source_bytes"), ("after", "bytes"))]
+    return [
+        (
+            "Relative weight error of each linear",
+            [(name, value, f"{value:.4f}") for value, name in _figures(layers, "relative_error")],
+        ),
+        ("Output loss over rounding's", [(name, ratio, f"{ratio:.3f}") for ratio, name in _ratios(layers)]),
+        ("Time", [(str(name), float(s), f"{s:.1f} s") for name, s in report.get("phases", {}).items()]),
+        ("Size of the weights", [(name, float(count), size(count)) for name, count in sizes if count]),
+    ]
+
+
+def _page(report: Mapping[str, Any], charts: list[tuple[str, Bars]]) -> str:
+    title = html.escape(f"{report.get('source', {}).get('name')}, {report.get('scheme')}, {report.get('layout')}")
+    style = "body{font:14px sans-serif;max-width:1000px;margin:2em auto}text{font-size:11px}rect{fill:#4477aa}"
+    body = "".join(f"<h2>{html.escape(name)}</h2>{_svg(bars)}" for name, bars in charts)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{style}</style></head><body><h1>{title}</h1><pre>{html.escape(summary(report))}</pre>{body}</body></html>\n"
+    )
+
+
+def _svg(bars: Bars) -> str:
+    top = max(value for _, value, _ in bars) or 1.0
+    rows = "".join(
+        f'<text x="395" y="{16 * i + 12}" text-anchor="end">{html.escape(name)}</text>'
+        f'<rect x="400" y="{16 * i + 2}" width="{500 * value / top:.1f}" height="12"/>'
+        f'<text x="{405 + 500 * value / top:.1f}" y="{16 * i + 12}">{html.escape(label)}</text>'
+        for i, (name, value, label) in enumerate(bars)
+    )
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{16 * len(bars) + 6}">{rows}</svg>'
+
+
+def _picture(charts: list[tuple[str, Bars]]) -> bytes:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CheckpointError(
+            "a PNG is drawn by matplotlib, which is not installed: pip install 'quantkit[plot]', or draw an .html"
+        ) from error
+    heights = [max(1.2, 0.18 * len(bars)) for _, bars in charts]
+    figure = Figure(figsize=(10, sum(heights) + 0.8 * len(heights) + 0.5), layout="constrained")
+    axes = figure.subplots(len(charts) or 1, 1, squeeze=False, height_ratios=heights or [1])[:, 0]
+    for axis, (title, bars) in zip(axes, charts, strict=False):
+        drawn = axis.barh([name for name, _, _ in bars], [value for _, value, _ in bars], color="#4477aa")
+        axis.bar_label(drawn, [label for _, _, label in bars], fontsize=7, padding=2)
+        axis.set_title(title, fontsize=10)
+        axis.tick_params(labelsize=7)
+        axis.invert_yaxis()
+        axis.margins(x=0.1)
+    drawing = io.BytesIO()
+    figure.savefig(drawing, format="png", dpi=120, metadata={"Software": None})
+    return drawing.getvalue()

@@ -1,0 +1,280 @@
+"""Proof that a checkpoint holds what was quantized, bit by bit.
+
+Four questions: are the files those that the report lists; does every packed weight unpack and repack to the same bytes;
+is the record the one whose digest was taken when it was quantized; are codes, scales and zeros those of another
+checkpoint. Damage inside one weight fails that weight's row, and the others are still looked at.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit import headers, report, storage
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.kernels import NONE_YET
+from quantkit.layouts import LAYOUTS, family
+from quantkit.progress import Progress
+from quantkit.tensor import QuantizedTensor
+
+VERIFICATION = "verify.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One packed weight: True where it passed, False where it failed, None where there was nothing to compare with."""
+
+    module: str
+    shape: tuple[int, ...]
+    scheme: str
+    bytes: int
+    repack: bool | None
+    digest: bool | None
+    against: bool | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The outcome: `rows` of weights, `files` (name -> sha256), `failures` and `notices` as lines of text.
+
+    `weights` counts the elements whose codes were unpacked, repacked and compared. `kernel`, `errors` and `bound` are
+    for the multiplication by a CUDA kernel; no kernel is shipped yet, and `note` says so.
+    """
+
+    layout: str | None
+    rows: tuple[Row, ...]
+    files: dict[str, str]
+    failures: tuple[str, ...]
+    notices: tuple[str, ...]
+    against: str | None = None
+    kernel: str | None = None
+    device: str = "cpu"
+    errors: tuple[float, ...] = ()
+    bound: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        return not self.failures
+
+    @property
+    def weights(self) -> int:
+        return sum(prod(row.shape) for row in self.rows)
+
+    @property
+    def note(self) -> str:
+        return f"no kernel ran, the bits alone are proved: {NONE_YET}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the content of verify.json."""
+        return {
+            "ok": self.ok,
+            "layout": self.layout,
+            "linears": len(self.rows),
+            "weights": self.weights,
+            "kernel": self.kernel,
+            "device": self.device,
+            "note": self.note,
+            "errors": list(self.errors),
+            "bound": self.bound,
+            "against": self.against,
+            "failures": list(self.failures),
+            "notices": list(self.notices),
+            "hashes": self.files,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def verify(folder: Path, against: Path | None = None, progress: Progress | None = None) -> Verification:
+    """Check every file and every packed weight of a quantized checkpoint; see the module for what is asked.
+
+    One weight is in memory at a time. CheckpointError if `folder` or `against` cannot be read as a quantized
+    checkpoint (and no file of it has changed: a changed one is a failure, and named).
+    """
+    progress = progress or Progress(quiet=True)
+    folder = Path(folder)
+    recorded: dict[str, Any] = {}
+    failures: list[str] = []
+    notices: list[str] = []
+    files: dict[str, str] = {}
+    try:
+        recorded = report.load(folder)
+        files, failures = _files(folder, recorded)
+        src = _quantized(folder)
+    except CheckpointError as error:
+        if not failures:
+            raise
+        return Verification(None, (), files, (*failures, str(error)), ())
+    assert src.layout is not None
+    if not recorded:
+        files = src.hashes()
+        notices.append(
+            f"no {report.REPORT}: the files were not compared with recorded hashes, nor weights with digests"
+        )
+    else:
+        unlisted = [path.name for path in src.files() if path.name not in recorded.get("files", {})]
+        failures += [f"{name}: is not a file that {report.REPORT} lists" for name in unlisted]
+    other = None if against is None else _quantized(Path(against))
+    layers = {layer["name"]: layer for layer in recorded.get("layers", [])}
+    modules = src.modules()
+    if not modules:
+        failures.append(f"{folder}: no packed weight found: the tensors are missing")
+    failures += _missing(modules, layers if recorded else None, other)
+    rows = []
+    stored = set(src.names())
+    for module in progress.bar(modules, "verify", len(modules)):
+        parts = [suffix for suffix in src.layout.TENSORS if f"{module}.{suffix}" in stored]
+        row, seen = _row(src, module, parts, layers.get(module), other)
+        rows.append(row)
+        notices += [line for line in seen if line not in notices]
+    failures += [f"{row.module}: {row.problem}" for row in rows if row.problem is not None]
+    return Verification(
+        src.layout.NAME,
+        tuple(rows),
+        files,
+        tuple(failures),
+        (*src.notices, *notices),
+        None if against is None else str(against),
+    )
+
+
+def write(verification: Verification, folder: Path) -> Path:
+    """Write verify.json into the folder of the checkpoint and return its path."""
+    path = Path(folder) / VERIFICATION
+    storage.write_atomic(path, json.dumps(verification.to_dict(), indent=1).encode() + b"\n")
+    return path
+
+
+def _quantized(folder: Path) -> Checkpoint:
+    src = Checkpoint(folder)
+    if src.layout is None:
+        raise CheckpointError(
+            f"{folder}: is dense, and packed weights are compared with packed ones: give the quantized checkpoint, "
+            "or compare with a dense model by quantkit eval kld"
+        )
+    return src
+
+
+def _files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, str], list[str]]:
+    """Return the hash of every file that the report lists, and a line for each that is not as listed."""
+    if not recorded:
+        return {}, []
+    listed = recorded.get("files")
+    if not listed:
+        return {}, [f"{report.REPORT}: lists no files, so it is damaged or not quantkit's"]
+    found, failures = {}, []
+    for name, expected in listed.items():
+        try:
+            found[name] = storage.sha256_of(headers.inside(folder.resolve(), name))
+        except QuantkitError as error:
+            failures.append(str(error))
+        else:
+            if found[name] != expected:
+                failures.append(f"{name}: SHA-256 is not the one that {report.REPORT} lists, the file was changed")
+    return found, failures
+
+
+def _missing(modules: list[str], layers: Mapping[str, Any] | None, other: Checkpoint | None) -> list[str]:
+    """Return a line for each module that one side has and another lacks: every layer counts."""
+    here = set(modules)
+    found = []
+    if layers is not None:
+        found += [
+            f"{module}: is in {report.REPORT} and has no packed weight" for module in layers if module not in here
+        ]
+        found += [
+            f"{module}: has a packed weight that {report.REPORT} lacks" for module in modules if module not in layers
+        ]
+    if other is not None:
+        there = set(other.modules())
+        found += [f"{module}: is packed in {other.path} only" for module in other.modules() if module not in here]
+        found += [f"{module}: is not packed in {other.path}" for module in modules if module not in there]
+    return found
+
+
+def _row(
+    src: Checkpoint, module: str, parts: list[str], layer: Mapping[str, Any] | None, other: Checkpoint | None
+) -> tuple[Row, list[str]]:
+    """Check one packed weight; a weight that cannot even be read is a row that failed."""
+    size = sum(prod(src.shape(f"{module}.{s}")) * src.dtype(f"{module}.{s}").itemsize for s in parts)
+    row = Row(module, (), "", size, None, None, None)
+    seen: list[str] = []
+    problems = []
+    try:
+        q = src.quantized(module)
+        row = Row(module, q.shape, q.scheme.label, size, None, None, None)
+        different = _repacked(src, module, parts, q, seen)
+        problems += [f"{suffix} is not what its own codes pack to" for suffix in different]
+        digest = None if layer is None else q.digest() == layer.get("digest")
+        if digest is False:
+            problems.append(f"codes or scales are not those that {report.REPORT} recorded")
+        equal = None
+        if other is not None and module in set(other.modules()):
+            found = _differences(q, other.quantized(module))
+            equal = not found
+            problems += [f"{line} in {other.path}" for line in found]
+        zero = int((q.scales == 0).sum())
+        if zero:
+            seen.append(f"{module}: {zero} scales are zero")
+    except QuantkitError as error:
+        message = str(error).removeprefix(f"{module}: ")
+        return Row(module, row.shape, row.scheme, size, False, None, None, message), seen
+    return Row(module, q.shape, q.scheme.label, size, not different, digest, equal, "; ".join(problems) or None), seen
+
+
+def _repacked(src: Checkpoint, module: str, parts: list[str], q: QuantizedTensor, seen: list[str]) -> list[str]:
+    """Return the suffixes whose stored bytes are not those that the record packs to.
+
+    A checkpoint of another program may hold the same values in another dtype, or zero points of the other GPTQ
+    version than its label says (LAYOUTS 1.4); that is told, and is no difference.
+    """
+    assert src.layout is not None
+    tensors = {suffix: src.get(f"{module}.{suffix}") for suffix in parts}
+    siblings = [x for x in LAYOUTS.values() if family(x.NAME) == family(src.layout.NAME) and x is not src.layout]
+    found = None
+    for layout in (src.layout, *(siblings if q.zeros is None else [])):
+        packed = layout.pack(q)
+        different = [suffix for suffix, tensor in tensors.items() if not _same(tensor, packed.get(suffix))]
+        if not different:
+            for suffix, tensor in tensors.items():
+                if tensor.dtype != packed[suffix].dtype:
+                    seen.append(f"{suffix} is stored as {tensor.dtype}, quantkit writes {packed[suffix].dtype}")
+            if layout is not src.layout:
+                seen.append(f"labelled {src.layout.NAME}, stored as {layout.NAME}: the data was trusted")
+            return []
+        found = found or different
+    return found or []
+
+
+def _same(tensor: Tensor, packed: Tensor | None) -> bool:
+    """Return whether two tensors are one in every bit, or in every value where a float has another width."""
+    if packed is None or tensor.shape != packed.shape:
+        return False
+    if tensor.dtype != packed.dtype:
+        return tensor.is_floating_point() and packed.is_floating_point() and torch.equal(tensor.float(), packed.float())
+    return torch.equal(tensor.contiguous().view(torch.uint8), packed.contiguous().view(torch.uint8))
+
+
+def _differences(q: QuantizedTensor, other: QuantizedTensor) -> list[str]:
+    """Return what two records of one weight do not share, with counts of elements."""
+    if q.shape != other.shape:
+        return [f"shape is {list(q.shape)}, it is {list(other.shape)}"]
+    found = [] if q.scheme == other.scheme else [f"scheme is {q.scheme.label}, it is {other.scheme.label}"]
+    for name in ("codes", "scales", "zeros"):
+        a, b = getattr(q, name), getattr(other, name)
+        if a is None or b is None or a.shape != b.shape:
+            found += [] if a is b else [f"{name} are of another shape"]
+            continue
+        # Bits, so that zeros of both signs differ and nothing is compared as a number.
+        bits = torch.uint8 if a.dtype == torch.uint8 else torch.int16
+        count = int((a.view(bits) != b.view(bits)).sum())
+        found += [f"{count} of {a.numel()} {name} differ from those"] if count else []
+    return found
