@@ -56,10 +56,8 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "+ own-diagonal damping": diagonal,
         "+ static act-order = default": default,
         "default without search": merge(default, {"clip": "none"}),
-        "default, fixed lengths": merge(default, {"calibration": {"lengths": "fixed"}}),
         "marlin paper (damping 0.1)": merge(own, {"gptq": {"damp": 0.1}, "true_sequential": True}),
         "int4 gptq channel": merge(default, {"scheme": {"group_size": "channel"}}),
-        "int4 gptq g64": merge(default, {"scheme": {"group_size": 64}}),
         "int4 gptq g32": merge(default, {"scheme": {"group_size": 32}}),
         "int4 gptq g128 asym": merge(default, {"scheme": {"symmetric": False}}),
         "fp6 rtn": {"scheme": {"format": "fp6"}},
@@ -82,33 +80,40 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="run the variants whose name contains one of these")
     parser.add_argument("-o", "--out", type=Path, required=True, help="CSV to write")
     args = parser.parse_args()
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    device = ("cuda" if torch.cuda.is_available() else "cpu") if args.device == "auto" else args.device
-    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in args.text}
-    words = tokenizer(args.model)
-    reference = dense_model(Checkpoint(args.model), device=device, dtype=torch.float32)
-    calibration = {"data": args.calib, "samples": args.samples, "max_length": args.window}
-    rows = [{"variant": "fp16", **_evaluate(reference, reference, words, texts, args.window)}]
-    print(rows[0], flush=True)
-    for name, mapping in variants().items():
-        if args.only and not any(part in name for part in args.only):
-            continue
-        recipe = from_mapping(merge(mapping, {"calibration": calibration}))
-        with tempfile.TemporaryDirectory() as folder:
-            started = time.perf_counter()
-            report = quantize(args.model, Path(folder) / "out", recipe, device=device)
-            seconds = time.perf_counter() - started
-            model = dense_model(Checkpoint(Path(folder) / "out"), device=device, dtype=torch.float32)
-        facts = {
-            "bits": round(report["totals"]["bits_per_weight"], 3),
-            "seconds": round(seconds, 1),
-            "tokens": report["calibration"].get("tokens", 0),
-            "loss_over_rtn": _ratio(report["layers"]),
-            "guard_rows": sum(layer.get("guard_rows", 0) for layer in report["layers"]),
-        }
-        rows.append({"variant": name, **_evaluate(model, reference, words, texts, args.window), **facts})
+    names = [name for name in variants() if not args.only or any(part in name for part in args.only)]
+    rows = []
+    for name in [None, *names]:
+        rows.append(measure(args, name))
         print(rows[-1], flush=True)
         _save(rows, args.out)
+
+
+def measure(args: argparse.Namespace, name: str | None) -> dict[str, Any]:
+    """Quantize by one variant (None: not at all), evaluate, and return its row."""
+    started = time.perf_counter()
+    texts = {path.parent.name: path.read_text(encoding="utf-8") for path in args.text}
+    words = tokenizer(args.model)
+    reference = dense_model(Checkpoint(args.model), device=args.device, dtype=torch.float32)
+    if name is None:
+        return {"variant": "unquantized", **_evaluate(reference, reference, words, texts, args.window)}
+    calibration = {"data": args.calib, "samples": args.samples, "max_length": args.window}
+    recipe = from_mapping(merge(variants()[name], {"calibration": calibration}))
+    with tempfile.TemporaryDirectory() as folder:
+        report = quantize(args.model, Path(folder) / "out", recipe, device=args.device)
+        model = dense_model(Checkpoint(Path(folder) / "out"), device=args.device, dtype=torch.float32)
+    print(name, {phase: round(seconds, 1) for phase, seconds in report["phases"].items()}, flush=True)
+    return {
+        "variant": name,
+        **_evaluate(model, reference, words, texts, args.window),
+        "bits": round(report["totals"]["bits_per_weight"], 3),
+        "tokens": report["calibration"].get("tokens", 0),
+        "loss_over_rtn": _ratio(report["layers"]),
+        "seconds": round(time.perf_counter() - started, 1),
+        "guard_rows": sum(layer.get("guard_rows", 0) for layer in report["layers"]),
+    }
 
 
 def _save(rows: list[dict[str, Any]], path: Path) -> None:

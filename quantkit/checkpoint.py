@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -329,8 +329,16 @@ class CheckpointWriter:
         self._written.update(self._pending)
         self._start_unit()
 
-    def finish(self, config: dict[str, Any], extra: dict[str, bytes]) -> dict[str, str]:
-        """Write index, companions of the source, `extra` files, side file and last config.json; name -> SHA-256."""
+    def finish(
+        self,
+        config: dict[str, Any],
+        extra: dict[str, bytes],
+        sealed: Callable[[dict[str, str]], dict[str, bytes]] = lambda written: {},
+    ) -> dict[str, str]:
+        """Write index, companions of the source, `extra` files, side file and last config.json; name -> SHA-256.
+
+        `sealed` is given the hash of all of these and returns what is written just before config.json.
+        """
         self.commit({})
         written = self.hashes()
         weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
@@ -342,10 +350,10 @@ class CheckpointWriter:
             if name not in texts:
                 storage.copy_atomic(inside(self.like.path, name), self.partial / name)
                 written[name] = storage.sha256_of(self.partial / name)
-        texts[CONFIG] = _json(config)
-        for name, text in texts.items():
+        written |= {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
+        written[CONFIG] = hashlib.sha256(_json(config)).hexdigest()
+        for name, text in {**texts, **sealed(written), CONFIG: _json(config)}.items():
             storage.write_atomic(self.partial / name, text)
-            written[name] = hashlib.sha256(text).hexdigest()
         return written
 
     def _tensors(self, item: Item) -> dict[str, Tensor]:

@@ -115,7 +115,7 @@ def quantize(
     planned.require()
     for notice in planned.notices:
         progress.note(notice)
-    schemes = _schemes(chosen, recipe)
+    schemes = _schemes(skeleton, chosen, recipe)
     layout = LAYOUTS[recipe.layout]
     with storage.staging(Path(out), resume=resume, overwrite=overwrite, source=src.path) as partial:
         if storage.is_complete(partial):
@@ -342,12 +342,16 @@ def _dense_source(model: str | Path, revision: str | None, trust_remote_code: bo
     return src
 
 
-def _schemes(chosen: Mapping[str, Scheme | None], recipe: Recipe) -> Schemes:
-    """Return the checkpoint's schemes with every exception under its module's exact name."""
+def _schemes(model: Model, chosen: Mapping[str, Scheme | None], recipe: Recipe) -> Schemes:
+    """Return the checkpoint's schemes, with every exception under its exact name.
+
+    A few families call a linear otherwise in the model than in the checkpoint; public readers go by the model's name.
+    """
     if not any(chosen.values()):
         raise RecipeError("every linear is skipped: nothing to quantize, loosen --skip")
-    overrides = tuple((re.escape(m), s) for m, s in chosen.items() if s is not None and s != recipe.scheme)
-    return Schemes(recipe.scheme, overrides, ignore=tuple(m for m, s in chosen.items() if s is None))
+    named = [(name, scheme) for m, scheme in chosen.items() for name in dict.fromkeys((m, model.paths[m]))]
+    overrides = tuple((re.escape(name), s) for name, s in named if s is not None and s != recipe.scheme)
+    return Schemes(recipe.scheme, overrides, ignore=tuple(name for name, s in named if s is None))
 
 
 def _heading(command: str, model: str | Path, revision: str | None, files: Mapping[str, str]) -> dict[str, Any]:
