@@ -34,6 +34,7 @@ PUBLISHED = {
     "calibration": {"lengths": "fixed"},
 }
 SEARCH = {"clip": "search", "metric": "block"}
+UNQUANTIZED = "unquantized"
 OWN_LENGTHS = {"calibration": {"lengths": "own"}}
 
 
@@ -62,8 +63,10 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "int4 gptq g128 asym": merge(default, {"scheme": {"symmetric": False}}),
         "fp6 rtn": {"scheme": {"format": "fp6"}},
         "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq"},
+        "fp6 gptq, search": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH},
         "fp5 rtn": {"scheme": {"format": "fp5"}},
         "fp5 gptq": {"scheme": {"format": "fp5"}, "method": "gptq"},
+        "fp5 gptq, search": {"scheme": {"format": "fp5"}, "method": "gptq", **SEARCH},
     }
 
 
@@ -77,28 +80,30 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--device", default="auto")
-    parser.add_argument("--only", nargs="*", default=[], help="run the variants whose name contains one of these")
+    parser.add_argument("--only", nargs="*", default=[], help="measure these variants again, keep other rows")
     parser.add_argument("-o", "--out", type=Path, required=True, help="CSV to write")
     args = parser.parse_args()
     if args.device == "auto":
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
 
-    names = [name for name in variants() if not args.only or any(part in name for part in args.only)]
-    rows = []
-    for name in [None, *names]:
-        rows.append(measure(args, name))
-        print(rows[-1], flush=True)
-        _save(rows, args.out)
+    rows: dict[str, dict[str, Any]] = {}
+    if args.only:
+        with args.out.open(newline="") as file:
+            rows = {row["variant"]: row for row in csv.DictReader(file)}
+    for name in args.only or [UNQUANTIZED, *variants()]:
+        rows[name] = measure(args, name)
+        print(rows[name], flush=True)
+        _save([rows[name] for name in [UNQUANTIZED, *variants()] if name in rows], args.out)
 
 
-def measure(args: argparse.Namespace, name: str | None) -> dict[str, Any]:
-    """Quantize by one variant (None: not at all), evaluate, and return its row."""
+def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Quantize by one variant, evaluate, and return its row."""
     started = time.perf_counter()
     texts = {path.parent.name: path.read_text(encoding="utf-8") for path in args.text}
     words = tokenizer(args.model)
     reference = dense_model(Checkpoint(args.model), device=args.device, dtype=torch.float32)
-    if name is None:
-        return {"variant": "unquantized", **_evaluate(reference, reference, words, texts, args.window)}
+    if name == UNQUANTIZED:
+        return {"variant": name, **_evaluate(reference, reference, words, texts, args.window)}
     calibration = {"data": args.calib, "samples": args.samples, "max_length": args.window}
     recipe = from_mapping(merge(variants()[name], {"calibration": calibration}))
     with tempfile.TemporaryDirectory() as folder:

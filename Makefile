@@ -1,0 +1,32 @@
+# Everything runs in a virtual environment of its own, which `setup` fills and the other targets call first.
+#   make demo   the whole job on the packaged model, no network, under a minute
+#   make test   the tests that need no GPU
+#   make lint   ruff and mypy
+#   make check  both
+# PYTHON chooses the interpreter (3.10 to 3.13), VENV where the environment lies.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.complete
+
+.PHONY: setup demo test lint check
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
+	touch $@
+
+demo: setup
+	$(BIN)/quantkit demo
+
+test: setup
+	$(BIN)/python -m pytest -q -m "not gpu"
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test

@@ -1,0 +1,186 @@
+"""What `import quantkit` and the command line share: options by name laid over a recipe, and evaluations of a folder.
+
+A flag of the command line and a keyword of `quantkit.quantize` are one row of `KEYS`, so they have the same name and
+the same default (ALGORITHMS 0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit import pipeline
+from quantkit import recipe as recipes
+from quantkit.checkpoint import Checkpoint, resolve
+from quantkit.data import evaluation_text
+from quantkit.errors import RecipeError
+from quantkit.evaluate import Divergence, Perplexity, kld, perplexity
+from quantkit.models import dense_model, tokenizer
+from quantkit.progress import Progress
+from quantkit.recipe import Recipe
+
+#: option -> where its value stands in a recipe's mapping. `asym`, `skip` and `override` are treated by hand.
+KEYS: dict[str, tuple[str, ...]] = {
+    "format": ("scheme", "format"),
+    "group_size": ("scheme", "group_size"),
+    "method": ("method",),
+    "clip": ("clip",),
+    "metric": ("metric",),
+    "damp": ("gptq", "damp"),
+    "damp_kind": ("gptq", "damp_kind"),
+    "act_order": ("gptq", "act_order"),
+    "on_unsolvable": ("gptq", "on_unsolvable"),
+    "true_sequential": ("true_sequential",),
+    "calib": ("calibration", "data"),
+    "samples": ("calibration", "samples"),
+    "max_length": ("calibration", "max_length"),
+    "lengths": ("calibration", "lengths"),
+    "seed": ("calibration", "seed"),
+    "layout": ("layout",),
+}
+#: Published perplexities have windows of 2048 tokens, or all that the model can take.
+LONGEST_WINDOW = 2048
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    *,
+    recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
+    revision: str | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    act_budget: int | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Quantize a Hugging Face causal LM (folder or hub id) into a new folder `out`; return its report.
+
+    `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` are laid over it: `format`,
+    `group_size` (columns, or "channel"), `asym`, `method`, `clip`, `metric`, `damp`, `damp_kind`, `act_order`,
+    `on_unsolvable`, `true_sequential`, `calib`, `samples`, `max_length`, `lengths`, `seed`, `layout`, `skip` (regular
+    expressions), `override` (regular expression -> scheme such as "int4:g64"). `act_budget` is in bytes. Raises
+    QuantkitError for anything that cannot be done.
+    """
+    return pipeline.quantize(
+        model,
+        out,
+        build_recipe(recipe, **options),
+        revision=revision,
+        device=device,
+        resume=resume,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        act_budget=act_budget,
+        progress=progress,
+    )
+
+
+def build_recipe(
+    recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
+    *,
+    asym: bool | None = None,
+    skip: Iterable[str] = (),
+    override: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Recipe:
+    """Return `recipe` (default: the format's defaults) with options laid over it; options that are None change nothing.
+
+    `skip` adds to the recipe's list, and `override` goes before the recipe's, since the first match wins. RecipeError
+    for an unknown recipe, option or value.
+    """
+    base = _mapping(recipe)
+    flags: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in KEYS:
+            raise RecipeError(f"unknown option {name!r}: known are {', '.join([*KEYS, 'asym', 'skip', 'override'])}")
+        *section, key = KEYS[name]
+        (flags.setdefault(section[0], {}) if section else flags)[key] = value
+    if asym is not None:
+        flags.setdefault("scheme", {})["symmetric"] = not asym
+    if skip:
+        flags["skip"] = [*base.get("skip", Recipe.skip), *skip]
+    merged = recipes.merge(base, flags)
+    if override:
+        before = merged.get("overrides") or {}
+        merged["overrides"] = {**override, **{key: before[key] for key in before if key not in override}}
+    return recipes.from_mapping(merged)
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """Return name -> file of the recipes that come with quantkit."""
+    packaged = Path(__file__).parent / "configs"
+    folder = packaged if packaged.is_dir() else Path(__file__).parents[1] / "configs"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[str, Any]:
+    if recipe is None:
+        return {}
+    if isinstance(recipe, Recipe):
+        return recipe.to_mapping()
+    if isinstance(recipe, Mapping):
+        return recipe
+    shipped = shipped_recipes()
+    if not Path(recipe).is_file() and str(recipe) not in shipped:
+        raise RecipeError(f"{recipe}: no such recipe: give a YAML file or one of {', '.join(shipped)}")
+    return recipes.load(Path(recipe) if Path(recipe).is_file() else shipped[str(recipe)])
+
+
+def eval_ppl(
+    checkpoint: str | Path,
+    *,
+    data: str = "wikitext2",
+    window: int | None = None,
+    stride: int | None = None,
+    bos: bool = False,
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Perplexity:
+    """Return the perplexity of a dense or quantized checkpoint, every weight decoded to float32.
+
+    `window` is by default the model's longest context, at most 2048 tokens; `stride` is by default the window.
+    """
+    text, what = evaluation_text(data)
+    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    model = dense_model(src, device=device, trust_remote_code=trust_remote_code)
+    window = window or _window(model)
+    words = tokenizer(src.path)
+    return perplexity(model, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
+
+
+def eval_kld(
+    checkpoint: str | Path,
+    against: str | Path,
+    *,
+    data: str = "wikitext2",
+    window: int | None = None,
+    stride: int | None = None,
+    bos: bool = False,
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Divergence:
+    """Return how far the next-token distributions of a checkpoint are from those of the model `against`.
+
+    Both are decoded to float32 and in memory together; windows as for `eval_ppl`, tokens by the tokenizer of `against`.
+    """
+    text, what = evaluation_text(data)
+    src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
+    ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
+    model = dense_model(src, device=device, trust_remote_code=trust_remote_code)
+    reference = dense_model(ref, device=device, trust_remote_code=trust_remote_code)
+    window = window or min(_window(model), _window(reference))
+    words = tokenizer(ref.path)
+    return kld(model, reference, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
+
+
+def _window(model: Any) -> int:
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or LONGEST_WINDOW, LONGEST_WINDOW)

@@ -1,0 +1,261 @@
+"""The commands: options in, one call, a result printed."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit import __version__, api, conversions, demo, doctor, pipeline, report
+from quantkit.checkpoint import Checkpoint, resolve
+from quantkit.cli import options, show
+from quantkit.cli.exits import FAILED, MISSED, UNVERIFIED, emit, leave
+from quantkit.errors import CheckpointError
+from quantkit.plan import describe
+from quantkit.progress import Progress
+from quantkit.recipe import Recipe
+from quantkit.verify import verify as prove
+from quantkit.verify import write as write_proof
+
+HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+@click.group(
+    context_settings=HELP,
+    epilog="\b\nExample:\n  quantkit quantize ./Llama-3.2-1B -o ./Llama-3.2-1B-int4 --calib wikitext2",
+)
+@click.version_option(__version__, prog_name="quantkit")
+def quantkit() -> None:
+    """Low-bit checkpoints from Hugging Face causal LMs: quantize, pack, convert and prove.
+
+    Exit codes: 0 done, 1 failed, 2 wrong usage, 3 verification failed, 4 a quality threshold was missed, 75 stopped and
+    can be resumed, 130 interrupted.
+    """
+
+
+@quantkit.group("eval", epilog="\b\nExample:\n  quantkit eval ppl ./Llama-3.2-1B-int4 --data wikitext2")
+def evaluation() -> None:
+    """Measure how good a checkpoint is."""
+
+
+@options.command(
+    quantkit, "quantize", "quantkit quantize ./model -o ./model-int4 --calib wikitext2 --samples 128", as_json=True
+)
+@click.argument("model", required=False)
+@options.out(required=False)
+@options.recipe
+@click.option("--print-recipe", is_flag=True, help="Print the recipe that these options make, and stop.")
+@click.option("--dry-run", is_flag=True, help="Print what would be written and needed, and stop: quantkit plan.")
+@options.running
+def quantize(
+    model: str | None,
+    out: Path | None,
+    print_recipe: bool,
+    dry_run: bool,
+    as_json: bool,
+    progress: Progress,
+    **given: Any,
+) -> None:
+    """Quantize MODEL into OUT.
+
+    MODEL is a folder or a hub id. [Brackets] hold defaults, some of which depend on --format.
+    """
+    running, recipe = options.split(given)
+    if print_recipe:
+        emit(recipe.to_yaml().rstrip())
+        return
+    if model is None:
+        raise click.UsageError("Missing argument 'MODEL'.")
+    if dry_run:
+        _plan(model, out, recipe, running, as_json)
+        return
+    if out is None:
+        raise click.UsageError("Missing option '-o' / '--out'.")
+    _quantize(model, out, recipe, running, as_json, progress)
+
+
+@options.command(quantkit, "plan", "quantkit plan ./model --format int4 --layout marlin", as_json=True)
+@options.model
+@options.out(required=False)
+@options.recipe
+@options.running
+def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **given: Any) -> None:
+    """Say what quantize would do.
+
+    Exact bytes of the output, memory, and every weight that does not fit, from headers alone."""
+    running, recipe = options.split(given)
+    _plan(model, out, recipe, running, as_json)
+
+
+@options.command(quantkit, "run", "quantkit run int4-marlin ./model -o ./model-marlin", as_json=True)
+@click.argument("recipe")
+@options.model
+@options.out()
+@options.running
+def run(recipe: str, model: str, out: Path, as_json: bool, progress: Progress, **running: Any) -> None:
+    """Quantize MODEL by a recipe.
+
+    RECIPE is a YAML file, or the name of one that comes with quantkit."""
+    _quantize(model, out, api.build_recipe(recipe), running, as_json, progress)
+
+
+@options.command(quantkit, "pack", "quantkit pack ./model-int4 --layout marlin -o ./model-marlin", as_json=True)
+@options.checkpoint
+@options.layout(required=True)
+@options.out()
+@options.overwrite
+def pack(checkpoint: Path, layout: str, out: Path, overwrite: bool, as_json: bool, progress: Progress) -> None:
+    """Rewrite CHECKPOINT in another layout.
+
+    Codes, scales and zero points stay the same bit for bit; what the layout cannot hold is refused."""
+    _report(pipeline.pack(checkpoint, out, layout, overwrite=overwrite, progress=progress), as_json)
+
+
+@options.command(quantkit, "convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin", as_json=True)
+@click.argument("pair", metavar="A-to-B", required=False)
+@click.argument("checkpoint", type=options.PATH, required=False)
+@options.out(required=False)
+@options.overwrite
+@click.option(
+    "--list", "listing", is_flag=True, help="Print which conversions are lossless, when, and why others are not."
+)
+def convert(
+    pair: str | None,
+    checkpoint: Path | None,
+    out: Path | None,
+    overwrite: bool,
+    listing: bool,
+    as_json: bool,
+    progress: Progress,
+) -> None:
+    """Rewrite CHECKPOINT from A to B.
+
+    As pack, and CHECKPOINT must be in layout A."""
+    if listing:
+        found = conversions.conversions()
+        emit(show.as_json({"conversions": [asdict(c) for c in found]}) if as_json else show.matrix(found))
+        return
+    if pair is None or checkpoint is None or out is None:
+        raise click.UsageError("Missing one of 'A-to-B', 'CHECKPOINT', '-o'.")
+    source, target = conversions.parse(pair)
+    _report(pipeline.pack(checkpoint, out, target, expect=source, overwrite=overwrite, progress=progress), as_json)
+
+
+@options.command(quantkit, "verify", "quantkit verify ./model-marlin --against ./model-int4", as_json=True)
+@options.checkpoint
+@click.option(
+    "--against", type=options.PATH, help="Quantized checkpoint whose codes, scales and zeros must be the same."
+)
+def verify(checkpoint: Path, against: Path | None, as_json: bool, progress: Progress) -> None:
+    """Prove the bits of CHECKPOINT.
+
+    Every packed weight is unpacked and packed again and compared with its digest in the report; verify.json is
+    written into the folder."""
+    found = prove(checkpoint, against, progress)
+    emit(show.as_json(found.to_dict()) if as_json else show.verification(found))
+    write_proof(found, checkpoint)
+    if not found.ok:
+        leave(UNVERIFIED, f"Error: {checkpoint} is not what it should be: {len(found.failures)} failures, see above")
+
+
+@options.command(quantkit, "inspect", "quantkit inspect ./model-marlin", as_json=True)
+@click.argument("checkpoint")
+@options.source
+def inspect(checkpoint: str, revision: str | None, trust_remote_code: bool, as_json: bool, progress: Progress) -> None:
+    """Describe CHECKPOINT from its headers.
+
+    Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program."""
+    found = describe(Checkpoint(resolve(checkpoint, revision), trust_remote_code))
+    emit(show.as_json(found) if as_json else show.description(found))
+
+
+@options.command(evaluation, "ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048", as_json=True)
+@click.argument("checkpoint")
+@options.protocol
+@click.option("--max-perplexity", type=float, metavar="X", help="Leave with exit code 4 if the perplexity is above X.")
+def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: Progress, **protocol: Any) -> None:
+    """Measure perplexity.
+
+    CHECKPOINT may be dense or quantized; the protocol is printed beside the figure."""
+    found = api.eval_ppl(checkpoint, progress=progress, **protocol)
+    emit(show.as_json(asdict(found)) if as_json else show.perplexity(found))
+    if max_perplexity is not None and not found.perplexity <= max_perplexity:
+        leave(MISSED, f"Error: perplexity {found.perplexity:.4f} is above --max-perplexity {max_perplexity:g}")
+
+
+@options.command(evaluation, "kld", "quantkit eval kld ./model-int4 --against ./model --data wikitext2", as_json=True)
+@click.argument("checkpoint")
+@click.option("--against", required=True, metavar="MODEL", help="The model that CHECKPOINT was made from.")
+@options.protocol
+@click.option("--max-kld", type=float, metavar="X", help="Leave with exit code 4 if the divergence is above X nats.")
+def divergence(
+    checkpoint: str, against: str, max_kld: float | None, as_json: bool, progress: Progress, **protocol: Any
+) -> None:
+    """Measure KL divergence.
+
+    How far CHECKPOINT's next-token distributions are from MODEL's, and how often both prefer the same token."""
+    found = api.eval_kld(checkpoint, against, progress=progress, **protocol)
+    emit(show.as_json(asdict(found)) if as_json else show.divergence(found))
+    if max_kld is not None and not found.kld <= max_kld:
+        leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")
+
+
+@options.command(quantkit, "report", "quantkit report ./model-int4 --html ./model-int4.html", as_json=True)
+@click.argument("folder", type=options.PATH)
+@click.option("--html", type=options.PATH, help="Draw it into this .html file.")
+@click.option("--png", type=options.PATH, help="Draw it into this .png file.")
+def show_report(folder: Path, html: Path | None, png: Path | None, as_json: bool, progress: Progress) -> None:
+    """Print or draw a report.
+
+    FOLDER is an output of quantkit; drawn are error per layer, time per phase, size before and after."""
+    found = report.load(folder)
+    if not found:
+        raise CheckpointError(f"{folder}: has no {report.REPORT}: give a folder that quantkit wrote")
+    for path, suffix in ((html, ".html"), (png, ".png")):
+        if path is not None and path.suffix != suffix:
+            raise click.UsageError(f"{path}: the file name must end in {suffix}")
+        if path is not None:
+            report.draw(found, path)
+            progress.note(f"drawn: {path}")
+    _report(found, as_json)
+
+
+@options.command(quantkit, "demo", "quantkit demo", as_json=True)
+@click.option("-o", "--out", type=options.PATH, help="Keep the checkpoints in this new folder.")
+def demonstrate(out: Path | None, as_json: bool, progress: Progress) -> None:
+    """Do the whole job in a minute.
+
+    Quantize the small model that comes with quantkit, pack, verify, and compare perplexities: no network, no GPU."""
+    found = demo.run(out, progress)
+    emit(show.as_json(found) if as_json else show.demo(found))
+
+
+@options.command(quantkit, "doctor", "quantkit doctor", as_json=True)
+def diagnose(as_json: bool, progress: Progress) -> None:
+    """Say what is installed and missing.
+
+    Packages, GPUs and kernels that can be used here, and what to type against what is missing."""
+    found = doctor.diagnose()
+    emit(show.as_json(found) if as_json else show.diagnosis(found))
+    if not found["ok"]:
+        leave(FAILED, "Error: something that quantkit needs is missing, the fixes are above")
+
+
+def _quantize(
+    model: str, out: Path, recipe: Recipe, running: dict[str, Any], as_json: bool, progress: Progress
+) -> None:
+    progress.note(f"{recipe.scheme.label} by {recipe.method}, in the layout {recipe.layout}")
+    _report(pipeline.quantize(model, out, recipe, progress=progress, **running), as_json)
+
+
+def _plan(model: str, out: Path | None, recipe: Recipe, running: dict[str, Any], as_json: bool) -> None:
+    kept = {key: running[key] for key in ("revision", "device", "trust_remote_code", "act_budget")}
+    found = pipeline.plan(model, recipe, out=out, **kept)
+    emit(show.as_json(found.to_dict()) if as_json else show.plan(found))
+    found.require()
+
+
+def _report(found: dict[str, Any], as_json: bool) -> None:
+    emit(show.as_json(found) if as_json else report.summary(found))

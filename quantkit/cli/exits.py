@@ -1,0 +1,118 @@
+"""How a command ends: its exit code, and one line for everything that a user can meet.
+
+Codes: 0 done, 1 failed, 2 wrong usage, 3 verification failed, 4 a quality threshold was missed, 75 stopped and can be
+resumed, 130 interrupted. An exception that is not listed here is a bug and shows its traceback.
+"""
+
+from __future__ import annotations
+
+import errno
+import glob
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import click
+
+from quantkit.errors import QuantkitError
+
+FAILED, UNVERIFIED, MISSED, STOPPED, INTERRUPTED = 1, 3, 4, 75, 130
+#: What the machine, not the program, can be blamed for.
+ENVIRONMENTAL = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EMFILE", "ENFILE", "EIO", "ENOMEM")
+}
+
+
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGHUP: everything that cleans up after Ctrl-C cleans up after these."""
+
+
+def catch_signals() -> None:
+    """Turn the first SIGINT, SIGTERM or SIGHUP into an exception; a second one ends the process at once."""
+    for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, STOPPED), (signal.SIGHUP, STOPPED)):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
+            signal.signal(number, _handler(code))
+
+
+def _handler(code: int) -> Any:
+    def handle(number: int, frame: object) -> NoReturn:
+        for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(other, lambda *_: os._exit(code))  # what lies on the disk is resumable at any moment
+        raise KeyboardInterrupt if code == INTERRUPTED else Stopped
+
+    return handle
+
+
+@contextmanager
+def exits() -> Iterator[None]:
+    """Leave with the right exit code and one line on stderr for every error that is no bug."""
+    try:
+        yield
+    except QuantkitError as error:
+        leave(error.exit_code, "Error: " + str(error).replace("\n", "\n       "))
+    except Stopped:
+        leave(STOPPED, f"Stopped: {_what_remains()}")
+    except KeyboardInterrupt:
+        leave(INTERRUPTED, f"Interrupted: {_what_remains()}")
+    except BrokenPipeError:
+        leave(STOPPED)
+    except OSError as error:
+        if error.errno not in ENVIRONMENTAL:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        leave(
+            FAILED, f"Error: {where}{(error.strerror or 'failed').lower()}: check the path, its permissions and space"
+        )
+    except (MemoryError, RuntimeError) as error:
+        if not _out_of_memory(error):
+            raise
+        leave(
+            FAILED,
+            f"Error: out of memory ({_first_line(error)}): use --device cpu, fewer --samples or a smaller window",
+        )
+
+
+def leave(code: int, message: str | None = None) -> NoReturn:
+    """End the command with `code`, after a message on stderr."""
+    try:
+        if message:
+            click.echo(message, err=True)
+    except BrokenPipeError:
+        _discard(sys.stderr.fileno())
+    sys.exit(code)
+
+
+def emit(text: str) -> None:
+    """Print a result; a reader that has closed the pipe has seen enough."""
+    try:
+        click.echo(text)
+    except BrokenPipeError:
+        _discard(sys.stdout.fileno())
+
+
+def _discard(descriptor: int) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def _what_remains() -> str:
+    context = click.get_current_context(silent=True)
+    out = context.params.get("out") if context else None
+    if out and glob.glob(f"{glob.escape(str(Path(out).absolute()))}.partial-*"):
+        return "the finished part is kept, the same command with --resume continues"
+    return "nothing was written, run the same command again"
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

@@ -1,0 +1,197 @@
+"""What commands share: the decorator that makes one, the options of `quantize`, the types of their values.
+
+Choices come from the tables (formats, layouts, the recipe's own types), so a new entry there is a new choice here. An
+option that is not given is None and leaves the recipe's key alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+import click
+
+from quantkit.api import build_recipe
+from quantkit.cli.exits import exits
+from quantkit.data import NAMED
+from quantkit.formats import FORMATS
+from quantkit.gptq import Options
+from quantkit.layouts import LAYOUTS
+from quantkit.progress import Progress
+from quantkit.recipe import Calib, Clip, Method, Metric, Recipe
+
+Command = Callable[..., Any]
+
+UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
+BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}
+DATA = f"{', '.join(NAMED)}, or a .txt, .jsonl or .parquet file"
+
+
+class _Bytes(click.ParamType):
+    name = "bytes"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?I?)B?", str(value).upper())
+        units = UNITS | BINARY_UNITS
+        if found is None or found[2] not in units:
+            self.fail(f"{value!r} is no number of bytes: write it like 8GB or 512MiB", param, ctx)
+        return int(float(found[1]) * units[found[2]])
+
+
+class _GroupSize(click.ParamType):
+    name = "columns"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | str:
+        if value != "channel" and not str(value).isdigit():
+            self.fail(f"{value!r} is no group size: use 128, 64, 32 or channel", param, ctx)
+        return value if value == "channel" else int(value)
+
+
+class _Override(click.ParamType):
+    name = "regex=scheme"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        pattern, equals, scheme = str(value).rpartition("=")
+        if not (pattern and equals and scheme):
+            self.fail(f"{value!r} is no override: write it like '.*down_proj=int4:g64'", param, ctx)
+        return pattern, scheme
+
+
+def command(
+    group: click.Group, name: str, example: str, *, as_json: bool = False
+) -> Callable[[Command], click.Command]:
+    """Make a function a command of `group`: its help ends with `example`, its errors end in one line and an exit code.
+
+    The function is handed a `progress`, and with `as_json` a flag of that name.
+    """
+
+    def decorate(function: Command) -> click.Command:
+        @wraps(function)
+        def run(quiet: bool, verbose: bool, **options: Any) -> None:
+            with exits():
+                _deterministic()
+                function(progress=Progress(quiet=quiet, verbose=verbose), **options)
+
+        shared = [click.option("-v", "--verbose", is_flag=True, help="Say more about what is done.")]
+        shared += [click.option("-q", "--quiet", is_flag=True, help="No progress and no notes, only warnings.")]
+        if as_json:
+            shared += [click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")]
+        own = vars(run).pop("__click_params__", [])
+        for option in shared:
+            run = option(run)
+        vars(run)["__click_params__"] += own  # click reads this list from its end: the command's own come first
+        return group.command(name, epilog=f"\b\nExample:\n  {example}", no_args_is_help=False)(run)
+
+    return decorate
+
+
+def _deterministic() -> None:
+    """Set what makes equal runs give equal bytes and costs nothing (ALGORITHMS 13)."""
+    import torch
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.backends.cudnn.allow_tf32 = False
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    # A debugging aid that writes every new tensor twice.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
+def _options(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    def decorate(function: Command) -> Command:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def _choice(values: Any) -> click.Choice:
+    return click.Choice(list(values))
+
+
+def _of(kind: Any, field: str) -> click.Choice:
+    return _choice(get_args(get_type_hints(kind)[field]))
+
+
+PATH = click.Path(path_type=Path)
+model = click.argument("model")
+checkpoint = click.argument("checkpoint", type=PATH)
+device = click.option("--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1 ... [auto].")
+overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT when the new folder is complete.")
+source = _options(
+    click.option("--revision", help="Branch, tag or commit of a hub model."),
+    click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
+)
+
+
+def out(*, required: bool = True) -> Callable[[Command], Command]:
+    return click.option("-o", "--out", type=PATH, required=required, help="Folder to write; it must not exist yet.")
+
+
+def layout(*, required: bool = False) -> Callable[[Command], Command]:
+    default = "" if required else " [int4: compressed-tensors, fp6/fp5: humming]"
+    return click.option("--layout", type=_choice(LAYOUTS), required=required, help=f"Layout to write{default}.")
+
+
+#: What decides the bytes of the output; the names are those of `quantkit.quantize`.
+recipe = _options(
+    click.option("--recipe", metavar="FILE|NAME", help="Recipe that the options below are laid over."),
+    click.option("--format", type=_choice(FORMATS), help="Number format [int4]."),
+    click.option("--group-size", type=_GroupSize(), help="Columns per scale, or channel [int4: 128, fp: channel]."),
+    click.option("--asym/--sym", default=None, help="Zero points, or none [sym]."),
+    click.option("--method", type=_choice(get_args(Method)), help="How codes are chosen [int4: gptq, fp6/fp5: rtn]."),
+    click.option("--clip", type=_choice(get_args(Clip)), help="Search for smaller scales [int4: search]."),
+    click.option("--metric", type=_choice(get_args(Metric)), help="What the search minimises [gptq: block, rtn: mse]."),
+    click.option("--act-order", type=_of(Options, "act_order"), help="Columns by activation, or as they are [static]."),
+    click.option("--damp", type=float, help="Damping of the Hessian [0.01]."),
+    click.option("--damp-kind", type=_of(Options, "damp_kind"), help="By each channel's diagonal, or the mean [own]."),
+    click.option("--on-unsolvable", type=_of(Options, "on_unsolvable"), help="If no damping suffices [stop]."),
+    click.option(
+        "--true-sequential/--no-true-sequential",
+        default=None,
+        help="Calibrate each linear behind those of its block that are quantized already [on].",
+    ),
+    click.option("--calib", metavar="NAME|FILE", help=f"Calibration text: {DATA} [c4]."),
+    click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences [256]."),
+    click.option("--max-length", type=click.IntRange(min=2), help="Their longest length in tokens [4096]."),
+    click.option("--lengths", type=_of(Calib, "lengths"), help="Documents whole, or windows of max-length [own]."),
+    click.option("--seed", type=int, help="Seed of the draw of calibration text [0]."),
+    layout(),
+    click.option("--skip", multiple=True, metavar="REGEX", help="Linears left dense, besides lm_head; repeatable."),
+    click.option(
+        "--override",
+        multiple=True,
+        type=_Override(),
+        help="A scheme for some: '.*down_proj=int4:g64'; repeatable.",
+    ),
+)
+
+#: What a run needs to know besides its recipe.
+running = _options(
+    click.option("--resume", is_flag=True, help="Continue the interrupted run that left OUT.partial-*."),
+    overwrite,
+    device,
+    click.option("--act-budget", type=_Bytes(), help="Calibration activations kept in RAM, like 8GB; more go to disk."),
+    source,
+)
+RUNNING = ("resume", "overwrite", "device", "act_budget", "revision", "trust_remote_code")
+
+#: How an evaluation is made.
+protocol = _options(
+    click.option("--data", default="wikitext2", metavar="NAME|FILE", help=f"Text: {DATA} [wikitext2]."),
+    click.option("--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."),
+    click.option("--stride", type=click.IntRange(min=1), help="Tokens from one window to the next [the window]."),
+    click.option("--bos/--no-bos", default=False, help="Put the BOS token in front of every window [no]."),
+    device,
+    source,
+)
+
+
+def split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:
+    """Return the options of a run as they are, and the recipe that the others make."""
+    running = {name: given.pop(name) for name in RUNNING}
+    given["override"] = dict(given["override"])
+    return running, build_recipe(given.pop("recipe"), **given)

@@ -1,0 +1,178 @@
+"""Results as text for people; `--json` prints the same facts for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from quantkit.conversions import Conversion
+from quantkit.evaluate import Divergence, Perplexity
+from quantkit.plan import Plan
+from quantkit.report import size
+from quantkit.verify import Verification
+
+MOST_ROWS = 40
+DEMO = ("format", "method", "layout", "bits/weight", "size", "perplexity", "change")
+
+
+def as_json(result: Mapping[str, Any]) -> str:
+    """Return one JSON object."""
+    return json.dumps(result, indent=1, allow_nan=False)
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return aligned columns; those whose cells are all numbers are aligned to the right."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    numeric = [all(row[i][:1] in "+-0123456789" for row in cells) for i in range(len(header))]
+    widths = [max(len(row[i]) for row in (list(header), *cells)) for i in range(len(header))]
+    lines = []
+    for row in (list(header), *cells):
+        padded = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric, strict=True)
+        ]
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)
+
+
+def facts(pairs: Iterable[tuple[str, Any]]) -> str:
+    """Return one `label  value` line for each pair whose value is something."""
+    return "\n".join(f"{label:<14} {value}" for label, value in pairs if value not in (None, "", [], {}))
+
+
+def plan(found: Plan) -> str:
+    """Return what a run would write, need and refuse."""
+    memory = found.memory.to_dict()
+    needs = [f"{size(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory]
+    facts_ = found.to_dict()
+    dense = [row.module for row in found.rows if row.scheme is None]
+    return facts(
+        [
+            ("scheme", found.scheme),
+            ("layout", found.layout),
+            ("linears", f"{len(found.quantized)} quantized, {len(dense)} left dense"),
+            ("misfits", f"{len(found.misfits)} of them, counted as dense" if found.misfits else None),
+            ("output", f"{found.bytes} bytes of tensors ({size(found.bytes)}), source {size(found.source_bytes)}"),
+            ("bits/weight", f"{found.bits_per_weight:.3f} with scales" if found.bits_per_weight else None),
+            ("peak memory", f"about {' and '.join(needs)}"),
+            ("disk free", size(found.disk_free) if found.disk_free else None),
+            ("loads in", facts_["readers"]),
+            ("kernel", facts_["kernel"] or "none of quantkit's own"),
+            *(("note", notice) for notice in found.notices),
+        ]
+    )
+
+
+def description(found: Mapping[str, Any]) -> str:
+    """Return what `inspect` found in the headers of a checkpoint."""
+    bits = found["bits_per_weight"]
+    return facts(
+        [
+            ("path", found["path"]),
+            ("model type", found["model_type"]),
+            ("layout", found["layout"] or f"dense {found['dtype']}"),
+            ("schemes", ", ".join(f"{label} ({count} linears)" for label, count in found["schemes"].items())),
+            ("parameters", f"{found['parameters']}, {found['quantized_weights']} of them quantized"),
+            ("bits/weight", f"{bits:.3f} with scales" if bits else None),
+            ("bits/parameter", f"{found['bits_per_parameter']:.3f} over the whole model"),
+            ("size", size(found["bytes"]["total"])),
+            *((f"  {name}", size(count)) for name, count in found["bytes"]["packed"].items()),
+            ("  dense", size(found["bytes"]["dense"])),
+            *(("shape", f"{shape} x {count}") for shape, count in found["shapes"].items()),
+            *(("file", f"{name} {size(count)}") for name, count in found["files"].items()),
+            ("loads in", found["readers"]),
+            *(("note", notice) for notice in found["notices"]),
+        ]
+    )
+
+
+def verification(found: Verification) -> str:
+    """Return the outcome of `verify`: a row for each weight, all of them if one failed, and a verdict."""
+    shown = [row for row in found.rows if row.problem] or found.rows
+    rows = [
+        (row.module, list(row.shape), row.scheme, _passed(row.repack), _passed(row.digest), _passed(row.against))
+        for row in shown[:MOST_ROWS]
+    ]
+    lines = [table(("weight", "shape", "scheme", "repack", "digest", "against"), rows)] if rows else []
+    lines += [f"... and {len(shown) - MOST_ROWS} more, all in --json"] if len(shown) > MOST_ROWS else []
+    lines += [f"FAILED: {failure}" for failure in found.failures]
+    lines += [f"note: {notice}" for notice in found.notices]
+    verdict, layout = ("verified" if found.ok else "NOT verified"), found.layout or "unreadable"
+    lines.append(f"{verdict}: {len(found.rows)} linears, {found.weights} weights, {layout}; {found.note}")
+    return "\n".join(lines)
+
+
+def perplexity(found: Perplexity) -> str:
+    return f"perplexity {found.perplexity:.4f}\n{_protocol(found)}"
+
+
+def divergence(found: Divergence) -> str:
+    return f"KL divergence {found.kld:.6f} nats\ntop-1 agreement {100 * found.top1:.3f} %\n{_protocol(found)}"
+
+
+def matrix(found: Iterable[Conversion]) -> str:
+    """Return the table of `convert --list`."""
+    return table(("conversion", "verdict"), [(f"{c.source}-to-{c.target}", c.verdict) for c in found])
+
+
+def diagnosis(found: Mapping[str, Any]) -> str:
+    """Return what `doctor` found, and what to type against what is missing."""
+    marks = {True: "ok", False: "MISSING", None: "-"}
+    rows = [
+        (marks[check["ok"]], check["name"], check["found"] or "not found", check["needs"]) for check in found["checks"]
+    ]
+    machine = found["machine"]
+    gpus = [
+        f"{gpu['name']}, {size(gpu['memory'])}, sm_{gpu['compute_capability'].replace('.', '')}"
+        for gpu in found["gpus"]
+    ]
+    lines = [
+        table(("", "what", "found", "needed"), rows),
+        "",
+        facts(
+            [
+                ("machine", machine["platform"]),
+                ("cores", f"{machine['cores']} ({machine['threads']} threads used)"),
+                ("free memory", size(machine["free_memory"]) if machine["free_memory"] else "unknown"),
+                ("free disk", size(machine["free_disk"])),
+                ("GPU", "; ".join(gpus) or "none that torch sees"),
+                ("kernels", found["kernels"]["note"]),
+                *(("fix", fix) for fix in found["fixes"]),
+            ]
+        ),
+    ]
+    return "\n".join(lines)
+
+
+def demo(found: Mapping[str, Any]) -> str:
+    """Return the table of the demo, and what its figures mean."""
+    rows = [
+        (
+            row["format"],
+            row["method"],
+            row["layout"],
+            f"{row['bits_per_weight']:.3f}",
+            size(row["bytes"]),
+            f"{row['perplexity']:.3f}",
+            "" if row["change"] is None else f"{100 * row['change']:+.2f} %",
+        )
+        for row in found["rows"]
+    ]
+    return table(DEMO, rows) + "\n\n" + found["protocol"]
+
+
+def _protocol(found: Perplexity | Divergence) -> str:
+    return (
+        f"on {found.data}: {found.windows} windows of {found.window} tokens, stride {found.stride}, "
+        f"{'BOS in front of each' if found.bos else 'no BOS'}, {found.tokens} predictions, "
+        f"text of {found.text_tokens} tokens (a last short window is dropped)"
+    )
+
+
+def _passed(value: bool | None) -> str:
+    return {True: "ok", False: "FAILED", None: "-"}[value]
+
+
+def _cell(value: Any) -> str:
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, list) else str(value)

@@ -1,0 +1,62 @@
+"""Running the command line in this process, and the folders that its tests start from."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from quantkit.cli.commands import quantkit
+from tests.test_pipeline import TEXT
+
+RTN = ("--method", "rtn")
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def call(*args: object, code: int = 0) -> Result:
+    """Run the command line in this process; an exception that no exit code is for fails the test."""
+    result = CliRunner().invoke(quantkit, [str(arg) for arg in args])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result
+
+
+def refused(*args: object, code: int = 1, lines: int = 1, out: Path | None = None) -> str:
+    """Return the error of a command that must fail: `lines` lines, nothing on stdout, no `out` and no part of it."""
+    result = call(*args, *(("-o", out) if out else ()), "-q", code=code)
+    assert result.stdout == ""
+    assert result.stderr.startswith("Error: ") and len(result.stderr.splitlines()) == lines, result.stderr
+    if out is not None:
+        assert not list(out.parent.glob(f"{out.name}*"))
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def calib(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "calib.txt"
+    path.write_text(TEXT)
+    return path
+
+
+@pytest.fixture(scope="module")
+def int4(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "int4"
+    call("quantize", tiny_llama, "-o", out, *RTN)
+    return out
+
+
+@pytest.fixture
+def copy(tiny_llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_llama, tmp_path / "model"))
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
