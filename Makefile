@@ -3,13 +3,14 @@
 #   make test   the tests that need no GPU
 #   make lint   ruff and mypy
 #   make check  both
+#   make gpu    GPU tests and benchmarks; writes benchmarks/h200/
 # PYTHON chooses the interpreter (3.10 to 3.13), VENV where the environment lies.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
-.PHONY: setup demo test lint check
+.PHONY: setup demo test lint check gpu
 
 setup: $(STAMP)
 
@@ -30,3 +31,7 @@ lint: setup
 	$(BIN)/mypy
 
 check: lint test
+
+# GPU tests and benchmarks, with the Python that has a CUDA build of torch: make gpu PYTHON=python3 REFERENCE=...
+gpu:
+	PYTHON=$(PYTHON) benchmarks/gpu.sh

@@ -62,10 +62,10 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "int4 gptq g32": merge(default, {"scheme": {"group_size": 32}}),
         "int4 gptq g128 asym": merge(default, {"scheme": {"symmetric": False}}),
         "fp6 rtn": {"scheme": {"format": "fp6"}},
-        "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq"},
+        "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq", "clip": "none"},
         "fp6 gptq, search": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH},
         "fp5 rtn": {"scheme": {"format": "fp5"}},
-        "fp5 gptq": {"scheme": {"format": "fp5"}, "method": "gptq"},
+        "fp5 gptq": {"scheme": {"format": "fp5"}, "method": "gptq", "clip": "none"},
         "fp5 gptq, search": {"scheme": {"format": "fp5"}, "method": "gptq", **SEARCH},
     }
 

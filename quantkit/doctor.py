@@ -33,6 +33,7 @@ REQUIRED = {
     "PyYAML": "6.0",
     "safetensors": "0.5",
     "torch": "2.10",
+    "tqdm": "4.66",
     "transformers": "5.15",
 }
 

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, reason
 from quantkit.formats import FORMATS
 from quantkit.gptq import Options
 from quantkit.layouts import LAYOUTS
@@ -119,7 +119,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     scheme = _scheme(_section(mapping, "scheme"))
     integer = not scheme.format.is_float
     method = _choice(mapping, "method", Method, "gptq" if integer else "rtn")
-    clip = _choice(mapping, "clip", Clip, "search" if integer else "none")
+    clip = _choice(mapping, "clip", Clip, "search" if integer or method == "gptq" else "none")
     metric = _choice(mapping, "metric", Metric, "block" if method == "gptq" else "mse")
     gptq = _build(Options, _section(mapping, "gptq"), GPTQ_KEYS, "gptq", clip=clip, metric=metric)
     if not 0 < gptq.damp <= 1:
@@ -150,8 +150,9 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise RecipeError(f"{path}: cannot read the recipe ({error.strerror}): give the path of a YAML file") from error
     except Exception as error:  # besides its own errors, yaml passes on those of int(), date(), recursion
-        reason = " ".join(str(error).split())
-        raise RecipeError(f"{path}: not a YAML recipe ({reason}): compare with quantize --print-recipe") from error
+        raise RecipeError(
+            f"{path}: not a YAML recipe ({reason(error)}): compare with quantize --print-recipe"
+        ) from error
     if not isinstance(mapping, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of keys: compare with quantize --print-recipe")
     return mapping
@@ -206,6 +207,8 @@ def _build(cls: Any, section: Mapping[str, Any], keys: Any, where: str, **fixed:
 
 def _choice(mapping: Mapping[str, Any], key: str, choices: Any, default: str) -> Any:
     value = mapping.get(key, default)
+    if value is False and "off" in get_args(choices):
+        return "off"  # what YAML makes of an unquoted off
     if value not in get_args(choices):
         raise RecipeError(f"{key} is {value!r}: use one of {', '.join(get_args(choices))}")
     return value

@@ -80,7 +80,11 @@ def test_search_without_calibration_looks_at_the_weight_alone() -> None:
     assert (rtn.clip, rtn.metric, rtn.calibrated) == ("search", "mse", False)
     assert from_mapping({"method": "rtn", "metric": "diag"}).calibrated
     fp6 = from_mapping({"scheme": {"format": "fp6"}, "method": "gptq"})
-    assert (fp6.clip, fp6.calibrated) == ("none", True)
+    assert (fp6.clip, fp6.calibrated) == ("search", True)
+
+
+def test_an_unquoted_off_is_off_and_not_false() -> None:
+    assert from_mapping({"gptq": {"act_order": False}}).gptq.act_order == "off"
 
 
 @pytest.mark.parametrize(
