@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+
+# A thread that waits for its twin by spinning makes a busy machine many times slower; set before torch starts any.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import pytest
 import torch
 
+torch.set_num_threads(1)  # the models here are too small for two
 SHARED = Path(__file__).resolve().parents[2] / "shared"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _two_threads() -> None:
-    torch.set_num_threads(min(2, torch.get_num_threads()))
 
 
 @pytest.fixture(scope="session")

@@ -143,7 +143,7 @@ recipe = _options(
     click.option("--group-size", type=_GroupSize(), help="Columns per scale, or channel [int4: 128, fp: channel]."),
     click.option("--asym/--sym", default=None, help="Zero points, or none [sym]."),
     click.option("--method", type=_choice(get_args(Method)), help="How codes are chosen [int4: gptq, fp6/fp5: rtn]."),
-    click.option("--clip", type=_choice(get_args(Clip)), help="Search for smaller scales [rtn fp6/fp5: none, else search]."),
+    click.option("--clip", type=_choice(get_args(Clip)), help="Search for scales [fp6/fp5 rtn: none, else search]."),
     click.option("--metric", type=_choice(get_args(Metric)), help="What the search minimises [gptq: block, rtn: mse]."),
     click.option("--act-order", type=_of(Options, "act_order"), help="Columns by activation, or as they are [static]."),
     click.option("--damp", type=float, help="Damping of the Hessian [0.01]."),
