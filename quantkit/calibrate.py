@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quantkit import storage
 from quantkit.checkpoint import Checkpoint, Commit, Item
+from quantkit.data import check_tokens
 from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.headers import read_header
 from quantkit.hessian import Hessian
@@ -30,7 +31,7 @@ from quantkit.models import Model
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.solve import rounded, solve
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.tensor import QuantizedTensor, Scheme, dtype_name
 
 #: What a commit outside the blocks calls itself.
 REST = "rest"
@@ -210,6 +211,8 @@ def _check(run: Run) -> None:
             f"a calibration sequence has {longest} tokens, the model takes {run.model.max_length}: use --max-length "
             f"{run.model.max_length}"
         )
+    embeddings = run.model.module.get_input_embeddings().get_parameter("weight")
+    check_tokens(max(int(s.max()) for s in run.sequences), len(embeddings))
     for linear in sorted(run.model.tied):
         if run.model.scheme_of(linear, run.recipe) is not None:
             raise RecipeError(f"{linear} shares its weight with the embeddings, which stay dense: add --skip {linear}")
@@ -266,11 +269,18 @@ def _block(run: Run, block: int) -> Iterator[Item]:
                 assert isinstance(item.value, QuantizedTensor)
                 model.replace(item.name.removesuffix(".weight"), item.value.dequantize(model.dtype))
                 solved[item.name] = item
+                run.progress.detail(_detail(item))
     if block + 1 < len(model.blocks):
         run.forward(block)
     model.unload_block(block)
     for name in model.stored(block):
         yield solved.pop(name) if name in solved else Item(name, run.src.get(name))
+
+
+def _detail(item: Item) -> str:
+    facts = item.facts or {}
+    found = [(key, facts.get(key)) for key in ("method", "relative_error", "loss", "rtn_loss", "damp", "tokens")]
+    return f"{item.name}: " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found)
 
 
 def _rest(run: Run) -> Iterator[Item]:
@@ -308,7 +318,7 @@ def _save(run: Run, block: int) -> dict[str, Any]:
     assert run.hidden is not None
     with run.clock.phase("save"):
         digest = storage.save_tensor(_snapshot(run, block), run.hidden)
-    return {"sha256": digest, "shape": list(run.hidden.shape), "dtype": str(run.hidden.dtype).removeprefix("torch.")}
+    return {"sha256": digest, "shape": list(run.hidden.shape), "dtype": dtype_name(run.hidden.dtype)}
 
 
 def _committed(run: Run, block: int, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, QuantizedTensor]]:

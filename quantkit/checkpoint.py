@@ -19,17 +19,15 @@ import torch
 from torch import Tensor
 
 from quantkit import headers, storage
-from quantkit.errors import CheckpointError, LayoutError, about
-from quantkit.headers import AGAIN, INDEX, TensorFile, TensorInfo, inside, read_header, shown
+from quantkit.errors import CheckpointError, LayoutError, about, reason
+from quantkit.headers import AGAIN, INDEX, TensorFile, TensorInfo, dump_json, inside, read_header, shown
 from quantkit.layouts import read_config
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Layout
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.tensor import FLOATS, QuantizedTensor, Scheme, dtype_name
 
 CONFIG = "config.json"
 SIDE_FILE = "quantize_config.json"
-
-FLOATS = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 
 class Item(NamedTuple):
@@ -64,9 +62,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
             raise CheckpointError(f"{model} is a folder, which has no revisions: drop --revision")
         return folder
     if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
-        raise CheckpointError(
-            f"{model}: {'a file, not a folder' if folder.is_file() else 'no such folder'}: check the path"
-        )
+        what = "a file, not a folder" if folder.is_file() else "no such folder"
+        raise CheckpointError(f"{model or repr(model)}: {what}: check the path")
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -75,14 +72,12 @@ def resolve(model: str, revision: str | None = None) -> Path:
     wanted = ["*.safetensors", "*.json", *headers.COMPANIONS, *(pattern.upper() for pattern in headers.COMPANIONS)]
     unwanted = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*", "*.py"]
     try:
-        path = snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted)
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # of the hub's client, its HTTP library, or the disk: none of them is ours to know
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        way_out = "check the name, the network, and whether HF_HUB_OFFLINE is set"
         raise CheckpointError(
-            f"{model}: no folder here, and the hub does not give it ({reason:.200}): {way_out}"
+            f"{model}: no folder here, and the hub does not give it ({reason(error)}): check the name, the network, "
+            "and whether HF_HUB_OFFLINE is set"
         ) from error
-    return Path(path)
 
 
 class Checkpoint:
@@ -138,6 +133,10 @@ class Checkpoint:
         """Return the names of the packed modules, in file order."""
         return list(self._modules)
 
+    def parts(self, module: str) -> dict[str, str]:
+        """Return suffix -> stored name of the tensors that a packed module consists of."""
+        return self._packed(module)[2]
+
     def scheme(self, module: str) -> Scheme:
         """Return the scheme of a packed module."""
         return self._packed(module)[1]
@@ -156,8 +155,7 @@ class Checkpoint:
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor `name`, or a packed module's weight decoded (to the model's dtype if none is given)."""
-        module = name.removesuffix(".weight")
-        if module != name and module in self._modules:
+        if (module := self._module_of(name)) is not None:
             return self.quantized(module).dequantize(dtype or self.dtype_of_model)
         tensor = self.get(name)
         return tensor if dtype is None else tensor.to(dtype)
@@ -169,9 +167,8 @@ class Checkpoint:
     def items(self) -> Iterator[Item]:
         """Yield every tensor once, packed modules as QuantizedTensor in the place of their first part."""
         for name in self.logical():
-            module = name.removesuffix(".weight")
-            packed = module != name and module in self._modules
-            yield Item(name, self.quantized(module) if packed else self.get(name))
+            module = self._module_of(name)
+            yield Item(name, self.get(name) if module is None else self.quantized(module))
 
     def files(self) -> list[Path]:
         """Return the paths of the weight shards in the folder."""
@@ -186,9 +183,10 @@ class Checkpoint:
     def dtype_of_model(self) -> torch.dtype:
         """The dtype that config.json states, or without one that of the largest float tensor."""
         stated = self.config.get("dtype") or self.config.get("torch_dtype")
-        if isinstance(stated, str) and stated.removeprefix("torch.") in FLOATS:
-            return FLOATS[stated.removeprefix("torch.")]
-        floats = [info for _, info in self._where.values() if info.dtype in FLOATS.values()]
+        for dtype in FLOATS:
+            if stated in (dtype_name(dtype), str(dtype)):
+                return dtype
+        floats = [info for _, info in self._where.values() if info.dtype in FLOATS]
         return max(floats, key=lambda info: info.end - info.start).dtype if floats else torch.float32
 
     def _open_shards(self, names: list[str], weight_map: dict[str, str] | None) -> None:
@@ -201,11 +199,9 @@ class Checkpoint:
                 if weight_map is not None and weight_map.get(name) != shard_name:
                     raise CheckpointError(f"{self.path}: {name} is in {shard_name}, the index does not say so: {AGAIN}")
                 self._where[name] = (shard, info)
-        for name in weight_map or {}:
-            if name not in self._where:
-                raise CheckpointError(
-                    f"{self.path}: the index lists {shown(name)}, its shard does not have it: {AGAIN}"
-                )
+        absent = [name for name in weight_map or {} if name not in self._where]
+        if absent:
+            raise CheckpointError(f"{self.path}: the index lists {shown(absent[0])}, its shard has not: {AGAIN}")
 
     def _quantization_config(self, listing: list[str]) -> dict[str, Any] | None:
         stated = self.config.get("quantization_config")
@@ -235,6 +231,10 @@ class Checkpoint:
         if not packed:
             self.notices.append(f"{CONFIG} states the {self.layout.NAME} layout, no tensor is packed in it")
         return packed
+
+    def _module_of(self, name: str) -> str | None:
+        module = name.removesuffix(".weight")
+        return module if module != name and module in self._modules else None
 
     def _packed(self, module: str) -> tuple[Layout, Scheme, dict[str, str]]:
         if module not in self._modules or self.layout is None or self.schemes is None:
@@ -342,17 +342,17 @@ class CheckpointWriter:
         self.commit({})
         written = self.hashes()
         weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
-        texts = {INDEX: _json({"metadata": {"total_size": self.bytes_written}, "weight_map": weight_map})}
+        texts = {INDEX: dump_json({"metadata": {"total_size": self.bytes_written}, "weight_map": weight_map})}
         if self.layout is not None and self.layout.SIDE_FILE is not None:
-            texts[self.layout.SIDE_FILE] = _json(config["quantization_config"])
+            texts[self.layout.SIDE_FILE] = dump_json(config["quantization_config"])
         texts |= extra
         for name in self._companions:
             if name not in texts:
                 storage.copy_atomic(inside(self.like.path, name), self.partial / name)
                 written[name] = storage.sha256_of(self.partial / name)
         written |= {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
-        written[CONFIG] = hashlib.sha256(_json(config)).hexdigest()
-        for name, text in {**texts, **sealed(written), CONFIG: _json(config)}.items():
+        written[CONFIG] = hashlib.sha256(dump_json(config)).hexdigest()
+        for name, text in {**texts, **sealed(written), CONFIG: dump_json(config)}.items():
             storage.write_atomic(self.partial / name, text)
         return written
 
@@ -396,7 +396,3 @@ def _of_file(folder: Path, module: str) -> Iterator[None]:
 
 def _stamp(found: os.stat_result) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-
-
-def _json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, indent=2, ensure_ascii=False).encode() + b"\n"

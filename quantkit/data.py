@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, RecipeError
+from quantkit.errors import CheckpointError, RecipeError, reason
 
 #: A top-level WikiText heading: ` = Title = ` between blank lines (formulas look alike but stand inside paragraphs);
 #: deeper headings have more equals signs.
@@ -191,6 +191,15 @@ def token_ids(tokenizer: Callable[..., Any], text: str, *, special: bool) -> Ten
     return torch.tensor(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"], dtype=torch.int64)
 
 
+def check_tokens(largest: int, known: int) -> None:
+    """Raise CheckpointError if a text has a token past the `known` rows of the model's embeddings."""
+    if largest >= known:
+        raise CheckpointError(
+            f"the tokenizer gives token {largest}, the model knows {known}: they do not belong together, "
+            "use the tokenizer files of this model"
+        )
+
+
 def _own(
     found: Documents, tokenizer: Callable[..., Any], samples: int, max_length: int, generator: torch.Generator
 ) -> tuple[list[Tensor], dict[str, Any]]:
@@ -210,7 +219,7 @@ def _own(
             return sequences, {"documents": len(found.texts), "cut": cut, "skipped": skipped}
     raise CheckpointError(
         f"{found.source}: holds {len(sequences)} usable documents, {samples} were asked for ({found.rule}): "
-        f"use --samples {len(sequences) or 1}, a longer --calib file, or calibration lengths: fixed"
+        f"use --samples {len(sequences) or 1}, a longer --calib file, or --lengths fixed"
     )
 
 
@@ -277,8 +286,8 @@ def _json_rows(path: Path) -> Iterator[tuple[int, Any]]:
                 row = json.loads(line)
                 json.dumps(row, ensure_ascii=False).encode()  # a lone surrogate is no text that a tokenizer takes
             except (ValueError, RecursionError) as error:
-                reason = " ".join(str(error).split())
-                raise CheckpointError(f"{path}: line {number} is not JSON ({reason}): repair the file") from error
+                why = reason(error)
+                raise CheckpointError(f"{path}: line {number} is not JSON ({why}): repair the file") from error
             yield number, row
 
 
@@ -289,7 +298,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         yield from enumerate(rows, start=1)
     except Exception as error:  # the reader raises whatever its backend raises
-        raise CheckpointError(f"{path}: is no parquet file that can be read ({_reason(error)}): check it") from error
+        raise CheckpointError(f"{path}: is no parquet file that can be read ({reason(error)}): check it") from error
 
 
 def _fetch(source: str, named: _Named, options: dict[str, Any], limit: int | None) -> list[str]:
@@ -300,10 +309,6 @@ def _fetch(source: str, named: _Named, options: dict[str, Any], limit: int | Non
         return [str(row[named.column]) for row in islice(rows, limit)]
     except Exception as error:  # offline, gone, moved, out of disk: the hub client has no common base class
         raise CheckpointError(
-            f"{source}: the data set {named.repository} cannot be loaded ({_reason(error)}): "
+            f"{source}: the data set {named.repository} cannot be loaded ({reason(error)}): "
             f"give a {', '.join(SUFFIXES)} file instead (--calib FILE, eval --data FILE)"
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]

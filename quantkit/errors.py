@@ -33,6 +33,12 @@ class RecipeError(QuantkitError):
     exit_code = 2
 
 
+def reason(error: BaseException) -> str:
+    """Return what another library's exception says as one short line, to stand inside a message of ours."""
+    text = " ".join(str(error).split())
+    return (f"{type(error).__name__} {text}".strip() if len(text.split()) < 2 else text)[:200]
+
+
 @contextmanager
 def about(name: str) -> Iterator[None]:
     """Put `name` in front of any QuantkitError raised inside, by code that does not know whose weight it handles."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantkit.data import token_ids
+from quantkit.data import check_tokens, token_ids
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.progress import Progress
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 #: Positions whose distributions are worked on at a time: bounds the memory that a large vocabulary takes.
 ROWS = 256
+#: `exp` of more is no double; guessing among all tokens of any vocabulary costs a fortieth of it.
+LARGEST_NLL = 709.0
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,12 @@ def perplexity(
         total += _nll(logits[-new:], targets[-new:].to(logits.device))
         count += new
         windows += 1
-    if not math.isfinite(total):
-        raise NumericError("the model's losses are not finite: its weights are damaged, or its dtype overflows")
     nll = total / count
+    if not nll < LARGEST_NLL:
+        raise NumericError(
+            f"the mean loss is {nll:.4g} nats, which is no language model's: its weights are damaged, or its dtype "
+            "overflows"
+        )
     return Perplexity(math.exp(nll), nll, count, windows, window, stride, bos, data, len(tokens))
 
 
@@ -160,12 +165,7 @@ def _prepare(
             "or a longer text"
         )
     rows = model.get_input_embeddings().get_parameter("weight").shape[0]
-    largest = max(int(tokens.max()), (first or 0) if bos else 0)
-    if largest >= rows:
-        raise CheckpointError(
-            f"the tokenizer gives token {largest}, the model knows {rows}: they do not belong together, "
-            "use the tokenizer files of this model"
-        )
+    check_tokens(max(int(tokens.max()), (first or 0) if bos else 0), rows)
     return tokens, torch.tensor([first] if bos else [], dtype=torch.int64)
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import reprlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -49,14 +49,16 @@ AGAIN = "download it again"
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+#: Beside weights of ours: how they were made, ready for `quantkit run`.
+RECIPE = "quantkit_recipe.yaml"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 #: What else of a source folder goes along with the weights: data only, never code or pickles, no old model card.
 COMPANIONS = (
     *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map*", "added_tokens*"),
     *("chat_template*", "additional_chat_templates/*.jinja", "generation_config.json", "*processor_config.json"),
-    *("license*", "notice*", "use_policy*"),
+    *("license*", "notice*", "use_policy*", RECIPE),
 )
-DATA_SUFFIXES = ("", ".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
+DATA_SUFFIXES = ("", ".yaml", ".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,11 @@ def load_json(path: Path, limit: int = 100 * 2**20) -> dict[str, Any]:
             if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
                 raise CheckpointError(f"{path}: has an unpaired surrogate in {shown(text)}: {AGAIN}")
     return value
+
+
+def dump_json(value: Mapping[str, Any]) -> bytes:
+    """Return a JSON file's bytes; ValueError for NaN and infinity, which `load_json` would not read back."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
 def _parse(data: bytes, path: Path) -> dict[str, Any]:

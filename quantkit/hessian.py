@@ -40,7 +40,7 @@ class Hessian:
             token, channel = (~finite).nonzero()[0].tolist()
             raise NumericError(
                 f"{int((~finite).sum())} of {x.numel()} activations are NaN or infinite, the first in token {token}, "
-                f"channel {channel}: drop that document, or run the model in bfloat16 or float32"
+                f"channel {channel}: drop that document, or use --device cpu, which computes in float32"
             )
         if self._chunk is None:
             keep = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)

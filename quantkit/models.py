@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import CheckpointError, RecipeError
+from quantkit.errors import CheckpointError, RecipeError, reason
 from quantkit.tensor import Scheme
 
 if TYPE_CHECKING:
@@ -250,7 +250,9 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # each tokenizer class fails in its own way on files that are missing or damaged
-        raise CheckpointError(f"{folder}: has no tokenizer that transformers can read ({_reason(error)})") from error
+        raise CheckpointError(
+            f"{folder}: has no tokenizer that transformers can read ({reason(error)}): put the model's own files there"
+        ) from error
 
 
 def _device(name: str) -> torch.device:
@@ -303,7 +305,8 @@ def _skeleton(src: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> P
             module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
     except Exception as error:  # a config is free to be wrong in any way
         raise CheckpointError(
-            f"{src.path}: transformers cannot build the model of config.json ({_reason(error)})"
+            f"{src.path}: transformers cannot build the model of config.json ({reason(error)}): mend it, or upgrade "
+            "transformers"
         ) from error
     return module.eval()
 
@@ -393,7 +396,3 @@ def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
     else:
         owner._buffers[leaf] = tensor
-
-
-def _reason(error: Exception) -> str:
-    return (" ".join(str(error).split()) or type(error).__name__)[:200]

@@ -7,13 +7,10 @@ to the journal, and collects what the report says. An output folder appears comp
 
 from __future__ import annotations
 
-import json
-import platform
 import re
-import resource
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,18 +23,18 @@ from quantkit.calibrate import calibrated
 from quantkit.checkpoint import Checkpoint, CheckpointWriter, Commit, Item, resolve
 from quantkit.data import calibration
 from quantkit.errors import CheckpointError, RecipeError, about
+from quantkit.headers import RECIPE, dump_json
 from quantkit.layouts import LAYOUTS, family, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.models import Model, tokenizer
 from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
-from quantkit.report import REPORT, model_card
+from quantkit.report import REPORT, heading, model_card, peak_memory, phases
 from quantkit.report import load as load_report
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.solve import rounded
+from quantkit.tensor import QuantizedTensor, Scheme, dtype_name
 
-#: The recipe beside the weights, ready for `quantkit run`; `pack` copies it along.
-RECIPE = "quantkit_recipe.yaml"
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
 
@@ -86,7 +83,7 @@ def _survey(
         device=skeleton.device.type,
         act_budget=act_budget,
     )
-    planned = replace(planned, notices=(*planned.notices, *skeleton.notices))
+    planned = replace(planned, remarks=(*planned.remarks, *skeleton.notices, *_without_effect(recipe, skeleton)))
     return _Job(src, skeleton, chosen, planned)
 
 
@@ -111,61 +108,44 @@ def quantize(
     progress = progress or Progress(quiet=True)
     started = time.perf_counter()
     src = _dense_source(model, revision, trust_remote_code)
-    _, skeleton, chosen, planned = _survey(src, recipe, out, device, trust_remote_code, act_budget)
-    planned.require()
-    for notice in planned.notices:
+    job = _survey(src, recipe, out, device, trust_remote_code, act_budget)
+    job.plan.require()
+    for notice in job.plan.notices:
         progress.note(notice)
-    schemes = _schemes(skeleton, chosen, recipe)
-    layout = LAYOUTS[recipe.layout]
+    schemes = _schemes(job, recipe)
     with storage.staging(Path(out), resume=resume, overwrite=overwrite, source=src.path) as partial:
         if storage.is_complete(partial):
             return _publish_complete(partial, Path(out), recipe, src, overwrite)
-        writer = CheckpointWriter(partial, like=src, layout=layout)
-        facts: dict[str, Any] = {}
-        sequences = []
-        if recipe.calibrated:
-            calib = recipe.calibration
-            text = calibration(
-                calib.data,
-                tokenizer(src.path),
-                samples=calib.samples,
-                max_length=min(calib.max_length, skeleton.max_length),
-                seed=calib.seed,
-                lengths=calib.lengths,
-            )
-            sequences, facts = text.sequences, text.facts
-        sources = src.hashes()
-        writer.identify(
-            {
-                "quantkit": quantkit.__version__,
-                "torch": torch.__version__,
-                "device": skeleton.device_name,
-                "recipe_sha256": recipe.sha256(),
-                "source": sources,
-                "calibration": facts.get("sha256"),
-            }
-        )
-        if recipe.calibrated:
-            items = calibrated(
-                src, recipe, skeleton, sequences, partial, writer.done, progress=progress, act_budget=act_budget
-            )
-        else:
-            items = streamed(src, recipe, chosen, writer.items_done(), progress)
-        layers = _write(items, writer, src)
+        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[recipe.layout])
+        sequences, facts = _sequences(job, recipe)
         report = {
-            **_heading("quantize", model, revision, sources),
+            **heading("quantize", _name_of(model), _revision(src, revision), src.hashes()),
             "recipe": recipe.to_mapping(),
             "recipe_sha256": recipe.sha256(),
-            "device": skeleton.device_name,
-            "compute_dtype": str(skeleton.dtype).removeprefix("torch."),
-            "layout": layout.NAME,
+            "device": job.model.device_name,
+            "compute_dtype": dtype_name(job.model.dtype),
+            "layout": recipe.layout,
             "scheme": recipe.scheme.label,
             "calibration": facts,
-            "layers": layers,
-            "dense": [module for module, scheme in chosen.items() if scheme is None],
-            "notices": list(planned.notices),
-            "phases": _phases(writer.done),
+            "dense": [module for module, scheme in job.chosen.items() if scheme is None],
+            "notices": list(job.plan.remarks),
+            "layout_notices": list(job.plan.layout_remarks),
         }
+        writer.identify(_identity(report))
+        if resume and not writer.done:
+            progress.note("there is nothing to resume: the run begins at its start")
+        if recipe.calibrated and not writer.done:  # found in the last block, it would have cost the whole run
+            for name in progress.bar(src.names(), "check", len(src.names())):
+                with about(name):
+                    rtn.check_finite(src.get(name))
+        if recipe.calibrated:
+            items = calibrated(
+                src, recipe, job.model, sequences, partial, writer.done, progress=progress, act_budget=act_budget
+            )
+        else:
+            items = streamed(src, recipe, job.chosen, writer.items_done(), progress)
+        report["layers"] = _write(items, writer, src, report)
+        report["phases"] = phases(writer.done)
         return _finish(writer, src, partial, Path(out), schemes, report, started, overwrite, recipe)
 
 
@@ -193,26 +173,28 @@ def pack(
         raise CheckpointError(
             f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"
         )
-    target = LAYOUTS[layout]
-    plan_pack(src, target).require()
-    for notice in src.notices:
+    planned = plan_pack(src, LAYOUTS[layout], out=Path(out))
+    planned.require()
+    for notice in planned.notices:
         progress.note(notice)
     before = load_report(src.path)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
     with storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial:
-        writer = CheckpointWriter(partial, like=src, layout=target)
-        items = (_recorded(item, recorded) for item in progress.bar(src.items(), "pack", len(src.logical())))
-        layers = _write(items, writer, src)
-        carried = ("recipe", "recipe_sha256", "calibration", "device", "notices")
-        kept: dict[str, Any] = {key: before[key] for key in carried if key in before}
+        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[layout])
+        sources = src.hashes()
+        carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype")
         report = {
-            **kept,
-            **_heading("pack", checkpoint, None, src.hashes()),
-            "layout": target.NAME,
+            **{key: before[key] for key in carried if key in before},
+            **heading("pack", _name_of(checkpoint), None, sources, before.get("base")),
+            "layout": layout,
             "scheme": src.schemes.default.label,
-            "layers": layers,
             "dense": list(src.schemes.ignore),
+            "notices": list(dict.fromkeys([*before.get("notices", []), *planned.remarks])),
+            "layout_notices": list(planned.layout_remarks),
         }
+        items = (_recorded(item, recorded) for item in progress.bar(src.items(), "pack", len(src.logical())))
+        report["layers"] = _write(items, writer, src, report)
+        _unchanged(sources, before)
         return _finish(writer, src, partial, Path(out), src.schemes, report, started, overwrite)
 
 
@@ -226,21 +208,10 @@ def streamed(
         scheme = chosen.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         tensor = src.get(name)
         pending += tensor.nbytes
-        yield Item(name, tensor) if scheme is None else _rounded(name, tensor, scheme, recipe)
+        yield Item(name, tensor) if scheme is None else rounded(name.removesuffix(".weight"), tensor, scheme, recipe)
         if pending >= COMMIT_BYTES:
             yield Commit({})
             pending = 0
-
-
-def _rounded(name: str, weight: torch.Tensor, scheme: Scheme, recipe: Recipe) -> Item:
-    started = time.perf_counter()
-    with about(name):
-        tensor, facts = rtn.quantize(weight, scheme, clip=recipe.clip, metric=recipe.metric)
-        difference = tensor.dequantize().sub_(weight.float())
-        error = float(difference.norm() / weight.float().norm().clamp_min(1e-30))
-    return Item(
-        name, tensor, {"method": "rtn", "relative_error": error, "seconds": time.perf_counter() - started, **facts}
-    )
 
 
 def _recorded(item: Item, recorded: Mapping[str, Mapping[str, Any]]) -> Item:
@@ -253,21 +224,51 @@ def _recorded(item: Item, recorded: Mapping[str, Mapping[str, Any]]) -> Item:
     return Item(item.name, item.value, dict(before))
 
 
-def _write(items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint) -> list[dict[str, Any]]:
-    """Pack and store every item, committing where the loop says so; return the facts of every quantized layer."""
+def _unchanged(sources: Mapping[str, str], before: Mapping[str, Any]) -> None:
+    """Refuse weight files that are not those of the report beside them: dense tensors have no digest of their own."""
+    for name, digest in sources.items():
+        if name.endswith(".safetensors") and before.get("files", {}).get(name, digest) != digest:
+            raise CheckpointError(
+                f"{name}: SHA-256 is not the one that {REPORT} lists, the file was changed: restore it, or remove the "
+                "report if that was meant"
+            )
+
+
+def _write(
+    items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Pack and store every item, committing where the loop says so; return the facts of every quantized layer.
+
+    A run that fails leaves `report` and the layers so far beside what can be resumed (RELIABILITY 1.8). NumericError
+    also for a tensor that is only copied and not finite.
+    """
     layers: list[dict[str, Any]] = []
-    for item in items:
-        if isinstance(item, Commit):
-            writer.commit({**item.facts, "layers": layers})
-            layers = []
-            continue
-        if isinstance(item.value, QuantizedTensor):
-            layers.append(_layer(item, writer))
-        writer.add(item)
-    writer.commit({"layers": layers})
+    try:
+        for item in items:
+            if isinstance(item, Commit):
+                writer.commit({**item.facts, "layers": layers})
+                layers = []
+                continue
+            if isinstance(item.value, QuantizedTensor):
+                layers.append(_layer(item, writer))
+            else:
+                with about(item.name):
+                    rtn.check_finite(item.value)
+            writer.add(item)
+        writer.commit({"layers": layers})
+    except Exception as error:
+        if writer.done:
+            failed = {**report, "failed": str(error) or type(error).__name__, "layers": _layers(writer)}
+            with suppress(CheckpointError):  # the reason that brought us here matters more
+                storage.write_atomic(writer.partial / REPORT, dump_json(failed))
+        raise
     missing = set(src.logical()) - writer.items_done()
     if missing:
         raise CheckpointError(f"{min(missing)}: was not written ({len(missing)} tensors): a bug, please report it")
+    return _layers(writer)
+
+
+def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
     return [layer for line in writer.done for layer in line.get("facts", {}).get("layers", [])]
 
 
@@ -309,14 +310,14 @@ def _finish(
         "bytes": writer.bytes_written,
         "source_bytes": sum(path.stat().st_size for path in src.files()),
         "bits_per_weight": 8 * writer.packed_bytes / weights if weights else None,
-        "peak_memory": _peak_memory(),
+        "peak_memory": peak_memory(),
         "seconds": time.perf_counter() - started,
     }
 
     def sealed(written: dict[str, str]) -> dict[str, bytes]:
         # The model card is for people to edit, so it is not part of what verify holds the folder to.
         report["files"] = {name: digest for name, digest in written.items() if name != "README.md"}
-        return {REPORT: json.dumps(report, indent=1).encode() + b"\n"}
+        return {REPORT: dump_json(report)}
 
     extra = {"README.md": model_card(report).encode()}
     if recipe is not None:
@@ -342,49 +343,55 @@ def _dense_source(model: str | Path, revision: str | None, trust_remote_code: bo
     return src
 
 
-def _schemes(model: Model, chosen: Mapping[str, Scheme | None], recipe: Recipe) -> Schemes:
+def _without_effect(recipe: Recipe, model: Model) -> list[str]:
+    """Return a line for every wish of the recipe that this model cannot follow."""
+    found = recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
+    if recipe.calibrated and recipe.calibration.max_length > model.max_length:
+        asked = recipe.calibration.max_length
+        found.append(f"calibration sequences end at the model's {model.max_length} positions, {asked} were asked for")
+    return found
+
+
+def _schemes(job: _Job, recipe: Recipe) -> Schemes:
     """Return the checkpoint's schemes, with every exception under its exact name.
 
     A few families call a linear otherwise in the model than in the checkpoint; public readers go by the model's name.
     """
-    if not any(chosen.values()):
+    if not any(job.chosen.values()):
         raise RecipeError("every linear is skipped: nothing to quantize, loosen --skip")
-    named = [(name, scheme) for m, scheme in chosen.items() for name in dict.fromkeys((m, model.paths[m]))]
+    named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, job.model.paths[m]))]
     overrides = tuple((re.escape(name), s) for name, s in named if s is not None and s != recipe.scheme)
     return Schemes(recipe.scheme, overrides, ignore=tuple(name for name, s in named if s is None))
 
 
-def _heading(command: str, model: str | Path, revision: str | None, files: Mapping[str, str]) -> dict[str, Any]:
-    name = str(model)
-    return {
-        "quantkit": quantkit.__version__,
-        "command": command,
-        "source": {
-            "name": Path(name).name if Path(name).is_dir() else name,
-            "revision": revision,
-            "files": dict(files),
-        },
-        "environment": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "machine": platform.machine(),
-            "threads": torch.get_num_threads(),
-        },
-    }
+def _name_of(model: str | Path) -> str:
+    """Return a hub id as it is, of a folder its last name."""
+    return Path(model).resolve().name if Path(model).is_dir() else str(model)
 
 
-def _phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Add up the seconds per phase that the committed blocks recorded."""
-    total: dict[str, float] = {}
-    for line in done:
-        for phase, seconds in line.get("facts", {}).get("phases", {}).items():
-            total[phase] = total.get(phase, 0.0) + seconds
-    return total
+def _revision(src: Checkpoint, asked: str | None) -> str | None:
+    """Return the commit of a snapshot in the hub's cache, which says more than the branch that was asked for."""
+    return src.path.name if src.path.parent.name == "snapshots" else asked
 
 
-def _peak_memory() -> dict[str, int]:
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-    if torch.cuda.is_available():
-        peak["vram"] = torch.cuda.max_memory_allocated()
-    return peak
+def _sequences(job: _Job, recipe: Recipe) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return the calibration sequences and what is to be reported of them; nothing if the recipe needs none."""
+    if not recipe.calibrated:
+        return [], {}
+    calib = recipe.calibration
+    text = calibration(
+        calib.data,
+        tokenizer(job.src.path),
+        samples=calib.samples,
+        max_length=min(calib.max_length, job.model.max_length),
+        seed=calib.seed,
+        lengths=calib.lengths,
+    )
+    return text.sequences, text.facts
+
+
+def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides the bytes of a run: a run that is resumed must have the same."""
+    same = {key: report[key] for key in ("quantkit", "recipe_sha256", "device", "compute_dtype")}
+    same |= {name: report["environment"][name] for name in ("torch", "transformers")}
+    return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}

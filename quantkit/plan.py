@@ -11,6 +11,7 @@ import shutil
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,10 @@ from quantkit.layouts.protocol import Layout
 from quantkit.memory import Memory, calibrated_memory, streamed_memory
 from quantkit.recipe import Recipe
 from quantkit.report import READERS, size
-from quantkit.tensor import Scheme
+from quantkit.tensor import FLOATS, Scheme, dtype_name
 
-SOURCES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: What a way out offers, the finest last but one scale per row, which every k allows.
+GROUP_SIZES = (128, 64, 32, None)
 #: Linears that engines multiply as one: these must share a scheme.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -57,7 +59,8 @@ class Plan:
     """What `quantize` or `pack` would write; `bytes` are exactly those of the output's tensors.
 
     A weight that does not fit is counted as if left dense. `ways_out` has one line for each rule that is broken,
-    `problems` are reasons to refuse that are no weight's.
+    `problems` are reasons to refuse that are no weight's. `remarks` are worth knowing of this model in any layout,
+    `layout_remarks` of what reads this layout.
     """
 
     layout: str
@@ -68,9 +71,15 @@ class Plan:
     memory: Memory
     misfits: tuple[Misfit, ...] = ()
     ways_out: tuple[str, ...] = ()
-    notices: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    layout_remarks: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     disk_free: int | None = None
+
+    @property
+    def notices(self) -> list[str]:
+        """All remarks, and what the free memory of this machine makes doubtful."""
+        return [*self.layout_remarks, *self.remarks, *self.memory.notices()]
 
     @property
     def quantized(self) -> list[Row]:
@@ -109,7 +118,7 @@ class Plan:
             "misfits": [asdict(misfit) for misfit in self.misfits],
             "ways_out": list(self.ways_out),
             "problems": list(self.problems),
-            "notices": list(self.notices),
+            "notices": self.notices,
             "linears": [asdict(row) for row in self.rows],
         }
 
@@ -153,7 +162,7 @@ def plan_quantize(
         memory = streamed_memory(src, linears)
     plan = _assembled(src, layout, recipe.scheme, rows, misfits, memory, out)
     ways = _ways_out(misfits, schemes, layout, recipe, None)
-    return replace(plan, ways_out=ways, notices=(*plan.notices, *_fused(schemes)))
+    return replace(plan, ways_out=ways, remarks=(*plan.remarks, *_fused(schemes)))
 
 
 def plan_pack(src: Checkpoint, layout: Layout, *, out: Path | None = None) -> Plan:
@@ -190,7 +199,7 @@ def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
 def describe(src: Checkpoint) -> dict[str, Any]:
     """Return layout, schemes, counts, sizes and shapes of any checkpoint, from its headers alone (`inspect`)."""
     modules = {module: (src.scheme(module), src.size(module)) for module in src.modules()}
-    packed = _packed_tensors(src)
+    packed = {name: suffix for module in modules for suffix, name in src.parts(module).items()}
     every = {name: _bytes(src, name) for name in src.names()}
     suffixes: Counter[str] = Counter()
     for name, suffix in packed.items():
@@ -198,12 +207,12 @@ def describe(src: Checkpoint) -> dict[str, Any]:
     dense = [name for name in every if name not in packed]
     weights = sum(n * k for _, (n, k) in modules.values())
     shapes = Counter(f"[{n}, {k}] {scheme.label}" for scheme, (n, k) in modules.values())
-    shapes.update(f"{list(src.shape(name))} {_name(src.dtype(name))}" for name in dense)
+    shapes.update(f"{list(src.shape(name))} {dtype_name(src.dtype(name))}" for name in dense)
     parameters = weights + sum(prod(src.shape(name)) for name in dense)
     return {
         "path": str(src.path),
         "model_type": src.config.get("model_type"),
-        "dtype": _name(src.dtype_of_model),
+        "dtype": dtype_name(src.dtype_of_model),
         "layout": src.layout.NAME if src.layout else None,
         "schemes": dict(Counter(scheme.label for scheme, _ in modules.values())),
         "quantized_linears": len(modules),
@@ -230,7 +239,7 @@ def _assembled(
     out: Path | None,
 ) -> Plan:
     """Add everything else that the output holds, and what is worth knowing before it is made."""
-    ours = {row.module + ".weight" for row in rows} | set(_packed_tensors(src))
+    ours = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
     others = sum(_bytes(src, name) for name in src.names() if name not in ours)
     total = others + sum(row.bytes for row in rows)
     free = _free_disk(out)
@@ -245,23 +254,11 @@ def _assembled(
         source_bytes=sum(_bytes(src, name) for name in src.names()),
         memory=memory,
         misfits=tuple(misfits),
-        notices=(*_notices(src, layout, rows), *memory.notices()),
+        remarks=tuple(src.notices),
+        layout_remarks=tuple(_layout_remarks(src, layout, rows)),
         problems=tuple(problems),
         disk_free=free,
     )
-
-
-def _packed_tensors(src: Checkpoint) -> dict[str, str]:
-    """Return stored name -> suffix of every tensor that belongs to a packed weight."""
-    if src.layout is None:
-        return {}
-    modules = set(src.modules())
-    found = {}
-    for name in src.names():
-        module, _, suffix = name.rpartition(".")
-        if module in modules and suffix in src.layout.TENSORS:
-            found[name] = suffix
-    return found
 
 
 def _bytes(src: Checkpoint, name: str) -> int:
@@ -273,9 +270,10 @@ def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], tied: boo
     name = f"{module}.weight"
     if tied or (src.config.get("tie_word_embeddings") is True and shape[0] == src.config.get("vocab_size")):
         return "a linear tied to the embeddings has no weight of its own, and those stay dense"
-    if src.dtype(name) not in SOURCES:
+    if src.dtype(name) not in FLOATS:
         return (
-            f"weights stored as {_name(src.dtype(name))} are not quantized, only float16, bfloat16, float32 and float64"
+            f"weights stored as {dtype_name(src.dtype(name))} are not quantized, only "
+            f"{', '.join(map(dtype_name, FLOATS))} are"
         )
     if src.shape(name) != shape:
         return f"config.json says {list(shape)}, the checkpoint has {list(src.shape(name))}"
@@ -303,29 +301,39 @@ def _ways_out(
             f"{modules[0]} is {list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
             for shape, modules in shapes.items()
         )
-        ways = _other_ways(group, layout, recipe, source)
+        ways = _other_ways(group, layout, recipe, source) or _two_changes(misfits, recipe)
         if recipe is not None and not everything:
             ways.append(f"leave them dense with --skip '{_skip_pattern(group, schemes)}'")
-        lines.append(f"{rule}: {which}: {', or '.join(ways) or 'quantize the original model in another way'}")
+        last = "quantize the original model in another way" if recipe is None else "download or convert the model again"
+        lines.append(f"{rule}: {which}: {', or '.join(ways) or last}")
     return tuple(lines)
 
 
 def _other_ways(group: list[Misfit], layout: Layout, recipe: Recipe | None, source: Layout | None) -> list[str]:
-    """Return the options with which a layout would hold all weights of a group."""
-    asked = {(Scheme.parse(misfit.scheme), *misfit.shape) for misfit in group}
-
-    def fits(other: Layout, **change: Any) -> bool:
-        return all(broken_rule(other, replace(scheme, **change), n, k) is None for scheme, n, k in asked)
-
-    if fits(layout):  # the source is at fault, and no option helps
+    """Return the options with which a layout would hold all weights of a group; of a source at fault there are none."""
+    if _fits(group, layout):
         return []
     ways = []
     if recipe is not None:
-        size_ = next((g for g in (128, 64, 32, None) if fits(layout, group_size=g)), ...)
+        size_ = next((g for g in GROUP_SIZES if _fits(group, layout, group_size=g)), ...)
         ways += [] if size_ is ... else [f"use --group-size {size_ or 'channel'}"]
-        ways += ["drop --asym"] if any(not s.symmetric for s, _, _ in asked) and fits(layout, symmetric=True) else []
-    other = next((name for name, other in LAYOUTS.items() if other is not source and fits(other)), None)
+        asymmetric = any(not Scheme.parse(misfit.scheme).symmetric for misfit in group)
+        ways += ["drop --asym"] if asymmetric and _fits(group, layout, symmetric=True) else []
+    other = next((name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)), None)
     return ways + ([f"use --layout {other}"] if other else [])
+
+
+def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
+    """Return a layout and a group size that together hold all misfits, where one change does not help."""
+    if recipe is None or _fits(misfits, LAYOUTS[recipe.layout]):
+        return []
+    both = ((name, g) for name, layout in LAYOUTS.items() for g in GROUP_SIZES if _fits(misfits, layout, group_size=g))
+    return [f"use --layout {name} --group-size {g or 'channel'}" for name, g in islice(both, 1)]
+
+
+def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
+    asked = {(replace(Scheme.parse(misfit.scheme), **change), *misfit.shape) for misfit in misfits}
+    return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
 
 
 def _skip_pattern(group: list[Misfit], schemes: Mapping[str, Scheme | None]) -> str:
@@ -336,11 +344,17 @@ def _skip_pattern(group: list[Misfit], schemes: Mapping[str, Scheme | None]) -> 
     return "|".join(re.escape(name) for name in (leaves if same == modules else sorted(modules)))
 
 
-def _notices(src: Checkpoint, layout: Layout, rows: list[Row]) -> list[str]:
+def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row]) -> list[str]:
     """Return what readers of the layout will want to know of this output (LAYOUTS 3.1, 3.5, 9 and 10)."""
     quantized = [row for row in rows if row.scheme is not None]
     asymmetric = any(row.scheme is not None and row.scheme.endswith(":asym") for row in quantized)
     found = []
+    left = [row.module for row in rows if row.scheme is None] + list(src.schemes.ignore if src.schemes else ())
+    dense = any(module != "lm_head" for module in left)
+    mixed = len({row.scheme for row in quantized}) > 1
+    if (layout.NAME == "marlin" and (dense or mixed)) or (layout.NAME == "humming" and mixed):
+        what = "linears with a scheme of their own" if mixed else "dense linears besides lm_head"
+        found.append(f"the public {layout.NAME} config has no place for {what}: only quantkit reads this folder right")
     if layout.NAME == "marlin":
         odd = [row for row in quantized if row.shape[0] % 256]
         if odd:
@@ -382,7 +396,3 @@ def _free_disk(out: Path | None) -> int | None:
         return None
     existing = next((folder for folder in out.absolute().parents if folder.is_dir()), None)
     return shutil.disk_usage(existing).free if existing else None
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -79,6 +79,15 @@ class Recipe:
         if any(matches(pattern, module) for pattern in self.skip):
             return None
         return next((scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme)
+
+    def unmatched(self, modules: Collection[str]) -> list[str]:
+        """Return a line for every pattern that, of these linears, changes none."""
+        found = [f"skip {p!r} matches no linear" for p in self.skip if not any(matches(p, m) for m in modules)]
+        kept = [m for m in modules if not any(matches(p, m) for p in self.skip)]
+        for pattern, scheme in self.overrides:
+            if not any(matches(pattern, module) for module in kept):
+                found.append(f"override {pattern!r} to {scheme.label} matches no linear that is quantized")
+        return found
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the mapping that `from_mapping` reads back to an equal recipe."""
@@ -219,6 +228,8 @@ def _typed(value: Any, kind: type, where: str) -> Any:
         return float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise RecipeError(f"{where} is {value!r}: it must be of type {kind.__name__}")
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # a file name that is no text
+        raise RecipeError(f"{where} is {value!r}: it goes into the report, which is UTF-8: rename it")
     return value
 
 

@@ -1,7 +1,7 @@
-"""`quantkit_report.json` made readable: the model card, the closing table, the drawings.
+"""`quantkit_report.json`: what the machine says for it, and the model card, closing table and drawings made of it.
 
 A report is the plain mapping that the pipeline writes beside every output. It may also be read back from a folder of
-unknown origin, so everything here takes any key as absent and prints names as data.
+unknown origin, so everything that reads one takes any key as absent and prints names as data.
 """
 
 from __future__ import annotations
@@ -9,10 +9,17 @@ from __future__ import annotations
 import html
 import io
 import json
+import platform
+import resource
+import sys
 from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import quantkit
 from quantkit import storage
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.headers import load_json
@@ -52,10 +59,53 @@ TYPES: dict[str, type] = {
     "calibration": dict,
     "dense": list,
     "notices": list,
+    "layout_notices": list,
+    "base": dict,
 }
 #: Facts of a layer and entries of `totals` that are computed with.
 NUMBERS = ("relative_error", "loss", "rtn_loss", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
 TOTALS = ("bits_per_weight", "source_bytes", "bytes", "seconds")
+
+
+def heading(
+    command: str, name: str, revision: str | None, files: Mapping[str, str], base: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Return the report's entries that are known before the work: versions, machine, the source and its file hashes.
+
+    `base` is the model that everything was made of, when it is not the source itself.
+    """
+    shown_name = name.encode(errors="backslashreplace").decode()  # the name of a folder need not be text
+    source = {"name": shown_name, "revision": revision}
+    return {
+        "quantkit": quantkit.__version__,
+        "command": command,
+        "base": {key: (base or source).get(key) for key in source},
+        "source": {**source, "files": dict(files)},
+        "environment": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": metadata.version("transformers"),
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+    }
+
+
+def phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Add up the seconds per phase that the journal lines of committed blocks recorded."""
+    total: dict[str, float] = {}
+    for line in done:
+        for phase, seconds in line.get("facts", {}).get("phases", {}).items():
+            total[phase] = total.get(phase, 0.0) + seconds
+    return total
+
+
+def peak_memory() -> dict[str, int]:
+    """Return the most bytes that this process has held so far: `ram`, and on a GPU `vram`."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    used = max((torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())), default=0)
+    return peak | ({"vram": used} if used else {})
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -95,7 +145,7 @@ def _is_number(value: Any) -> bool:
 
 def model_card(report: Mapping[str, Any]) -> str:
     """Return the README.md of an output folder: YAML front matter, then scheme, readers, protocol and figures."""
-    source = report.get("source", {})
+    source = report.get("base") or report.get("source", {})
     layout, totals = str(report.get("layout")), report.get("totals", {})
     scheme = str(report.get("scheme"))
     base = str(source.get("name") or "unknown")
@@ -106,7 +156,7 @@ def model_card(report: Mapping[str, Any]) -> str:
         "pipeline_tag": "text-generation",
         "tags": ["quantized", "quantkit", layout, scheme.split(":")[0]],
     }
-    revision = f" (revision {source['revision']})" if source.get("revision") else ""
+    revision = f" (revision {_plain(source['revision'])})" if source.get("revision") else ""
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
     lines += [f"# {_plain(base)}, {scheme}", ""]
     lines += [f"Quantized from `{_plain(base)}`{revision} with quantkit {_plain(report.get('quantkit'))}.", ""]
@@ -130,7 +180,11 @@ def summary(report: Mapping[str, Any]) -> str:
     layers, totals = report.get("layers", []), report.get("totals", {})
     peak = totals.get("peak_memory", {})
     rows = [
-        ("done", f"{report.get('command')}: {len(layers)} linears, {report.get('scheme')}, {report.get('layout')}"),
+        ("failed", report.get("failed", "")),
+        (
+            "so far" if "failed" in report else "done",
+            f"{report.get('command')}: {len(layers)} linears, {report.get('scheme')}, {report.get('layout')}",
+        ),
         ("size", _sizes(totals)),
         ("weight error", _statistics(layers, "relative_error")),
         ("output loss", _losses(layers)),
@@ -233,7 +287,7 @@ def _protocol(report: Mapping[str, Any]) -> str:
 
 def _events(report: Mapping[str, Any]) -> list[str]:
     """Return one line for everything that happened and that PRODUCT says is never done silently."""
-    found = [str(notice) for notice in report.get("notices", [])]
+    found = [str(notice) for key in ("layout_notices", "notices") for notice in report.get(key, [])]
     dense = [str(name) for name in report.get("dense", [])]
     if dense:
         found.append(f"left dense: {', '.join(dense[:5])}{f' and {len(dense) - 5} more' if len(dense) > 5 else ''}")

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.errors import NumericError, RecipeError
 from quantkit.formats import Format
 from quantkit.hessian import live_diagonal, root
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.tensor import FLOATS, QuantizedTensor, Scheme
 
 Clip = Literal["none", "search"]
 Metric = Literal["mse", "diag", "block"]
@@ -27,7 +27,6 @@ LARGEST_HALF = 65504.0
 SMALLEST_SCALE = 2.0**-20
 _WIDEST_BLOCK = 4096  # columns of a group for which the whole block of H is used, else blocks of _BLOCK on its diagonal
 _BLOCK = 128
-_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class Grid(NamedTuple):
@@ -39,20 +38,32 @@ class Grid(NamedTuple):
 
 def check_weight(weight: Tensor) -> None:
     """Refuse what is no weight: NumericError unless it is a non-empty float matrix `[n, k]` of finite numbers."""
-    if weight.ndim != 2 or not weight.numel() or weight.dtype not in _DTYPES:
+    if weight.ndim != 2 or not weight.numel() or weight.dtype not in FLOATS:
         raise NumericError(
             f"a weight is a non-empty float16, bfloat16, float32 or float64 matrix, not {weight.dtype} "
             f"{list(weight.shape)}: convert it, or leave it dense with --skip"
         )
-    count, first = 0, ""
-    for rows in _row_slices(weight, weight.shape[1]):
-        finite = torch.isfinite(weight[rows])
+    check_finite(weight)
+
+
+def check_finite(tensor: Tensor) -> None:
+    """Raise NumericError, with count and first index, if a float tensor of any shape holds NaN or infinity."""
+    if not tensor.is_floating_point():
+        return
+    flat = tensor.reshape(-1)
+    count, first = 0, 0
+    for part in _row_slices(flat, 1):
+        found = flat[part] if tensor.itemsize > 1 else flat[part].float()
+        finite = torch.isfinite(found)
         if not bool(finite.all()):
-            row, column = (~finite).nonzero()[0].tolist()
-            first = first or f"[{rows.start + row}, {column}] = {weight[rows][row, column].item()}"
+            first = first if count else part.start + int((~finite).nonzero()[0])
             count += int((~finite).sum())
     if count:
-        raise NumericError(f"{count} of {weight.numel()} weights are NaN or infinite, the first {first}: repair it")
+        index = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
+        raise NumericError(
+            f"{count} of {tensor.numel()} weights are NaN or infinite, the first {index} = {flat[first].item()}: "
+            "repair or download it again"
+        )
 
 
 def quantize(

@@ -7,6 +7,7 @@ recorded.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -67,19 +68,21 @@ def solve(
     return items
 
 
-def rounded(linear: str, weight: Tensor, scheme: Scheme, recipe: Recipe, reason: str) -> Item:
-    """Return a linear rounded to nearest by its weight `[n, k]` alone, with the reason in its facts."""
+def rounded(linear: str, weight: Tensor, scheme: Scheme, recipe: Recipe, reason: str | None = None) -> Item:
+    """Return a linear rounded to nearest by its weight `[n, k]` alone; `reason` says why, if that was not asked for."""
     started = time.perf_counter()
     with about(linear):
         tensor, facts = rtn.quantize(weight, scheme, clip=recipe.clip)
-    known = {"method": "rtn", "reason": reason, "relative_error": relative_error(weight, tensor), "tokens": 0}
-    return Item(f"{linear}.weight", tensor, {**facts, **known, "seconds": time.perf_counter() - started})
+    known = {"method": "rtn", "relative_error": relative_error(weight, tensor), "tokens": 0}
+    why = {} if reason is None else {"reason": reason}
+    return Item(f"{linear}.weight", tensor, {**facts, **known, **why, "seconds": time.perf_counter() - started})
 
 
 def relative_error(weight: Tensor, tensor: QuantizedTensor) -> float:
     """Return `||W - Q|| / ||W||`, 0 for a weight of zeros."""
-    w = weight.float()
-    return float((w - tensor.dequantize()).norm() / w.norm().clamp_min(1e-30))
+    difference = tensor.dequantize().sub_(weight)  # in place, and no float32 copy of the weight: this is a run's peak
+    norm = torch.linalg.vector_norm(weight, dtype=rtn.working_dtype(weight)).clamp_min(1e-30)
+    return float(torch.linalg.vector_norm(difference) / norm)
 
 
 def _factor(names: str, h: Tensor, recipe: Recipe, progress: Progress) -> gptq.Factor | None:
@@ -113,14 +116,20 @@ def _gptq(
             part.tensor,
             {
                 "method": part.facts.get("fallback", "gptq"),
-                "loss": float(part.loss.sum()),
-                "rtn_loss": float(part.rtn_loss.sum()),
-                "norm": float(part.norm.sum()),
+                "loss": _known(part.loss),
+                "rtn_loss": _known(part.rtn_loss),
+                "norm": _known(part.norm),
                 **part.facts,
             },
         )
         for part in parts
     ]
+
+
+def _known(losses: Tensor) -> float | None:
+    """Return the sum of losses; None if it is no number, as with a Hessian that could not be used."""
+    total = float(losses.sum(dtype=torch.float64))
+    return total if math.isfinite(total) else None
 
 
 def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recipe) -> Solved:
@@ -129,6 +138,6 @@ def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recip
         with about(name):
             tensor, facts = rtn.quantize(weight, scheme, clip=recipe.clip, metric=recipe.metric, hessian=h)
         w = weight.float()
-        loss, norm = (float(((d @ h) * d).sum(dtype=torch.float64)) for d in (w - tensor.dequantize(), w))
+        loss, norm = (_known((d @ h) * d) for d in (w - tensor.dequantize(), w))
         found.append((tensor, {"method": "rtn", "loss": loss, "rtn_loss": loss, "norm": norm, **facts}))
     return found

@@ -17,6 +17,14 @@ from torch import Tensor
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.formats import FORMATS, Format
 
+#: What a dense weight may be stored as.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a dtype as configs and messages write it: `float16`."""
+    return str(dtype).removeprefix("torch.")
+
 
 @dataclass(frozen=True)
 class Scheme:

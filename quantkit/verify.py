@@ -7,7 +7,6 @@ checkpoint. Damage inside one weight fails that weight's row, and the others are
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod
@@ -23,7 +22,7 @@ from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.kernels import NONE_YET
 from quantkit.layouts import LAYOUTS, family
 from quantkit.progress import Progress
-from quantkit.tensor import QuantizedTensor
+from quantkit.tensor import QuantizedTensor, dtype_name
 
 VERIFICATION = "verify.json"
 
@@ -112,7 +111,7 @@ def verify(folder: Path, against: Path | None = None, progress: Progress | None 
     except CheckpointError as error:
         if not failures:
             raise
-        return Verification(None, (), files, (*failures, str(error)), ())
+        return Verification(None, (), files, tuple(dict.fromkeys([*failures, str(error)])), ())
     assert src.layout is not None
     if not recorded:
         files = src.hashes()
@@ -129,10 +128,8 @@ def verify(folder: Path, against: Path | None = None, progress: Progress | None 
         failures.append(f"{folder}: no packed weight found: the tensors are missing")
     failures += _missing(modules, layers if recorded else None, other)
     rows = []
-    stored = set(src.names())
     for module in progress.bar(modules, "verify", len(modules)):
-        parts = [suffix for suffix in src.layout.TENSORS if f"{module}.{suffix}" in stored]
-        row, seen = _row(src, module, parts, layers.get(module), other)
+        row, seen = _row(src, module, layers.get(module), other)
         rows.append(row)
         notices += [line for line in seen if line not in notices]
     failures += [f"{row.module}: {row.problem}" for row in rows if row.problem is not None]
@@ -149,7 +146,7 @@ def verify(folder: Path, against: Path | None = None, progress: Progress | None 
 def write(verification: Verification, folder: Path) -> Path:
     """Write verify.json into the folder of the checkpoint and return its path."""
     path = Path(folder) / VERIFICATION
-    storage.write_atomic(path, json.dumps(verification.to_dict(), indent=1).encode() + b"\n")
+    storage.write_atomic(path, headers.dump_json(verification.to_dict()))
     return path
 
 
@@ -201,17 +198,17 @@ def _missing(modules: list[str], layers: Mapping[str, Any] | None, other: Checkp
 
 
 def _row(
-    src: Checkpoint, module: str, parts: list[str], layer: Mapping[str, Any] | None, other: Checkpoint | None
+    src: Checkpoint, module: str, layer: Mapping[str, Any] | None, other: Checkpoint | None
 ) -> tuple[Row, list[str]]:
     """Check one packed weight; a weight that cannot even be read is a row that failed."""
-    size = sum(prod(src.shape(f"{module}.{s}")) * src.dtype(f"{module}.{s}").itemsize for s in parts)
+    size = sum(prod(src.shape(name)) * src.dtype(name).itemsize for name in src.parts(module).values())
     row = Row(module, (), "", size, None, None, None)
     seen: list[str] = []
     problems = []
     try:
         q = src.quantized(module)
         row = Row(module, q.shape, q.scheme.label, size, None, None, None)
-        different = _repacked(src, module, parts, q, seen)
+        different = _repacked(src, module, q, seen)
         problems += [f"{suffix} is not what its own codes pack to" for suffix in different]
         digest = None if layer is None else q.digest() == layer.get("digest")
         if digest is False:
@@ -225,19 +222,19 @@ def _row(
         if zero:
             seen.append(f"{module}: {zero} scales are zero")
     except QuantkitError as error:
-        message = str(error).removeprefix(f"{module}: ")
+        message = str(error).removeprefix(f"{src.path}: ").removeprefix(f"{module}: ")
         return Row(module, row.shape, row.scheme, size, False, None, None, message), seen
     return Row(module, q.shape, q.scheme.label, size, not different, digest, equal, "; ".join(problems) or None), seen
 
 
-def _repacked(src: Checkpoint, module: str, parts: list[str], q: QuantizedTensor, seen: list[str]) -> list[str]:
+def _repacked(src: Checkpoint, module: str, q: QuantizedTensor, seen: list[str]) -> list[str]:
     """Return the suffixes whose stored bytes are not those that the record packs to.
 
     A checkpoint of another program may hold the same values in another dtype, or zero points of the other GPTQ
     version than its label says (LAYOUTS 1.4); that is told, and is no difference.
     """
     assert src.layout is not None
-    tensors = {suffix: src.get(f"{module}.{suffix}") for suffix in parts}
+    tensors = {suffix: src.get(name) for suffix, name in src.parts(module).items()}
     siblings = [x for x in LAYOUTS.values() if family(x.NAME) == family(src.layout.NAME) and x is not src.layout]
     found = None
     for layout in (src.layout, *(siblings if q.zeros is None else [])):
@@ -246,7 +243,8 @@ def _repacked(src: Checkpoint, module: str, parts: list[str], q: QuantizedTensor
         if not different:
             for suffix, tensor in tensors.items():
                 if tensor.dtype != packed[suffix].dtype:
-                    seen.append(f"{suffix} is stored as {tensor.dtype}, quantkit writes {packed[suffix].dtype}")
+                    theirs, ours = dtype_name(tensor.dtype), dtype_name(packed[suffix].dtype)
+                    seen.append(f"{suffix} is stored as {theirs}, quantkit writes {ours}")
             if layout is not src.layout:
                 seen.append(f"labelled {src.layout.NAME}, stored as {layout.NAME}: the data was trusted")
             return []

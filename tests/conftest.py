@@ -8,10 +8,14 @@ from pathlib import Path
 # A thread that waits for its twin by spinning makes a busy machine many times slower; set before torch starts any.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import hypothesis
 import pytest
 import torch
 
 torch.set_num_threads(1)  # the models here are too small for two
+# The same examples in every run, and no verdict by the clock of a machine that does other things too.
+hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("same")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 
@@ -29,3 +33,27 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.models import write_model
 
     return write_model("llama", tmp_path_factory.mktemp("models") / "llama")
+
+
+@pytest.fixture(scope="session")
+def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `tiny_llama`, with an eighth of its weights (hidden 128, intermediate 256): for tests of many whole runs."""
+    from tests.models import write_model
+
+    changes = {"hidden_size": 128, "intermediate_size": 256}
+    return write_model("llama", tmp_path_factory.mktemp("models") / "small", **changes)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """One model folder a family, written when first asked for; nobody changes them."""
+    from tests.models import write_model
+
+    root = tmp_path_factory.mktemp("families")
+
+    class Written(dict[str, Path]):
+        def __missing__(self, family: str) -> Path:
+            self[family] = write_model(family, root / family)
+            return self[family]
+
+    return Written()

@@ -37,19 +37,6 @@ GROUPS = {
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One folder a family, written when first asked for."""
-    root = tmp_path_factory.mktemp("families")
-
-    class Written(dict[str, Path]):
-        def __missing__(self, family: str) -> Path:
-            self[family] = write_model(family, root / family)
-            return self[family]
-
-    return Written()
-
-
-@pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A Llama of three small blocks."""
     changes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256}

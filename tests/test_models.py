@@ -19,19 +19,6 @@ from tests.models import FAMILIES, write_model
 LENGTHS = (2, 100, 17)  # 100 is past the sliding window of 64 that some families have
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One folder a family, written when first asked for."""
-    root = tmp_path_factory.mktemp("families")
-
-    class Written(dict[str, Path]):
-        def __missing__(self, family: str) -> Path:
-            self[family] = write_model(family, root / family)
-            return self[family]
-
-    return Written()
-
-
 @pytest.fixture
 def changed(folders: dict[str, Path], tmp_path: Path) -> Any:
     """Return a function that copies a family's folder with other tensors (None: removed) or config keys."""

@@ -15,7 +15,10 @@ from quantkit.headers import read_header
 from quantkit.pipeline import pack, quantize
 from quantkit.recipe import from_mapping
 from quantkit.report import REPORT
+from tests.faults import Killed, count, faults, killer, memory_path
 from tests.models import write_model
+
+__all__ = ["memory_path"]
 
 TEXT = "\n\n".join(f"Document {i}: " + "the quick brown fox jumps over the lazy dog " * (1 + i % 5) for i in range(12))
 VOLATILE = {REPORT}  # holds times and peak memory
@@ -52,7 +55,7 @@ def hashes(folder: Path) -> dict[str, str]:
 def test_a_detour_through_other_layouts_changes_no_byte(
     scheme: dict[str, object], dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    model = write_model("llama", tmp_path / "model", dtype)
+    model = write_model("llama", tmp_path / "model", dtype, num_hidden_layers=1)
     quantize(model, tmp_path / "ct", from_mapping({"scheme": scheme, "method": "rtn"}))
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin", expect="compressed-tensors")
     pack(tmp_path / "marlin", tmp_path / "gptq", "gptq")
@@ -83,66 +86,51 @@ def test_biases_and_tied_embeddings_stay_as_they_were(family: str, calib: str, t
     assert "lm_head.weight" not in after
 
 
-def test_the_same_command_twice_gives_the_same_bytes(tiny_llama: Path, calib: str, tmp_path: Path) -> None:
+def test_the_same_command_twice_gives_the_same_bytes(small_llama: Path, calib: str, tmp_path: Path) -> None:
     for out in ("a", "b"):
-        quantize(tiny_llama, tmp_path / out, from_mapping(gptq(calib)))
+        quantize(small_llama, tmp_path / out, from_mapping(gptq(calib)))
     assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
 
 
-def test_a_second_seed_gives_other_bytes(tiny_llama: Path, calib: str, tmp_path: Path) -> None:
+def test_a_second_seed_gives_other_bytes(small_llama: Path, calib: str, tmp_path: Path) -> None:
     for seed in (0, 1):
         recipe = from_mapping({"calibration": {"data": calib, "samples": 4, "max_length": 64, "seed": seed}})
-        quantize(tiny_llama, tmp_path / str(seed), recipe)
+        quantize(small_llama, tmp_path / str(seed), recipe)
     assert hashes(tmp_path / "0") != hashes(tmp_path / "1")
-
-
-class Killed(BaseException):
-    """Stands for a process that dies: nothing may catch it."""
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_killed_anywhere_and_resumed_gives_the_same_bytes(
-    method: str, tiny_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, small_llama: Path, calib: str, memory_path: Path
 ) -> None:
     recipe = from_mapping(gptq(calib, method=method))
-    operations: list[str] = []
-    monkeypatch.setattr(storage, "FAULT", lambda what, path: operations.append(what))
-    quantize(tiny_llama, tmp_path / "whole", recipe)
-    steps = range(1, len(operations), max(1, len(operations) // 8))
-    for stop in steps:
-        count = 0
-
-        def kill(what: str, path: Path, stop: int = stop) -> None:
-            nonlocal count
-            count += 1
-            if count == stop:
-                raise Killed
-
-        out = tmp_path / f"stopped-{stop}"
-        monkeypatch.setattr(storage, "FAULT", kill)
-        with pytest.raises(Killed):
-            quantize(tiny_llama, out, recipe)
-        monkeypatch.setattr(storage, "FAULT", None)
+    whole, out = memory_path / "whole", memory_path / "out"
+    operations = count(lambda: quantize(small_llama, whole, recipe) and None)
+    expected, resumed = hashes(whole), 0
+    for stop in range(1, operations, max(1, operations // 8)):
+        with faults(killer(stop)), pytest.raises(Killed):
+            quantize(small_llama, out, recipe)
         if not out.exists():
-            resumable = any(tmp_path.glob(f"{out.name}.partial-*"))
-            quantize(tiny_llama, out, recipe, resume=resumable)
-        assert hashes(out) == hashes(tmp_path / "whole"), stop
-        assert not any(tmp_path.glob(f"{out.name}.partial-*"))
+            resumable = any(memory_path.glob("out.partial-*"))
+            resumed += resumable
+            quantize(small_llama, out, recipe, resume=resumable)
+        assert hashes(out) == expected, stop
+        assert sorted(path.name for path in memory_path.iterdir()) == ["out", "whole"], stop
+        storage.remove(out)
+    assert operations > 40 and resumed > 3
 
 
 def test_resuming_with_another_recipe_is_refused_and_names_the_field(
-    tiny_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_llama: Path, calib: str, tmp_path: Path
 ) -> None:
     def kill(what: str, path: Path) -> None:
         if what == "rename" and path.name.startswith("config.json"):
             raise Killed
 
-    monkeypatch.setattr(storage, "FAULT", kill)
-    with pytest.raises(Killed):
-        quantize(tiny_llama, tmp_path / "out", from_mapping(gptq(calib)))
-    monkeypatch.setattr(storage, "FAULT", None)
+    with faults(kill), pytest.raises(Killed):
+        quantize(small_llama, tmp_path / "out", from_mapping(gptq(calib)))
     with pytest.raises(CheckpointError, match="recipe"):
-        quantize(tiny_llama, tmp_path / "out", from_mapping(gptq(calib, method="rtn")), resume=True)
+        quantize(small_llama, tmp_path / "out", from_mapping(gptq(calib, method="rtn")), resume=True)
 
 
 def test_bfloat16_models_get_scales_that_bfloat16_holds(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import pytest
 import torch
 
 from quantkit.errors import NumericError
+from quantkit.headers import dump_json
 from quantkit.hessian import Hessian
 from quantkit.progress import Progress
 from quantkit.recipe import from_mapping
-from quantkit.solve import solve
-from quantkit.tensor import Scheme
+from quantkit.solve import rounded, solve
+from quantkit.tensor import QuantizedTensor, Scheme
 
 COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
 
@@ -56,3 +57,26 @@ def test_few_tokens_and_dead_inputs_are_said(capsys: pytest.CaptureFixture[str])
     (item,) = solve(weights, schemes, dead, allowed, Progress(quiet=True))
     assert item.facts is not None and item.facts["method"] == "rtn" and item.facts["reason"]
     assert "late" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_relative_error_of_every_source_dtype(dtype: torch.dtype) -> None:
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    item = rounded("x", weight, Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
+    assert isinstance(item.value, QuantizedTensor) and item.facts is not None
+    w = weight.double()
+    expected = float((w - item.value.dequantize().double()).norm() / w.norm())
+    assert item.facts["relative_error"] == pytest.approx(expected, rel=1e-4) and "reason" not in item.facts
+    zeros = rounded("x", torch.zeros_like(weight), Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
+    assert zeros.facts is not None and zeros.facts["relative_error"] == 0
+
+
+def test_a_hessian_that_overflowed_gives_no_figure_that_is_no_number() -> None:
+    weights = {"x": torch.randn(8, 128, generator=torch.Generator().manual_seed(0))}
+    huge = Hessian(128, "cpu")
+    huge.add(torch.full((200, 128), 1e25))
+    allowed = from_mapping({"gptq": {"on_unsolvable": "rtn"}})
+    (item,) = solve(weights, {"x": Scheme.parse("int4:g64")}, huge, allowed, Progress(quiet=True))
+    assert item.facts is not None and item.facts["method"] == "rtn" and "infinite" in item.facts["reason"]
+    assert item.facts["loss"] is item.facts["rtn_loss"] is item.facts["norm"] is None
+    dump_json(item.facts)

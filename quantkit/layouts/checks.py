@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts.protocol import Stored
-from quantkit.tensor import Scheme
+from quantkit.tensor import Scheme, dtype_name
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -47,7 +47,7 @@ def half(scales: Tensor) -> Tensor:
     if bool(changed.any()):
         row, group = changed.nonzero()[0].tolist()
         raise LayoutError(
-            f"{int(changed.sum())} {_name(scales.dtype)} scales are no float16 values, first "
+            f"{int(changed.sum())} {dtype_name(scales.dtype)} scales are no float16 values, first "
             f"{float(scales[row, group])} at row {row}, group {group}: quantize the original model again"
         )
     return exact
@@ -64,7 +64,7 @@ def match(tensors: Mapping[str, Tensor], stored: Stored, optional: Collection[st
         if tuple(found.shape) != shape:
             raise LayoutError(f"tensor {name!r} must have shape {list(shape)}, it has {list(found.shape)}")
         if found.dtype != dtype and not (dtype == torch.float16 and found.dtype in _SCALES):
-            raise LayoutError(f"tensor {name!r} must be {_name(dtype)}, it is {_name(found.dtype)}")
+            raise LayoutError(f"tensor {name!r} must be {dtype_name(dtype)}, it is {dtype_name(found.dtype)}")
     for name in tensors:
         if name not in stored:
             raise LayoutError(f"tensor {name!r} does not belong to this scheme: it would be ignored")
@@ -125,7 +125,3 @@ def compiles(text: str) -> bool:
     except (re.error, OverflowError, RecursionError):
         return False
     return True
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
