@@ -10,9 +10,11 @@ import html
 import io
 import json
 import platform
+import re
 import resource
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -102,8 +104,10 @@ def phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 def peak_memory() -> dict[str, int]:
     """Return the most bytes that this process has held so far: `ram`, and on a GPU `vram`."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
+    peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)}
+    with suppress(OSError):  # on Linux that one begins with the peak of the process that started this one
+        found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        peak["ram"] = int(found[1]) * 1024 if found else peak["ram"]
     used = max((torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())), default=0)
     return peak | ({"vram": used} if used else {})
 

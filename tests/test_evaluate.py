@@ -149,15 +149,15 @@ def test_models_of_different_vocabularies_are_not_compared(model: Any, tmp_path:
         kld(model, other, bytes_, TEXT, window=64)
 
 
-@pytest.mark.parametrize(("data", "expected"), [("wikitext2", 14.914994), ("ptb", 16.938400)])
+@pytest.mark.parametrize(("data", "expected"), [("wikitext2", 16.125969), ("ptb", 18.022352)])
 def test_the_published_protocol_gives_the_reference_value(shared: Path, data: str, expected: float) -> None:
-    """The first 40 windows, as transformers' own loss has them; whole files give the published 15.199 and 17.185."""
+    """The first 12 windows, as transformers' own loss has them; whole files give the published 15.199 and 17.185."""
     folder = shared / "models" / "tiny-llama-1m"
     text, _ = evaluation_text(str(shared / "data" / data / "test.txt"))
     words = tokenizer(folder)
-    ids = words(text[:200_000], add_special_tokens=False)["input_ids"][: 40 * 1024]
+    ids = words(text[:60_000], add_special_tokens=False)["input_ids"][: 12 * 1024]
     start = words.decode(ids)
     assert text.startswith(start)
     found = perplexity(dense_model(Checkpoint(folder)), words, start, window=1024)
-    assert (found.windows, found.tokens) == (40, 40 * 1023)
+    assert (found.windows, found.tokens) == (12, 12 * 1023)
     assert found.perplexity == pytest.approx(expected, rel=1e-4)

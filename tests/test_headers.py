@@ -231,7 +231,7 @@ FIELDS = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=300, deadline=1000, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(st.dictionaries(st.text(max_size=5) | st.just("__metadata__"), FIELDS | JSON, max_size=4), st.integers(0, 40))
 def test_headers_made_of_the_right_words_in_wrong_places(header: dict[str, Any], data_bytes: int) -> None:
     survives(json.dumps(header).encode("utf-8", "surrogatepass"), data_bytes)

@@ -14,10 +14,10 @@ import pytest
 from quantkit.cli.exits import Stopped, catch_signals
 from tests import command_line
 from tests.command_line import ROOT, RTN, call
-from tests.faults import faults
+from tests.faults import faults, memory_path
 from tests.test_pipeline import hashes
 
-calib = command_line.calib
+calib, tmp_path = command_line.calib, memory_path
 
 GPTQ = ("--samples", 8, "--max-length", 128)
 #: Runs the command line with a signal sent to itself when the third line goes into the journal.
@@ -37,18 +37,18 @@ main(sys.argv[2:])
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tiny_llama: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def uninterrupted(small_llama: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("whole") / "out"
-    call("quantize", tiny_llama, "-o", out, "--calib", calib, *GPTQ, "-q")
+    call("quantize", small_llama, "-o", out, "--calib", calib, *GPTQ, "-q")
     return hashes(out)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 def test_a_signal_in_a_real_process_leaves_a_run_that_resumes(
-    number: signal.Signals, code: int, tiny_llama: Path, calib: Path, tmp_path: Path, uninterrupted: dict[str, str]
+    number: signal.Signals, code: int, small_llama: Path, calib: Path, tmp_path: Path, uninterrupted: dict[str, str]
 ) -> None:
     out = tmp_path / "out"
-    args = [str(arg) for arg in ("quantize", tiny_llama, "-o", out, "--calib", calib, *GPTQ)]
+    args = [str(arg) for arg in ("quantize", small_llama, "-o", out, "--calib", calib, *GPTQ)]
     command = [sys.executable, "-c", KILLED, str(int(number)), *args]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
@@ -73,10 +73,10 @@ def handlers() -> Iterator[None]:
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGHUP, 75), (signal.SIGINT, 130)])
 def test_a_signal_before_anything_is_written_leaves_nothing(
-    number: signal.Signals, code: int, tiny_llama: Path, tmp_path: Path
+    number: signal.Signals, code: int, small_llama: Path, tmp_path: Path
 ) -> None:
     with faults(lambda operation, path: signal.raise_signal(number) if operation == "mkdir" else None):
-        result = call("quantize", tiny_llama, "-o", tmp_path / "out", *RTN, code=code)
+        result = call("quantize", small_llama, "-o", tmp_path / "out", *RTN, code=code)
     assert "run the same command again" in result.stderr
     assert not list(tmp_path.iterdir())
 

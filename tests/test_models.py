@@ -14,7 +14,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models import Model, dense_model, tokenizer
 from quantkit.recipe import from_mapping
-from tests.models import FAMILIES, write_model
+from tests.models import FAMILIES
 
 LENGTHS = (2, 100, 17)  # 100 is past the sliding window of 64 that some families have
 

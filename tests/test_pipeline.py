@@ -18,7 +18,7 @@ from quantkit.report import REPORT
 from tests.faults import Killed, count, faults, killer, memory_path
 from tests.models import write_model
 
-__all__ = ["memory_path"]
+tmp_path = memory_path
 
 TEXT = "\n\n".join(f"Document {i}: " + "the quick brown fox jumps over the lazy dog " * (1 + i % 5) for i in range(12))
 VOLATILE = {REPORT}  # holds times and peak memory
@@ -101,21 +101,21 @@ def test_a_second_seed_gives_other_bytes(small_llama: Path, calib: str, tmp_path
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_killed_anywhere_and_resumed_gives_the_same_bytes(
-    method: str, small_llama: Path, calib: str, memory_path: Path
+    method: str, small_llama: Path, calib: str, tmp_path: Path
 ) -> None:
     recipe = from_mapping(gptq(calib, method=method))
-    whole, out = memory_path / "whole", memory_path / "out"
+    whole, out = tmp_path / "whole", tmp_path / "out"
     operations = count(lambda: quantize(small_llama, whole, recipe) and None)
     expected, resumed = hashes(whole), 0
     for stop in range(1, operations, max(1, operations // 8)):
         with faults(killer(stop)), pytest.raises(Killed):
             quantize(small_llama, out, recipe)
         if not out.exists():
-            resumable = any(memory_path.glob("out.partial-*"))
+            resumable = any(tmp_path.glob("out.partial-*"))
             resumed += resumable
             quantize(small_llama, out, recipe, resume=resumable)
         assert hashes(out) == expected, stop
-        assert sorted(path.name for path in memory_path.iterdir()) == ["out", "whole"], stop
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"], stop
         storage.remove(out)
     assert operations > 40 and resumed > 3
 

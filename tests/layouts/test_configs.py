@@ -292,7 +292,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=300)
 @given(st.sampled_from([folder_config(*case) for case in CASES] + [c for c, _ in FOREIGN.values()]), st.data())
 def test_configs_with_any_entry_replaced_never_give_a_traceback(config: dict[str, Any], data: st.DataObject) -> None:
     config = copy.deepcopy(config)

@@ -85,7 +85,7 @@ def legal(draw: st.DrawFn) -> tuple[str, QuantizedTensor]:
     return layout, q
 
 
-@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(legal())
 def test_laws_hold_on_random_legal_shapes_groups_and_values(case: tuple[str, QuantizedTensor]) -> None:
     obeys(*case)

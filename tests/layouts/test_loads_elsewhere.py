@@ -90,7 +90,9 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, 
     cases |= {name: ("float16", "llama", "", Schemes(s, ignore=HEAD), layout) for name, (layout, s) in RAISES.items()}
     for i, (name, (dtype, family, how, schemes, layout)) in enumerate(cases.items()):
         if (dtype, family) not in sources:
-            sources[dtype, family] = write_model(family, root / f"{family}-{dtype}", getattr(torch, dtype))
+            folder = root / f"{family}-{dtype}"
+            small = {"hidden_size": 128, "intermediate_size": 256}
+            sources[dtype, family] = write_model(family, folder, getattr(torch, dtype), **small)
         out = root / str(i)
         folders[name] = (out, write_folder(sources[dtype, family], out, layout, schemes))
         arguments[name] = f"{how}{out}"
