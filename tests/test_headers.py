@@ -108,9 +108,9 @@ BAD_HEADERS = {
 
 @pytest.mark.parametrize("case", BAD_HEADERS)
 def test_bad_headers_are_refused(tmp_path: Path, case: str) -> None:
-    started = time.perf_counter()
+    started = time.process_time()
     refused(tmp_path / "x.safetensors", BAD_HEADERS[case])
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1
 
 
 def test_a_huge_length_allocates_nothing(tmp_path: Path) -> None:
@@ -128,9 +128,9 @@ def test_a_huge_length_allocates_nothing(tmp_path: Path) -> None:
 
 def test_a_hundred_thousand_duplicate_keys_do_not_hang(tmp_path: Path) -> None:
     text = b"{" + b",".join(b'"k%d":1' % (i % 99_999) for i in range(100_000)) + b"}"
-    started = time.perf_counter()
+    started = time.process_time()
     refused(tmp_path / "x", file_of(text))
-    assert time.perf_counter() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_truncation_and_extension_are_always_found(tmp_path: Path) -> None:
@@ -282,10 +282,12 @@ def test_ordinary_json_is_read(tmp_path: Path) -> None:
 def test_json_past_the_limit_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(b"")
     os.truncate(tmp_path / "x.json", 100 * 2**20 + 1)
-    started = time.perf_counter()
+    tracemalloc.start()
     with pytest.raises(CheckpointError, match="limit"):
         load_json(tmp_path / "x.json")
-    assert time.perf_counter() - started < 0.1
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**20
     os.mkfifo(tmp_path / "pipe")
     for name in ("pipe", "missing", "."):
         with pytest.raises(CheckpointError):

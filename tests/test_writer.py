@@ -334,15 +334,14 @@ def test_copying_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
     folder = tmp_path / "m"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
-    header = {
-        f"t{i:02}": {"dtype": "U8", "shape": [2**23], "data_offsets": [i << 23, (i + 1) << 23]} for i in range(12)
-    }
+    # So large that the allocator gives each back at once, and what is measured is what is held.
+    header = {f"t{i}": {"dtype": "U8", "shape": [2**25], "data_offsets": [i << 25, (i + 1) << 25]} for i in range(5)}
     text = json.dumps(header).encode()
     with (folder / "model.safetensors").open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        file.truncate(8 + len(text) + (12 << 23))  # 96 MiB that take no space
+        file.truncate(8 + len(text) + (5 << 25))  # 160 MiB that take no space
     ours = bytearray(2**29)  # what this process holds is not what the other one does
     command = [sys.executable, "-c", MEASURE, str(folder), str(tmp_path / "out")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     del ours
-    assert 2**23 <= int(done.stdout) < 5 * 2**23
+    assert 2**25 <= int(done.stdout) < 3 * 2**25
