@@ -197,7 +197,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ("memory", ", ".join(f"{size(value)} {kind.upper()}" for kind, value in peak.items())),
         *(("note", line) for line in _events(report)),
     ]
-    return "\n".join(f"{label:<13} {' '.join(str(text).split())}" for label, text in rows if text)
+    return "\n".join(f"{label:<13} {_line(text)}" for label, text in rows if text)
 
 
 def draw(report: Mapping[str, Any], path: Path) -> None:
@@ -221,6 +221,11 @@ def size(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1000
     return f"{count:.1f} TB"
+
+
+def _line(text: str) -> str:
+    """Return a text from anywhere as one line, without the control characters that a terminal would obey."""
+    return "".join(letter for letter in " ".join(str(text).split()) if letter.isprintable())
 
 
 def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str) -> Iterable[tuple[str, str]]:

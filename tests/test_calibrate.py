@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -317,6 +318,18 @@ def test_what_is_not_finite_stops_the_run_by_name(three: Path, tmp_path: Path) -
     with pytest.raises(NumericError, match=r"layers\.0\.self_attn\.v_proj: 1 of 16384 weights.*\[2, 5\]"):
         name = "model.layers.0.self_attn.v_proj.weight"
         quantized(broken(three, tmp_path / "c", name, (2, 5), float("nan")), recipe, tmp_path)
+
+
+def test_the_seconds_of_phases_are_each_counted_once() -> None:
+    clock, started = Phases(torch.device("cpu")), time.perf_counter()
+    with clock.phase("forward"):
+        time.sleep(0.02)
+        with clock.phase("hessian"):
+            time.sleep(0.03)
+        time.sleep(0.02)
+    whole, found = time.perf_counter() - started, clock.take()
+    assert found["forward"] >= 0.04 and found["hessian"] >= 0.03 and sum(found.values()) <= whole
+    assert clock.take() == {}
 
 
 def test_sequences_that_the_model_cannot_take_are_refused(three: Path, tmp_path: Path) -> None:

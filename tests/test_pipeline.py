@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit import storage
+from quantkit import pipeline, storage
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
 from quantkit.headers import read_header
@@ -101,12 +101,14 @@ def test_a_second_seed_gives_other_bytes(small_llama: Path, calib: str, tmp_path
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_killed_anywhere_and_resumed_gives_the_same_bytes(
-    method: str, small_llama: Path, calib: str, tmp_path: Path
+    method: str, small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(pipeline, "COMMIT_BYTES", 200_000)  # several commits without activations too
     recipe = from_mapping(gptq(calib, method=method))
     whole, out = tmp_path / "whole", tmp_path / "out"
     operations = count(lambda: quantize(small_llama, whole, recipe) and None)
     expected, resumed = hashes(whole), 0
+    assert len(Checkpoint(whole).files()) > 2
     for stop in range(1, operations, max(1, operations // 8)):
         with faults(killer(stop)), pytest.raises(Killed):
             quantize(small_llama, out, recipe)
@@ -144,8 +146,9 @@ def test_bfloat16_models_get_scales_that_bfloat16_holds(tmp_path: Path) -> None:
 
 def test_overrides_and_skips_reach_the_bytes(tiny_llama: Path, tmp_path: Path) -> None:
     recipe = from_mapping({"method": "rtn", "overrides": {"down_proj": "int4:g64"}, "skip": ["lm_head", ".*k_proj"]})
-    quantize(tiny_llama, tmp_path / "ct", recipe)
-    pack(tmp_path / "ct", tmp_path / "gptq", "gptq")
+    made, packed = quantize(tiny_llama, tmp_path / "ct", recipe), pack(tmp_path / "ct", tmp_path / "gptq", "gptq")
+    assert {layer["layout"] for layer in made["layers"]} == {"compressed-tensors"}
+    assert {layer["layout"] for layer in packed["layers"]} == {"gptq"}
     for folder in ("ct", "gptq"):
         out = Checkpoint(tmp_path / folder)
         assert out.scheme("model.layers.0.mlp.down_proj").group_size == 64

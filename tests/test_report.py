@@ -127,7 +127,10 @@ def test_a_hostile_model_name_stays_data() -> None:
     assert yaml.safe_load(front)["base_model"] == HOSTILE
     assert "<script>" not in body
     assert not any(line.strip() == "---" for line in body.splitlines())
-    assert "<script>" not in summary(report) or "\n---\n" not in summary(report)
+    assert HOSTILE not in (text := summary(report)) and "left dense: evil --- name: `x` <script>" in text
+    assert len(text.splitlines()) == len(summary({**example(), "notices": ["x"]}).splitlines())
+    report["notices"] = ["\x1b[2Jx\x1b]0;title\x07\u202ey"]  # a terminal would obey these
+    assert "[2Jx]0;titley" in summary(report) and summary(report).replace("\n", "").isprintable()
 
 
 @pytest.mark.parametrize("command", ["pack", "quantize"])

@@ -177,6 +177,9 @@ def test_a_torn_last_line_is_dropped_and_overwritten(tmp_path: Path) -> None:
     append_journal(path, {"b": [1.5, None, "ü\n"]})
     assert path.read_bytes() == both
     assert read_journal(path) == [{"a": 1}, {"b": [1.5, None, "ü\n"]}]
+    path.write_bytes(whole + b'{"sha256": "' + b"0" * 10_000)  # longer than what follows
+    append_journal(path, {"c": 2})
+    assert read_journal(path) == [{"a": 1}, {"c": 2}]
 
 
 def test_every_flipped_bit_of_a_journal_is_found_or_harmless(tmp_path: Path) -> None:
