@@ -38,11 +38,17 @@ class Scheme:
     def __post_init__(self) -> None:
         if self.format.is_float and not self.symmetric:
             raise RecipeError(f"{self.format.name} is symmetric only: drop --asym or use --format int4")
+        if self.sparsity is not None and (self.format.is_float or not self.symmetric):
+            raise RecipeError(f"{self.sparsity} sparsity goes with symmetric integers only: use int4 without --asym")
         if self.group_size is not None and self.group_size < 1:
             raise RecipeError(f"group size {self.group_size} is not positive: use 128, 64, 32 or channel")
 
     def groups(self, k: int) -> int:
-        """Return the number of scales per row; LayoutError if the group size does not divide `k`."""
+        """Return the number of scales per row; LayoutError if the group size, or 4 for 2:4, does not divide `k`."""
+        if self.sparsity is not None and k % 4:
+            raise LayoutError(
+                f"{self.sparsity} sparsity needs k to be a multiple of 4, and it is {k}: --skip the weight"
+            )
         if self.group_size is None:
             return 1
         if k % self.group_size:
@@ -82,18 +88,18 @@ class Scheme:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedTensor:
-    """A quantized weight `[n, k]`: codes, scales, and where the scheme has them zeros and the 2:4 mask.
+    """A quantized weight `[n, k]`: codes, scales, and where the scheme has them zeros.
 
     `codes` uint8 `[n, k]`, one code a byte; `scales` float16 `[n, g]`; `zeros` uint8 `[n, g]`, a code, None when
-    symmetric; `mask` bool `[n, k]`, True = kept, None when dense. The constructor raises LayoutError when shapes,
-    dtypes, code range or the mask contradict the scheme.
+    symmetric. In a 2:4 scheme at most two of each aligned four codes are not zero: no mask is kept beside the codes,
+    since the 2:4 encoding is made from values (LAYOUTS 4.1). The constructor raises LayoutError when shapes, dtypes,
+    code range or the pattern contradict the scheme.
     """
 
     scheme: Scheme
     codes: Tensor
     scales: Tensor
     zeros: Tensor | None = None
-    mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.codes.dtype != torch.uint8 or self.codes.ndim != 2:
@@ -110,20 +116,18 @@ class QuantizedTensor:
         for what, codes in (("codes", self.codes), ("zeros", self.zeros)):
             if codes is not None and codes.numel() and int(codes.max()) >= top:
                 raise LayoutError(f"{what} reach {int(codes.max())}, {self.scheme.format.name} has 0 to {top - 1}")
-        self._check_mask()
+        if self.scheme.sparsity is not None:
+            self._check_pattern()
 
-    def _check_mask(self) -> None:
-        if (self.mask is None) != (self.scheme.sparsity is None):
-            raise LayoutError("a mask belongs to 2:4 schemes, and only to them")
-        if self.mask is None:
-            return
-        n, k = self.codes.shape
-        if self.mask.dtype != torch.bool or tuple(self.mask.shape) != (n, k) or k % 4:
-            raise LayoutError(f"mask must be bool [{n}, {k}] with k a multiple of 4")
-        if bool((self.mask.view(n, k // 4, 4).sum(-1) != 2).any()):
-            raise LayoutError("the mask must keep exactly two of every four along k")
-        if bool((self.codes[~self.mask] != self.scheme.format.zero_code).any()):
-            raise LayoutError("a pruned place must hold the code of zero")
+    def _check_pattern(self) -> None:
+        n, k = self.shape
+        kept = (self.codes != self.scheme.format.zero_code).view(n, k // 4, 4).sum(-1)
+        if bool((kept > 2).any()):
+            row, quad = (kept > 2).nonzero()[0].tolist()
+            raise LayoutError(
+                f"{int((kept > 2).sum())} of {kept.numel()} quads have more than two values that are not zero, first "
+                f"row {row}, columns {4 * quad} to {4 * quad + 3}: this is no 2:4 weight, prune it first"
+            )
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -140,9 +144,9 @@ class QuantizedTensor:
         return values.mul_(self.scales.float().unsqueeze(-1)).view(n, k).to(dtype)
 
     def digest(self) -> str:
-        """Return a SHA-256 over scheme, shape, codes, scales, zeros and mask, the same from every layout."""
+        """Return a SHA-256 over scheme, shape, codes, scales and zeros, the same from every layout."""
         seen = hashlib.sha256(f"{self.scheme.label} {list(self.shape)}".encode())
-        for part in (self.codes, self.scales, self.zeros, self.mask):
+        for part in (self.codes, self.scales, self.zeros):
             if part is not None:
                 seen.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
         return seen.hexdigest()

@@ -92,25 +92,21 @@ def test_codes_scales_and_zeros_that_contradict_the_scheme_are_refused() -> None
             QuantizedTensor(*arguments)
 
 
-def test_a_mask_keeps_two_of_four_and_pruned_places_hold_zero() -> None:
+def test_a_2_4_record_has_at_most_two_values_in_each_four() -> None:
     sparse = Scheme(INT4, sparsity="2:4")
     mask = torch.tensor([True, False, False, True]).repeat(4, 2)
     pruned = codes().masked_fill(~mask, INT4.zero_code)
-    q = QuantizedTensor(sparse, pruned, scales(), mask=mask)
-    assert bool((q.dequantize()[~mask] == 0).all())
-    kept_zero = QuantizedTensor(sparse, torch.full_like(pruned, 8), scales(), mask=mask)
-    assert not kept_zero.equal(QuantizedTensor(sparse, kept_zero.codes, scales(), mask=~mask))
-    for arguments, rule in (
-        ((sparse, pruned, scales()), "a mask belongs"),
-        ((Scheme(INT4), pruned, scales(), None, mask), "a mask belongs"),
-        ((sparse, pruned, scales(), None, mask.byte()), "mask must be bool"),
-        ((sparse, pruned[:, :6], scales(), None, mask[:, :6]), "multiple of 4"),
-        ((sparse, pruned, scales(), None, mask | True), "exactly two"),
-        ((sparse, pruned, scales(), None, mask & False), "exactly two"),
-        ((sparse, codes() | 1, scales(), None, mask), "code of zero"),
-    ):
-        with pytest.raises(LayoutError, match=rule):
-            QuantizedTensor(*arguments)
+    assert bool((QuantizedTensor(sparse, pruned, scales()).dequantize()[~mask] == 0).all())
+    QuantizedTensor(sparse, torch.full_like(pruned, 8), scales())  # fewer than two are legal
+    three = pruned.clone()
+    three[2, 4:7] = torch.tensor([1, 2, 3])
+    with pytest.raises(LayoutError, match=r"1 of 8 quads .* first row 2, columns 4 to 7"):
+        QuantizedTensor(sparse, three, scales())
+    with pytest.raises(LayoutError, match="multiple of 4, and it is 6"):
+        QuantizedTensor(sparse, pruned[:, :6], scales())
+    for fmt, symmetric in ((INT4, False), (FORMATS["fp6"], True)):
+        with pytest.raises(RecipeError, match="symmetric integers only"):
+            Scheme(fmt, symmetric=symmetric, sparsity="2:4")
 
 
 @pytest.mark.parametrize("label", ["int4:g4", "int4:channel", "int4:g2:asym", "fp6:channel", "fp5:g8"])

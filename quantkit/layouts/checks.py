@@ -14,15 +14,9 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts.protocol import Stored
-from quantkit.tensor import Scheme, dtype_name
+from quantkit.tensor import dtype_name
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def dense_only(scheme: Scheme, layout: str) -> None:
-    """Raise LayoutError for a 2:4 scheme, whose mask the layout has no place for."""
-    if scheme.sparsity is not None:
-        raise LayoutError(f"{layout} has no place for a {scheme.sparsity} mask: quantize without --prune")
 
 
 def multiples(layout: str, n: int, k: int, *, of_n: int, of_k: int, way_out: str) -> None:

@@ -185,7 +185,6 @@ def _check_scheme(scheme: Scheme) -> None:
             f"compressed-tensors carries {scheme.format.name} with one scale per row: quantize with "
             "--group-size channel"
         )
-    checks.dense_only(scheme, "compressed-tensors")
 
 
 def _unpack_carrier(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:

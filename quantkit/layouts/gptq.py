@@ -173,7 +173,6 @@ def head_is_packed(schemes: Schemes) -> bool:
 def _check_scheme(scheme: Scheme) -> None:
     if scheme.format != INT4:
         raise LayoutError(f"the GPTQ layout holds int4, not {scheme.format.name}: use --layout compressed-tensors")
-    checks.dense_only(scheme, "the GPTQ layout")
 
 
 def _zero_codes(raw: Tensor, scheme: Scheme, offset: int) -> Tensor | None:

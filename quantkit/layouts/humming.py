@@ -110,4 +110,3 @@ def _check_scheme(scheme: Scheme) -> None:
         raise LayoutError(f"humming holds fp6 and fp5, not {scheme.format.name}: use --layout compressed-tensors")
     if scheme.group_size is not None:
         raise LayoutError("humming has one scale per row: quantize with --group-size channel")
-    checks.dense_only(scheme, "humming")

@@ -114,7 +114,6 @@ def _check_scheme(scheme: Scheme) -> None:
             f"MARLIN has groups of 128 or one scale per row, not groups of {scheme.group_size}: "
             "quantize with --group-size 128 or channel, or use --layout gptq"
         )
-    checks.dense_only(scheme, "MARLIN")
 
 
 def _scales(g: int) -> Arrangement:

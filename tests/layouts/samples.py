@@ -16,7 +16,16 @@ from quantkit.tensor import QuantizedTensor, Scheme
 #: layout -> schemes that it holds, with shapes [n, k] that it holds them in.
 HELD = {
     "compressed-tensors": (
-        ["int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym", "fp6:channel", "fp5:channel"],
+        [
+            "int4:g128",
+            "int4:g32",
+            "int4:channel",
+            "int4:g64:asym",
+            "int4:channel:asym",
+            "int4:g128:24",
+            "fp6:channel",
+            "fp5:channel",
+        ],
         [(64, 128), (8, 256), (128, 384)],
     ),
     "humming": (["fp6:channel", "fp5:channel"], [(1, 32), (7, 96), (64, 256)]),
@@ -25,7 +34,7 @@ HELD = {
         ["int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym"],
         [(32, 128), (96, 384)],
     ),
-    "marlin": (["int4:g128", "int4:channel"], [(64, 128), (192, 256), (256, 384)]),
+    "marlin": (["int4:g128", "int4:channel", "int4:channel:24"], [(64, 128), (192, 256), (256, 384)]),
 }
 
 CASES = [(layout, label, n, k) for layout, (labels, shapes) in HELD.items() for label in labels for n, k in shapes]
@@ -40,6 +49,9 @@ def record(scheme: Scheme, n: int, k: int, seed: int = 0, lowest_zero: int = 0) 
     scales[torch.rand(n, g, generator=random) < 0.1] |= -0x8000
     zeros = torch.randint(lowest_zero, top, (n, g), generator=random, dtype=torch.uint8)
     codes = torch.randint(0, top, (n, k), generator=random, dtype=torch.uint8)
+    if scheme.sparsity is not None:  # some of the two that stay are zero as well
+        order = torch.rand(n, k // 4, 4, generator=random).argsort(-1).view(n, k)
+        codes[order >= 2] = scheme.format.zero_code
     return QuantizedTensor(scheme, codes, scales.view(torch.float16), None if scheme.symmetric else zeros)
 
 
