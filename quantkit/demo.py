@@ -19,7 +19,7 @@ from typing import Any
 from quantkit import api, pipeline, storage
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.plan import describe
+from quantkit.inspection import describe
 from quantkit.progress import Progress
 from quantkit.verify import verify
 

@@ -9,31 +9,30 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-import quantkit
 from quantkit import rtn, storage
 from quantkit.calibrate import calibrated
-from quantkit.checkpoint import Checkpoint, CheckpointWriter, Commit, Item, resolve
+from quantkit.checkpoint import Checkpoint, Commit, Item, resolve
 from quantkit.data import calibration
 from quantkit.errors import CheckpointError, RecipeError, about
-from quantkit.headers import RECIPE, dump_json
-from quantkit.layouts import LAYOUTS, family, quantkit_key
+from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.config import Schemes
 from quantkit.models import Model, tokenizer
+from quantkit.output import finish, publish_complete, recorded_facts, require_unchanged, write
 from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
-from quantkit.report import REPORT, heading, model_card, peak_memory, phases
+from quantkit.report import heading, phases
 from quantkit.report import load as load_report
 from quantkit.solve import rounded
-from quantkit.tensor import QuantizedTensor, Scheme, dtype_name
+from quantkit.tensor import Scheme, dtype_name
+from quantkit.writer import CheckpointWriter
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
@@ -115,7 +114,7 @@ def quantize(
     schemes = _schemes(job, recipe)
     with storage.staging(Path(out), resume=resume, overwrite=overwrite, source=src.path) as partial:
         if storage.is_complete(partial):
-            return _publish_complete(partial, Path(out), recipe, src, overwrite)
+            return publish_complete(partial, Path(out), recipe, src, overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[recipe.layout])
         sequences, facts = _sequences(job, recipe)
         report = {
@@ -144,9 +143,9 @@ def quantize(
             )
         else:
             items = streamed(src, recipe, job.chosen, writer.items_done(), progress)
-        report["layers"] = _write(items, writer, src, report)
+        report["layers"] = write(items, writer, src, report)
         report["phases"] = phases(writer.done)
-        return _finish(writer, src, partial, Path(out), schemes, report, started, overwrite, recipe)
+        return finish(writer, src, partial, Path(out), schemes, report, started, overwrite, recipe)
 
 
 def pack(
@@ -192,10 +191,10 @@ def pack(
             "notices": list(dict.fromkeys([*before.get("notices", []), *planned.remarks])),
             "layout_notices": list(planned.layout_remarks),
         }
-        items = (_recorded(item, recorded) for item in progress.bar(src.items(), "pack", len(src.logical())))
-        report["layers"] = _write(items, writer, src, report)
-        _unchanged(sources, before)
-        return _finish(writer, src, partial, Path(out), src.schemes, report, started, overwrite)
+        items = (recorded_facts(item, recorded) for item in progress.bar(src.items(), "pack", len(src.logical())))
+        report["layers"] = write(items, writer, src, report)
+        require_unchanged(sources, before)
+        return finish(writer, src, partial, Path(out), src.schemes, report, started, overwrite)
 
 
 def streamed(
@@ -212,128 +211,6 @@ def streamed(
         if pending >= COMMIT_BYTES:
             yield Commit({})
             pending = 0
-
-
-def _recorded(item: Item, recorded: Mapping[str, Mapping[str, Any]]) -> Item:
-    """Give an unpacked weight the facts of its quantization; refuse codes that are not the ones recorded then."""
-    before = recorded.get(item.name.removesuffix(".weight"), {})
-    if isinstance(item.value, QuantizedTensor) and before.get("digest") not in (None, item.value.digest()):
-        raise CheckpointError(
-            f"{item.name}: codes or scales differ from what {REPORT} recorded: the file is damaged, quantize again"
-        )
-    return Item(item.name, item.value, dict(before))
-
-
-def _unchanged(sources: Mapping[str, str], before: Mapping[str, Any]) -> None:
-    """Refuse weight files that are not those of the report beside them: dense tensors have no digest of their own."""
-    for name, digest in sources.items():
-        if name.endswith(".safetensors") and before.get("files", {}).get(name, digest) != digest:
-            raise CheckpointError(
-                f"{name}: SHA-256 is not the one that {REPORT} lists, the file was changed: restore it, or remove the "
-                "report if that was meant"
-            )
-
-
-def _write(
-    items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any]
-) -> list[dict[str, Any]]:
-    """Pack and store every item, committing where the loop says so; return the facts of every quantized layer.
-
-    A run that fails leaves `report` and the layers so far beside what can be resumed (RELIABILITY 1.8). NumericError
-    also for a tensor that is only copied and not finite.
-    """
-    layers: list[dict[str, Any]] = []
-    try:
-        for item in items:
-            if isinstance(item, Commit):
-                writer.commit({**item.facts, "layers": layers})
-                layers = []
-                continue
-            if isinstance(item.value, QuantizedTensor):
-                layers.append(_layer(item, writer))
-            else:
-                with about(item.name):
-                    rtn.check_finite(item.value)
-            writer.add(item)
-        writer.commit({"layers": layers})
-    except Exception as error:
-        if writer.done:
-            failed = {**report, "failed": str(error) or type(error).__name__, "layers": _layers(writer)}
-            with suppress(CheckpointError):  # the reason that brought us here matters more
-                storage.write_atomic(writer.partial / REPORT, dump_json(failed))
-        raise
-    missing = set(src.logical()) - writer.items_done()
-    if missing:
-        raise CheckpointError(f"{min(missing)}: was not written ({len(missing)} tensors): a bug, please report it")
-    return _layers(writer)
-
-
-def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
-    return [layer for line in writer.done for layer in line.get("facts", {}).get("layers", [])]
-
-
-def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
-    q = item.value
-    assert isinstance(q, QuantizedTensor)
-    known = {
-        "name": item.name.removesuffix(".weight"),
-        "shape": list(q.shape),
-        "scheme": q.scheme.label,
-        "layout": writer.layout.NAME if writer.layout else None,
-        "digest": q.digest(),
-    }
-    return {**known, **{key: value for key, value in (item.facts or {}).items() if key not in known}}
-
-
-def _finish(
-    writer: CheckpointWriter,
-    src: Checkpoint,
-    partial: Path,
-    out: Path,
-    schemes: Schemes,
-    report: dict[str, Any],
-    started: float,
-    overwrite: bool,
-    recipe: Recipe | None = None,
-) -> dict[str, Any]:
-    """Write what describes the tensors (config, report, recipe, model card), then publish the folder."""
-    layout = writer.layout
-    assert layout is not None
-    config = {key: value for key, value in src.config.items() if key != "quantization_config"}
-    config["quantization_config"] = {
-        **layout.write_config(schemes),
-        "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
-    }
-    weights = sum(n * k for n, k in (layer["shape"] for layer in report["layers"]))
-    report["totals"] = {
-        "quantized_weights": weights,
-        "bytes": writer.bytes_written,
-        "source_bytes": sum(path.stat().st_size for path in src.files()),
-        "bits_per_weight": 8 * writer.packed_bytes / weights if weights else None,
-        "peak_memory": peak_memory(),
-        "seconds": time.perf_counter() - started,
-    }
-
-    def sealed(written: dict[str, str]) -> dict[str, bytes]:
-        # The model card is for people to edit, so it is not part of what verify holds the folder to.
-        report["files"] = {name: digest for name, digest in written.items() if name != "README.md"}
-        return {REPORT: dump_json(report)}
-
-    extra = {"README.md": model_card(report).encode()}
-    if recipe is not None:
-        extra[RECIPE] = recipe.to_yaml().encode()
-    writer.finish(config, extra, sealed)
-    storage.publish(partial, out, overwrite=overwrite)
-    return report
-
-
-def _publish_complete(partial: Path, out: Path, recipe: Recipe, src: Checkpoint, overwrite: bool) -> dict[str, Any]:
-    """Publish what a run that was stopped in its last instant left, if it is what is asked for now."""
-    report = load_report(partial)
-    if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != src.hashes():
-        raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
-    storage.publish(partial, out, overwrite=overwrite)
-    return report
 
 
 def _dense_source(model: str | Path, revision: str | None, trust_remote_code: bool) -> Checkpoint:

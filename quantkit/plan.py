@@ -6,12 +6,9 @@ own `stored`; memory is an estimate, said as such, with its parts listed.
 
 from __future__ import annotations
 
-import re
 import shutil
-from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -24,12 +21,11 @@ from quantkit.kernels import MATMULS, NONE_YET
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.protocol import Layout
 from quantkit.memory import Memory, calibrated_memory, streamed_memory
+from quantkit.misfits import Misfit, broken_rule, ways_out
 from quantkit.recipe import Recipe
 from quantkit.report import READERS, size
 from quantkit.tensor import FLOATS, Scheme, dtype_name
 
-#: What a way out offers, the finest last but one scale per row, which every k allows.
-GROUP_SIZES = (128, 64, 32, None)
 #: Linears that engines multiply as one: these must share a scheme.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -42,16 +38,6 @@ class Row:
     shape: tuple[int, int]
     scheme: str | None
     bytes: int
-
-
-@dataclass(frozen=True)
-class Misfit:
-    """A linear that cannot be done as asked, and the rule that it breaks."""
-
-    module: str
-    shape: tuple[int, int]
-    scheme: str
-    rule: str
 
 
 @dataclass(frozen=True)
@@ -154,14 +140,14 @@ def plan_quantize(
         if scheme is not None and rule is not None:
             misfits.append(Misfit(module, (n, k), scheme.label, rule))
         kept = scheme if rule is None else None
-        size_ = stored_bytes(layout, kept, n, k) if kept else _bytes(src, f"{module}.weight") if here else 0
+        size_ = stored_bytes(layout, kept, n, k) if kept else src.nbytes(f"{module}.weight") if here else 0
         rows.append(Row(module, (n, k), kept.label if kept else None, size_))
     if recipe.calibrated:
         memory = calibrated_memory(src, linears, recipe, device, act_budget)
     else:
         memory = streamed_memory(src, linears)
     plan = _assembled(src, layout, recipe.scheme, rows, misfits, memory, out)
-    ways = _ways_out(misfits, schemes, layout, recipe, None)
+    ways = ways_out(misfits, schemes, layout, recipe, None)
     return replace(plan, ways_out=ways, remarks=(*plan.remarks, *_fused(schemes)))
 
 
@@ -179,54 +165,12 @@ def plan_pack(src: Checkpoint, layout: Layout, *, out: Path | None = None) -> Pl
         rows.append(Row(module, (n, k), None if rule else scheme.label, bytes_))
     assert src.schemes is not None
     plan = _assembled(src, layout, src.schemes.default, rows, misfits, streamed_memory(src, sizes), out)
-    return replace(plan, ways_out=_ways_out(misfits, schemes, layout, None, src.layout))
+    return replace(plan, ways_out=ways_out(misfits, schemes, layout, None, src.layout))
 
 
 def stored_bytes(layout: Layout, scheme: Scheme, n: int, k: int) -> int:
     """Return the bytes of all tensors that a layout stores for an `[n, k]` weight."""
     return sum(dtype.itemsize * prod(shape) for dtype, shape in layout.stored(scheme, n, k).values())
-
-
-def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
-    """Return the rule that a weight breaks in a layout, without its way out; None if it fits."""
-    try:
-        layout.check(scheme, n, k)
-    except LayoutError as error:
-        return str(error).split(": ")[0]
-    return None
-
-
-def describe(src: Checkpoint) -> dict[str, Any]:
-    """Return layout, schemes, counts, sizes and shapes of any checkpoint, from its headers alone (`inspect`)."""
-    modules = {module: (src.scheme(module), src.size(module)) for module in src.modules()}
-    packed = {name: suffix for module in modules for suffix, name in src.parts(module).items()}
-    every = {name: _bytes(src, name) for name in src.names()}
-    suffixes: Counter[str] = Counter()
-    for name, suffix in packed.items():
-        suffixes[suffix] += every[name]
-    dense = [name for name in every if name not in packed]
-    weights = sum(n * k for _, (n, k) in modules.values())
-    shapes = Counter(f"[{n}, {k}] {scheme.label}" for scheme, (n, k) in modules.values())
-    shapes.update(f"{list(src.shape(name))} {dtype_name(src.dtype(name))}" for name in dense)
-    parameters = weights + sum(prod(src.shape(name)) for name in dense)
-    return {
-        "path": str(src.path),
-        "model_type": src.config.get("model_type"),
-        "dtype": dtype_name(src.dtype_of_model),
-        "layout": src.layout.NAME if src.layout else None,
-        "schemes": dict(Counter(scheme.label for scheme, _ in modules.values())),
-        "quantized_linears": len(modules),
-        "dense_tensors": len(dense),
-        "parameters": parameters,
-        "quantized_weights": weights,
-        "bits_per_weight": 8 * sum(suffixes.values()) / weights if weights else None,
-        "bits_per_parameter": 8 * sum(every.values()) / parameters if parameters else None,
-        "bytes": {"total": sum(every.values()), "dense": sum(every[name] for name in dense), "packed": dict(suffixes)},
-        "shapes": dict(shapes),
-        "files": {path.name: path.stat().st_size for path in src.files()},
-        "readers": READERS[src.layout.NAME] if src.layout else "anything that reads Hugging Face folders",
-        "notices": list(src.notices),
-    }
 
 
 def _assembled(
@@ -240,7 +184,7 @@ def _assembled(
 ) -> Plan:
     """Add everything else that the output holds, and what is worth knowing before it is made."""
     ours = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
-    others = sum(_bytes(src, name) for name in src.names() if name not in ours)
+    others = sum(src.nbytes(name) for name in src.names() if name not in ours)
     total = others + sum(row.bytes for row in rows)
     free = _free_disk(out)
     problems = []
@@ -251,7 +195,7 @@ def _assembled(
         scheme=scheme.label,
         rows=tuple(rows),
         bytes=total,
-        source_bytes=sum(_bytes(src, name) for name in src.names()),
+        source_bytes=sum(src.nbytes(name) for name in src.names()),
         memory=memory,
         misfits=tuple(misfits),
         remarks=tuple(src.notices),
@@ -259,10 +203,6 @@ def _assembled(
         problems=tuple(problems),
         disk_free=free,
     )
-
-
-def _bytes(src: Checkpoint, name: str) -> int:
-    return prod(src.shape(name)) * src.dtype(name).itemsize
 
 
 def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], tied: bool) -> str | None:
@@ -278,70 +218,6 @@ def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], tied: boo
     if src.shape(name) != shape:
         return f"config.json says {list(shape)}, the checkpoint has {list(src.shape(name))}"
     return None
-
-
-def _ways_out(
-    misfits: list[Misfit],
-    schemes: Mapping[str, Scheme | None],
-    layout: Layout,
-    recipe: Recipe | None,
-    source: Layout | None,
-) -> tuple[str, ...]:
-    """Return a line for each broken rule: the weights by shape, and what to type; only what was tried is offered."""
-    rules: dict[str, list[Misfit]] = {}
-    for misfit in misfits:
-        rules.setdefault(misfit.rule, []).append(misfit)
-    everything = len(misfits) == sum(scheme is not None for scheme in schemes.values())
-    lines = []
-    for rule, group in rules.items():
-        shapes: dict[tuple[int, int], list[str]] = {}
-        for misfit in group:
-            shapes.setdefault(misfit.shape, []).append(misfit.module)
-        which = ", ".join(
-            f"{modules[0]} is {list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
-            for shape, modules in shapes.items()
-        )
-        ways = _other_ways(group, layout, recipe, source) or _two_changes(misfits, recipe)
-        if recipe is not None and not everything:
-            ways.append(f"leave them dense with --skip '{_skip_pattern(group, schemes)}'")
-        last = "quantize the original model in another way" if recipe is None else "download or convert the model again"
-        lines.append(f"{rule}: {which}: {', or '.join(ways) or last}")
-    return tuple(lines)
-
-
-def _other_ways(group: list[Misfit], layout: Layout, recipe: Recipe | None, source: Layout | None) -> list[str]:
-    """Return the options with which a layout would hold all weights of a group; of a source at fault there are none."""
-    if _fits(group, layout):
-        return []
-    ways = []
-    if recipe is not None:
-        size_ = next((g for g in GROUP_SIZES if _fits(group, layout, group_size=g)), ...)
-        ways += [] if size_ is ... else [f"use --group-size {size_ or 'channel'}"]
-        asymmetric = any(not Scheme.parse(misfit.scheme).symmetric for misfit in group)
-        ways += ["drop --asym"] if asymmetric and _fits(group, layout, symmetric=True) else []
-    other = next((name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)), None)
-    return ways + ([f"use --layout {other}"] if other else [])
-
-
-def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
-    """Return a layout and a group size that together hold all misfits, where one change does not help."""
-    if recipe is None or _fits(misfits, LAYOUTS[recipe.layout]):
-        return []
-    both = ((name, g) for name, layout in LAYOUTS.items() for g in GROUP_SIZES if _fits(misfits, layout, group_size=g))
-    return [f"use --layout {name} --group-size {g or 'channel'}" for name, g in islice(both, 1)]
-
-
-def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
-    asked = {(replace(Scheme.parse(misfit.scheme), **change), *misfit.shape) for misfit in misfits}
-    return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
-
-
-def _skip_pattern(group: list[Misfit], schemes: Mapping[str, Scheme | None]) -> str:
-    """Return a --skip pattern for exactly this group: by the names' ends where that meets no other linear."""
-    modules = {misfit.module for misfit in group}
-    leaves = sorted({module.rpartition(".")[2] for module in modules})
-    same = {m for m, scheme in schemes.items() if scheme is not None and m.rpartition(".")[2] in leaves}
-    return "|".join(re.escape(name) for name in (leaves if same == modules else sorted(modules)))
 
 
 def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row]) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from quantkit.calibrate import Clock as Phases
 from quantkit.calibrate import Group, Run, calibrated, collect, find_groups
-from quantkit.checkpoint import Checkpoint, CheckpointWriter, Commit, Item
+from quantkit.checkpoint import Checkpoint, Commit, Item
 from quantkit.data import calibration
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.layouts import LAYOUTS
@@ -21,6 +21,7 @@ from quantkit.progress import Progress
 from quantkit.recipe import Recipe, from_mapping
 from quantkit.solve import solve
 from quantkit.tensor import QuantizedTensor
+from quantkit.writer import CheckpointWriter
 from tests.models import FAMILIES, write_model
 
 COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}

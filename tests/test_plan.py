@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 from quantkit import pipeline
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import LayoutError
+from quantkit.inspection import describe
 from quantkit.layouts import LAYOUTS
-from quantkit.plan import Plan, describe, plan_pack, plan_quantize
+from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.recipe import from_mapping
 from tests.models import write_model
 

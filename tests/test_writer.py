@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit import storage
-from quantkit.checkpoint import Checkpoint, CheckpointWriter, Item
+from quantkit.checkpoint import Checkpoint, Item
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.formats import FP6, INT4
 from quantkit.headers import INDEX, TensorFile, read_header
@@ -23,6 +23,7 @@ from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Layout
 from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.writer import CheckpointWriter
 from tests.faults import Killed, count, failing, faults, killer, memory_path, state
 from tests.models import write_model
 from tests.test_checkpoint import dense_folder

@@ -13,7 +13,7 @@ from quantkit.checkpoint import Checkpoint, resolve
 from quantkit.cli import options, show
 from quantkit.cli.exits import FAILED, MISSED, UNVERIFIED, emit, leave
 from quantkit.errors import CheckpointError
-from quantkit.plan import describe
+from quantkit.inspection import describe
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
 from quantkit.verify import verify as prove

@@ -1,0 +1,159 @@
+"""Writing model folders so that a stopped run can continue: shards as items come, one journal line a commit.
+
+One tensor and one shard's header are in memory. Nothing looks like a model before the last file, config.json.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantkit import headers, storage
+from quantkit.checkpoint import CONFIG, Checkpoint, Item
+from quantkit.errors import CheckpointError, about
+from quantkit.headers import INDEX, TensorFile, dump_json, inside, read_header
+from quantkit.layouts.protocol import Layout
+from quantkit.tensor import QuantizedTensor
+
+
+class CheckpointWriter:
+    """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
+
+    On a folder with a journal it continues after the last commit: `done` has the lines of earlier commits, files that
+    none of them lists are deleted. CheckpointError if a committed file is not what the journal says.
+    """
+
+    def __init__(
+        self, partial: Path, like: Checkpoint, layout: Layout | None, *, max_shard_bytes: int = 2 * 2**30
+    ) -> None:
+        self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
+        self._journal = partial / storage.JOURNAL
+        lines = storage.read_journal(self._journal)
+        self._identity = lines[0] if lines else None
+        self.done = lines[1:]
+        self._written = {name for line in self.done for name in line["items"]}
+        self._companions = headers.companions(like.path)  # found now, so that a bad link does not stop a finished run
+        self._file: TensorFile | None = None
+        self._start_unit()
+        storage.remove(partial / CONFIG)  # until the last step the folder must not look like a model
+        committed = self.hashes()
+        for path in sorted(partial.glob("*.safetensors")):
+            if path.name not in committed:
+                storage.remove(path)
+        for name, digest in committed.items():
+            if storage.sha256_of(partial / name) != digest:
+                raise CheckpointError(f"{partial / name}: changed since it was written: start over with --overwrite")
+
+    def items_done(self) -> set[str]:
+        """Return the logical names of all committed tensors."""
+        return set(self._written)
+
+    def hashes(self) -> dict[str, str]:
+        """Return file name -> SHA-256 of the committed shards."""
+        return {name: digest for line in self.done for name, digest in line["files"].items()}
+
+    @property
+    def bytes_written(self) -> int:
+        """The bytes of all committed tensors."""
+        return sum(line["bytes"] for line in self.done)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of the committed tensors that packed weights consist of."""
+        return sum(line["packed_bytes"] for line in self.done)
+
+    def identify(self, identity: dict[str, Any]) -> None:
+        """Record what the run depends on; on a resumed one CheckpointError names the fields that differ."""
+        stated = json.loads(json.dumps(identity))
+        if self._identity is None:
+            storage.append_journal(self._journal, stated)
+            self._identity = stated
+        elif self._identity != stated:
+            before = self._identity
+            differing = [key for key in sorted({*before, *stated}) if before.get(key) != stated.get(key)]
+            raise CheckpointError(
+                f"{self.partial} was begun with another {', '.join(differing)}: run as then, or use --overwrite"
+            )
+
+    def add(self, item: Item) -> None:
+        """Store an item, packed in the layout if it is quantized; CheckpointError if it was stored before."""
+        if item.name in self._written or item.name in self._pending:
+            raise CheckpointError(f"{item.name}: is written twice: a bug, please report it")
+        for name, tensor in self._tensors(item).items():
+            size = tensor.numel() * tensor.dtype.itemsize
+            self._room(name, size).add(name, tensor)
+            self._bytes += size
+            self._packed_bytes += size if isinstance(item.value, QuantizedTensor) else 0
+        self._pending[item.name] = None
+
+    def commit(self, facts: dict[str, Any]) -> None:
+        """Make all items so far durable: their shards are closed, their names and `facts` go into the journal."""
+        if not self._pending and not any(facts.values()):
+            return
+        self._close_file()
+        sizes = {"bytes": self._bytes, "packed_bytes": self._packed_bytes}
+        line = {"files": self._files, "items": list(self._pending), "facts": facts, **sizes}
+        storage.append_journal(self._journal, line)
+        self.done.append(json.loads(json.dumps(line)))
+        self._written.update(self._pending)
+        self._start_unit()
+
+    def finish(
+        self,
+        config: dict[str, Any],
+        extra: dict[str, bytes],
+        sealed: Callable[[dict[str, str]], dict[str, bytes]] = lambda written: {},
+    ) -> dict[str, str]:
+        """Write index, companions of the source, `extra` files, side file and last config.json; name -> SHA-256.
+
+        `sealed` is given the hash of all of these and returns what is written just before config.json.
+        """
+        self.commit({})
+        written = self.hashes()
+        weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
+        texts = {INDEX: dump_json({"metadata": {"total_size": self.bytes_written}, "weight_map": weight_map})}
+        if self.layout is not None and self.layout.SIDE_FILE is not None:
+            texts[self.layout.SIDE_FILE] = dump_json(config["quantization_config"])
+        texts |= extra
+        for name in self._companions:
+            if name not in texts:
+                storage.copy_atomic(inside(self.like.path, name), self.partial / name)
+                written[name] = storage.sha256_of(self.partial / name)
+        written |= {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
+        written[CONFIG] = hashlib.sha256(dump_json(config)).hexdigest()
+        for name, text in {**texts, **sealed(written), CONFIG: dump_json(config)}.items():
+            storage.write_atomic(self.partial / name, text)
+        return written
+
+    def _tensors(self, item: Item) -> dict[str, Tensor]:
+        if not isinstance(item.value, QuantizedTensor):
+            return {item.name: item.value}
+        if self.layout is None:
+            raise CheckpointError(f"{item.name}: is quantized, and no layout was chosen: add --layout")
+        with about(item.name):
+            parts = self.layout.pack(item.value)
+        return {f"{item.name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in parts.items()}
+
+    def _room(self, name: str, size: int) -> TensorFile:
+        file = self._file
+        if file is not None and (not file.fits(name) or 0 < file.bytes > self.max_shard_bytes - size):
+            self._close_file()
+        if self._file is None:
+            number = len(self.hashes()) + len(self._files) + 1
+            self._file = TensorFile(self.partial / f"model-{number:05}.safetensors")
+        return self._file
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._files[self._file.path.name] = self._file.close()
+            self._file = None
+
+    def _start_unit(self) -> None:
+        self._pending: dict[str, None] = {}
+        self._files: dict[str, str] = {}
+        self._bytes = self._packed_bytes = 0
