@@ -1,0 +1,171 @@
+"""How fast layouts are packed, unpacked and converted: in memory by weight, and whole folders beside a plain copy.
+
+Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record. `folders`: bytes of
+packed weights read a second, from one interchange layout into each other and back, each in a fresh process, so that the
+peak memory is its own; `copy` reads, writes and syncs the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from quantkit.headers import TensorFile, dump_json
+from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts.config import Schemes
+from quantkit.pipeline import pack
+from quantkit.tensor import QuantizedTensor, Scheme
+
+N, K = 14336, 4096
+MODULES = 16
+#: What of each layout is measured, and the layout that holds the same scheme for others to convert from and to.
+LABELS = {
+    "compressed-tensors": ["int4:g128", "int4:g128:asym", "fp6:channel"],
+    "humming": ["fp6:channel", "fp5:channel"],
+    "gptq": ["int4:g128"],
+    "gptq-v2": ["int4:g128:asym"],
+    "awq": ["int4:g128:asym"],
+    "marlin": ["int4:g128"],
+    "marlin24": ["int4:g128:24"],
+    "marlin24-ct": ["int4:g128:24"],
+    "tcfpx": ["fp6:channel", "fp5:channel"],
+    "quick": ["int4:g128:asym"],
+}
+HUB = "compressed-tensors"
+
+
+def record(label: str, n: int = N, k: int = K, seed: int = 0) -> QuantizedTensor:
+    """Return a random record of a scheme."""
+    random = torch.Generator().manual_seed(seed)
+    scheme = Scheme.parse(label)
+    g, top = scheme.groups(k), 2**scheme.format.bits
+    codes = torch.randint(0, top, (n, k), generator=random, dtype=torch.uint8)
+    if scheme.sparsity:
+        codes.view(n, k // 4, 4)[..., 1:3] = scheme.format.zero_code
+    scales = (0.01 + torch.rand(n, g, generator=random) / 100).half()
+    zeros = None if scheme.symmetric else torch.randint(1, top, (n, g), generator=random, dtype=torch.uint8)
+    return QuantizedTensor(scheme, codes, scales, zeros)
+
+
+def in_memory() -> dict[str, dict[str, float]]:
+    """Return, by layout and scheme, megabytes of float16 weights packed and unpacked a second (medians of five)."""
+    found = {}
+    for name, labels in LABELS.items():
+        for label in labels:
+            q, layout = record(label), LAYOUTS[name]
+            packed = layout.pack(q)
+            rates = [2 * N * K / 1e6 / _median(work) for work in _both_ways(layout, q, packed)]
+            found[f"{name} {label}"] = {"pack_mb_s": round(rates[0]), "unpack_mb_s": round(rates[1])}
+            print(f"{name} {label}", found[f"{name} {label}"], file=sys.stderr)
+    return found
+
+
+def folders(work: Path) -> dict[str, dict[str, float]]:
+    """Return, by source, target and scheme, gigabytes of packed weights a second and the peak memory in megabytes."""
+    found = {}
+    for label in dict.fromkeys(label for labels in LABELS.values() for label in labels):
+        hub = work / "hub"
+        write_folder(hub, label)
+        seconds = _timed(lambda hub=hub: _copy(hub, work / "copy"))
+        found[f"copy {label}"] = {"gb_s": round(_size(hub) / 1e9 / seconds, 3), "peak_mb": 0}
+        shutil.rmtree(work / "copy")
+        for name, labels in LABELS.items():
+            if label in labels and name != HUB:
+                there, back = work / "there", work / "back"
+                found[f"{HUB}-to-{name} {label}"] = _converted(hub, there, name)
+                found[f"{name}-to-{HUB} {label}"] = _converted(there, back, HUB)
+                shutil.rmtree(there)
+                shutil.rmtree(back)
+        shutil.rmtree(hub)
+    return found
+
+
+def write_folder(out: Path, label: str) -> None:
+    """Write a folder of `MODULES` packed linears, some gigabyte, with as little around them as a conversion needs."""
+    out.mkdir()
+    schemes = Schemes(Scheme.parse(label), ignore=("lm_head",))
+    file = TensorFile(out / "model.safetensors")
+    for i in range(MODULES):
+        for suffix, tensor in LAYOUTS[HUB].pack(record(label, seed=i)).items():
+            file.add(f"model.layers.{i}.mlp.up_proj.{suffix}", tensor)
+    file.close()
+    public = LAYOUTS[HUB].write_config(schemes) | {"quantkit": quantkit_key(HUB, schemes, "0", None)}
+    (out / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
+
+
+def _both_ways(layout: object, q: QuantizedTensor, packed: dict[str, torch.Tensor]) -> list[Callable[[], object]]:
+    return [lambda: layout.pack(q), lambda: layout.unpack(packed, q.scheme)]  # type: ignore[attr-defined]
+
+
+def _median(work: Callable[[], object]) -> float:
+    work()
+    return statistics.median(_timed(work) for _ in range(5))
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def _copy(source: Path, out: Path) -> None:
+    shutil.copytree(source, out)
+    for path in out.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+
+
+def _size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _converted(source: Path, out: Path, target: str) -> dict[str, float]:
+    argv = [sys.executable, __file__, "--convert", str(source), str(out), target]
+    done = subprocess.run(argv, check=True, capture_output=True, text=True)
+    seconds, before, peak = map(float, done.stdout.split())
+    found = {"gb_s": round(_size(source) / 1e9 / seconds, 3), "peak_mb": round((peak - before) / 1e3)}
+    print(source.name, target, found, file=sys.stderr)
+    return found
+
+
+def _convert(source: str, out: str, target: str) -> None:
+    """Convert in this process; print seconds, and resident kilobytes before and at the peak."""
+    LAYOUTS[HUB].pack(record("int4:g128", 64, 256))  # loads what the first call loads
+    before = _resident("VmRSS")
+    seconds = _timed(lambda: pack(source, out, target))
+    print(seconds, before, _resident("VmHWM"))
+
+
+def _resident(key: str) -> int:
+    found = re.search(rf"{key}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--convert", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--work", type=Path, help="folder on the disk to measure; a few gigabytes")
+    args = parser.parse_args()
+    if args.convert:
+        _convert(*args.convert)
+        return
+    with tempfile.TemporaryDirectory(dir=args.work) as folder:
+        result = {"threads": torch.get_num_threads(), "memory": in_memory(), "folders": folders(Path(folder))}
+    print(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
