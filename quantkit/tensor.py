@@ -148,7 +148,7 @@ class QuantizedTensor:
         seen = hashlib.sha256(f"{self.scheme.label} {list(self.shape)}".encode())
         for part in (self.codes, self.scales, self.zeros):
             if part is not None:
-                seen.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+                seen.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
         return seen.hexdigest()
 
     def equal(self, other: QuantizedTensor) -> bool:

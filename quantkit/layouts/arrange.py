@@ -124,7 +124,7 @@ class Arrangement:
 
 
 def _split(words: Tensor, outer: list[int], inner: list[int], sizes: list[int], bits: int) -> Tensor:
-    """Return the codes of `words` (axes `outer`) with the axes `inner` behind them; they lie in memory in plain order."""
+    """Return the codes of `words` (axes `outer`) with the axes `inner` behind; they lie in memory in plain order."""
     width = bits * prod(sizes[axis] for axis in inner)
     axes, parts = list(outer), words
     for axis in reversed(inner):
