@@ -8,9 +8,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+from quantkit.errors import NumericError
+
+#: How the reference programs cast to a floating format (LAYOUTS 6.2); "even" is quantkit's own.
+Cast = Literal["even", "away", "truncate"]
 
 
 @dataclass(frozen=True)
@@ -42,20 +48,28 @@ class Format:
         """The largest magnitude of any code."""
         return max(abs(v) for v in self.values)
 
-    def encode(self, x: Tensor) -> Tensor:
+    def encode(self, x: Tensor, cast: Cast = "even") -> Tensor:
         """Return the codes (uint8, shape of `x`) of the nearest values: ties to the even code, saturating.
 
-        Floating formats keep the sign of zero (the RNE rule of LAYOUTS 6.2). `x` is float32 or float64 and finite or
-        infinite; NaN has no code and must be refused by the caller.
+        Floating formats keep the sign of zero. They also have the other casts of LAYOUTS 6.2, to read and compare what
+        other programs rounded: "away" sends ties away from zero and gives +0 whatever becomes zero; "truncate" is for
+        values that are on the grid: it drops what lies below a code's last bit, and raises NumericError for magnitudes
+        above the largest value, or under the smallest and not zero. `x` is float32 or float64 and finite or infinite;
+        NaN has no code and must be refused by the caller.
         """
         if not self.is_float:
+            if cast != "even":
+                raise NumericError(f"{self.name} is rounded with ties to even only, not by cast {cast!r}")
             return self.nearest(x).sub_(self.values[0]).to(torch.uint8)
-        magnitude = x.abs().clamp_(max=self.largest)
-        binade = self._binade(magnitude)
-        steps = magnitude.div_(binade).mul_(2**self.mbits).round_()
+        magnitude = x.abs()
+        if cast == "truncate":
+            self._check_range(magnitude)
+        binade = self._binade(magnitude.clamp_(max=self.largest))
+        steps = _rounded(magnitude.div_(binade).mul_(2**self.mbits), cast)
         # A binade holds 2**mbits steps, and the lowest one twice: once for the subnormals. Rounding up carries over.
         steps.add_(torch.log2(binade).round_().sub_(self._lowest), alpha=2**self.mbits)
-        return steps.add_(torch.signbit(x), alpha=2 ** (self.bits - 1)).to(torch.uint8)
+        negative = torch.signbit(x) & (steps > 0) if cast == "away" else torch.signbit(x)
+        return steps.add_(negative, alpha=2 ** (self.bits - 1)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Return the float32 value of each uint8 code, in the shape of `codes`."""
@@ -69,6 +83,15 @@ class Format:
         x = x.clamp(-self.largest, self.largest)
         step = self._binade(x).mul_(2.0**-self.mbits)
         return x.div_(step).round_().mul_(step)
+
+    def _check_range(self, magnitude: Tensor) -> None:
+        smallest = 2.0 ** (self._lowest - self.mbits)
+        outside = (magnitude > self.largest) | ((magnitude < smallest) & (magnitude > 0))
+        if bool(outside.any()):
+            raise NumericError(
+                f"{int(outside.sum())} of {outside.numel()} values are outside of {self.name}'s range, {smallest} to "
+                f"{self.largest} or 0, first {float(magnitude[outside][0])}: round them to nearest"
+            )
 
     @property
     def _lowest(self) -> int:
@@ -102,8 +125,19 @@ def floating(name: str, ebits: int, mbits: int) -> Format:
 INT4 = integer("int4", 4)
 FP6 = floating("fp6", ebits=3, mbits=2)
 FP5 = floating("fp5", ebits=3, mbits=1)
+FP6_E2M3 = floating("fp6-e2m3", ebits=2, mbits=3)
+FP5_E2M2 = floating("fp5-e2m2", ebits=2, mbits=2)
 
-FORMATS = {f.name: f for f in (INT4, FP6, FP5)}
+FORMATS = {f.name: f for f in (INT4, FP6, FP5, FP6_E2M3, FP5_E2M2)}
+
+
+def _rounded(steps: Tensor, cast: Cast) -> Tensor:
+    """Round magnitudes in place to whole steps."""
+    if cast == "even":
+        return steps.round_()
+    whole = steps.floor()
+    # The fraction is exact, while adding a half before the floor would round up what lies just under it.
+    return whole if cast == "truncate" else whole.add_(steps.sub_(whole) >= 0.5)
 
 
 @lru_cache(maxsize=64)

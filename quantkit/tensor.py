@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from quantkit import sparsity
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.formats import FORMATS, Format
 
@@ -45,10 +46,8 @@ class Scheme:
 
     def groups(self, k: int) -> int:
         """Return the number of scales per row; LayoutError if the group size, or 4 for 2:4, does not divide `k`."""
-        if self.sparsity is not None and k % 4:
-            raise LayoutError(
-                f"{self.sparsity} sparsity needs k to be a multiple of 4, and it is {k}: --skip the weight"
-            )
+        if self.sparsity is not None:
+            sparsity.quads(k)
         if self.group_size is None:
             return 1
         if k % self.group_size:
@@ -117,17 +116,7 @@ class QuantizedTensor:
             if codes is not None and codes.numel() and int(codes.max()) >= top:
                 raise LayoutError(f"{what} reach {int(codes.max())}, {self.scheme.format.name} has 0 to {top - 1}")
         if self.scheme.sparsity is not None:
-            self._check_pattern()
-
-    def _check_pattern(self) -> None:
-        n, k = self.shape
-        kept = (self.codes != self.scheme.format.zero_code).view(n, k // 4, 4).sum(-1)
-        if bool((kept > 2).any()):
-            row, quad = (kept > 2).nonzero()[0].tolist()
-            raise LayoutError(
-                f"{int((kept > 2).sum())} of {kept.numel()} quads have more than two values that are not zero, first "
-                f"row {row}, columns {4 * quad} to {4 * quad + 3}: this is no 2:4 weight, prune it first"
-            )
+            sparsity.check(self.codes != self.scheme.format.zero_code)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -148,7 +137,7 @@ class QuantizedTensor:
         seen = hashlib.sha256(f"{self.scheme.label} {list(self.shape)}".encode())
         for part in (self.codes, self.scales, self.zeros):
             if part is not None:
-                seen.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+                seen.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         return seen.hexdigest()
 
     def equal(self, other: QuantizedTensor) -> bool:

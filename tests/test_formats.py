@@ -10,10 +10,11 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from quantkit.formats import FORMATS, FP5, FP6, INT4, Format, floating, integer
+from quantkit.errors import NumericError
+from quantkit.formats import FORMATS, FP5, FP5_E2M2, FP6, FP6_E2M3, INT4, Cast, Format, integer
 
-GOLDEN = {"e3m2": FP6, "e3m1": FP5, "e2m3": floating("e2m3", 2, 3), "e2m2": floating("e2m2", 2, 2)}
-ALL = [*FORMATS.values(), GOLDEN["e2m3"], GOLDEN["e2m2"], integer("int3", 3), integer("int8", 8)]
+GOLDEN = {"e3m2": FP6, "e3m1": FP5, "e2m3": FP6_E2M3, "e2m2": FP5_E2M2}
+ALL = [*FORMATS.values(), integer("int3", 3), integer("int8", 8)]
 ids = {"ids": lambda f: f.name if isinstance(f, Format) else None}
 
 
@@ -42,19 +43,70 @@ def hard_values(fmt: Format) -> list[float]:
     return [sign * x for x in near + single for sign in (1.0, -1.0)]
 
 
-@pytest.mark.parametrize("name", GOLDEN)
-def test_all_fp16_patterns_get_the_codes_of_the_published_cast(name: str, shared: Path) -> None:
+def halves() -> torch.Tensor:
+    """Every float16 pattern, in order."""
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+
+
+def cast_table(shared: Path, name: str) -> torch.Tensor:
     with safe_open(shared / "golden" / "fpx_cast_tables.safetensors", "pt") as file:
-        expected, values = file.get_tensor(f"{name}.codes_rne"), file.get_tensor(f"{name}.values")
-    fmt = GOLDEN[name]
-    x = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+        table = file.get_tensor(name)
+    assert isinstance(table, torch.Tensor)
+    return table
+
+
+@pytest.mark.parametrize(("cast", "table"), [("even", "codes_rne"), ("away", "codes_half_away")])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_all_fp16_patterns_get_the_codes_of_the_published_cast(name: str, cast: Cast, table: str, shared: Path) -> None:
+    expected, x = cast_table(shared, f"{name}.{table}"), halves()
     numbers = ~x.isnan()
     assert bool((expected[~numbers] == 255).all())
     for dtype in (torch.float32, torch.float64):
-        codes = fmt.encode(x[numbers].to(dtype))
+        codes = GOLDEN[name].encode(x[numbers].to(dtype), cast)
         assert codes.dtype == torch.uint8 and torch.equal(codes, expected[numbers])
-    decoded = fmt.decode(torch.arange(len(values), dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_every_code_has_the_published_value(name: str, shared: Path) -> None:
+    values = cast_table(shared, f"{name}.values")
+    decoded = GOLDEN[name].decode(torch.arange(len(values), dtype=torch.uint8))
     assert torch.equal(bits(decoded), bits(values))  # the negative zero too
+
+
+def test_the_strict_cast_takes_and_rejects_the_patterns_that_the_published_converter_does(shared: Path) -> None:
+    expected, x = cast_table(shared, "e3m2.codes_trunc"), halves().float()
+    accepted, numbers = expected != 255, ~x.isnan()
+    assert torch.equal(FP6.encode(x[accepted], "truncate"), expected[accepted])
+    rejected = x[~accepted & numbers]
+    with pytest.raises(NumericError, match=f"^{len(rejected)} of {len(rejected)} values are outside of fp6's range"):
+        FP6.encode(rejected, "truncate")
+    for value in (28.015625, -math.inf, 0.06249, -6e-8):
+        with pytest.raises(NumericError, match="1 of 3 values"):
+            FP6.encode(torch.tensor([0.0625, value, 28.0]), "truncate")
+
+
+@pytest.mark.parametrize("fmt", GOLDEN.values(), **ids)
+def test_the_other_casts_differ_from_the_nearest_value_only_as_they_say(fmt: Format) -> None:
+    x = torch.tensor(hard_values(fmt), dtype=torch.float32)
+    before = x.clone()
+    # Just under a tie is no tie: adding a half and cutting would round it up.
+    values = sorted({abs(v) for v in fmt.values})
+    for low, high in pairwise(values):
+        middle = torch.tensor([(low + high) / 2])
+        below = torch.nextafter(middle, torch.zeros(1))
+        assert fmt.decode(fmt.encode(torch.cat([below, middle]), "away")).tolist() == [low, high]
+        assert fmt.encode(-below, "away").item() == (fmt.encode(-torch.tensor([low])).item() if low else 0)
+    inside = x[(x.abs() <= fmt.largest) & ((x.abs() >= values[1]) | (x == 0))]
+    cut = fmt.decode(fmt.encode(inside, "truncate"))
+    for value, found in zip(inside.tolist(), cut.tolist(), strict=True):
+        assert abs(found) == max(v for v in values if v <= abs(value))
+        assert math.copysign(1, found) == math.copysign(1, value)
+    assert torch.equal(x, before)
+
+
+def test_integers_have_no_other_cast() -> None:
+    with pytest.raises(NumericError, match="int4 is rounded with ties to even only"):
+        INT4.encode(torch.zeros(1), "away")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -9,8 +9,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
-from quantkit.layouts import checks, compressed_tensors, gptq, gptq_v2, humming, marlin
+from quantkit.layouts import (
+    awq,
+    checks,
+    compressed_tensors,
+    gptq,
+    gptq_v2,
+    humming,
+    marlin,
+    marlin24,
+    marlin24_ct,
+    quick,
+    tcfpx,
+)
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Layout
 from quantkit.tensor import Scheme
@@ -18,20 +32,28 @@ from quantkit.tensor import Scheme
 LAYOUTS: dict[str, Layout] = {
     compressed_tensors.NAME: compressed_tensors,
     humming.NAME: humming,
+    tcfpx.NAME: tcfpx,
     gptq.NAME: gptq,
     gptq_v2.NAME: gptq_v2,
+    awq.NAME: awq,
+    quick.NAME: quick,
     marlin.NAME: marlin,
+    marlin24.NAME: marlin24,
+    marlin24_ct.NAME: marlin24_ct,
 }
 
 #: Keys of the public config that tell layouts apart; they must agree with our own key.
 FORMAT_KEYS = ("quant_method", "format", "checkpoint_format", "is_marlin_format", "b_dtype")
 
-OWN_KEYS = {"version", "layout", "scheme", "overrides", "ignore", "recipe_sha256"}
+#: Layouts that are another's under other names or numbers -> that other one.
+SPELLINGS = {gptq_v2.NAME: gptq.NAME, marlin24_ct.NAME: marlin24.NAME}
+
+OWN_KEYS = {"version", "layout", "scheme", "overrides", "ignore", "recipe_sha256", "padded"}
 
 
 def family(name: str) -> str:
     """Return the name that `convert A-to-B` uses for a layout: both GPTQ versions are `gptq`."""
-    return gptq.NAME if name == gptq_v2.NAME else name
+    return SPELLINGS.get(name, name)
 
 
 def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tuple[Layout, Schemes]:
@@ -53,6 +75,16 @@ def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tup
         raise CheckpointError(f"{said!s:.120} is no layout that quantkit reads: {', '.join(LAYOUTS)}")
 
 
+def stored_as(layout: Layout, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
+    """Return the name of the layout that stored tensors are in, which may be another spelling than the label's.
+
+    That is GPTQ's version of symmetric zero points, which are read by their data (LAYOUTS 1.4).
+    """
+    if family(layout.NAME) == gptq.NAME and scheme.symmetric and "qzeros" in tensors:
+        return gptq_v2.NAME if bool((tensors["qzeros"] == gptq.SYMMETRIC_V2).all()) else gptq.NAME
+    return layout.NAME
+
+
 def quantkit_key(layout_name: str, schemes: Schemes, version: str, recipe_sha256: str | None) -> dict[str, Any]:
     """Return what stands under `quantkit` inside `quantization_config`; `read_config` reads it back exactly.
 
@@ -61,7 +93,7 @@ def quantkit_key(layout_name: str, schemes: Schemes, version: str, recipe_sha256
     overrides: dict[str, str] = {}
     for pattern, scheme in schemes.overrides:
         overrides.setdefault(pattern, scheme.label)
-    return {
+    key = {
         "version": version,
         "layout": layout_name,
         "scheme": schemes.default.label,
@@ -69,6 +101,7 @@ def quantkit_key(layout_name: str, schemes: Schemes, version: str, recipe_sha256
         "ignore": list(schemes.ignore),
         "recipe_sha256": recipe_sha256,
     }
+    return key | ({"padded": {module: list(shape) for module, shape in schemes.padded}} if schemes.padded else {})
 
 
 def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
@@ -86,18 +119,28 @@ def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
         _parse(checks.entry(own, "scheme", str)),
         tuple((checks.pattern(key), _parse(checks.entry(overrides, key, str))) for key in overrides),
         checks.strings(own, "ignore"),
+        _true_shapes(checks.entry(own, "padded", dict, default={})),
     )
     try:
         public = LAYOUTS[name].write_config(schemes)
     except LayoutError as error:
         raise CheckpointError(f"the 'quantkit' key contradicts itself: {error}") from error
-    for key in FORMAT_KEYS:
+    for key in (*FORMAT_KEYS, *(public.keys() & {"version"})):  # AWQ's; of others it is the version of a library
         if config.get(key) != public.get(key):
             raise CheckpointError(
                 f"{key!r} is {str(config.get(key))!r:.40}, and the 'quantkit' key says layout {name!r} "
                 f"with {schemes.default.label}: they contradict each other"
             )
     return LAYOUTS[name], schemes
+
+
+def _true_shapes(padded: Mapping[str, Any]) -> tuple[tuple[str, tuple[int, int]], ...]:
+    for module, shape in padded.items():
+        if type(shape) is not list or len(shape) != 2 or not all(type(size) is int and size > 0 for size in shape):
+            raise CheckpointError(
+                f"'padded' says {str(shape)!r:.40} of {module!r:.80}: a true shape is a list of two positive sizes"
+            )
+    return tuple((module, (n, k)) for module, (n, k) in padded.items())
 
 
 def _parse(label: str) -> Scheme:

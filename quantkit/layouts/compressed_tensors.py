@@ -1,7 +1,7 @@
 """compressed-tensors: INT4 as `pack-quantized`, FP6 and FP5 exactly, carried in FP8 E4M3 as `float-quantized`.
 
-Every E3M2 and E3M1 value is an E4M3 value (LAYOUTS 11), so the carrier holds values and the `quantkit` key of the
-config says which format they are of. Words are filled along a row, without interleaving (LAYOUTS 9).
+Every value of the FP6 and FP5 formats is an E4M3 value (LAYOUTS 11), so the carrier holds values and the `quantkit` key
+of the config says which format they are of. Words are filled along a row, without interleaving (LAYOUTS 9).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from quantkit.formats import INT4, Format
 from quantkit.layouts import checks
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Stored
+from quantkit.layouts.protocol import SideFile, Stored
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "compressed-tensors"
@@ -33,7 +33,7 @@ TENSORS: tuple[str, ...] = (
     "weight",
 )
 MARKER = "weight_scale"
-SIDE_FILE: str | None = None
+SIDE_FILE: SideFile | None = None
 
 CODES = Arrangement("N", "K i:8", "N K i")
 ZEROS = Arrangement("N i:8", "G", "N G i")
@@ -41,6 +41,8 @@ ZEROS = Arrangement("N i:8", "G", "N G i")
 #: Codes translated at a time, so that an index of four bytes a code stays small.
 CHUNK = 1 << 20
 NO_CODE = 255
+#: The format that `marlin24_ct` reads.
+MARLIN24 = "marlin-24"
 
 
 def check(scheme: Scheme, n: int, k: int) -> None:
@@ -149,13 +151,18 @@ def write_config(schemes: Schemes) -> dict[str, Any]:
 
 
 def read_config(config: Mapping[str, Any]) -> Schemes | None:
-    """Return the schemes of a compressed-tensors config, None for another method.
+    """Return the schemes of a compressed-tensors config, None for another method or format `marlin-24`.
 
     CheckpointError for what the record cannot hold: other widths, quantized activations, transforms, and FP8 values
     that quantkit did not write.
     """
-    if config.get("quant_method") != NAME:
+    if config.get("quant_method") != NAME or config.get("format") == MARLIN24:
         return None
+    return schemes_of(config, "pack-quantized")
+
+
+def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
+    """Return the INT4 schemes of a config whose groups have the format `packed`; CheckpointError as `read_config`."""
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         if checks.entry(config, key, dict, type(None), default=None):
             raise CheckpointError(f"a compressed-tensors checkpoint with {key!r}: only plain weights are read")
@@ -166,7 +173,7 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
         if any(group.get(key) is not None for key in ("input_activations", "output_activations")):
             raise CheckpointError(f"config group {name!r:.40} quantizes activations: only weights are read")
         fmt = checks.entry(group, "format", str, type(None), default=None) or checks.entry(config, "format", str)
-        scheme = _scheme_of(checks.entry(group, "weights", dict), fmt)
+        scheme = _scheme_of(checks.entry(group, "weights", dict), fmt, packed)
         by_target |= dict.fromkeys(checks.strings(group, "targets"), scheme)
     if not by_target:
         raise CheckpointError("'config_groups' names no target: nothing is quantized")
@@ -253,12 +260,12 @@ def _group(targets: list[str], scheme: Scheme, mixed: bool) -> dict[str, Any]:
     return group | ({"format": _public_format(scheme)} if mixed else {})
 
 
-def _scheme_of(weights: Mapping[str, Any], fmt: str) -> Scheme:
+def _scheme_of(weights: Mapping[str, Any], fmt: str, packed: str) -> Scheme:
     bits, kind = checks.entry(weights, "num_bits", int, default=8), checks.entry(weights, "type", str, default="int")
-    if fmt != "pack-quantized" or kind != "int" or bits != 4:
+    if fmt != packed or kind != "int" or bits != 4:
         raise CheckpointError(
             f"a compressed-tensors checkpoint of {kind}{bits} in format {fmt!r:.40}, not written by quantkit: "
-            "read are int4 in 'pack-quantized', and fp6 and fp5 in FP8 with the 'quantkit' key"
+            f"read are int4 in {packed!r}, and fp6 and fp5 in FP8 with the 'quantkit' key"
         )
     strategy = checks.entry(weights, "strategy", str)
     group = checks.entry(weights, "group_size", int, type(None), default=None)

@@ -18,19 +18,21 @@ from quantkit.formats import INT4
 from quantkit.layouts import checks
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Stored
+from quantkit.layouts.protocol import SideFile, Stored
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "gptq"
 TENSORS: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
 MARKER = "qweight"
-SIDE_FILE: str | None = "quantize_config.json"
+SIDE_FILE: SideFile | None = SideFile("quantize_config.json")
 
 CODES = Arrangement("N", "K i:8", "K N i")
 ZEROS = Arrangement("N i:8", "G", "G N i")
 
 #: Stored zero point + this = zero code.
 OFFSET = 1
+#: A word of symmetric zero points as v2 stores them, all 8, in two's complement.
+SYMMETRIC_V2 = 0x88888888 - 2**32
 
 
 def check(scheme: Scheme, n: int, k: int) -> None:
@@ -86,7 +88,7 @@ def pack_zeros_less(q: QuantizedTensor, offset: int) -> dict[str, Tensor]:
     """Return the GPTQ tensors of a record with zero points stored less `offset` (1: v1, 0: v2)."""
     n, k = q.shape
     check(q.scheme, n, k)
-    zeros = torch.full_like(q.scales, INT4.zero_code, dtype=torch.uint8) if q.zeros is None else q.zeros
+    zeros = zero_points(q)
     if bool((zeros < offset).any()):
         raise LayoutError("a zero point of 0 cannot be stored in GPTQ v1 (LAYOUTS 1.4): use --layout gptq-v2")
     shapes = {name: shape for name, (_, shape) in stored(q.scheme, n, k).items()}
@@ -96,6 +98,11 @@ def pack_zeros_less(q: QuantizedTensor, offset: int) -> dict[str, Tensor]:
         "scales": checks.half(q.scales).t().contiguous(),
         "g_idx": _natural_order(q.scheme, k, q.codes.device),
     }
+
+
+def zero_points(q: QuantizedTensor) -> Tensor:
+    """Return the zero points uint8 `[n, g]` of a record, which are all 8 when it is symmetric."""
+    return torch.full_like(q.scales, INT4.zero_code, dtype=torch.uint8) if q.zeros is None else q.zeros
 
 
 def unpack_zeros_plus(tensors: Mapping[str, Tensor], scheme: Scheme, offset: int) -> QuantizedTensor:
@@ -181,7 +188,10 @@ def _zero_codes(raw: Tensor, scheme: Scheme, offset: int) -> Tensor | None:
             raise LayoutError("the config says symmetric, but qzeros are neither all 7 (v1) nor all 8 (v2)")
         return None
     if offset and bool((raw == 15).any()):
-        raise LayoutError("a stored zero point of 15 means 16 in GPTQ v1, and readers disagree on it (LAYOUTS 1.4)")
+        raise LayoutError(
+            "a stored zero point of 15 means 16 in GPTQ v1, and readers disagree on it (LAYOUTS 1.4): if these are "
+            "v2's zero points under v1's label, set checkpoint_format and format to gptq_v2 in config.json"
+        )
     return raw + offset
 
 

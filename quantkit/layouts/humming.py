@@ -15,13 +15,13 @@ from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import FP5, FP6
 from quantkit.layouts import checks
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Stored
+from quantkit.layouts.protocol import SideFile, Stored
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "humming"
 TENSORS: tuple[str, ...] = ("weight", "weight_scale")
 MARKER = "weight_scale"
-SIDE_FILE: str | None = None
+SIDE_FILE: SideFile | None = None
 
 DTYPES = {"float6e3m2": FP6, "float5e3m1": FP5}
 

@@ -13,13 +13,13 @@ from quantkit.formats import INT4
 from quantkit.layouts import checks, gptq
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Stored
+from quantkit.layouts.protocol import SideFile, Stored
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "marlin"
 TENSORS: tuple[str, ...] = ("B", "s")
 MARKER = "B"
-SIDE_FILE: str | None = "quantize_config.json"
+SIDE_FILE: SideFile | None = SideFile("quantize_config.json")
 
 CODES = Arrangement("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d")
 GROUPED_SCALES = Arrangement("G", "N a:8 b:8", "G N b a")
@@ -104,7 +104,7 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
 
 def _check_scheme(scheme: Scheme) -> None:
     if scheme.format != INT4:
-        raise LayoutError(f"MARLIN holds int4, not {scheme.format.name}: use --layout humming or compressed-tensors")
+        raise LayoutError(f"MARLIN holds int4, not {scheme.format.name}: use --layout compressed-tensors")
     if not scheme.symmetric:
         raise LayoutError(
             "MARLIN is symmetric only: quantize without --asym, or use --layout gptq-v2 or compressed-tensors"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +14,13 @@ from quantkit.tensor import QuantizedTensor, Scheme
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 
 
+class SideFile(NamedTuple):
+    """A file that readers look for beside config.json: its name, and what it holds, made of `quantization_config`."""
+
+    name: str
+    contents: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+
+
 class Layout(Protocol):
     """Where each code, scale and zero point lies in a checkpoint's tensors, and what its config.json says of it."""
 
@@ -22,8 +29,8 @@ class Layout(Protocol):
     TENSORS: tuple[str, ...]
     #: The suffix whose presence marks a module as packed in this layout, e.g. "B".
     MARKER: str
-    #: A copy of quantization_config that older readers look for beside config.json, or None.
-    SIDE_FILE: str | None
+    #: The file beside config.json, or None where no reader looks for one.
+    SIDE_FILE: SideFile | None
 
     def check(self, scheme: Scheme, n: int, k: int) -> None:
         """Raise LayoutError naming the rule that a scheme or an `[n, k]` shape breaks, and the way out."""

@@ -25,16 +25,29 @@ HELD = {
             "int4:g128:24",
             "fp6:channel",
             "fp5:channel",
+            "fp6-e2m3:channel",
+            "fp5-e2m2:channel",
         ],
         [(64, 128), (8, 256), (128, 384)],
     ),
     "humming": (["fp6:channel", "fp5:channel"], [(1, 32), (7, 96), (64, 256)]),
+    "tcfpx": (
+        ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"],
+        [(64, 64), (128, 192), (64, 256)],
+    ),
     "gptq": (["int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym"], [(32, 128), (96, 384)]),
     "gptq-v2": (
         ["int4:g128", "int4:g32", "int4:channel", "int4:g64:asym", "int4:channel:asym"],
         [(32, 128), (96, 384)],
     ),
+    "awq": (
+        ["int4:g128", "int4:channel", "int4:g32:24", "int4:g64:asym", "int4:channel:asym"],
+        [(8, 128), (40, 256), (96, 384)],
+    ),
+    "quick": (["int4:g128", "int4:g32", "int4:g128:24", "int4:g64:asym"], [(128, 128), (384, 256), (256, 384)]),
     "marlin": (["int4:g128", "int4:channel", "int4:channel:24"], [(64, 128), (192, 256), (256, 384)]),
+    "marlin24": (["int4:g128:24", "int4:channel:24"], [(128, 128), (384, 256), (256, 384)]),
+    "marlin24-ct": (["int4:g128:24", "int4:channel:24"], [(128, 128), (256, 256)]),
 }
 
 CASES = [(layout, label, n, k) for layout, (labels, shapes) in HELD.items() for label in labels for n, k in shapes]
@@ -86,5 +99,5 @@ def write_folder(
     (out / "config.json").write_text(json.dumps(config))
     side = LAYOUTS[layout].SIDE_FILE
     if side:
-        (out / side).write_text(json.dumps(public))
+        (out / side.name).write_text(json.dumps(side.contents(public)))
     return records

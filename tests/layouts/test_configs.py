@@ -31,9 +31,9 @@ def parse(*labels: str) -> list[Scheme]:
     return [Scheme.parse(label) for label in labels]
 
 
-def public_part(scheme: Scheme) -> Scheme:
-    """The scheme as public readers need it: that a dense layout's values happen to be 2:4 is ours to know."""
-    return replace(scheme, sparsity=None)
+def public_part(layout: str, scheme: Scheme) -> Scheme:
+    """The scheme as public readers need it: that dense values are 2:4, or AWQ's zero points all 8, is ours to know."""
+    return replace(scheme, sparsity=None, symmetric=scheme.symmetric and layout not in ("awq", "quick"))
 
 
 def folder_config(layout: str, schemes: Schemes) -> dict[str, Any]:
@@ -76,10 +76,10 @@ def test_the_public_part_alone_gives_the_same_scheme_to_every_module(layout: str
         return
     found, read = read_config(public, PATH)
     assert found is LAYOUTS[layout]
-    public_says_it = layout in ("gptq", "gptq-v2", "compressed-tensors") or not schemes.overrides
+    public_says_it = layout in ("gptq", "gptq-v2", "compressed-tensors", "marlin24-ct") or not schemes.overrides
     if public_says_it:
-        assert [public_part(read.of(module)) for module in MODULES] == [
-            public_part(schemes.of(module)) for module in MODULES
+        assert [public_part(layout, read.of(module)) for module in MODULES] == [
+            public_part(layout, schemes.of(module)) for module in MODULES
         ]
         assert set(read.ignore) == set(schemes.ignore)
 
@@ -134,6 +134,9 @@ def test_configs_of_the_documentation_are_what_we_write() -> None:
     }  # fmt: skip
     assert LAYOUTS["humming"].write_config(Schemes(Scheme(FP6), ignore=head)) == {
         "quant_method": "humming", "b_dtype": "float6e3m2", "weight_scale_group_size": 0, "ignore": ["lm_head"]
+    }  # fmt: skip
+    assert LAYOUTS["tcfpx"].write_config(Schemes(Scheme(FP5), ignore=head)) == {
+        "quant_method": "tcfpx", "format": "e3m1", "bits": 5, "ignore": ["lm_head"]
     }  # fmt: skip
     gptq = LAYOUTS["gptq"].write_config(Schemes(INT4_ROWS, ignore=head))
     assert gptq.items() >= {
@@ -238,8 +241,8 @@ def test_foreign_compressed_tensors_targets_are_matched_in_the_order_of_the_libr
 
 
 def test_configs_of_no_layout_are_refused_by_name() -> None:
-    refused({"quant_method": "awq", "bits": 4}, "awq")
-    refused({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "format": "marlin_24"}, "marlin_24")
+    refused({"quant_method": "aqlm", "bits": 4}, "aqlm")
+    refused({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "format": "marlin_2"}, "marlin_2")
     refused({}, "is no layout")
     for value in (None, [], "gptq", 4):
         refused(value, "must be an object")
@@ -258,6 +261,9 @@ def test_contradictions_are_refused() -> None:
     refused({"quant_method": "marlin", "group_size": 128, "sym": False}, "sym False")
     refused({"quant_method": "humming", "b_dtype": "float4e2m1"}, "float4e2m1")
     refused({"quant_method": "humming", "b_dtype": "float6e3m2", "weight_scale_group_size": 128}, "groups of 128")
+    refused({"quant_method": "tcfpx", "format": "e4m1", "bits": 6}, "e4m1")
+    refused({"quant_method": "tcfpx", "format": "e3m2", "bits": 5}, "bits 5")
+    refused({"quant_method": "tcfpx", "bits": 6}, "'format' is missing")
     config = folder_config("marlin", Schemes(INT4_G128))
     for key, value in (("quant_method", "awq"), ("checkpoint_format", "gptq"), ("is_marlin_format", False)):
         refused({**config, key: value}, key, "contradict")
@@ -265,10 +271,12 @@ def test_contradictions_are_refused() -> None:
         refused({**config, "quantkit": {**config["quantkit"], "layout": layout}}, "contradict")
     six = folder_config("humming", Schemes(Scheme(FP6)))
     refused({**six, "quantkit": {**six["quantkit"], "scheme": "fp5:channel"}}, "b_dtype", "contradict")
+    planes = folder_config("tcfpx", Schemes(Scheme(FP6)))
+    refused({**planes, "quantkit": {**planes["quantkit"], "scheme": "fp6-e2m3:channel"}}, "'format'", "contradict")
 
 
 HOSTILE_OWN: list[dict[str, Any]] = [
-    {"layout": "awq"}, {"layout": None}, {"layout": ["marlin"]}, {"layout": 1}, {"layout": "__init__"},
+    {"layout": "exl3"}, {"layout": None}, {"layout": ["marlin"]}, {"layout": 1}, {"layout": "__init__"},
     {"scheme": "int4:g0"}, {"scheme": "int4:g²"}, {"scheme": "int4:g" + "9" * 5000}, {"scheme": "int5"}, {"scheme": 4},
     {"scheme": ""}, {"scheme": "fp6:asym"}, {"scheme": "int4:g64"}, {"scheme": "fp6:channel:24"}, {"scheme": "fp6"},
     {"overrides": []}, {"overrides": {"(": "int4:g128"}}, {"overrides": {".*": 4}}, {"overrides": {".*": "int3"}},
@@ -324,7 +332,7 @@ def test_configs_with_any_entry_replaced_never_give_a_traceback(config: dict[str
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_schemes_that_a_layout_cannot_hold_never_get_a_config(layout: str) -> None:
     good = Scheme.parse(HELD[layout][0][0])
-    for label in ("fp6:g128",) + (("int4",) if layout == "humming" else ()):
+    for label in ("fp6:g128",) + (("int4",) if layout in ("humming", "tcfpx") else ()):
         for schemes in (Schemes(Scheme.parse(label)), Schemes(good, (("x", Scheme.parse(label)),))):
             with pytest.raises(QuantkitError):
                 LAYOUTS[layout].write_config(schemes)
@@ -333,7 +341,8 @@ def test_schemes_that_a_layout_cannot_hold_never_get_a_config(layout: str) -> No
 def test_both_gptq_versions_are_one_family_for_convert() -> None:
     assert {name: family(name) for name in LAYOUTS} == {
         "compressed-tensors": "compressed-tensors", "humming": "humming", "gptq": "gptq", "gptq-v2": "gptq",
-        "marlin": "marlin",
+        "awq": "awq", "quick": "quick", "marlin": "marlin",
+        "marlin24": "marlin24", "marlin24-ct": "marlin24", "tcfpx": "tcfpx",
     }  # fmt: skip
 
 

@@ -15,10 +15,20 @@ from tests.layouts.samples import CASES, record
 
 Change = Callable[[Tensor], Tensor]
 
+SCALES = {
+    "gptq": "scales",
+    "gptq-v2": "scales",
+    "awq": "scales",
+    "quick": "scales",
+    "marlin": "s",
+    "tcfpx": "scales",
+    "marlin24": "s",
+    "marlin24-ct": "scale_packed",
+}
 FIRST = {layout: next(case for case in CASES if case[0] == layout) for layout in LAYOUTS}
 
 
-def sample(layout: str, label: str = "", n: int = 64, k: int = 256) -> tuple[QuantizedTensor, dict[str, Tensor]]:
+def sample(layout: str, label: str = "", n: int = 128, k: int = 256) -> tuple[QuantizedTensor, dict[str, Tensor]]:
     q = record(Scheme.parse(label or FIRST[layout][1]), n, k, lowest_zero=1)
     return q, LAYOUTS[layout].pack(q)
 
@@ -49,7 +59,8 @@ def test_missing_foreign_misshapen_and_mistyped_tensors(layout: str) -> None:
 def test_the_scheme_of_another_group_size_or_format_is_noticed(layout: str) -> None:
     q, packed = sample(layout)
     for label in ("int4:g64", "int4:channel", "int4:g128:asym", "int4:g48", "fp6", "fp5", "fp6:g128"):
-        unseen = layout.startswith("gptq") and label.endswith("asym")  # symmetric zero points are zero points
+        # Where symmetric zero points are stored they are zero points like any others.
+        unseen = layout in ("gptq", "gptq-v2", "awq", "quick") and label.endswith("asym")
         if Scheme.parse(label) != q.scheme and not unseen:
             refused(layout, packed, Scheme.parse(label))
 
@@ -58,8 +69,8 @@ def test_the_scheme_of_another_group_size_or_format_is_noticed(layout: str) -> N
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_scales_that_are_no_numbers_are_refused_in_both_directions(layout: str, value: float) -> None:
     q, packed = sample(layout)
-    name = {"gptq": "scales", "gptq-v2": "scales", "marlin": "s"}.get(layout, "weight_scale")
-    packed[name].view(-1)[3] = value
+    name = SCALES.get(layout, "weight_scale")
+    packed[name].view(-1)[2:4] = value  # both copies where there are two
     refused(layout, packed, q.scheme, "scale of row", str(value))
     q.scales.view(-1)[3] = value
     with pytest.raises(LayoutError, match="scale of row"):
@@ -76,7 +87,7 @@ def test_zero_negative_and_subnormal_scales_are_kept_to_the_bit(layout: str) -> 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_wider_scales_are_read_exactly_or_refused(layout: str, dtype: torch.dtype) -> None:
-    name = {"gptq": "scales", "gptq-v2": "scales", "marlin": "s"}.get(layout, "weight_scale")
+    name = SCALES.get(layout, "weight_scale")
     q, packed = sample(layout)
     q.scales.copy_(torch.linspace(-1, 1, q.scales.numel()).view(q.scales.shape).bfloat16())
     packed = LAYOUTS[layout].pack(q)
@@ -84,7 +95,7 @@ def test_wider_scales_are_read_exactly_or_refused(layout: str, dtype: torch.dtyp
     assert LAYOUTS[layout].unpack(wide, q.scheme).equal(q)
     for value in (1e-10, 1e5, 2.0**-25):
         wide[name] = packed[name].to(dtype)
-        wide[name].view(-1)[0] = value
+        wide[name].view(-1)[:2] = value
         refused(layout, wide, q.scheme, "no float16 value", "row 0")
 
 
@@ -141,7 +152,19 @@ def test_codes_and_zero_points_past_the_true_shape_must_be_0() -> None:
         refused("compressed-tensors", damaged, q.scheme, name, "past its true shape")
 
 
-@pytest.mark.parametrize(("label", "value"), [("fp6", 0.1171875), ("fp6", 30.0), ("fp5", 28.0), ("fp5", 0.0625)])
+@pytest.mark.parametrize(
+    ("label", "value"),
+    [
+        ("fp6", 0.1171875),
+        ("fp6", 30.0),
+        ("fp5", 28.0),
+        ("fp5", 0.0625),
+        ("fp6-e2m3", 8.0),
+        ("fp6-e2m3", 0.0625),
+        ("fp5-e2m2", 7.5),
+        ("fp5-e2m2", 0.125),
+    ],
+)
 def test_fp8_values_off_the_grid_of_the_format_are_refused(label: str, value: float) -> None:
     q, packed = sample("compressed-tensors", label)
     packed["weight"][2, 5] = torch.tensor(value).to(torch.float8_e4m3fn)

@@ -21,7 +21,18 @@ from tests.layouts import oracle
 from tests.layouts.samples import CASES, HELD, record
 
 #: layout -> (n, k) units of legal shapes.
-UNITS = {"compressed-tensors": (1, 1), "humming": (1, 32), "gptq": (32, 32), "gptq-v2": (32, 32), "marlin": (64, 128)}
+UNITS = {
+    "compressed-tensors": (1, 1),
+    "humming": (1, 32),
+    "tcfpx": (64, 64),
+    "gptq": (32, 32),
+    "gptq-v2": (32, 32),
+    "awq": (8, 1),
+    "quick": (128, 32),
+    "marlin": (64, 128),
+    "marlin24": (128, 128),
+    "marlin24-ct": (128, 128),
+}
 
 
 def rows(tensor: Tensor) -> list[list[int]]:
@@ -66,7 +77,7 @@ def test_unpack_of_pack_is_the_record_and_pack_of_unpack_the_bytes(layout: str, 
     obeys(layout, q)
     expected = oracle.packed(
         layout, q.codes.tolist(), rows(q.scales), None if q.zeros is None else q.zeros.tolist(),
-        q.scheme.format.mbits, q.scheme.group_size or k,
+        q.scheme.format.ebits, q.scheme.format.mbits, q.scheme.group_size or k,
     )  # fmt: skip
     assert {name: rows(t) for name, t in LAYOUTS[layout].pack(q).items()} == expected
 
@@ -76,7 +87,7 @@ def legal(draw: st.DrawFn) -> tuple[str, QuantizedTensor]:
     layout = draw(st.sampled_from(sorted(UNITS)))
     scheme = Scheme.parse(draw(st.sampled_from(HELD[layout][0])))
     unit_n, unit_k = UNITS[layout]
-    n = unit_n * draw(st.integers(1, max(1, 192 // unit_n) if unit_n > 1 else 40))
+    n = unit_n * draw(st.integers(1, max(3, 192 // unit_n) if unit_n > 1 else 40))
     k_step = math.lcm(unit_k, scheme.group_size or 1)
     k = k_step * draw(st.integers(1, max(2, 384 // k_step)))
     q = record(scheme, n, k, seed=draw(st.integers(0, 2**32)), lowest_zero=0 if layout != "gptq" else 1)
@@ -102,6 +113,20 @@ ILLEGAL = [
     ("gptq", "fp6", 64, 128),
     ("humming", "fp6", 4, 48),
     ("humming", "int4", 4, 64),
+    ("humming", "fp6-e2m3", 4, 64),
+    ("tcfpx", "int4", 64, 64),
+    ("tcfpx", "fp6", 96, 64),
+    ("tcfpx", "fp5-e2m2", 64, 96),
+    ("tcfpx", "fp6-e2m3:g64", 64, 64),
+    ("awq", "int4:channel", 12, 64),
+    ("awq", "int4:g48:asym", 8, 64),
+    ("awq", "fp6", 64, 128),
+    ("quick", "int4:channel:asym", 128, 128),
+    ("quick", "int4:g16", 128, 128),
+    ("quick", "int4:g48", 128, 96),
+    ("quick", "int4:g128:asym", 64, 128),
+    ("quick", "int4:g32", 192, 128),
+    ("quick", "fp6", 128, 128),
     ("marlin", "int4", 32, 128),
     ("marlin", "int4", 96, 128),
     ("marlin", "int4", 64, 192),
@@ -109,6 +134,21 @@ ILLEGAL = [
     ("marlin", "int4:g256", 64, 256),
     ("marlin", "int4:g128:asym", 64, 128),
     ("marlin", "fp6", 64, 128),
+    *[
+        (name, label, n, k)
+        for name in ("marlin24", "marlin24-ct")
+        for label, n, k in (
+            ("int4:g128", 128, 128),
+            ("int4:channel", 128, 128),
+            ("int4:g64:24", 128, 128),
+            ("int4:g256:24", 128, 256),
+            ("int4:channel:24", 64, 128),
+            ("int4:channel:24", 192, 128),
+            ("int4:channel:24", 128, 192),
+            ("int4:g128:asym", 128, 128),
+            ("fp6", 128, 128),
+        )
+    ],
 ]
 
 
@@ -127,11 +167,19 @@ def test_what_check_refuses_pack_refuses(layout: str, label: str, n: int, k: int
 def test_a_refusal_names_the_rule_and_the_way_out() -> None:
     for layout, label, n, k, words in (
         ("marlin", "int4:g64", 64, 128, ("groups of 128", "--group-size 128 or channel")),
+        ("marlin24", "int4:g128", 128, 128, ("two of four", "--prune 2:4", "--layout marlin")),
+        ("marlin24", "int4:g64:24", 128, 128, ("groups of 128", "--group-size 128 or channel")),
+        ("marlin24-ct", "int4:24", 192, 128, ("n to be a multiple of 128", "192", "--skip")),
         ("marlin", "int4:asym", 64, 128, ("symmetric", "--layout gptq-v2")),
         ("marlin", "int4", 96, 128, ("n to be a multiple of 64", "96", "--skip")),
         ("marlin", "int4", 64, 100, ("k to be a multiple of 128", "100")),
         ("gptq", "fp6", 64, 128, ("int4, not fp6", "--layout")),
+        ("awq", "int4:g64", 12, 64, ("n to be a multiple of 8", "12", "--layout compressed-tensors")),
+        ("quick", "int4", 128, 128, ("one scale per row", "--group-size 128")),
+        ("quick", "int4:g16", 128, 128, ("multiple of 32", "16", "--layout awq")),
         ("humming", "fp6", 4, 48, ("multiple of 32", "48", "--layout compressed-tensors")),
+        ("tcfpx", "fp6", 96, 64, ("n to be a multiple of 64", "96", "--layout compressed-tensors")),
+        ("humming", "fp5-e2m2", 4, 32, ("fp6 and fp5, not fp5-e2m2", "--layout compressed-tensors")),
         ("compressed-tensors", "fp5:g32", 4, 32, ("one scale per row", "--group-size channel")),
     ):
         with pytest.raises(LayoutError) as refusal:
@@ -176,7 +224,7 @@ def test_marlin_tensors_of_stacked_weights_are_the_tensors_side_by_side() -> Non
 
 
 def test_every_fp6_and_fp5_code_survives_the_fp8_carrier_with_its_value() -> None:
-    for label in ("fp6", "fp5"):
+    for label in ("fp6", "fp5", "fp6-e2m3", "fp5-e2m2"):
         scheme = Scheme.parse(label)
         every = torch.arange(2**scheme.format.bits, dtype=torch.uint8).repeat(2, 1)
         q = QuantizedTensor(scheme, every, torch.ones(2, 1, dtype=torch.float16))

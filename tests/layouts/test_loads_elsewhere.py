@@ -43,6 +43,8 @@ print(json.dumps(results))
 """
 
 INT4, CHANNEL, FP6, FP5 = (Scheme.parse(label) for label in ("int4:g128", "int4:channel", "fp6", "fp5"))
+E2 = ("fp6-e2m3", "fp5-e2m2")
+SPARSE, SPARSE_ROWS = (Scheme.parse(label) for label in ("int4:g128:24", "int4:channel:24"))
 HEAD = ("lm_head",)
 LOADS = {
     **{
@@ -68,15 +70,23 @@ LOADS = {
             HEAD,
         ),
     ),
+    **{label: ("bfloat16", "llama", "", Schemes(Scheme.parse(label), ignore=HEAD)) for label in E2},
     "mixed formats": ("float16", "llama", "", Schemes(INT4, ((r".*\.down_proj", FP6), (r".*\.o_proj", FP5)), HEAD)),
 }
 RAISES = {
     "marlin": ("marlin", INT4),
     "marlin rows": ("marlin", CHANNEL),
+    "marlin24": ("marlin24", SPARSE),
+    "marlin24 rows": ("marlin24", SPARSE_ROWS),
+    "marlin24-ct": ("marlin24-ct", SPARSE),
+    "marlin24-ct rows": ("marlin24-ct", SPARSE_ROWS),
     "gptq": ("gptq", INT4),
     "gptq-v2": ("gptq-v2", Scheme.parse("int4:g64:asym")),
+    "awq": ("awq", Scheme.parse("int4:g64:asym")),
+    "quick": ("quick", INT4),
     "humming fp6": ("humming", FP6),
     "humming fp5": ("humming", FP5),
+    "tcfpx": ("tcfpx", FP6),
 }
 
 
@@ -125,3 +135,8 @@ def test_layouts_unknown_to_transformers_raise_instead_of_loading_random_weights
     outcome, folder, _ = elsewhere[name]
     assert outcome != "loaded"
     assert not (folder / "loaded.safetensors").exists()
+
+
+def test_quick_is_refused_for_its_version_whatever_awq_kernels_are_installed(elsewhere: dict) -> None:
+    assert "Invalid format 'quick'" in elsewhere["quick"][0]
+    assert elsewhere["awq"][0].startswith("ImportError") and "gptqmodel" in elsewhere["awq"][0]

@@ -1,0 +1,124 @@
+"""The 2:4 encoding: which two of each four values are kept, and where the metadata saying so lies (LAYOUTS 4).
+
+Four neighbouring values are moved as one word of four times their width, so that choosing two of them is two shifts.
+Rows are worked on in pieces that stay in the cache, since every step touches each word once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from quantkit import sparsity
+from quantkit.errors import LayoutError
+from quantkit.layouts.arrange import Arrangement
+
+#: Index: bit i says that value i of the quad is not zero; entry: i0 | i1 << 2, or REFUSED for three and four (4.1).
+REFUSED = 0
+CODES = (0xE, 0x8, 0x9, 0x4, 0xE, 0x8, 0x9, REFUSED, 0xE, 0xC, 0xD, REFUSED, 0xE, REFUSED, REFUSED, REFUSED)
+
+#: The order of 4.3 by the dtype of its words, whose metadata columns hold four and eight quads.
+CUTLASS = {
+    torch.int16: Arrangement("M r4:2 r3:2 r2:2 r1:2 r0:2", "C d:2 q:4", "C M r2 r1 r0 r4 d r3 q"),
+    torch.int32: Arrangement("M r3:2 r2:2 r1:2 r0:2", "C d:2 q:8", "C M r2 r1 r0 d r3 q"),
+}
+#: The order of 4.4.
+SPARSE_MARLIN = Arrangement("N e:8 n2:2 n1:2 n0:2", "C d:2 q:4", "C N n1 e n0 d n2 q")
+
+#: Bytes of a value -> dtypes of two and of four of them.
+WORDS = {1: (torch.int16, torch.int32), 2: (torch.int32, torch.int64)}
+#: Values encoded at a time.
+CHUNK = 1 << 17
+
+
+def encode(values: Tensor) -> Tensor:
+    """Return the code of each quad, uint8 `[n, k/4]`, by the table of LAYOUTS 4.1; -0.0 is a zero.
+
+    `values` `[n, k]` of any dtype. LayoutError for a quad with three or four values that are not zero, and unless `k`
+    is a multiple of 4.
+    """
+    n, k = values.shape
+    table = torch.tensor(CODES, dtype=torch.uint8, device=values.device)
+    codes = torch.empty(n, sparsity.quads(k), dtype=torch.uint8, device=values.device)
+    for some, found in _pieces(k, values, codes):
+        flags = (some != 0).contiguous().view(torch.int32)  # four bytes of 0 or 1: gathered in the highest one
+        which = (flags * 0x01020408 >> 24) & 15
+        torch.index_select(table, 0, which.view(-1), out=found.view(-1))
+    if bool((codes == REFUSED).any()):
+        sparsity.check(values != 0)  # which names the first one
+    return codes
+
+
+def check(codes: Tensor) -> None:
+    """Raise LayoutError unless every code of `codes` `[n, k/4]` names two different places in rising order."""
+    wrong = (codes & 3) >= (codes >> 2)
+    if bool(wrong.any()):
+        row, quad = wrong.nonzero()[0].tolist()
+        raise LayoutError(
+            f"metadata does not describe two of four: {int(wrong.sum())} codes are none of 4, 8, 9, C, D, E, first "
+            f"{int(codes[row, quad]):X} at row {row}, columns {4 * quad} to {4 * quad + 3}: the file is damaged"
+        )
+
+
+def compress(values: Tensor, codes: Tensor) -> Tensor:
+    """Return the two values of each quad that its code keeps, `[n, k/2]`, bit for bit (LAYOUTS 4.1).
+
+    `values` `[n, k]` of one or two bytes each; `codes` uint8 `[n, k/4]`, valid ones.
+    """
+    n, k = values.shape
+    kept = torch.empty(n, k // 2, dtype=values.dtype, device=values.device)
+    bits, (two, four) = 8 * values.element_size(), WORDS[values.element_size()]
+    for some, places, out in _pieces(k, values, codes, kept):
+        quads, (low, high) = some.clone(memory_format=torch.contiguous_format).view(four), _shifts(places, bits, four)
+        pairs = (quads >> low) & ((1 << bits) - 1)
+        pairs |= (quads >> high) << bits
+        out.view(two).copy_(pairs)  # which drops what lies above
+    return kept
+
+
+def expand(kept: Tensor, codes: Tensor) -> Tensor:
+    """Return the values `[n, k]` whose kept ones `compress` gave as `kept` `[n, k/2]`; the others are zero bits."""
+    n, k = kept.shape[0], 2 * kept.shape[1]
+    values = torch.empty(n, k, dtype=kept.dtype, device=kept.device)
+    bits, (two, four) = 8 * kept.element_size(), WORDS[kept.element_size()]
+    for some, places, out in _pieces(k, kept, codes, values):
+        pairs = some.clone(memory_format=torch.contiguous_format).view(two).to(four)
+        low, high = _shifts(places, bits, four)
+        quads = (pairs & ((1 << bits) - 1)) << low
+        quads |= ((pairs >> bits) & ((1 << bits) - 1)) << high
+        out.view(four).copy_(quads)
+    return values
+
+
+def pack_codes(codes: Tensor, order: Arrangement, dtype: torch.dtype) -> Tensor:
+    """Return `codes` uint8 `[n, k/4]` as flat words of `dtype` (int16: four quads, int32: eight) in `order`.
+
+    The first quad lies in the lowest bits. LayoutError unless `n` and `k` are multiples of what the order moves.
+    """
+    return order.pack(codes, 4).view(dtype)
+
+
+def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> Tensor:
+    """Return the codes of an `[n, k]` weight of `shape` that `pack_codes` made `words` of.
+
+    They are as the file has them, so a quad's code need not be the one that its values give: metadata made from a
+    pruning mask means the same values. LayoutError for a code that is none.
+    """
+    n, k = shape
+    codes = order.unpack(words.contiguous().view(-1).view(torch.int32), 4, (n, k // 4))
+    check(codes)
+    return codes
+
+
+def _shifts(codes: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return by how many bits the first and the second kept value of each quad stand above its lowest one."""
+    codes = codes.to(dtype)
+    return (codes & 3) * bits, (codes >> 2) * bits
+
+
+def _pieces(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Return the same rows of all `matrices` at a time; on a GPU all of them, which has no cache to stay in."""
+    rows = max(1, CHUNK // max(1, k) if matrices[0].device.type == "cpu" else len(matrices[0]))
+    return zip(*(matrix.split(rows) for matrix in matrices), strict=True)

@@ -1,0 +1,111 @@
+"""QUICK: the published packer's bytes, the kinship with MARLIN's words, copies that disagree, what its loader reads."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import LayoutError
+from quantkit.layouts import LAYOUTS, marlin, quick
+from quantkit.layouts.config import Schemes
+from quantkit.tensor import QuantizedTensor, Scheme
+from tests.layouts.samples import record
+from tests.layouts.test_golden import both_ways, golden, same, scheme_of
+from tests.layouts.test_laws import rows
+
+
+def test_words_scales_and_zero_points_of_the_published_packer(shared: Path) -> None:
+    file = golden(shared, "quick")
+    for case, info in file.cases.items():
+        scheme = scheme_of({**info, "sym": False})
+        q = QuantizedTensor(scheme, *(file(case, name).t().contiguous() for name in ("codes", "scales", "zeros")))
+        stored = {name: file(case, name) for name in ("qweight", "qzeros")}
+        both_ways("quick", q, {**stored, "scales": file(case, "qscales")})
+    assert len(file.cases) == 11
+
+
+def test_the_worked_example_of_the_documentation() -> None:
+    n, k = torch.arange(256).view(-1, 1), torch.arange(128).view(1, -1)
+    codes = ((k + 3 * (k // 8) + 5 * n + 7 * (n // 8)) % 16).to(torch.uint8)
+    zeros, scales = ((5 * n + 7 * (n // 8)) % 16).to(torch.uint8), (n + 1).half()
+    packed = quick.pack(QuantizedTensor(Scheme.parse("int4:g128:asym"), codes, scales, zeros))
+    words, zero_points = rows(packed["qweight"]), rows(packed["qzeros"])[0]
+    assert [f"{word:08x}" for word in words[0][:9]] == [
+        "b0c1afb0", "9eaf8d9e", "7c8d6b7c", "5a6b495a", "16270516", "f405e3f4", "d2e3c1d2", "b0c1afb0", "d2e3c1d2"
+    ]  # fmt: skip
+    assert (words[1][0], words[2][0], words[8][0]) == (0xB0C1AFB0, 0xF405E3F4, 0x7C8D6B7C)
+    assert zero_points[:4] == [0xDEF0DEF0, 0x9ABC9ABC, 0x23452345, 0xEF01EF01]
+    assert packed["scales"][0, [*range(8), 16, 64, 128, 256]].tolist() == [1, 1, 9, 9, 17, 17, 25, 25, 2, 129, 5, 65]
+
+
+@pytest.mark.parametrize(("n", "k"), [(128, 128), (384, 256), (512, 64)])
+def test_the_words_are_marlins_in_another_order(n: int, k: int) -> None:
+    q = record(Scheme.parse("int4:g32"), n, k)
+    theirs = marlin.CODES.pack(q.codes, 4).view(k // 16, 2 * n)
+    row, column = torch.meshgrid(torch.arange(k // 16), torch.arange(2 * n), indexing="ij")
+    a, quarter, j = column % 128 // 16, column % 16 // 4, column % 4
+    bx, ty = column // 256, column // 128 % 2
+    place = ty * (n // 4) + (a // 4) * (n // 8) + 16 * bx + 4 * (a % 4) + quarter
+    flat = 4 * n * (row // 2) + 8 * place + 4 * (row % 2) + j
+    assert flat.flatten().sort().values.equal(torch.arange(k * n // 8))
+    assert torch.equal(quick.pack(q)["qweight"].flatten()[flat], theirs)
+
+
+@pytest.mark.parametrize("label", ["int4:g64:asym", "int4:g64"])
+def test_copies_of_a_scale_or_zero_point_that_differ_are_refused(label: str) -> None:
+    q = record(Scheme.parse(label), 256, 128)
+    q.scales[5, 1] = 0.0
+    packed = quick.pack(q)
+    for place in (0, 1, 700):
+        scales = packed["scales"].clone()
+        scales.view(-1).view(torch.int16)[place] ^= 1
+        with pytest.raises(LayoutError, match="'scales' holds every entry twice"):
+            quick.unpack({**packed, "scales": scales}, q.scheme)
+    sign = packed["scales"].clone()
+    sign.view(-1)[int((sign.view(torch.int16) == 0).flatten().nonzero()[0])] = -0.0  # equal as numbers
+    with pytest.raises(LayoutError, match="'scales' holds every entry twice"):
+        quick.unpack({**packed, "scales": sign}, q.scheme)
+    for nibble in range(8):
+        zeros = packed["qzeros"].clone()
+        zeros[1, 33] ^= 1 << (4 * nibble) if nibble < 7 else -(1 << 31)
+        with pytest.raises(LayoutError, match="'qzeros' holds every entry twice"):
+            quick.unpack({**packed, "qzeros": zeros}, q.scheme)
+
+
+def test_both_copies_changed_alike_are_another_record_not_an_error() -> None:
+    q = record(Scheme.parse("int4:g64:asym"), 256, 128)
+    packed = quick.pack(q)
+    packed["qzeros"][0, 0] ^= 0x00010001
+    changed = quick.unpack(packed, q.scheme)
+    assert int((changed.zeros != q.zeros).sum()) == 1 and changed.zeros[0, 0] == q.zeros[0, 0] ^ 1
+
+
+def test_tensors_of_fused_projections_are_not_the_parts_side_by_side() -> None:
+    q = record(Scheme.parse("int4:g128"), 256, 128)
+    parts = [quick.pack(QuantizedTensor(q.scheme, q.codes[a:b], q.scales[a:b])) for a, b in ((0, 128), (128, 256))]
+    whole = quick.pack(q)
+    for dim in (0, 1):
+        side_by_side = torch.cat([part["qweight"] for part in parts], dim=dim)
+        assert not torch.equal(side_by_side.flatten(), whole["qweight"].flatten())
+
+
+def test_the_side_file_has_exactly_the_keys_of_the_loader() -> None:
+    config = quick.write_config(Schemes(Scheme.parse("int4:g64"), ignore=("lm_head", "model.layers.0.mlp.up_proj")))
+    assert config["version"] == "quick" and config["quant_method"] == "awq"
+    assert quick.SIDE_FILE is not None and quick.SIDE_FILE.name == "quant_config.json"
+    assert quick.SIDE_FILE.contents({**config, "quantkit": {}}) == {
+        "zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "QUICK",
+        "modules_to_not_convert": ["model.layers.0.mlp.up_proj"],
+    }  # fmt: skip
+
+
+def test_the_way_through_every_int4_layout_ends_in_the_bytes_it_began_with() -> None:
+    q = record(Scheme.parse("int4:g128"), 384, 256)
+    first = LAYOUTS["gptq"].pack(q)
+    packed = first
+    for source, target in pairwise(("gptq", "marlin", "quick", "awq", "compressed-tensors", "gptq")):
+        packed = LAYOUTS[target].pack(LAYOUTS[source].unpack(packed, q.scheme))
+    same(packed, first)

@@ -1,0 +1,175 @@
+"""TC-FPx: the published bytes of every case, planes and plain stream, and files that are damaged or not of ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit import rtn
+from quantkit.checkpoint import Checkpoint
+from quantkit.errors import CheckpointError, LayoutError
+from quantkit.layouts import LAYOUTS, tcfpx
+from quantkit.layouts.config import Schemes
+from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.verify import verify
+from tests.layouts.samples import record, write_folder
+from tests.layouts.test_golden import both_ways, golden, same
+from tests.models import write_model
+
+
+def with_codes(scheme: Scheme, codes: Tensor, scales: Tensor | None = None) -> QuantizedTensor:
+    scales = torch.ones(len(codes), dtype=torch.float16) if scales is None else scales
+    return QuantizedTensor(scheme, codes, scales.view(-1, 1))
+
+
+def plain(codes: Tensor, bits: int) -> list[bytes]:
+    """Each row as one big-endian bit stream (LAYOUTS 7.1)."""
+    rows = []
+    for row in codes.tolist():
+        stream = 0
+        for code in row:
+            stream = stream << bits | code
+        rows.append(stream.to_bytes(len(row) * bits // 8, "big"))
+    return rows
+
+
+def from_plain(stream: Tensor, bits: int) -> list[list[int]]:
+    rows = []
+    for row in stream.tolist():
+        number, count = int.from_bytes(bytes(row), "big"), len(row) * 8 // bits
+        rows.append([number >> bits * (count - 1 - k) & (1 << bits) - 1 for k in range(count)])
+    return rows
+
+
+def test_published_bytes_planes_streams_and_values_in_both_directions(shared: Path) -> None:
+    file = golden(shared, "fpx_tc")
+    seen: dict[str, set[str]] = {}
+    for case, info in file.cases.items():
+        scheme = Scheme(tcfpx.SPLITS[info["format"]])
+        seen.setdefault(info["format"], set()).add(info["pattern"])
+        q = with_codes(scheme, file(case, "codes"), file(case, "scales"))
+        packed = file(case, "packed")
+        both_ways("tcfpx", q, {"weight": packed, "scales": q.scales.view(-1)})
+        buffer = LAYOUTS["tcfpx"].pack(q)["weight"].view(torch.uint8).view(-1)
+        weights, start = q.codes.numel(), 0
+        for y in (1, 2, 4):  # the planes one after the other; of six bits the two arrays of DeepSpeed
+            if info["bits"] & y and (plane := file(case, f"seg{y}")) is not None:
+                assert torch.equal(buffer[start : start + weights * y // 8], plane), case
+            start += weights * y // 8 if info["bits"] & y else 0
+        assert start == len(buffer)
+        if (stream := file(case, "plain")) is not None:
+            assert [bytes(row) for row in stream.tolist()] == plain(q.codes, scheme.format.bits)
+            assert (
+                from_plain(stream, scheme.format.bits)
+                == LAYOUTS["tcfpx"].unpack({"weight": packed, "scales": q.scales.view(-1)}, scheme).codes.tolist()
+            )
+        if (dense := file(case, "dequant")) is not None:
+            assert torch.equal(q.dequantize(torch.float16).view(torch.int16), dense.view(torch.int16)), case
+    assert seen["e3m2"] == {"random", "ramp", "min", "max", "negzero"}
+    assert all(patterns >= {"random", "ramp"} for patterns in seen.values()) and len(seen) == 4
+
+
+def test_a_weight_becomes_the_published_words_and_values_even_where_they_are_infinite(shared: Path) -> None:
+    file = golden(shared, "fpx_quant")
+    for case, info in file.cases.items():
+        fmt = tcfpx.SPLITS[info["format"]]
+        codes, scales = rtn.published_codes(file(case, "weight").float(), fmt)
+        assert torch.equal(scales, file(case, "scales_fp32")) and torch.equal(codes, file(case, "codes"))
+        q = with_codes(Scheme(fmt), codes, scales.to(torch.float16))
+        both_ways("tcfpx", q, {"weight": file(case, "packed"), "scales": file(case, "scales")})
+        dense = file(case, "dequant")
+        assert torch.isinf(dense).any()
+        assert torch.equal(q.dequantize(torch.float16).view(torch.int16), dense.view(torch.int16)), case
+
+
+def test_the_worked_example_of_the_documentation() -> None:
+    m, k = torch.arange(64).view(-1, 1), torch.arange(64)
+    codes = (7 * m + k + 3 * (k // 8) + 11 * (m // 8)) % 64
+    assert plain(codes, 6)[0].startswith(bytes.fromhex("001083105187"))
+    low = {0: "1c4f0b3e 3e612d50 50834f72 72a56194"}
+    six = {0: "01010101 01110111 11110111 11151111", 32: "15561516 16561556", 288: "72a56194 94c783b6"}
+    five = {0: "171e1716 165e175e 5e5e1e5e 5e7a5e5a", 32: "a185a1a5 a585a185"}
+    for label, expected in (("fp6", six | {256: low[0]}), ("fp5", five | {128: low[0]})):
+        scheme = Scheme.parse(label)
+        q = with_codes(scheme, (codes % 2**scheme.format.bits).to(torch.uint8))
+        words = LAYOUTS["tcfpx"].pack(q)["weight"].view(-1).tolist()
+        for first, text in expected.items():
+            found = [f"{word & 0xFFFFFFFF:08x}" for word in words[first : first + len(text.split())]]
+            assert found == text.split(), (label, first)
+
+
+@pytest.mark.parametrize("label", ["fp6", "fp5", "fp6-e2m3", "fp5-e2m2"])
+def test_bytes_instead_of_words_and_a_column_of_scales_are_read_as_the_same_record(label: str) -> None:
+    q = record(Scheme.parse(label), 64, 192)
+    packed = LAYOUTS["tcfpx"].pack(q)
+    raw = packed["weight"].view(torch.uint8)
+    assert raw.shape == (64, 192 * q.scheme.format.bits // 8)
+    for weight in (raw, raw.t().contiguous().t()):
+        for scales in (packed["scales"], packed["scales"].view(-1, 1)):
+            back = LAYOUTS["tcfpx"].unpack({"weight": weight, "scales": scales}, q.scheme)
+            assert back.equal(q)
+            same(LAYOUTS["tcfpx"].pack(back), packed)
+
+
+@pytest.mark.parametrize("label", ["fp6", "fp5"])
+def test_sizes_that_no_weight_has_are_refused(label: str) -> None:
+    q = record(Scheme.parse(label), 64, 192)
+    packed = LAYOUTS["tcfpx"].pack(q)
+    words, scales = packed["weight"], packed["scales"]
+    raw = words.view(torch.uint8)
+    for weight in (
+        words[:, :-1], words[:32], words.view(-1), words.view(32, -1), words.view(128, -1), raw[:, :-1], raw[:, :-4],
+        raw[:, :0], raw.view(-1), words.to(torch.int64), raw.view(torch.int8), torch.zeros(64, 0, dtype=torch.int32),
+    ):  # fmt: skip
+        with pytest.raises(LayoutError):
+            LAYOUTS["tcfpx"].unpack({"weight": weight, "scales": scales}, q.scheme)
+    for wrong in (scales[:-1], scales.view(1, -1), scales.view(2, -1), scales.view(torch.int16), scales[:0]):
+        with pytest.raises(LayoutError):
+            LAYOUTS["tcfpx"].unpack({"weight": words, "scales": wrong}, q.scheme)
+
+
+def test_the_kernels_factor_is_never_in_the_stored_scale() -> None:
+    w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    q, _ = rtn.quantize(w, Scheme.parse("fp6"))
+    stored = LAYOUTS["tcfpx"].pack(q)["scales"]
+    assert torch.equal(stored, (w.abs().amax(1) / 28).to(torch.float16))
+
+
+def test_a_folder_with_bytes_has_the_sizes_of_its_weights_and_verifies(tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source", torch.float16, hidden_size=128, intermediate_size=256)
+    schemes = Schemes(Scheme.parse("fp5-e2m2"), ignore=("lm_head",))
+    records = write_folder(source, tmp_path / "bytes", "tcfpx", schemes, key=False)
+    shard = tmp_path / "bytes" / "model.safetensors"
+    tensors = load_file(shard)
+    for module in records:
+        tensors[f"{module}.weight"] = tensors[f"{module}.weight"].view(torch.uint8)
+        tensors[f"{module}.scales"] = tensors[f"{module}.scales"].view(-1, 1)
+    save_file(tensors, shard, metadata={"format": "pt"})
+    src = Checkpoint(tmp_path / "bytes")
+    assert set(src.modules()) == set(records)
+    for module, q in records.items():
+        assert src.size(module) == q.shape and src.quantized(module).equal(q)
+    found = verify(tmp_path / "bytes")
+    assert found.ok and "weight is stored as uint8, quantkit writes int32" in found.notices
+    module = next(iter(records))
+    del tensors[f"{module}.weight"]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=module):
+        Checkpoint(tmp_path / "bytes").quantized(module)
+
+
+@pytest.mark.parametrize("layout", ["tcfpx", "humming", "compressed-tensors"])
+def test_packed_words_without_their_scales_are_no_dense_weight(layout: str, tmp_path: Path) -> None:
+    source = write_model("llama", tmp_path / "source", torch.float16, hidden_size=128, intermediate_size=256)
+    records = write_folder(source, tmp_path / "packed", layout, Schemes(Scheme.parse("fp6"), ignore=("lm_head",)))
+    shard = tmp_path / "packed" / "model.safetensors"
+    tensors = load_file(shard)
+    module = next(iter(records))
+    del tensors[f"{module}.{LAYOUTS[layout].MARKER}"]
+    save_file(tensors, shard, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"{module}\.weight is there, {module}\.\w*scales? is missing"):
+        Checkpoint(tmp_path / "packed")
