@@ -29,8 +29,8 @@ from quantkit.hessian import Hessian
 from quantkit.layouts import LAYOUTS
 from quantkit.models import Model
 from quantkit.progress import Progress
-from quantkit.recipe import Recipe
-from quantkit.solve import rounded, solve
+from quantkit.recipe import Goal, Pruning, Recipe
+from quantkit.solve import alone, solve
 from quantkit.tensor import QuantizedTensor, Scheme, dtype_name
 
 #: What a commit outside the blocks calls itself.
@@ -85,7 +85,7 @@ class Run:
     """
 
     src: Checkpoint
-    recipe: Recipe
+    recipe: Recipe | Pruning
     model: Model
     sequences: Sequence[Tensor]
     work: Path
@@ -94,11 +94,11 @@ class Run:
     clock: Clock
     hidden: Tensor | None = None
 
-    def scheme(self, linear: str) -> Scheme:
-        """Return the scheme of a linear that is to be quantized."""
-        scheme = self.model.scheme_of(linear, self.recipe)
-        assert scheme is not None
-        return scheme
+    def goal(self, linear: str) -> Goal:
+        """Return what a linear that is not left alone becomes."""
+        goal = self.model.scheme_of(linear, self.recipe)
+        assert goal is not None
+        return goal
 
     def documents(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield number, tokens `[t]` and the stored hidden state `[t, h]` (a view) of every document."""
@@ -119,7 +119,7 @@ class Run:
 
 def calibrated(
     src: Checkpoint,
-    recipe: Recipe,
+    recipe: Recipe | Pruning,
     model: Model,
     sequences: Sequence[Tensor],
     work: Path,
@@ -128,15 +128,15 @@ def calibrated(
     progress: Progress | None = None,
     act_budget: int | None = None,
 ) -> Iterator[Item | Commit]:
-    """Yield every tensor of a dense checkpoint once, its linears quantized on `sequences` (int64 `[t]` each).
+    """Yield every tensor of a dense checkpoint once, its linears quantized or pruned on `sequences` (int64 `[t]`).
 
     Blocks come first, each followed by a Commit, then all that lies outside them. `work` is the run's folder: it keeps
     the activations after the last two blocks, and past `act_budget` bytes the current ones. `done` has the journal
-    lines of an interrupted run, which is continued. Facts of a quantized item: method, relative_error, loss, rtn_loss,
-    norm (proxy losses, ALGORITHMS 1), tokens, seconds and what the solver reports; of a commit: block, phases,
-    activations. Raises RecipeError for sequences that the model cannot take and for a tied linear that is not skipped,
-    NumericError for activations, Hessians or weights that cannot be used, CheckpointError for a model that cannot be
-    run block by block.
+    lines of an interrupted run, which is continued. Facts of a quantized or pruned item: method, relative_error, loss,
+    rtn_loss (if quantized), norm (proxy losses, ALGORITHMS 1), tokens, seconds and what the solver reports; of a
+    commit: block, phases, activations. Raises RecipeError for sequences that the model cannot take and for a tied
+    linear that is not skipped, NumericError for activations, Hessians or weights that cannot be used, CheckpointError
+    for a model that cannot be run block by block.
     """
     run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), Clock(model.device))
     _check(run)
@@ -205,7 +205,8 @@ def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
 def _check(run: Run) -> None:
     longest = max((len(s) for s in run.sequences), default=0)
     if not longest:
-        raise RecipeError("no calibration sequences: give calibration data, or use --method rtn --clip none")
+        way = "--method magnitude" if isinstance(run.recipe, Pruning) else "--method rtn --clip none"
+        raise RecipeError(f"no calibration sequences: give calibration data, or use {way}")
     if longest > run.model.max_length:
         raise RecipeError(
             f"a calibration sequence has {longest} tokens, the model takes {run.model.max_length}: use --max-length "
@@ -244,8 +245,8 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
     for block in range(len(finished)):
         with run.clock.phase("load"):
             model.load_block(block)
-            for linear, record in _committed(run, block, done):
-                model.replace(linear, record.dequantize(model.dtype))
+            for linear, weight in _committed(run, block, done):
+                model.replace(linear, weight)
         run.forward(block)
         model.unload_block(block)
 
@@ -264,10 +265,9 @@ def _block(run: Run, block: int) -> Iterator[Item]:
         for group, hessian in zip(passed, collect(run, block, passed), strict=True):
             with run.clock.phase("solve"):
                 weights = {name: run.src.get(f"{name}.weight").to(model.device) for name in group.linears}
-                items = solve(weights, {name: run.scheme(name) for name in weights}, hessian, run.recipe, run.progress)
+                items = solve(weights, {name: run.goal(name) for name in weights}, hessian, run.recipe, run.progress)
             for item in items:
-                assert isinstance(item.value, QuantizedTensor)
-                model.replace(item.name.removesuffix(".weight"), item.value.dequantize(model.dtype))
+                model.replace(item.name.removesuffix(".weight"), _dense(item.value, model.dtype))
                 solved[item.name] = item
                 run.progress.detail(_detail(item))
     if block + 1 < len(model.blocks):
@@ -284,16 +284,16 @@ def _detail(item: Item) -> str:
 
 
 def _rest(run: Run) -> Iterator[Item]:
-    """Yield what lies outside the blocks; a linear there that is not skipped has no Hessian and is rounded."""
+    """Yield what lies outside the blocks; a linear there that is not skipped has no Hessian."""
     for name in run.model.stored(None):
         tensor = run.src.get(name)
         linear = name.removesuffix(".weight")
-        scheme = run.model.scheme_of(linear, run.recipe) if linear in run.model.linears else None
-        if linear == name or scheme is None:
+        goal = run.model.scheme_of(linear, run.recipe) if linear in run.model.linears else None
+        if linear == name or goal is None:
             yield Item(name, tensor)
             continue
         with run.clock.phase("solve"):
-            item = rounded(linear, tensor.to(run.model.device), scheme, run.recipe, "it is outside the blocks")
+            item = alone(linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks")
         yield item
 
 
@@ -321,18 +321,27 @@ def _save(run: Run, block: int) -> dict[str, Any]:
     return {"sha256": digest, "shape": list(run.hidden.shape), "dtype": dtype_name(run.hidden.dtype)}
 
 
-def _committed(run: Run, block: int, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, QuantizedTensor]]:
-    """Yield the quantized linears of a finished block, read back from the files that the journal lists."""
-    layout = LAYOUTS[run.recipe.layout]
+def _dense(value: QuantizedTensor | Tensor, dtype: torch.dtype) -> Tensor:
+    return value.dequantize(dtype) if isinstance(value, QuantizedTensor) else value.to(dtype)
+
+
+def _committed(run: Run, block: int, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of a finished block's linears, read back from the files that the journal lists."""
+    layout = None if isinstance(run.recipe, Pruning) else LAYOUTS[run.recipe.layout]
     paths = [run.work / name for line in done for name in line.get("files", {})]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
     for linear in _targets(run, block):
         parts: dict[str, Tensor] = {}
-        for suffix in layout.TENSORS:
+        for suffix in layout.TENSORS if layout else ("weight",):
             if f"{linear}.{suffix}" in where:
                 path, info = where[f"{linear}.{suffix}"]
                 with storage.open_regular(path) as file:
                     data = storage.read_exactly(file, info.start, info.end - info.start, path)
                 parts[suffix] = data.view(info.dtype).reshape(info.shape)
+        goal = run.goal(linear)
         with about(linear):
-            yield linear, layout.unpack(parts, run.scheme(linear))
+            if layout is not None and isinstance(goal, Scheme):
+                value: QuantizedTensor | Tensor = layout.unpack(parts, goal)
+            else:
+                value = parts["weight"]
+            yield linear, _dense(value, run.model.dtype)

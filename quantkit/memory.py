@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint import Checkpoint
-from quantkit.recipe import Recipe
+from quantkit.recipe import Pruning, Recipe
 
 MIB = 2**20
 #: Python, torch, transformers and datasets imported, and the skeleton of the model (measured: 430 MB).
@@ -73,7 +73,7 @@ def streamed_memory(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> 
 def calibrated_memory(
     src: Checkpoint,
     linears: Mapping[str, tuple[int, int]],
-    recipe: Recipe,
+    recipe: Recipe | Pruning,
     device: str | None = None,
     act_budget: int | None = None,
 ) -> Memory:

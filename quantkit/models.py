@@ -21,12 +21,11 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError, reason
-from quantkit.tensor import Scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from quantkit.recipe import Recipe
+    from quantkit.recipe import Goal, Pruning, Recipe
 
 #: What `Model.max_length` says of a model whose positions have no limit.
 UNLIMITED = 2**31
@@ -50,7 +49,7 @@ class Model:
 
     def __init__(self, src: Checkpoint, *, device: str = "auto", trust_remote_code: bool = False) -> None:
         self.src = src
-        self.device = _device(device)
+        self.device = device_of(device)
         self.device_name = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         self.dtype = _compute_dtype(src.dtype_of_model, self.device)
         self.module = _skeleton(src, self.dtype, trust_remote_code)
@@ -76,8 +75,8 @@ class Model:
             block = self.module.get_submodule(path)
             block.forward = partial(self._visit, index, block.forward)
 
-    def scheme_of(self, linear: str, recipe: Recipe) -> Scheme | None:
-        """Return a linear's scheme: the recipe may call it by its name in the checkpoint or its path in the model."""
+    def scheme_of(self, linear: str, recipe: Recipe | Pruning) -> Goal | None:
+        """Return what a linear becomes: a recipe may call it by its name in the checkpoint or its path in the model."""
         by_path = recipe.scheme_of(self.paths[linear])
         by_name = recipe.scheme_of(linear)
         return None if by_path is None or by_name is None else by_path if by_name == recipe.scheme else by_name
@@ -233,7 +232,7 @@ def dense_model(
                 f"{src.path}: {names[0]} {rule} ({len(names)} in all): the folder is not a complete "
                 f"{type(module).__name__}, download or quantize it again"
             )
-    target = _device(device)
+    target = device_of(device)
     once = {name: state for state, name in reversed(stored.items())}
     for name, state in once.items():
         # Decoded straight to `dtype`: a quantized weight is not rounded to the model's dtype in between.
@@ -255,7 +254,8 @@ def tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def _device(name: str) -> torch.device:
+def device_of(name: str) -> torch.device:
+    """Return the device that `auto`, `cpu`, `cuda` or `cuda:1` means here; RecipeError for one that is not there."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -19,14 +19,19 @@ import yaml
 from quantkit.errors import RecipeError, reason
 from quantkit.formats import FORMATS
 from quantkit.gptq import Options
-from quantkit.layouts import LAYOUTS
-from quantkit.rtn import Clip, Metric
+from quantkit.layouts import LAYOUTS, humming
+from quantkit.rtn import Clip, Metric, check_fixed, check_signed
+from quantkit.sparsity import Rule
 from quantkit.tensor import Scheme
 
 Method = Literal["gptq", "rtn"]
-SCHEME_KEYS = ("format", "group_size", "symmetric")
-#: Keys of the `gptq` section; the scale search is the recipe's own, since RTN uses it too.
-GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric"))
+#: What becomes of a linear: codes of a scheme, or a dense weight of which two in four are kept.
+Goal = Scheme | Literal["2:4"]
+SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
+#: Keys of the `gptq` section; the scale search and sign are the recipe's own, since RTN uses them too.
+GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
+#: Keys of that section that pruning has a use for.
+PRUNING_KEYS = ("damp", "damp_kind", "block", "act_order")
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,8 @@ class Recipe:
     """Everything that decides the bytes of a quantized checkpoint, besides its source.
 
     `skip` are regular expressions of linears left dense, matched against the whole module name or its end after a dot;
-    `overrides` give other linears a scheme of their own, matched the same way, the first match wins.
+    `overrides` give other linears a scheme of their own, matched the same way, the first match wins. `prune` chooses
+    the masks of 2:4 schemes and is None without any.
     """
 
     scheme: Scheme
@@ -64,6 +70,8 @@ class Recipe:
     metric: Metric
     gptq: Options
     layout: str
+    signed: bool = False
+    prune: Rule | None = None
     true_sequential: bool = True
     calibration: Calib = field(default_factory=Calib)
     skip: tuple[str, ...] = ("lm_head",)
@@ -71,8 +79,13 @@ class Recipe:
 
     @property
     def calibrated(self) -> bool:
-        """Whether activations are needed: GPTQ, or a scale search that weighs errors by the Hessian."""
-        return self.method == "gptq" or (self.clip == "search" and self.metric != "mse")
+        """Whether activations are needed: GPTQ, a scale search that weighs errors by the Hessian, or wanda's mask."""
+        return self.factored or (self.clip == "search" and self.metric != "mse") or self.prune == "wanda"
+
+    @property
+    def factored(self) -> bool:
+        """Whether the Hessian is factored."""
+        return self.method == "gptq"
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of the linear called `module`, None if it is skipped."""
@@ -82,7 +95,7 @@ class Recipe:
 
     def unmatched(self, modules: Collection[str]) -> list[str]:
         """Return a line for every pattern that, of these linears, changes none."""
-        found = [f"skip {p!r} matches no linear" for p in self.skip if not any(matches(p, m) for m in modules)]
+        found = _idle_skips(self.skip, modules)
         kept = [m for m in modules if not any(matches(p, m) for p in self.skip)]
         for pattern, scheme in self.overrides:
             if not any(matches(pattern, module) for module in kept):
@@ -96,10 +109,13 @@ class Recipe:
                 "format": self.scheme.format.name,
                 "group_size": self.scheme.group_size or "channel",
                 "symmetric": self.scheme.symmetric,
+                **({"sparsity": self.scheme.sparsity} if self.scheme.sparsity else {}),
             },
+            **({"prune": self.prune} if self.prune else {}),
             "method": self.method,
             "clip": self.clip,
             "metric": self.metric,
+            "signed": self.signed,
             "gptq": {name: getattr(self.gptq, name) for name in GPTQ_KEYS},
             "true_sequential": self.true_sequential,
             "calibration": dataclasses.asdict(self.calibration),
@@ -116,9 +132,106 @@ class Recipe:
         return hashlib.sha256(self.to_yaml().encode()).hexdigest()
 
 
+@dataclass(frozen=True)
+class Pruning:
+    """Everything that decides the bytes of a model pruned 2:4 and kept dense, besides its source.
+
+    `gptq` has the rule (`prune`), damping and order of columns; `skip` is as in a Recipe.
+    """
+
+    gptq: Options = field(default_factory=Options)
+    true_sequential: bool = True
+    calibration: Calib = field(default_factory=Calib)
+    skip: tuple[str, ...] = ("lm_head",)
+    scheme: Literal["2:4"] = "2:4"
+
+    @property
+    def method(self) -> Rule:
+        """The rule by which weights stay: magnitude, wanda or sparsegpt."""
+        return self.gptq.prune
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether activations are needed."""
+        return self.method != "magnitude"
+
+    @property
+    def factored(self) -> bool:
+        """Whether the Hessian is factored."""
+        return self.method == "sparsegpt"
+
+    def scheme_of(self, module: str) -> Literal["2:4"] | None:
+        """Return what becomes of the linear called `module`, None if it is skipped."""
+        return None if any(matches(pattern, module) for pattern in self.skip) else self.scheme
+
+    def unmatched(self, modules: Collection[str]) -> list[str]:
+        """Return a line for every pattern that, of these linears, skips none."""
+        return _idle_skips(self.skip, modules)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the mapping that `pruning` reads back to an equal one."""
+        return {
+            "method": self.method,
+            "gptq": {name: getattr(self.gptq, name) for name in PRUNING_KEYS},
+            "true_sequential": self.true_sequential,
+            "calibration": dataclasses.asdict(self.calibration),
+            "skip": list(self.skip),
+        }
+
+    def sha256(self) -> str:
+        """Return the hash that names this pruning in reports and journals."""
+        return hashlib.sha256(yaml.safe_dump(self.to_mapping(), sort_keys=False).encode()).hexdigest()
+
+
+def label(goal: Goal) -> str:
+    """Return the short name of what becomes of a linear: `int4:g128`, `2:4`."""
+    return goal.label if isinstance(goal, Scheme) else goal
+
+
+def is_sparse(goal: Goal) -> bool:
+    """Return whether a linear becomes 2:4, with codes or without."""
+    return not isinstance(goal, Scheme) or goal.sparsity is not None
+
+
 def matches(pattern: str, module: str) -> bool:
     """Return whether a skip or override pattern means `module`: its whole name, or a part of it that ends it."""
     return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module) is not None
+
+
+def _idle_skips(skip: Collection[str], modules: Collection[str]) -> list[str]:
+    return [f"skip {p!r} matches no linear" for p in skip if not any(matches(p, m) for m in modules)]
+
+
+def pruning(mapping: Mapping[str, Any]) -> Pruning:
+    """Read what is to be pruned; RecipeError names an unknown key or a misplaced value."""
+    _no_strangers(mapping, ("method", "gptq", "true_sequential", "calibration", "skip"), "the options of prune")
+    rule = _choice(mapping, "method", Rule, "sparsegpt")
+    return Pruning(
+        gptq=_build(Options, _section(mapping, "gptq"), PRUNING_KEYS, "gptq", prune=rule),
+        **_shared(mapping),
+    )
+
+
+def _shared(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what quantizing and pruning have in common: the order of work, the text, the linears left alone."""
+    calibration = _section(mapping, "calibration")
+    return {
+        "true_sequential": _typed(mapping.get("true_sequential", True), bool, "true_sequential"),
+        "calibration": _build(Calib, calibration, [f.name for f in dataclasses.fields(Calib)], "calibration"),
+        "skip": tuple(_pattern(p) for p in _typed(mapping.get("skip", ["lm_head"]), list, "skip")),
+    }
+
+
+def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme]) -> Rule | None:
+    """Return the rule for 2:4 masks, None if no scheme asks for them."""
+    if not any(is_sparse(scheme) for scheme in schemes):
+        if mapping.get("prune") is not None:
+            raise RecipeError("prune chooses the masks of 2:4 schemes, and there is none: add --prune 2:4, or drop it")
+        return None
+    rule: Rule = _choice(mapping, "prune", Rule, "sparsegpt" if method == "gptq" else "magnitude")
+    if method == "rtn":
+        check_fixed(rule)
+    return rule
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
@@ -130,14 +243,22 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     method = _choice(mapping, "method", Method, "gptq" if integer else "rtn")
     clip = _choice(mapping, "clip", Clip, "search" if integer or method == "gptq" else "none")
     metric = _choice(mapping, "metric", Metric, "block" if method == "gptq" else "mse")
-    gptq = _build(Options, _section(mapping, "gptq"), GPTQ_KEYS, "gptq", clip=clip, metric=metric)
+    signed = _typed(mapping.get("signed", False), bool, "signed")
+    overrides = tuple((_pattern(p), Scheme.parse(_typed(s, str, p))) for p, s in _section(mapping, "overrides").items())
+    schemes = [scheme, *(other for _, other in overrides)]
+    prune = _prune_rule(mapping, method, schemes)
+    fixed = {"clip": clip, "metric": metric, "signed": signed, **({"prune": prune} if prune else {})}
+    gptq = _build(Options, _section(mapping, "gptq"), GPTQ_KEYS, "gptq", **fixed)
     if not 0 < gptq.damp <= 1:
         raise RecipeError(f"gptq damp is {gptq.damp}: use a number above 0 and up to 1")
-    calibration = _section(mapping, "calibration")
-    layout = mapping.get("layout", "compressed-tensors" if integer else "humming")
+    if method != "gptq" and (gptq.refit or gptq.descent):
+        raise RecipeError(f"refit and descent refine what gptq made, the method is {method}: drop them or use gptq")
+    # In true bits where an engine of today reads them so.
+    layout = mapping.get("layout", "humming" if scheme.format in humming.DTYPES.values() else "compressed-tensors")
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise RecipeError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
-    overrides = _section(mapping, "overrides")
+    for each in schemes:
+        check_signed(each, signed)
     return Recipe(
         scheme=scheme,
         method=method,
@@ -145,10 +266,10 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         metric=metric,
         gptq=gptq,
         layout=layout,
-        true_sequential=_typed(mapping.get("true_sequential", True), bool, "true_sequential"),
-        calibration=_build(Calib, calibration, [f.name for f in dataclasses.fields(Calib)], "calibration"),
-        skip=tuple(_pattern(p) for p in _typed(mapping.get("skip", ["lm_head"]), list, "skip")),
-        overrides=tuple((_pattern(p), Scheme.parse(_typed(s, str, p))) for p, s in overrides.items()),
+        signed=signed,
+        prune=prune,
+        overrides=overrides,
+        **_shared(mapping),
     )
 
 
@@ -198,7 +319,11 @@ def _scheme(section: Mapping[str, Any]) -> Scheme:
     fmt = FORMATS[name]
     group_size = section.get("group_size", "channel" if fmt.is_float else 128)
     group_size = None if group_size in ("channel", None) else _typed(group_size, int, "group_size")
-    return Scheme(fmt, group_size, symmetric=_typed(section.get("symmetric", True), bool, "symmetric"))
+    symmetric = _typed(section.get("symmetric", True), bool, "symmetric")
+    sparsity = section.get("sparsity")
+    if sparsity not in (None, "2:4"):
+        raise RecipeError(f"sparsity is {sparsity!r}: use '2:4' (quoted, YAML reads 2:4 as a number), or leave it out")
+    return Scheme(fmt, group_size, symmetric, sparsity)
 
 
 def _build(cls: Any, section: Mapping[str, Any], keys: Any, where: str, **fixed: Any) -> Any:

@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit import sparsity
 from quantkit.errors import NumericError, RecipeError
 from quantkit.formats import Format
-from quantkit.hessian import live_diagonal, root
+from quantkit.hessian import live_diagonal, precise, root
 from quantkit.tensor import FLOATS, QuantizedTensor, Scheme
 
 Clip = Literal["none", "search"]
@@ -67,17 +68,29 @@ def check_finite(tensor: Tensor) -> None:
 
 
 def quantize(
-    weight: Tensor, scheme: Scheme, *, clip: Clip = "none", metric: Metric = "mse", hessian: Tensor | None = None
+    weight: Tensor,
+    scheme: Scheme,
+    *,
+    clip: Clip = "none",
+    metric: Metric = "mse",
+    hessian: Tensor | None = None,
+    signed: bool = False,
+    prune: sparsity.Rule = "magnitude",
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
     """Round `weight` `[n, k]` to nearest; also return counts of scales that lost precision.
 
     `clip="search"` looks for each scale, judged by `metric`; "diag" and "block" need `hessian` `[k, k]`. FP6 and FP5
-    without search follow the published rule, codes from the unrounded scale (LAYOUTS 6.3). Raises NumericError for
+    without search follow the published rule, codes from the unrounded scale (LAYOUTS 6.3). `signed` gives scales a
+    sign. For a 2:4 scheme the weight is pruned first, by what `fixed_mask` takes for `prune`. Raises NumericError for
     what `check_weight` refuses and for rows whose dequantized weights would overflow float16, LayoutError for a group
-    size that does not divide k (ALGORITHMS 3 and 4).
+    size that does not divide k, RecipeError for what `check_signed` and `fixed_mask` refuse (ALGORITHMS 3, 4 and 9).
     """
     check_weight(weight)
+    check_signed(scheme, signed)
     groups = scheme.groups(weight.shape[1])
+    rule: dict[str, Any] = {}
+    if scheme.sparsity is not None:
+        weight, rule = weight.masked_fill(~fixed_mask(weight, prune, hessian), 0), {"prune": prune}
     if scheme.format.is_float and clip == "none":
         tensor = _published(weight, scheme)
         return tensor, scale_facts(tensor)
@@ -86,19 +99,71 @@ def quantize(
         if hessian is None:
             raise RecipeError(f"metric {metric} needs calibration data: give a calibration set, or use metric mse")
         errors = group_errors(hessian, live_diagonal(hessian)[0], groups, metric, working_dtype(weight))
-    grid = choose(weight, scheme, clip, errors)
+    grid = choose(weight, scheme, clip, errors, signed)
     tensor = QuantizedTensor(scheme, encode(weight, scheme, grid), *grid)
-    return tensor, scale_facts(tensor)
+    return tensor, {**rule, **scale_facts(tensor)}
+
+
+def fixed_mask(weight: Tensor, rule: sparsity.Rule, h: Tensor | None) -> Tensor:
+    """Return the mask bool `[n, k]` of a rule that looks at the weight as it is: magnitude, or wanda with `h` `[k, k]`.
+
+    RecipeError for what `check_fixed` refuses, and for wanda without a Hessian (ALGORITHMS 9).
+    """
+    check_fixed(rule)
+    if rule == "wanda" and h is None:
+        raise RecipeError("wanda needs calibration data: give a calibration set, or use --prune-method magnitude")
+    if rule == "magnitude" or h is None:
+        return sparsity.weight_mask(weight)
+    diagonal, dead = live_diagonal(h)
+    if bool(dead.all()):
+        raise NumericError("no input channel ever moved in calibration: use other text, or magnitude instead of wanda")
+    return sparsity.weight_mask(weight, diagonal)
+
+
+def check_fixed(rule: sparsity.Rule) -> None:
+    """Raise RecipeError if a rule cannot be followed by rounding alone."""
+    if rule == "sparsegpt":
+        raise RecipeError(
+            "sparsegpt moves the weights that stay, rounding does not: use --method gptq, or --prune-method magnitude "
+            "on what quantkit prune --method sparsegpt wrote"
+        )
+
+
+def check_signed(scheme: Scheme, signed: bool) -> None:
+    """Raise RecipeError if scales with a sign are asked of a scheme that gains nothing by them."""
+    if signed and (scheme.format.is_float or not scheme.symmetric):
+        raise RecipeError(
+            f"signed scales are for symmetric INT4, whose codes reach further below zero than above, not for "
+            f"{scheme.label}: drop signed (--unsigned), or use int4 without --asym"
+        )
 
 
 def scale_facts(tensor: QuantizedTensor) -> dict[str, Any]:
-    """Return counts for the report: scales at the floor 2^-20, subnormal float16 scales, and scales of zero."""
-    scales = tensor.scales
+    """Return counts for the report: scales at the floor 2^-20, subnormal float16 scales, and scales of zero.
+
+    A negative scale counts by its magnitude. Of a 2:4 weight also the codes that are zero and that are not.
+    """
+    scales = tensor.scales.abs()
+    kept: dict[str, int] = {}
+    if tensor.scheme.sparsity is not None:
+        kept["kept"] = int((tensor.codes != tensor.scheme.format.zero_code).sum())
+        kept["zeros"] = tensor.codes.numel() - kept["kept"]
     return {
+        **kept,
         "floored_scales": int((scales == SMALLEST_SCALE).sum()),
         "subnormal_scales": int((scales < torch.finfo(torch.float16).smallest_normal).sum()),
         "zero_scales": int((scales == 0).sum()),
     }
+
+
+def losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Tensor:
+    """Return `d H d^T` for each row of `weight - tensor` (None: of the weight itself), float64 `[n]`."""
+    h = h.to(precise(h.device))
+    d = weight.to(working_dtype(weight))
+    if tensor is not None:
+        d = d - tensor.dequantize(d.dtype)
+    parts = [((part @ h) * part).sum(-1) for part in (rows.to(h.dtype) for rows in d.split(1024))]
+    return torch.cat(parts).double().clamp_(min=0)
 
 
 def working_dtype(weight: Tensor) -> torch.dtype:
@@ -155,8 +220,12 @@ def square_error(delta: Tensor) -> Tensor:
     return delta.square_().sum(-1)
 
 
-def choose(weight: Tensor, scheme: Scheme, clip: Clip, errors: list[Error] | None) -> Grid:
-    """Return the grid `[n, groups]` of a weight `[n, k]`, with one error function per group or None for plain `mse`."""
+def choose(weight: Tensor, scheme: Scheme, clip: Clip, errors: list[Error] | None, signed: bool = False) -> Grid:
+    """Return the grid `[n, groups]` of a weight `[n, k]`, with one error function per group or None for plain `mse`.
+
+    RecipeError for what `check_signed` refuses.
+    """
+    check_signed(scheme, signed)
     n, k = weight.shape
     groups = scheme.groups(k)
     scales = torch.empty(n, groups, dtype=torch.float16, device=weight.device)
@@ -165,10 +234,11 @@ def choose(weight: Tensor, scheme: Scheme, clip: Clip, errors: list[Error] | Non
     for rows in _row_slices(weight, k) if errors is None else _row_slices(weight, k // groups, least=512):
         parts = weight[rows].to(working_dtype(weight)).reshape(-1, groups, k // groups)
         if errors is None:
-            fits = [fit(parts.flatten(0, 1), scheme, clip, weight.dtype, square_error, rows.start, groups)]
+            fits = [fit(parts.flatten(0, 1), scheme, clip, weight.dtype, square_error, rows.start, groups, signed)]
         else:
             fits = [
-                fit(parts[:, j].contiguous(), scheme, clip, weight.dtype, errors[j], rows.start) for j in range(groups)
+                fit(parts[:, j].contiguous(), scheme, clip, weight.dtype, errors[j], rows.start, signed=signed)
+                for j in range(groups)
             ]
         scales[rows] = torch.stack([f.scales for f in fits], 1).view(-1, groups)
         if zeros is not None:
@@ -202,7 +272,14 @@ def snap(x: Tensor, fmt: Format, zeros: Tensor | None) -> Tensor:
 
 
 def fit(
-    x: Tensor, scheme: Scheme, clip: Clip, stored: torch.dtype, error: Error, row: int = 0, groups: int = 1
+    x: Tensor,
+    scheme: Scheme,
+    clip: Clip,
+    stored: torch.dtype,
+    error: Error,
+    row: int = 0,
+    groups: int = 1,
+    signed: bool = False,
 ) -> Grid:
     """Return the grid `[m]` for groups of weights `x` `[m, g]` (float32 or float64), the larger scale on ties.
 
@@ -210,9 +287,8 @@ def fit(
     `row + i // groups`, if a base scale overflows (ALGORITHMS 3 and 4).
     """
     fmt = scheme.format
-    scales, zeros = _candidates(x, scheme, clip, stored)
-    largest = fmt.largest if zeros is None else torch.maximum(zeros, 2**fmt.bits - 1 - zeros)
-    overflow = ~(scales * largest <= LARGEST_HALF)
+    scales, zeros = _candidates(x, scheme, clip, stored, signed)
+    overflow = ~(scales.abs() * largest_value(fmt, zeros) <= LARGEST_HALF)
     _refuse_overflow(overflow[_ratios(fmt, clip).index(1.0)], row, groups)
     if len(scales) == 1:
         best = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
@@ -228,6 +304,11 @@ def fit(
     return Grid(chosen, None if zeros is None else zeros.gather(0, best)[0].to(torch.uint8))
 
 
+def largest_value(fmt: Format, zeros: Tensor | None) -> Tensor | float:
+    """Return the largest magnitude of a code in steps of the scale, given float `zeros` of any shape."""
+    return fmt.largest if zeros is None else torch.maximum(zeros, 2**fmt.bits - 1 - zeros)
+
+
 def _ratios(fmt: Format, clip: Clip) -> list[float]:
     """Candidate scales relative to the base scale, largest first: MARLIN's grid, and for FP one and a half octaves."""
     if clip == "none":
@@ -235,10 +316,16 @@ def _ratios(fmt: Format, clip: Clip) -> list[float]:
     return [2 ** (i / 16) for i in range(16, -9, -1)] if fmt.is_float else [1 - i / 100 for i in range(76)]
 
 
-def _candidates(x: Tensor, scheme: Scheme, clip: Clip, stored: torch.dtype) -> tuple[Tensor, Tensor | None]:
+def _candidates(
+    x: Tensor, scheme: Scheme, clip: Clip, stored: torch.dtype, signed: bool
+) -> tuple[Tensor, Tensor | None]:
     """Return candidate scales `[c, m]`, float16 values in the dtype of `x`, and zeros for the groups `x` `[m, g]`."""
     fmt = scheme.format
     ratios = torch.tensor(_ratios(fmt, clip), dtype=x.dtype, device=x.device).unsqueeze(-1)
+    if signed:
+        low, high = x.aminmax(dim=-1)
+        base = _divided(torch.where(high > -low, -high, -low), fmt.largest)  # the code of -8 meets the extreme
+        return stored_scale(ratios * base, stored), None
     if scheme.symmetric:
         return stored_scale(ratios * _divided(x.abs().amax(-1), fmt.absmax), stored), None
     low, high = x.amin(-1).clamp_(max=0), x.amax(-1).clamp_(min=0)
@@ -253,13 +340,13 @@ def _divided(x: Tensor, by: float) -> Tensor:
 
 
 def stored_scale(scale: Tensor, stored: torch.dtype) -> Tensor:
-    """Round scales to float16 values, at least 2^-20, and 1 for groups of zeros; the dtype stays.
+    """Round scales to float16 values, at least 2^-20 in magnitude, and 1 for groups of zeros; dtype and sign stay.
 
     For a bfloat16 weight they are bfloat16 values as well, so that a loader that runs the model in bfloat16 reads the
     same scale.
     """
-    half = _half(scale, stored).clamp_(min=SMALLEST_SCALE)
-    return half.masked_fill_(scale == 0, 1.0)
+    half = _half(scale, stored).abs_().clamp_(min=SMALLEST_SCALE)
+    return half.copysign_(scale).masked_fill_(scale == 0, 1.0)
 
 
 def _half(scale: Tensor, stored: torch.dtype) -> Tensor:

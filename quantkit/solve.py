@@ -1,4 +1,4 @@
-"""One group of linears that share an input: weights and a Hessian in, quantized items with their facts out.
+"""One group of linears that share an input: weights and a Hessian in, quantized or pruned items with their facts out.
 
 Weights of one scheme are solved as one tall weight, since rows never meet and the factor is the same (ALGORITHMS 2).
 What could not be done as asked is an error here, or, where the recipe allows it, done otherwise, warned of and
@@ -7,33 +7,41 @@ recorded.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from quantkit import gptq, rtn
+from quantkit import gptq, refine, rtn, sparsity
 from quantkit.checkpoint import Item
 from quantkit.errors import NumericError, about
 from quantkit.hessian import Hessian
 from quantkit.progress import Progress
-from quantkit.recipe import Recipe
+from quantkit.recipe import Goal, Pruning, Recipe, is_sparse
 from quantkit.tensor import QuantizedTensor, Scheme
 
-Solved = list[tuple[QuantizedTensor, dict[str, Any]]]
+Solved = list[tuple[QuantizedTensor | Tensor, dict[str, Any]]]
+
+_Part = TypeVar("_Part")
 
 
 def solve(
-    weights: Mapping[str, Tensor], schemes: Mapping[str, Scheme], hessian: Hessian, recipe: Recipe, progress: Progress
+    weights: Mapping[str, Tensor],
+    schemes: Mapping[str, Goal],
+    hessian: Hessian,
+    recipe: Recipe | Pruning,
+    progress: Progress,
 ) -> list[Item]:
-    """Return the quantized items of linears `[n, k]`, by name, whose common input `hessian` was summed over.
+    """Return the quantized or pruned items of linears `[n, k]`, by name, whose common input `hessian` was summed over.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
-    tokens, seconds, and what the solver reports. Raises NumericError, naming the linear, for weights that are not
-    finite or overflow, and for a Hessian that cannot be used unless the recipe says `on_unsolvable: rtn`.
+    tokens, seconds, `descent_skipped` if there were too few tokens for it, and what the solver reports. Raises
+    NumericError, naming the linear, for weights that are not finite or overflow, and for a Hessian that cannot be used
+    unless the recipe says `on_unsolvable: rtn`.
     """
     names = ", ".join(weights)
     k = next(iter(weights.values())).shape[1]
@@ -47,49 +55,81 @@ def solve(
                 "on_unsolvable: rtn in a recipe"
             )
         progress.warn(f"{names}: no calibration token came here, rounded to nearest")
-        return [
-            rounded(name, w, schemes[name], recipe, "no calibration token came here") for name, w in weights.items()
-        ]
+        return [alone(name, w, schemes[name], recipe, "no calibration token came here") for name, w in weights.items()]
     if hessian.tokens < k / 8:
         progress.warn(f"{names}: only {hessian.tokens} tokens calibrate {k} input channels")
+    recipe, skipped = _trusted(names, k, hessian.tokens, recipe, progress)
     h = hessian.matrix()
-    factor = _factor(names, h, recipe, progress) if recipe.method == "gptq" else None
-    together: dict[tuple[Scheme, torch.dtype], dict[str, Tensor]] = {}
+    orders = sorted({is_sparse(goal) for goal in schemes.values()}) if recipe.factored else []
+    factors = {sparse: _factor(names, h, recipe, sparse, progress) for sparse in orders}
+    together: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
         together.setdefault((schemes[name], weight.dtype), {})[name] = weight
     items: list[Item] = []
     for (scheme, _), chosen in together.items():
         started = time.perf_counter()
-        found = _gptq(chosen, scheme, h, recipe, factor) if recipe.method == "gptq" else _rtn(chosen, scheme, h, recipe)
+        factor = factors.get(is_sparse(scheme))
+        if isinstance(recipe, Pruning) or not isinstance(scheme, Scheme):
+            found = _pruned(chosen, h, recipe, factor)
+        elif recipe.factored:
+            found = _gptq(chosen, scheme, h, recipe, factor)
+        else:
+            found = _rtn(chosen, scheme, h, recipe)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), found, strict=True):
             known = {"relative_error": relative_error(weight, tensor), "tokens": hessian.tokens}
-            items.append(Item(f"{name}.weight", tensor, {**facts, **known, "seconds": seconds * len(weight)}))
+            facts = {**facts, **known, **skipped, "seconds": seconds * len(weight)}
+            items.append(Item(f"{name}.weight", tensor, facts))
     return items
+
+
+def alone(linear: str, weight: Tensor, scheme: Goal, recipe: Recipe | Pruning, reason: str | None = None) -> Item:
+    """Return a linear done by its weight `[n, k]` alone, rounded or pruned by magnitude; `reason` as for `rounded`."""
+    if isinstance(recipe, Recipe) and isinstance(scheme, Scheme):
+        return rounded(linear, weight, scheme, recipe, reason)
+    started = time.perf_counter()
+    with about(linear):
+        rtn.check_weight(weight)
+        value = weight.masked_fill(~rtn.fixed_mask(weight, "magnitude", None), 0)
+        known = {"method": "magnitude", **_checked(value), "relative_error": relative_error(weight, value), "tokens": 0}
+    why = {} if reason is None else {"by_magnitude": reason}
+    return Item(f"{linear}.weight", value, {**known, **why, "seconds": time.perf_counter() - started})
 
 
 def rounded(linear: str, weight: Tensor, scheme: Scheme, recipe: Recipe, reason: str | None = None) -> Item:
     """Return a linear rounded to nearest by its weight `[n, k]` alone; `reason` says why, if that was not asked for."""
     started = time.perf_counter()
     with about(linear):
-        tensor, facts = rtn.quantize(weight, scheme, clip=recipe.clip)
+        tensor, facts = rtn.quantize(weight, scheme, clip=recipe.clip, signed=recipe.signed)
     known = {"method": "rtn", "relative_error": relative_error(weight, tensor), "tokens": 0}
     why = {} if reason is None else {"reason": reason}
     return Item(f"{linear}.weight", tensor, {**facts, **known, **why, "seconds": time.perf_counter() - started})
 
 
-def relative_error(weight: Tensor, tensor: QuantizedTensor) -> float:
+def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
     """Return `||W - Q|| / ||W||`, 0 for a weight of zeros."""
-    difference = tensor.dequantize().sub_(weight)  # in place, and no float32 copy of the weight: this is a run's peak
+    decoded = value.dequantize() if isinstance(value, QuantizedTensor) else value.to(torch.float32, copy=True)
+    difference = decoded.sub_(weight)  # in place, and no float32 copy of the weight: this is a run's peak
     norm = torch.linalg.vector_norm(weight, dtype=rtn.working_dtype(weight)).clamp_min(1e-30)
     return float(torch.linalg.vector_norm(difference) / norm)
 
 
-def _factor(names: str, h: Tensor, recipe: Recipe, progress: Progress) -> gptq.Factor | None:
+def _trusted(
+    names: str, k: int, tokens: int, recipe: Recipe | Pruning, progress: Progress
+) -> tuple[Recipe | Pruning, dict[str, str]]:
+    """Return the recipe, without descent where it would fit the noise of so few tokens, and the fact that says so."""
+    if not recipe.gptq.descent or tokens >= refine.TOKENS_PER_COLUMN * k:
+        return recipe, {}
+    few = f"{tokens} tokens for {k} input channels"
+    progress.warn(f"{names}: no descent: {few} are fewer than {refine.TOKENS_PER_COLUMN} each; give more --samples")
+    return dataclasses.replace(recipe, gptq=dataclasses.replace(recipe.gptq, descent=0)), {"descent_skipped": few}
+
+
+def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progress: Progress) -> gptq.Factor | None:
     """Return the group's factor, with a warning if it took more damping; None if the recipe then allows rounding."""
     try:
         with about(names):
-            factor = gptq.factorize(h, recipe.gptq)
+            factor = gptq.factorize(h, recipe.gptq, sparse)
     except NumericError as error:
         if recipe.gptq.on_unsolvable == "stop":
             raise
@@ -103,14 +143,10 @@ def _factor(names: str, h: Tensor, recipe: Recipe, progress: Progress) -> gptq.F
 def _gptq(
     weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recipe, factor: gptq.Factor | None
 ) -> Solved:
-    rows = [len(w) for w in weights.values()]
-    try:
-        parts = gptq.split(gptq.quantize(torch.cat(list(weights.values())), scheme, h, recipe.gptq, factor), rows)
-    except NumericError:  # again one by one, which says whose row it is
-        parts = []
-        for name, weight in weights.items():
-            with about(name):
-                parts.append(gptq.quantize(weight, scheme, h, recipe.gptq, factor))
+    def tall(weight: Tensor, rows: list[int]) -> list[gptq.Solution]:
+        return gptq.split(gptq.quantize(weight, scheme, h, recipe.gptq, factor), rows)
+
+    parts = _as_one(weights, tall)
     return [
         (
             part.tensor,
@@ -126,6 +162,41 @@ def _gptq(
     ]
 
 
+def _pruned(weights: Mapping[str, Tensor], h: Tensor, recipe: Recipe | Pruning, factor: gptq.Factor | None) -> Solved:
+    def tall(weight: Tensor, rows: list[int]) -> list[Tensor]:
+        return list(gptq.prune(weight, h, recipe.gptq, factor).split(rows))
+
+    used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}
+    found: Solved = []
+    for (name, weight), value in zip(weights.items(), _as_one(weights, tall), strict=True):
+        with about(name):
+            facts = {"method": recipe.gptq.prune, **used, **_checked(value)}
+        facts["loss"] = _known(rtn.losses(weight.float() - value.float(), None, h))
+        facts["norm"] = _known(rtn.losses(weight, None, h))
+        facts["dead_columns"] = int((h.diagonal() == 0).sum())
+        found.append((value.clone(), facts))  # a slice of the tall weight would keep all of it in memory
+    return found
+
+
+def _as_one(weights: Mapping[str, Tensor], tall: Callable[[Tensor, list[int]], list[_Part]]) -> list[_Part]:
+    """Return what `tall` makes of all weights stacked, given the rows of each; on an error it is asked one by one."""
+    try:
+        return tall(torch.cat(list(weights.values())), [len(w) for w in weights.values()])
+    except NumericError:  # which says whose row it is
+        parts = []
+        for name, weight in weights.items():
+            with about(name):
+                parts += tall(weight, [len(weight)])
+        return parts
+
+
+def _checked(value: Tensor) -> dict[str, Any]:
+    """Return what is reported of a pruned weight, which is made sure to be 2:4."""
+    kept = value != 0
+    sparsity.check(kept)
+    return {"zeros": value.numel() - int(kept.sum()), "kept": int(kept.sum())}
+
+
 def _known(losses: Tensor) -> float | None:
     """Return the sum of losses; None if it is no number, as with a Hessian that could not be used."""
     total = float(losses.sum(dtype=torch.float64))
@@ -136,7 +207,15 @@ def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recip
     found: Solved = []
     for name, weight in weights.items():
         with about(name):
-            tensor, facts = rtn.quantize(weight, scheme, clip=recipe.clip, metric=recipe.metric, hessian=h)
+            tensor, facts = rtn.quantize(
+                weight,
+                scheme,
+                clip=recipe.clip,
+                metric=recipe.metric,
+                hessian=h,
+                signed=recipe.signed,
+                prune=recipe.prune or "magnitude",
+            )
         w = weight.float()
         loss, norm = (_known((d @ h) * d) for d in (w - tensor.dequantize(), w))
         found.append((tensor, {"method": "rtn", "loss": loss, "rtn_loss": loss, "norm": norm, **facts}))

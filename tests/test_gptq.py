@@ -142,7 +142,7 @@ def test_static_order_of_equal_channels_is_natural_order_with_frozen_scales() ->
 
 @pytest.mark.parametrize("metric", ["mse", "diag", "block"])
 @pytest.mark.parametrize("order", ["static", "off"])
-@pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel"])
+@pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel", "fp6-e2m3:channel"])
 def test_guard_law_and_gain_for_every_metric(metric: str, order: str, label: str) -> None:
     w, h = gauss(128, 256), correlated(256)
     options = Options(metric=metric, act_order=order)
@@ -297,7 +297,7 @@ def test_zero_rows_stay_exact_zeros(label: str, options: Options) -> None:
     assert (tensor.scales[3] == 1).all()
 
 
-@pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel"])
+@pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel", "fp6-e2m3:channel"])
 @pytest.mark.parametrize("options", [Options(), Options(act_order="off")], ids=label)
 def test_linears_solved_together_are_those_solved_alone(label: str, options: Options) -> None:
     w, h = gauss(192, 128), correlated(128)

@@ -84,7 +84,7 @@ def test_factor_is_that_of_the_damped_hessian(kind: str, order: str) -> None:
 
 
 def test_float32_factor_is_good_to_1e_5_and_refuses_little_damping(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gptq, "precise", lambda device: torch.float32)  # what a GPU without fast float64 gets
+    monkeypatch.setattr("quantkit.factor.precise", lambda device: torch.float32)  # what a GPU without fast float64 gets
     h = correlated(200).float()
     factor = gptq.factorize(h, Options(act_order="off"))
     whole = damped(h.double(), Options())

@@ -34,7 +34,16 @@ def test_round_trip_of_every_key_away_from_its_default(tmp_path: Path) -> None:
         "method": "gptq",
         "clip": "none",
         "metric": "diag",
-        "gptq": {"damp": 1e-05, "damp_kind": "mean", "block": 64, "act_order": "off", "on_unsolvable": "rtn"},
+        "signed": False,  # away from it only where no scheme is asymmetric
+        "gptq": {
+            "damp": 1e-05,
+            "damp_kind": "mean",
+            "block": 64,
+            "act_order": "off",
+            "on_unsolvable": "rtn",
+            "refit": True,
+            "descent": 2,
+        },
         "true_sequential": False,
         "calibration": {"data": "t: #'é.txt", "samples": 3, "max_length": 77, "seed": 2**40, "lengths": "fixed"},
         "layout": "gptq-v2",
@@ -60,9 +69,10 @@ def test_defaults_of_each_format() -> None:
     assert (int4.scheme, int4.method, int4.clip, int4.metric) == (Scheme(INT4, 128), "gptq", "search", "block")
     assert int4.layout == "compressed-tensors"
     assert int4.calibrated
-    for recipe in (fp6, fp5):
+    e2m3, e2m2 = (from_mapping({"scheme": {"format": name}}) for name in ("fp6-e2m3", "fp5-e2m2"))
+    for recipe in (fp6, fp5, e2m3, e2m2):
         assert (recipe.scheme.group_size, recipe.method, recipe.clip) == (None, "rtn", "none")
-        assert recipe.layout == "humming"
+        assert recipe.layout == ("humming" if recipe in (fp6, fp5) else "compressed-tensors")
         assert not recipe.calibrated
     for recipe in (int4, fp6, fp5):
         options = recipe.gptq
