@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import quantkit
-from quantkit.kernels import MATMULS, NONE_YET, toolchain
+from quantkit.kernels import MATMULS, loader, toolchain
 from quantkit.layouts import LAYOUTS
 from quantkit.memory import free_memory
 
@@ -138,9 +138,8 @@ def _cupy() -> Check:
     installed = next((name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if _version(name)), None)
     if installed is not None:
         found = f"{installed} does not load: {state['problem']}"
-    extra = "cuda12" if (torch.version.cuda or "13").startswith("12") else "cuda13"
-    fix = f"pip install 'quantkit[{extra}]'"
-    if installed not in (None, f"cupy-{extra}x"):
+    fix = loader.install()
+    if installed not in (None, f"cupy-{loader.extra()}x"):
         fix = f"pip uninstall -y {installed} && {fix}"
     return Check("cupy", found, needs, False if torch.cuda.is_available() else None, fix)
 
@@ -158,7 +157,5 @@ def _gpus() -> list[dict[str, Any]]:
 
 
 def _kernel_note() -> str:
-    missing = [name for name in LAYOUTS if name not in MATMULS]
-    if not MATMULS:
-        return f"{NONE_YET}: verify proves the bits, and other programs multiply the packed weights"
-    return f"no kernel for {', '.join(missing)}" if missing else "every layout has a kernel"
+    others = ", ".join(name for name in LAYOUTS if name not in MATMULS)
+    return f"for {', '.join(MATMULS)}; other programs multiply {others}, whose bits verify proves"

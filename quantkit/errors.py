@@ -27,6 +27,10 @@ class NumericError(QuantkitError):
     """A value that no number format can carry: NaN, infinity, an overflowing scale, a broken Hessian."""
 
 
+class KernelError(QuantkitError):
+    """A multiplication that no kernel can carry out here: operands, GPU or compiler are not what it needs."""
+
+
 class RecipeError(QuantkitError):
     """A recipe or an option that is unknown or contradicts another one."""
 

@@ -48,11 +48,11 @@ def copy_atomic(src: Path, dst: Path) -> None:
             write(file, memoryview(chunk), dst)
 
 
-def make_folder(path: Path) -> None:
-    """Make a folder in an existing one; CheckpointError if there is something of its name."""
+def make_folder(path: Path, *, parents: bool = False) -> None:
+    """Make a folder; CheckpointError without its parent or if it exists, unless `parents` says to make what is missing."""
     with guarded(path):
         _fault("mkdir", path)
-        path.mkdir()
+        path.mkdir(parents=parents, exist_ok=parents)
         sync_folder(path.parent)
 
 

@@ -1,26 +1,28 @@
 """Proof that a checkpoint holds what was quantized, bit by bit.
 
-Four questions: are the files those that the report lists; does every packed weight unpack and repack to the same bytes;
+Five questions: are the files those that the report lists; does every packed weight unpack and repack to the same bytes;
 is the record the one whose digest was taken when it was quantized; are codes, scales and zeros those of another
-checkpoint. Damage inside one weight fails that weight's row, and the others are still looked at.
+checkpoint; on a GPU, does a kernel multiply with the packed bytes as with the record. Damage inside one weight fails
+that weight's row, and the others are still looked at.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from math import prod
+from dataclasses import asdict, dataclass, replace
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit import headers, report, storage
+from quantkit import headers, kernels, report, storage
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.kernels import NONE_YET
-from quantkit.layouts import LAYOUTS, family
+from quantkit.errors import CheckpointError, KernelError, QuantkitError
+from quantkit.kernels import proof
+from quantkit.layouts import LAYOUTS, stored_as
+from quantkit.models import device_of
 from quantkit.progress import Progress
 from quantkit.tensor import QuantizedTensor, dtype_name
 
@@ -29,7 +31,10 @@ VERIFICATION = "verify.json"
 
 @dataclass(frozen=True)
 class Row:
-    """One packed weight: True where it passed, False where it failed, None where there was nothing to compare with."""
+    """One packed weight: True where it passed, False where it failed, None where there was nothing to compare with.
+
+    `error` is the largest relative error of its products, None where none was made or it is not finite.
+    """
 
     module: str
     shape: tuple[int, ...]
@@ -39,14 +44,16 @@ class Row:
     digest: bool | None
     against: bool | None
     problem: str | None = None
+    product: bool | None = None
+    error: float | None = None
 
 
 @dataclass(frozen=True)
 class Verification:
     """The outcome: `rows` of weights, `files` (name -> sha256), `failures` and `notices` as lines of text.
 
-    `weights` counts the elements whose codes were unpacked, repacked and compared. `kernel`, `errors` and `bound` are
-    for the multiplication by a CUDA kernel; no kernel is shipped yet, and `note` says so.
+    `weights` counts the elements whose codes were unpacked, repacked and compared. `kernel` is the layout whose kernels
+    multiplied on `device`, with `bound` for the `errors`; where it is None no kernel ran, and `unrun` says why.
     """
 
     layout: str | None
@@ -57,8 +64,8 @@ class Verification:
     against: str | None = None
     kernel: str | None = None
     device: str = "cpu"
-    errors: tuple[float, ...] = ()
     bound: float | None = None
+    unrun: str = "nothing could be multiplied"
 
     @property
     def ok(self) -> bool:
@@ -69,8 +76,23 @@ class Verification:
         return sum(prod(row.shape) for row in self.rows)
 
     @property
+    def multiplied(self) -> int:
+        """How many weights a kernel gave back one by one."""
+        return sum(prod(row.shape) for row in self.rows if row.product)
+
+    @property
+    def errors(self) -> list[float]:
+        return [row.error for row in self.rows if row.error is not None]
+
+    @property
     def note(self) -> str:
-        return f"no kernel ran, the bits alone are proved: {NONE_YET}"
+        if self.kernel is None:
+            return f"no kernel ran, the bits alone are proved: {self.unrun}"
+        worst = max(self.errors, default=0.0)
+        return (
+            f"the {self.kernel} kernels on {self.device} gave back {self.multiplied} weights exactly, products are off "
+            f"by {worst:.1e} at most (bound {self.bound:g})"
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of verify.json."""
@@ -82,7 +104,8 @@ class Verification:
             "kernel": self.kernel,
             "device": self.device,
             "note": self.note,
-            "errors": list(self.errors),
+            "multiplied": self.multiplied,
+            "errors": self.errors,
             "bound": self.bound,
             "against": self.against,
             "failures": list(self.failures),
@@ -92,14 +115,18 @@ class Verification:
         }
 
 
-def verify(folder: Path, against: Path | None = None, progress: Progress | None = None) -> Verification:
+def verify(
+    folder: Path, against: Path | None = None, progress: Progress | None = None, device: str = "auto"
+) -> Verification:
     """Check every file and every packed weight of a quantized checkpoint; see the module for what is asked.
 
-    One weight is in memory at a time. CheckpointError if `folder` or `against` cannot be read as a quantized
-    checkpoint (and no file of it has changed: a changed one is a failure, and named).
+    One weight is in memory at a time. Kernels run on `device`, by default on a GPU that can. CheckpointError if
+    `folder` or `against` cannot be read as a quantized checkpoint (and no file of it has changed: a changed one is a
+    failure, and named). KernelError if kernels fail, or cannot be run on a `device` that is a GPU by name.
     """
     progress = progress or Progress(quiet=True)
     folder = Path(folder)
+    place = device_of(device)
     recorded: dict[str, Any] = {}
     failures: list[str] = []
     notices: list[str] = []
@@ -121,6 +148,9 @@ def verify(folder: Path, against: Path | None = None, progress: Progress | None 
     else:
         unlisted = [path.name for path in src.files() if path.name not in recorded.get("files", {})]
         failures += [f"{name}: is not a file that {report.REPORT} lists" for name in unlisted]
+    unrun = kernels.missing(src.layout.NAME, place)
+    if unrun and place.type == "cuda" and device != "auto" and src.layout.NAME in kernels.MATMULS:
+        raise KernelError(f"{folder}: its weights cannot be multiplied on {device}: {unrun}")
     other = None if against is None else _quantized(Path(against))
     layers = {layer["name"]: layer for layer in recorded.get("layers", [])}
     modules = src.modules()
@@ -129,11 +159,11 @@ def verify(folder: Path, against: Path | None = None, progress: Progress | None 
     failures += _missing(modules, layers if recorded else None, other)
     rows = []
     for module in progress.bar(modules, "verify", len(modules)):
-        row, seen = _row(src, module, layers.get(module), other)
+        row, seen = _row(src, module, layers.get(module), other, None if unrun else place)
         rows.append(row)
         notices += [line for line in seen if line not in notices]
     failures += [f"{row.module}: {row.problem}" for row in rows if row.problem is not None]
-    return Verification(
+    found = Verification(
         src.layout.NAME,
         tuple(rows),
         files,
@@ -141,6 +171,10 @@ def verify(folder: Path, against: Path | None = None, progress: Progress | None 
         (*src.notices, *notices),
         None if against is None else str(against),
     )
+    if unrun:
+        return replace(found, unrun=unrun)
+    name = torch.cuda.get_device_name(place)
+    return replace(found, kernel=src.layout.NAME, device=name, bound=proof.BOUND)
 
 
 def write(verification: Verification, folder: Path) -> Path:
@@ -198,16 +232,21 @@ def _missing(modules: list[str], layers: Mapping[str, Any] | None, other: Checkp
 
 
 def _row(
-    src: Checkpoint, module: str, layer: Mapping[str, Any] | None, other: Checkpoint | None
+    src: Checkpoint,
+    module: str,
+    layer: Mapping[str, Any] | None,
+    other: Checkpoint | None,
+    device: torch.device | None,
 ) -> tuple[Row, list[str]]:
-    """Check one packed weight; a weight that cannot even be read is a row that failed."""
+    """Check one packed weight, on a GPU if one is given; a weight that cannot even be read is a row that failed."""
     size = sum(prod(src.shape(name)) * src.dtype(name).itemsize for name in src.parts(module).values())
     row = Row(module, (), "", size, None, None, None)
     seen: list[str] = []
     problems = []
     try:
         q = src.quantized(module)
-        row = Row(module, q.shape, q.scheme.label, size, None, None, None)
+        shape = src.true_size(module) if src.is_padded(module) else q.shape
+        row = Row(module, shape, q.scheme.label, size, None, None, None)
         different = _repacked(src, module, q, seen)
         problems += [f"{suffix} is not what its own codes pack to" for suffix in different]
         digest = None if layer is None else q.digest() == layer.get("digest")
@@ -215,16 +254,35 @@ def _row(
             problems.append(f"codes or scales are not those that {report.REPORT} recorded")
         equal = None
         if other is not None and module in set(other.modules()):
-            found = _differences(q, other.quantized(module))
+            found = _differences(src.unpadded(module) if src.is_padded(module) else q, other.unpadded(module))
             equal = not found
             problems += [f"{line} in {other.path}" for line in found]
         zero = int((q.scales == 0).sum())
         if zero:
             seen.append(f"{module}: {zero} scales are zero")
+        if src.is_padded(module):
+            seen.append(f"{module}: is {list(shape)}, padded with zeros to {list(q.shape)}")
     except QuantkitError as error:
         message = str(error).removeprefix(f"{src.path}: ").removeprefix(f"{module}: ")
         return Row(module, row.shape, row.scheme, size, False, None, None, message), seen
-    return Row(module, q.shape, q.scheme.label, size, not different, digest, equal, "; ".join(problems) or None), seen
+    row = replace(row, repack=not different, digest=digest, against=equal)
+    if device is not None and not different:  # outside of the try: a kernel that cannot run is no fault of the weight
+        shown = _multiplied(src, module, q, device)
+        problems += shown.problems
+        row = replace(row, product=not shown.problems, error=shown.error if isfinite(shown.error) else None)
+    return replace(row, problem="; ".join(problems) or None), seen
+
+
+def _multiplied(src: Checkpoint, module: str, q: QuantizedTensor, device: torch.device) -> proof.Proof:
+    """Multiply with the stored tensors; where a program wrote them otherwise, with the same values as quantkit does."""
+    assert src.layout is not None
+    tensors = {suffix: src.get(name) for suffix, name in src.parts(module).items()}
+    usual = src.layout.stored(q.scheme, *q.shape)
+    if {suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in tensors.items()} != usual:
+        tensors = src.layout.pack(q)
+    zeros = None if q.zeros is None else q.zeros.to(device)
+    there = replace(q, codes=q.codes.to(device), scales=q.scales.to(device), zeros=zeros)
+    return proof.prove(src.layout.NAME, {name: tensor.to(device) for name, tensor in tensors.items()}, there)
 
 
 def _repacked(src: Checkpoint, module: str, q: QuantizedTensor, seen: list[str]) -> list[str]:
@@ -235,27 +293,27 @@ def _repacked(src: Checkpoint, module: str, q: QuantizedTensor, seen: list[str])
     """
     assert src.layout is not None
     tensors = {suffix: src.get(name) for suffix, name in src.parts(module).items()}
-    siblings = [x for x in LAYOUTS.values() if family(x.NAME) == family(src.layout.NAME) and x is not src.layout]
-    found = None
-    for layout in (src.layout, *(siblings if q.zeros is None else [])):
-        packed = layout.pack(q)
-        different = [suffix for suffix, tensor in tensors.items() if not _same(tensor, packed.get(suffix))]
-        if not different:
-            for suffix, tensor in tensors.items():
-                if tensor.dtype != packed[suffix].dtype:
-                    theirs, ours = dtype_name(tensor.dtype), dtype_name(packed[suffix].dtype)
-                    seen.append(f"{suffix} is stored as {theirs}, quantkit writes {ours}")
-            if layout is not src.layout:
-                seen.append(f"labelled {src.layout.NAME}, stored as {layout.NAME}: the data was trusted")
-            return []
-        found = found or different
-    return found or []
+    packed = LAYOUTS[stored_as(src.layout, tensors, q.scheme)].pack(q)
+    different = [suffix for suffix, tensor in tensors.items() if not _same(tensor, packed.get(suffix))]
+    for suffix, tensor in tensors.items() if not different else ():
+        if tensor.dtype != packed[suffix].dtype:
+            theirs, ours = dtype_name(tensor.dtype), dtype_name(packed[suffix].dtype)
+            seen.append(f"{suffix} is stored as {theirs}, quantkit writes {ours}")
+    return different
 
 
 def _same(tensor: Tensor, packed: Tensor | None) -> bool:
-    """Return whether two tensors are one in every bit, or in every value where a float has another width."""
-    if packed is None or tensor.shape != packed.shape:
+    """Return whether two tensors are one in every bit, or in every value where a float has another width.
+
+    Bytes may stand for words, and a column for a vector: the layout read them so.
+    """
+    if packed is None:
         return False
+    if tensor.dtype == torch.uint8:
+        tensor = tensor.contiguous().view(packed.dtype)
+    if tensor.squeeze().shape != packed.squeeze().shape:
+        return False
+    tensor = tensor.reshape(packed.shape)
     if tensor.dtype != packed.dtype:
         return tensor.is_floating_point() and packed.is_floating_point() and torch.equal(tensor.float(), packed.float())
     return torch.equal(tensor.contiguous().view(torch.uint8), packed.contiguous().view(torch.uint8))

@@ -41,8 +41,8 @@ def test_this_environment_is_complete() -> None:
     names = [check["name"] for check in found["checks"]]
     assert {"python", "torch", "transformers", "datasets", "safetensors", "cupy", "compressed-tensors"} <= set(names)
     assert found["machine"]["free_disk"] > 0 and found["machine"]["threads"] >= 1
-    assert found["kernels"]["here"] == []
-    assert "no CUDA kernels" in found["kernels"]["note"]
+    assert found["kernels"]["here"] == ["marlin", "marlin24", "marlin24-ct", "quick", "tcfpx"]
+    assert "for marlin," in found["kernels"]["note"] and "other programs multiply" in found["kernels"]["note"]
     assert bool(found["gpus"]) == torch.cuda.is_available()
 
 

@@ -52,6 +52,10 @@ def test_the_installed_wheel_runs_the_demo_outside_the_checkout(wheel: Path, tmp
     Path(target, "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n")
     where = run(python, "-c", "import quantkit, torch; print(quantkit.__file__)", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(tmp_path)
+    code = "from quantkit.kernels import SOURCES, loader; print(loader.source_dir(), *SOURCES)"
+    folder, *sources = run(python, "-c", code, cwd=tmp_path).split()
+    assert Path(folder).is_relative_to(tmp_path)
+    assert all(Path(folder, f"{source}.cu").is_file() for source in sources)
     found = json.loads(run(tmp_path / "venv/bin/quantkit", "demo", "--json", cwd=tmp_path))
     assert len(found["rows"]) == 5
     assert "kind: mean" in run(

@@ -1,32 +1,65 @@
-"""Which layouts a CUDA kernel of ours multiplies, and whether kernels could be compiled here.
+"""Which layouts a CUDA kernel of ours multiplies, and whether it can be run here.
 
-`MATMULS` is the table from a layout's name to its `matmul` (ARCHITECTURE 7 and 8). No kernel is shipped yet, so it is
-empty: `verify` proves the bits and says that no kernel ran, `plan` and `doctor` say the same beforehand.
+`MATMULS` is the table from a layout's name to its fastest kernel, `JUDGES` to the naive one, which every other is
+compared with (ARCHITECTURE 7 and 8). The other layouts are multiplied by other programs: `verify` proves their bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
-#: layout name -> matmul(x, tensors, scheme, n, k) -> float16 [m, n]
-MATMULS: dict[str, Callable[..., Tensor]] = {}
+from quantkit.errors import KernelError
+from quantkit.kernels import loader, marlin, marlin24, quick, tcfpx
+from quantkit.kernels.loader import toolchain
 
-NONE_YET = "quantkit ships no CUDA kernels yet"
+__all__ = ["JUDGES", "MATMULS", "SOURCES", "missing", "none_for", "toolchain"]
+
+#: layout name -> matmul(x, tensors, scheme, n, k, bias=None, out=None) -> [m, n] of the dtype of x, or of `out`
+MATMULS: dict[str, Callable[..., Tensor]] = {
+    "marlin": marlin.naive,
+    "marlin24": marlin24.naive,
+    "marlin24-ct": marlin24.naive,
+    "tcfpx": tcfpx.naive,
+    "quick": quick.naive,
+}
+
+#: As `MATMULS`; a float32 `out` is allowed.
+JUDGES: dict[str, Callable[..., Tensor]] = {
+    "marlin": marlin.naive,
+    "marlin24": marlin24.naive,
+    "marlin24-ct": marlin24.naive,
+    "tcfpx": tcfpx.naive,
+    "quick": quick.naive,
+}
+
+#: CUDA source -> every instance in it.
+SOURCES = {
+    "marlin": marlin.INSTANCES,
+    "marlin24": marlin24.INSTANCES,
+    "tcfpx": tcfpx.INSTANCES,
+    "quick": quick.INSTANCES,
+}
 
 
-def toolchain() -> dict[str, str | None]:
-    """Return the versions of CuPy and of its NVRTC, each None when it cannot be used, and the `problem` met."""
-    found: dict[str, str | None] = {"cupy": None, "nvrtc": None, "problem": None}
+def none_for(layout: str) -> str:
+    """Return how it is said that a layout has no kernel."""
+    return f"no kernel of quantkit's own multiplies {layout}"
+
+
+def missing(layout: str, device: torch.device) -> str | None:
+    """Return why the kernel of `layout` cannot be run on `device`, None if it can."""
+    if layout not in MATMULS:
+        return none_for(layout)
+    if device.type != "cuda":
+        return "the kernel needs a CUDA GPU" if torch.cuda.is_available() else "torch sees no CUDA GPU here"
+    problem = toolchain()["problem"]
+    if problem is not None:
+        return f"CuPy does not load ({problem}): {loader.install()}"
     try:
-        import cupy
-        from cupy.cuda import nvrtc
-
-        found["cupy"] = cupy.__version__
-        found["nvrtc"] = ".".join(str(part) for part in nvrtc.getVersion())
-    except (
-        Exception
-    ) as error:  # a CuPy that does not match the machine fails to load in many ways, and any is the answer
-        found["problem"] = " ".join(str(error).split()) or type(error).__name__
-    return found
+        loader.arch_of(device)
+    except KernelError as error:
+        return str(error)
+    return None

@@ -1,0 +1,47 @@
+// What every kernel shares: integer names, and numbers of 16 bits to and from float32.
+//
+// NVRTC has no standard headers, so everything needed stands here. The addressing in weights.cuh is also compiled by an
+// ordinary C++ compiler, in a test that needs no GPU; only what that needs has a second form for it.
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct half {
+    u16 bits;
+};
+struct bfloat {
+    u16 bits;
+};
+
+#ifdef __CUDACC__
+
+#define DEVICE __device__ __forceinline__
+
+DEVICE float to_float(half x) {
+    float y;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
+    return y;
+}
+
+DEVICE float to_float(bfloat x) { return __uint_as_float((u32)x.bits << 16); }
+
+// Round to nearest, ties to even; what is too large becomes infinity.
+DEVICE void store(float *to, float x) { *to = x; }
+
+DEVICE void store(half *to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
+
+DEVICE void store(bfloat *to, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
+
+#else
+
+#define DEVICE inline
+
+DEVICE float to_float(half x) {
+    _Float16 y;
+    __builtin_memcpy(&y, &x, 2);
+    return y;
+}
+
+#endif

@@ -1,0 +1,293 @@
+"""From CUDA source to a kernel that runs: compiled by NVRTC when first needed, kept on disk, launched through CuPy.
+
+The only file that imports CuPy, and only inside functions. A source is compiled once for the exact architecture of the
+device, with all of its instances, into a cubin that is loaded from memory; the wheel holds sources alone. Kernels run
+on torch's current stream, on torch's memory: nothing is copied, and CuPy allocates nothing (ARCHITECTURE 8).
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quantkit import storage
+from quantkit.errors import KernelError, QuantkitError, reason
+
+OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+#: What a block may use without asking for more.
+SHARED = 48 * 1024
+#: Architectures whose own instructions (wgmma, setmaxnreg ...) NVRTC takes only under the name with an a.
+SPECIFIC = {(9, 0), (10, 0)}
+
+_LOCK = threading.Lock()
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What one kernel takes: registers a thread, bytes of registers spilled to memory (stores and loads)."""
+
+    registers: int
+    spills: int
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled source: the cubin, instance -> its name in the cubin, and what the compiler said (and took)."""
+
+    cubin: bytes
+    names: dict[str, str]
+    log: str = field(compare=False)
+
+    def usage(self) -> dict[str, Usage]:
+        """Return the usage of each instance, as ptxas logged it."""
+        found = {}
+        for part in self.log.split("Compiling entry function ")[1:]:
+            spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
+            registers = re.search(r"Used (\d+) registers", part)
+            assert spills and registers, part
+            found[part.split("'")[1]] = Usage(int(registers[1]), int(spills[1]) + int(spills[2]))
+        return {instance: found[name] for instance, name in self.names.items()}
+
+
+def source_dir() -> Path:
+    """Return the folder of the CUDA sources: inside an installed package, at the top of a checkout."""
+    packaged = Path(__file__).parent / "cuda"
+    return packaged if packaged.is_dir() else Path(__file__).parents[2] / "kernels"
+
+
+def cache_dir() -> Path:
+    """Return the folder of compiled kernels: `kernels` in QUANTKIT_CACHE, or in quantkit's own of the user's caches."""
+    own = os.environ.get("QUANTKIT_CACHE")
+    users = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    return Path(own or os.path.join(users, "quantkit")) / "kernels"
+
+
+def arch_name(major: int, minor: int) -> str:
+    """Return what NVRTC calls a compute capability; KernelError for one older than 8.0."""
+    if (major, minor) < (8, 0):
+        raise KernelError(
+            f"this GPU has compute capability {major}.{minor}, quantkit's kernels need 8.0 (Ampere) or newer: "
+            "use another GPU, or --device cpu"
+        )
+    return f"sm_{major}{minor}{'a' if (major, minor) in SPECIFIC else ''}"
+
+
+def arch_of(device: torch.device) -> str:
+    """Return the architecture that kernels for a CUDA device are compiled for."""
+    return arch_name(*torch.cuda.get_device_capability(device))
+
+
+def extra() -> str:
+    """Return the extra of quantkit that brings the CuPy for this torch."""
+    return "cuda12" if (torch.version.cuda or "13").startswith("12") else "cuda13"
+
+
+def toolchain() -> dict[str, str | None]:
+    """Return the versions of CuPy and of its NVRTC, each None when it cannot be used, and the `problem` met."""
+    found: dict[str, str | None] = {"cupy": None, "nvrtc": None, "problem": None}
+    try:
+        import cupy
+
+        found["nvrtc"] = ".".join(str(part) for part in _nvrtc().getVersion())
+        found["cupy"] = cupy.__version__
+    except Exception as error:  # a CuPy that does not match the machine fails to load in many ways
+        found["problem"] = reason(error)
+    return found
+
+
+def compile(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Binary:
+    """Compile `name`.cu of `folder` (None: quantkit's own) for an architecture such as sm_90a; needs no GPU.
+
+    `instances` are name expressions such as `f<half, float>`. KernelError with the first error for a source that does
+    not compile, and naming the extra to install without CuPy.
+    """
+    nvrtc = _usable_nvrtc()
+    folder = source_dir() if folder is None else folder
+    headers = {header: text.encode() for header, text in _headers(folder).items()}
+    program = nvrtc.createProgram(
+        _text(folder / f"{name}.cu"), f"{name}.cu", list(headers.values()), [header.encode() for header in headers]
+    )
+    try:
+        for instance in instances:
+            nvrtc.addNameExpression(program, instance)
+        nvrtc.compileProgram(program, [f"--gpu-architecture={arch}", *OPTIONS])
+        names = {instance: nvrtc.getLoweredName(program, instance) for instance in instances}
+        return Binary(nvrtc.getCUBIN(program), names, nvrtc.getProgramLog(program).strip("\0 \n"))
+    except nvrtc.NVRTCError as error:
+        lines = nvrtc.getProgramLog(program).splitlines()
+        said = next((line for line in lines if "error" in line), "".join(lines[:1]) or reason(error))
+        compiler = f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}"
+        raise KernelError(f"{name}.cu does not compile for {arch} with {compiler}: {said.strip()[:300]}") from error
+    finally:
+        nvrtc.destroyProgram(program)
+
+
+def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Binary:
+    """Return what `compile` would, from the disk if it lies there whole; keep it there otherwise.
+
+    Several processes may do this at once: an entry is written beside its place and renamed. A damaged entry is compiled
+    again; a folder that cannot be written costs time, and is told once.
+    """
+    path = cache_dir() / f"{name}-{arch}-{_key(name, instances, arch, folder)}"
+    try:
+        with storage.open_regular(path) as file:
+            return _decoded(file.read())
+    except (QuantkitError, OSError, ValueError):
+        binary = compile(name, instances, arch, folder)
+    try:
+        storage.make_folder(path.parent, parents=True)
+        storage.write_atomic(path, _encoded(binary))
+    except (QuantkitError, OSError):
+        _warn_once(path.parent)
+    return binary
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The kernels of a source on one device: instance -> CuPy function, and the seconds that it took to get there."""
+
+    functions: dict[str, Any]
+    seconds: float
+
+
+def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
+    """Return all instances of `name`.cu, ready on a CUDA device; once a process and device.
+
+    KernelError for a GPU that is too old, without CuPy, and if it does not compile or load.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with _LOCK:
+        return _loaded(name, tuple(instances), index)
+
+
+@functools.cache
+def _loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
+    start = time.perf_counter()
+    binary = cached(name, instances, arch_of(torch.device("cuda", index)))
+    import cupy
+    from cupy.cuda import function
+
+    try:
+        with cupy.cuda.Device(index):
+            module = function.Module()
+            module.load(binary.cubin)
+            functions = {instance: module.get_function(lowered) for instance, lowered in binary.names.items()}
+    except RuntimeError as error:  # what CuPy's driver errors are
+        raise KernelError(f"the kernels of {name}.cu cannot be loaded on cuda:{index}: {reason(error)}") from error
+    return Loaded(functions, time.perf_counter() - start)
+
+
+def launch(
+    function: Any,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: Sequence[Tensor | int | float | None],
+    shared: int = 0,
+) -> None:
+    """Launch a function of `load` on torch's current stream of the device where the tensors in `args` are.
+
+    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32; `shared` is dynamic shared
+    memory in bytes. KernelError for a launch that the driver refuses; what fails later shows when torch synchronises.
+    """
+    import cupy
+    from cupy.cuda import driver
+
+    device = next(arg.device for arg in args if isinstance(arg, Tensor))
+    stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
+    try:
+        with cupy.cuda.Device(device.index):
+            if shared > SHARED:
+                most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                driver.funcSetAttribute(function.ptr, most, shared)
+            function(grid, block, tuple(_typed(arg) for arg in args), shared_mem=shared, stream=stream)
+    except RuntimeError as error:
+        raise KernelError(f"a kernel could not be launched on {device}: {reason(error)}") from error
+
+
+@functools.lru_cache(maxsize=64)
+def _stream(pointer: int, index: int) -> Any:
+    import cupy
+
+    with warnings.catch_warnings():  # CuPy 14 has a successor of it, which CuPy 13 lacks
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return cupy.cuda.ExternalStream(pointer, index)
+
+
+def _typed(arg: Tensor | int | float | None) -> Any:
+    # A bare Python float arrives as 64 bits, and is garbage to a `float` parameter.
+    if arg is None or isinstance(arg, Tensor):
+        return np.uint64(0 if arg is None else arg.data_ptr())
+    return np.float32(arg) if isinstance(arg, float) else np.int32(arg)
+
+
+def _nvrtc() -> Any:
+    from cupy.cuda import nvrtc
+
+    return nvrtc
+
+
+def _usable_nvrtc() -> Any:
+    problem = toolchain()["problem"]
+    if problem is not None:
+        raise KernelError(f"kernels are compiled through CuPy, which does not load ({problem}): {install()}")
+    return _nvrtc()
+
+
+def install() -> str:
+    """Return the command that brings a CuPy for this torch."""
+    return f"pip install 'quantkit[{extra()}]'"
+
+
+def _headers(folder: Path) -> dict[str, str]:
+    return {path.name: _text(path) for path in sorted(folder.glob("*.cuh"))}
+
+
+def _text(path: Path) -> str:
+    with storage.open_regular(path) as file:
+        return file.read().decode()
+
+
+def _key(name: str, instances: Sequence[str], arch: str, folder: Path | None) -> str:
+    folder = source_dir() if folder is None else folder
+    version = list(_usable_nvrtc().getVersion())
+    parts = [_text(folder / f"{name}.cu"), _headers(folder), OPTIONS, list(instances), arch, version]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def _encoded(binary: Binary) -> bytes:
+    content = {"cubin": base64.b64encode(binary.cubin).decode(), "names": binary.names, "log": binary.log}
+    data = json.dumps(content).encode()
+    return hashlib.sha256(data).hexdigest().encode() + data
+
+
+def _decoded(entry: bytes) -> Binary:
+    digest, data = entry[:64], entry[64:]
+    if hashlib.sha256(data).hexdigest().encode() != digest:
+        raise ValueError("damaged")
+    content = json.loads(data)
+    return Binary(base64.b64decode(content["cubin"]), content["names"], content["log"])
+
+
+@functools.cache
+def _warn_once(folder: Path) -> None:
+    warnings.warn(
+        f"compiled kernels cannot be kept in {folder}, so that every start compiles them again: make it writable, or "
+        "set QUANTKIT_CACHE to a folder that is",
+        RuntimeWarning,
+        stacklevel=2,
+    )

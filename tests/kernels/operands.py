@@ -1,0 +1,45 @@
+"""Packed weights to multiply with: for each kernel the schemes and shapes `[n, k]` that it takes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.layouts import LAYOUTS, marlin
+from quantkit.tensor import QuantizedTensor, Scheme
+from tests.layouts.samples import record, tame
+
+#: layout -> schemes and shapes; those of MARLIN with groups of 32 and 64 are no checkpoint's, see `packed`.
+TAKEN = {
+    "marlin": (
+        ["int4:g128", "int4:channel", "int4:g64", "int4:g32", "int4:g128:24"],
+        [(64, 128), (192, 384), (256, 1152)],
+    ),
+    "marlin24": (["int4:g128:24", "int4:channel:24"], [(128, 128), (384, 256), (256, 1152)]),
+    "marlin24-ct": (["int4:g128:24", "int4:channel:24"], [(128, 256)]),
+    "tcfpx": (
+        ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"],
+        [(64, 64), (192, 128), (256, 1152)],
+    ),
+    "quick": (
+        ["int4:g128", "int4:g128:asym", "int4:g32:asym", "int4:g64"],
+        [(128, 128), (384, 256), (256, 1152)],
+    ),
+}
+CASES = [(layout, label, n, k) for layout, (labels, shapes) in TAKEN.items() for label in labels for n, k in shapes]
+#: The first scheme and the middle shape of each.
+ONE_EACH = [(layout, labels[0], *shapes[len(shapes) // 2]) for layout, (labels, shapes) in TAKEN.items()]
+
+
+def weight(label: str, n: int, k: int, seed: int = 0) -> QuantizedTensor:
+    """Return a record with every code possible and scales around 0.01."""
+    return tame(record(Scheme.parse(label), n, k, seed), torch.float16)
+
+
+def packed(layout: str, q: QuantizedTensor) -> dict[str, Tensor]:
+    """Return the tensors of a weight; for MARLIN in any groups, in the order that vLLM repacks to (LAYOUTS 3.6)."""
+    if layout != "marlin" or q.scheme.group_size in (128, None):
+        return LAYOUTS[layout].pack(q)
+    (n, k), g = q.shape, q.scales.shape[1]
+    order = marlin.GROUPED_SCALES if g > 1 else marlin.SINGLE_SCALES
+    return {"B": marlin.CODES.pack(q.codes, 4).view(k // 16, 2 * n), "s": order(q.scales.t()).view(g, n)}

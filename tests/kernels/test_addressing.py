@@ -1,0 +1,116 @@
+"""The kernels' addressing without a GPU: kernels/weights.cuh, compiled by a C++ compiler, finds every weight.
+
+A layout's own tests hold its tensors to the published packers; so what is read here from these tensors is the truth.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.kernels import JUDGES
+from quantkit.kernels.loader import source_dir
+from quantkit.tensor import QuantizedTensor, Scheme
+from tests.kernels.operands import CASES, TAKEN, packed
+from tests.layouts.samples import record
+
+#: Reads all weights of a layout, given as C++ expression, into `y` [n, k].
+READERS = """
+#include "weights.cuh"
+#define READER(name, weight) \\
+    extern "C" void name(void **t, float *y, u32 n, u32 k, u32 g) { \\
+        auto read = weight; \\
+        for (u32 i = 0; i < n; i++) for (u32 j = 0; j < k; j++) *y++ = read(i, j); \\
+    }
+#define WORDS(i) ((const u32 *)t[i])
+#define HALVES(i) ((const half *)t[i])
+READER(marlin, (Marlin{WORDS(0), HALVES(1), n, k, g}))
+READER(marlin24, (Marlin24{WORDS(0), (const u16 *)t[1], HALVES(2), n, k, g}))
+READER(quick, (Quick{WORDS(0), WORDS(1), HALVES(2), n, k, g}))
+READER(tcfpx_fp6, (Tcfpx<3, 2>{WORDS(0), HALVES(1), n, k}))
+READER(tcfpx_fp5, (Tcfpx<3, 1>{WORDS(0), HALVES(1), n, k}))
+READER(tcfpx_fp6_e2m3, (Tcfpx<2, 3>{WORDS(0), HALVES(1), n, k}))
+READER(tcfpx_fp5_e2m2, (Tcfpx<2, 2>{WORDS(0), HALVES(1), n, k}))
+"""
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs g++ or clang++ to compile the kernels' addressing for the CPU")
+    folder = tmp_path_factory.mktemp("readers")
+    (folder / "readers.cpp").write_text(READERS)
+    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{source_dir()}"]
+    done = subprocess.run(
+        [*command, folder / "readers.cpp", "-o", folder / "readers.so"], capture_output=True, text=True
+    )
+    if "_Float16" in done.stderr:
+        pytest.skip(f"needs a compiler that has _Float16: {done.stderr.splitlines()[0]}")
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "readers.so"))
+
+
+def read(readers: ctypes.CDLL, layout: str, tensors: dict[str, Tensor], scheme: Scheme, n: int, k: int) -> Tensor:
+    name = layout.removesuffix("-ct")
+    if name == "tcfpx":
+        name += "_" + scheme.format.name.replace("-", "_")
+    y = torch.full((n, k), float("nan"))
+    parts = (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors.values()))
+    getattr(readers, name)(parts, ctypes.c_void_p(y.data_ptr()), n, k, scheme.group_size or k)
+    return y
+
+
+def same(found: Tensor, q: QuantizedTensor) -> bool:
+    expected = q.dequantize()
+    if q.scheme.sparsity:  # what was pruned is +0 in a sparse layout, and a zero code has the sign of its scale
+        found, expected = found + 0.0, expected + 0.0
+    return torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_every_kernel_is_looked_at() -> None:
+    assert TAKEN.keys() == JUDGES.keys()
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
+def test_every_weight_is_where_the_formulas_say(readers: ctypes.CDLL, layout: str, label: str, n: int, k: int) -> None:
+    q = record(Scheme.parse(label), n, k, seed=n + k)  # scales of any size and sign, and zeros
+    assert same(read(readers, layout, packed(layout, q), q.scheme, n, k), q)
+
+
+@pytest.mark.parametrize("label", TAKEN["tcfpx"][0])
+def test_every_code_has_its_value(readers: ctypes.CDLL, label: str) -> None:
+    scheme, n, k = Scheme.parse(label), 64, 64
+    codes = torch.arange(n * k).remainder(2**scheme.format.bits).view(n, k).to(torch.uint8)
+    q = QuantizedTensor(scheme, codes, torch.ones(n, 1, dtype=torch.float16))
+    assert same(read(readers, "tcfpx", packed("tcfpx", q), scheme, n, k), q)
+    assert sorted(q.dequantize()[0].tolist()) == sorted(scheme.format.values * (64 // 2**scheme.format.bits))
+
+
+def test_a_flipped_bit_anywhere_is_another_weight(readers: ctypes.CDLL) -> None:
+    """The comparison above must be able to fail: each bit of codes, zero points, metadata and scales counts."""
+    n, k = 128, 128
+    for layout in ("marlin", "marlin24", "tcfpx", "quick"):
+        q = record(Scheme.parse(TAKEN[layout][0][0]), n, k)
+        q.scales.fill_(0.5)
+        q.codes.bitwise_or_(1)  # neither of FP6's two zeros
+        if q.scheme.sparsity:
+            q.codes.copy_(torch.tensor([9, 8, 8, 3], dtype=torch.uint8).repeat(k // 4))
+        tensors = packed(layout, q)
+        for name, tensor in tensors.items():
+            data = tensor.view(torch.uint8).view(-1)
+            for bit in range(3, 8 * data.numel(), 8 * data.numel() // 40 + 1):
+                data[bit // 8] ^= 1 << bit % 8
+                found = read(readers, layout, tensors, q.scheme, n, k)
+                data[bit // 8] ^= 1 << bit % 8
+                copy = layout == "quick" and _is_second_copy(name, bit)
+                assert same(found, q) == copy, (layout, name, bit)
+
+
+def _is_second_copy(name: str, bit: int) -> bool:
+    return (name == "qzeros" and bit % 32 >= 16) or (name == "scales" and bit // 16 % 2 == 1)

@@ -1,0 +1,196 @@
+"""The cache of compiled kernels: never a stale, damaged or half-written binary, whatever else goes on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit import storage
+from quantkit.errors import KernelError
+from quantkit.kernels import MATMULS, loader, missing
+
+SOURCE = '#include "shared.cuh"\ntemplate <int N> __global__ void f(float *y) { *y = N + SHARED; }\n'
+INSTANCES = ("f<1>", "f<2>")
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of sources, and a cache of its own."""
+    problem = loader.toolchain()["problem"]
+    if problem is not None:
+        pytest.skip(f"needs CuPy and NVRTC, which compile without a GPU: {problem}")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "sources").mkdir()
+    (tmp_path / "sources/f.cu").write_text(SOURCE)
+    (tmp_path / "sources/shared.cuh").write_text("#define SHARED 3\n")
+    return tmp_path / "sources"
+
+
+def entries() -> list[Path]:
+    return sorted(loader.cache_dir().iterdir()) if loader.cache_dir().is_dir() else []
+
+
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return a list to which every real compilation adds a name."""
+    seen: list[str] = []
+    real = loader.compile
+
+    def count(name: str, *rest: object) -> loader.Binary:
+        seen.append(name)
+        return real(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loader, "compile", count)
+    return seen
+
+
+def test_a_binary_is_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = compiled(monkeypatch)
+    first = loader.cached("f", INSTANCES, "sm_90a", sources)
+    assert loader.cached("f", INSTANCES, "sm_90a", sources) == first
+    assert seen == ["f"] and len(entries()) == 1
+    assert first.cubin.startswith(b"\x7fELF") and first.names.keys() == set(INSTANCES)
+
+
+def test_whatever_decides_the_binary_is_in_its_name(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = compiled(monkeypatch)
+    base = loader.cached("f", INSTANCES, "sm_80", sources)
+    (sources / "shared.cuh").write_text("#define SHARED 4\n")  # the source itself is the same
+    assert loader.cached("f", INSTANCES, "sm_80", sources).cubin != base.cubin
+    (sources / "f.cu").write_text(SOURCE.replace("N + ", "N - "))
+    loader.cached("f", INSTANCES, "sm_80", sources)
+    loader.cached("f", INSTANCES[:1], "sm_80", sources)
+    loader.cached("f", INSTANCES, "sm_90a", sources)
+    monkeypatch.setattr(loader, "OPTIONS", (*loader.OPTIONS, "--use_fast_math"))
+    loader.cached("f", INSTANCES, "sm_90a", sources)
+    assert len(seen) == 6 and len(entries()) == 6
+
+
+@pytest.mark.parametrize("damage", ["a bit", "cut off", "emptied", "foreign"])
+def test_a_damaged_entry_is_compiled_again(damage: str, sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = loader.cached("f", INSTANCES, "sm_80", sources)
+    (entry,) = entries()
+    data = bytearray(entry.read_bytes())
+    data[len(data) // 2] ^= 1
+    entry.write_bytes({"a bit": data, "cut off": data[:-1], "emptied": b"", "foreign": b"\x7fELF" * 100}[damage])
+    seen = compiled(monkeypatch)
+    assert loader.cached("f", INSTANCES, "sm_80", sources) == good
+    assert loader.cached("f", INSTANCES, "sm_80", sources) == good
+    assert seen == ["f"], "it was not put right on the disk"
+
+
+def test_an_entry_that_is_a_link_or_a_folder_is_not_read(sources: Path, tmp_path: Path) -> None:
+    good = loader.cached("f", INSTANCES, "sm_80", sources)
+    (entry,) = entries()
+    entry.rename(tmp_path / "elsewhere")
+    entry.symlink_to(tmp_path / "elsewhere")
+    assert loader.cached("f", INSTANCES, "sm_80", sources) == good
+    entry.unlink()
+    entry.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert loader.cached("f", INSTANCES, "sm_80", sources) == good
+
+
+def test_processes_that_start_at_once_all_get_the_binary(sources: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib; from quantkit.kernels import loader;"
+        f"b = loader.cached('f', {INSTANCES!r}, 'sm_80', pathlib.Path({str(sources)!r}));"
+        "print(len(b.cubin), sorted(b.names))"
+    )
+    running = [
+        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2])
+        for _ in range(3)
+    ]
+    said = {process.communicate()[0] for process in running}
+    assert [process.returncode for process in running] == [0, 0, 0]
+    assert len(said) == 1 and len(entries()) == 1, "left over beside the entry"
+
+
+def test_a_writer_that_dies_leaves_no_entry(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(operation: str, path: Path) -> None:
+        if operation == "rename":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage, "FAULT", killed)
+    with pytest.raises(KeyboardInterrupt):
+        loader.cached("f", INSTANCES, "sm_80", sources)
+    assert entries() == []
+
+
+def test_a_cache_that_cannot_be_written_costs_time_and_is_told_once(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "file/below"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        first = loader.cached("f", INSTANCES, "sm_80", sources)
+        assert loader.cached("f", INSTANCES, "sm_80", sources) == first
+    (warning,) = caught
+    assert "QUANTKIT_CACHE" in str(warning.message) and str(tmp_path / "file/below") in str(warning.message)
+
+
+def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("QUANTKIT_CACHE", raising=False)
+    assert loader.cache_dir() == Path("/home/someone/.cache/quantkit/kernels")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert loader.cache_dir() == Path("/caches/quantkit/kernels")
+    monkeypatch.setenv("QUANTKIT_CACHE", "/mine")
+    assert loader.cache_dir() == Path("/mine/kernels")
+
+
+def test_an_error_in_a_source_is_one_line_that_says_where(sources: Path) -> None:
+    (sources / "f.cu").write_text(SOURCE.replace("SHARED", "SHARD"))
+    with pytest.raises(KernelError, match=r"f.cu does not compile for sm_80 .*SHARD") as caught:
+        loader.cached("f", INSTANCES, "sm_80", sources)
+    assert "\n" not in str(caught.value)
+    (sources / "f.cu").write_text(SOURCE)
+    for instances, arch in ((("g<1>",), "sm_80"), (INSTANCES, "sm_10")):
+        with pytest.raises(KernelError, match="does not compile") as caught:
+            loader.cached("f", instances, arch, sources)
+        assert "\n" not in str(caught.value)
+    assert entries() == []
+
+
+def test_architectures_are_named_as_nvrtc_names_them() -> None:
+    names = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a", (12, 0): "sm_120"}
+    assert {capability: loader.arch_name(*capability) for capability in names} == names
+    for old in ((7, 5), (7, 0), (6, 1)):
+        with pytest.raises(KernelError, match="need 8") as caught:
+            loader.arch_name(*old)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("version", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13"), (None, "cuda13")])
+def test_the_extra_follows_the_build_of_torch(version: str | None, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "cuda", version)
+    assert loader.extra() == extra
+    assert loader.install() == f"pip install 'quantkit[{extra}]'"
+
+
+def test_without_cupy_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy/__init__.py").write_text("raise ImportError('libcuda.so.1: cannot open')")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name == "cupy" or name.startswith("cupy.")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(KernelError, match=r"libcuda.*pip install 'quantkit\[cuda1[23]\]'"):
+        loader.compile("marlin", (), "sm_80")
+    assert "pip install" in str(missing("marlin", torch.device("cuda", 0)))
+
+
+def test_what_has_no_kernel_or_no_gpu_says_so() -> None:
+    assert "multiplies gptq" in str(missing("gptq", torch.device("cpu")))
+    for layout in MATMULS:
+        assert "GPU" in str(missing(layout, torch.device("cpu")))
+
+
+def test_sources_lie_beside_the_checkout_or_inside_the_package() -> None:
+    assert (loader.source_dir() / "common.cuh").is_file()

@@ -1,0 +1,242 @@
+"""The naive kernels on a GPU: they judge every other, so they are held to float64 sums, and to every single weight."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit import pipeline, verify
+from quantkit.errors import KernelError
+from quantkit.formats import FORMATS
+from quantkit.kernels import JUDGES, MATMULS, SOURCES, loader, proof
+from quantkit.recipe import from_mapping
+from quantkit.tensor import QuantizedTensor, Scheme
+from tests.kernels.operands import CASES, ONE_EACH, packed, weight
+
+pytestmark = pytest.mark.gpu
+
+FLOATS = [torch.float16, torch.bfloat16]
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
+    problem = loader.toolchain()["problem"]
+    if problem is not None:
+        pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
+
+
+def on_gpu(layout: str, q: QuantizedTensor) -> tuple[dict[str, Tensor], QuantizedTensor]:
+    """Return the packed tensors and the record of a weight, on the GPU."""
+    zeros = None if q.zeros is None else q.zeros.cuda()
+    there = QuantizedTensor(q.scheme, q.codes.cuda(), q.scales.cuda(), zeros)
+    return {name: tensor.cuda() for name, tensor in packed(layout, q).items()}, there
+
+
+def poisoned(m: int, n: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("m", [1, 3, 17, 129])
+@pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
+def test_products_are_those_of_the_record(layout: str, label: str, n: int, k: int, m: int) -> None:
+    tensors, q = on_gpu(layout, weight(label, n, k, seed=m))
+    w = q.dequantize()
+    for dtype in FLOATS:
+        x = proof.activations(w, m, dtype)
+        bias = torch.linspace(-3, 3, n).to(dtype).cuda()
+        for shift in (None, bias):
+            reference = x.double() @ w.double().t() + (0 if shift is None else shift.double())
+            y = JUDGES[layout](x, tensors, q.scheme, n, k, shift, out=poisoned(m, n, torch.float32))
+            assert proof.relative_error(y, reference) < 1e-5
+            rounded = JUDGES[layout](x, tensors, q.scheme, n, k, shift, out=poisoned(m, n, dtype))
+            assert torch.equal(rounded, y.to(dtype)), "not the float32 sum, rounded once"
+            fresh = MATMULS[layout](x, tensors, q.scheme, n, k, shift)
+            assert fresh.dtype == dtype and fresh.shape == (m, n)
+            assert proof.relative_error(fresh, reference.to(dtype)) < proof.BOUND
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
+def test_unit_vectors_give_back_every_weight(layout: str, label: str, n: int, k: int) -> None:
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    assert proof.prove(layout, tensors, q).problems == ()
+    for dtype in FLOATS:
+        unit = torch.eye(k, dtype=dtype, device="cuda")
+        y = JUDGES[layout](unit, tensors, q.scheme, n, k, out=poisoned(k, n, torch.float32))
+        assert torch.equal(y.t(), q.dequantize())
+
+
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if fmt.is_float], ids=lambda fmt: fmt.name)
+def test_every_code_of_a_floating_format(fmt) -> None:  # type: ignore[no-untyped-def]
+    n, k = 64, 64
+    codes = torch.arange(n * k).remainder(2**fmt.bits).view(n, k).to(torch.uint8)
+    tensors, q = on_gpu("tcfpx", QuantizedTensor(Scheme(fmt), codes, torch.ones(n, 1, dtype=torch.float16)))
+    y = JUDGES["tcfpx"](torch.eye(k, device="cuda").half(), tensors, q.scheme, n, k, out=poisoned(k, n, torch.float32))
+    assert torch.equal(y.t(), fmt.decode(codes).cuda())
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), ONE_EACH)
+def test_a_flipped_bit_in_any_packed_tensor_is_found(layout: str, label: str, n: int, k: int) -> None:
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    for name, tensor in tensors.items():
+        data = tensor.view(torch.uint8).view(-1)
+        caught = 0
+        for bit in range(1, 8 * data.numel(), 8 * data.numel() // 8 + 1):
+            data[bit // 8] ^= 1 << bit % 8
+            caught += bool(proof.prove(layout, tensors, q).problems)
+            data[bit // 8] ^= 1 << bit % 8
+        # A second copy of QUICK's is not read, and a zero may have two signs or two places.
+        assert caught >= 3, name
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), ONE_EACH)
+def test_the_largest_activations_do_not_overflow(layout: str, label: str, n: int, k: int) -> None:
+    q = weight(label, n, k)
+    q.scales.fill_(0.001)
+    tensors, q = on_gpu(layout, q)
+    x = torch.full((2, k), 65504.0, dtype=torch.float16, device="cuda")
+    x[:, ::2] *= -1
+    y = JUDGES[layout](x, tensors, q.scheme, n, k, out=poisoned(2, n, torch.float32))
+    assert torch.isfinite(y).all()
+    assert proof.relative_error(y, x.double() @ q.dequantize().double().t()) < 1e-4
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), ONE_EACH)
+def test_runs_are_bit_identical_on_any_stream(layout: str, label: str, n: int, k: int) -> None:
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    x = proof.activations(q.dequantize(), 5, torch.float16)
+    first = MATMULS[layout](x, tensors, q.scheme, n, k)
+    for _ in range(3):
+        assert torch.equal(MATMULS[layout](x, tensors, q.scheme, n, k), first)
+    late = torch.zeros_like(x)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)  # on another stream, the kernel would not wait for what comes now
+        late.copy_(x)
+        y = MATMULS[layout](late, tensors, q.scheme, n, k)
+    side.synchronize()
+    assert torch.equal(y, first)
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), ONE_EACH)
+def test_bad_operands_are_one_error_and_the_process_goes_on(layout: str, label: str, n: int, k: int) -> None:
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    x = proof.activations(q.dequantize(), 4, torch.float16)
+    good = MATMULS[layout](x, tensors, q.scheme, n, k)
+    codes, scales = next(iter(tensors)), list(tensors)[-1]
+    shifted = torch.empty(x.numel() + 1, dtype=x.dtype, device="cuda")[1:].view_as(x)
+
+    def call(
+        x: Tensor = x, bias: Tensor | None = None, out: Tensor | None = None, **changed: Tensor
+    ) -> Callable[[], Tensor]:
+        return lambda: MATMULS[layout](x, {**tensors, **changed}, q.scheme, n, k, bias, out)
+
+    cases = {
+        "m >= 1": call(x[:0]),
+        "activations must be on a CUDA device": call(x.cpu()),
+        "activations must be float16 or bfloat16": call(x.float()),
+        "activations must be contiguous": call(torch.empty(k, 4, dtype=x.dtype, device="cuda").t()),
+        "activations must begin at a multiple of 16": call(shifted),
+        "must be on a CUDA device, not on cpu": call(**{codes: tensors[codes].cpu()}),
+        "must be int32": call(**{codes: tensors[codes].to(torch.int64)}),
+        "must be float16, not bfloat16": call(**{scales: tensors[scales].bfloat16()}),
+        "must have shape": call(**{codes: tensors[codes][:-1]}),
+        "bias must be float16": call(bias=torch.zeros(n, device="cuda")),
+        "bias must have shape": call(bias=torch.zeros(n - 1, device="cuda").half()),
+        "bias must be on a CUDA device": call(bias=torch.zeros(n).half()),
+        "out must have shape": call(out=poisoned(3, n, torch.float16)),
+        "out must be float16 or float32": call(out=poisoned(4, n, torch.bfloat16)),
+    }
+    for pattern, bad in cases.items():
+        with pytest.raises(KernelError, match=pattern) as caught:
+            bad()
+        assert "\n" not in str(caught.value)
+        assert torch.equal(call()(), good)
+    torch.cuda.synchronize()
+
+
+def test_a_launch_that_the_driver_refuses_is_one_error_and_the_process_goes_on() -> None:
+    layout, label, n, k = ONE_EACH[0]
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    x = proof.activations(q.dequantize(), 4, torch.float16)
+    good = MATMULS[layout](x, tensors, q.scheme, n, k)
+    function = loader.load("marlin", SOURCES["marlin"], x.device).functions["marlin_naive<half, half>"]
+    args = [tensors["B"], tensors["s"], x, None, torch.empty_like(good), n, k, 128]
+    for block, shared in ((2048, 0), (64, 1 << 30)):
+        with pytest.raises(KernelError, match="could not be launched") as caught:
+            loader.launch(function, (4, n // 64), (block,), args, shared)
+        assert "\n" not in str(caught.value)
+    assert torch.equal(MATMULS[layout](x, tensors, q.scheme, n, k), good)
+
+
+def test_a_second_process_takes_the_binaries_from_the_disk(tmp_path: Path) -> None:
+    code = """
+import sys, time, torch
+from quantkit.kernels import SOURCES, loader
+if sys.argv[1] == "cached":
+    loader.compile = None
+torch.zeros(1, device="cuda")
+start = time.perf_counter()
+loader.toolchain()
+print(time.perf_counter() - start)
+for name in SOURCES:
+    print(loader.load(name, SOURCES[name], torch.device("cuda")).seconds)
+"""
+    seconds = {}
+    for how in ("first", "cached"):
+        done = subprocess.run(
+            [sys.executable, "-c", code, how],
+            env={**os.environ, "QUANTKIT_CACHE": str(tmp_path)},
+            cwd=Path(__file__).parents[2],
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        imported, *loaded = (round(float(line), 3) for line in done.stdout.split())
+        seconds[how] = dict(zip(SOURCES, loaded, strict=True))
+        print(f"\nseconds, {how}: {imported} to import CuPy, then until a source's kernels are loaded {seconds[how]}")
+    assert len(list((tmp_path / "kernels").iterdir())) == len(SOURCES)
+    assert max(seconds["first"].values()) < 5 and max(seconds["cached"].values()) < 0.3
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme"),
+    [("marlin", {"format": "int4"}), ("tcfpx", {"format": "fp6"}), ("quick", {"format": "int4", "symmetric": False})],
+)
+def test_verify_runs_the_kernels(layout: str, scheme: dict[str, object], tiny_llama: Path, tmp_path: Path) -> None:
+    recipe = from_mapping({"scheme": scheme, "method": "rtn", "clip": "none", "layout": layout})
+    pipeline.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
+    found = verify(tmp_path / "out")
+    assert found.ok, found.failures
+    assert found.kernel == layout and found.device == torch.cuda.get_device_name()
+    assert found.multiplied == found.weights and len(found.errors) == len(found.rows)
+    assert all(0 < error < proof.BOUND for error in found.errors) and found.bound == proof.BOUND
+    assert "gave back" in found.note and found.to_dict()["multiplied"] == found.weights
+    bits = verify(tmp_path / "out", device="cpu")
+    assert bits.ok and bits.kernel is None and "no kernel ran" in bits.note
+
+
+def test_verify_fails_where_a_kernel_is_wrong(
+    tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = from_mapping({"scheme": {"format": "int4"}, "method": "rtn", "clip": "none", "layout": "marlin"})
+    pipeline.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
+
+    def wrong(x: Tensor, *rest: object, out: Tensor) -> Tensor:
+        y = JUDGES["marlin"](x, *rest, out=out)
+        y[:, 7] += x[:, 3] * 1e-3  # one weight of a column, by a thousandth
+        return y
+
+    monkeypatch.setitem(MATMULS, "marlin", wrong)
+    found = verify(tmp_path / "out")
+    assert not found.ok and not any(row.product for row in found.rows) and all(row.repack for row in found.rows)
+    assert "fast marlin kernel multiplies 1 of" in found.failures[0]
