@@ -12,7 +12,7 @@ import csv
 import dataclasses
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.evaluate import kld, perplexity
 from quantkit.models import dense_model, tokenizer
 from quantkit.pipeline import quantize
-from quantkit.recipe import from_mapping, merge
+from quantkit.recipe import Pruning, Recipe, from_mapping, merge, pruning
 
 INT4_ABSMAX = {"scheme": {"format": "int4"}, "clip": "none"}
 #: The published loop: natural order, absmax scales, mean damping, windows of fixed length, unquantized inputs.
@@ -34,6 +34,7 @@ PUBLISHED = {
     "calibration": {"lengths": "fixed"},
 }
 SEARCH = {"clip": "search", "metric": "block"}
+REFINED = {"gptq": {"descent": 3, "refit": True}}
 UNQUANTIZED = "unquantized"
 OWN_LENGTHS = {"calibration": {"lengths": "own"}}
 
@@ -61,13 +62,40 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "int4 gptq channel": merge(default, {"scheme": {"group_size": "channel"}}),
         "int4 gptq g32": merge(default, {"scheme": {"group_size": 32}}),
         "int4 gptq g128 asym": merge(default, {"scheme": {"symmetric": False}}),
+        "default, signed": merge(default, {"signed": True}),
+        "default, signed, descent 3, refit = int4-best": merge(default, {"signed": True, **REFINED}),
         "fp6 rtn": {"scheme": {"format": "fp6"}},
         "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq", "clip": "none"},
         "fp6 gptq, search": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH},
+        "fp6 gptq, search, descent 3, refit": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH, **REFINED},
         "fp5 rtn": {"scheme": {"format": "fp5"}},
         "fp5 gptq": {"scheme": {"format": "fp5"}, "method": "gptq", "clip": "none"},
         "fp5 gptq, search": {"scheme": {"format": "fp5"}, "method": "gptq", **SEARCH},
     }
+
+
+def sparse() -> dict[str, Sequence[Mapping[str, Any]]]:
+    """Name -> what is done in turn; a mapping without a scheme prunes and leaves the model dense (ALGORITHMS 9)."""
+    int4 = {"scheme": {"format": "int4", "sparsity": "2:4"}}
+    kept = {**int4, "prune": "magnitude"}  # the mask that the model comes with
+    sparsegpt = {"method": "sparsegpt"}
+    return {
+        "2:4 magnitude": [{"method": "magnitude"}],
+        "2:4 wanda": [{"method": "wanda"}],
+        "2:4 sparsegpt": [sparsegpt],
+        "2:4 magnitude + int4 g128 rtn": [{**kept, "method": "rtn"}],
+        "2:4 sparsegpt, then int4 g128 rtn": [sparsegpt, {**kept, "method": "rtn"}],
+        "2:4 sparsegpt, then int4 g128 gptq": [sparsegpt, kept],
+        "2:4 wanda + int4 g128 gptq, jointly": [{**int4, "prune": "wanda"}],
+        "2:4 sparsegpt + int4 g128 gptq, jointly": [int4],
+    }
+
+
+def steps(name: str, calibration: Mapping[str, Any]) -> list[Recipe | Pruning]:
+    """Return what a variant does to the model, one after the other."""
+    chosen = sparse().get(name) or [variants()[name]]
+    asked = [merge(mapping, {"calibration": calibration}) for mapping in chosen]
+    return [from_mapping(m) if name not in sparse() or "scheme" in m else pruning(m) for m in asked]
 
 
 def main() -> None:
@@ -80,6 +108,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--sparse", action="store_true", help="measure 2:4 instead of dense schemes")
     parser.add_argument("--only", nargs="*", default=[], help="measure these variants again, keep other rows")
     parser.add_argument("-o", "--out", type=Path, required=True, help="CSV to write")
     args = parser.parse_args()
@@ -90,10 +119,11 @@ def main() -> None:
     if args.only:
         with args.out.open(newline="") as file:
             rows = {row["variant"]: row for row in csv.DictReader(file)}
-    for name in args.only or [UNQUANTIZED, *variants()]:
+    every = [UNQUANTIZED, *(sparse() if args.sparse else variants())]
+    for name in args.only or every:
         rows[name] = measure(args, name)
         print(rows[name], flush=True)
-        _save([rows[name] for name in [UNQUANTIZED, *variants()] if name in rows], args.out)
+        _save([rows[name] for name in every if name in rows], args.out)
 
 
 def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -105,15 +135,18 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     if name == UNQUANTIZED:
         return {"variant": name, **_evaluate(reference, reference, words, texts, args.window)}
     calibration = {"data": args.calib, "samples": args.samples, "max_length": args.window}
-    recipe = from_mapping(merge(variants()[name], {"calibration": calibration}))
     with tempfile.TemporaryDirectory() as folder:
-        report = quantize(args.model, Path(folder) / "out", recipe, device=args.device)
-        model = dense_model(Checkpoint(Path(folder) / "out"), device=args.device, dtype=torch.float32)
+        made = args.model
+        for number, step in enumerate(steps(name, calibration)):
+            source, made = made, Path(folder) / str(number)
+            report = quantize(source, made, step, device=args.device)
+        model = dense_model(Checkpoint(made), device=args.device, dtype=torch.float32)
+    bits = report["totals"]["bits_per_weight"]
     print(name, {phase: round(seconds, 1) for phase, seconds in report["phases"].items()}, flush=True)
     return {
         "variant": name,
         **_evaluate(model, reference, words, texts, args.window),
-        "bits": round(report["totals"]["bits_per_weight"], 3),
+        "bits": None if bits is None else round(bits, 3),
         "tokens": report["calibration"].get("tokens", 0),
         "loss_over_rtn": _ratio(report["layers"]),
         "seconds": round(time.perf_counter() - started, 1),

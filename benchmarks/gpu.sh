@@ -16,13 +16,17 @@ tests() {
     "$python" -m pytest -q -m gpu tests
 }
 
-accuracy() { # MODEL NAME
+accuracy() { # MODEL NAME [OPTIONS]
     "$python" benchmarks/accuracy.py --model "$1" --calib "$data/wikitext2/train.txt" \
-        --text "$data/wikitext2/test.txt" "$data/ptb/test.txt" -o "$results/accuracy_$2.csv"
+        --text "$data/wikitext2/test.txt" "$data/ptb/test.txt" -o "$results/accuracy_$2.csv" "${@:3}"
 }
 
 llama() {
     accuracy "$reference/models/llama-29m" llama-29m
+}
+
+sparse() {
+    accuracy "$reference/models/llama-29m" llama-29m-24 --sparse
 }
 
 opt() {

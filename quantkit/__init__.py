@@ -11,18 +11,19 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.api import quantize
+    from quantkit.api import prune, quantize
     from quantkit.pipeline import pack
     from quantkit.tensor import QuantizedTensor, Scheme
     from quantkit.verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["QuantizedTensor", "Scheme", "__version__", "pack", "quantize", "verify"]
+__all__ = ["QuantizedTensor", "Scheme", "__version__", "pack", "prune", "quantize", "verify"]
 
 _HOME = {
     "QuantizedTensor": "quantkit.tensor",
     "Scheme": "quantkit.tensor",
     "pack": "quantkit.pipeline",
+    "prune": "quantkit.api",
     "quantize": "quantkit.api",
     "verify": "quantkit.verify",
 }

@@ -18,12 +18,14 @@ from quantkit.errors import RecipeError
 from quantkit.evaluate import Divergence, Perplexity, kld, perplexity
 from quantkit.models import dense_model, tokenizer
 from quantkit.progress import Progress
-from quantkit.recipe import Recipe
+from quantkit.recipe import Pruning, Recipe
 
 #: option -> where its value stands in a recipe's mapping. `asym`, `skip` and `override` are treated by hand.
 KEYS: dict[str, tuple[str, ...]] = {
     "format": ("scheme", "format"),
     "group_size": ("scheme", "group_size"),
+    "prune": ("scheme", "sparsity"),
+    "prune_method": ("prune",),
     "method": ("method",),
     "clip": ("clip",),
     "metric": ("metric",),
@@ -31,6 +33,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "damp_kind": ("gptq", "damp_kind"),
     "act_order": ("gptq", "act_order"),
     "on_unsolvable": ("gptq", "on_unsolvable"),
+    "signed": ("signed",),
+    "refit": ("gptq", "refit"),
+    "descent": ("gptq", "descent"),
     "true_sequential": ("true_sequential",),
     "calib": ("calibration", "data"),
     "samples": ("calibration", "samples"),
@@ -61,9 +66,9 @@ def quantize(
 
     `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` are laid over it: `format`,
     `group_size` (columns, or "channel"), `asym`, `method`, `clip`, `metric`, `damp`, `damp_kind`, `act_order`,
-    `on_unsolvable`, `true_sequential`, `calib`, `samples`, `max_length`, `lengths`, `seed`, `layout`, `skip` (regular
-    expressions), `override` (regular expression -> scheme such as "int4:g64"). `act_budget` is in bytes. Raises
-    QuantkitError for anything that cannot be done.
+    `on_unsolvable`, `signed`, `refit`, `descent` (passes), `prune` ("2:4"), `prune_method`, `true_sequential`, `calib`,
+    `samples`, `max_length`, `lengths`, `seed`, `layout`, `skip` (regular expressions), `override` (regular expression
+    -> scheme such as "int4:g64"). `act_budget` is in bytes. Raises QuantkitError for anything that cannot be done.
     """
     return pipeline.quantize(
         model,
@@ -77,6 +82,55 @@ def quantize(
         act_budget=act_budget,
         progress=progress,
     )
+
+
+def prune(
+    model: str | Path,
+    out: str | Path,
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    act_budget: int | None = None,
+    progress: Progress | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
+
+    `options`: `method` (sparsegpt, wanda or magnitude), `damp`, `damp_kind`, `act_order`, `true_sequential`, `calib`,
+    `samples`, `max_length`, `lengths`, `seed`, `skip` (regular expressions). Everything else is as for `quantize`.
+    """
+    return pipeline.prune(
+        model,
+        out,
+        build_pruning(**options),
+        revision=revision,
+        device=device,
+        resume=resume,
+        overwrite=overwrite,
+        trust_remote_code=trust_remote_code,
+        act_budget=act_budget,
+        progress=progress,
+    )
+
+
+def build_pruning(*, skip: Iterable[str] = (), **options: Any) -> Pruning:
+    """Return what `prune` does by default with options laid over it; `skip` adds to lm_head."""
+    mapping = recipes.merge({}, _flags(options))
+    return recipes.pruning({**mapping, "skip": [*Recipe.skip, *skip]})
+
+
+def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options under their keys of a recipe; RecipeError for an unknown one."""
+    flags: dict[str, Any] = {}
+    for name, value in options.items():
+        if name not in KEYS:
+            raise RecipeError(f"unknown option {name!r}: known are {', '.join([*KEYS, 'asym', 'skip', 'override'])}")
+        *section, key = KEYS[name]
+        (flags.setdefault(section[0], {}) if section else flags)[key] = value
+    return flags
 
 
 def build_recipe(
@@ -93,12 +147,7 @@ def build_recipe(
     for an unknown recipe, option or value.
     """
     base = _mapping(recipe)
-    flags: dict[str, Any] = {}
-    for name, value in options.items():
-        if name not in KEYS:
-            raise RecipeError(f"unknown option {name!r}: known are {', '.join([*KEYS, 'asym', 'skip', 'override'])}")
-        *section, key = KEYS[name]
-        (flags.setdefault(section[0], {}) if section else flags)[key] = value
+    flags = _flags(options)
     if asym is not None:
         flags.setdefault("scheme", {})["symmetric"] = not asym
     if skip:

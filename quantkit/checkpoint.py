@@ -19,13 +19,18 @@ from torch import Tensor
 from quantkit import headers, storage
 from quantkit.errors import CheckpointError, LayoutError, reason
 from quantkit.headers import AGAIN, TensorInfo, inside, read_header, shown
-from quantkit.layouts import read_config
+from quantkit.layouts import LAYOUTS, read_config, stored_as
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Layout
+from quantkit.restate import broken_rule, check_padding, restated
 from quantkit.tensor import FLOATS, QuantizedTensor, Scheme, dtype_name
 
 CONFIG = "config.json"
-SIDE_FILE = "quantize_config.json"
+#: What early folders say in a file of its own, without the method: file -> method, and a key by which it is known.
+SIDE_FILES = {"quantize_config.json": ("gptq", None), "quant_config.json": ("awq", "w_bit")}
+
+#: What codes are packed into, and no dense weight of a causal LM is stored as.
+PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
 
 class Item(NamedTuple):
@@ -101,10 +106,11 @@ class Checkpoint:
         self._where: dict[str, tuple[_Shard, TensorInfo]] = {}
         self._open_shards(*headers.shards(self.path, listing, self.notices))
         dense: tuple[Layout | None, Schemes | None] = (None, None)
-        stated = self._quantization_config(listing)
-        self.layout, self.schemes = dense if stated is None else read_config(stated, self.path / CONFIG)
+        stated, where = self._quantization_config(listing)
+        self.layout, self.schemes = dense if stated is None else read_config(stated, self.path / where)
         self._modules = self._find_modules()
         self._owner = {name: m for m, parts in self._modules.items() for name in parts.values()}
+        self._padded = self._true_shapes()
 
     def names(self) -> list[str]:
         """Return the stored tensors' names, in the order of the shards' names and of the bytes in them."""
@@ -145,21 +151,67 @@ class Checkpoint:
         return self._packed(module)[1]
 
     def size(self, module: str) -> tuple[int, int]:
-        """Return `(n, k)` of a packed module, from the headers' shapes."""
+        """Return `(n, k)` of a packed module as it is stored, padding included, from the headers' shapes.
+
+        CheckpointError if these are not all of one weight in the layout that config.json states.
+        """
         layout, scheme, parts = self._packed(module)
+        shapes = {suffix: self._in_words(name) for suffix, name in parts.items()}
         with _of_file(self.path, module):
-            return layout.size({suffix: self.shape(name) for suffix, name in parts.items()}, scheme)
+            n, k = layout.size(shapes, scheme)
+            if rule := broken_rule(layout, scheme, n, k):
+                raise LayoutError(f"{rule}: its tensors are not those of the layout that {CONFIG} states")
+            for suffix, (_, shape) in layout.stored(scheme, n, k).items():
+                found = shapes.get(suffix, shape)
+                if [size for size in found if size != 1] != [size for size in shape if size != 1]:
+                    raise LayoutError(f"tensor {suffix!r} must have shape {list(shape)}, it has {list(found)}")
+        return n, k
+
+    def true_size(self, module: str) -> tuple[int, int]:
+        """Return `(n, k)` of a packed module without its padding."""
+        return self._padded.get(module) or self.size(module)
+
+    def is_padded(self, module: str) -> bool:
+        """Return whether a packed module is stored with rows or columns of zeros past its true shape."""
+        return module in self._padded
 
     def quantized(self, module: str) -> QuantizedTensor:
-        """Read a packed module; CheckpointError names it if a part is missing or malformed."""
+        """Read a packed module as it is stored, padding included.
+
+        CheckpointError names it if a part is missing or malformed, or its padding is not zero. A notice is added if
+        GPTQ's zero points are not of the version that the label says.
+        """
         layout, scheme, parts = self._packed(module)
         with _of_file(self.path, module):
-            return layout.unpack({suffix: self.get(name) for suffix, name in parts.items()}, scheme)
+            tensors = {suffix: self.get(name) for suffix, name in parts.items()}
+            q = layout.unpack(tensors, scheme)
+            if module in self._padded:
+                check_padding(q, *self._padded[module])
+        found = stored_as(layout, tensors, scheme)
+        line = f"labelled {layout.NAME}, stored as {found}: the data was trusted"
+        if found != layout.NAME and line not in self.notices:
+            self.notices.append(line)
+        return q
+
+    def unpadded(self, module: str) -> QuantizedTensor:
+        """Read a packed module without its padding, but with those columns that its last group needs."""
+        q = self.quantized(module)
+        if module not in self._padded:
+            return q
+        (n, k), size = self._padded[module], q.scheme.group_size or 1
+        return restated(q, q.scheme, (n, -(-k // size) * size))
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor `name`, or a packed module's weight decoded (to the model's dtype if none is given)."""
+        """Return the tensor `name`, or a packed module's weight decoded (to the model's dtype if none is given).
+
+        A padded one comes in its true shape.
+        """
         if (module := self._module_of(name)) is not None:
-            return self.quantized(module).dequantize(dtype or self.dtype_of_model)
+            weight = self.quantized(module).dequantize(dtype or self.dtype_of_model)
+            if module not in self._padded:
+                return weight
+            n, k = self._padded[module]
+            return weight[:n, :k].contiguous()
         tensor = self.get(name)
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -206,13 +258,17 @@ class Checkpoint:
         if absent:
             raise CheckpointError(f"{self.path}: the index lists {shown(absent[0])}, its shard has not: {AGAIN}")
 
-    def _quantization_config(self, listing: list[str]) -> dict[str, Any] | None:
+    def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:
+        """Return what is stated of the quantization, None for a dense model, and the file that states it."""
         stated = self.config.get("quantization_config")
-        if stated is None and SIDE_FILE in listing:  # AutoGPTQ's early folders say it only there, without the method
-            stated = {"quant_method": "gptq", **headers.load_json(inside(self.path, SIDE_FILE))}
         if stated is not None and not isinstance(stated, dict):
             raise CheckpointError(f"{self.path / CONFIG}: quantization_config is no object: remove it or mend it")
-        return stated
+        for name, (method, key) in SIDE_FILES.items():
+            if stated is None and name in listing:
+                found = headers.load_json(inside(self.path, name))
+                if key is None or key in found:
+                    return {"quant_method": method, **found}, name
+        return stated, CONFIG
 
     def _find_modules(self) -> dict[str, dict[str, str]]:
         if self.layout is None or self.schemes is None:
@@ -224,16 +280,36 @@ class Checkpoint:
                 found.setdefault(module, {})[suffix] = name
         packed = {module: parts for module, parts in found.items() if self.layout.MARKER in parts}
         for module, parts in found.items():
-            stray = [name for suffix, name in parts.items() if suffix != "weight"]
+            stray = [name for suffix, name in parts.items() if suffix != "weight" or self.dtype(name) not in FLOATS]
             if module not in packed and stray:
                 raise CheckpointError(f"{self.path}: {stray[0]} is there, {module}.{self.layout.MARKER} is missing")
             if module in packed and "weight" not in parts and f"{module}.weight" in self._where:
                 raise CheckpointError(f"{self.path}: {module} is there twice, packed and as {module}.weight")
             if module in packed and module in self.schemes.ignore:
                 raise CheckpointError(f"{self.path}: {module} is packed, and {CONFIG} says that it is not")
+        ours = {name for parts in packed.values() for name in parts.values()}
+        suffixes = {suffix for layout in LAYOUTS.values() for suffix in layout.TENSORS}
+        for name, (_, info) in self._where.items():
+            if name not in ours and name.rpartition(".")[2] in suffixes and info.dtype in PACKED:
+                raise CheckpointError(
+                    f"{self.path}: {name} is packed and no part of the {self.layout.NAME} layout that {CONFIG} states: "
+                    "a folder holds one layout, convert each on its own"
+                )
         if not packed:
             self.notices.append(f"{CONFIG} states the {self.layout.NAME} layout, no tensor is packed in it")
         return packed
+
+    def _true_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the true shapes that the `quantkit` key states; CheckpointError for one that cannot be."""
+        padded = dict(self.schemes.padded) if self.schemes is not None else {}
+        for module, (n, k) in padded.items():
+            stored = self.size(module) if module in self._modules else None
+            if stored is None or n > stored[0] or k > stored[1]:
+                what = "no packed module" if stored is None else f"stored as {list(stored)}"
+                raise CheckpointError(
+                    f"{self.path}: {shown(module)} is 'padded' from {[n, k]} in {CONFIG} and is {what}: mend the entry"
+                )
+        return padded
 
     def _module_of(self, name: str) -> str | None:
         module = name.removesuffix(".weight")
@@ -243,6 +319,11 @@ class Checkpoint:
         if module not in self._modules or self.layout is None or self.schemes is None:
             raise CheckpointError(f"{self.path}: {shown(module)} is no packed module: quantkit inspect lists them")
         return self.layout, self.schemes.of(module), self._modules[module]
+
+    def _in_words(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor; one that holds packed words as bytes counts in words (LAYOUTS 7.1)."""
+        shape = self.shape(name)
+        return (*shape[:-1], shape[-1] // 4) if shape and self.dtype(name) == torch.uint8 else shape
 
     def _at(self, name: str) -> tuple[_Shard, TensorInfo]:
         if name not in self._where:

@@ -13,7 +13,8 @@ from quantkit.tensor import dtype_name
 
 def describe(src: Checkpoint) -> dict[str, Any]:
     """Return layout, schemes, counts, sizes and shapes of any checkpoint, from its headers alone (`inspect`)."""
-    modules = {module: (src.scheme(module), src.size(module)) for module in src.modules()}
+    modules = {module: (src.scheme(module), src.true_size(module)) for module in src.modules()}
+    padded = {module: f" in {list(src.size(module))}" if src.is_padded(module) else "" for module in modules}
     packed = {name: suffix for module in modules for suffix, name in src.parts(module).items()}
     every = {name: src.nbytes(name) for name in src.names()}
     suffixes: Counter[str] = Counter()
@@ -21,7 +22,7 @@ def describe(src: Checkpoint) -> dict[str, Any]:
         suffixes[suffix] += every[name]
     dense = [name for name in every if name not in packed]
     weights = sum(n * k for _, (n, k) in modules.values())
-    shapes = Counter(f"[{n}, {k}] {scheme.label}" for scheme, (n, k) in modules.values())
+    shapes = Counter(f"[{n}, {k}]{padded[module]} {scheme.label}" for module, (scheme, (n, k)) in modules.items())
     shapes.update(f"{list(src.shape(name))} {dtype_name(src.dtype(name))}" for name in dense)
     parameters = weights + sum(prod(src.shape(name)) for name in dense)
     return {
@@ -31,6 +32,7 @@ def describe(src: Checkpoint) -> dict[str, Any]:
         "layout": src.layout.NAME if src.layout else None,
         "schemes": dict(Counter(scheme.label for scheme, _ in modules.values())),
         "quantized_linears": len(modules),
+        "padded_linears": sum(map(bool, padded.values())),
         "dense_tensors": len(dense),
         "parameters": parameters,
         "quantized_weights": weights,

@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.protocol import Layout
-from quantkit.recipe import Recipe
+from quantkit.recipe import Goal, Pruning, Recipe
+from quantkit.restate import broken_rule, nearest, target
 from quantkit.tensor import Scheme
 
 #: What a way out offers, the finest last but one scale per row, which every k allows.
@@ -31,23 +31,17 @@ class Misfit:
     rule: str
 
 
-def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
-    """Return the rule that a weight breaks in a layout, without its way out; None if it fits."""
-    try:
-        layout.check(scheme, n, k)
-    except LayoutError as error:
-        return str(error).split(": ")[0]
-    return None
-
-
 def ways_out(
     misfits: list[Misfit],
-    schemes: Mapping[str, Scheme | None],
-    layout: Layout,
-    recipe: Recipe | None,
+    schemes: Mapping[str, Goal | None],
+    layout: Layout | None,
+    recipe: Recipe | Pruning | None,
     source: Layout | None,
 ) -> tuple[str, ...]:
-    """Return a line for each broken rule: the weights by shape, and what to type; only what was tried is offered."""
+    """Return a line for each broken rule: the weights by shape, and what to type; only what was tried is offered.
+
+    `layout` is None where weights stay dense; then, and for a linear that is nowhere at home, --skip is the way.
+    """
     rules: dict[str, list[Misfit]] = {}
     for misfit in misfits:
         rules.setdefault(misfit.rule, []).append(misfit)
@@ -61,7 +55,9 @@ def ways_out(
             f"{modules[0]} is {list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
             for shape, modules in shapes.items()
         )
-        ways = _other_ways(group, layout, recipe, source) or _two_changes(misfits, recipe)
+        ways = []
+        if layout is not None and not isinstance(recipe, Pruning):
+            ways = _other_ways(group, layout, recipe, source) or _two_changes(misfits, recipe)
         if recipe is not None and not everything:
             ways.append(f"leave them dense with --skip '{_skip_pattern(group, schemes)}'")
         last = "quantize the original model in another way" if recipe is None else "download or convert the model again"
@@ -73,7 +69,7 @@ def _other_ways(group: list[Misfit], layout: Layout, recipe: Recipe | None, sour
     """Return the options with which a layout would hold all weights of a group; of a source at fault there are none."""
     if _fits(group, layout):
         return []
-    ways = []
+    ways = [] if recipe is not None else _of_conversions(group, layout)
     if recipe is not None:
         size_ = next((g for g in GROUP_SIZES if _fits(group, layout, group_size=g)), ...)
         ways += [] if size_ is ... else [f"use --group-size {size_ or 'channel'}"]
@@ -81,6 +77,15 @@ def _other_ways(group: list[Misfit], layout: Layout, recipe: Recipe | None, sour
         ways += ["drop --asym"] if asymmetric and _fits(group, layout, symmetric=True) else []
     other = next((name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)), None)
     return ways + ([f"use --layout {other}"] if other else [])
+
+
+def _of_conversions(group: list[Misfit], layout: Layout) -> list[str]:
+    """Return the options of `pack` with which the layout would hold all weights of a group."""
+    flags = ((" --pad", target, True), (" --requantize", nearest, False), (" --pad --requantize", nearest, True))
+    for flag, find, pad in flags:
+        if all(find(layout, Scheme.parse(misfit.scheme), *misfit.shape, pad=pad) for misfit in group):
+            return [f"add{flag}{' to round again (lossy)' if find is nearest else ' to fill it up with zeros'}"]
+    return []
 
 
 def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
@@ -96,7 +101,7 @@ def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
     return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
 
 
-def _skip_pattern(group: list[Misfit], schemes: Mapping[str, Scheme | None]) -> str:
+def _skip_pattern(group: list[Misfit], schemes: Mapping[str, Goal | None]) -> str:
     """Return a --skip pattern for exactly this group: by the names' ends where that meets no other linear."""
     modules = {misfit.module for misfit in group}
     leaves = sorted({module.rpartition(".")[2] for module in modules})

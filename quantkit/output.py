@@ -18,7 +18,7 @@ from quantkit.errors import CheckpointError, about
 from quantkit.headers import RECIPE, dump_json
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.config import Schemes
-from quantkit.recipe import Recipe
+from quantkit.recipe import Pruning, Recipe
 from quantkit.report import REPORT, model_card, peak_memory
 from quantkit.report import load as load_report
 from quantkit.tensor import QuantizedTensor
@@ -48,7 +48,7 @@ def require_unchanged(sources: Mapping[str, str], before: Mapping[str, Any]) -> 
 def write(
     items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Pack and store every item, committing where the loop says so; return the facts of every quantized layer.
+    """Pack and store every item, committing where the loop says so; return the facts of every layer that changed.
 
     A run that fails leaves `report` and the layers so far beside what can be resumed (RELIABILITY 1.8). NumericError
     also for a tensor that is only copied and not finite.
@@ -60,11 +60,11 @@ def write(
                 writer.commit({**item.facts, "layers": layers})
                 layers = []
                 continue
-            if isinstance(item.value, QuantizedTensor):
-                layers.append(_layer(item, writer))
-            else:
+            if not isinstance(item.value, QuantizedTensor):
                 with about(item.name):
                     rtn.check_finite(item.value)
+            if isinstance(item.value, QuantizedTensor) or item.facts:
+                layers.append(_layer(item, writer))
             writer.add(item)
         writer.commit({"layers": layers})
     except Exception as error:
@@ -85,14 +85,12 @@ def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
 
 def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
     q = item.value
-    assert isinstance(q, QuantizedTensor)
-    known = {
-        "name": item.name.removesuffix(".weight"),
-        "shape": list(q.shape),
-        "scheme": q.scheme.label,
-        "layout": writer.layout.NAME if writer.layout else None,
-        "digest": q.digest(),
-    }
+    known: dict[str, Any] = {"name": item.name.removesuffix(".weight"), "shape": list(q.shape)}
+    if isinstance(q, QuantizedTensor):
+        known |= {"scheme": q.scheme.label, "layout": writer.layout.NAME if writer.layout else None}
+        known["digest"] = q.digest()
+    else:
+        known |= {"scheme": "2:4", "layout": None}
     return {**known, **{key: value for key, value in (item.facts or {}).items() if key not in known}}
 
 
@@ -101,26 +99,29 @@ def finish(
     src: Checkpoint,
     partial: Path,
     out: Path,
-    schemes: Schemes,
+    schemes: Schemes | None,
     report: dict[str, Any],
     started: float,
     overwrite: bool,
     recipe: Recipe | None = None,
 ) -> dict[str, Any]:
-    """Write what describes the tensors (config, report, recipe, model card), then publish the folder."""
+    """Write what describes the tensors (config, report, recipe, model card), then publish the folder.
+
+    A dense model has no `schemes`, and the config of its source.
+    """
     layout = writer.layout
-    assert layout is not None
     config = {key: value for key, value in src.config.items() if key != "quantization_config"}
-    config["quantization_config"] = {
-        **layout.write_config(schemes),
-        "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
-    }
-    weights = sum(n * k for n, k in (layer["shape"] for layer in report["layers"]))
+    if layout is not None and schemes is not None:
+        config["quantization_config"] = {
+            **layout.write_config(schemes),
+            "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
+        }
+    weights = sum(n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"]))
     report["totals"] = {
-        "quantized_weights": weights,
+        "quantized_weights": weights if layout else 0,
         "bytes": writer.bytes_written,
         "source_bytes": sum(path.stat().st_size for path in src.files()),
-        "bits_per_weight": 8 * writer.packed_bytes / weights if weights else None,
+        "bits_per_weight": 8 * writer.packed_bytes / weights if weights and layout else None,
         "peak_memory": peak_memory(),
         "seconds": time.perf_counter() - started,
     }
@@ -138,7 +139,9 @@ def finish(
     return report
 
 
-def publish_complete(partial: Path, out: Path, recipe: Recipe, src: Checkpoint, overwrite: bool) -> dict[str, Any]:
+def publish_complete(
+    partial: Path, out: Path, recipe: Recipe | Pruning, src: Checkpoint, overwrite: bool
+) -> dict[str, Any]:
     """Publish what a run that was stopped in its last instant left, if it is what is asked for now."""
     report = load_report(partial)
     if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != src.hashes():

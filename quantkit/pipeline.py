@@ -24,26 +24,27 @@ from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.config import Schemes
 from quantkit.models import Model, tokenizer
-from quantkit.output import finish, publish_complete, recorded_facts, require_unchanged, write
+from quantkit.output import finish, publish_complete, require_unchanged, write
 from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
-from quantkit.recipe import Recipe
+from quantkit.recipe import Goal, Pruning, Recipe, label
+from quantkit.repack import repacked, rounded_again, schemes_of
 from quantkit.report import heading, phases
 from quantkit.report import load as load_report
-from quantkit.solve import rounded
+from quantkit.solve import alone
 from quantkit.tensor import Scheme, dtype_name
-from quantkit.writer import CheckpointWriter
+from quantkit.writer import SHARD_BYTES, CheckpointWriter
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
 
 
 class _Job(NamedTuple):
-    """A source, its skeleton, the scheme of each of its linears (None: left dense), and what will come of it."""
+    """A source, its skeleton, what each of its linears becomes (None: left as it is), and what will come of it."""
 
     src: Checkpoint
     model: Model
-    chosen: dict[str, Scheme | None]
+    chosen: dict[str, Goal | None]
     plan: Plan
 
 
@@ -64,7 +65,7 @@ def plan(
 
 def _survey(
     src: Checkpoint,
-    recipe: Recipe,
+    recipe: Recipe | Pruning,
     out: str | Path | None,
     device: str,
     trust_remote_code: bool,
@@ -86,10 +87,18 @@ def _survey(
     return _Job(src, skeleton, chosen, planned)
 
 
+def prune(model: str | Path, out: str | Path, recipe: Pruning, **running: Any) -> dict[str, Any]:
+    """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
+
+    Dtypes and config stay; `running` and everything else is as for `quantize` (ALGORITHMS 9).
+    """
+    return quantize(model, out, recipe, **running)
+
+
 def quantize(
     model: str | Path,
     out: str | Path,
-    recipe: Recipe,
+    recipe: Recipe | Pruning,
     *,
     revision: str | None = None,
     device: str = "auto",
@@ -99,36 +108,31 @@ def quantize(
     act_budget: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Quantize a Hugging Face causal LM (folder or hub id) into a new folder `out`; return its report.
+    """Quantize, or with a Pruning prune, a causal LM (folder or hub id) into a new folder `out`; return its report.
 
     `act_budget` is the bytes of calibration activations held in RAM before they go to disk. Raises QuantkitError for
     anything that cannot be done; an interrupted run leaves `out.partial-*`, which `resume` continues.
     """
     progress = progress or Progress(quiet=True)
     started = time.perf_counter()
+    out, quantizing = Path(out), None if isinstance(recipe, Pruning) else recipe
+    command = "quantize" if quantizing else "prune"
     src = _dense_source(model, revision, trust_remote_code)
     job = _survey(src, recipe, out, device, trust_remote_code, act_budget)
     job.plan.require()
     for notice in job.plan.notices:
         progress.note(notice)
-    schemes = _schemes(job, recipe)
-    with storage.staging(Path(out), resume=resume, overwrite=overwrite, source=src.path) as partial:
+    if not any(job.chosen.values()):
+        raise RecipeError(f"every linear is skipped: nothing to {command}, loosen --skip")
+    with storage.staging(out, resume=resume, overwrite=overwrite, source=src.path) as partial:
         if storage.is_complete(partial):
-            return publish_complete(partial, Path(out), recipe, src, overwrite)
-        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[recipe.layout])
+            return publish_complete(partial, out, recipe, src, overwrite)
+        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
         sequences, facts = _sequences(job, recipe)
         report = {
-            **heading("quantize", _name_of(model), _revision(src, revision), src.hashes()),
-            "recipe": recipe.to_mapping(),
-            "recipe_sha256": recipe.sha256(),
-            "device": job.model.device_name,
-            "compute_dtype": dtype_name(job.model.dtype),
-            "layout": recipe.layout,
-            "scheme": recipe.scheme.label,
+            **heading(command, _name_of(model), _revision(src, revision), src.hashes()),
+            **_known(job, recipe),
             "calibration": facts,
-            "dense": [module for module, scheme in job.chosen.items() if scheme is None],
-            "notices": list(job.plan.remarks),
-            "layout_notices": list(job.plan.layout_remarks),
         }
         writer.identify(_identity(report))
         if resume and not writer.done:
@@ -145,7 +149,8 @@ def quantize(
             items = streamed(src, recipe, job.chosen, writer.items_done(), progress)
         report["layers"] = write(items, writer, src, report)
         report["phases"] = phases(writer.done)
-        return finish(writer, src, partial, Path(out), schemes, report, started, overwrite, recipe)
+        schemes = _schemes(job, quantizing) if quantizing else None
+        return finish(writer, src, partial, out, schemes, report, started, overwrite, quantizing)
 
 
 def pack(
@@ -154,14 +159,20 @@ def pack(
     layout: str,
     *,
     expect: str | None = None,
+    pad: bool = False,
+    requantize: bool = False,
+    max_shard_size: int = SHARD_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`; return its report.
 
-    `expect` is the layout that the source must be in (`convert A-to-B`). Only config.json and the safetensors files are
-    read, one tensor in memory at a time. LayoutError lists every weight that the layout cannot hold; CheckpointError if
-    a weight's codes are not those that its report recorded.
+    `expect` is the layout that the source must be in (`convert A-to-B`). Where the layout does not hold a weight's
+    scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
+    shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
+    weight file. Only config.json and the weight files are read, one tensor in memory at a time. LayoutError lists every
+    weight that the layout cannot hold, or names the one whose data it cannot; CheckpointError if a weight's codes are
+    not those that its report recorded.
     """
     progress = progress or Progress(quiet=True)
     started = time.perf_counter()
@@ -172,42 +183,49 @@ def pack(
         raise CheckpointError(
             f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"
         )
-    planned = plan_pack(src, LAYOUTS[layout], out=Path(out))
+    planned = plan_pack(src, LAYOUTS[layout], out=Path(out), pad=pad, requantize=requantize)
     planned.require()
     for notice in planned.notices:
         progress.note(notice)
     before = load_report(src.path)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
+    schemes, known = schemes_of(src, planned), list(src.notices)
     with storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial:
-        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[layout])
+        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[layout], max_shard_bytes=max_shard_size)
         sources = src.hashes()
         carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype")
         report = {
             **{key: before[key] for key in carried if key in before},
             **heading("pack", _name_of(checkpoint), None, sources, before.get("base")),
             "layout": layout,
-            "scheme": src.schemes.default.label,
+            "scheme": schemes.default.label,
             "dense": list(src.schemes.ignore),
-            "notices": list(dict.fromkeys([*before.get("notices", []), *planned.remarks])),
+            "notices": list(dict.fromkeys([*before.get("notices", []), *known])),
             "layout_notices": list(planned.layout_remarks),
         }
-        items = (recorded_facts(item, recorded) for item in progress.bar(src.items(), "pack", len(src.logical())))
-        report["layers"] = write(items, writer, src, report)
+        items = repacked(src, planned, recorded, requantize)
+        layers = report["layers"] = write(progress.bar(items, "pack", len(src.logical())), writer, src, report)
         require_unchanged(sources, before)
-        return finish(writer, src, partial, Path(out), src.schemes, report, started, overwrite)
+        for line in [line for line in src.notices if line not in known]:  # found in the data
+            progress.note(line)
+        for line in (lost := rounded_again(layers, recorded)):
+            progress.warn(line)
+        report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
+        padded = tuple((layer["name"], tuple(layer["true_shape"])) for layer in layers if "true_shape" in layer)
+        return finish(writer, src, partial, Path(out), replace(schemes, padded=padded), report, started, overwrite)
 
 
 def streamed(
-    src: Checkpoint, recipe: Recipe, chosen: Mapping[str, Scheme | None], done: set[str], progress: Progress
+    src: Checkpoint, recipe: Recipe | Pruning, chosen: Mapping[str, Goal | None], done: set[str], progress: Progress
 ) -> Iterator[Item | Commit]:
-    """Yield every tensor of a dense checkpoint once, its linears rounded to nearest; one weight in memory at a time."""
+    """Yield every tensor of a dense checkpoint once, its linears rounded or pruned; one weight in memory at a time."""
     names = [name for name in src.names() if name not in done]
     pending = 0
-    for name in progress.bar(names, "quantize", len(names)):
+    for name in progress.bar(names, "prune" if isinstance(recipe, Pruning) else "quantize", len(names)):
         scheme = chosen.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
         tensor = src.get(name)
         pending += tensor.nbytes
-        yield Item(name, tensor) if scheme is None else rounded(name.removesuffix(".weight"), tensor, scheme, recipe)
+        yield Item(name, tensor) if scheme is None else alone(name.removesuffix(".weight"), tensor, scheme, recipe)
         if pending >= COMMIT_BYTES:
             yield Commit({})
             pending = 0
@@ -220,7 +238,7 @@ def _dense_source(model: str | Path, revision: str | None, trust_remote_code: bo
     return src
 
 
-def _without_effect(recipe: Recipe, model: Model) -> list[str]:
+def _without_effect(recipe: Recipe | Pruning, model: Model) -> list[str]:
     """Return a line for every wish of the recipe that this model cannot follow."""
     found = recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
     if recipe.calibrated and recipe.calibration.max_length > model.max_length:
@@ -234,10 +252,8 @@ def _schemes(job: _Job, recipe: Recipe) -> Schemes:
 
     A few families call a linear otherwise in the model than in the checkpoint; public readers go by the model's name.
     """
-    if not any(job.chosen.values()):
-        raise RecipeError("every linear is skipped: nothing to quantize, loosen --skip")
     named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, job.model.paths[m]))]
-    overrides = tuple((re.escape(name), s) for name, s in named if s is not None and s != recipe.scheme)
+    overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != recipe.scheme)
     return Schemes(recipe.scheme, overrides, ignore=tuple(name for name, s in named if s is None))
 
 
@@ -251,7 +267,7 @@ def _revision(src: Checkpoint, asked: str | None) -> str | None:
     return src.path.name if src.path.parent.name == "snapshots" else asked
 
 
-def _sequences(job: _Job, recipe: Recipe) -> tuple[list[torch.Tensor], dict[str, Any]]:
+def _sequences(job: _Job, recipe: Recipe | Pruning) -> tuple[list[torch.Tensor], dict[str, Any]]:
     """Return the calibration sequences and what is to be reported of them; nothing if the recipe needs none."""
     if not recipe.calibrated:
         return [], {}
@@ -265,6 +281,21 @@ def _sequences(job: _Job, recipe: Recipe) -> tuple[list[torch.Tensor], dict[str,
         lengths=calib.lengths,
     )
     return text.sequences, text.facts
+
+
+def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
+    """Return what the report says of a run before its work."""
+    return {
+        "recipe": recipe.to_mapping(),
+        "recipe_sha256": recipe.sha256(),
+        "device": job.model.device_name,
+        "compute_dtype": dtype_name(job.model.dtype),
+        "layout": job.plan.layout,
+        "scheme": label(recipe.scheme),
+        "dense": [module for module, goal in job.chosen.items() if goal is None],
+        "notices": list(job.plan.remarks),
+        "layout_notices": list(job.plan.layout_remarks),
+    }
 
 
 def _identity(report: Mapping[str, Any]) -> dict[str, Any]:

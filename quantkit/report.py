@@ -1,4 +1,4 @@
-"""`quantkit_report.json`: what the machine says for it, and the model card, closing table and drawings made of it.
+"""`quantkit_report.json`: what the machine says for it, and the model card and closing table made of it.
 
 A report is the plain mapping that the pipeline writes beside every output. It may also be read back from a folder of
 unknown origin, so everything that reads one takes any key as absent and prints names as data.
@@ -6,8 +6,6 @@ unknown origin, so everything that reads one takes any key as absent and prints 
 
 from __future__ import annotations
 
-import html
-import io
 import json
 import platform
 import re
@@ -22,8 +20,7 @@ from typing import Any
 import torch
 
 import quantkit
-from quantkit import storage
-from quantkit.errors import CheckpointError, RecipeError
+from quantkit.errors import CheckpointError
 from quantkit.headers import load_json
 
 REPORT = "quantkit_report.json"
@@ -32,16 +29,25 @@ REPORT = "quantkit_report.json"
 READERS = {
     "compressed-tensors": "transformers (with compressed-tensors), vLLM, SGLang",
     "humming": "vLLM and SGLang, through humming-kernels",
+    "tcfpx": "fp6_llm (E3M2 and E2M2), torchao until early 2026",
     "gptq": "vLLM, SGLang, GPTQModel, transformers (through gptqmodel)",
     "gptq-v2": "GPTQModel, vLLM since October 2025 (earlier versions read it wrongly)",
+    "awq": "vLLM, GPTQModel, transformers (through gptqmodel); one scale per row in vLLM alone",
+    "quick": "SqueezeBits' fork of AutoAWQ alone, for n of 128 or a multiple of 256",
     "marlin": "the original MARLIN kernel, AutoGPTQ 0.7, GPTQModel, vLLM up to 0.10.1",
+    "marlin24": "the original Sparse-MARLIN kernel, vLLM up to 0.14",
+    "marlin24-ct": "vLLM up to 0.14 (its compressed-tensors reader)",
 }
 
 #: Fact of a layer -> what happened to it; each is counted in the closing table, since nothing is done silently.
 EVENTS = {
+    "restated_from": "hold the same values in another scheme, before it was",
+    "requantized_from": "were rounded a second time, which is lossy, from",
     "rungs": "needed more damping than asked",
     "reason": "were rounded to nearest although the recipe calibrates",
+    "by_magnitude": "were pruned by magnitude although the method calibrates",
     "dead_columns": "have input channels that no calibration token reached (kept, rounded to nearest)",
+    "descent_skipped": "were not refined by descent, which needs 16 tokens for each input channel",
     "guard_rows": "have rows where rounding was better than GPTQ and was kept",
     "floored_scales": "have scales raised to 2^-20",
     "subnormal_scales": "have scales below the normal float16 range",
@@ -49,8 +55,9 @@ EVENTS = {
 }
 
 SCALES = ("floored", "subnormal", "zero")
-Bars = list[tuple[str, float, str]]
 
+#: Facts of a layer that are words, shown as they are.
+WORDS = ("reason", "by_magnitude", "descent_skipped", "restated_from", "requantized_from")
 #: What the parts of a report that are used here must be, when they are there.
 TYPES: dict[str, type] = {
     "layers": list,
@@ -65,7 +72,8 @@ TYPES: dict[str, type] = {
     "base": dict,
 }
 #: Facts of a layer and entries of `totals` that are computed with.
-NUMBERS = ("relative_error", "loss", "rtn_loss", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
+COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
+NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS)
 TOTALS = ("bits_per_weight", "source_bytes", "bytes", "seconds")
 
 
@@ -137,7 +145,7 @@ def _malformed(report: Mapping[str, Any]) -> str | None:
     for layer in report.get("layers", []):
         if not isinstance(layer, dict) or not isinstance(layer.get("name"), str):
             return "layers"
-        if not isinstance(layer.get("rungs", []), list) or not isinstance(layer.get("reason", ""), str):
+        if not isinstance(layer.get("rungs", []), list) or not all(isinstance(layer.get(w, ""), str) for w in WORDS):
             return "layers"
         numbers.setdefault("layers", []).extend(layer.get(key) for key in NUMBERS)
     return next((key for key, found in numbers.items() if not all(_is_number(value) for value in found)), None)
@@ -153,17 +161,19 @@ def model_card(report: Mapping[str, Any]) -> str:
     layout, totals = str(report.get("layout")), report.get("totals", {})
     scheme = str(report.get("scheme"))
     base = str(source.get("name") or "unknown")
+    pruned = report.get("command") == "prune"  # the hub has no word for how that relates to its base
     front = {
         "base_model": base,
-        "base_model_relation": "quantized",
+        **({} if pruned else {"base_model_relation": "quantized"}),
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
-        "tags": ["quantized", "quantkit", layout, scheme.split(":")[0]],
+        "tags": ["pruned", "quantkit", scheme] if pruned else ["quantized", "quantkit", layout, scheme.split(":")[0]],
     }
     revision = f" (revision {_plain(source['revision'])})" if source.get("revision") else ""
     lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
     lines += [f"# {_plain(base)}, {scheme}", ""]
-    lines += [f"Quantized from `{_plain(base)}`{revision} with quantkit {_plain(report.get('quantkit'))}.", ""]
+    done, check, known = ("Pruned", "eval ppl", "") if pruned else ("Quantized", "verify", "digest, ")
+    lines += [f"{done} from `{_plain(base)}`{revision} with quantkit {_plain(report.get('quantkit'))}.", ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {label} | {_cell(value)} |" for label, value in _facts(report, totals, layout, scheme)]
     happened = _events(report)
@@ -171,8 +181,8 @@ def model_card(report: Mapping[str, Any]) -> str:
         lines += ["", "## Worth knowing", "", *(f"- {_plain(line)}" for line in happened)]
     lines += ["", "## Calibration", "", _plain(_protocol(report))]
     lines += ["", "## Largest errors", "", *_worst(report)]
-    lines += ["", "## Check it", "", "```", "quantkit verify FOLDER", "quantkit inspect FOLDER", "```", ""]
-    lines += [f"`{REPORT}` has the hash of every file, and the digest, error and method of every linear."]
+    lines += ["", "## Check it", "", "```", f"quantkit {check} FOLDER", "quantkit inspect FOLDER", "```", ""]
+    lines += [f"`{REPORT}` has the hash of every file, and the {known}error and method of every linear."]
     if report.get("recipe"):
         recipe = json.dumps(report["recipe"], indent=1)
         lines += ["", "## Recipe", "", f"SHA-256 `{_plain(report.get('recipe_sha256'))}`", "", "```json", recipe, "```"]
@@ -190,6 +200,7 @@ def summary(report: Mapping[str, Any]) -> str:
             f"{report.get('command')}: {len(layers)} linears, {report.get('scheme')}, {report.get('layout')}",
         ),
         ("size", _sizes(totals)),
+        ("2:4", _sparsity(layers)),
         ("weight error", _statistics(layers, "relative_error")),
         ("output loss", _losses(layers)),
         ("calibration", _protocol(report) if report.get("calibration") else ""),
@@ -198,20 +209,6 @@ def summary(report: Mapping[str, Any]) -> str:
         *(("note", line) for line in _events(report)),
     ]
     return "\n".join(f"{label:<13} {_line(text)}" for label, text in rows if text)
-
-
-def draw(report: Mapping[str, Any], path: Path) -> None:
-    """Draw error per layer, time per phase, size before and after into `path`, a .png or a self-contained .html.
-
-    RecipeError for another kind of file; CheckpointError if a PNG is asked for and matplotlib is not installed.
-    """
-    charts = [(title, bars) for title, bars in _charts(report) if bars]
-    if path.suffix == ".html":
-        storage.write_atomic(path, _page(report, charts).encode())
-    elif path.suffix == ".png":
-        storage.write_atomic(path, _picture(charts))
-    else:
-        raise RecipeError(f"{path}: a report is drawn as .html or .png: give a file name that ends so")
 
 
 def size(count: float) -> str:
@@ -233,8 +230,11 @@ def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, sc
     yield "scheme", scheme
     yield "method", ", ".join(methods) or "as in the source"
     yield "layout", layout
-    yield "loads in", READERS.get(layout, "unknown")
+    yield "loads in", READERS.get(layout, "what loads the source" if layout == "dense" else "unknown")
     yield "size", _sizes(totals)
+    sparse = _sparsity(report.get("layers", []))
+    if sparse:
+        yield "2:4", sparse
     yield "weight error", _statistics(report.get("layers", []), "relative_error") or "not recorded"
     losses = _losses(report.get("layers", []))
     if losses:
@@ -247,33 +247,43 @@ def _sizes(totals: Mapping[str, Any]) -> str:
     return ", ".join([*parts, *([f"{bits:.3f} bits per quantized weight with scales"] if bits else [])])
 
 
-def _figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, str]]:
+def figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, str]]:
     return [(float(layer[key]), str(layer.get("name"))) for layer in layers if isinstance(layer.get(key), (int, float))]
 
 
 def _statistics(layers: Iterable[Mapping[str, Any]], key: str) -> str:
-    found = _figures(layers, key)
+    found = figures(layers, key)
     if not found:
         return ""
     worst, name = max(found)
     return f"relative, mean {sum(value for value, _ in found) / len(found):.4g}, worst {worst:.4g} ({name})"
 
 
-def _ratios(layers: Iterable[Mapping[str, Any]]) -> list[tuple[float, str]]:
-    """Return (loss over the loss of rounding to nearest, name) for each layer that has both."""
+def _sparsity(layers: Iterable[Mapping[str, Any]]) -> str:
+    pruned = [layer for layer in layers if layer.get("zeros") is not None]
+    zeros, kept = (sum(layer.get(key) or 0 for layer in pruned) for key in ("zeros", "kept"))
+    rules = ", ".join(sorted({str(layer.get("prune") or layer.get("method")) for layer in pruned}))
+    share = f"{100 * zeros / max(1, zeros + kept):.2f} % of their weights are zero"
+    return f"{len(pruned)} linears by {rules}, {share}, at most two of four are not" if pruned else ""
+
+
+def ratios(layers: Iterable[Mapping[str, Any]], over: str = "rtn_loss") -> list[tuple[float, str]]:
+    """Return (loss over the loss of rounding to nearest, or another figure, name) for each layer that has both."""
     return [
-        (float(layer["loss"]) / float(layer["rtn_loss"]), str(layer.get("name")))
+        (float(layer["loss"]) / float(layer[over]), str(layer.get("name")))
         for layer in layers
-        if layer.get("loss") is not None and layer.get("rtn_loss")
+        if layer.get("loss") is not None and layer.get(over)
     ]
 
 
 def _losses(layers: Iterable[Mapping[str, Any]]) -> str:
-    ratios = _ratios(layers)
-    if not ratios:
+    found, whose = ratios(layers), "rounding's"
+    if not found:  # a pruned model has nothing that was rounded
+        found, whose = ratios(layers, "norm"), "the outputs' own squares"
+    if not found:
         return ""
-    worst, name = max(ratios)
-    return f"{sum(r for r, _ in ratios) / len(ratios):.3f} of rounding's on average, worst {worst:.3f} ({name})"
+    worst, name = max(found)
+    return f"{sum(r for r, _ in found) / len(found):.3f} of {whose} on average, worst {worst:.3f} ({name})"
 
 
 def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
@@ -285,7 +295,7 @@ def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
 def _protocol(report: Mapping[str, Any]) -> str:
     facts = report.get("calibration") or {}
     if not facts:
-        return "None: weights were rounded to nearest, no text was read."
+        return "None: every weight was done by itself, no text was read."
     text = (
         f"{facts.get('sequences', '?')} sequences, {facts.get('tokens', '?')} tokens of {facts.get('source', '?')}"
         f" ({facts.get('rule', 'unknown rule')}), lengths {facts.get('lengths', '?')} up to"
@@ -304,7 +314,7 @@ def _events(report: Mapping[str, Any]) -> list[str]:
     for fact, meaning in EVENTS.items():
         hit = [layer for layer in layers if _count(fact, layer.get(fact))]
         if hit:
-            total = hit[0][fact] if fact == "reason" else sum(_count(fact, layer[fact]) for layer in hit)
+            total = hit[0][fact] if fact in WORDS else sum(_count(fact, layer[fact]) for layer in hit)
             found.append(f"{len(hit)} of {len(layers)} linears {meaning}: {total}, first {hit[0]['name']}")
     return found
 
@@ -317,12 +327,12 @@ def _count(fact: str, value: Any) -> int:
 
 
 def _worst(report: Mapping[str, Any], most: int = 10) -> list[str]:
-    found = sorted(_figures(report.get("layers", []), "relative_error"), key=lambda item: (-item[0], item[1]))[:most]
+    found = sorted(figures(report.get("layers", []), "relative_error"), key=lambda item: (-item[0], item[1]))[:most]
     if not found:
         return ["Not recorded."]
-    ratios = {name: f"{ratio:.3f}" for ratio, name in _ratios(report.get("layers", []))}
+    over_rounding = {name: f"{ratio:.3f}" for ratio, name in ratios(report.get("layers", []))}
     lines = ["| linear | relative weight error | output loss over rounding's |", "|---|---|---|"]
-    return lines + [f"| {_cell(name)} | {value:.5f} | {ratios.get(name, '')} |" for value, name in found]
+    return lines + [f"| {_cell(name)} | {value:.5f} | {over_rounding.get(name, '')} |" for value, name in found]
 
 
 def _plain(text: Any) -> str:
@@ -332,60 +342,3 @@ def _plain(text: Any) -> str:
 
 def _cell(text: Any) -> str:
     return _plain(text).replace("|", "\\|")
-
-
-def _charts(report: Mapping[str, Any]) -> list[tuple[str, Bars]]:
-    layers, totals = report.get("layers", []), report.get("totals", {})
-    sizes = [(name, totals.get(key)) for name, key in (("before", "source_bytes"), ("after", "bytes"))]
-    return [
-        (
-            "Relative weight error of each linear",
-            [(name, value, f"{value:.4f}") for value, name in _figures(layers, "relative_error")],
-        ),
-        ("Output loss over rounding's", [(name, ratio, f"{ratio:.3f}") for ratio, name in _ratios(layers)]),
-        ("Time", [(str(name), float(s), f"{s:.1f} s") for name, s in report.get("phases", {}).items()]),
-        ("Size of the weights", [(name, float(count), size(count)) for name, count in sizes if count]),
-    ]
-
-
-def _page(report: Mapping[str, Any], charts: list[tuple[str, Bars]]) -> str:
-    title = html.escape(f"{report.get('source', {}).get('name')}, {report.get('scheme')}, {report.get('layout')}")
-    style = "body{font:14px sans-serif;max-width:1000px;margin:2em auto}text{font-size:11px}rect{fill:#4477aa}"
-    body = "".join(f"<h2>{html.escape(name)}</h2>{_svg(bars)}" for name, bars in charts)
-    return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
-        f"<style>{style}</style></head><body><h1>{title}</h1><pre>{html.escape(summary(report))}</pre>{body}</body></html>\n"
-    )
-
-
-def _svg(bars: Bars) -> str:
-    top = max(value for _, value, _ in bars) or 1.0
-    rows = "".join(
-        f'<text x="395" y="{16 * i + 12}" text-anchor="end">{html.escape(name)}</text>'
-        f'<rect x="400" y="{16 * i + 2}" width="{500 * value / top:.1f}" height="12"/>'
-        f'<text x="{405 + 500 * value / top:.1f}" y="{16 * i + 12}">{html.escape(label)}</text>'
-        for i, (name, value, label) in enumerate(bars)
-    )
-    return f'<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{16 * len(bars) + 6}">{rows}</svg>'
-
-
-def _picture(charts: list[tuple[str, Bars]]) -> bytes:
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise CheckpointError(
-            "a PNG is drawn by matplotlib, which is not installed: pip install 'quantkit[plot]', or draw an .html"
-        ) from error
-    heights = [max(1.2, 0.18 * len(bars)) for _, bars in charts]
-    figure = Figure(figsize=(10, sum(heights) + 0.8 * len(heights) + 0.5), layout="constrained")
-    axes = figure.subplots(len(charts) or 1, 1, squeeze=False, height_ratios=heights or [1])[:, 0]
-    for axis, (title, bars) in zip(axes, charts, strict=False):
-        drawn = axis.barh([name for name, _, _ in bars], [value for _, value, _ in bars], color="#4477aa")
-        axis.bar_label(drawn, [label for _, _, label in bars], fontsize=7, padding=2)
-        axis.set_title(title, fontsize=10)
-        axis.tick_params(labelsize=7)
-        axis.invert_yaxis()
-        axis.margins(x=0.1)
-    drawing = io.BytesIO()
-    figure.savefig(drawing, format="png", dpi=120, metadata={"Software": None})
-    return drawing.getvalue()

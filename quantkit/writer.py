@@ -20,6 +20,9 @@ from quantkit.headers import INDEX, TensorFile, dump_json, inside, read_header
 from quantkit.layouts.protocol import Layout
 from quantkit.tensor import QuantizedTensor
 
+#: The most bytes of tensors in one file, if it is not a single one.
+SHARD_BYTES = 2 * 2**30
+
 
 class CheckpointWriter:
     """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
@@ -29,7 +32,7 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, partial: Path, like: Checkpoint, layout: Layout | None, *, max_shard_bytes: int = 2 * 2**30
+        self, partial: Path, like: Checkpoint, layout: Layout | None, *, max_shard_bytes: int = SHARD_BYTES
     ) -> None:
         self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
         self._journal = partial / storage.JOURNAL
@@ -118,7 +121,8 @@ class CheckpointWriter:
         weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
         texts = {INDEX: dump_json({"metadata": {"total_size": self.bytes_written}, "weight_map": weight_map})}
         if self.layout is not None and self.layout.SIDE_FILE is not None:
-            texts[self.layout.SIDE_FILE] = dump_json(config["quantization_config"])
+            name, contents = self.layout.SIDE_FILE
+            texts[name] = dump_json(contents(config["quantization_config"]))
         texts |= extra
         for name in self._companions:
             if name not in texts:

@@ -109,7 +109,7 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["quantize m -o out --nonsense", "prune m -o out", "eval tasks m", "quantize m -o out --layout quick", "verify"],
+    ["quantize m -o out --nonsense", "sparsify m -o out", "eval tasks m", "quantize m -o out --layout exl3", "verify"],
 )
 def test_what_does_not_exist_is_found(line: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit import gptq, rtn
+from quantkit import gptq, rtn, sparsity
 from quantkit.checkpoint import Checkpoint
 from quantkit.evaluate import perplexity
 from quantkit.formats import FORMATS, FP5, FP6, INT4
@@ -16,6 +16,7 @@ from quantkit.models import dense_model, tokenizer
 from quantkit.pipeline import quantize
 from quantkit.recipe import from_mapping
 from quantkit.tensor import QuantizedTensor, Scheme
+from tests.layouts.samples import HELD, record
 from tests.test_pipeline import TEXT, hashes
 from tests.test_pipeline import gptq as gptq_recipe
 
@@ -40,6 +41,18 @@ def correlated(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, k, generator=g) * 0.02, 2 / len(x) * x.T @ x
 
 
+def test_masks_tie_as_on_a_cpu_and_pruning_is_the_same_and_repeatable() -> None:
+    ties = torch.randint(0, 4, (512, 512), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(sparsity.mask(ties), sparsity.mask(ties.cuda()).cpu())
+    w, h = correlated(256, 512)
+    scheme, options = Scheme.parse("int4:g128:24"), gptq.Options()
+    here = gptq.quantize(w, scheme, h, options)
+    there, again = (gptq.quantize(w.cuda(), scheme, h.cuda(), options) for _ in range(2))
+    assert there.tensor.equal(again.tensor)
+    assert (here.tensor.codes == there.tensor.codes.cpu()).double().mean() >= 0.999
+    assert float(there.loss.sum()) == pytest.approx(float(here.loss.sum()), rel=1e-3)
+
+
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
 def test_rounding_is_the_same_to_the_bit(fmt: object) -> None:
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 10
@@ -58,14 +71,14 @@ def test_rtn_gives_the_same_record(scheme: Scheme) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_packing_on_the_gpu_gives_the_same_bytes(name: str) -> None:
     layout = LAYOUTS[name]
-    scheme = Scheme(FP6) if name == "humming" else Scheme(INT4, 128)
-    q, _ = rtn.quantize(correlated(256, 512)[0].half(), scheme)
-    there = QuantizedTensor(scheme, q.codes.cuda(), q.scales.cuda())
-    packed = layout.pack(q)
-    for suffix, tensor in layout.pack(there).items():
-        assert torch.equal(tensor.cpu(), packed[suffix])
-    back = layout.unpack({suffix: tensor.cuda() for suffix, tensor in packed.items()}, scheme)
-    assert back.digest() == q.digest()
+    for label in HELD[name][0]:
+        q = record(Scheme.parse(label), 256, 512, lowest_zero=1)
+        there = QuantizedTensor(q.scheme, q.codes.cuda(), q.scales.cuda(), None if q.zeros is None else q.zeros.cuda())
+        packed = layout.pack(q)
+        for suffix, tensor in layout.pack(there).items():
+            assert torch.equal(tensor.cpu().view(torch.uint8), packed[suffix].view(torch.uint8)), label
+        back = layout.unpack({suffix: tensor.cuda() for suffix, tensor in packed.items()}, q.scheme)
+        assert back.digest() == q.digest(), label
 
 
 @pytest.mark.parametrize("scheme", [Scheme(INT4, 128), Scheme(INT4), Scheme(FP6)])

@@ -14,31 +14,69 @@ PACKAGE = Path(__file__).resolve().parents[1] / "quantkit"
 
 #: A unit imports from rows above its own (docs/architecture.md), and within its row only as NEIGHBOURS says.
 ROWS = [
-    ["quantkit", "errors", "formats", "storage", "progress"],
+    ["quantkit", "errors", "formats", "sparsity", "storage", "progress"],
     ["tensor", "headers"],
-    ["layouts", "kernels", "hessian", "rtn", "gptq", "data"],
-    ["checkpoint", "writer", "recipe", "report", "conversions"],
+    ["layouts", "restate", "kernels", "hessian", "rtn", "factor", "refine", "gptq", "data"],
+    ["checkpoint", "writer", "recipe", "report", "drawing", "conversions"],
     ["models"],
-    ["memory", "misfits", "plan", "inspection", "solve", "calibrate", "output", "verify", "evaluate"],
+    ["memory", "misfits", "plan", "inspection", "solve", "calibrate", "output", "repack", "verify", "evaluate"],
     ["pipeline", "api"],
     ["demo", "doctor", "cli", "__main__"],
 ]
 NEIGHBOURS = {
     *(
         ("storage", "errors"),
+        ("restate", "layouts"),
+        ("formats", "errors"),
+        ("sparsity", "errors"),
         ("rtn", "hessian"),
         ("gptq", "hessian"),
         ("gptq", "rtn"),
+        ("gptq", "factor"),
+        ("gptq", "refine"),
+        ("factor", "hessian"),
+        ("factor", "rtn"),
+        ("refine", "hessian"),
+        ("refine", "rtn"),
         ("writer", "checkpoint"),
+        ("drawing", "report"),
         ("plan", "memory"),
         ("plan", "misfits"),
+        ("repack", "plan"),
+        ("repack", "output"),
+        ("repack", "solve"),
         ("calibrate", "solve"),
     ),
     *(("calibrate", "solve"), ("api", "pipeline"), ("cli", "demo"), ("cli", "doctor"), ("__main__", "cli")),
 }
 #: The files of layouts/: each imports only from those left of it.
-LAYOUT_FILES = ["config", "protocol", "arrange", "checks", "compressed_tensors", "humming", "gptq", "gptq_v2", "marlin"]
-SISTERS = {("gptq_v2", "gptq"), ("marlin", "gptq")}
+LAYOUT_FILES = [
+    "config",
+    "protocol",
+    "arrange",
+    "checks",
+    "quads",
+    "compressed_tensors",
+    "humming",
+    "tcfpx",
+    "gptq",
+    "gptq_v2",
+    "awq",
+    "quick",
+    "marlin",
+    "marlin24",
+    "marlin24_ct",
+]
+SISTERS = {
+    ("gptq_v2", "gptq"),
+    ("awq", "gptq"),
+    ("quick", "awq"),
+    ("quick", "gptq"),
+    ("marlin", "gptq"),
+    ("marlin24", "gptq"),
+    ("marlin24_ct", "marlin24"),
+    ("marlin24_ct", "compressed_tensors"),
+}
 
 FRONT_DOORS = {
     "transformers": {"models"},
@@ -49,7 +87,7 @@ FRONT_DOORS = {
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint"},
     "yaml": {"recipe"},
-    "matplotlib": {"report"},
+    "matplotlib": {"drawing"},
     "tqdm": {"progress"},
     "click": {"cli"},
 }
@@ -164,7 +202,7 @@ def test_the_names_of_the_package_are_functions_whatever_was_imported_before() -
     import quantkit
     import quantkit.verify  # the submodule must not take the function's place
 
-    for name in ("quantize", "pack", "verify", "Scheme", "QuantizedTensor"):
+    for name in ("quantize", "prune", "pack", "verify", "Scheme", "QuantizedTensor"):
         assert callable(getattr(quantkit, name)), name
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = quantkit.no_such_name

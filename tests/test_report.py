@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
+from quantkit.drawing import draw
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.layouts import LAYOUTS
-from quantkit.report import EVENTS, READERS, REPORT, draw, load, model_card, size, summary
+from quantkit.report import EVENTS, READERS, REPORT, load, model_card, size, summary
 
 HOSTILE = 'evil\n---\nname: `x` <script>alert(1)</script> | "y" é'
 

@@ -32,7 +32,9 @@ tmp_path = memory_path
 ROOT = Path(__file__).resolve().parents[1]
 
 Q = "model.layers.0.self_attn.q_proj"
-SCHEMES = {"humming": Scheme(FP6), "marlin": Scheme(INT4, 128)}
+SPARSE = Scheme(INT4, 128, sparsity="2:4")
+SCHEMES = {"humming": Scheme(FP6), "tcfpx": Scheme(FP6), "marlin": Scheme(INT4, 128)}
+SCHEMES |= {"marlin24": SPARSE, "marlin24-ct": SPARSE}
 
 
 def copy_all(
@@ -67,6 +69,8 @@ def copy_all(
 def record(scheme: Scheme, n: int = 256, k: int = 256) -> QuantizedTensor:
     generator = torch.Generator().manual_seed(0)
     codes = torch.randint(0, 2**scheme.format.bits, (n, k), generator=generator).to(torch.uint8)
+    if scheme.sparsity is not None:
+        codes.view(n, -1, 4)[..., 1:3] = scheme.format.zero_code
     scales = torch.rand(n, scheme.groups(k), generator=generator).add(0.5).half()
     return QuantizedTensor(scheme, codes, scales)
 
@@ -109,8 +113,8 @@ def test_packed_weights_go_through_folders_unchanged(tmp_path: Path, name: str) 
     assert again.quantized(Q).equal(q) and again.schemes == source.schemes
     assert {n: again.get(n).tolist() for n in again.names()} == {n: source.get(n).tolist() for n in source.names()}
     if source.layout.SIDE_FILE is not None:
-        side = json.loads((tmp_path / "out" / source.layout.SIDE_FILE).read_text())
-        assert side == source.config["quantization_config"]
+        side = json.loads((tmp_path / "out" / source.layout.SIDE_FILE.name).read_text())
+        assert side == source.layout.SIDE_FILE.contents(source.config["quantization_config"])
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -127,7 +131,7 @@ def test_a_damaged_part_is_named(tmp_path: Path, name: str, damage: str) -> None
             if suffix == "g_idx":
                 continue  # many published GPTQ files have none: it counts as static
         elif damage == "dtype":
-            broken[part] = broken[part].double() if broken[part].is_floating_point() else broken[part].to(torch.int16)
+            broken[part] = broken[part].double() if broken[part].is_floating_point() else broken[part].to(torch.int8)
         elif damage == "shape":
             broken[part] = torch.cat([broken[part], broken[part]])
         else:

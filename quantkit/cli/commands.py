@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from quantkit import __version__, api, conversions, demo, doctor, pipeline, report
+from quantkit import __version__, api, conversions, demo, doctor, drawing, pipeline, report
 from quantkit.checkpoint import Checkpoint, resolve
 from quantkit.cli import options, show
 from quantkit.cli.exits import FAILED, MISSED, UNVERIFIED, emit, leave
@@ -76,6 +76,22 @@ def quantize(
     _quantize(model, out, recipe, running, as_json, progress)
 
 
+@options.command(quantkit, "prune", "quantkit prune ./model -o ./model-24 --calib wikitext2", as_json=True)
+@options.model
+@options.out()
+@options.pruning
+@options.running
+def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any) -> None:
+    """Keep two of each four weights of MODEL.
+
+    OUT is an ordinary dense checkpoint, to be trained further, or quantized with --prune 2:4 --prune-method
+    magnitude."""
+    running = {name: given.pop(name) for name in options.RUNNING}
+    asked = api.build_pruning(**given)
+    progress.note(f"{asked.scheme} by {asked.method}")
+    _report(pipeline.prune(model, out, asked, progress=progress, **running), as_json)
+
+
 @options.command(quantkit, "plan", "quantkit plan ./model --format int4 --layout marlin", as_json=True)
 @options.model
 @options.out(required=False)
@@ -105,19 +121,19 @@ def run(recipe: str, model: str, out: Path, as_json: bool, progress: Progress, *
 @options.checkpoint
 @options.layout(required=True)
 @options.out()
-@options.overwrite
-def pack(checkpoint: Path, layout: str, out: Path, overwrite: bool, as_json: bool, progress: Progress) -> None:
+@options.repacking
+def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Progress, **asked: Any) -> None:
     """Rewrite CHECKPOINT in another layout.
 
-    Codes, scales and zero points stay the same bit for bit; what the layout cannot hold is refused."""
-    _report(pipeline.pack(checkpoint, out, layout, overwrite=overwrite, progress=progress), as_json)
+    Every value stays the same bit for bit; what the layout cannot hold is refused."""
+    _report(pipeline.pack(checkpoint, out, layout, progress=progress, **asked), as_json)
 
 
 @options.command(quantkit, "convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin", as_json=True)
 @click.argument("pair", metavar="A-to-B", required=False)
 @click.argument("checkpoint", type=options.PATH, required=False)
 @options.out(required=False)
-@options.overwrite
+@options.repacking
 @click.option(
     "--list", "listing", is_flag=True, help="Print which conversions are lossless, when, and why others are not."
 )
@@ -125,10 +141,10 @@ def convert(
     pair: str | None,
     checkpoint: Path | None,
     out: Path | None,
-    overwrite: bool,
     listing: bool,
     as_json: bool,
     progress: Progress,
+    **asked: Any,
 ) -> None:
     """Rewrite CHECKPOINT from A to B.
 
@@ -140,7 +156,7 @@ def convert(
     if pair is None or checkpoint is None or out is None:
         raise click.UsageError("Missing one of 'A-to-B', 'CHECKPOINT', '-o'.")
     source, target = conversions.parse(pair)
-    _report(pipeline.pack(checkpoint, out, target, expect=source, overwrite=overwrite, progress=progress), as_json)
+    _report(pipeline.pack(checkpoint, out, target, expect=source, progress=progress, **asked), as_json)
 
 
 @options.command(quantkit, "verify", "quantkit verify ./model-marlin --against ./model-int4", as_json=True)
@@ -148,12 +164,13 @@ def convert(
 @click.option(
     "--against", type=options.PATH, help="Quantized checkpoint whose codes, scales and zeros must be the same."
 )
-def verify(checkpoint: Path, against: Path | None, as_json: bool, progress: Progress) -> None:
+@options.device
+def verify(checkpoint: Path, against: Path | None, device: str, as_json: bool, progress: Progress) -> None:
     """Prove the bits of CHECKPOINT.
 
-    Every packed weight is unpacked and packed again and compared with its digest in the report; verify.json is
-    written into the folder."""
-    found = prove(checkpoint, against, progress)
+    Every packed weight is unpacked and packed again and compared with its digest in the report, and on a GPU multiplied
+    by its kernels; verify.json is written into the folder."""
+    found = prove(checkpoint, against, progress, device)
     emit(show.as_json(found.to_dict()) if as_json else show.verification(found))
     write_proof(found, checkpoint)
     if not found.ok:
@@ -217,7 +234,7 @@ def show_report(folder: Path, html: Path | None, png: Path | None, as_json: bool
         if path is not None and path.suffix != suffix:
             raise click.UsageError(f"{path}: the file name must end in {suffix}")
         if path is not None:
-            report.draw(found, path)
+            drawing.draw(found, path)
             progress.note(f"drawn: {path}")
     _report(found, as_json)
 

@@ -22,6 +22,7 @@ from quantkit.gptq import Options
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
 from quantkit.recipe import Calib, Clip, Method, Metric, Recipe
+from quantkit.sparsity import Rule
 
 Command = Callable[..., Any]
 
@@ -132,9 +133,36 @@ def out(*, required: bool = True) -> Callable[[Command], Command]:
 
 
 def layout(*, required: bool = False) -> Callable[[Command], Command]:
-    default = "" if required else " [int4: compressed-tensors, fp6/fp5: humming]"
+    default = "" if required else " [fp6/fp5: humming, else compressed-tensors]"
     return click.option("--layout", type=_choice(LAYOUTS), required=required, help=f"Layout to write{default}.")
 
+
+_solving = _options(
+    click.option("--act-order", type=_of(Options, "act_order"), help="Columns by activation, or as they are [static]."),
+    click.option("--damp", type=float, help="Damping of the Hessian [0.01]."),
+    click.option("--damp-kind", type=_of(Options, "damp_kind"), help="By each channel's diagonal, or the mean [own]."),
+)
+_calibrating = _options(
+    click.option(
+        "--true-sequential/--no-true-sequential",
+        default=None,
+        help="Calibrate each linear behind those of its block that are done already [on].",
+    ),
+    click.option("--calib", metavar="NAME|FILE", help=f"Calibration text: {DATA} [c4]."),
+    click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences [256]."),
+    click.option("--max-length", type=click.IntRange(min=2), help="Their longest length in tokens [4096]."),
+    click.option("--lengths", type=_of(Calib, "lengths"), help="Documents whole, or windows of max-length [own]."),
+    click.option("--seed", type=int, help="Seed of the draw of calibration text [0]."),
+)
+_skip = click.option("--skip", multiple=True, metavar="REGEX", help="Linears left dense, besides lm_head; repeatable.")
+
+#: What decides the bytes of a pruned model; the names are those of `quantkit.prune`.
+pruning = _options(
+    click.option("--method", type=_choice(get_args(Rule)), help="Which two of four stay [sparsegpt]."),
+    _solving,
+    _calibrating,
+    _skip,
+)
 
 #: What decides the bytes of the output; the names are those of `quantkit.quantize`.
 recipe = _options(
@@ -142,25 +170,19 @@ recipe = _options(
     click.option("--format", type=_choice(FORMATS), help="Number format [int4]."),
     click.option("--group-size", type=_GroupSize(), help="Columns per scale, or channel [int4: 128, fp: channel]."),
     click.option("--asym/--sym", default=None, help="Zero points, or none [sym]."),
-    click.option("--method", type=_choice(get_args(Method)), help="How codes are chosen [int4: gptq, fp6/fp5: rtn]."),
-    click.option("--clip", type=_choice(get_args(Clip)), help="Search for scales [fp6/fp5 rtn: none, else search]."),
+    click.option("--method", type=_choice(get_args(Method)), help="How codes are chosen [int4: gptq, fp: rtn]."),
+    click.option("--clip", type=_choice(get_args(Clip)), help="Search for scales [fp rtn: none, else search]."),
     click.option("--metric", type=_choice(get_args(Metric)), help="What the search minimises [gptq: block, rtn: mse]."),
-    click.option("--act-order", type=_of(Options, "act_order"), help="Columns by activation, or as they are [static]."),
-    click.option("--damp", type=float, help="Damping of the Hessian [0.01]."),
-    click.option("--damp-kind", type=_of(Options, "damp_kind"), help="By each channel's diagonal, or the mean [own]."),
+    _solving,
     click.option("--on-unsolvable", type=_of(Options, "on_unsolvable"), help="If no damping suffices [stop]."),
-    click.option(
-        "--true-sequential/--no-true-sequential",
-        default=None,
-        help="Calibrate each linear behind those of its block that are quantized already [on].",
-    ),
-    click.option("--calib", metavar="NAME|FILE", help=f"Calibration text: {DATA} [c4]."),
-    click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences [256]."),
-    click.option("--max-length", type=click.IntRange(min=2), help="Their longest length in tokens [4096]."),
-    click.option("--lengths", type=_of(Calib, "lengths"), help="Documents whole, or windows of max-length [own]."),
-    click.option("--seed", type=int, help="Seed of the draw of calibration text [0]."),
+    click.option("--signed/--unsigned", default=None, help="Scales with a sign, for symmetric int4 [unsigned]."),
+    click.option("--descent", type=click.IntRange(min=0), metavar="N", help="Passes that move codes after gptq [0]."),
+    click.option("--refit/--no-refit", default=None, help="Least-squares scales after gptq [off]."),
+    click.option("--prune", type=_choice(["2:4"]), help="Keep two of each four weights, int4 only [all]."),
+    click.option("--prune-method", type=_choice(get_args(Rule)), help="Which two [gptq: sparsegpt, rtn: magnitude]."),
+    _calibrating,
     layout(),
-    click.option("--skip", multiple=True, metavar="REGEX", help="Linears left dense, besides lm_head; repeatable."),
+    _skip,
     click.option(
         "--override",
         multiple=True,
@@ -178,6 +200,14 @@ running = _options(
     source,
 )
 RUNNING = ("resume", "overwrite", "device", "act_budget", "revision", "trust_remote_code")
+
+#: How far a checkpoint may be changed to fit another layout.
+repacking = _options(
+    click.option("--pad", is_flag=True, help="Fill weights up with zeros to shapes that the layout holds."),
+    click.option("--requantize", is_flag=True, help="Round again what has no lossless way (lossy; it is reported)."),
+    click.option("--max-shard-size", type=_Bytes(), default="2GiB", help="Most bytes of one weight file [2GiB]."),
+    overwrite,
+)
 
 #: How an evaluation is made.
 protocol = _options(

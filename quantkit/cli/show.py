@@ -74,6 +74,7 @@ def description(found: Mapping[str, Any]) -> str:
             ("layout", found["layout"] or f"dense {found['dtype']}"),
             ("schemes", ", ".join(f"{label} ({count} linears)" for label, count in found["schemes"].items())),
             ("parameters", f"{found['parameters']}, {found['quantized_weights']} of them quantized"),
+            ("padded", f"{found['padded_linears']} linears, with zeros" if found["padded_linears"] else None),
             ("bits/weight", f"{bits:.3f} with scales" if bits else None),
             ("bits/parameter", f"{found['bits_per_parameter']:.3f} over the whole model"),
             ("size", size(found["bytes"]["total"])),
@@ -90,11 +91,12 @@ def description(found: Mapping[str, Any]) -> str:
 def verification(found: Verification) -> str:
     """Return the outcome of `verify`: a row for each weight, all of them if one failed, and a verdict."""
     shown = [row for row in found.rows if row.problem] or found.rows
+    proofs = ("repack", "digest", "against", *(("product",) if found.kernel else ()))
     rows = [
-        (row.module, list(row.shape), row.scheme, _passed(row.repack), _passed(row.digest), _passed(row.against))
+        (row.module, list(row.shape), row.scheme, *(_passed(getattr(row, proof)) for proof in proofs))
         for row in shown[:MOST_ROWS]
     ]
-    lines = [table(("weight", "shape", "scheme", "repack", "digest", "against"), rows)] if rows else []
+    lines = [table(("weight", "shape", "scheme", *proofs), rows)] if rows else []
     lines += [f"... and {len(shown) - MOST_ROWS} more, all in --json"] if len(shown) > MOST_ROWS else []
     lines += [f"FAILED: {failure}" for failure in found.failures]
     lines += [f"note: {notice}" for notice in found.notices]

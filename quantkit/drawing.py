@@ -1,0 +1,86 @@
+"""Drawings of a report: error per layer, time per phase, size before and after, as a page or a picture."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from quantkit import storage
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.report import figures, ratios, size, summary
+
+Bars = list[tuple[str, float, str]]
+
+
+def draw(report: Mapping[str, Any], path: Path) -> None:
+    """Draw error per layer, time per phase, size before and after into `path`, a .png or a self-contained .html.
+
+    RecipeError for another kind of file; CheckpointError if a PNG is asked for and matplotlib is not installed.
+    """
+    charts = [(title, bars) for title, bars in _charts(report) if bars]
+    if path.suffix == ".html":
+        storage.write_atomic(path, _page(report, charts).encode())
+    elif path.suffix == ".png":
+        storage.write_atomic(path, _picture(charts))
+    else:
+        raise RecipeError(f"{path}: a report is drawn as .html or .png: give a file name that ends so")
+
+
+def _charts(report: Mapping[str, Any]) -> list[tuple[str, Bars]]:
+    layers, totals = report.get("layers", []), report.get("totals", {})
+    sizes = [(name, totals.get(key)) for name, key in (("before", "source_bytes"), ("after", "bytes"))]
+    return [
+        (
+            "Relative weight error of each linear",
+            [(name, value, f"{value:.4f}") for value, name in figures(layers, "relative_error")],
+        ),
+        ("Output loss over rounding's", [(name, ratio, f"{ratio:.3f}") for ratio, name in ratios(layers)]),
+        ("Time", [(str(name), float(s), f"{s:.1f} s") for name, s in report.get("phases", {}).items()]),
+        ("Size of the weights", [(name, float(count), size(count)) for name, count in sizes if count]),
+    ]
+
+
+def _page(report: Mapping[str, Any], charts: list[tuple[str, Bars]]) -> str:
+    title = html.escape(f"{report.get('source', {}).get('name')}, {report.get('scheme')}, {report.get('layout')}")
+    style = "body{font:14px sans-serif;max-width:1000px;margin:2em auto}text{font-size:11px}rect{fill:#4477aa}"
+    body = "".join(f"<h2>{html.escape(name)}</h2>{_svg(bars)}" for name, bars in charts)
+    return (
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{title}</title>'
+        f"<style>{style}</style></head><body><h1>{title}</h1><pre>{html.escape(summary(report))}</pre>{body}</body></html>\n"
+    )
+
+
+def _svg(bars: Bars) -> str:
+    top = max(value for _, value, _ in bars) or 1.0
+    rows = "".join(
+        f'<text x="395" y="{16 * i + 12}" text-anchor="end">{html.escape(name)}</text>'
+        f'<rect x="400" y="{16 * i + 2}" width="{500 * value / top:.1f}" height="12"/>'
+        f'<text x="{405 + 500 * value / top:.1f}" y="{16 * i + 12}">{html.escape(label)}</text>'
+        for i, (name, value, label) in enumerate(bars)
+    )
+    return f'<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{16 * len(bars) + 6}">{rows}</svg>'
+
+
+def _picture(charts: list[tuple[str, Bars]]) -> bytes:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise CheckpointError(
+            "a PNG is drawn by matplotlib, which is not installed: pip install 'quantkit[plot]', or draw an .html"
+        ) from error
+    heights = [max(1.2, 0.18 * len(bars)) for _, bars in charts]
+    figure = Figure(figsize=(10, sum(heights) + 0.8 * len(heights) + 0.5), layout="constrained")
+    axes = figure.subplots(len(charts) or 1, 1, squeeze=False, height_ratios=heights or [1])[:, 0]
+    for axis, (title, bars) in zip(axes, charts, strict=False):
+        drawn = axis.barh([name for name, _, _ in bars], [value for _, value, _ in bars], color="#4477aa")
+        axis.bar_label(drawn, [label for _, _, label in bars], fontsize=7, padding=2)
+        axis.set_title(title, fontsize=10)
+        axis.tick_params(labelsize=7)
+        axis.invert_yaxis()
+        axis.margins(x=0.1)
+    drawing = io.BytesIO()
+    figure.savefig(drawing, format="png", dpi=120, metadata={"Software": None})
+    return drawing.getvalue()

@@ -1,0 +1,139 @@
+"""What `pack` does with each packed weight: the same values as the target wants them stated, or rounded again if asked.
+
+The plan has chosen scheme and shape from headers; here the data decide whether that is lossless.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from quantkit import rtn
+from quantkit.checkpoint import Checkpoint, Item
+from quantkit.errors import CheckpointError, LayoutError, about
+from quantkit.formats import INT4
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.config import Schemes
+from quantkit.output import recorded_facts
+from quantkit.plan import Plan, Row
+from quantkit.restate import broken_rule, restated
+from quantkit.solve import relative_error
+from quantkit.tensor import QuantizedTensor, Scheme
+
+#: What a report said of a weight that is no longer so once it was rounded again.
+OUTDATED = ("relative_error", "loss", "rtn_loss", "norm", "guard_rows", "rungs", "reason", "fallback", "dead_columns")
+
+
+def repacked(
+    src: Checkpoint, planned: Plan, recorded: Mapping[str, Mapping[str, Any]], requantize: bool
+) -> Iterator[Item]:
+    """Yield every tensor of a quantized checkpoint once, packed ones as `planned`; one weight in memory at a time.
+
+    `recorded` has the facts of each linear from the source's report. LayoutError, naming the weight, where its data
+    cannot be stated so and `requantize` does not allow to round it again; CheckpointError for a damaged one.
+    """
+    rows = {row.module: row for row in planned.rows}
+    for item in src.items():
+        if not isinstance(item.value, QuantizedTensor):
+            yield item
+            continue
+        row = rows[item.name.removesuffix(".weight")]
+        item = recorded_facts(item, recorded)
+        with about(item.name):
+            yield _as_planned(src, item, item.value, row, requantize)  # type: ignore[arg-type]
+
+
+def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:
+    """Return the output's schemes: the source's as they are named there, or by exact names where they part ways."""
+    assert src.schemes is not None
+    now = {row.module: Scheme.parse(row.scheme) for row in planned.quantized if row.scheme is not None}
+    became: dict[Scheme, set[Scheme]] = {}
+    for module, scheme in now.items():
+        became.setdefault(src.scheme(module), set()).add(scheme)
+    one = {before: next(iter(after)) for before, after in became.items() if len(after) == 1}
+    default, overrides = src.schemes.default, src.schemes.overrides
+    if len(one) == len(became) and default in one:
+        kept = tuple((pattern, one[scheme]) for pattern, scheme in overrides if scheme in one)
+        stated = Schemes(one[default], kept, src.schemes.ignore)
+        if all(stated.of(module) == scheme for module, scheme in now.items()):
+            return stated
+    most = Scheme.parse(planned.scheme)
+    exact = tuple((re.escape(module), scheme) for module, scheme in now.items() if scheme != most)
+    return Schemes(most, exact, src.schemes.ignore)
+
+
+def rounded_again(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Return a warning of what `requantize` lost in this run, nothing if it rounded nothing; `recorded` as above."""
+    lost = [
+        (float(layer["requantized_error"]), layer["name"])
+        for layer in layers
+        if layer.get("requantized_error") != recorded.get(layer["name"], {}).get("requantized_error")
+    ]
+    if not lost:
+        return []
+    worst, name = max(lost)
+    mean = sum(error for error, _ in lost) / len(lost)
+    return [
+        f"{len(lost)} of {len(layers)} linears were rounded again: relative to the source's weights, mean {mean:.4g}, "
+        f"worst {worst:.4g} ({name})"
+    ]
+
+
+def _as_planned(src: Checkpoint, item: Item, q: QuantizedTensor, row: Row, requantize: bool) -> Item:
+    module = row.module
+    _check_scales(q)
+    padded = src.is_padded(module)
+    true = src.true_size(module) if padded else q.shape  # headers may know k only roughly
+    scheme = Scheme.parse(row.scheme or q.scheme.label)
+    shape = row.padded or true
+    facts = {key: value for key, value in (item.facts or {}).items() if key != "true_shape"}
+    if scheme != q.scheme:
+        facts["restated_from"] = q.scheme.label
+    try:
+        value = restated(q, scheme, shape)
+    except LayoutError as error:
+        if not requantize:
+            raise LayoutError(f"{error}: {_ways_out(src, q.scheme, true)}") from error
+        value, lost = _rounded(q, true, scheme, shape, src.dtype_of_model)
+        facts = {key: known for key, known in facts.items() if key not in (*OUTDATED, "restated_from")} | lost
+    return Item(item.name, value, facts | ({} if shape == true else {"true_shape": list(true)}))
+
+
+def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> str:
+    names = [x.NAME for x in LAYOUTS.values() if x is not src.layout and broken_rule(x, scheme, *shape) is None]
+    kept = f"use a layout that holds {scheme.label} as it is ({', '.join(names)}), or " if names else ""
+    return f"{kept}add --requantize to round again (lossy)"
+
+
+def _rounded(
+    q: QuantizedTensor, true: tuple[int, int], scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[QuantizedTensor, dict[str, Any]]:
+    """Return the decoded weight rounded to nearest in another scheme, filled up with zeros, and what that lost.
+
+    INT4 scales are searched by squared error, floating formats follow the published rule (LAYOUTS 6.3), a weight that
+    becomes 2:4 keeps the two largest of each four.
+    """
+    (n, k), (more, wider) = true, shape
+    weight = pad(q.dequantize()[:n, :k], (0, wider - k, 0, more - n))
+    value, facts = rtn.quantize(weight.to(dtype), scheme, clip="none" if scheme.format.is_float else "search")
+    error = relative_error(weight, value)
+    return value, {**facts, "method": "rtn", "requantized_from": q.scheme.label, "requantized_error": error}
+
+
+def _check_scales(q: QuantizedTensor) -> None:
+    """Refuse INT4 scales of zero over codes that are not: FPx rows round to such ones, integers only by damage."""
+    if q.scheme.format != INT4 or not bool((q.scales == 0).any()):
+        return
+    n, g = q.scales.shape
+    zeros = INT4.zero_code if q.zeros is None else q.zeros.unsqueeze(-1)
+    lost = (q.scales == 0) & (q.codes.view(n, g, -1) != zeros).any(-1)
+    if bool(lost.any()):
+        row, group = lost.nonzero()[0].tolist()
+        raise CheckpointError(
+            f"{int(lost.sum())} of {lost.numel()} scales are 0 over codes that are not, first row {row}, group {group}:"
+            " those weights are lost, quantize the original model again"
+        )
