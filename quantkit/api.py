@@ -43,6 +43,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "lengths": ("calibration", "lengths"),
     "seed": ("calibration", "seed"),
     "layout": ("layout",),
+    "pad": ("pad",),
 }
 #: Published perplexities have windows of 2048 tokens, or all that the model can take.
 LONGEST_WINDOW = 2048
@@ -67,8 +68,9 @@ def quantize(
     `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` are laid over it: `format`,
     `group_size` (columns, or "channel"), `asym`, `method`, `clip`, `metric`, `damp`, `damp_kind`, `act_order`,
     `on_unsolvable`, `signed`, `refit`, `descent` (passes), `prune` ("2:4"), `prune_method`, `true_sequential`, `calib`,
-    `samples`, `max_length`, `lengths`, `seed`, `layout`, `skip` (regular expressions), `override` (regular expression
-    -> scheme such as "int4:g64"). `act_budget` is in bytes. Raises QuantkitError for anything that cannot be done.
+    `samples`, `max_length`, `lengths`, `seed`, `layout`, `pad` (shapes that do not fit, with zeros), `skip` (regular
+    expressions), `override` (regular expression -> scheme such as "int4:g64"). `act_budget` is in bytes. Raises
+    QuantkitError for anything that cannot be done.
     """
     return pipeline.quantize(
         model,

@@ -245,8 +245,8 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
     for block in range(len(finished)):
         with run.clock.phase("load"):
             model.load_block(block)
-            for linear, weight in _committed(run, block, done):
-                model.replace(linear, weight)
+            for linear, value in _committed(run, block, done):
+                _put_back(model, linear, value)
         run.forward(block)
         model.unload_block(block)
 
@@ -267,7 +267,7 @@ def _block(run: Run, block: int) -> Iterator[Item]:
                 weights = {name: run.src.get(f"{name}.weight").to(model.device) for name in group.linears}
                 items = solve(weights, {name: run.goal(name) for name in weights}, hessian, run.recipe, run.progress)
             for item in items:
-                model.replace(item.name.removesuffix(".weight"), _dense(item.value, model.dtype))
+                _put_back(model, item.name.removesuffix(".weight"), item.value)
                 solved[item.name] = item
                 run.progress.detail(_detail(item))
     if block + 1 < len(model.blocks):
@@ -321,12 +321,17 @@ def _save(run: Run, block: int) -> dict[str, Any]:
     return {"sha256": digest, "shape": list(run.hidden.shape), "dtype": dtype_name(run.hidden.dtype)}
 
 
-def _dense(value: QuantizedTensor | Tensor, dtype: torch.dtype) -> Tensor:
-    return value.dequantize(dtype) if isinstance(value, QuantizedTensor) else value.to(dtype)
+def _put_back(model: Model, linear: str, value: QuantizedTensor | Tensor) -> None:
+    """Put what a linear of a loaded block became in the place of its weight, without padding."""
+    n, k = model.linears[linear]
+    dense = value.dequantize(model.dtype) if isinstance(value, QuantizedTensor) else value
+    model.replace(linear, dense[:n, :k].contiguous())
 
 
-def _committed(run: Run, block: int, done: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights of a finished block's linears, read back from the files that the journal lists."""
+def _committed(
+    run: Run, block: int, done: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
+    """Yield what became of a finished block's linears, read back from the files that the journal lists."""
     layout = None if isinstance(run.recipe, Pruning) else LAYOUTS[run.recipe.layout]
     paths = [run.work / name for line in done for name in line.get("files", {})]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
@@ -341,7 +346,6 @@ def _committed(run: Run, block: int, done: Sequence[Mapping[str, Any]]) -> Itera
         goal = run.goal(linear)
         with about(linear):
             if layout is not None and isinstance(goal, Scheme):
-                value: QuantizedTensor | Tensor = layout.unpack(parts, goal)
+                yield linear, layout.unpack(parts, goal)
             else:
-                value = parts["weight"]
-            yield linear, _dense(value, run.model.dtype)
+                yield linear, parts["weight"]

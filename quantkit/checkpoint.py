@@ -198,8 +198,8 @@ class Checkpoint:
         q = self.quantized(module)
         if module not in self._padded:
             return q
-        (n, k), size = self._padded[module], q.scheme.group_size or 1
-        return restated(q, q.scheme, (n, -(-k // size) * size))
+        n, k = self._padded[module]
+        return restated(q, q.scheme, (n, q.scheme.whole(k)))
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor `name`, or a packed module's weight decoded (to the model's dtype if none is given).

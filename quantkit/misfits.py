@@ -14,9 +14,10 @@ from typing import Any
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.protocol import Layout
 from quantkit.recipe import Goal, Pruning, Recipe
-from quantkit.restate import broken_rule, nearest, target
+from quantkit.restate import broken_rule, nearest, padded_shape, target
 from quantkit.tensor import Scheme
 
+FILLED = "to fill it up with zeros"
 #: What a way out offers, the finest last but one scale per row, which every k allows.
 GROUP_SIZES = (128, 64, 32, None)
 
@@ -58,6 +59,7 @@ def ways_out(
         ways = []
         if layout is not None and not isinstance(recipe, Pruning):
             ways = _other_ways(group, layout, recipe, source) or _two_changes(misfits, recipe)
+            ways += [f"add --pad {FILLED}"] if recipe is not None and _padding_helps(group, layout) else []
         if recipe is not None and not everything:
             ways.append(f"leave them dense with --skip '{_skip_pattern(group, schemes)}'")
         last = "quantize the original model in another way" if recipe is None else "download or convert the model again"
@@ -84,8 +86,17 @@ def _of_conversions(group: list[Misfit], layout: Layout) -> list[str]:
     flags = ((" --pad", target, True), (" --requantize", nearest, False), (" --pad --requantize", nearest, True))
     for flag, find, pad in flags:
         if all(find(layout, Scheme.parse(misfit.scheme), *misfit.shape, pad=pad) for misfit in group):
-            return [f"add{flag}{' to round again (lossy)' if find is nearest else ' to fill it up with zeros'}"]
+            return [f"add{flag} {'to round again (lossy)' if find is nearest else FILLED}"]
     return []
+
+
+def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
+    """Return whether it is the layout that refuses the weights of a group, and would hold them in larger shapes."""
+    asked = [(misfit.rule, Scheme.parse(misfit.scheme), *misfit.shape) for misfit in group]
+    return all(
+        broken_rule(layout, scheme, n, k) == rule and padded_shape(layout, scheme, n, k) is not None
+        for rule, scheme, n, k in asked
+    )
 
 
 def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -107,11 +108,13 @@ def finish(
 ) -> dict[str, Any]:
     """Write what describes the tensors (config, report, recipe, model card), then publish the folder.
 
-    A dense model has no `schemes`, and the config of its source.
+    A dense model has no `schemes`, and the config of its source. True shapes of padded weights are those of the layers.
     """
     layout = writer.layout
     config = {key: value for key, value in src.config.items() if key != "quantization_config"}
     if layout is not None and schemes is not None:
+        true = ((layer["name"], layer.get("true_shape")) for layer in report["layers"])
+        schemes = replace(schemes, padded=tuple((name, tuple(shape)) for name, shape in true if shape))
         config["quantization_config"] = {
             **layout.write_config(schemes),
             "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),

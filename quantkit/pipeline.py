@@ -211,8 +211,7 @@ def pack(
         for line in (lost := rounded_again(layers, recorded)):
             progress.warn(line)
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
-        padded = tuple((layer["name"], tuple(layer["true_shape"])) for layer in layers if "true_shape" in layer)
-        return finish(writer, src, partial, Path(out), replace(schemes, padded=padded), report, started, overwrite)
+        return finish(writer, src, partial, Path(out), schemes, report, started, overwrite)
 
 
 def streamed(

@@ -23,7 +23,7 @@ from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.protocol import Layout
 from quantkit.memory import Memory, calibrated_memory, streamed_memory
 from quantkit.misfits import Misfit, ways_out
-from quantkit.recipe import Goal, Pruning, Recipe, is_sparse, label
+from quantkit.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
 from quantkit.report import READERS, size
 from quantkit.restate import Target, broken_rule, candidates, nearest, target
 from quantkit.sparsity import quads
@@ -143,7 +143,7 @@ def plan_quantize(
 
     `schemes` has the scheme of each where the recipe's own reading of its name is not meant; `tied` are those that
     share their weight with the embeddings; `out` is where free disk space is looked up; `device` is where the run
-    would compute (None: a GPU if there is one).
+    would compute (None: a GPU if there is one). A recipe that pads gives a shape that does not fit a larger one.
     """
     layout = None if isinstance(recipe, Pruning) else LAYOUTS[recipe.layout]
     schemes = {module: recipe.scheme_of(module) for module in linears} if schemes is None else schemes
@@ -152,21 +152,24 @@ def plan_quantize(
     for module, (n, k) in linears.items():
         scheme = schemes[module]
         here = f"{module}.weight" in stored
-        rule = None
+        rule, shape = None, (n, k)
         if scheme is not None:
+            shape = stored_shape(recipe, scheme, n, k)
             tied_here = module in tied or not here
-            rule = _source_rule(src, module, (n, k), tied_here) or _misfit_rule(layout, scheme, n, k)
+            rule = _source_rule(src, module, (n, k), tied_here) or _misfit_rule(layout, scheme, *shape)
         if scheme is not None and rule is not None:
             misfits.append(Misfit(module, (n, k), label(scheme), rule))
         kept = scheme if rule is None else None
         size_ = src.nbytes(f"{module}.weight") if here else 0
         if layout is not None and isinstance(kept, Scheme):
-            size_ = stored_bytes(layout, kept, n, k)
-        rows.append(Row(module, (n, k), label(kept) if kept else None, size_))
+            size_ = stored_bytes(layout, kept, *shape)
+        padded = shape if kept and shape != (n, k) else None
+        rows.append(Row(module, (n, k), label(kept) if kept else None, size_, padded))
+    sizes = {row.module: row.stored for row in rows}
     if recipe.calibrated:
-        memory = calibrated_memory(src, linears, recipe, device, act_budget)
+        memory = calibrated_memory(src, sizes, recipe, device, act_budget)
     else:
-        memory = streamed_memory(src, linears)
+        memory = streamed_memory(src, sizes)
     plan = _assembled(src, layout, recipe.scheme, rows, misfits, memory, out)
     ways = ways_out(misfits, schemes, layout, recipe, None)
     told = [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in schemes.values()) else []
@@ -214,7 +217,7 @@ def _destination(src: Checkpoint, module: str, layout: Layout, pad: bool, requan
     Padding is left away where the last group of columns is a whole one, and kept where the layout needs it.
     """
     scheme, true, stored = src.scheme(module), src.true_size(module), src.size(module)
-    shapes = [true, stored] if true[1] % (scheme.group_size or 1) == 0 else [stored]
+    shapes = [true, stored] if scheme.whole(true[1]) == true[1] else [stored]
     asked = [(target, shape, False) for shape in dict.fromkeys(shapes)]
     asked += [(target, true, True)] if pad else []
     asked += [(nearest, true, False)] if requantize else []

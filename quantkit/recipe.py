@@ -20,6 +20,7 @@ from quantkit.errors import RecipeError, reason
 from quantkit.formats import FORMATS
 from quantkit.gptq import Options
 from quantkit.layouts import LAYOUTS, humming
+from quantkit.restate import fitting
 from quantkit.rtn import Clip, Metric, check_fixed, check_signed
 from quantkit.sparsity import Rule
 from quantkit.tensor import Scheme
@@ -61,7 +62,7 @@ class Recipe:
 
     `skip` are regular expressions of linears left dense, matched against the whole module name or its end after a dot;
     `overrides` give other linears a scheme of their own, matched the same way, the first match wins. `prune` chooses
-    the masks of 2:4 schemes and is None without any.
+    the masks of 2:4 schemes and is None without any. `pad` fills weights up with zeros to shapes that the layout holds.
     """
 
     scheme: Scheme
@@ -70,6 +71,7 @@ class Recipe:
     metric: Metric
     gptq: Options
     layout: str
+    pad: bool = False
     signed: bool = False
     prune: Rule | None = None
     true_sequential: bool = True
@@ -120,6 +122,7 @@ class Recipe:
             "true_sequential": self.true_sequential,
             "calibration": dataclasses.asdict(self.calibration),
             "layout": self.layout,
+            "pad": self.pad,
             "skip": list(self.skip),
             "overrides": {pattern: scheme.label for pattern, scheme in self.overrides},
         }
@@ -191,6 +194,16 @@ def label(goal: Goal) -> str:
 def is_sparse(goal: Goal) -> bool:
     """Return whether a linear becomes 2:4, with codes or without."""
     return not isinstance(goal, Scheme) or goal.sparsity is not None
+
+
+def stored_shape(recipe: Recipe | Pruning, goal: Goal, n: int, k: int) -> tuple[int, int]:
+    """Return the shape that an `[n, k]` weight is stored in: its own, or one filled up as its layout needs, if asked.
+
+    A weight that fits in no shape, which the plan refuses, keeps its own.
+    """
+    if not isinstance(recipe, Recipe) or not isinstance(goal, Scheme):
+        return n, k
+    return fitting(LAYOUTS[recipe.layout], goal, n, k, pad=recipe.pad) or (n, k)
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -266,6 +279,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         metric=metric,
         gptq=gptq,
         layout=layout,
+        pad=_typed(mapping.get("pad", False), bool, "pad"),
         signed=signed,
         prune=prune,
         overrides=overrides,

@@ -65,12 +65,19 @@ def nearest(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False
     return _first(layout, found, n, k, pad)
 
 
+def fitting(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> tuple[int, int] | None:
+    """Return the shape in which a layout holds an `[n, k]` weight, with `pad` maybe a larger one; None if in none."""
+    if broken_rule(layout, scheme, n, k) is None:
+        return n, k
+    return padded_shape(layout, scheme, n, k) if pad else None
+
+
 def padded_shape(layout: Layout, scheme: Scheme, n: int, k: int) -> tuple[int, int] | None:
     """Return the smallest shape of at least `[n, k]` that a layout holds a scheme in, None if no shape helps."""
     group = scheme.group_size or 1
     if broken_rule(layout, scheme, FAR, FAR * group) is not None:
         return None
-    first = -(-k // group) * group
+    first = scheme.whole(k)
     rows = (size for size in range(n, n + FAR) if broken_rule(layout, scheme, size, FAR * group) is None)
     columns = range(first, first + FAR * group, group)
     found = next(rows, 0), next((size for size in columns if broken_rule(layout, scheme, FAR, size) is None), 0)
@@ -127,13 +134,11 @@ def candidates(scheme: Scheme) -> Iterator[Scheme]:
 
 
 def _first(layout: Layout, schemes: list[Scheme], n: int, k: int, pad: bool) -> Target | None:
-    for scheme in schemes:
-        if broken_rule(layout, scheme, n, k) is None:
-            return scheme, (n, k)
-    for scheme in schemes if pad else ():
-        shape = padded_shape(layout, scheme, n, k)
-        if shape is not None:
-            return scheme, shape
+    for padding in (False, True) if pad else (False,):
+        for scheme in schemes:
+            shape = fitting(layout, scheme, n, k, pad=padding)
+            if shape is not None:
+                return scheme, shape
     return None
 
 

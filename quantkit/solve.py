@@ -15,13 +15,15 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from quantkit import gptq, refine, rtn, sparsity
 from quantkit.checkpoint import Item
 from quantkit.errors import NumericError, about
 from quantkit.hessian import Hessian
 from quantkit.progress import Progress
-from quantkit.recipe import Goal, Pruning, Recipe, is_sparse
+from quantkit.recipe import Goal, Pruning, Recipe, is_sparse, stored_shape
+from quantkit.restate import restated
 from quantkit.tensor import QuantizedTensor, Scheme
 
 Solved = list[tuple[QuantizedTensor | Tensor, dict[str, Any]]]
@@ -39,9 +41,9 @@ def solve(
     """Return the quantized or pruned items of linears `[n, k]`, by name, whose common input `hessian` was summed over.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
-    tokens, seconds, `descent_skipped` if there were too few tokens for it, and what the solver reports. Raises
-    NumericError, naming the linear, for weights that are not finite or overflow, and for a Hessian that cannot be used
-    unless the recipe says `on_unsolvable: rtn`.
+    tokens, seconds, `descent_skipped` if there were too few tokens for it, `true_shape` if it is stored with zeros in a
+    larger one, and what the solver reports. Raises NumericError, naming the linear, for weights that are not finite or
+    overflow, and for a Hessian that cannot be used unless the recipe says `on_unsolvable: rtn`.
     """
     names = ", ".join(weights)
     k = next(iter(weights.values())).shape[1]
@@ -60,26 +62,29 @@ def solve(
         progress.warn(f"{names}: only {hessian.tokens} tokens calibrate {k} input channels")
     recipe, skipped = _trusted(names, k, hessian.tokens, recipe, progress)
     h = hessian.matrix()
-    orders = sorted({is_sparse(goal) for goal in schemes.values()}) if recipe.factored else []
-    factors = {sparse: _factor(names, h, recipe, sparse, progress) for sparse in orders}
+    kinds = sorted({(is_sparse(goal), _width(goal, k, recipe)) for goal in schemes.values()})
+    hessians = {width: _widened(h, width) for _, width in kinds}
+    asked = kinds if recipe.factored else []
+    factors = {kind: _factor(names, hessians[kind[1]], recipe, kind[0], progress) for kind in asked}
     together: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
         together.setdefault((schemes[name], weight.dtype), {})[name] = weight
     items: list[Item] = []
     for (scheme, _), chosen in together.items():
         started = time.perf_counter()
-        factor = factors.get(is_sparse(scheme))
+        width = _width(scheme, k, recipe)
+        h, factor = hessians[width], factors.get((is_sparse(scheme), width))
+        wide = {name: _filled(weight, width) for name, weight in chosen.items()}
         if isinstance(recipe, Pruning) or not isinstance(scheme, Scheme):
-            found = _pruned(chosen, h, recipe, factor)
+            found = _pruned(wide, h, recipe, factor)
         elif recipe.factored:
-            found = _gptq(chosen, scheme, h, recipe, factor)
+            found = _gptq(wide, scheme, h, recipe, factor)
         else:
-            found = _rtn(chosen, scheme, h, recipe)
+            found = _rtn(wide, scheme, h, recipe)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), found, strict=True):
-            known = {"relative_error": relative_error(weight, tensor), "tokens": hessian.tokens}
-            facts = {**facts, **known, **skipped, "seconds": seconds * len(weight)}
-            items.append(Item(f"{name}.weight", tensor, facts))
+            known = {"tokens": hessian.tokens, **skipped, "seconds": seconds * len(weight)}
+            items.append(_item(name, weight, tensor, {**facts, **known}, recipe))
     return items
 
 
@@ -100,18 +105,56 @@ def rounded(linear: str, weight: Tensor, scheme: Scheme, recipe: Recipe, reason:
     """Return a linear rounded to nearest by its weight `[n, k]` alone; `reason` says why, if that was not asked for."""
     started = time.perf_counter()
     with about(linear):
-        tensor, facts = rtn.quantize(weight, scheme, clip=recipe.clip, signed=recipe.signed)
-    known = {"method": "rtn", "relative_error": relative_error(weight, tensor), "tokens": 0}
-    why = {} if reason is None else {"reason": reason}
-    return Item(f"{linear}.weight", tensor, {**facts, **known, **why, "seconds": time.perf_counter() - started})
+        wide = _filled(weight, _width(scheme, weight.shape[1], recipe))
+        tensor, facts = rtn.quantize(wide, scheme, clip=recipe.clip, signed=recipe.signed)
+    known = {"method": "rtn", "tokens": 0, **({} if reason is None else {"reason": reason})}
+    item = _item(linear, weight, tensor, {**facts, **known}, recipe)
+    return Item(item.name, item.value, {**(item.facts or {}), "seconds": time.perf_counter() - started})
 
 
 def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
-    """Return `||W - Q|| / ||W||`, 0 for a weight of zeros."""
+    """Return `||W - Q|| / ||W||`, 0 for a weight of zeros; columns of Q past those of W do not count."""
     decoded = value.dequantize() if isinstance(value, QuantizedTensor) else value.to(torch.float32, copy=True)
-    difference = decoded.sub_(weight)  # in place, and no float32 copy of the weight: this is a run's peak
+    difference = decoded[:, : weight.shape[1]]
+    difference.sub_(weight)  # in place, and no float32 copy of the weight: this is a run's peak
     norm = torch.linalg.vector_norm(weight, dtype=rtn.working_dtype(weight)).clamp_min(1e-30)
     return float(torch.linalg.vector_norm(difference) / norm)
+
+
+def _width(goal: Goal, k: int, recipe: Recipe | Pruning) -> int:
+    """Return how many columns a weight of `k` is solved in: those of whole groups and quads, where padding is asked."""
+    return goal.whole(k) if isinstance(recipe, Recipe) and recipe.pad and isinstance(goal, Scheme) else k
+
+
+def _filled(weight: Tensor, width: int) -> Tensor:
+    """Return a weight with columns of zeros up to `width`, which leave the scale of a last group as it was."""
+    if weight.shape[1] == width:
+        return weight
+    rtn.check_weight(weight)  # here, where its size is still its own
+    return pad(weight, (0, width - weight.shape[1]))
+
+
+def _widened(h: Tensor, width: int) -> Tensor:
+    """Return a Hessian with columns that no other depends on, as large as the mean one: damping stays, none is dead.
+
+    Weights of zero there have no error, so they change neither a loss nor what becomes of a real column.
+    """
+    missing = width - len(h)
+    return torch.block_diag(h, h.diagonal().mean() * torch.eye(missing, device=h.device)) if missing else h
+
+
+def _item(
+    name: str, weight: Tensor, tensor: QuantizedTensor | Tensor, facts: dict[str, Any], recipe: Recipe | Pruning
+) -> Item:
+    """Return a solved linear as it is stored, filled up with zeros where that was asked, with the weight's facts."""
+    facts = {**facts, "relative_error": relative_error(weight, tensor)}
+    shape = tuple(weight.shape)
+    if isinstance(tensor, QuantizedTensor):
+        stored = stored_shape(recipe, tensor.scheme, *shape)
+        if stored != shape:
+            facts |= {"zeros": facts["zeros"] - tensor.codes.numel() + weight.numel()} if "zeros" in facts else {}
+            tensor, facts = restated(tensor, tensor.scheme, stored), {**facts, "true_shape": list(shape)}
+    return Item(f"{name}.weight", tensor, facts)
 
 
 def _trusted(

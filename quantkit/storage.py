@@ -49,7 +49,7 @@ def copy_atomic(src: Path, dst: Path) -> None:
 
 
 def make_folder(path: Path, *, parents: bool = False) -> None:
-    """Make a folder; CheckpointError without its parent or if it exists, unless `parents` says to make what is missing."""
+    """Make a folder; CheckpointError if it exists or its parent does not, unless `parents` allows both."""
     with guarded(path):
         _fault("mkdir", path)
         path.mkdir(parents=parents, exist_ok=parents)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 from dataclasses import dataclass
+from math import lcm
 from typing import Any, Literal
 
 import torch
@@ -55,6 +56,11 @@ class Scheme:
                 f"group size {self.group_size} does not divide k = {k}: use --group-size channel or a divisor"
             )
         return k // self.group_size
+
+    def whole(self, k: int) -> int:
+        """Return the smallest number of columns, at least `k`, that is one of whole groups, and for 2:4 of quads."""
+        unit = lcm(self.group_size or 1, sparsity.QUAD if self.sparsity else 1)
+        return -(-k // unit) * unit
 
     @property
     def label(self) -> str:

@@ -47,6 +47,7 @@ def test_round_trip_of_every_key_away_from_its_default(tmp_path: Path) -> None:
         "true_sequential": False,
         "calibration": {"data": "t: #'é.txt", "samples": 3, "max_length": 77, "seed": 2**40, "lengths": "fixed"},
         "layout": "gptq-v2",
+        "pad": True,
         "skip": [],
         "overrides": {"yes": "int4:g64", "1e3": "int4:channel:asym", "null": "fp6"},
     }

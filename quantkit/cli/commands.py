@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from quantkit import __version__, api, conversions, demo, doctor, drawing, pipeline, report
+from quantkit import __version__, api, bench, conversions, demo, doctor, drawing, pipeline, report, speeds, storage
 from quantkit.checkpoint import Checkpoint, resolve
 from quantkit.cli import options, show
 from quantkit.cli.exits import FAILED, MISSED, UNVERIFIED, emit, leave
@@ -217,6 +217,48 @@ def divergence(
     emit(show.as_json(asdict(found)) if as_json else show.divergence(found))
     if max_kld is not None and not found.kld <= max_kld:
         leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")
+
+
+@quantkit.group("bench", epilog="\b\nExample:\n  quantkit bench kernels --layout marlin")
+def benches() -> None:
+    """Measure how fast quantkit's parts are."""
+
+
+@options.command(
+    benches, "kernels", "quantkit bench kernels --layout marlin --model llama3-8b --csv kernels.csv", as_json=True
+)
+@options.timing
+@click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
+@click.option("--png", type=options.PATH, help="Draw speedup over cuBLAS against tokens into this .png file.")
+@click.option("--against", type=options.PATH, metavar="CSV", help="Figures of other kernels, or of an earlier run.")
+@click.option("--peer", multiple=True, metavar="NAME", help="The kernel in it to compare with, the best of several.")
+def kernels(
+    csv: Path | None,
+    png: Path | None,
+    against: Path | None,
+    peer: tuple[str, ...],
+    as_json: bool,
+    progress: Progress,
+    **asked: Any,
+) -> None:
+    """Time the kernels of packed weights.
+
+    Beside cuBLAS in float16 or bfloat16, a copy and the floor that these set; a wrong product is an error."""
+    options.writable(csv, ".csv")
+    options.writable(png, ".png")
+    if png is not None:
+        drawing.pictures()  # missing is better known before than after
+    if peer and against is None:
+        raise click.UsageError("--peer names a kernel of --against: give both")
+    peers = speeds.read_peers(against, peer) if against is not None else None
+    measured = bench.kernels(**options.timed(asked), progress=progress)
+    rows = measured.rows()
+    found = measured.to_dict() | ({"against": speeds.compare(measured.cells, peers)} if peers is not None else {})
+    if csv is not None:
+        storage.write_atomic(csv, speeds.table(rows))
+    if png is not None:
+        drawing.speedups(speeds.panels(rows), png)
+    emit(show.as_json(found) if as_json else show.speeds(found))
 
 
 @options.command(quantkit, "report", "quantkit report ./model-int4 --html ./model-int4.html", as_json=True)

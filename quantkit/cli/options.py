@@ -15,19 +15,25 @@ from typing import Any, get_args, get_type_hints
 import click
 
 from quantkit.api import build_recipe
+from quantkit.bench import default_layouts
 from quantkit.cli.exits import exits
 from quantkit.data import NAMED
 from quantkit.formats import FORMATS
 from quantkit.gptq import Options
+from quantkit.kernels import MATMULS
+from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
 from quantkit.recipe import Calib, Clip, Method, Metric, Recipe
 from quantkit.sparsity import Rule
+from quantkit.speeds import MODELS, TOKENS, layers
+from quantkit.tensor import Scheme, dtype_name
 
 Command = Callable[..., Any]
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}
+_TOKENS = " ".join(map(str, TOKENS))
 DATA = f"{', '.join(NAMED)}, or a .txt, .jsonl or .parquet file"
 
 
@@ -154,6 +160,7 @@ _calibrating = _options(
     click.option("--lengths", type=_of(Calib, "lengths"), help="Documents whole, or windows of max-length [own]."),
     click.option("--seed", type=int, help="Seed of the draw of calibration text [0]."),
 )
+_PAD = "Fill weights up with zeros to shapes that the layout holds"
 _skip = click.option("--skip", multiple=True, metavar="REGEX", help="Linears left dense, besides lm_head; repeatable.")
 
 #: What decides the bytes of a pruned model; the names are those of `quantkit.prune`.
@@ -182,6 +189,7 @@ recipe = _options(
     click.option("--prune-method", type=_choice(get_args(Rule)), help="Which two [gptq: sparsegpt, rtn: magnitude]."),
     _calibrating,
     layout(),
+    click.option("--pad/--no-pad", default=None, help=f"{_PAD} [off]."),
     _skip,
     click.option(
         "--override",
@@ -203,7 +211,7 @@ RUNNING = ("resume", "overwrite", "device", "act_budget", "revision", "trust_rem
 
 #: How far a checkpoint may be changed to fit another layout.
 repacking = _options(
-    click.option("--pad", is_flag=True, help="Fill weights up with zeros to shapes that the layout holds."),
+    click.option("--pad", is_flag=True, help=f"{_PAD}."),
     click.option("--requantize", is_flag=True, help="Round again what has no lossless way (lossy; it is reported)."),
     click.option("--max-shard-size", type=_Bytes(), default="2GiB", help="Most bytes of one weight file [2GiB]."),
     overwrite,
@@ -218,6 +226,35 @@ protocol = _options(
     device,
     source,
 )
+
+
+#: What is timed.
+timing = _options(
+    click.option("--layout", multiple=True, type=_choice(MATMULS), help="Whose kernel; repeatable [all]."),
+    click.option("--scheme", multiple=True, metavar="SCHEME", help="Like int4:g128; repeatable [the layout's usual]."),
+    click.option("--model", multiple=True, type=_choice(MODELS), help="Its layers' shapes; repeatable [llama3-8b]."),
+    click.option("--shape", multiple=True, metavar="NxK", help="Output by input features; repeatable."),
+    click.option("--m", multiple=True, type=click.IntRange(1, 2**20), help=f"Tokens; repeatable [{_TOKENS}]."),
+    click.option("--dtype", type=_choice(map(dtype_name, ACTIVATIONS)), default="float16", help="[float16]."),
+)
+
+
+def timed(asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what `bench.kernels` takes, of the options `timing`: each value once, the usual ones where none is."""
+    models = asked["model"] or (() if asked["shape"] else ("llama3-8b",))
+    return {
+        "layers": layers(models, asked["shape"]),
+        "tokens": sorted(set(asked["m"] or TOKENS)),
+        "layouts": list(dict.fromkeys(asked["layout"] or default_layouts())),
+        "schemes": list(dict.fromkeys(map(Scheme.parse, asked["scheme"]))),
+        "dtype": next(dtype for dtype in ACTIVATIONS if dtype_name(dtype) == asked["dtype"]),
+    }
+
+
+def writable(path: Path | None, suffix: str) -> None:
+    """Refuse, before hours of work, a file that could not be written after them or does not end in `suffix`."""
+    if path is not None and (path.suffix != suffix or not path.absolute().parent.is_dir()):
+        raise click.UsageError(f"{path}: give a file name that ends in {suffix}, in a folder that exists")
 
 
 def split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:

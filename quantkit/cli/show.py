@@ -13,6 +13,8 @@ from quantkit.report import size
 from quantkit.verify import Verification
 
 MOST_ROWS = 40
+TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")
+SPEEDS = ("layout", "scheme", "kernel", "layer", "NxK", "M", *TIMES)
 DEMO = ("format", "method", "layout", "bits/weight", "size", "perplexity", "change")
 
 
@@ -145,6 +147,50 @@ def diagnosis(found: Mapping[str, Any]) -> str:
         ),
     ]
     return "\n".join(lines)
+
+
+def speeds(found: Mapping[str, Any]) -> str:
+    """Return the table of `bench kernels`, what it was measured on, and where kernels are behind their peers."""
+    lines = [table(SPEEDS, (_speed(row) for row in found["rows"])), ""]
+    keys = ("layout", "scheme", "model", "M", "speedup_vs_cublas", "floor_speedup")
+    averages = [_cells(row, keys) for row in found["means"]]
+    lines += ["geometric means over the layers of a model", table(keys, averages), ""] if averages else []
+    device = found["device"]
+    lines.append(
+        f"{device['gpu']}, torch {device['torch']}, CUDA {device['cuda']}, {device['dtype']}: copy "
+        f"{device['copy'] / 1e9:.0f} GB/s, dense product {device['rate'] / 1e12:.0f} TFLOP/s, which make the floor"
+    )
+    against = found.get("against")
+    if against is None:
+        return "\n".join(lines)
+    names = ("layout", "scheme", "layer", "M", "speedup_vs_cublas", "peer", "peer_speedup", "ratio")
+    slower = [_cells(row, names) for row in against["slower"]]
+    lines += ["", table(names, slower)] if slower else []
+    mean = f", geometric mean {against['mean']:.3f} of its speedup" if against["compared"] else ""
+    lines.append(f"compared: {against['compared']} cells, {len(slower)} slower{mean}; no figure: {against['missing']}")
+    return "\n".join(lines)
+
+
+def _cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
+    return [f"{value:.3f}" if isinstance(value, float) else value for value in map(row.get, keys)]
+
+
+def _speed(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (
+        row["layout"],
+        row["scheme"],
+        row["kernel"],
+        row["layer"],
+        f"{row['N']}x{row['K']}",
+        row["M"],
+        f"{row['time_us']:.2f}",
+        f"{row['floor_us']:.2f}",
+        f"{row['pct_of_floor']:.0f} %",
+        f"{row['cublas_us']:.2f}",
+        f"{row['speedup_vs_cublas']:.2f}",
+        f"{row['weight_GBps']:.0f}",
+        f"{row['tflops']:.1f}",
+    )
 
 
 def demo(found: Mapping[str, Any]) -> str:
