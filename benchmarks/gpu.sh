@@ -35,7 +35,12 @@ opt() {
     accuracy "$work/opt" opt-14m
 }
 
-for stage in "${@:-tests llama opt}"; do
+kernels() {
+    "$python" -m quantkit bench kernels -q --model llama3-8b --model llama2-70b --model large \
+        --csv "$results/kernels.csv"
+}
+
+for stage in "${@:-tests llama opt kernels}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader

@@ -1,10 +1,13 @@
-"""Drawings of a report: error per layer, time per phase, size before and after, as a page or a picture."""
+"""Drawings of a report: error per layer, time per phase, size before and after, as a page or a picture.
+
+And of the speeds of kernels, as a picture.
+"""
 
 from __future__ import annotations
 
 import html
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,15 +67,51 @@ def _svg(bars: Bars) -> str:
     return f'<svg xmlns="http://www.w3.org/2000/svg" width="1000" height="{16 * len(bars) + 6}">{rows}</svg>'
 
 
-def _picture(charts: list[tuple[str, Bars]]) -> bytes:
+def pictures() -> Any:
+    """Return matplotlib's Figure, which draws PNGs; CheckpointError if matplotlib is not installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise CheckpointError(
-            "a PNG is drawn by matplotlib, which is not installed: pip install 'quantkit[plot]', or draw an .html"
+            "a PNG is drawn by matplotlib, which is not installed: pip install 'quantkit[plot]', or do without --png"
         ) from error
+    return Figure
+
+
+def speedups(panels: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]], path: Path) -> None:
+    """Draw speedups over cuBLAS against the number of tokens into a .png; CheckpointError without matplotlib.
+
+    `panels` are title -> line -> points (tokens, speedup, the floor's speedup, which is drawn dashed).
+    """
+    rows = (len(panels) + 1) // 2
+    figure = pictures()(figsize=(14, 5 * rows), layout="constrained")
+    axes = iter(figure.subplots(rows, 2, squeeze=False).flat)
+    for (title, lines), axis in zip(panels.items(), axes, strict=False):
+        for label, points in lines.items():
+            tokens, reached, floor = zip(*points, strict=True)
+            (line,) = axis.plot(tokens, reached, marker="o", markersize=3, label=label)
+            axis.plot(tokens, floor, linestyle="--", linewidth=1, color=line.get_color())
+        ticks = sorted({m for points in lines.values() for m, _, _ in points})
+        axis.axhline(1, color="#888888", linewidth=0.8)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(ticks, map(str, ticks))
+        axis.set_ylim(bottom=0)
+        axis.set(title=f"{title}; dashed: its floor", xlabel="tokens", ylabel="speedup over cuBLAS")
+        axis.legend(fontsize=7)
+    for axis in axes:  # a place that no panel took
+        axis.remove()
+    storage.write_atomic(path, _png(figure))
+
+
+def _png(figure: Any) -> bytes:
+    drawing = io.BytesIO()
+    figure.savefig(drawing, format="png", dpi=120, metadata={"Software": None})
+    return drawing.getvalue()
+
+
+def _picture(charts: list[tuple[str, Bars]]) -> bytes:
     heights = [max(1.2, 0.18 * len(bars)) for _, bars in charts]
-    figure = Figure(figsize=(10, sum(heights) + 0.8 * len(heights) + 0.5), layout="constrained")
+    figure = pictures()(figsize=(10, sum(heights) + 0.8 * len(heights) + 0.5), layout="constrained")
     axes = figure.subplots(len(charts) or 1, 1, squeeze=False, height_ratios=heights or [1])[:, 0]
     for axis, (title, bars) in zip(axes, charts, strict=False):
         drawn = axis.barh([name for name, _, _ in bars], [value for _, value, _ in bars], color="#4477aa")
@@ -81,6 +120,4 @@ def _picture(charts: list[tuple[str, Bars]]) -> bytes:
         axis.tick_params(labelsize=7)
         axis.invert_yaxis()
         axis.margins(x=0.1)
-    drawing = io.BytesIO()
-    figure.savefig(drawing, format="png", dpi=120, metadata={"Software": None})
-    return drawing.getvalue()
+    return _png(figure)

@@ -17,10 +17,10 @@ ROWS = [
     ["quantkit", "errors", "formats", "sparsity", "storage", "progress"],
     ["tensor", "headers"],
     ["layouts", "restate", "kernels", "hessian", "rtn", "factor", "refine", "gptq", "data"],
-    ["checkpoint", "writer", "recipe", "report", "drawing", "conversions"],
+    ["checkpoint", "writer", "recipe", "report", "drawing", "conversions", "speeds"],
     ["models"],
     ["memory", "misfits", "plan", "inspection", "solve", "calibrate", "output", "repack", "verify", "evaluate"],
-    ["pipeline", "api"],
+    ["pipeline", "api", "bench"],
     ["demo", "doctor", "cli", "__main__"],
 ]
 NEIGHBOURS = {

@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
-from quantkit.kernels import loader, marlin, marlin24, quick, tcfpx
+from quantkit.kernels import loader, marlin, marlin24, marlin_hopper, marlin_portable, quick, tcfpx
 from quantkit.kernels.loader import toolchain
 
-__all__ = ["JUDGES", "MATMULS", "SOURCES", "missing", "none_for", "toolchain"]
+__all__ = ["JUDGES", "MATMULS", "ONLY", "SOURCES", "missing", "none_for", "toolchain"]
 
 #: layout name -> matmul(x, tensors, scheme, n, k, bias=None, out=None) -> [m, n] of the dtype of x, or of `out`
 MATMULS: dict[str, Callable[..., Tensor]] = {
-    "marlin": marlin.naive,
+    "marlin": marlin.matmul,
     "marlin24": marlin24.naive,
     "marlin24-ct": marlin24.naive,
     "tcfpx": tcfpx.naive,
@@ -38,10 +38,15 @@ JUDGES: dict[str, Callable[..., Tensor]] = {
 #: CUDA source -> every instance in it.
 SOURCES = {
     "marlin": marlin.INSTANCES,
+    "marlin_hopper": marlin_hopper.INSTANCES,
+    "marlin_portable": marlin_portable.INSTANCES,
     "marlin24": marlin24.INSTANCES,
     "tcfpx": tcfpx.INSTANCES,
     "quick": quick.INSTANCES,
 }
+
+#: Sources with instructions that only some architectures have.
+ONLY = {"marlin_hopper": ("sm_90a",)}
 
 
 def none_for(layout: str) -> str:

@@ -196,13 +196,14 @@ def launch(
     function: Any,
     grid: tuple[int, ...],
     block: tuple[int, ...],
-    args: Sequence[Tensor | int | float | None],
+    args: Sequence[Tensor | int | float | np.void | None],
     shared: int = 0,
 ) -> None:
     """Launch a function of `load` on torch's current stream of the device where the tensors in `args` are.
 
-    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32; `shared` is dynamic shared
-    memory in bytes. KernelError for a launch that the driver refuses; what fails later shows when torch synchronises.
+    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, structures as they are.
+    `shared` is dynamic shared memory in bytes. KernelError for a launch that the driver refuses; what fails later shows
+    when torch synchronises.
     """
     import cupy
     from cupy.cuda import driver
@@ -228,7 +229,9 @@ def _stream(pointer: int, index: int) -> Any:
         return cupy.cuda.ExternalStream(pointer, index)
 
 
-def _typed(arg: Tensor | int | float | None) -> Any:
+def _typed(arg: Tensor | int | float | np.void | None) -> Any:
+    if isinstance(arg, np.void):
+        return arg
     # A bare Python float arrives as 64 bits, and is garbage to a `float` parameter.
     if arg is None or isinstance(arg, Tensor):
         return np.uint64(0 if arg is None else arg.data_ptr())

@@ -1,4 +1,4 @@
-"""Launches the kernels of dense MARLIN, kernels/marlin.cu."""
+"""Launches the kernels of dense MARLIN: the naive one of kernels/marlin.cu, or the fastest for the device."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantkit.errors import KernelError
-from quantkit.formats import INT4
-from quantkit.kernels.contract import Weight
+from quantkit.kernels import marlin_hopper, marlin_portable
+from quantkit.kernels.marlin_weight import marlin_weight
 from quantkit.kernels.naive import instances, multiply
 from quantkit.tensor import Scheme
 
 INSTANCES = instances("marlin_naive")
-#: The checkpoint has groups of 128 or one scale per row; 64 and 32 are what vLLM repacks to (LAYOUTS 3.6).
-GROUPS = (128, 64, 32, None)
 
 
 def naive(
@@ -31,11 +28,19 @@ def naive(
 
     The product `[m, n]` is in the dtype of `out`, see `contract.check`. KernelError for what cannot be multiplied.
     """
-    if scheme.format != INT4 or not scheme.symmetric or scheme.group_size not in GROUPS:
-        raise KernelError(
-            f"the marlin kernel takes symmetric int4 in groups of 128, 64, 32 or none, not {scheme.label}"
-        )
-    g = scheme.groups(k)
-    parts = {"B": (torch.int32, (k // 16, 2 * n)), "s": (torch.float16, (g, n))}
-    weight = Weight("marlin", parts, n, k, of_n=64, of_k=16)
-    return multiply("marlin", INSTANCES, weight, x, tensors, bias, out, sizes=[k // g])
+    weight = marlin_weight(scheme, n, k)
+    return multiply("marlin", INSTANCES, weight, x, tensors, bias, out, sizes=[k // scheme.groups(k)])
+
+
+def matmul(
+    x: Tensor,
+    tensors: Mapping[str, Tensor],
+    scheme: Scheme,
+    n: int,
+    k: int,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `naive`, by the kernel for the device of `x`; the product has the dtype of `x`."""
+    hopper = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == (9, 0)
+    return (marlin_hopper if hopper else marlin_portable).matmul(x, tensors, scheme, n, k, bias, out)

@@ -51,10 +51,8 @@ def prove(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor) -> Pro
         for dtype in ACTIVATIONS:
             for m in TOKENS:
                 x = activations(weight, m, dtype)
-                with _float32():
-                    reference = x.float() @ weight.t()
                 y = multiply(x)
-                error = relative_error(y, reference.to(y.dtype))
+                error = relative_error(y, reference(x, weight).to(y.dtype))
                 errors.append(error)
                 if not error < BOUND:
                     which = f"the {kind} {layout} kernel with {m} {dtype_name(dtype)} tokens"
@@ -75,6 +73,12 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
     if wrong == 0:
         return 0.0
     return wrong / size if size > 0 and torch.isfinite(y).all() else float("inf")
+
+
+def reference(x: Tensor, weight: Tensor) -> Tensor:
+    """Return the product `[m, n]` of activations `[m, k]` and a float32 weight `[n, k]` in full float32."""
+    with _float32():
+        return x.float() @ weight.t()
 
 
 def activations(weight: Tensor, m: int, dtype: torch.dtype) -> Tensor:

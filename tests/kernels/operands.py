@@ -37,9 +37,9 @@ def weight(label: str, n: int, k: int, seed: int = 0) -> QuantizedTensor:
 
 
 def packed(layout: str, q: QuantizedTensor) -> dict[str, Tensor]:
-    """Return the tensors of a weight; for MARLIN in any groups, in the order that vLLM repacks to (LAYOUTS 3.6)."""
-    if layout != "marlin" or q.scheme.group_size in (128, None):
-        return LAYOUTS[layout].pack(q)
+    """Return the tensors of a weight; for MARLIN of any groups and k, as vLLM repacks them (LAYOUTS 3.6)."""
     (n, k), g = q.shape, q.scales.shape[1]
+    if layout != "marlin" or (q.scheme.group_size in (128, None) and k % 128 == 0):
+        return LAYOUTS[layout].pack(q)
     order = marlin.GROUPED_SCALES if g > 1 else marlin.SINGLE_SCALES
     return {"B": marlin.CODES.pack(q.codes, 4).view(k // 16, 2 * n), "s": order(q.scales.t()).view(g, n)}

@@ -1,0 +1,77 @@
+// The instructions of sm_80 that tensor-core kernels are made of, each a function: asynchronous copies, matrix loads,
+// and the product of a 16 x 16 and a 16 x 8 tile. Letters of the fragments: a lane is 4 * a + q, a in 0..7, q in 0..3.
+#pragma once
+
+#include "common.cuh"
+
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Copies 16 bytes past the registers and L1, or writes 16 zeros; done when `wait` says so.
+DEVICE void copy_async(u32 to, const void *from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Closes the group of all copies of this thread since the last one.
+DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Returns when no more than the last LATER groups of this thread are under way.
+template <int LATER> DEVICE void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
+
+// Loads four 8 x 8 matrices of 16-bit numbers: lane 8i + r gives the address of row r of matrix i, and receives of
+// every matrix the numbers 2q, 2q + 1 of row a.
+DEVICE void load_matrices(u32 (&to)[4], u32 address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// c += A B in float32. Of A, register b + 2h holds row 8b + a, columns 8h + 2q + {0, 1}; of B, register h holds column
+// a, rows 8h + 2q + {0, 1}; of C, number 2b + e is row 8b + a, column 2q + e.
+DEVICE void multiply_add(half, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE void multiply_add(bfloat, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// x * y + z of both numbers of a word.
+DEVICE u32 fma_pair(half, u32 x, u32 y, u32 z) {
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(y), "r"(z));
+    return x;
+}
+
+DEVICE u32 fma_pair(bfloat, u32 x, u32 y, u32 z) {
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(y), "r"(z));
+    return x;
+}
+
+// Both numbers rounded to the nearest, `low` in the low half.
+DEVICE u32 pair(half, float low, float high) {
+    u32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+DEVICE u32 pair(bfloat, float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+// What other blocks wrote: L1 may hold something older.
+DEVICE float4 load_past_l1(const float4 *p) {
+    float4 v;
+    asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+                 : "l"(p)
+                 : "memory");
+    return v;
+}

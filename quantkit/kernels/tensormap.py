@@ -1,0 +1,58 @@
+"""Descriptors of matrices for Hopper's copy engine, made by the driver on the host (cuTensorMapEncodeTiled)."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from quantkit.errors import KernelError
+
+#: What the driver's header calls the types that differ in size, in bytes, and the two ways to lie in shared memory.
+KINDS = {2: 6, 8: 4}  # FLOAT16 (zeros are zeros in any), UINT64
+PLAIN, SWIZZLED = 0, 3  # in 128 bytes
+SIZE, ALIGNMENT = 128, 64
+
+
+def tensor_map(matrix: Tensor, shape: tuple[int, int], box: tuple[int, int], item: int, swizzled: bool = False) -> Any:
+    """Return the descriptor of contiguous `matrix` as `[rows, columns]` of `item` bytes, copied in boxes of that shape.
+
+    What a box has outside of the matrix arrives as zeros. It is passed to a kernel by value, and good for as long as
+    the matrix lies where it lies. KernelError if the driver refuses it.
+    """
+    return _encoded(matrix.data_ptr(), shape, box, item, SWIZZLED if swizzled else PLAIN)
+
+
+@functools.lru_cache(maxsize=4096)
+def _encoded(pointer: int, shape: tuple[int, int], box: tuple[int, int], item: int, swizzle: int) -> Any:
+    rows, columns = shape
+    room = ctypes.create_string_buffer(SIZE + ALIGNMENT)
+    address = (ctypes.addressof(room) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    failed = _driver().cuTensorMapEncodeTiled(
+        ctypes.c_void_p(address),
+        KINDS[item],
+        2,
+        ctypes.c_void_p(pointer),
+        (ctypes.c_uint64 * 2)(columns, rows),
+        (ctypes.c_uint64 * 1)(columns * item),
+        (ctypes.c_uint32 * 2)(box[1], box[0]),
+        (ctypes.c_uint32 * 2)(1, 1),
+        0,  # not interleaved
+        swizzle,
+        3,  # fetched into the L2 by 256 bytes
+        0,  # zeros outside
+    )
+    if failed:
+        raise KernelError(f"the driver makes no tensor map of {rows} x {columns} in boxes of {box}: error {failed}")
+    return np.frombuffer(ctypes.string_at(address, SIZE), dtype=np.dtype(f"V{SIZE}"))[0]
+
+
+@functools.cache
+def _driver() -> Any:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise KernelError(f"the CUDA driver does not load ({error}): use --device cpu") from error

@@ -1,0 +1,30 @@
+"""Where blocks of a launch leave sums for each other; it stays, since every launch leaves its counters at zero."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import KernelError
+
+#: (source, device, stream or None for all CUDA graphs) -> float32 sums, int32 counters.
+_ROOMS: dict[tuple[str, torch.device, int | None], tuple[Tensor, Tensor]] = {}
+
+
+def workspace(source: str, device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+    """Return float32 `[sums]` and int32 `[counters]`, zero between launches, for the current stream of a CUDA device.
+
+    Each stream has its own, so that streams may overlap. Captured launches have one for all CUDA graphs of a device:
+    graphs must not be replayed beside each other. It cannot be made during a capture, so KernelError if nothing was
+    launched before.
+    """
+    capturing = torch.cuda.is_current_stream_capturing()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    if not capturing:
+        for owner in (None, stream):
+            if (source, device, owner) not in _ROOMS:
+                room = torch.empty(sums, dtype=torch.float32, device=device)
+                _ROOMS[source, device, owner] = room, torch.zeros(counters, dtype=torch.int32, device=device)
+    elif (source, device, None) not in _ROOMS:
+        raise KernelError(f"the first launch of {source} on {device} is captured: call it once before the capture")
+    return _ROOMS[source, device, None if capturing else stream]

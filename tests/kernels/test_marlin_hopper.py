@@ -1,0 +1,134 @@
+"""MARLIN's kernel for Hopper: its tiles on paper, and on such a GPU every token count, tile and odd shape."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from quantkit.errors import KernelError
+from quantkit.kernels import loader, marlin, proof
+from quantkit.kernels import marlin_hopper as hopper
+from quantkit.tensor import Scheme
+from tests.kernels.operands import packed, weight
+from tests.kernels.test_naive import on_gpu, poisoned
+
+H200 = 132
+LAYERS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (73728, 18432)]
+TYPES = (torch.float16, torch.bfloat16)
+
+
+def test_every_tile_fits_a_multiprocessor() -> None:
+    for dtype, group_size in itertools.product(TYPES, hopper.GROUPS):
+        found = hopper.tiles(dtype, group_size)
+        assert found and {t.tokens for t in found} >= {8, 16, 32, 64}
+        for tile in found:
+            assert tile.bytes(group_size) <= 227 * 1024, tile
+            assert tile.shared or tile.stages % tile.warpgroups == 0
+            assert tile.columns in hopper.BANDWIDTH
+    assert len(set(hopper.INSTANCES)) == len(hopper.INSTANCES)
+
+
+def test_the_choice_is_a_tile_that_exists_and_its_grid_covers_the_product() -> None:
+    for (n, k), m, dtype, group in itertools.product(
+        [*LAYERS, (64, 16), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), TYPES, hopper.GROUPS
+    ):
+        tile = hopper.choose_tile(m, n, k, H200, dtype, group)
+        assert hopper.instance(tile, dtype, group) in hopper.INSTANCES
+        grid = hopper.blocks(tile, m, n, k, H200)
+        whole = -(-m // tile.tokens) * -(-n // tile.columns)
+        assert grid == whole * tile.cluster if tile.cluster else 1 <= grid <= max(whole, H200)
+        assert tile.cluster <= -(-k // 128), "a block of a cluster without a step of its own would not meet the others"
+
+
+def test_more_tokens_never_get_fewer_to_a_tile_than_they_fill() -> None:
+    """A tile of many tokens for few is waste that the model must see: one token is never put on 64."""
+    for n, k in LAYERS:
+        assert hopper.choose_tile(1, n, k, H200, torch.float16, 128).tokens == 8
+        assert hopper.choose_tile(1024, n, k, H200, torch.float16, 128).tokens >= 64
+
+
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU, and torch sees none")
+    problem = loader.toolchain()["problem"]
+    if problem is not None:
+        pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
+
+
+def agrees(label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: hopper.Tile | None, bias: bool) -> None:
+    """Compare with the naive kernel, in poisoned outputs, twice: nothing may be left out, and nothing may vary."""
+    tensors, q = on_gpu("marlin", weight(label, n, k, seed=m))
+    x = proof.activations(q.dequantize(), m, dtype)
+    shift = torch.linspace(-3, 3, n).to(dtype).cuda() if bias else None
+    judge = marlin.naive(x, tensors, q.scheme, n, k, shift, out=poisoned(m, n, torch.float32))
+    found = [hopper.matmul(x, tensors, q.scheme, n, k, shift, out=poisoned(m, n, dtype), tile=tile) for _ in range(3)]
+    assert proof.relative_error(found[0], judge.to(dtype)) < proof.BOUND, (label, n, k, m, dtype, tile)
+    assert all(torch.equal(found[0], y) for y in found), (label, n, k, m, dtype, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("label", ["int4:g128", "int4:channel"])
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (4096, 4096)])
+def test_every_token_count_to_300(gpu: None, label: str, n: int, k: int) -> None:
+    tensors, q = on_gpu("marlin", weight(label, n, k))
+    w = q.dequantize()
+    for m in range(1, 301):
+        x = proof.activations(w, m, TYPES[m % 2])
+        y = hopper.matmul(x, tensors, q.scheme, n, k, out=poisoned(m, n, x.dtype))
+        assert proof.relative_error(y, (x.double() @ w.double().t()).to(x.dtype)) < proof.BOUND, m
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("n", "k"), [(64, 256), (320, 1152), (1024, 2048)])
+@pytest.mark.parametrize("label", ["int4:g128", "int4:g64", "int4:g32", "int4:channel"])
+def test_every_tile_on_odd_shapes(gpu: None, label: str, n: int, k: int, dtype: torch.dtype) -> None:
+    for tile in hopper.tiles(dtype, Scheme.parse(label).group_size):
+        for m in (1, tile.tokens - 1, tile.tokens + 1, 2 * tile.tokens + 3):
+            agrees(label, n, k, m, dtype, tile, bias=m % 2 == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("label", "k"), [("int4:channel", 16), ("int4:channel", 208), ("int4:g32", 96), ("int4:g64", 64)]
+)
+def test_ends_of_k_that_fill_no_step(gpu: None, label: str, k: int) -> None:
+    for m, dtype in itertools.product((1, 20, 150), TYPES):
+        agrees(label, 192, k, m, dtype, None, bias=True)
+
+
+@pytest.mark.gpu
+def test_the_largest_activations_do_not_overflow_on_the_way(gpu: None) -> None:
+    """Per-channel sums are scaled in float32: in float16 they would be infinite before the scale brings them back."""
+    tensors, q = on_gpu("marlin", weight("int4:channel", 256, 1024))
+    x = torch.full((5, 1024), 2000.0, dtype=torch.float16, device="cuda")
+    reference = x.double() @ q.dequantize().double().t()
+    assert reference.abs().max() < 60000
+    y = hopper.matmul(x, tensors, q.scheme, 256, 1024)
+    assert torch.isfinite(y).all() and proof.relative_error(y, reference.half()) < proof.BOUND
+
+
+@pytest.mark.gpu
+def test_what_it_does_not_take_is_one_error_and_the_process_lives(gpu: None) -> None:
+    tensors, q = on_gpu("marlin", weight("int4:g128", 256, 256))
+    x = torch.ones(2, 256, dtype=torch.float16, device="cuda")
+    for bad, says in (
+        (x.float(), "must be float16 or bfloat16"),
+        (x.cpu(), "must be on a CUDA device"),
+        (x[:, :128], r"\[m, 256\]"),
+        (x[:0], "m >= 1"),
+        (torch.ones(256, 2, dtype=torch.float16, device="cuda").t(), "must be contiguous"),
+    ):
+        with pytest.raises(KernelError, match=says):
+            hopper.matmul(bad, tensors, q.scheme, 256, 256)
+    with pytest.raises(KernelError, match="write float16 as their activations are"):
+        hopper.matmul(x, tensors, q.scheme, 256, 256, out=torch.empty(2, 256, device="cuda"))
+    assert torch.isfinite(hopper.matmul(x, tensors, q.scheme, 256, 256)).all()
+
+
+def test_packed_groups_of_vllm_are_what_the_tests_multiply() -> None:
+    q = weight("int4:g64", 64, 128)
+    assert packed("marlin", q)["s"].shape == (2, 64)
