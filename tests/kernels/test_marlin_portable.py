@@ -224,9 +224,9 @@ def test_a_captured_launch_can_be_replayed(gpu: None, matmul: Callable[..., torc
 def test_a_capture_cannot_make_a_workspace(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters of zero that are captured would be zero only from the first replay on."""
     monkeypatch.setattr(workspace, "_ROOMS", {})
-    with pytest.raises(KernelError, match="call it once before the capture"):
-        with torch.cuda.graph(torch.cuda.CUDAGraph()):
-            workspace.workspace("any", torch.device("cuda", 0), 8, 8)
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(KernelError, match="call it once before the capture"), capture:
+        workspace.workspace("any", torch.device("cuda", 0), 8, 8)
 
 
 @pytest.mark.gpu
