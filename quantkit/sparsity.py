@@ -66,7 +66,7 @@ def check(kept: Tensor) -> None:
     n, k = kept.shape
     shape = n, quads(k)
     # The four bytes of a quad are added up in the highest byte of their 32-bit word.
-    counts = kept.contiguous().view(torch.int32).mul(0x01010101).bitwise_right_shift_(24)
+    counts = kept.contiguous().view(-1).view(torch.int32).mul(0x01010101).bitwise_right_shift_(24)
     full = counts.view(shape) > 2
     if bool(full.any()):
         row, quad = full.nonzero()[0].tolist()
