@@ -20,6 +20,7 @@ from quantkit import headers, storage
 from quantkit.errors import CheckpointError, LayoutError, reason
 from quantkit.headers import AGAIN, TensorInfo, inside, read_header, shown
 from quantkit.layouts import LAYOUTS, read_config, stored_as
+from quantkit.layouts.checks import DAMAGED
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Layout
 from quantkit.restate import broken_rule, check_padding, restated
@@ -164,7 +165,9 @@ class Checkpoint:
             for suffix, (_, shape) in layout.stored(scheme, n, k).items():
                 found = shapes.get(suffix, shape)
                 if [size for size in found if size != 1] != [size for size in shape if size != 1]:
-                    raise LayoutError(f"tensor {suffix!r} must have shape {list(shape)}, it has {list(found)}")
+                    raise LayoutError(
+                        f"tensor {suffix!r} must have shape {list(shape)}, it has {list(found)}: {DAMAGED}"
+                    )
         return n, k
 
     def true_size(self, module: str) -> tuple[int, int]:
@@ -282,7 +285,9 @@ class Checkpoint:
         for module, parts in found.items():
             stray = [name for suffix, name in parts.items() if suffix != "weight" or self.dtype(name) not in FLOATS]
             if module not in packed and stray:
-                raise CheckpointError(f"{self.path}: {stray[0]} is there, {module}.{self.layout.MARKER} is missing")
+                raise CheckpointError(
+                    f"{self.path}: {stray[0]} is there, {module}.{self.layout.MARKER} is missing: {AGAIN}"
+                )
             if module in packed and "weight" not in parts and f"{module}.weight" in self._where:
                 raise CheckpointError(f"{self.path}: {module} is there twice, packed and as {module}.weight")
             if module in packed and module in self.schemes.ignore:

@@ -77,6 +77,7 @@ def _other_ways(group: list[Misfit], layout: Layout, recipe: Recipe | None, sour
         ways += [] if size_ is ... else [f"use --group-size {size_ or 'channel'}"]
         asymmetric = any(not Scheme.parse(misfit.scheme).symmetric for misfit in group)
         ways += ["drop --asym"] if asymmetric and _fits(group, layout, symmetric=True) else []
+        ways += ["add --prune 2:4"] if _dense_integers(group) and _fits(group, layout, sparsity="2:4") else []
     other = next((name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)), None)
     return ways + ([f"use --layout {other}"] if other else [])
 
@@ -110,6 +111,12 @@ def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
 def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
     asked = {(replace(Scheme.parse(misfit.scheme), **change), *misfit.shape) for misfit in misfits}
     return all(broken_rule(layout, scheme, n, k) is None for scheme, n, k in asked)
+
+
+def _dense_integers(group: list[Misfit]) -> bool:
+    """Return whether all weights of a group are of schemes that could be 2:4 and are not."""
+    schemes = [Scheme.parse(misfit.scheme) for misfit in group]
+    return all(s.symmetric and not s.format.is_float and s.sparsity is None for s in schemes)
 
 
 def _skip_pattern(group: list[Misfit], schemes: Mapping[str, Goal | None]) -> str:

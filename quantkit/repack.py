@@ -16,7 +16,7 @@ from quantkit import rtn
 from quantkit.checkpoint import Checkpoint, Item
 from quantkit.errors import CheckpointError, LayoutError, about
 from quantkit.formats import INT4
-from quantkit.layouts import LAYOUTS
+from quantkit.layouts import LAYOUTS, family, gptq
 from quantkit.layouts.config import Schemes
 from quantkit.output import recorded_facts
 from quantkit.plan import Plan, Row
@@ -37,6 +37,8 @@ def repacked(
     cannot be stated so and `requantize` does not allow to round it again; CheckpointError for a damaged one.
     """
     rows = {row.module: row for row in planned.rows}
+    if not recorded:
+        src.notices.extend(_trusted(src))
     for item in src.items():
         if not isinstance(item.value, QuantizedTensor):
             yield item
@@ -80,6 +82,17 @@ def rounded_again(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[s
     return [
         f"{len(lost)} of {len(layers)} linears were rounded again: relative to the source's weights, mean {mean:.4g}, "
         f"worst {worst:.4g} ({name})"
+    ]
+
+
+def _trusted(src: Checkpoint) -> list[str]:
+    """Return a notice where nothing but a label says what the data mean: zero points of the two GPTQ versions."""
+    assert src.layout is not None
+    if family(src.layout.NAME) != gptq.NAME or all(src.scheme(module).symmetric for module in src.modules()):
+        return []
+    return [
+        f"zero points are read as the label {src.layout.NAME} says: asymmetric ones do not show whether they are v1 or "
+        "v2 (LAYOUTS 1.4), so check the perplexity"
     ]
 
 

@@ -236,7 +236,7 @@ def _beside(out: Path, what: str) -> Path:
 
 def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
     out = Path(os.path.abspath(out))
-    if out.parent == out:
+    if out in (out.parent, Path.cwd()):  # an empty name means the latter
         raise CheckpointError(f"{out} cannot be an output folder: name a new one")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
         raise CheckpointError(f"{out} is a {'link' if out.is_symlink() else 'file'}: name a new folder")

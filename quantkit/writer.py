@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit import headers, storage
 from quantkit.checkpoint import CONFIG, Checkpoint, Item
-from quantkit.errors import CheckpointError, about
+from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.headers import INDEX, TensorFile, dump_json, inside, read_header
 from quantkit.layouts.protocol import Layout
 from quantkit.tensor import QuantizedTensor
@@ -34,6 +34,8 @@ class CheckpointWriter:
     def __init__(
         self, partial: Path, like: Checkpoint, layout: Layout | None, *, max_shard_bytes: int = SHARD_BYTES
     ) -> None:
+        if max_shard_bytes < 1:
+            raise RecipeError(f"max_shard_size is {max_shard_bytes}: give the most bytes of one weight file, like 2GiB")
         self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
         self._journal = partial / storage.JOURNAL
         lines = storage.read_journal(self._journal)

@@ -369,6 +369,9 @@ def test_what_cannot_be_pruned_is_one_line_and_writes_nothing(small_llama: Path,
     for wrong in (("--asym",), ("--format", "fp6"), ("--method", "rtn", "--prune-method", "sparsegpt")):
         refused("quantize", small_llama, "--prune", "2:4", *wrong, out=out, code=2)
     assert "add --prune 2:4" in refused("quantize", small_llama, "--prune-method", "wanda", out=out, code=2)
+    dense = refused("quantize", small_llama, "--layout", "marlin24", "--method", "rtn", out=out)
+    assert "add --prune 2:4" in dense
+    assert "--prune" not in refused("quantize", small_llama, "--layout", "marlin24", "--format", "fp6", out=out)
     assert "nothing to prune" in refused("prune", small_llama, "--skip", ".*", out=out, code=2)
     call("quantize", small_llama, "-o", tmp_path / "int4", "--method", "rtn", "-q")
     assert "quantized already" in refused("prune", tmp_path / "int4", out=out)

@@ -211,6 +211,25 @@ def test_tensors_of_another_layout_under_the_same_names(small_llama: Path, tmp_p
         assert LAST in error and words in error
 
 
+@pytest.mark.parametrize(("layout", "suffix"), [("gptq", "qweight"), ("marlin24", "B_24"), ("tcfpx", "scales")])
+def test_a_weight_without_the_tensor_that_marks_it(layout: str, suffix: str, small_llama: Path, tmp_path: Path) -> None:
+    scheme = {"gptq": "int4:g128", "marlin24": "int4:g128:24", "tcfpx": "fp6:channel"}[layout]
+    bad = folder(small_llama, tmp_path / "bad", layout, Schemes(Scheme.parse(scheme)), key=True)
+    change(bad, lambda found: found.pop(f"{LAST}.{suffix}"))
+    error = refused("pack", bad, "--layout", "compressed-tensors", out=tmp_path / "out")
+    assert f"{LAST}.{suffix} is missing: download it again" in error
+
+
+@pytest.mark.parametrize("out", ["", "."])
+def test_the_folder_that_it_runs_in_is_no_output(
+    out: str, small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, here = folder(small_llama, tmp_path / "a", "gptq", INT4), folder(small_llama, tmp_path / "b", "awq", INT4)
+    monkeypatch.chdir(here)
+    error = refused("pack", source, "--layout", "awq", "--overwrite", "-o", out)
+    assert str(here) in error and sorted(tmp_path.iterdir()) == [source, here]
+
+
 def test_an_unknown_layout(small_llama: Path, tmp_path: Path) -> None:
     bad = folder(small_llama, tmp_path / "bad", "gptq", INT4)
     config = json.loads((bad / "config.json").read_text())
@@ -227,7 +246,7 @@ def put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
 @pytest.mark.parametrize(
     ("layout", "scheme", "suffix", "make", "words"),
     [
-        ("gptq", "int4:g128", "qweight", lambda t: t.to(torch.int64), "int32"),
+        ("gptq", "int4:g128", "qweight", lambda t: t.to(torch.int64), "int32, it is int64: the checkpoint is damaged"),
         ("gptq", "int4:g128", "scales", lambda t: t[:, :-8].clone(), "shape"),
         ("marlin", "int4:g128", "s", lambda t: t.to(torch.int16), "float16"),
         ("awq", "int4:g128:asym", "qzeros", lambda t: t[:1].clone(), "shape"),
@@ -239,6 +258,8 @@ def put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         ("marlin24", "int4:g128:24", "B_meta", lambda t: torch.zeros_like(t), "two of four"),
         ("gptq", "int4:g128:asym", "qzeros", lambda t: torch.full_like(t, -1), "format to gptq_v2"),
         ("gptq", "int4:g128", "g_idx", lambda t: t.flip(0), "act-ordered"),
+        ("compressed-tensors", "int4:g128", "weight_shape", lambda t: t * -1, "'weight_shape' says [-"),
+        ("compressed-tensors", "int4:g128", "weight_shape", lambda t: t - 1, "'weight_shape' says ["),
     ],
 )  # fmt: skip
 def test_one_damaged_tensor_in_the_last_module_leaves_nothing(
@@ -249,6 +270,14 @@ def test_one_damaged_tensor_in_the_last_module_leaves_nothing(
     change(bad, lambda found: put(found, name, make(found[name])))  # type: ignore[operator]
     error = refused("pack", bad, "--layout", "gptq", out=tmp_path / "out")
     assert LAST in error and words in error, error
+    assert "--skip" not in error and "--group-size" not in error, "pack has no such option"
+
+
+@pytest.mark.parametrize("size", ["0", "0.5", "0KB"])
+def test_shards_of_no_bytes(size: str, small_llama: Path, tmp_path: Path) -> None:
+    source = folder(small_llama, tmp_path / "a", "gptq", INT4)
+    error = refused("pack", source, "--layout", "awq", "--max-shard-size", size, out=tmp_path / "out", code=2)
+    assert "max_shard_size" in error and "2GiB" in error
 
 
 def test_zero_scales_of_rows_of_zeros_are_no_damage(small_llama: Path, tmp_path: Path) -> None:
@@ -289,6 +318,16 @@ def test_zero_points_of_the_other_gptq_version_are_told_once(
     assert printed.stderr.count(line) == 1 and line in printed.stdout
     assert json.loads((tmp_path / "b" / REPORT).read_text())["notices"].count(line) == 1
     assert call("verify", source).stdout.count(line) == 1
+
+
+def test_asymmetric_zero_points_that_only_a_label_explains_are_told(small_llama: Path, tmp_path: Path) -> None:
+    asym = Schemes(Scheme.parse("int4:g64:asym"), ignore=("lm_head",))
+    source = folder(small_llama, tmp_path / "a", "gptq", asym)
+    line = "zero points are read as the label gptq says"
+    printed = call("convert", "gptq-to-awq", source, "-o", tmp_path / "b")
+    assert printed.stderr.count(line) == 1 and line in printed.stdout
+    call("convert", "awq-to-gptq-v2", tmp_path / "b", "-o", tmp_path / "c", "-q")
+    assert line not in call("convert", "gptq-to-awq", tmp_path / "c", "-o", tmp_path / "d").stderr  # a report says it
 
 
 def test_a_key_with_true_shapes_is_read_back() -> None:

@@ -17,6 +17,7 @@ from quantkit.layouts.protocol import Stored
 from quantkit.tensor import dtype_name
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
+DAMAGED = "the checkpoint is damaged or in another layout than its config states, fetch it again"
 
 
 def multiples(layout: str, n: int, k: int, *, of_n: int, of_k: int, way_out: str) -> None:
@@ -56,9 +57,10 @@ def match(tensors: Mapping[str, Tensor], stored: Stored, optional: Collection[st
             raise LayoutError(f"tensor {name!r} is missing: the checkpoint is incomplete")
         found = tensors[name]
         if tuple(found.shape) != shape:
-            raise LayoutError(f"tensor {name!r} must have shape {list(shape)}, it has {list(found.shape)}")
+            raise LayoutError(f"tensor {name!r} must have shape {list(shape)}, it has {list(found.shape)}: {DAMAGED}")
         if found.dtype != dtype and not (dtype == torch.float16 and found.dtype in _SCALES):
-            raise LayoutError(f"tensor {name!r} must be {dtype_name(dtype)}, it is {dtype_name(found.dtype)}")
+            was = dtype_name(found.dtype)
+            raise LayoutError(f"tensor {name!r} must be {dtype_name(dtype)}, it is {was}: {DAMAGED}")
     for name in tensors:
         if name not in stored:
             raise LayoutError(f"tensor {name!r} does not belong to this scheme: it would be ignored")

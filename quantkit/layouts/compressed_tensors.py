@@ -97,8 +97,7 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     """Return the record; LayoutError for act-order, FP8 values that are not of the format, or malformed tensors."""
     if scheme.format.is_float:
         return _unpack_carrier(tensors, scheme)
-    n, k = _true_shape(tensors)
-    check(scheme, n, k)
+    n, k = _true_shape(tensors, scheme)
     expected = stored(scheme, n, k)
     if "weight_g_idx" in tensors:
         expected["weight_g_idx"] = (torch.int32, (k,))
@@ -203,13 +202,21 @@ def _unpack_carrier(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedT
     if int(codes.max()) == NO_CODE:
         row, column = (codes == NO_CODE).nonzero()[0].tolist()
         value = float(tensors["weight"][row, column])
-        raise LayoutError(f"'weight' holds {value} at [{row}, {column}], which is no {scheme.format.name} value")
+        raise LayoutError(
+            f"'weight' holds {value} at [{row}, {column}], which is no {scheme.format.name} value: quantize the "
+            "original model again"
+        )
     return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
 
 
-def _true_shape(tensors: Mapping[str, Tensor]) -> tuple[int, int]:
+def _true_shape(tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
     checks.match({k: v for k, v in tensors.items() if k == "weight_shape"}, {"weight_shape": (torch.int64, (2,))})
     n, k = tensors["weight_shape"].tolist()
+    try:
+        check(scheme, n, k)
+    except LayoutError as error:  # whose way out is one for a weight that is yet to be packed
+        rule = str(error).split(": ")[0]
+        raise LayoutError(f"{rule}: 'weight_shape' says [{n}, {k}], it is damaged, fetch it again") from error
     return n, k
 
 
