@@ -35,12 +35,12 @@ opt() {
     accuracy "$work/opt" opt-14m
 }
 
-kernels() {
-    "$python" -m quantkit bench kernels -q --model llama3-8b --model llama2-70b --model large \
-        --csv "$results/kernels.csv"
+kernels_marlin() { # the layout with a fast kernel
+    "$python" -m quantkit bench kernels -q --layout marlin --model llama3-8b --model llama2-70b --model large \
+        --csv "$results/kernels_marlin.csv"
 }
 
-for stage in "${@:-tests llama opt kernels}"; do
+for stage in "${@:-tests llama sparse opt kernels_marlin}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader

@@ -25,12 +25,13 @@ import torch
 from quantkit.headers import TensorFile, dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
+from quantkit.layouts.protocol import Layout
 from quantkit.pipeline import pack
 from quantkit.tensor import QuantizedTensor, Scheme
 
 N, K = 14336, 4096
 MODULES = 16
-#: What of each layout is measured, and the layout that holds the same scheme for others to convert from and to.
+#: What of each layout is measured.
 LABELS = {
     "compressed-tensors": ["int4:g128", "int4:g128:asym", "fp6:channel"],
     "humming": ["fp6:channel", "fp5:channel"],
@@ -43,6 +44,7 @@ LABELS = {
     "tcfpx": ["fp6:channel", "fp5:channel"],
     "quick": ["int4:g128:asym"],
 }
+#: What holds all of these schemes, for others to be converted from and to.
 HUB = "compressed-tensors"
 
 
@@ -105,8 +107,8 @@ def write_folder(out: Path, label: str) -> None:
     (out / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
 
 
-def _both_ways(layout: object, q: QuantizedTensor, packed: dict[str, torch.Tensor]) -> list[Callable[[], object]]:
-    return [lambda: layout.pack(q), lambda: layout.unpack(packed, q.scheme)]  # type: ignore[attr-defined]
+def _both_ways(layout: Layout, q: QuantizedTensor, packed: dict[str, torch.Tensor]) -> list[Callable[[], object]]:
+    return [lambda: layout.pack(q), lambda: layout.unpack(packed, q.scheme)]
 
 
 def _median(work: Callable[[], object]) -> float:

@@ -83,7 +83,7 @@ struct Deal {
 
 // X: half or bfloat. GROUP: rows of k that share a scale, 0 for one scale per column. CLUSTER: 0 deals the steps of all
 // tiles evenly to a persistent grid; blocks that share a tile leave float32 sums in `sums`, and the last to arrive adds
-// them in the order of k. 1, 2, 4: a tile is one cluster's, which divides its k and adds up through shared memory.
+// them in the order of k. Else a tile is one cluster's, which divides its k and adds up through shared memory.
 template <class X, int TOKENS, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
 __global__ void __launch_bounds__(128 * WGS + 128, 1) __cluster_dims__(CLUSTER > 1 ? CLUSTER : 1, 1, 1) marlin_hopper(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,

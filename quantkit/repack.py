@@ -44,9 +44,9 @@ def repacked(
             yield item
             continue
         row = rows[item.name.removesuffix(".weight")]
-        item = recorded_facts(item, recorded)
+        facts = recorded_facts(item, recorded).facts
         with about(item.name):
-            yield _as_planned(src, item, item.value, row, requantize)  # type: ignore[arg-type]
+            yield _as_planned(src, Item(item.name, item.value, facts), item.value, row, requantize)
 
 
 def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:

@@ -128,7 +128,7 @@ def candidates(scheme: Scheme) -> Iterator[Scheme]:
     size = scheme.group_size
     sizes = [size, *(g for g in GROUP_SIZES if size is None or (size > g and size % g == 0))]
     sparsities: list[Sparsity] = [scheme.sparsity] if scheme.sparsity or scheme.format.is_float else [None, "2:4"]
-    for sparsity, symmetric, fmt, g in product(sparsities, {scheme.symmetric: 0, True: 0}, formats, sizes):
+    for sparsity, symmetric, fmt, g in product(sparsities, dict.fromkeys((scheme.symmetric, True)), formats, sizes):
         if symmetric or sparsity is None:
             yield Scheme(fmt, g, symmetric, sparsity)
 

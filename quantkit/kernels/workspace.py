@@ -18,7 +18,8 @@ def workspace(source: str, device: torch.device, sums: int, counters: int) -> tu
     graphs must not be replayed beside each other. It cannot be made during a capture, so KernelError if nothing was
     launched before.
     """
-    capturing = torch.cuda.is_current_stream_capturing()
+    with torch.cuda.device(device):
+        capturing = torch.cuda.is_current_stream_capturing()
     stream = torch.cuda.current_stream(device).cuda_stream
     if not capturing:
         for owner in (None, stream):
