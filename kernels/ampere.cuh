@@ -4,8 +4,6 @@
 
 #include "common.cuh"
 
-DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
 // Copies 16 bytes past the registers and L1, or writes 16 zeros; done when `wait` says so.
 DEVICE void copy_async(u32 to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
@@ -51,19 +49,6 @@ DEVICE u32 fma_pair(half, u32 x, u32 y, u32 z) {
 DEVICE u32 fma_pair(bfloat, u32 x, u32 y, u32 z) {
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(y), "r"(z));
     return x;
-}
-
-// Both numbers rounded to the nearest, `low` in the low half.
-DEVICE u32 pair(half, float low, float high) {
-    u32 word;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
-}
-
-DEVICE u32 pair(bfloat, float low, float high) {
-    u32 word;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
-    return word;
 }
 
 // What other blocks wrote: L1 may hold something older.

@@ -34,6 +34,21 @@ DEVICE void store(half *to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->b
 
 DEVICE void store(bfloat *to, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
 
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+// Both numbers rounded to the nearest, `low` in the low half.
+DEVICE u32 pair(half, float low, float high) {
+    u32 word;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
+DEVICE u32 pair(bfloat, float low, float high) {
+    u32 word;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    return word;
+}
+
 #else
 
 #define DEVICE inline

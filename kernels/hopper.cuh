@@ -11,8 +11,6 @@ struct __align__(64) TensorMap {
     char bytes[128];
 };
 
-DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
 DEVICE void barrier_init(u32 barrier, u32 arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
 }
@@ -81,13 +79,36 @@ DEVICE void store_neighbour(u32 address, u32 rank, float x) {
     asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
 }
 
-DEVICE void store_shared(u32 address, float x) { asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory"); }
-
 DEVICE float load_shared(u32 address) {
     float x;
     asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
     return x;
 }
+
+DEVICE void store_shared4(u32 address, const float *v) {
+    asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3])
+                 : "memory");
+}
+
+DEVICE void load_shared4(float *v, u32 address) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3])
+                 : "r"(address)
+                 : "memory");
+}
+
+// Two 8 x 8 matrices of 16-bit numbers, of which lane 4a + q holds row a, columns 2q + {0, 1}, become rows of 16 bytes,
+// one for each column: lane 8i + c gives the address of column c of matrix i, in lanes 0 to 15.
+DEVICE void store_transposed(u32 address, const u32 (&v)[2]) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(v[0]), "r"(v[1])
+                 : "memory");
+}
+
+// A launch that asks for it may start before the one in front of it has ended. This says that the next one may, ...
+DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
+// ... and this returns when the one before has ended, and what it wrote can be read.
+DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // The least register count a thread keeps, and what others may take up to.
 template <int REGISTERS>

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from quantkit import storage
 from quantkit.errors import KernelError, QuantkitError, reason
+from quantkit.kernels import driver
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 #: What a block may use without asking for more.
@@ -198,24 +199,31 @@ def launch(
     block: tuple[int, ...],
     args: Sequence[Tensor | int | float | np.void | None],
     shared: int = 0,
+    *,
+    early: bool = False,
 ) -> None:
     """Launch a function of `load` on torch's current stream of the device where the tensors in `args` are.
 
     Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, structures as they are.
-    `shared` is dynamic shared memory in bytes. KernelError for a launch that the driver refuses; what fails later shows
-    when torch synchronises.
+    `shared` is dynamic shared memory in bytes. An `early` launch may begin while the one before it still runs; its
+    kernel waits itself before it touches what that one reads or writes (Hopper and newer). KernelError for a launch
+    that the driver refuses; what fails later shows when torch synchronises.
     """
     import cupy
-    from cupy.cuda import driver
+    from cupy.cuda import driver as cupy_driver
 
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
     try:
         with cupy.cuda.Device(device.index):
             if shared > SHARED:
-                most = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                driver.funcSetAttribute(function.ptr, most, shared)
-            function(grid, block, tuple(_typed(arg) for arg in args), shared_mem=shared, stream=stream)
+                most = cupy_driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                cupy_driver.funcSetAttribute(function.ptr, most, shared)
+            values = tuple(_typed(arg) for arg in args)
+            if early:
+                driver.launch_early(function.ptr, grid, block, values, shared, stream.ptr)
+            else:
+                function(grid, block, values, shared_mem=shared, stream=stream)
     except RuntimeError as error:
         raise KernelError(f"a kernel could not be launched on {device}: {reason(error)}") from error
 

@@ -10,6 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from quantkit.errors import KernelError
+from quantkit.kernels import driver
 
 #: What the driver's header calls the types that differ in size, in bytes, and the two ways to lie in shared memory.
 KINDS = {2: 6, 8: 4}  # FLOAT16 (zeros are zeros in any), UINT64
@@ -31,7 +32,7 @@ def _encoded(pointer: int, shape: tuple[int, int], box: tuple[int, int], item: i
     rows, columns = shape
     room = ctypes.create_string_buffer(SIZE + ALIGNMENT)
     address = (ctypes.addressof(room) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
-    failed = _driver().cuTensorMapEncodeTiled(
+    failed = driver.library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(address),
         KINDS[item],
         2,
@@ -48,11 +49,3 @@ def _encoded(pointer: int, shape: tuple[int, int], box: tuple[int, int], item: i
     if failed:
         raise KernelError(f"the driver makes no tensor map of {rows} x {columns} in boxes of {box}: error {failed}")
     return np.frombuffer(ctypes.string_at(address, SIZE), dtype=np.dtype(f"V{SIZE}"))[0]
-
-
-@functools.cache
-def _driver() -> Any:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError as error:
-        raise KernelError(f"the CUDA driver does not load ({error}): use --device cpu") from error

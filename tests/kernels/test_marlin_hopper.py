@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError
+from quantkit.kernels import hopper as frame
 from quantkit.kernels import loader, marlin, proof
 from quantkit.kernels import marlin_hopper as hopper
 from quantkit.tensor import Scheme
@@ -24,7 +25,7 @@ def test_every_tile_fits_a_multiprocessor() -> None:
         found = hopper.tiles(dtype, group_size)
         assert found and {t.tokens for t in found} >= {8, 16, 32, 64}
         for tile in found:
-            assert tile.bytes(group_size) <= 227 * 1024, tile
+            assert tile.bytes(hopper.room(tile, group_size)) <= 227 * 1024, tile
             assert tile.shared or tile.stages % tile.warpgroups == 0
             assert tile.columns in hopper.BANDWIDTH
     assert len(set(hopper.INSTANCES)) == len(hopper.INSTANCES)
@@ -36,7 +37,7 @@ def test_the_choice_is_a_tile_that_exists_and_its_grid_covers_the_product() -> N
     ):
         tile = hopper.choose_tile(m, n, k, H200, dtype, group)
         assert hopper.instance(tile, dtype, group) in hopper.INSTANCES
-        grid = hopper.blocks(tile, m, n, k, H200)
+        grid = frame.blocks(tile, m, n, k, H200)
         whole = -(-m // tile.tokens) * -(-n // tile.columns)
         assert grid == whole * tile.cluster if tile.cluster else 1 <= grid <= max(whole, H200)
         assert tile.cluster <= -(-k // 128), "a block of a cluster without a step of its own would not meet the others"
@@ -58,7 +59,7 @@ def gpu() -> None:
         pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
 
 
-def agrees(label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: hopper.Tile | None, bias: bool) -> None:
+def agrees(label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: frame.Tile | None, bias: bool) -> None:
     """Compare with the naive kernel, in poisoned outputs, twice: nothing may be left out, and nothing may vary."""
     tensors, q = on_gpu("marlin", weight(label, n, k, seed=m))
     x = proof.activations(q.dequantize(), m, dtype)
@@ -127,6 +128,56 @@ def test_what_it_does_not_take_is_one_error_and_the_process_lives(gpu: None) -> 
     with pytest.raises(KernelError, match="write float16 as their activations are"):
         hopper.matmul(x, tensors, q.scheme, 256, 256, out=torch.empty(2, 256, device="cuda"))
     assert torch.isfinite(hopper.matmul(x, tensors, q.scheme, 256, 256)).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 20, 130, 300])
+def test_a_launch_that_begins_early_reads_what_the_one_before_wrote(gpu: None, m: int) -> None:
+    """Each product's activations are the one before's output; nothing may be read or overwritten too soon."""
+    n = 2048
+    layers = [on_gpu("marlin", weight("int4:g128", n, n, seed=i)) for i in range(3)]
+    x = torch.randn(m, n, device="cuda", generator=torch.Generator("cuda").manual_seed(m)).half()
+
+    def chain(wait: bool) -> list[torch.Tensor]:
+        found, y = [], x
+        for i in range(24):
+            tensors, q = layers[i % 3]
+            y = hopper.matmul(y, tensors, q.scheme, n, n)
+            if wait:
+                torch.cuda.synchronize()
+            y = y / y.abs().max() if i % 2 else y  # now and then another program's kernel in between
+            found.append(y)
+        return found
+
+    slow = chain(wait=True)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(chain(wait=False), slow, strict=True))
+
+
+@pytest.mark.gpu
+def test_a_weight_that_was_just_written_is_not_read_early(gpu: None) -> None:
+    tensors, q = on_gpu("marlin", weight("int4:g128", 8192, 8192))
+    other = on_gpu("marlin", weight("int4:g128", 8192, 8192, seed=1))[0]
+    x = proof.activations(q.dequantize(), 8, torch.float16)
+    expected = [hopper.matmul(x, t, q.scheme, 8192, 8192) for t in (tensors, other)]
+    own = {name: tensor.clone() for name, tensor in tensors.items()}
+    for i in range(20):
+        for name in own:
+            own[name].copy_((tensors, other)[i % 2][name])
+        assert torch.equal(hopper.matmul(x, own, q.scheme, 8192, 8192), expected[i % 2])
+
+
+def test_only_a_tensor_that_was_read_and_not_written_since_may_be_read_early() -> None:
+    a, b = torch.zeros(4), torch.zeros(4)
+    assert not frame._read_before([a, b])
+    assert frame._read_before([a, b]) and frame._read_before([b])
+    b.add_(1)
+    assert not frame._read_before([a, b])
+    assert frame._read_before([a, b])
+    assert not frame._read_before([a, a.clone()])
+    with torch.inference_mode():
+        c = torch.zeros(4)  # has no version that would tell of a write
+    assert not frame._read_before([c]) and not frame._read_before([c])
 
 
 def test_packed_groups_of_vllm_are_what_the_tests_multiply() -> None:

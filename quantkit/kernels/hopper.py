@@ -1,0 +1,149 @@
+"""The frame of every Hopper kernel (kernels/hopper_matmul.cuh): its tiles, what they are expected to take, the launch.
+
+A weight is cut into tiles of columns by tokens. Either their steps along k are dealt out evenly to as many blocks as
+the multiprocessors hold, or each tile is one block's or a cluster's of two. `estimate` says what each would take.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from quantkit.kernels import loader
+from quantkit.kernels.tensormap import tensor_map
+from quantkit.kernels.workspace import workspace
+
+#: As in the source: k in a stage, threads of a warpgroup.
+K_STEP, WARPGROUP = 128, 128
+#: Microseconds of a launch.
+LAUNCH = 2.5
+
+#: Tensors that a launch has read -> their version then.
+_READ = WeakIdKeyDictionary()
+
+
+@dataclass(frozen=True)
+class Tile:
+    """An instance of a kernel but for types and schemes, and what it takes.
+
+    `words` are the products that a warpgroup has side by side, 64 columns each; `warpgroups` take stages in turn or,
+    `shared`, all of them; `cluster` is 0 for the dealt grid, 2 for pairs of blocks. `step` and `end` are microseconds
+    of a step along k and of what follows the last one; `dealt` is what sharing tiles with other blocks takes.
+    """
+
+    tokens: int
+    words: int
+    warpgroups: int
+    stages: int
+    shared: bool
+    cluster: int
+    step: float = 0.0
+    end: float = 0.0
+    dealt: float = 0.0
+
+    @property
+    def columns(self) -> int:
+        return 64 * self.words * (self.warpgroups if self.shared else 1)
+
+    @property
+    def owners(self) -> int:
+        """Warpgroups that end up with sums."""
+        return self.warpgroups if self.shared else 1
+
+    @property
+    def resident(self) -> int:
+        """Blocks that a multiprocessor holds."""
+        return 2 if self.warpgroups == 1 else 1
+
+    @property
+    def sizes(self) -> str:
+        """The template arguments that are the tile's, as text, but for `shared` and `cluster`."""
+        return f"{self.tokens}, {self.words}, {self.warpgroups}, {self.stages}"
+
+    def bytes(self, room: int) -> int:
+        """Return the shared memory of a block whose stages have `room` bytes of weights: stages, sums, rows of y."""
+        handed = 0 if self.shared else (self.warpgroups - 1) * WARPGROUP * self.words * self.tokens * 2
+        out = 4 * self.owners * (16 if self.words == 1 and self.tokens > 8 else 8) * self.words * 32
+        return 1024 + self.stages * (self.tokens * 2 * K_STEP + room + 16) + handed + out + 4 * self.warpgroups
+
+
+def blocks(tile: Tile, m: int, n: int, k: int, sms: int) -> int:
+    """Return how many blocks are launched: those of whole tiles or clusters, or as many as fit to deal to.
+
+    Dealing costs the sharing of sums; without it the last round of blocks leaves multiprocessors idle.
+    """
+    whole = ceil(m, tile.tokens) * ceil(n, tile.columns)
+    if tile.cluster:
+        return whole * tile.cluster
+    steps, room = whole * ceil(k, K_STEP), sms * tile.resident
+    return whole if _whole(tile, whole, k, room) <= _dealt(tile, steps, room) else min(room, steps)
+
+
+def estimate(tile: Tile, m: int, n: int, k: int, sms: int, reading: float) -> float:
+    """Return the microseconds expected of a product on `sms` multiprocessors; reading its weight takes `reading`."""
+    whole, room = ceil(m, tile.tokens) * ceil(n, tile.columns), sms * tile.resident
+    compute = _whole(tile, whole, k, room)
+    if not tile.cluster:
+        compute = min(compute, _dealt(tile, whole * ceil(k, K_STEP), room))
+    return LAUNCH + max(compute, reading)
+
+
+def launch(
+    source: str,
+    instance: str,
+    tile: Tile,
+    room: int,
+    x: Tensor,
+    maps: Sequence[Any],
+    scales: Tensor,
+    weights: Sequence[Tensor],
+    bias: Tensor | None,
+    out: Tensor,
+) -> None:
+    """Launch an instance: activations `[m, k]`, the maps of its weight, and the `weights` that are behind them.
+
+    `room` are the bytes of a stage's weights. A weight that was read before may be fetched while the launch in front of
+    this one still runs, since nothing that came before in the stream can still be writing it.
+    """
+    (m, k), n = x.shape, out.shape[1]
+    sms = multiprocessors(x.device)
+    sums, counters = workspace(source, x.device, 4 * sms * 256 * 128, 4 * sms)
+    x_map = tensor_map(x, (m, k), (tile.tokens, 64), 2, swizzled=True)
+    function = loader.load(source, (instance,), x.device).functions[instance]
+    args = [x_map, *maps, scales, bias, out, sums, counters, m, n, k]
+    early = _read_before([*weights, scales] if bias is None else [*weights, scales, bias])
+    grid = blocks(tile, m, n, k, sms)
+    loader.launch(function, (grid,), (WARPGROUP * (tile.warpgroups + 1),), args, tile.bytes(room), early=early)
+
+
+def ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _read_before(tensors: Sequence[Tensor]) -> bool:
+    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    known = all(v is not None and _READ.get(t) == v for t, v in zip(tensors, versions, strict=True))
+    for tensor, version in zip(tensors, versions, strict=True):
+        _READ[tensor] = version
+    return known
+
+
+def _whole(tile: Tile, whole: int, k: int, room: int) -> float:
+    """The microseconds of rounds of blocks, each with its share of a tile."""
+    parts = max(1, tile.cluster)
+    return ceil(whole * parts, room) * (ceil(ceil(k, K_STEP), parts) * tile.step + tile.end)
+
+
+def _dealt(tile: Tile, steps: int, room: int) -> float:
+    return ceil(steps, min(room, steps)) * tile.step + tile.end + tile.dealt
