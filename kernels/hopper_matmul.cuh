@@ -302,7 +302,8 @@ DEVICE void matmul_hopper(
     Block<F, Weight, STAGES> b{bias, y, sums, counters, m, n, (k + K_STEP - 1) / K_STEP, (m + TOKENS - 1) / TOKENS};
     b.place((shared_address(shared) + 1023) / 1024 * 1024);
     b.deal_out((n + Weight::COLUMNS - 1) / Weight::COLUMNS, CLUSTER);
-    const int thread = threadIdx.x, warp = thread / 32;
+    // The same in all lanes, and so that the compiler knows: what depends on it lies in uniform registers.
+    const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
     if (thread == 0) {
         for (int i = 0; i < STAGES; i++) {
             barrier_init(b.full(i), 1);                // the announcement of its bytes
@@ -325,7 +326,7 @@ DEVICE void matmul_hopper(
     if constexpr (WGS <= 2) take_registers<WGS == 2 ? 232 : 216>();
 
     const int group = warp / 4, rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
-    typename Weight::template Lane<TOKENS> w(warp % 4, group, thread % 32);
+    typename Weight::template Lane<TOKENS> w(warp % 4, group, thread % 32, (u32)(n >> 31));
     for (int u = b.first; u < b.last;) {
         const int tile = u / b.k_steps, tile_first = tile * b.k_steps, begin = u;
         const int column = tile / b.token_tiles * Weight::COLUMNS + w.column;

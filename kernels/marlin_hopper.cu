@@ -11,30 +11,32 @@ constexpr bool IS_HALF = false;
 template <>
 constexpr bool IS_HALF<half> = true;
 
-// Codes of one word to the four registers of a left operand: (b, h) = (0, 0), (1, 0), (0, 1), (1, 1), values -8 to 7.
-template <class X>
-DEVICE void decode(u32 word, u32 (&a)[4]);
+// Two masks that the compiler does not know: it would load a constant anew for each use, since an instruction that has
+// the mask and the exponent takes but one of them as an immediate.
+struct Masks {
+    u32 low, high;
+    DEVICE explicit Masks(u32 zero) : low(0x000f000f + zero), high(0x00f000f0 + zero) {}
+};
 
-// 1024 + code by its bits; of the upper nibbles 1024 + 16 code, brought back by an exact product.
-template <>
-DEVICE void decode<half>(u32 word, u32 (&a)[4]) {
-    const u32 low = 0x000f000f, high = 0x00f000f0, magic = 0x64006400, bias = 0x64086408;  // bias: 1032
-    const u32 sixteenth = 0x2c002c00, bias_16 = 0xd480d480;                                // 1/16, -72
+// Codes of one word to the four registers of a left operand: (b, h) = (0, 0), (1, 0), (0, 1), (1, 1), values -8 to 7.
+// In float16, 1024 + code by its bits; of the upper nibbles 1024 + 16 code, brought back by an exact product.
+DEVICE void decode(half, Masks mask, u32 word, u32 (&a)[4]) {
+    const u32 magic = 0x64006400, bias = 0x64086408;         // bias: 1032
+    const u32 sixteenth = 0x2c002c00, bias_16 = 0xd480d480;  // 1/16, -72
     const u32 next = word >> 8;
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(a[0]) : "r"((word & low) | magic), "r"(bias));
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(a[1]) : "r"((next & low) | magic), "r"(bias));
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(a[2]) : "r"((word & high) | magic), "r"(sixteenth), "r"(bias_16));
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(a[3]) : "r"((next & high) | magic), "r"(sixteenth), "r"(bias_16));
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(a[0]) : "r"((word & mask.low) | magic), "r"(bias));
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(a[1]) : "r"((next & mask.low) | magic), "r"(bias));
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(a[2]) : "r"((word & mask.high) | magic), "r"(sixteenth), "r"(bias_16));
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(a[3]) : "r"((next & mask.high) | magic), "r"(sixteenth), "r"(bias_16));
 }
 
 // 128 + code by its bits, minus 136.
-template <>
-DEVICE void decode<bfloat>(u32 word, u32 (&a)[4]) {
-    const u32 low = 0x000f000f, magic = 0x43004300, one = 0x3f803f80, bias = 0xc308c308;
+DEVICE void decode(bfloat, Masks mask, u32 word, u32 (&a)[4]) {
+    const u32 magic = 0x43004300, one = 0x3f803f80, bias = 0xc308c308;
     const u32 order[4] = {word, word >> 8, word >> 4, word >> 12};
 #pragma unroll
     for (int i = 0; i < 4; i++)
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[i]) : "r"((order[i] & low) | magic), "r"(one), "r"(bias));
+        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[i]) : "r"((order[i] & mask.low) | magic), "r"(one), "r"(bias));
 }
 
 template <int WORDS>
@@ -78,11 +80,12 @@ struct Marlin {
         static constexpr int AHEAD = WORDS == 4 && TOKENS > 16 ? 2 : PRODUCTS;  // words loaded early, as registers go
         static constexpr int PER_SCALE = GROUP ? GROUP / 16 : PRODUCTS;
         int block, word_0, lane, column;  // which 64 columns of the tile this warp brings, and which words
+        Masks mask;
         u32 at, codes[AHEAD][WORDS], scales[PRODUCTS / PER_SCALE][WORDS];
         half single[WORDS][2];
         X shift[WORDS][2];
 
-        DEVICE Lane(int warp, int group, int lane_) : lane(lane_) {
+        DEVICE Lane(int warp, int group, int lane_, u32 zero) : lane(lane_), mask(zero) {
             block = warp * LANE_WORDS / 4;
             word_0 = warp * LANE_WORDS % 4 + (SHARED ? group * WORDS : 0);
             column = 64 * block + 16 * word_0;
@@ -116,7 +119,7 @@ struct Marlin {
         }
 
         DEVICE void operand(int s, int j, u32 (&left)[4]) const {
-            decode<X>(codes[s % AHEAD][j], left);
+            decode(X{}, mask, codes[s % AHEAD][j], left);
             if constexpr (SCALED)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {
