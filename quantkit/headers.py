@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from quantkit import storage
+from quantkit import hashing, storage
 from quantkit.errors import CheckpointError
 
 DTYPES = {
@@ -378,7 +378,7 @@ class TensorFile:
             storage.write(self._file, memoryview(len(data).to_bytes(8, "little") + data), self.path)
             storage.sync(self._file, self.path)
         storage.sync_folder(self.path.parent)
-        return storage.sha256_of(self.path)  # from the page cache: a hash cannot begin before the first bytes are known
+        return hashing.sha256_of(self.path)  # from the page cache: a hash cannot begin before the first bytes are known
 
     def _append(self, name: str, tensor: Tensor) -> None:
         data = storage.raw(tensor)

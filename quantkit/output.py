@@ -29,7 +29,8 @@ from quantkit.writer import CheckpointWriter
 def recorded_facts(item: Item, recorded: Mapping[str, Mapping[str, Any]]) -> Item:
     """Give an unpacked weight the facts of its quantization; refuse codes that are not the ones recorded then."""
     before = recorded.get(item.name.removesuffix(".weight"), {})
-    if isinstance(item.value, QuantizedTensor) and before.get("digest") not in (None, item.value.digest()):
+    digest = before.get("digest")
+    if isinstance(item.value, QuantizedTensor) and digest is not None and digest != item.value.digest():
         raise CheckpointError(
             f"{item.name}: codes or scales differ from what {REPORT} recorded: the file is damaged, quantize again"
         )
@@ -89,7 +90,7 @@ def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
     known: dict[str, Any] = {"name": item.name.removesuffix(".weight"), "shape": list(q.shape)}
     if isinstance(q, QuantizedTensor):
         known |= {"scheme": q.scheme.label, "layout": writer.layout.NAME if writer.layout else None}
-        known["digest"] = q.digest()
+        known["digest"] = (item.facts or {}).get("digest") or q.digest()
     else:
         known |= {"scheme": "2:4", "layout": None}
     return {**known, **{key: value for key, value in (item.facts or {}).items() if key not in known}}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quantkit import rtn, storage
+from quantkit.ahead import ahead
 from quantkit.calibrate import calibrated
 from quantkit.checkpoint import Checkpoint, Commit, Item, resolve
 from quantkit.data import calibration
@@ -170,9 +172,10 @@ def pack(
     `expect` is the layout that the source must be in (`convert A-to-B`). Where the layout does not hold a weight's
     scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
     shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
-    weight file. Only config.json and the weight files are read, one tensor in memory at a time. LayoutError lists every
-    weight that the layout cannot hold, or names the one whose data it cannot; CheckpointError if a weight's codes are
-    not those that its report recorded.
+    weight file. Only config.json and the weight files are read; two weights are in memory, one that is written and the
+    next, which a thread reads ahead (not with `requantize`). LayoutError lists every weight that the layout cannot
+    hold, or names the one whose data it cannot; CheckpointError if a weight's codes are not those that its report
+    recorded.
     """
     progress = progress or Progress(quiet=True)
     started = time.perf_counter()
@@ -192,7 +195,7 @@ def pack(
     schemes, known = schemes_of(src, planned), list(src.notices)
     with storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial:
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[layout], max_shard_bytes=max_shard_size)
-        sources = src.hashes()
+        sources: dict[str, str] = {}
         carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype")
         report = {
             **{key: before[key] for key in carried if key in before},
@@ -203,8 +206,11 @@ def pack(
             "notices": list(dict.fromkeys([*before.get("notices", []), *known])),
             "layout_notices": list(planned.layout_remarks),
         }
-        items = repacked(src, planned, recorded, requantize)
-        layers = report["layers"] = write(progress.bar(items, "pack", len(src.logical())), writer, src, report)
+        items = repacked(src, planned, recorded, requantize, sources)
+        # What is rounded again wants all threads, and numbers that do not depend on how they are shared.
+        with nullcontext(items) if requantize else ahead(items) as work:
+            layers = write(progress.bar(work, "pack", len(src.logical())), writer, src, report)
+        report["layers"], report["source"]["files"] = layers, sources
         require_unchanged(sources, before)
         for line in [line for line in src.notices if line not in known]:  # found in the data
             progress.note(line)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn.functional import pad
 
-from quantkit import rtn
+from quantkit import hashing, rtn
 from quantkit.checkpoint import Checkpoint, Item
 from quantkit.errors import CheckpointError, LayoutError, about
 from quantkit.formats import INT4
@@ -29,24 +29,38 @@ OUTDATED = ("relative_error", "loss", "rtn_loss", "norm", "guard_rows", "rungs",
 
 
 def repacked(
-    src: Checkpoint, planned: Plan, recorded: Mapping[str, Mapping[str, Any]], requantize: bool
+    src: Checkpoint,
+    planned: Plan,
+    recorded: Mapping[str, Mapping[str, Any]],
+    requantize: bool,
+    hashes: dict[str, str],
 ) -> Iterator[Item]:
     """Yield every tensor of a quantized checkpoint once, packed ones as `planned`; one weight in memory at a time.
 
-    `recorded` has the facts of each linear from the source's report. LayoutError, naming the weight, where its data
-    cannot be stated so and `requantize` does not allow to round it again; CheckpointError for a damaged one.
+    `recorded` has the facts of each linear from the source's report. `hashes` becomes what `src.hashes()` returns: the
+    files are hashed piece by piece behind the reading, so that a disk gives each byte once. LayoutError, naming the
+    weight, where its data cannot be stated so and `requantize` does not allow to round it again; CheckpointError for a
+    damaged one.
     """
     rows = {row.module: row for row in planned.rows}
     if not recorded:
         src.notices.extend(_trusted(src))
+    pieces, unhashed = hashing.hashed(src.sources(), hashes), 0
     for item in src.items():
         if not isinstance(item.value, QuantizedTensor):
             yield item
-            continue
-        row = rows[item.name.removesuffix(".weight")]
-        facts = recorded_facts(item, recorded).facts
-        with about(item.name):
-            yield _as_planned(src, Item(item.name, item.value, facts), item.value, row, requantize)
+            unhashed += src.nbytes(item.name)
+        else:
+            row = rows[item.name.removesuffix(".weight")]
+            facts = recorded_facts(item, recorded).facts
+            with about(item.name):
+                yield _as_planned(src, Item(item.name, item.value, facts), item.value, row, requantize)
+            unhashed += sum(src.nbytes(name) for name in src.parts(row.module).values())
+        while unhashed > 0:
+            unhashed -= next(pieces, unhashed)
+    for _ in pieces:
+        pass
+    src.require_unchanged()  # so these are the hashes of what was read
 
 
 def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:
@@ -113,6 +127,8 @@ def _as_planned(src: Checkpoint, item: Item, q: QuantizedTensor, row: Row, requa
             raise LayoutError(f"{error}: {_ways_out(src, q.scheme, true)}") from error
         value, lost = _rounded(q, true, scheme, shape, src.dtype_of_model)
         facts = {key: known for key, known in facts.items() if key not in (*OUTDATED, "restated_from")} | lost
+    checked = facts.get("digest") if value is q else None
+    facts["digest"] = checked or value.digest()
     return Item(item.name, value, facts | ({} if shape == true else {"true_shape": list(true)}))
 
 

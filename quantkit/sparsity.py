@@ -19,6 +19,7 @@ from quantkit.errors import LayoutError
 Rule = Literal["magnitude", "wanda", "sparsegpt"]
 QUAD = 4
 _PAIRS = tuple(combinations(range(QUAD), 2))
+_CACHED = 2**17  # values looked at at a time, with what is made of them
 _PIECE = 2**20  # scores compared at a time: each of them is copied three times
 
 
@@ -61,19 +62,35 @@ def weight_mask(weight: Tensor, diagonal: Tensor | None = None) -> Tensor:
     return mask(scores if diagonal is None else scores.mul_(diagonal.sqrt().to(dtype)))
 
 
-def check(kept: Tensor) -> None:
-    """Raise LayoutError, with row and columns, unless at most two of each quad of `kept` bool `[n, k]` are set."""
-    n, k = kept.shape
-    shape = n, quads(k)
-    # The four bytes of a quad are added up in the highest byte of their 32-bit word.
-    counts = kept.contiguous().view(-1).view(torch.int32).mul(0x01010101).bitwise_right_shift_(24)
-    full = counts.view(shape) > 2
-    if bool(full.any()):
-        row, quad = full.nonzero()[0].tolist()
+def check(values: Tensor, zero: int = 0) -> None:
+    """Raise LayoutError, with row and columns, unless at most two of each quad of `values` `[n, k]` are not `zero`."""
+    n, k = values.shape
+    total, found, first = n * quads(k), 0, (0, 0)
+    rows = max(1, n if values.device.type != "cpu" else _CACHED // max(1, k))
+    for start, part in zip(range(0, n, rows), values.split(rows), strict=True):
+        # The four bytes of a quad are added up in the highest one.
+        counts = flags(part, zero).mul_(0x01010101).bitwise_right_shift_(24)
+        if counts.numel() and int(counts.max()) > 2:
+            full = counts.view(len(part), -1) > 2
+            row, quad = full.nonzero()[0].tolist()
+            first = first if found else (start + row, QUAD * quad)
+            found += int(full.sum())
+    if found:
         raise LayoutError(
-            f"{int(full.sum())} of {full.numel()} quads have more than two values that are not zero, first row {row}, "
-            f"columns {QUAD * quad} to {QUAD * quad + 3}: this is no 2:4 weight, prune it first"
+            f"{found} of {total} quads have more than two values that are not zero, first row {first[0]}, "
+            f"columns {first[1]} to {first[1] + 3}: this is no 2:4 weight, prune it first"
         )
+
+
+def flags(values: Tensor, zero: int = 0) -> Tensor:
+    """Return one int32 for each quad of `values` `[n, k]`, flat: its byte `i` is 1 if value `i` is not `zero`, or 0."""
+    if values.dtype != torch.uint8:
+        return (values != zero).contiguous().view(-1).view(torch.int32)
+    found = values.clone(memory_format=torch.contiguous_format).view(-1).view(torch.int32)
+    found ^= zero * 0x01010101
+    # A byte that is not 0 has its highest bit, or gets it when 127 is added to the others.
+    found |= (found & 0x7F7F7F7F).add_(0x7F7F7F7F)
+    return found.bitwise_right_shift_(7).bitwise_and_(0x01010101)
 
 
 @cache

@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import CheckpointError
 
 FAULT: Callable[[str, Path], None] | None = None
@@ -105,7 +106,7 @@ def open_regular(path: Path) -> BinaryIO:
 
 def read_exactly(file: BinaryIO, start: int, size: int, path: Path) -> Tensor:
     """Return `size` bytes from offset `start` as a uint8 tensor `[size]`; CheckpointError if the file is shorter."""
-    view = (data := torch.empty(size, dtype=torch.uint8)).numpy().data
+    view = (data := room.empty([size], torch.uint8)).numpy().data
     with guarded(path):
         file.seek(start)
         while view:
@@ -114,15 +115,6 @@ def read_exactly(file: BinaryIO, start: int, size: int, path: Path) -> Tensor:
                 raise CheckpointError(f"{path}: ends {len(view)} bytes too early: download it again")
             view = view[got:]
     return data
-
-
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a regular file, read in pieces."""
-    seen = hashlib.sha256()
-    with open_regular(path) as file, guarded(path):
-        while chunk := file.read(CHUNK):
-            seen.update(chunk)
-    return seen.hexdigest()
 
 
 def append_journal(path: Path, line: dict[str, Any]) -> None:

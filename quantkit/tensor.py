@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
 from typing import Any, Literal
@@ -21,6 +22,8 @@ from quantkit.formats import FORMATS, Format
 
 #: What a dense weight may be stored as.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: Bytes that a digest brings from a GPU at a time.
+PIECE = 1 << 24
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -122,7 +125,7 @@ class QuantizedTensor:
             if codes is not None and codes.numel() and int(codes.max()) >= top:
                 raise LayoutError(f"{what} reach {int(codes.max())}, {self.scheme.format.name} has 0 to {top - 1}")
         if self.scheme.sparsity is not None:
-            sparsity.check(self.codes != self.scheme.format.zero_code)
+            sparsity.check(self.codes, self.scheme.format.zero_code)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -142,10 +145,21 @@ class QuantizedTensor:
         """Return a SHA-256 over scheme, shape, codes, scales and zeros, the same from every layout."""
         seen = hashlib.sha256(f"{self.scheme.label} {list(self.shape)}".encode())
         for part in (self.codes, self.scales, self.zeros):
-            if part is not None:
-                seen.update(part.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            for piece in _pieces(part) if part is not None else ():
+                seen.update(piece)
         return seen.hexdigest()
 
     def equal(self, other: QuantizedTensor) -> bool:
         """Return whether both records hold the same scheme and the same bits (negative zeros count)."""
         return self.scheme == other.scheme and self.digest() == other.digest()
+
+
+def _pieces(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the bytes of a tensor in order; from a GPU through a small buffer that it writes to by itself."""
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if data.device.type == "cpu":
+        yield data.numpy().data
+        return
+    buffer = torch.empty(min(PIECE, data.numel()), dtype=torch.uint8, pin_memory=True)
+    for part in data.split(PIECE):
+        yield buffer[: len(part)].copy_(part).numpy().data

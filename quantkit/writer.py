@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit import headers, storage
+from quantkit import hashing, headers, storage
 from quantkit.checkpoint import CONFIG, Checkpoint, Item
 from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.headers import INDEX, TensorFile, dump_json, inside, read_header
@@ -51,7 +51,7 @@ class CheckpointWriter:
             if path.name not in committed:
                 storage.remove(path)
         for name, digest in committed.items():
-            if storage.sha256_of(partial / name) != digest:
+            if hashing.sha256_of(partial / name) != digest:
                 raise CheckpointError(f"{partial / name}: changed since it was written: start over with --overwrite")
 
     def items_done(self) -> set[str]:
@@ -129,7 +129,7 @@ class CheckpointWriter:
         for name in self._companions:
             if name not in texts:
                 storage.copy_atomic(inside(self.like.path, name), self.partial / name)
-                written[name] = storage.sha256_of(self.partial / name)
+                written[name] = hashing.sha256_of(self.partial / name)
         written |= {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
         written[CONFIG] = hashlib.sha256(dump_json(config)).hexdigest()
         for name, text in {**texts, **sealed(written), CONFIG: dump_json(config)}.items():

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import LayoutError
 
 #: Codes that are packed or unpacked at a time on a CPU: with the words they become, about what a core's cache holds.
@@ -35,7 +36,7 @@ class Arrangement:
     def __call__(self, matrix: Tensor) -> Tensor:
         """Return the entries of `matrix` `[rows, cols]` in memory order, flat and contiguous."""
         split = matrix.reshape(self._sizes(*matrix.shape))
-        return self._flipped(split).permute(self._permutation).reshape(-1)
+        return self._flipped(split, self._permutation).permute(self._permutation).reshape(-1)
 
     def inverse(self, flat: Tensor, shape: tuple[int, int]) -> Tensor:
         """Return the `[rows, cols]` matrix of `shape` whose arrangement is `flat`."""
@@ -43,60 +44,44 @@ class Arrangement:
         if flat.numel() != prod(sizes):
             raise LayoutError(f"{flat.numel()} packed entries do not fill a {shape[0]} x {shape[1]} matrix")
         arranged = flat.reshape([sizes[p] for p in self._permutation])
-        return self._flipped(arranged.permute(self._back)).reshape(shape)
+        return self._flipped(arranged.permute(_rising(self._permutation)), self._permutation).reshape(shape)
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
-        """Return uint8 `codes` `[rows, cols]` in memory order as flat int32 words, the first code in the lowest bits.
+        """Return the low `bits` of uint8 `codes` `[rows, cols]` in memory order as flat int32 words, the first lowest.
 
         The last axes of the order must fill a word. They are joined one by one while everything else still lies where
-        `codes` has it, so that words are moved and not bytes: ten times quicker than permuting first. Some rows are
-        joined at a time, so that what is joined stays in the cache.
+        `codes` has it, so that a processor's word of codes is joined at a time and only words are permuted, not codes.
+        Some rows are joined at a time, so that what is joined stays in the cache.
         """
-        sizes = self._sizes(*codes.shape)
-        outer, _ = self._word(sizes, bits)
-        words = torch.empty([sizes[a] for a in outer], dtype=torch.int32, device=codes.device)
-        for part, some in self._slices(codes.reshape(sizes), words, outer):
-            some.copy_(self._joined(self._flipped(part).permute(self._permutation), bits))
-        return words.reshape(-1)
+        fine, inner = _within(self, bits)
+        sizes = fine._sizes(*codes.shape)
+        outer = [axis for axis in fine._permutation if axis not in inner]
+        words = room.empty([sizes[axis] for axis in outer], torch.int32, codes.device)
+        codes = codes.clone() if codes.storage_offset() % 8 else codes  # what is seen as longer integers is aligned
+        for part, some in _slices(codes.reshape(sizes), words, outer):
+            parts, width = fine._flipped(part, outer).contiguous().view(-1), bits
+            for axis, run in _runs(inner, sizes):
+                parts = _joined(parts, sizes[axis], run, width, axis in fine._backwards)
+                width *= sizes[axis]
+            back = _rising(outer)
+            some.permute(back).copy_(parts.view([some.shape[axis] for axis in back]))
+        return words.view(-1)
 
     def unpack(self, words: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
         """Return the uint8 codes `[rows, cols]` of `shape` that `pack` made the int32 `words` (any shape) of."""
-        sizes = self._sizes(*shape)
+        fine, inner = _within(self, bits)
+        sizes = fine._sizes(*shape)
         if words.numel() * 32 != prod(sizes) * bits:
             raise LayoutError(f"{words.numel()} packed words do not fill a {shape[0]} x {shape[1]} matrix")
-        outer, inner = self._word(sizes, bits)
-        codes = torch.empty(sizes, dtype=torch.uint8, device=words.device)
-        for part, some in self._slices(codes, words.reshape([sizes[a] for a in outer]), outer):
-            part.copy_(self._flipped(_split(some, outer, inner, list(part.shape), bits).permute(self._back)))
+        outer = [axis for axis in fine._permutation if axis not in inner]
+        codes = room.empty(sizes, torch.uint8, words.device)
+        for part, some in _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer):
+            parts, width = some.permute(_rising(outer)).contiguous().view(-1), 32
+            for axis, run in reversed(_runs(inner, sizes)):
+                width //= sizes[axis]
+                parts = _split(parts, sizes[axis], run, width, axis in fine._backwards)
+            part.copy_(fine._flipped(parts.view(part.shape), outer))
         return codes.view(shape)
-
-    def _joined(self, parts: Tensor, bits: int) -> Tensor:
-        width = bits
-        while width < 32:
-            size, low = parts.shape[-1], (1 << width) - 1
-            dtype = _holding(width * size)
-            joined = parts[..., 0].to(dtype) & low
-            for i in range(1, size):
-                joined |= (parts[..., i].to(dtype) & low) << (width * i)
-            parts, width = joined, width * size
-        return parts
-
-    def _word(self, sizes: list[int], bits: int) -> tuple[list[int], list[int]]:
-        """Return the axes in memory order that number the words, and those inside a word, fastest first."""
-        outer, inner, width = list(self._permutation), [], bits
-        while width < 32:
-            inner.append(outer.pop())
-            width *= sizes[inner[-1]]
-        return outer, inner
-
-    def _slices(self, codes: Tensor, words: Tensor, outer: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield some rows of `codes`, split into axes, and the words that they are packed into."""
-        first = codes.shape[0]  # what the rows' other axes leave is never inside a word
-        rows = max(1, _CACHED * first // max(1, codes.numel())) if codes.device.type == "cpu" else first
-        axis = outer.index(0)
-        for start in range(0, first, rows):
-            count = min(rows, first - start)
-            yield codes.narrow(0, start, count), words.narrow(axis, start, count)
 
     @cached_property
     def _names(self) -> list[str]:
@@ -107,11 +92,13 @@ class Arrangement:
         return [self._names.index(name) for name in self.order.split()]
 
     @cached_property
-    def _back(self) -> list[int]:
-        return sorted(range(len(self._permutation)), key=self._permutation.__getitem__)
+    def _backwards(self) -> set[int]:
+        return {self._names.index(name) for name in self.flip.split()}
 
-    def _flipped(self, split: Tensor) -> Tensor:
-        return split.flip([self._names.index(name) for name in self.flip.split()]) if self.flip else split
+    def _flipped(self, split: Tensor, axes: list[int]) -> Tensor:
+        """Return a matrix that is split into axes with those of `axes` turned around that run backwards."""
+        turned = sorted(self._backwards.intersection(axes))
+        return split.flip(turned) if turned else split
 
     def _sizes(self, rows: int, cols: int) -> list[int]:
         sizes = []
@@ -123,26 +110,102 @@ class Arrangement:
         return sizes
 
 
-def _split(words: Tensor, outer: list[int], inner: list[int], sizes: list[int], bits: int) -> Tensor:
-    """Return the codes of `words` (axes `outer`) with the axes `inner` behind; they lie in memory in plain order."""
-    width = bits * prod(sizes[axis] for axis in inner)
-    axes, parts = list(outer), words
-    for axis in reversed(inner):
-        width //= sizes[axis]
-        axes.append(axis)
-        split = _laid_out(axes, sizes, _holding(width), words.device)
-        for i in range(sizes[axis]):
-            split[..., i] = (parts >> (width * i)) & ((1 << width) - 1)
-        parts = split
-    return parts
+def _slices(codes: Tensor, words: Tensor, outer: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield some rows of `codes`, split into axes, and the words that they are packed into."""
+    first = codes.shape[0]  # what the rows' other axes leave is never inside a word
+    rows = max(1, _CACHED * first // max(1, codes.numel())) if codes.device.type == "cpu" else first
+    axis = outer.index(0)
+    for start in range(0, first, rows):
+        count = min(rows, first - start)
+        yield codes.narrow(0, start, count), words.narrow(axis, start, count)
+
+
+@lru_cache
+def _within(whole: Arrangement, bits: int) -> tuple[Arrangement, list[int]]:
+    """Return the same order with axes of two wherever codes share a byte, and its axes inside a word, fastest first."""
+    inner: list[int] = []
+    width, sizes = bits, dict(axis.split(":") for axis in f"{whole.rows} {whole.cols}".split() if ":" in axis)
+    for name in reversed(whole.order.split()):
+        if width >= 32:
+            break
+        size = int(sizes[name])
+        if width < 8 and size > 2:
+            return _within(_halved(whole, name, size // 2), bits)
+        inner.append(whole._names.index(name))
+        width *= size
+    return whole, inner
+
+
+def _halved(whole: Arrangement, name: str, half: int) -> Arrangement:
+    """Return the same order with the axis `name` as two, of the sizes `half` and 2."""
+    two = {f"{name}:{2 * half}": f"{name}':{half} {name}:2", name: f"{name}' {name}"}
+    lines = (whole.rows, whole.cols, whole.order, whole.flip)
+    return Arrangement(*(" ".join(two.get(axis, axis) for axis in line.split()) for line in lines))
+
+
+def _runs(inner: list[int], sizes: list[int]) -> list[tuple[int, int]]:
+    """Return each axis inside a word, and how many parts one of its steps is in plain order when it is joined."""
+    behind = [[axis for axis in range(last + 1, len(sizes)) if axis not in inner[:i]] for i, last in enumerate(inner)]
+    return [(axis, prod(sizes[b] for b in after)) for axis, after in zip(inner, behind, strict=True)]
+
+
+def _rising(axes: list[int]) -> list[int]:
+    return sorted(range(len(axes)), key=axes.__getitem__)
+
+
+def _joined(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> Tensor:
+    """Return flat `parts` `[..., size, run]` of `width` bits as `[..., run]`, the first of `size` in the lowest bits.
+
+    With `backwards` the last one.
+    """
+    if width >= 8:
+        parts = _turned(parts, size, run) if backwards else parts
+        if run > 1:
+            moved = parts.new_empty(parts.numel() // (size * run), run, size)
+            for i, part in enumerate(parts.view(-1, size, run).unbind(1)):  # at once would go by twos and fours
+                moved[..., i] = part
+            parts = moved.view(-1)
+        return parts.view(_holding(width * size))
+    if run == 1:
+        pairs = (_turned(parts, size, run) if backwards else parts).view(torch.int16) & _lanes(width, torch.int16)
+        pairs |= pairs >> (8 - width)
+        return pairs.bitwise_and_(255).to(torch.uint8)
+    wide = _wide(run)
+    halves = (parts.view(wide).view(-1, 2, run // wide.itemsize) & _lanes(width, wide)).unbind(1)
+    low, high = reversed(halves) if backwards else halves
+    return (low | high << width).view(-1).view(torch.uint8)
+
+
+def _split(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> Tensor:
+    """Return what `_joined` made `parts` of, each of `width` bits."""
+    if width < 8 and run > 1:
+        wide = _wide(run)
+        low = parts.view(wide).view(-1, 1, run // wide.itemsize)
+        both = torch.cat((low >> width, low) if backwards else (low, low >> width), 1)
+        return both.bitwise_and_(_lanes(width, wide)).view(-1).view(torch.uint8)
+    if width < 8:
+        pairs = parts.to(torch.int16)
+        pairs |= pairs << (8 - width)
+        cut = pairs.bitwise_and_(_lanes(width, torch.int16)).view(torch.uint8)
+    else:
+        cut = parts.view(_holding(width))
+        cut = cut if run == 1 else cut.view(-1, run, size).transpose(1, 2).reshape(-1)
+    return _turned(cut, size, run) if backwards else cut
+
+
+def _turned(parts: Tensor, size: int, run: int) -> Tensor:
+    return parts.view(-1, size, run).flip(1).view(-1)
 
 
 def _holding(bits: int) -> torch.dtype:
     return torch.uint8 if bits <= 8 else torch.int16 if bits <= 16 else torch.int32
 
 
-def _laid_out(axes: list[int], sizes: list[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return an empty tensor with these axes that lies in memory as the plain matrix does (axes in rising order)."""
-    plain = sorted(axes)
-    empty = torch.empty([sizes[a] for a in plain], dtype=dtype, device=device)
-    return empty.permute([plain.index(a) for a in axes])
+def _wide(run: int) -> torch.dtype:
+    """Return the widest integers that `run` bytes are whole ones of."""
+    return next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if run % dtype.itemsize == 0)
+
+
+def _lanes(width: int, dtype: torch.dtype) -> int:
+    """Return the mask of the lowest `width` bits of every byte."""
+    return int.from_bytes(bytes([(1 << width) - 1] * dtype.itemsize), "little")

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from quantkit import room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import INT4, Format
 from quantkit.layouts import checks
@@ -226,7 +227,7 @@ def _nothing_in(padding: Tensor, name: str) -> None:
 
 
 def _translated(codes: Tensor, table: Tensor) -> Tensor:
-    out = torch.empty_like(codes, memory_format=torch.contiguous_format)
+    out = room.empty(codes.shape, torch.uint8, codes.device)
     for some, slot in zip(codes.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True):
         torch.index_select(table, 0, some.int(), out=slot)
     return out

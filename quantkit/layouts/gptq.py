@@ -24,6 +24,8 @@ from quantkit.tensor import QuantizedTensor, Scheme
 NAME = "gptq"
 TENSORS: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
 MARKER = "qweight"
+#: What a file may leave out.
+OPTIONAL = ("g_idx",)
 SIDE_FILE: SideFile | None = SideFile("quantize_config.json")
 
 CODES = Arrangement("N", "K i:8", "K N i")
@@ -109,7 +111,7 @@ def unpack_zeros_plus(tensors: Mapping[str, Tensor], scheme: Scheme, offset: int
     """Return the record of GPTQ tensors whose zero points are stored less `offset`."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k), optional=("g_idx",))
+    checks.match(tensors, stored(scheme, n, k), optional=OPTIONAL)
     if "g_idx" in tensors and not torch.equal(tensors["g_idx"], _natural_order(scheme, k, tensors["g_idx"].device)):
         raise LayoutError("g_idx is not k // group_size: the checkpoint is act-ordered, and only static order is read")
     raw = ZEROS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k)))

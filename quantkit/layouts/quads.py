@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from quantkit import sparsity
+from quantkit import room, sparsity
 from quantkit.errors import LayoutError
 from quantkit.layouts.arrange import Arrangement
 
@@ -33,21 +33,20 @@ WORDS = {1: (torch.int16, torch.int32), 2: (torch.int32, torch.int64)}
 CHUNK = 1 << 17
 
 
-def encode(values: Tensor) -> Tensor:
+def encode(values: Tensor, zero: int = 0) -> Tensor:
     """Return the code of each quad, uint8 `[n, k/4]`, by the table of LAYOUTS 4.1; -0.0 is a zero.
 
-    `values` `[n, k]` of any dtype. LayoutError for a quad with three or four values that are not zero, and unless `k`
-    is a multiple of 4.
+    `values` `[n, k]` of any dtype, of which `zero` is the one that goes. LayoutError for a quad with three or four
+    others, and unless `k` is a multiple of 4.
     """
     n, k = values.shape
     table = torch.tensor(CODES, dtype=torch.uint8, device=values.device)
-    codes = torch.empty(n, sparsity.quads(k), dtype=torch.uint8, device=values.device)
+    codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
     for some, found in _pieces(k, values, codes):
-        flags = (some != 0).contiguous().view(torch.int32)  # four bytes of 0 or 1: gathered in the highest one
-        which = (flags * 0x01020408 >> 24) & 15
-        torch.index_select(table, 0, which.view(-1), out=found.view(-1))
+        which = sparsity.flags(some, zero).mul_(0x01020408).bitwise_right_shift_(24).bitwise_and_(15)
+        torch.index_select(table, 0, which, out=found.view(-1))
     if bool((codes == REFUSED).any()):
-        sparsity.check(values != 0)  # which names the first one
+        sparsity.check(values, zero)  # which names the first one
     return codes
 
 
@@ -68,7 +67,7 @@ def compress(values: Tensor, codes: Tensor) -> Tensor:
     `values` `[n, k]` of one or two bytes each; `codes` uint8 `[n, k/4]`, valid ones.
     """
     n, k = values.shape
-    kept = torch.empty(n, k // 2, dtype=values.dtype, device=values.device)
+    kept = room.empty((n, k // 2), values.dtype, values.device)
     bits, (two, four) = 8 * values.element_size(), WORDS[values.element_size()]
     for some, places, out in _pieces(k, values, codes, kept):
         quads, (low, high) = some.clone(memory_format=torch.contiguous_format).view(four), _shifts(places, bits, four)
@@ -78,17 +77,19 @@ def compress(values: Tensor, codes: Tensor) -> Tensor:
     return kept
 
 
-def expand(kept: Tensor, codes: Tensor) -> Tensor:
-    """Return the values `[n, k]` whose kept ones `compress` gave as `kept` `[n, k/2]`; the others are zero bits."""
+def expand(kept: Tensor, codes: Tensor, zero: int = 0) -> Tensor:
+    """Return the values `[n, k]` whose kept ones `compress` gave as `kept` `[n, k/2]`; the others' bits are `zero`."""
     n, k = kept.shape[0], 2 * kept.shape[1]
-    values = torch.empty(n, k, dtype=kept.dtype, device=kept.device)
+    values = room.empty((n, k), kept.dtype, kept.device)
     bits, (two, four) = 8 * kept.element_size(), WORDS[kept.element_size()]
+    zeros = sum(zero << bits * i for i in range(sparsity.QUAD))
     for some, places, out in _pieces(k, kept, codes, values):
         pairs = some.clone(memory_format=torch.contiguous_format).view(two).to(four)
+        pairs ^= zeros  # so that what is left out is zero here
         low, high = _shifts(places, bits, four)
         quads = (pairs & ((1 << bits) - 1)) << low
         quads |= ((pairs >> bits) & ((1 << bits) - 1)) << high
-        out.view(four).copy_(quads)
+        torch.bitwise_xor(quads, zeros, out=out.view(four))
     return values
 
 

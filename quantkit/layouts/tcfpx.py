@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import FORMATS, Format
 from quantkit.layouts import checks
@@ -63,8 +64,10 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     n, k = q.shape
     check(q.scheme, n, k)
     bits = q.scheme.format.bits
-    planes = HIGH[bits].pack(q.codes >> 4, bits - 4), LOW.pack(q.codes & 15, 4)
-    return {"weight": torch.cat(planes).view(n, -1), "scales": checks.half(q.scales).view(n)}
+    above = torch.bitwise_right_shift(q.codes, 4, out=room.empty((n, k), torch.uint8, q.codes.device))
+    planes = HIGH[bits].pack(above, bits - 4), LOW.pack(q.codes, 4)  # which goes by the lowest bits
+    words = torch.cat(planes, out=room.empty([n * k * bits // 32], torch.int32, q.codes.device))
+    return {"weight": words.view(n, -1), "scales": checks.half(q.scales).view(n)}
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -79,7 +82,7 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     bits = scheme.format.bits
     words = tensors["weight"].reshape(-1)
     high = n * k * (bits - 4) // 32
-    codes = HIGH[bits].unpack(words[:high], bits - 4, (n, k)) << 4
+    codes = HIGH[bits].unpack(words[:high], bits - 4, (n, k)).bitwise_left_shift_(4)
     codes |= LOW.unpack(words[high:], 4, (n, k))
     return QuantizedTensor(scheme, codes, checks.half(tensors["scales"].view(n, 1)))
 

@@ -240,6 +240,9 @@ def test_an_arrangement_packs_as_it_permutes_with_flipped_axes_and_every_width()
         (("N a:2 b:2 c:2 i:8", "K d:2 j:8", "N K a b i j c d", "c d"), 8),
         (("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d", "y"), 4),
         (("N p:16", "K", "K N p"), 2),
+        (("N a:2 b:2 c:2 i:8", "K d:2 q:4 p:2", "N K i q p c a b d", "a b c d"), 1),  # a byte of eight rows and columns
+        (("N", "K i:16", "K N i", "i"), 2),  # neighbours that share a byte, backwards
+        (("N", "K i:2 j:2 l:2", "N K l j i", "j"), 4),  # in runs of four and of two
     ):
         arrangement = Arrangement(*line)
         codes = torch.randint(0, 2**bits, (128, 64), generator=random, dtype=torch.uint8)
@@ -251,6 +254,8 @@ def test_an_arrangement_packs_as_it_permutes_with_flipped_axes_and_every_width()
         assert rows(words)[0] == expected
         assert torch.equal(arrangement.unpack(words, bits, (128, 64)), codes)
         assert torch.equal(arrangement.inverse(arrangement(codes), (128, 64)), codes)
+        for held in (codes.t().contiguous().t(), torch.cat((codes[:1, :1].view(-1), codes.view(-1)))[1:].view(128, 64)):
+            assert torch.equal(arrangement.pack(held, bits), words)  # in any memory: transposed, at an odd address
         with pytest.raises(LayoutError, match="do not fill"):
             arrangement.unpack(words[1:], bits, (128, 64))
 
