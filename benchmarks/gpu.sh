@@ -40,7 +40,15 @@ kernels_marlin() { # the layout with a fast kernel
         --csv "$results/kernels_marlin.csv"
 }
 
-for stage in "${@:-tests llama sparse opt kernels_marlin}"; do
+verify_8b() {
+    "$python" benchmarks/verify_8b.py --work "$work" -o "$results/verify_8b.json"
+}
+
+cold_start() {
+    "$python" benchmarks/cold_start.py --csv "$results/cold_start.csv"
+}
+
+for stage in "${@:-tests llama sparse opt kernels_marlin verify_8b cold_start}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader

@@ -123,9 +123,9 @@ def kernels(
     return Bench(device, tuple(cells))
 
 
-def record(scheme: Scheme, n: int, k: int, device: torch.device) -> QuantizedTensor:
+def record(scheme: Scheme, n: int, k: int, device: torch.device, seed: int = 0) -> QuantizedTensor:
     """Return a random weight of `scheme` `[n, k]`: every code, scales around 0.01, the same in every run."""
-    random = torch.Generator(device).manual_seed(0)
+    random = torch.Generator(device).manual_seed(seed)
     top, g = 2**scheme.format.bits, scheme.groups(k)
     codes = torch.randint(0, top, (n, k), dtype=torch.uint8, device=device, generator=random)
     if scheme.sparsity is not None:

@@ -9,10 +9,8 @@ a stopped run continues after the last commit with the same bits (RELIABILITY 1.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -28,7 +26,7 @@ from quantkit.headers import read_header
 from quantkit.hessian import Hessian
 from quantkit.layouts import LAYOUTS
 from quantkit.models import Model
-from quantkit.progress import Progress
+from quantkit.progress import Clock, Progress
 from quantkit.recipe import Goal, Pruning, Recipe
 from quantkit.solve import alone, solve
 from quantkit.tensor import QuantizedTensor, Scheme, dtype_name
@@ -43,38 +41,6 @@ class Group:
 
     linears: tuple[str, ...]
     once: bool = True
-
-
-@dataclass
-class Clock:
-    """Seconds spent in each phase (load, forward, hessian, solve, save); an inner phase pauses the outer one."""
-
-    device: torch.device
-    seconds: dict[str, float] = field(default_factory=dict)
-    _current: str | None = None
-    _since: float = 0.0
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        outer = self._current
-        self._switch(name)
-        try:
-            yield
-        finally:
-            self._switch(outer)
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds since the last call and start from zero."""
-        taken, self.seconds = self.seconds, {}
-        return taken
-
-    def _switch(self, name: str | None) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
-        if self._current is not None:
-            self.seconds[self._current] = self.seconds.get(self._current, 0.0) + now - self._since
-        self._current, self._since = name, now
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit import headers, storage
+from quantkit import hashing, headers, storage
 from quantkit.errors import CheckpointError, LayoutError, reason
 from quantkit.headers import AGAIN, TensorInfo, inside, read_header, shown
 from quantkit.layouts import LAYOUTS, read_config, stored_as
@@ -87,7 +87,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
 class Checkpoint:
     """A folder of safetensors shards with config.json, dense or packed in a layout; reads one tensor at a time.
 
-    `path` is the real folder, `layout` and `schemes` are None for a dense model, `notices` say what was ignored.
+    `path` is the real folder; `stated` is its `quantization_config`, `layout` and `schemes` what that means, None for a
+    dense model; `notices` say what was ignored.
     CheckpointError for every folder that is incomplete, damaged, hostile or contradicts itself.
     """
 
@@ -108,6 +109,7 @@ class Checkpoint:
         self._open_shards(*headers.shards(self.path, listing, self.notices))
         dense: tuple[Layout | None, Schemes | None] = (None, None)
         stated, where = self._quantization_config(listing)
+        self.stated = stated
         self.layout, self.schemes = dense if stated is None else read_config(stated, self.path / where)
         self._modules = self._find_modules()
         self._owner = {name: m for m, parts in self._modules.items() for name in parts.values()}
@@ -134,8 +136,7 @@ class Checkpoint:
         """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened."""
         shard, info = self._at(name)
         with storage.open_regular(shard.path) as file:
-            if _stamp(os.fstat(file.fileno())) != shard.stamp:
-                raise CheckpointError(f"{self.path / shard.name}: changed while it was in use: run again")
+            self._same(shard, os.fstat(file.fileno()))
             data = storage.read_exactly(file, info.start, info.end - info.start, shard.path)
         return data.view(info.dtype).reshape(info.shape)
 
@@ -178,15 +179,22 @@ class Checkpoint:
         """Return whether a packed module is stored with rows or columns of zeros past its true shape."""
         return module in self._padded
 
+    def stored(self, module: str) -> dict[str, Tensor]:
+        """Read the tensors that a packed module consists of, by suffix."""
+        return {suffix: self.get(name) for suffix, name in self.parts(module).items()}
+
     def quantized(self, module: str) -> QuantizedTensor:
-        """Read a packed module as it is stored, padding included.
+        """Read a packed module as it is stored, padding included; see `record`."""
+        return self.record(module, self.stored(module))
+
+    def record(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return what the `stored` tensors of a module hold, on the device where they are.
 
         CheckpointError names it if a part is missing or malformed, or its padding is not zero. A notice is added if
         GPTQ's zero points are not of the version that the label says.
         """
-        layout, scheme, parts = self._packed(module)
+        layout, scheme, _ = self._packed(module)
         with _of_file(self.path, module):
-            tensors = {suffix: self.get(name) for suffix, name in parts.items()}
             q = layout.unpack(tensors, scheme)
             if module in self._padded:
                 check_padding(q, *self._padded[module])
@@ -234,8 +242,18 @@ class Checkpoint:
 
     def hashes(self) -> dict[str, str]:
         """Return file name -> SHA-256 of the shards and config.json."""
-        paths = {CONFIG: inside(self.path, CONFIG), **{shard.name: shard.path for shard in self._shards}}
-        return {name: storage.sha256_of(path) for name, path in paths.items()}
+        return {name: hashing.sha256_of(path) for name, path in self.sources().items()}
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError if a weight file is not the one that it was when the checkpoint was opened."""
+        for shard in self._shards:
+            with storage.guarded(shard.path):
+                now = os.stat(shard.path)
+            self._same(shard, now)
+
+    def sources(self) -> dict[str, Path]:
+        """Return file name -> real path of the shards and config.json."""
+        return {CONFIG: inside(self.path, CONFIG), **{shard.name: shard.path for shard in self._shards}}
 
     @property
     def dtype_of_model(self) -> torch.dtype:
@@ -329,6 +347,10 @@ class Checkpoint:
         """Return the shape of a stored tensor; one that holds packed words as bytes counts in words (LAYOUTS 7.1)."""
         shape = self.shape(name)
         return (*shape[:-1], shape[-1] // 4) if shape and self.dtype(name) == torch.uint8 else shape
+
+    def _same(self, shard: _Shard, now: os.stat_result) -> None:
+        if _stamp(now) != shard.stamp:
+            raise CheckpointError(f"{self.path / shard.name}: changed while it was in use: run again")
 
     def _at(self, name: str) -> tuple[_Shard, TensorInfo]:
         if name not in self._where:

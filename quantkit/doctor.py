@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import quantkit
+from quantkit.errors import KernelError
 from quantkit.kernels import MATMULS, loader, toolchain
 from quantkit.layouts import LAYOUTS
 from quantkit.memory import free_memory
@@ -150,9 +151,13 @@ def _gpus() -> list[dict[str, Any]]:
     found = []
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
-        found.append(
-            {"name": facts.name, "compute_capability": f"{facts.major}.{facts.minor}", "memory": facts.total_memory}
-        )
+        capability, problem = f"{facts.major}.{facts.minor}", None
+        try:
+            loader.arch_name(facts.major, facts.minor)
+        except KernelError as error:
+            problem = str(error)
+        gpu = {"name": facts.name, "compute_capability": capability, "memory": facts.total_memory, "problem": problem}
+        found.append(gpu)
     return found
 
 

@@ -79,7 +79,7 @@ def pictures() -> Any:
 
 
 def speedups(panels: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]]]], path: Path) -> None:
-    """Draw speedups over cuBLAS against the number of tokens into a .png; CheckpointError without matplotlib.
+    """Draw speedups over cuBLAS against the number of tokens into a .png or .svg; CheckpointError without matplotlib.
 
     `panels` are title -> line -> points (tokens, speedup, the floor's speedup, which is drawn dashed).
     """
@@ -100,12 +100,17 @@ def speedups(panels: Mapping[str, Mapping[str, Sequence[tuple[int, float, float]
         axis.legend(fontsize=7)
     for axis in axes:  # a place that no panel took
         axis.remove()
-    storage.write_atomic(path, _png(figure))
+    storage.write_atomic(path, _drawn(figure, path.suffix.removeprefix(".")))
 
 
-def _png(figure: Any) -> bytes:
+def _drawn(figure: Any, kind: str) -> bytes:
+    """Return a figure as `png` or `svg`, the same bytes for the same drawing."""
+    from matplotlib import rc_context
+
     drawing = io.BytesIO()
-    figure.savefig(drawing, format="png", dpi=120, metadata={"Software": None})
+    unsaid = {"png": {"Software": None}, "svg": {"Date": None}}[kind]
+    with rc_context({"svg.hashsalt": "quantkit", "svg.fonttype": "none"}):
+        figure.savefig(drawing, format=kind, dpi=120, metadata=unsaid)
     return drawing.getvalue()
 
 
@@ -120,4 +125,4 @@ def _picture(charts: list[tuple[str, Bars]]) -> bytes:
         axis.tick_params(labelsize=7)
         axis.invert_yaxis()
         axis.margins(x=0.1)
-    return _png(figure)
+    return _drawn(figure, "png")

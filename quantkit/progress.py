@@ -1,10 +1,18 @@
-"""What a user sees while waiting: bars, notes and warnings, all on stderr, so that stdout holds results only."""
+"""What a user sees while waiting: bars, notes and warnings, all on stderr, so that stdout holds results only.
+
+And the seconds that were waited, by phase.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
+
+import torch
 
 
 class Progress:
@@ -46,6 +54,38 @@ class Progress:
     def warn(self, text: str) -> None:
         """Say what a user must know, always."""
         _say(f"Warning: {text}")
+
+
+@dataclass
+class Clock:
+    """Seconds spent in each phase of work on a device; an inner phase pauses the outer one."""
+
+    device: torch.device
+    seconds: dict[str, float] = field(default_factory=dict)
+    _current: str | None = None
+    _since: float = 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        outer = self._current
+        self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def take(self) -> dict[str, float]:
+        """Return the seconds since the last call and start from zero."""
+        taken, self.seconds = self.seconds, {}
+        return taken
+
+    def _switch(self, name: str | None) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        now = time.perf_counter()
+        if self._current is not None:
+            self.seconds[self._current] = self.seconds.get(self._current, 0.0) + now - self._since
+        self._current, self._since = name, now
 
 
 def _say(text: str) -> None:

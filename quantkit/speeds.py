@@ -247,11 +247,14 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def panels(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float, float]]]]:
-    """Return what a plot shows: layout and scheme -> shape -> (M, speedup over cuBLAS, the floor's) by M."""
+    """Return what a plot shows: layout and scheme -> shape -> (M, speedup over cuBLAS, the floor's) by M.
+
+    The figures of a row may be text, as a CSV has them.
+    """
     found: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
     for row in rows:
         lines = found.setdefault(f"{row['layout']} {row['scheme']} ({row['kernel']})", {})
-        point = (row["M"], row["speedup_vs_cublas"], row["floor_speedup"])
+        point = (int(row["M"]), float(row["speedup_vs_cublas"]), float(row["floor_speedup"]))
         shape = f"{row['N']}x{row['K']}"
         lines.setdefault(shape if row["layer"] == shape else f"{row['layer']} {shape}", []).append(point)
     return {title: {shape: sorted(line) for shape, line in lines.items()} for title, lines in found.items()}

@@ -9,7 +9,8 @@ that weight's row, and the others are still looked at.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from math import isfinite, prod
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import headers, kernels, report, storage
+from quantkit import hashing, headers, kernels, report, storage
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, KernelError, QuantkitError
 from quantkit.kernels import proof
 from quantkit.layouts import LAYOUTS, stored_as
 from quantkit.models import device_of
-from quantkit.progress import Progress
+from quantkit.progress import Clock, Progress
 from quantkit.tensor import QuantizedTensor, dtype_name
 
 VERIFICATION = "verify.json"
+UNREPORTED = f"no {report.REPORT}: the files were not compared with recorded hashes, nor weights with digests"
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,7 @@ class Verification:
 
     `weights` counts the elements whose codes were unpacked, repacked and compared. `kernel` is the layout whose kernels
     multiplied on `device`, with `bound` for the `errors`; where it is None no kernel ran, and `unrun` says why.
+    `seconds` are those of each phase.
     """
 
     layout: str | None
@@ -66,6 +69,7 @@ class Verification:
     device: str = "cpu"
     bound: float | None = None
     unrun: str = "nothing could be multiplied"
+    seconds: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -107,12 +111,25 @@ class Verification:
             "multiplied": self.multiplied,
             "errors": self.errors,
             "bound": self.bound,
+            "seconds": {phase: round(seconds, 3) for phase, seconds in self.seconds.items()},
             "against": self.against,
             "failures": list(self.failures),
             "notices": list(self.notices),
             "hashes": self.files,
             "rows": [asdict(row) for row in self.rows],
         }
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the weights of one checkpoint are checked with: `kernels` says whether they run, on `device`."""
+
+    src: Checkpoint
+    other: Checkpoint | None
+    device: torch.device
+    kernels: bool
+    pool: ThreadPoolExecutor
+    clock: Clock
 
 
 def verify(
@@ -131,9 +148,11 @@ def verify(
     failures: list[str] = []
     notices: list[str] = []
     files: dict[str, str] = {}
+    clock = Clock(torch.device("cpu"))
     try:
         recorded = report.load(folder)
-        files, failures = _files(folder, recorded)
+        with clock.phase("files"):
+            files, failures = _files(folder, recorded)
         src = _quantized(folder)
     except CheckpointError as error:
         if not failures:
@@ -141,27 +160,23 @@ def verify(
         return Verification(None, (), files, tuple(dict.fromkeys([*failures, str(error)])), ())
     assert src.layout is not None
     if not recorded:
-        files = src.hashes()
-        notices.append(
-            f"no {report.REPORT}: the files were not compared with recorded hashes, nor weights with digests"
-        )
+        with clock.phase("files"):
+            files = src.hashes()
+        notices.append(UNREPORTED)
     else:
         unlisted = [path.name for path in src.files() if path.name not in recorded.get("files", {})]
         failures += [f"{name}: is not a file that {report.REPORT} lists" for name in unlisted]
-    unrun = kernels.missing(src.layout.NAME, place)
-    if unrun and place.type == "cuda" and device != "auto" and src.layout.NAME in kernels.MATMULS:
-        raise KernelError(f"{folder}: its weights cannot be multiplied on {device}: {unrun}")
+    unrun = _unrun(src, place, asked=device != "auto")
     other = None if against is None else _quantized(Path(against))
     layers = {layer["name"]: layer for layer in recorded.get("layers", [])}
     modules = src.modules()
     if not modules:
         failures.append(f"{folder}: no packed weight found: the tensors are missing")
     failures += _missing(modules, layers if recorded else None, other)
-    rows = []
-    for module in progress.bar(modules, "verify", len(modules)):
-        row, seen = _row(src, module, layers.get(module), other, None if unrun else place)
-        rows.append(row)
-        notices += [line for line in seen if line not in notices]
+    here = torch.device("cpu") if unrun else place
+    with ThreadPoolExecutor(1) as pool:
+        job = _Job(src, other, here, unrun is None, pool, Clock(here, clock.seconds))
+        rows = _rows(job, modules, layers, notices, progress)
     failures += [f"{row.module}: {row.problem}" for row in rows if row.problem is not None]
     found = Verification(
         src.layout.NAME,
@@ -170,6 +185,7 @@ def verify(
         tuple(failures),
         (*src.notices, *notices),
         None if against is None else str(against),
+        seconds=clock.seconds,
     )
     if unrun:
         return replace(found, unrun=unrun)
@@ -182,6 +198,15 @@ def write(verification: Verification, folder: Path) -> Path:
     path = Path(folder) / VERIFICATION
     storage.write_atomic(path, headers.dump_json(verification.to_dict()))
     return path
+
+
+def _unrun(src: Checkpoint, device: torch.device, asked: bool) -> str | None:
+    """Return why no kernel runs on `device`, None if it does; KernelError where one was asked for by name."""
+    assert src.layout is not None
+    unrun = kernels.missing(src.layout.NAME, device)
+    if unrun and device.type == "cuda" and asked and src.layout.NAME in kernels.MATMULS:
+        raise KernelError(f"{src.path}: its weights cannot be multiplied on {device}: {unrun}")
+    return unrun
 
 
 def _quantized(folder: Path) -> Checkpoint:
@@ -202,15 +227,21 @@ def _files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, str], l
     if not listed:
         return {}, [f"{report.REPORT}: lists no files, so it is damaged or not quantkit's"]
     found, failures = {}, []
+    with ThreadPoolExecutor() as pool:
+        hashed = {name: pool.submit(_sha256, folder, name) for name in listed}
     for name, expected in listed.items():
         try:
-            found[name] = storage.sha256_of(headers.inside(folder.resolve(), name))
+            found[name] = hashed[name].result()
         except QuantkitError as error:
             failures.append(str(error))
         else:
             if found[name] != expected:
                 failures.append(f"{name}: SHA-256 is not the one that {report.REPORT} lists, the file was changed")
     return found, failures
+
+
+def _sha256(folder: Path, name: str) -> str:
+    return hashing.sha256_of(headers.inside(folder.resolve(), name))
 
 
 def _missing(modules: list[str], layers: Mapping[str, Any] | None, other: Checkpoint | None) -> list[str]:
@@ -231,32 +262,47 @@ def _missing(modules: list[str], layers: Mapping[str, Any] | None, other: Checkp
     return found
 
 
-def _row(
-    src: Checkpoint,
-    module: str,
-    layer: Mapping[str, Any] | None,
-    other: Checkpoint | None,
-    device: torch.device | None,
-) -> tuple[Row, list[str]]:
-    """Check one packed weight, on a GPU if one is given; a weight that cannot even be read is a row that failed."""
+def _rows(
+    job: _Job, modules: list[str], layers: Mapping[str, Any], notices: list[str], progress: Progress
+) -> list[Row]:
+    """Return a row for each module, adding to `notices` what is worth telling once."""
+    rows = []
+    for module in progress.bar(modules, "verify", len(modules)):
+        try:
+            with job.clock.phase("rest"):  # of which the parts of a row take their own
+                row, seen = _row(job, module, layers.get(module))
+        except torch.OutOfMemoryError as error:
+            raise KernelError(
+                f"{module}: does not fit into the GPU's memory: free some, or prove the bits alone with --device cpu"
+            ) from error
+        rows.append(row)
+        notices += [line for line in seen if line not in notices]
+    return rows
+
+
+def _row(job: _Job, module: str, layer: Mapping[str, Any] | None) -> tuple[Row, list[str]]:
+    """Check one packed weight; one that cannot even be read is a row that failed."""
+    src, other, clock = job.src, job.other, job.clock
     size = sum(prod(src.shape(name)) * src.dtype(name).itemsize for name in src.parts(module).values())
     row = Row(module, (), "", size, None, None, None)
     seen: list[str] = []
-    problems = []
+    digest = equal = None
+    differences: list[str] = []
     try:
-        q = src.quantized(module)
-        shape = src.true_size(module) if src.is_padded(module) else q.shape
-        row = Row(module, shape, q.scheme.label, size, None, None, None)
-        different = _repacked(src, module, q, seen)
-        problems += [f"{suffix} is not what its own codes pack to" for suffix in different]
-        digest = None if layer is None else q.digest() == layer.get("digest")
-        if digest is False:
-            problems.append(f"codes or scales are not those that {report.REPORT} recorded")
-        equal = None
+        with clock.phase("read"):
+            tensors = {suffix: tensor.to(job.device) for suffix, tensor in src.stored(module).items()}
+        with clock.phase("repack"):
+            q = src.record(module, tensors)
+            if layer is not None:
+                digest = job.pool.submit(q.digest)  # beside the kernels
+            shape = src.true_size(module) if src.is_padded(module) else q.shape
+            row = Row(module, shape, q.scheme.label, size, None, None, None)
+            different = _repacked(src, tensors, q, seen)
         if other is not None and module in set(other.modules()):
-            found = _differences(src.unpadded(module) if src.is_padded(module) else q, other.unpadded(module))
-            equal = not found
-            problems += [f"{line} in {other.path}" for line in found]
+            with clock.phase("against"):
+                mine = _on(src.unpadded(module), job.device) if src.is_padded(module) else q
+                differences = _differences(mine, _on(other.unpadded(module), job.device))
+                equal = not differences
         zero = int((q.scales == 0).sum())
         if zero:
             seen.append(f"{module}: {zero} scales are zero")
@@ -265,34 +311,44 @@ def _row(
     except QuantkitError as error:
         message = str(error).removeprefix(f"{src.path}: ").removeprefix(f"{module}: ")
         return Row(module, row.shape, row.scheme, size, False, None, None, message), seen
-    row = replace(row, repack=not different, digest=digest, against=equal)
-    if device is not None and not different:  # outside of the try: a kernel that cannot run is no fault of the weight
-        shown = _multiplied(src, module, q, device)
-        problems += shown.problems
-        row = replace(row, product=not shown.problems, error=shown.error if isfinite(shown.error) else None)
-    return replace(row, problem="; ".join(problems) or None), seen
+    problems = [f"{suffix} is not what its own codes pack to" for suffix in different]
+    row = replace(row, repack=not different, against=equal)
+    kernel: tuple[str, ...] = ()
+    if job.kernels and not different:  # outside of the try: a kernel that cannot run is no fault of the weight
+        shown = _multiplied(src, tensors, q, clock)
+        kernel = shown.problems
+        row = replace(row, product=not kernel, error=shown.error if isfinite(shown.error) else None)
+    if layer is not None and digest is not None:
+        with clock.phase("digest"):
+            row = replace(row, digest=digest.result() == layer.get("digest"))
+    if row.digest is False:
+        problems.append(f"codes or scales are not those that {report.REPORT} recorded")
+    if other is not None:
+        problems += [f"{line} in {other.path}" for line in differences]
+    return replace(row, problem="; ".join([*problems, *kernel]) or None), seen
 
 
-def _multiplied(src: Checkpoint, module: str, q: QuantizedTensor, device: torch.device) -> proof.Proof:
+def _multiplied(src: Checkpoint, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock) -> proof.Proof:
     """Multiply with the stored tensors; where a program wrote them otherwise, with the same values as quantkit does."""
     assert src.layout is not None
-    tensors = {suffix: src.get(name) for suffix, name in src.parts(module).items()}
     usual = src.layout.stored(q.scheme, *q.shape)
     if {suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in tensors.items()} != usual:
         tensors = src.layout.pack(q)
+    return proof.prove(src.layout.NAME, tensors, q, clock)
+
+
+def _on(q: QuantizedTensor, device: torch.device) -> QuantizedTensor:
     zeros = None if q.zeros is None else q.zeros.to(device)
-    there = replace(q, codes=q.codes.to(device), scales=q.scales.to(device), zeros=zeros)
-    return proof.prove(src.layout.NAME, {name: tensor.to(device) for name, tensor in tensors.items()}, there)
+    return replace(q, codes=q.codes.to(device), scales=q.scales.to(device), zeros=zeros)
 
 
-def _repacked(src: Checkpoint, module: str, q: QuantizedTensor, seen: list[str]) -> list[str]:
+def _repacked(src: Checkpoint, tensors: Mapping[str, Tensor], q: QuantizedTensor, seen: list[str]) -> list[str]:
     """Return the suffixes whose stored bytes are not those that the record packs to.
 
     A checkpoint of another program may hold the same values in another dtype, or zero points of the other GPTQ
     version than its label says (LAYOUTS 1.4); that is told, and is no difference.
     """
     assert src.layout is not None
-    tensors = {suffix: src.get(name) for suffix, name in src.parts(module).items()}
     packed = LAYOUTS[stored_as(src.layout, tensors, q.scheme)].pack(q)
     different = [suffix for suffix, tensor in tensors.items() if not _same(tensor, packed.get(suffix))]
     for suffix, tensor in tensors.items() if not different else ():

@@ -6,9 +6,13 @@ import csv
 import io
 import json
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -24,6 +28,7 @@ from quantkit.speeds import Cell, Device, Layer, compare, floor, layers, panels,
 from quantkit.tensor import Scheme
 from tests.command_line import call, refused
 
+ROOT = Path(__file__).resolve().parents[1]
 H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4.24e12, rate=740e12)
 MODEL = ("llama3-8b", "llama2-70b", "large")
 QKV = layers(["llama3-8b"], [])[0]
@@ -276,6 +281,23 @@ def test_a_plot_has_a_panel_for_each_layout_and_a_line_for_each_shape(tmp_path: 
     pytest.importorskip("matplotlib", reason="PNG drawings need the extra `plot`")
     speedups(found, tmp_path / "s.png")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_csv_is_drawn_as_its_figures_were(tmp_path: Path) -> None:
+    """The figures of an earlier run, on a machine without a GPU: every line, its floor, and the same bytes again."""
+    pytest.importorskip("matplotlib", reason="drawings need the extra `plot`")
+    cells = [cell(us, layer, m) for layer in layers(MODEL, []) for us, m in ((8.0, 1), (9.0, 16), (40.0, 1024))]
+    (tmp_path / "cells.csv").write_bytes(speeds.table([each.row(H200) for each in cells]))
+    drawn = []
+    for name in ("a.svg", "b.svg"):
+        command = [sys.executable, "benchmarks/plot.py", tmp_path / "cells.csv", "-o", tmp_path / name]
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        drawn.append((tmp_path / name).read_text())
+    assert drawn[0] == drawn[1]
+    assert all(f">{layer.name} {layer.n}x{layer.k}</text>" in drawn[0] for layer in layers(MODEL, [])[:-1])
+    assert "marlin int4:g128 (matmul); dashed: its floor" in drawn[0]
+    lines = ElementTree.fromstring(drawn[0]).iter("{http://www.w3.org/2000/svg}path")
+    assert sum("stroke-dasharray" in path.get("style", "") for path in lines) == len(layers(MODEL, []))
 
 
 # ------------------------------------------------------------------------------------------------ the command

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibrate import Clock as Phases
 from quantkit.calibrate import Group, Run, calibrated, collect, find_groups
 from quantkit.checkpoint import Checkpoint, Commit, Item
 from quantkit.data import calibration
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.layouts import LAYOUTS
 from quantkit.models import Model, dense_model, tokenizer
+from quantkit.progress import Clock as Phases
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe, from_mapping
 from quantkit.solve import solve

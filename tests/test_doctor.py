@@ -7,11 +7,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from quantkit import doctor
+from quantkit.cli import show
 from quantkit.kernels import toolchain
 
 PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
@@ -91,6 +93,19 @@ def test_a_cupy_that_does_not_load_is_a_finding_not_a_crash(
     check = doctor._cupy()
     assert check.ok is (False if torch.cuda.is_available() else None)
     assert re.search(r"quantkit\[cuda1[23]\]", str(check.fix))
+
+
+def test_a_gpu_that_is_too_old_for_the_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=16 << 30)
+    new = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [old, new].__getitem__)
+    found = doctor.diagnose()
+    assert [gpu["name"] for gpu in found["gpus"]] == ["Tesla T4", "A100"]
+    assert "need 8.0 (Ampere) or newer" in found["gpus"][0]["problem"] and found["gpus"][1]["problem"] is None
+    line = next(line for line in show.diagnosis(found).splitlines() if line.startswith("GPU"))
+    assert "sm_75 (this GPU has compute capability 7.5" in line and line.endswith("sm_80")
 
 
 def test_the_cuda_extra_follows_the_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -347,4 +347,4 @@ def test_writing_the_outcome_keeps_the_checkpoint_valid(copy: Any) -> None:
     assert len(stated["rows"]) == stated["linears"] == 7
     again = verify(folder)
     assert again.ok
-    assert again.to_dict() == verify(folder).to_dict()
+    assert {**again.to_dict(), "seconds": 0} == {**verify(folder).to_dict(), "seconds": 0}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from quantkit.kernels import JUDGES, MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
+from quantkit.progress import Clock
 from quantkit.tensor import QuantizedTensor, dtype_name
 
 #: mean|y - reference| / mean|reference| must stay below (ARCHITECTURE 11).
@@ -36,28 +37,31 @@ class Proof:
     problems: tuple[str, ...]
 
 
-def prove(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor) -> Proof:
+def prove(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock | None = None) -> Proof:
     """Multiply with the packed `tensors` of a layout in MATMULS and compare with the record `q`, both on one GPU.
 
     Outputs are filled with NaN first. The naive kernel's are float32; the other's are compared with the reference
-    rounded once to their dtype. KernelError if a kernel cannot be run.
+    rounded once to their dtype. `clock` is told what took how long. KernelError if a kernel cannot be run.
     """
-    weight = q.dequantize()
+    clock = clock or Clock(q.codes.device)
     n, k = q.shape
     errors: list[float] = []
     problems: list[str] = []
+    with clock.phase("reference"):
+        weight = q.dequantize()
+        inputs = [activations(weight, m, dtype) for dtype in ACTIVATIONS for m in TOKENS]
+        wanted = [reference(x, weight) for x in inputs]
     for kind, table, exact in (("naive", JUDGES, True), ("fast", MATMULS, False)):
         multiply = partial(_poisoned, table[layout], tensors, q, exact)
-        for dtype in ACTIVATIONS:
-            for m in TOKENS:
-                x = activations(weight, m, dtype)
+        with clock.phase(f"{kind} kernel"):
+            for x, exactly in zip(inputs, wanted, strict=True):
                 y = multiply(x)
-                error = relative_error(y, reference(x, weight).to(y.dtype))
+                error = relative_error(y, exactly.to(y.dtype))
                 errors.append(error)
                 if not error < BOUND:
-                    which = f"the {kind} {layout} kernel with {m} {dtype_name(dtype)} tokens"
+                    which = f"the {kind} {layout} kernel with {len(x)} {dtype_name(x.dtype)} tokens"
                     problems.append(f"{which} is off by {error:.2g}, more than {BOUND:g}")
-        wrong = sum(_unit_vectors(multiply, weight))
+            wrong = sum(_unit_vectors(multiply, weight))
         if wrong:
             problems.append(f"the {kind} {layout} kernel multiplies {wrong} of {n * k} weights as other values")
     return Proof(max(errors), tuple(problems))

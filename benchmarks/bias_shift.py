@@ -1,0 +1,69 @@
+"""Compare TC-FPx on Hopper with itself when each weight's exponent is converted, two weights by a product.
+
+The kernel leaves a power of two out of all weights and multiplies the sums by it, once (LAYOUTS 6.4). The ZeroQuant(4+2)
+paper calls that bias shift, and gives what it saves. Both take the same tile and turns; cells are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from quantkit import bench, speeds, storage
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--scheme", default="fp6:channel")
+    parser.add_argument("--shape", nargs="+", default=["28672x4096", "57344x8192"], help="NxK")
+    parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 32, 64, 128, 1024])
+    parser.add_argument("--csv", type=Path)
+    args = parser.parse_args()
+    rows = [row for layer in speeds.layers([], args.shape) for row in measure(args.scheme, layer.n, layer.k, args.m)]
+    for row in rows:
+        print(row)
+    if args.csv:
+        storage.write_atomic(args.csv, speeds.table(rows))
+
+
+def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any]]:
+    """Return a row for each number of float16 tokens by one random weight."""
+    import torch
+
+    from quantkit.kernels import tcfpx_hopper
+    from quantkit.layouts import tcfpx
+    from quantkit.tensor import Scheme
+
+    scheme, cuda = Scheme.parse(label), torch.device("cuda")
+    one = tcfpx.pack(bench.record(scheme, n, k, cuda))
+    size = sum(part.nbytes for part in one.values())
+    count = bench.copies(size, torch.cuda.get_device_properties(cuda).L2_cache_size)
+    packed = [{name: part.clone() for name, part in one.items()} for _ in range(count)]
+    plain = tcfpx_hopper.instance
+
+    def converted(*args: Any) -> str:
+        return plain(*args).removesuffix(">") + ", true>"  # the source's last template argument
+
+    def call(i: int, x: torch.Tensor, out: torch.Tensor, instance: Any) -> None:
+        tcfpx_hopper.instance = instance
+        tcfpx_hopper.matmul(x, packed[i % count], scheme, n, k, out=out)
+        tcfpx_hopper.instance = plain
+
+    rows = []
+    for m in tokens:
+        random = torch.Generator(cuda).manual_seed(m)
+        x = torch.randn(m, k, device=cuda, generator=random).half()
+        out = torch.empty(m, n, dtype=x.dtype, device=cuda)
+        both = [bench._prepared(partial(call, x=x, out=out, instance=i), 20.0, count) for i in (plain, converted)]
+        shifted, not_shifted = bench._medians(both)
+        ratio = not_shifted / shifted
+        rows.append(
+            {"scheme": label, "N": n, "K": k, "M": m, "us": shifted, "converted_us": not_shifted, "ratio": ratio}
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,221 @@
+"""What no kernel can multiply is one clear error on a GPU, and the process goes on: a sticky CUDA error would end it.
+
+Over all layouts, their naive kernels and their fast ones; what is refused without a GPU is in test_contract.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit import pipeline, verify
+from quantkit.errors import KernelError, QuantkitError
+from quantkit.kernels import JUDGES, MATMULS, loader, missing, proof
+from quantkit.recipe import from_mapping
+from quantkit.tensor import Scheme
+from tests.command_line import refused
+from tests.kernels.operands import ONE_EACH, weight
+from tests.kernels.test_naive import on_gpu, poisoned
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = pytest.mark.parametrize("table", [MATMULS, JUDGES], ids=["fast", "naive"])
+LAYOUTS = pytest.mark.parametrize(("layout", "label", "n", "k"), ONE_EACH)
+
+
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
+    problem = loader.toolchain()["problem"]
+    if problem is not None:
+        pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
+
+
+@pytest.fixture
+def old(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make every GPU one of compute capability 7.5, on which nothing was loaded yet."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    loader._loaded.cache_clear()
+
+
+def off_by_one(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return a contiguous copy of `like` in another shape of as many elements or fewer, misaligned by one element."""
+    whole = torch.zeros(like.numel() + 1, dtype=like.dtype, device=like.device)
+    count = torch.Size(shape).numel()
+    whole[1 : 1 + count].copy_(like.reshape(-1)[:count])
+    return whole[1 : 1 + count].view(shape)
+
+
+def scattered(tensor: Tensor) -> Tensor:
+    """Return the same values with a gap behind each."""
+    wide = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+@pytest.mark.gpu
+@KERNELS
+@LAYOUTS
+def test_bad_operands_are_one_error_and_the_process_goes_on(
+    gpu: None, table: dict[str, Callable[..., Tensor]], layout: str, label: str, n: int, k: int
+) -> None:
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    x = proof.activations(q.dequantize(), 4, torch.float16)
+    codes, scales = next(iter(tensors)), list(tensors)[-1]
+
+    def call(
+        x: Tensor = x,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        scheme: Scheme = q.scheme,
+        n: int = n,
+        k: int = k,
+        **changed: Tensor,
+    ) -> Callable[[], Tensor]:
+        return lambda: table[layout](x, {**tensors, **changed}, scheme, n, k, bias, out)
+
+    cases = [
+        ("m >= 1", call(x[:0])),
+        (rf"\[m, {k}\]", call(x[:, :-16].contiguous())),
+        (rf"\[m, {k}\]", call(x[0])),
+        (rf"\[m, {k}\]", call(x[None])),
+        ("activations must be on a CUDA device, not on cpu", call(x.cpu())),
+        ("activations must be on a CUDA device, not on meta", call(x.to("meta"))),
+        *(
+            ("activations must be float16 or bfloat16", call(x.to(t)))
+            for t in (torch.float32, torch.float64, torch.int16)
+        ),
+        ("activations must be contiguous", call(torch.empty(k, 4, dtype=x.dtype, device="cuda").t())),
+        ("activations must be contiguous", call(scattered(x))),
+        ("activations must be contiguous", call(x[:1].expand(4, k))),
+        ("activations must begin at a multiple of 16", call(off_by_one((4, k), x))),
+        ("must be on a CUDA device, not on cpu", call(**{codes: tensors[codes].cpu()})),
+        ("must be int32", call(**{codes: tensors[codes].to(torch.int64)})),
+        ("must be float16, not bfloat16", call(**{scales: tensors[scales].bfloat16()})),
+        ("must have shape", call(**{codes: tensors[codes][:-1]})),
+        ("must have shape", call(**{scales: tensors[scales].reshape(-1)[:-1]})),
+        *(
+            (f"{name} must be contiguous", call(**{name: scattered(tensor)}))
+            for name, tensor in tensors.items()
+            if layout != "marlin24-ct"  # whose tensors go by their other names
+        ),
+        ("must begin at a multiple of 16", call(**{codes: off_by_one(tensors[codes].shape, tensors[codes])})),
+        ("must begin at a multiple of 16", call(**{scales: off_by_one(tensors[scales].shape, tensors[scales])})),
+        ("bias must be float16", call(bias=torch.zeros(n, device="cuda"))),
+        ("bias must have shape", call(bias=torch.zeros(n - 1, device="cuda").half())),
+        ("bias must be on a CUDA device", call(bias=torch.zeros(n).half())),
+        ("bias must be contiguous", call(bias=torch.zeros(2 * n, device="cuda").half()[::2])),
+        ("out must have shape", call(out=poisoned(3, n, torch.float16))),
+        ("out must be float16 or float32", call(out=poisoned(4, n, torch.bfloat16))),
+        ("out must be contiguous", call(out=poisoned(n, 4, torch.float16).t())),
+        ("out must be on a CUDA device", call(out=torch.empty(4, n).half())),
+        ("out must begin at a multiple of 16", call(out=off_by_one((4, n), poisoned(4, n, torch.float16)))),
+        ("n to be a multiple", call(n=n - 8)),
+        ("n to be a multiple", call(n=0)),
+        ("multiple of|does not divide", call(k=k + 8)),
+        ("kernel takes", call(scheme=Scheme.parse("int4:g16"))),
+    ]
+    good = call()()
+    for pattern, bad in cases:
+        with pytest.raises(QuantkitError, match=pattern) as caught:
+            bad()
+        assert "\n" not in str(caught.value)
+    torch.cuda.synchronize()
+    assert torch.equal(call()(), good)
+
+
+@pytest.mark.gpu
+@KERNELS
+@LAYOUTS
+def test_operands_on_two_gpus_are_refused(
+    gpu: None, table: dict[str, Callable[..., Tensor]], layout: str, label: str, n: int, k: int
+) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    x = torch.ones(2, k, dtype=torch.float16, device="cuda:1")
+    with pytest.raises(KernelError, match="must be on cuda:1 as the activations are, not on cuda:0"):
+        table[layout](x, tensors, q.scheme, n, k)
+    there = {name: tensor.to(x.device) for name, tensor in tensors.items()}
+    y = table[layout](x, there, q.scheme, n, k)
+    assert torch.equal(y.cpu(), table[layout](x.to("cuda:0"), tensors, q.scheme, n, k).cpu())
+
+
+@pytest.mark.parametrize("layout", MATMULS)
+def test_an_old_gpu_is_said_before_anything_is_compiled(layout: str, old: None) -> None:
+    if loader.toolchain()["problem"] is not None:
+        pytest.skip("needs CuPy, whose absence is said first")
+    said = str(missing(layout, torch.device("cuda", 0)))
+    assert "compute capability 7.5" in said and "need 8.0" in said and "--device cpu" in said and "\n" not in said
+
+
+@pytest.mark.gpu
+@KERNELS
+@LAYOUTS
+def test_an_old_gpu_is_one_error_and_the_process_goes_on(
+    gpu: None, table: dict[str, Callable[..., Tensor]], layout: str, label: str, n: int, k: int
+) -> None:
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    x = proof.activations(q.dequantize(), 4, torch.float16)
+    good = table[layout](x, tensors, q.scheme, n, k)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+        loader._loaded.cache_clear()
+        with pytest.raises(KernelError, match=r"compute capability 7.5.*need 8.0") as caught:
+            table[layout](x, tensors, q.scheme, n, k)
+        assert "\n" not in str(caught.value)
+    assert torch.equal(table[layout](x, tensors, q.scheme, n, k), good)
+
+
+@pytest.mark.gpu
+def test_on_an_old_gpu_verify_proves_the_bits_and_bench_refuses(
+    gpu: None, old: None, tiny_llama: Path, tmp_path: Path
+) -> None:
+    recipe = from_mapping({"scheme": {"format": "int4"}, "method": "rtn", "clip": "none", "layout": "marlin"})
+    pipeline.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
+    found = verify(tmp_path / "out")
+    assert found.ok and found.kernel is None and "compute capability 7.5" in found.note
+    with pytest.raises(KernelError, match=r"cannot be multiplied on cuda: this GPU has compute capability 7.5"):
+        verify(tmp_path / "out", device="cuda")
+    assert "compute capability 7.5" in refused("bench", "kernels", "--layout", "marlin", "--shape", "64x128")
+
+
+@pytest.mark.gpu
+def test_a_gpu_without_cupy_is_one_error_that_names_the_extra(gpu: None, tmp_path: Path) -> None:
+    """In a process that never had CuPy: kernels, `bench kernels` and `doctor` say what to install, torch works on."""
+    code = """
+import torch
+from quantkit.errors import KernelError
+from quantkit.kernels import JUDGES, MATMULS
+from tests.command_line import refused
+from tests.kernels.operands import ONE_EACH, weight
+from tests.kernels.test_naive import on_gpu
+
+for layout, label, n, k in ONE_EACH:
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    for table in (JUDGES, MATMULS):
+        try:
+            table[layout](torch.ones(2, k, device="cuda").half(), tensors, q.scheme, n, k)
+        except KernelError as error:
+            print(error)
+print(refused("bench", "kernels", "--layout", "marlin", "--shape", "64x128").splitlines()[-1])
+print(float(torch.ones(3, device="cuda").sum()))
+"""
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy/__init__.py").write_text("raise ImportError('there is none')")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    run = {"env": environment, "cwd": ROOT, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], **run)  # type: ignore[call-overload]
+    *said, sound = done.stdout.splitlines()
+    assert done.returncode == 0 and sound == "3.0", done.stderr
+    assert len(said) == 2 * len(ONE_EACH) + 1
+    assert all("there is none" in line and f"pip install 'quantkit[{loader.extra()}]'" in line for line in said), said
+    doctor = subprocess.run([sys.executable, "-m", "quantkit", "doctor"], **run)  # type: ignore[call-overload]
+    assert doctor.returncode != 0 and f"quantkit[{loader.extra()}]" in doctor.stdout

@@ -1,0 +1,115 @@
+"""`verify` of the layouts that have kernels: a bit that flipped before the files were hashed, wherever it is, is found.
+
+On a GPU the bits are unpacked, packed and multiplied there; on a CPU unpacked and packed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit import pipeline
+from quantkit.checkpoint import Checkpoint
+from quantkit.kernels import loader
+from quantkit.recipe import from_mapping
+from quantkit.report import REPORT
+from quantkit.verify import Verification, verify
+from tests.models import write_model
+from tests.test_verify import edit, recorded
+
+RECIPES: dict[str, dict[str, object]] = {
+    "marlin": {"scheme": {"format": "int4"}},
+    "marlin24": {"scheme": {"format": "int4", "sparsity": "2:4"}, "prune": "magnitude"},
+    "marlin24-ct": {"scheme": {"format": "int4", "sparsity": "2:4"}, "prune": "magnitude"},
+    "tcfpx": {"scheme": {"format": "fp6"}},
+    "quick": {"scheme": {"format": "int4", "symmetric": False}},
+}
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+MODULE = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shapes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "num_key_value_heads": 2}
+    return write_model("llama", tmp_path_factory.mktemp("dense") / "model", num_hidden_layers=1, **shapes)
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest) -> str:
+    """The device to run on; skips where it is not there."""
+    device = str(request.param)
+    if device == "cuda" and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
+    if device == "cuda" and loader.toolchain()["problem"] is not None:
+        pytest.skip(f"needs CuPy: {loader.install()}")
+    return device
+
+
+def packed(layout: str, model: Path, out: Path) -> Path:
+    recipe = from_mapping({**RECIPES[layout], "method": "rtn", "clip": "none", "layout": layout})
+    pipeline.quantize(model, out, recipe, device="cpu")
+    return out
+
+
+def with_flipped(folder: Path, suffix: str, place: float, device: str) -> Verification:
+    """Verify with one bit of a tensor flipped, and a report whose list of hashes agrees with the damaged files."""
+
+    def change(part: dict[str, Tensor]) -> None:
+        data = part[suffix].view(torch.uint8).reshape(-1)
+        bit = int(place * 8 * data.numel())
+        data[bit // 8] ^= 1 << bit % 8
+        part[suffix] = data.view(part[suffix].dtype).view(part[suffix].shape)
+
+    before = (folder / REPORT).read_bytes()
+    edit(folder, MODULE, change)
+    report = recorded(folder)
+    report["files"] |= {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.glob("*.safetensors")}
+    (folder / REPORT).write_text(json.dumps(report))
+    found = verify(folder, device=device)
+    edit(folder, MODULE, change)
+    (folder / REPORT).write_bytes(before)
+    return found
+
+
+@pytest.mark.parametrize("run", DEVICES, indirect=True)
+@pytest.mark.parametrize("layout", RECIPES)
+def test_a_flipped_bit_of_any_packed_tensor_fails_its_weight(
+    layout: str, run: str, model: Path, tmp_path: Path
+) -> None:
+    folder = packed(layout, model, tmp_path / "out")
+    good = verify(folder, device=run)
+    assert good.ok, good.failures
+    assert all(row.repack and row.digest for row in good.rows)
+    assert (good.multiplied == good.weights) is (run == "cuda")
+    places = random.Random(5)
+    for suffix in Checkpoint(folder).parts(MODULE):
+        for _ in range(3):
+            found = with_flipped(folder, suffix, places.random(), run)
+            assert [row.module for row in found.rows if row.problem] == [MODULE], suffix
+
+
+@pytest.mark.parametrize("run", DEVICES, indirect=True)
+def test_records_are_compared_whichever_device_holds_them(run: str, model: Path, tmp_path: Path) -> None:
+    """`--against` reads the other side from its own files, in another layout."""
+    folder = packed("marlin", model, tmp_path / "out")
+    pipeline.pack(folder, tmp_path / "other", "gptq")
+    found = verify(folder, against=tmp_path / "other", device=run)
+    assert found.ok, found.failures
+    assert all(row.against for row in found.rows)
+    edit(tmp_path / "other", MODULE, lambda part: part["qweight"][:1, :1].bitwise_xor_(1))
+    found = verify(folder, against=tmp_path / "other", device=run)
+    assert [row.module for row in found.rows if row.against is False] == [MODULE]
+    assert "1 of 131072 codes differ" in found.failures[0]
+
+
+@pytest.mark.parametrize("run", DEVICES, indirect=True)
+def test_the_seconds_of_every_part_are_told(run: str, model: Path, tmp_path: Path) -> None:
+    found = verify(packed("marlin", model, tmp_path / "out"), device=run).to_dict()["seconds"]
+    assert {"files", "read", "repack", "digest"} <= found.keys() and all(value >= 0 for value in found.values())
+    assert ({"reference", "naive kernel", "fast kernel"} <= found.keys()) is (run == "cuda")
