@@ -1,27 +1,33 @@
 """Low-bit checkpoints from Hugging Face causal LMs.
 
-The names below are loaded on first use, so that `import quantkit` costs nothing.
+The names below are loaded on first use, so that `import quantkit` costs nothing. It makes packed checkpoints known to
+transformers as well: at once if that is imported already, else when its table of quantizers is.
 """
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from importlib import import_module
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.api import prune, quantize
+    from quantkit.loading import load
     from quantkit.pipeline import pack
     from quantkit.tensor import QuantizedTensor, Scheme
     from quantkit.verify import verify
 
 __version__ = "0.1.0"
-__all__ = ["QuantizedTensor", "Scheme", "__version__", "pack", "prune", "quantize", "verify"]
+__all__ = ["QuantizedTensor", "Scheme", "__version__", "load", "pack", "prune", "quantize", "verify"]
 
 _HOME = {
     "QuantizedTensor": "quantkit.tensor",
     "Scheme": "quantkit.tensor",
+    "load": "quantkit.loading",
     "pack": "quantkit.pipeline",
     "prune": "quantkit.api",
     "quantize": "quantkit.api",
@@ -44,3 +50,35 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+
+#: The module of transformers that holds its quantizers.
+_TABLE = "transformers.quantizers.auto"
+
+
+class _WhenImported:
+    """Imports `quantkit.hf`, which registers our quantizer, behind transformers' table; importing that is not ours."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _TABLE:
+            return None
+        sys.meta_path.remove(self)
+        try:
+            spec = find_spec(name)
+        finally:
+            sys.meta_path.insert(0, self)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def then_register(module: ModuleType) -> None:
+                run(module)
+                sys.meta_path.remove(self)
+                import_module("quantkit.hf")
+
+            spec.loader.exec_module = then_register  # type: ignore[method-assign]
+        return spec
+
+
+if _TABLE in sys.modules:
+    import_module("quantkit.hf")
+else:
+    sys.meta_path.insert(0, _WhenImported())

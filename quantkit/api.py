@@ -7,6 +7,7 @@ the same default (ALGORITHMS 0).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from quantkit.checkpoint import Checkpoint, resolve
 from quantkit.data import evaluation_text
 from quantkit.errors import RecipeError
 from quantkit.evaluate import Divergence, Perplexity, kld, perplexity
-from quantkit.models import dense_model, tokenizer
+from quantkit.loading import opened
+from quantkit.models import tokenizer
+from quantkit.packed import way
 from quantkit.progress import Progress
 from quantkit.recipe import Pruning, Recipe
 
@@ -193,16 +196,19 @@ def eval_ppl(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Return the perplexity of a dense or quantized checkpoint, every weight decoded to float32.
+    """Return the perplexity of a dense or quantized checkpoint.
 
-    `window` is by default the model's longest context, at most 2048 tokens; `stride` is by default the window.
+    Packed weights are multiplied by their kernels on a GPU, in the model's dtype, and decoded one at a time on a CPU; a
+    dense model is computed with in float32. `window` is by default the model's longest context, at most 2048 tokens;
+    `stride` is by default the window.
     """
     text, what = evaluation_text(data)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    model = dense_model(src, device=device, trust_remote_code=trust_remote_code)
+    model = opened(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
     window = window or _window(model)
     words = tokenizer(src.path)
-    return perplexity(model, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
+    found = perplexity(model, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
+    return replace(found, weights=way(model))
 
 
 def eval_kld(
@@ -220,16 +226,18 @@ def eval_kld(
 ) -> Divergence:
     """Return how far the next-token distributions of a checkpoint are from those of the model `against`.
 
-    Both are decoded to float32 and in memory together; windows as for `eval_ppl`, tokens by the tokenizer of `against`.
+    Both are in memory together, and computed with as for `eval_ppl`; windows as there, tokens by the tokenizer of
+    `against`.
     """
     text, what = evaluation_text(data)
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
-    model = dense_model(src, device=device, trust_remote_code=trust_remote_code)
-    reference = dense_model(ref, device=device, trust_remote_code=trust_remote_code)
+    model = opened(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    reference = opened(ref, device=device, trust_remote_code=trust_remote_code, progress=progress)
     window = window or min(_window(model), _window(reference))
     words = tokenizer(ref.path)
-    return kld(model, reference, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
+    found = kld(model, reference, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
+    return replace(found, weights=way(model))
 
 
 def _window(model: Any) -> int:

@@ -35,7 +35,7 @@ class Perplexity:
     """`exp(nll)` and how it came about: `nll` is in nats per predicted token, `tokens` counts those.
 
     `text_tokens` is the whole text, of which `windows` windows of `window` tokens were used, `stride` apart; with `bos`
-    each had the BOS token put in front. `data` says which text.
+    each had the BOS token put in front. `data` says which text, `weights` how the model's are multiplied.
     """
 
     perplexity: float
@@ -47,6 +47,7 @@ class Perplexity:
     bos: bool
     data: str
     text_tokens: int
+    weights: str = ""
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Divergence:
     bos: bool
     data: str
     text_tokens: int
+    weights: str = ""
 
 
 def perplexity(

@@ -9,7 +9,6 @@ unwinds the rest. So whatever a block is called with is right, and only its own 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError, reason
+from quantkit.skeleton import match, require_complete, skeleton
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -51,9 +51,9 @@ class Model:
         self.src = src
         self.device = device_of(device)
         self.device_name = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
-        self.dtype = _compute_dtype(src.dtype_of_model, self.device)
-        self.module = _skeleton(src, self.dtype, trust_remote_code)
-        self._stored, self._missing, strangers = _match(self.module, src)
+        self.dtype = compute_dtype(src.dtype_of_model, self.device)
+        self.module = skeleton(src, self.dtype, trust_remote_code)
+        self._stored, self._missing, strangers = match(self.module, src)
         self.blocks = _blocks(self.module, src.path)
         self.paths, self.tied, self.notices = _survey(self.module, self._stored)
         self.linears: dict[str, tuple[int, int]] = {}
@@ -224,14 +224,9 @@ def dense_model(
     Loading is strict: CheckpointError for a tensor that is missing, of another shape, or not part of the model (but for
     those that the model's class itself says to ignore).
     """
-    module = _skeleton(src, dtype, trust_remote_code)
-    stored, missing, strangers = _match(module, src)
-    for names, rule in ((missing, "is missing from the checkpoint"), (strangers, "is not part of the model")):
-        if names:
-            raise CheckpointError(
-                f"{src.path}: {names[0]} {rule} ({len(names)} in all): the folder is not a complete "
-                f"{type(module).__name__}, download or quantize it again"
-            )
+    module = skeleton(src, dtype, trust_remote_code)
+    stored, missing, strangers = match(module, src)
+    require_complete(module, src, missing, strangers)
     target = device_of(device)
     once = {name: state for state, name in reversed(stored.items())}
     for name, state in once.items():
@@ -271,73 +266,12 @@ def device_of(name: str) -> torch.device:
     return device
 
 
-def _compute_dtype(model: torch.dtype, device: torch.device) -> torch.dtype:
+def compute_dtype(model: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return what a model of a dtype is computed with: float32 on a CPU (bfloat16 if it has AMX), its own on a GPU."""
     if device.type == "cuda":
         return model
     amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
     return torch.bfloat16 if amx and model == torch.bfloat16 else torch.float32
-
-
-def _skeleton(src: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model with meta parameters and real buffers (a rotary table is computed, not stored).
-
-    The attention implementation is transformers' own choice: sdpa but for models that it would compute wrongly.
-    """
-    from accelerate import init_empty_weights
-    from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
-
-    family = str(src.config.get("model_type"))
-    remote = trust_remote_code and "auto_map" in src.config
-    if not remote and family not in CONFIG_MAPPING:
-        raise CheckpointError(
-            f"{src.path}: model type {family!r} is unknown to transformers: upgrade it, or check config.json"
-        )
-    try:
-        if remote:
-            config = AutoConfig.from_pretrained(src.path, trust_remote_code=True)
-        else:
-            known = {key: value for key, value in src.config.items() if key not in ("quantization_config", "auto_map")}
-            config = CONFIG_MAPPING[family].from_dict(known)
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-        config.use_cache = False
-        with init_empty_weights(include_buffers=False):
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
-    except Exception as error:  # a config is free to be wrong in any way
-        raise CheckpointError(
-            f"{src.path}: transformers cannot build the model of config.json ({reason(error)}): mend it, or upgrade "
-            "transformers"
-        ) from error
-    return module.eval()
-
-
-def _match(module: PreTrainedModel, src: Checkpoint) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return state name -> stored name, the states that are missing, the stored names that the model does not have.
-
-    transformers itself says under which names a class was published (`embed_out` for `lm_head`, or no base model's).
-    What it would merge or split while loading, such as experts, has no stored name here and counts as missing.
-    """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    transforms = get_model_conversion_mapping(module)
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    states = module.state_dict()
-    # Tables that old versions of transformers stored and today's compute.
-    ignored = [*(module._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
-    stored: dict[str, str] = {}
-    strangers: list[str] = []
-    for name in src.logical():
-        state, converted = rename_source_key(name, renamings, converters, module.base_model_prefix, states)
-        if converted is None and state in states and state not in stored:
-            stored[state] = name
-        elif converted is None and not any(re.search(pattern, name) for pattern in ignored):
-            strangers.append(name)
-    for a, b in module.all_tied_weights_keys.items():  # a tied weight may be stored once, under either name
-        if (a in stored) != (b in stored):
-            stored[a] = stored[b] = stored.get(a) or stored[b]
-    return stored, [state for state in states if state not in stored], strangers
 
 
 def _blocks(module: nn.Module, folder: Path) -> list[str]:

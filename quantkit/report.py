@@ -28,15 +28,15 @@ REPORT = "quantkit_report.json"
 #: Which programs load a layout today (LAYOUTS 10).
 READERS = {
     "compressed-tensors": "transformers (with compressed-tensors), vLLM, SGLang",
-    "humming": "vLLM and SGLang, through humming-kernels",
-    "tcfpx": "fp6_llm (E3M2 and E2M2), torchao until early 2026",
+    "humming": "vLLM and SGLang, through humming-kernels; transformers (with quantkit)",
+    "tcfpx": "transformers (with quantkit), fp6_llm (E3M2 and E2M2), torchao until early 2026",
     "gptq": "vLLM, SGLang, GPTQModel, transformers (through gptqmodel)",
     "gptq-v2": "GPTQModel, vLLM since October 2025 (earlier versions read it wrongly)",
     "awq": "vLLM, GPTQModel, transformers (through gptqmodel); one scale per row in vLLM alone",
-    "quick": "SqueezeBits' fork of AutoAWQ alone, for n of 128 or a multiple of 256",
-    "marlin": "the original MARLIN kernel, AutoGPTQ 0.7, GPTQModel, vLLM up to 0.10.1",
-    "marlin24": "the original Sparse-MARLIN kernel, vLLM up to 0.14",
-    "marlin24-ct": "vLLM up to 0.14 (its compressed-tensors reader)",
+    "quick": "transformers (with quantkit), SqueezeBits' fork of AutoAWQ for n of 128 or a multiple of 256",
+    "marlin": "transformers (with quantkit), the original MARLIN kernel, AutoGPTQ 0.7, GPTQModel, vLLM up to 0.10.1",
+    "marlin24": "transformers (with quantkit), the original Sparse-MARLIN kernel, vLLM up to 0.14",
+    "marlin24-ct": "transformers (with quantkit), vLLM up to 0.14 (its compressed-tensors reader)",
 }
 
 #: Fact of a layer -> what happened to it; each is counted in the closing table, since nothing is done silently.

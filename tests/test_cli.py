@@ -51,6 +51,7 @@ def test_every_help_ends_with_an_example_of_its_command() -> None:
             {"perplexity", "tokens", "windows", "window", "stride", "bos", "data"},
         ),
         ("eval kld {int4} --against {model} --data {calib} --window 32", {"kld", "top1", "tokens", "window", "data"}),
+        ("generate {int4} abc --max-new-tokens 3", {"prompt", "text", "tokens", "seconds", "weights"}),
     ],
 )
 def test_json_is_one_object_and_text_has_the_same_exit_code(

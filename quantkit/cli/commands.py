@@ -8,7 +8,20 @@ from typing import Any
 
 import click
 
-from quantkit import __version__, api, bench, conversions, demo, doctor, drawing, pipeline, report, speeds, storage
+from quantkit import (
+    __version__,
+    api,
+    bench,
+    conversions,
+    demo,
+    doctor,
+    drawing,
+    loading,
+    pipeline,
+    report,
+    speeds,
+    storage,
+)
 from quantkit.checkpoint import Checkpoint, resolve
 from quantkit.cli import options, show
 from quantkit.cli.exits import FAILED, MISSED, UNVERIFIED, emit, leave
@@ -217,6 +230,24 @@ def divergence(
     emit(show.as_json(asdict(found)) if as_json else show.divergence(found))
     if max_kld is not None and not found.kld <= max_kld:
         leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")
+
+
+@options.command(
+    quantkit, "generate", "quantkit generate ./model-int4 'The capital of France is' --max-new-tokens 32", as_json=True
+)
+@click.argument("checkpoint")
+@click.argument("prompt")
+@click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, help="Most tokens to write [64].")
+@options.device
+@options.source
+def generate(checkpoint: str, prompt: str, as_json: bool, progress: Progress, **asked: Any) -> None:
+    """Write on after PROMPT.
+
+    CHECKPOINT may be dense or quantized; the likeliest token is taken each time."""
+    found = loading.generate(checkpoint, prompt, progress=progress, **asked)
+    emit(show.as_json(asdict(found)) if as_json else show.generated(found))
+    rate = found.tokens / found.seconds
+    progress.note(f"{found.tokens} tokens in {found.seconds:.1f} s, {rate:.1f} a second; {found.weights}")
 
 
 @quantkit.group("bench", epilog="\b\nExample:\n  quantkit bench kernels --layout marlin")

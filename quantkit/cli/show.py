@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.conversions import Conversion
 from quantkit.evaluate import Divergence, Perplexity
+from quantkit.loading import Generated
 from quantkit.plan import Plan
 from quantkit.report import size
 from quantkit.verify import Verification
@@ -115,6 +116,11 @@ def divergence(found: Divergence) -> str:
     return f"KL divergence {found.kld:.6f} nats\ntop-1 agreement {100 * found.top1:.3f} %\n{_protocol(found)}"
 
 
+def generated(found: Generated) -> str:
+    """Return a prompt and what a model wrote after it."""
+    return found.prompt + found.text
+
+
 def matrix(found: Iterable[Conversion]) -> str:
     """Return the table of `convert --list`."""
     return table(("conversion", "verdict"), [(f"{c.source}-to-{c.target}", c.verdict) for c in found])
@@ -129,6 +135,7 @@ def diagnosis(found: Mapping[str, Any]) -> str:
     machine = found["machine"]
     gpus = [
         f"{gpu['name']}, {size(gpu['memory'])}, sm_{gpu['compute_capability'].replace('.', '')}"
+        + (f" ({gpu['problem']})" if gpu["problem"] else "")
         for gpu in found["gpus"]
     ]
     lines = [
@@ -214,7 +221,7 @@ def _protocol(found: Perplexity | Divergence) -> str:
     return (
         f"on {found.data}: {found.windows} windows of {found.window} tokens, stride {found.stride}, "
         f"{'BOS in front of each' if found.bos else 'no BOS'}, {found.tokens} predictions, "
-        f"text of {found.text_tokens} tokens (a last short window is dropped)"
+        f"text of {found.text_tokens} tokens (a last short window is dropped); {found.weights}"
     )
 
 

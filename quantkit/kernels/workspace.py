@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import torch
 from torch import Tensor
 
@@ -24,8 +26,24 @@ def workspace(source: str, device: torch.device, sums: int, counters: int) -> tu
     if not capturing:
         for owner in (None, stream):
             if (source, device, owner) not in _ROOMS:
-                room = torch.empty(sums, dtype=torch.float32, device=device)
-                _ROOMS[source, device, owner] = room, torch.zeros(counters, dtype=torch.int32, device=device)
+                _ROOMS[source, device, owner] = _room(device, sums, counters)
     elif (source, device, None) not in _ROOMS:
         raise KernelError(f"the first launch of {source} on {device} is captured: call it once before the capture")
     return _ROOMS[source, device, None if capturing else stream]
+
+
+def _room(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+    """Return new memory that stays, made by another thread.
+
+    What the thread of a compiled model allocates while it warms up goes into the pool of its CUDA graph, where torch
+    allows nothing to stay.
+    """
+
+    def make() -> tuple[Tensor, Tensor]:
+        zeros = torch.zeros(counters, dtype=torch.int32, device=device)
+        return torch.empty(sums, dtype=torch.float32, device=device), zeros
+
+    with ThreadPoolExecutor(1) as thread:
+        room = thread.submit(make).result()
+    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))  # where that thread set the zeros
+    return room

@@ -87,6 +87,13 @@ RAISES = {
     "humming fp6": ("humming", FP6),
     "humming fp5": ("humming", FP5),
     "tcfpx": ("tcfpx", FP6),
+    **{f"tcfpx {label}": ("tcfpx", Scheme.parse(label)) for label in ("fp5", *E2)},
+    "quick asymmetric": ("quick", Scheme.parse("int4:g64:asym")),
+    "quick 2:4": ("quick", SPARSE),
+    "marlin of 2:4 weights": ("marlin", SPARSE),
+    "awq symmetric": ("awq", INT4),
+    "gptq asymmetric": ("gptq", Scheme.parse("int4:g64:asym")),
+    "gptq-v2 symmetric": ("gptq-v2", INT4),
 }
 
 
