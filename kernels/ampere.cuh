@@ -40,6 +40,43 @@ DEVICE void multiply_add(bfloat, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+#if __CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MINOR__ >= 5  // of CUDA 12; the form that future GPUs are fast with
+#define SPARSE "mma.sp::ordered_metadata"
+#else
+#define SPARSE "mma.sp"
+#endif
+
+// c += A B where A is 16 x 32 and of each aligned four of a row two are stored: register b + 2h holds of row 8b + a
+// those of columns 16h + 4q + {0, 1, 2, 3}. Which two they are is in `metadata` of lanes 4a + 2 * selector + h: for
+// every four of columns 16h to 16h + 15 four bits, those of row a in the low half, those of row 8 + a in the high half.
+// Of B, register h holds column a, rows 8h + 2q + {0, 1}.
+template <int SELECTOR>
+DEVICE void multiply_add_sparse(half, float (&c)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
+    asm(SPARSE ".sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
+          "n"(SELECTOR));
+}
+
+template <int SELECTOR>
+DEVICE void multiply_add_sparse(bfloat, float (&c)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
+    asm(SPARSE ".sync.aligned.m16n8k32.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9, %10, %11}, {%0, %1, %2, %3}, %12, %13;"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(metadata),
+          "n"(SELECTOR));
+}
+
+template <class X>
+DEVICE void multiply_add_sparse(
+    X type, float (&c)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata, u32 selector) {
+    if (selector)
+        multiply_add_sparse<1>(type, c, a, b, metadata);
+    else
+        multiply_add_sparse<0>(type, c, a, b, metadata);
+}
+
 // x * y + z of both numbers of a word.
 DEVICE u32 fma_pair(half, u32 x, u32 y, u32 z) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(y), "r"(z));

@@ -104,6 +104,13 @@ DEVICE void store_transposed(u32 address, const u32 (&v)[2]) {
                  : "memory");
 }
 
+// What another block wrote before it added to a counter can be read after this has shown the sum.
+DEVICE u32 load_acquire(const u32 *p) {
+    u32 x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+
 // A launch that asks for it may start before the one in front of it has ended. This says that the next one may, ...
 DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
@@ -119,4 +126,32 @@ DEVICE void give_registers() {
 template <int REGISTERS>
 DEVICE void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+template <class X>
+constexpr bool IS_HALF = false;
+template <>
+constexpr bool IS_HALF<half> = true;
+
+template <int WORDS>
+DEVICE void load_words(u32 (&w)[WORDS], u32 address) {
+    if constexpr (WORDS == 8) {
+        load_words<4>((u32(&)[4])w[0], address);
+        load_words<4>((u32(&)[4])w[4], address + 16);
+    } else if constexpr (WORDS == 4)
+        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
+                     : "r"(address));
+    else if constexpr (WORDS == 2)
+        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
+    else
+        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(address));
+}
+
+// The same as `copy_tile` of a matrix whose rows are cut into pieces: the box begins at (column, piece, row).
+DEVICE void copy_box(u32 to, const TensorMap &map, int column, int piece, int row, u32 barrier) {
+    asm volatile(
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+        "l"((u64)&map), "r"(column), "r"(piece), "r"(row), "r"(barrier)
+        : "memory");
 }

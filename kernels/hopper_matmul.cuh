@@ -10,7 +10,8 @@
 //
 // Weight: TYPE of activations, COLUMNS of a tile, WORDS (products side by side of a warpgroup), WGS, SHARED,
 // PRODUCTS (steps of one stage), CHUNK (products that share a scale; PRODUCTS: none), BYTES of a stage and ROOM for them,
-// STRIDE from the rows of one product to those of the next, Maps, fetch, and what a thread does with it, Lane.
+// STRIDE from the rows of one product to those of the next, Maps, fetch, and what a thread does with it, Lane. A sparse
+// weight has products of 32 of k; it issues them itself, and has no STRIDE but writes its sums.
 #pragma once
 
 #include "wgmma.cuh"
@@ -21,6 +22,7 @@ constexpr int K_STEP = 128;  // of k in a stage
 template <class Weight, int TOKENS, int STAGES>
 struct Frame {
     static constexpr int WGS = Weight::WGS, WORDS = Weight::WORDS;
+    static constexpr bool SPARSE = Weight::PRODUCTS == K_STEP / 32;
     static constexpr int SUMS = TOKENS / 2;                     // registers of one product
     static constexpr int ALL = WORDS * SUMS;                    // of a thread
     static constexpr int OWNERS = Weight::SHARED ? WGS : 1;     // warpgroups that end up with sums
@@ -52,7 +54,7 @@ struct Block {
     int m, n, k_steps, token_tiles;
     int first, last;  // this block's units, steps of k of tiles one after the other
     Deal deal;
-    u32 x_at, w_at, handed_at, out_at, barriers, flags;
+    u32 x_at, w_at, handed_at, out_at, barriers;
 
     DEVICE void place(u32 base) {
         x_at = base;
@@ -60,7 +62,6 @@ struct Block {
         handed_at = w_at + STAGES * Weight::ROOM;
         out_at = handed_at + F::HANDED;
         barriers = out_at + 4 * F::OWNERS * F::OUT_BYTES;
-        flags = barriers + 16 * STAGES;
     }
     DEVICE void deal_out(int column_tiles, int cluster) {
         if (cluster == 0) {
@@ -77,39 +78,72 @@ struct Block {
     DEVICE u32 empty(int stage) const { return barriers + 16 * stage + 8; }
 };
 
+// A block's steps in the order that it takes them: tile by tile, the last one first, each in the order of k. So what it
+// does of a tile that a later block ends comes first, and what earlier ones have begun it ends last.
+struct Walk {
+    int first, k_steps, tile, begin, end;  // of the tile, what is this block's: [begin, end) of units
+
+    DEVICE Walk(int first_, int last, int k_steps_) : first(first_), k_steps(k_steps_), tile((last - 1) / k_steps_) {
+        begin = max(first, tile * k_steps), end = last;
+    }
+    DEVICE bool there() const { return begin < end; }
+    DEVICE void next() {
+        tile--, end = begin;
+        begin = max(first, tile * k_steps);
+    }
+    DEVICE bool begins_tile() const { return begin == tile * k_steps; }
+    DEVICE bool ends_tile() const { return end == (tile + 1) * k_steps; }
+};
+
+// Call `use(tile, step of k, stage, round)` for the steps `from` to `to` of a block; a round fills all stages once.
+template <int STAGES, class B, class Use>
+DEVICE void for_steps(const B &b, int from, int to, Use use) {
+    int count = 0;
+    for (Walk w(b.first, b.last, b.k_steps); w.there() && count < to; w.next())
+        for (int u = w.begin; u < w.end && count < to; u++, count++)
+            if (count >= from) use(w.tile, u - w.tile * b.k_steps, count % STAGES, count / STAGES);
+}
+
 // Issue all copies of a block. Weights go ahead as far as there are stages; activations wait for the launch before.
 template <class F, class Weight, int TOKENS, int STAGES, class B>
 DEVICE void produce(const B &b, const TensorMap &x_map, const typename Weight::Maps &maps) {
-    auto fetch_weights = [&](int u, int stage) {
+    auto fetch_weights = [&](int tile, int step, int stage) {
         barrier_arrive_expecting(b.full(stage), F::X_BYTES + Weight::BYTES);
-        const int tile = u / b.k_steps;
-        Weight::fetch(maps, b.w_at + stage * Weight::ROOM, tile / b.token_tiles, u - tile * b.k_steps, b.full(stage));
+        Weight::fetch(maps, b.w_at + stage * Weight::ROOM, tile / b.token_tiles, step, b.full(stage));
     };
-    auto fetch_tokens = [&](int u, int stage) {
-        const int tile = u / b.k_steps, step = u - tile * b.k_steps, token = tile % b.token_tiles * TOKENS;
+    auto fetch_tokens = [&](int tile, int step, int stage) {
 #pragma unroll
         for (int i = 0; i < K_STEP / 64; i++)
-            copy_tile(b.x_at + stage * F::X_BYTES + i * TOKENS * 128, x_map, step * K_STEP + 64 * i, token, b.full(stage));
+            copy_tile(b.x_at + stage * F::X_BYTES + i * TOKENS * 128, x_map, step * K_STEP + 64 * i,
+                      tile % b.token_tiles * TOKENS, b.full(stage));
     };
-    const int early = min(b.last, b.first + STAGES);
-    for (int u = b.first; u < early; u++) fetch_weights(u, u - b.first);
+    for_steps<STAGES>(b, 0, STAGES, [&](int tile, int step, int stage, int) { fetch_weights(tile, step, stage); });
     wait_for_predecessor();
-    for (int u = b.first; u < early; u++) fetch_tokens(u, u - b.first);
-    for (int u = early, stage = 0, phase = 0; u < b.last; u++) {
-        barrier_wait(b.empty(stage), phase);
-        fetch_weights(u, stage);
-        fetch_tokens(u, stage);
-        if (++stage == STAGES) stage = 0, phase ^= 1;
-    }
+    for_steps<STAGES>(b, 0, STAGES, [&](int tile, int step, int stage, int) { fetch_tokens(tile, step, stage); });
+    for_steps<STAGES>(b, STAGES, b.last - b.first, [&](int tile, int step, int stage, int round) {
+        barrier_wait(b.empty(stage), (round - 1) & 1);
+        fetch_weights(tile, step, stage);
+        fetch_tokens(tile, step, stage);
+    });
 }
 
-// Add the products of the units from u to `end`, all of one tile, as far as they are this warpgroup's.
+// One product. A sparse weight knows which of its values are stored.
+template <class F, class Weight, int TOKENS, class Lane>
+DEVICE void multiply(
+    const Lane &w, int s, int j, float (&d)[TOKENS / 2], const u32 (&left)[4], u64 right, int keep) {
+    if constexpr (F::SPARSE)
+        w.multiply(s, j, d, left, right, keep);
+    else
+        wgmma<TOKENS, typename Weight::TYPE>(d, left, right, keep);
+}
+
+// Add the products of steps `count` to `end` of this block, all of one tile, as far as they are this warpgroup's.
 template <class F, class Weight, int TOKENS, int STAGES, class B, class Lane>
-DEVICE void accumulate(const B &b, Lane &w, int u, int end, int group, float (&total)[F::WORDS][F::SUMS]) {
+DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float (&total)[F::WORDS][F::SUMS]) {
     constexpr int WORDS = F::WORDS, R = F::SUMS, PRODUCTS = Weight::PRODUCTS, CHUNK = Weight::CHUNK;
     float part[WORDS][R];
-    for (; u < end; u++) {
-        const int count = u - b.first, stage = count % STAGES;
+    for (; count < end; count++) {
+        const int stage = count % STAGES;
         if (!Weight::SHARED && count % F::WGS != group) continue;
         barrier_wait(b.full(stage), (count / STAGES) & 1);
         __syncwarp();
@@ -128,9 +162,9 @@ DEVICE void accumulate(const B &b, Lane &w, int u, int end, int group, float (&t
 #pragma unroll
             for (int j = 0; j < WORDS; j++)
                 if constexpr (CHUNK == 0)
-                    wgmma<TOKENS, typename Weight::TYPE>(total[j], left[s & 1][j], right_s, 1);
+                    multiply<F, Weight, TOKENS>(w, s, j, total[j], left[s & 1][j], right_s, 1);
                 else
-                    wgmma<TOKENS, typename Weight::TYPE>(part[j], left[s & 1][j], right_s, s % CHUNK != 0);
+                    multiply<F, Weight, TOKENS>(w, s, j, part[j], left[s & 1][j], right_s, s % CHUNK != 0);
             wgmma_commit();
             if (s != PRODUCTS - 1 && (CHUNK == 0 || s % CHUNK != CHUNK - 1)) {
                 wgmma_wait<1>();  // the left operand of the product before may be overwritten
@@ -171,81 +205,85 @@ DEVICE void hand_over(const B &b, int group, float (&total)[F::WORDS][F::SUMS]) 
 template <class F, int CLUSTER, class B>
 DEVICE void exchange(const B &b, int rank, float (&total)[F::WORDS][F::SUMS]) {
     constexpr int R = F::SUMS, SLICE = F::ALL / CLUSTER, PITCH = 512 * F::OWNERS;
+    // They go in order of words, tokens, rows; of a sparse weight a block adds up every other token.
+    auto sum = [&](int i) -> float & {
+        const int in = i % SLICE;
+        return F::SPARSE ? total[in / (R / 2)][in % (R / 2) * 2 + i / SLICE] : total[i / R][i % R];
+    };
     const u32 mine = b.x_at + threadIdx.x * 4;  // the stages are used up, also the neighbours' after this:
     cluster_sync();
 #pragma unroll
     for (int o = 0; o < CLUSTER; o++)
 #pragma unroll
         for (int i = o * SLICE; i < (o + 1) * SLICE; i++)
-            if (o != rank) store_neighbour(mine + (rank * SLICE + i % SLICE) * PITCH, o, total[i / R][i % R]);
+            if (o != rank) store_neighbour(mine + (rank * SLICE + i % SLICE) * PITCH, o, sum(i));
     cluster_sync();
 #pragma unroll
     for (int o = 0; o < CLUSTER; o++)
 #pragma unroll
         for (int i = o * SLICE; i < (o + 1) * SLICE; i++)
             if (o == rank) {
-                float sum = 0;
+                float all = 0;
 #pragma unroll
                 for (int p = 0; p < CLUSTER; p++)
-                    sum += p == o ? total[i / R][i % R] : load_shared(mine + (p * SLICE + i % SLICE) * PITCH);
-                total[i / R][i % R] = sum;
+                    all += p == o ? sum(i) : load_shared(mine + (p * SLICE + i % SLICE) * PITCH);
+                sum(i) = all;
             }
 }
 
-// Leave the sums of a part of a tile; the last of its blocks to do so adds all parts up in the order of k and goes on.
-template <class F, bool SHARED, class B>
-DEVICE bool share(const B &b, int tile_first, int begin, int group, float (&total)[F::WORDS][F::SUMS]) {
-    constexpr int R = F::SUMS, SLOT = 128 * F::ALL * F::OWNERS;
-    const int place = threadIdx.x % 128, at = (SHARED ? group * 128 * F::ALL : 0) + place * 4;
-    float *mine = b.sums + (long long)(2 * blockIdx.x + (begin == b.first ? 0 : 1)) * SLOT + at;
+// Where a warpgroup of a block leaves its sums of a tile that another block ends.
+template <class F, class B>
+DEVICE float4 *left_by(const B &b, int block, int group) {
+    return (float4 *)b.sums + ((long long)block * F::OWNERS + group) * 32 * F::ALL + threadIdx.x % 128;
+}
+
+// Leave the sums of a tile for the block that ends it.
+template <class F, class B>
+DEVICE void leave(const B &b, int tile, int group, const float (&total)[F::WORDS][F::SUMS]) {
+    float4 *mine = left_by<F>(b, blockIdx.x, group);
 #pragma unroll
     for (int i = 0; i < F::ALL; i += 4) {
-        const float *v = &total[i / R][i % R];
-        __stcg((float4 *)(mine + i * 128), make_float4(v[0], v[1], v[2], v[3]));
+        const float *v = &total[i / F::SUMS][i % F::SUMS];
+        __stcg(mine + i * 32, make_float4(v[0], v[1], v[2], v[3]));
     }
     __threadfence();
     sync_threads(2 + group, 128);
-    const int from = b.deal.owner(tile_first), to = b.deal.owner(tile_first + b.k_steps - 1);
-    const u32 flag = b.flags + 4 * group;
-    if (place == 0) {
-        u32 *counter = b.counters + from * F::OWNERS + (SHARED ? group : 0);
-        const bool done = atomicAdd(counter, 1u) == (u32)(to - from);
-        if (done) *counter = 0;  // as the next launch wants it
-        asm volatile("st.shared.u32 [%0], %1;" ::"r"(flag), "r"((u32)done) : "memory");
+    const int to = b.deal.owner((tile + 1) * b.k_steps - 1);
+    if (threadIdx.x % 128 == 0) atomicAdd(b.counters + to * F::OWNERS + group, 1u);
+}
+
+// Add to the sums of a tile's end those of the blocks before, in the order of k. Blocks start in the order of their
+// numbers and leave such sums before all else, so what is waited for does not wait for anybody.
+template <class F, class B>
+DEVICE void gather(const B &b, int tile, int group, float (&total)[F::WORDS][F::SUMS]) {
+    const int from = b.deal.owner(tile * b.k_steps), self = blockIdx.x;
+    u32 *counter = b.counters + self * F::OWNERS + group;
+    if (threadIdx.x % 128 == 0) {
+        while (load_acquire(counter) != (u32)(self - from)) {}
+        *counter = 0;  // as the next launch wants it
     }
     sync_threads(2 + group, 128);
-    u32 all_there;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(all_there) : "r"(flag) : "memory");
-    if (all_there) {
-        __threadfence();
-        constexpr int GO = F::ALL <= 64 ? F::ALL : 64;           // registers that are fetched at once of a part,
-        constexpr int BATCH = GO <= 8 ? 8 : GO <= 32 ? 4 : 1;  // and parts
+    constexpr int GO = F::ALL <= 64 ? F::ALL : 64;         // registers that are fetched at once of a part,
+    constexpr int BATCH = GO <= 8 ? 8 : GO <= 32 ? 2 : 1;  // and parts
+    for (int part = from; part < self; part += BATCH)
 #pragma unroll
-        for (int i = 0; i < F::ALL; i++) total[i / R][i % R] = 0;
-        for (int part = from; part <= to; part += BATCH)
+        for (int go = 0; go < F::ALL; go += GO) {
+            float4 theirs[BATCH][GO / 4];
 #pragma unroll
-            for (int go = 0; go < F::ALL; go += GO) {
-                float4 theirs[BATCH][GO / 4];
+            for (int p = 0; p < BATCH; p++)
 #pragma unroll
-                for (int p = 0; p < BATCH; p++) {
-                    const int slot = 2 * (part + p) + (b.deal.first(part + p) >= tile_first ? 0 : 1);
-                    const float *there = b.sums + (long long)slot * SLOT + at + go * 128;
+                for (int i = 0; i < GO; i += 4)
+                    theirs[p][i / 4] =
+                        part + p < self ? __ldcg(left_by<F>(b, part + p, group) + (go + i) * 32) : float4{};
 #pragma unroll
-                    for (int i = 0; i < GO; i += 4)
-                        theirs[p][i / 4] = part + p <= to ? __ldcg((const float4 *)(there + i * 128)) : float4{};
+            for (int p = 0; p < BATCH; p++)
+#pragma unroll
+                for (int i = 0; i < GO; i += 4) {
+                    float *v = &total[(go + i) / F::SUMS][(go + i) % F::SUMS];
+                    v[0] += theirs[p][i / 4].x, v[1] += theirs[p][i / 4].y;
+                    v[2] += theirs[p][i / 4].z, v[3] += theirs[p][i / 4].w;
                 }
-#pragma unroll
-                for (int p = 0; p < BATCH; p++)
-#pragma unroll
-                    for (int i = 0; i < GO; i += 4) {
-                        float *v = &total[(go + i) / R][(go + i) % R];
-                        v[0] += theirs[p][i / 4].x, v[1] += theirs[p][i / 4].y;
-                        v[2] += theirs[p][i / 4].z, v[3] += theirs[p][i / 4].w;
-                    }
-            }
-    }
-    sync_threads(2 + group, 128);
-    return all_there;
+        }
 }
 
 // Write a warp's 16 WORDS rows of y^T by its tokens: through shared memory, so that rows of y are written in 16 bytes.
@@ -289,8 +327,8 @@ DEVICE void write(const B &b, const Lane &w, int column, int token, int rank, fl
     }
 }
 
-// A whole launch. CLUSTER: 0 deals the steps of all tiles evenly to a persistent grid; blocks that share a tile leave
-// float32 sums in `sums`. Else a tile is one cluster's, which divides its k and adds up through shared memory.
+// A whole launch. CLUSTER: 0 deals the steps of all tiles evenly to a persistent grid; the block that has a tile's end
+// adds up what others left in `sums`. Else a tile is one cluster's, which divides its k and adds up through shared memory.
 template <class Weight, int TOKENS, int STAGES, int CLUSTER>
 DEVICE void matmul_hopper(
     const TensorMap &x_map, const typename Weight::Maps &maps, const half *scales, const typename Weight::TYPE *bias,
@@ -327,13 +365,13 @@ DEVICE void matmul_hopper(
 
     const int group = warp / 4, rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
     typename Weight::template Lane<TOKENS> w(warp % 4, group, thread % 32, (u32)(n >> 31));
-    for (int u = b.first; u < b.last;) {
-        const int tile = u / b.k_steps, tile_first = tile * b.k_steps, begin = u;
-        const int column = tile / b.token_tiles * Weight::COLUMNS + w.column;
-        u = min(b.last, tile_first + b.k_steps);
+    int count = 0;
+    for (Walk walk(b.first, b.last, b.k_steps); walk.there(); walk.next()) {
+        const int column = walk.tile / b.token_tiles * Weight::COLUMNS + w.column;
         if (column < n) w.start(scales, bias, column);
         float total[F::WORDS][F::SUMS] = {};
-        accumulate<F, Weight, TOKENS, STAGES>(b, w, begin, u, group, total);
+        accumulate<F, Weight, TOKENS, STAGES>(b, w, count, count + walk.end - walk.begin, group, total);
+        count += walk.end - walk.begin;
         if constexpr (WGS > 1 && !Weight::SHARED) hand_over<F>(b, group, total);
         if (!Weight::SHARED && group > 0) {
             if constexpr (CLUSTER > 1) {
@@ -344,8 +382,15 @@ DEVICE void matmul_hopper(
         }
         wait_for_predecessor();
         if constexpr (CLUSTER > 1) exchange<F, CLUSTER>(b, rank, total);
-        const bool whole = begin == tile_first && u == tile_first + b.k_steps;
-        if (CLUSTER == 0 && !whole && !share<F, Weight::SHARED>(b, tile_first, begin, group, total)) continue;
-        write<F, Weight, TOKENS, BLOCKS>(b, w, column, tile % b.token_tiles * TOKENS, rank, total);
+        if (CLUSTER == 0 && !walk.ends_tile()) {
+            leave<F>(b, walk.tile, group, total);
+            continue;
+        }
+        if (CLUSTER == 0 && !walk.begins_tile()) gather<F>(b, walk.tile, group, total);
+        const int token = walk.tile % b.token_tiles * TOKENS;
+        if constexpr (F::SPARSE)
+            w.template write<BLOCKS>(y, m, n, column, token, rank, total);
+        else
+            write<F, Weight, TOKENS, BLOCKS>(b, w, column, token, rank, total);
     }
 }

@@ -5,51 +5,7 @@
 // operand are rows of the result, so weights go from shared memory to registers in vectors of up to 16 bytes, and
 // nothing is ever written back. Activations are the right operand, swizzled by the copy engine.
 #include "hopper_matmul.cuh"
-
-template <class X>
-constexpr bool IS_HALF = false;
-template <>
-constexpr bool IS_HALF<half> = true;
-
-// Two masks that the compiler does not know: it would load a constant anew for each use, since an instruction that has
-// the mask and the exponent takes but one of them as an immediate.
-struct Masks {
-    u32 low, high;
-    DEVICE explicit Masks(u32 zero) : low(0x000f000f + zero), high(0x00f000f0 + zero) {}
-};
-
-// Codes of one word to the four registers of a left operand: (b, h) = (0, 0), (1, 0), (0, 1), (1, 1), values -8 to 7.
-// In float16, 1024 + code by its bits; of the upper nibbles 1024 + 16 code, brought back by an exact product.
-DEVICE void decode(half, Masks mask, u32 word, u32 (&a)[4]) {
-    const u32 magic = 0x64006400, bias = 0x64086408;         // bias: 1032
-    const u32 sixteenth = 0x2c002c00, bias_16 = 0xd480d480;  // 1/16, -72
-    const u32 next = word >> 8;
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(a[0]) : "r"((word & mask.low) | magic), "r"(bias));
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(a[1]) : "r"((next & mask.low) | magic), "r"(bias));
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(a[2]) : "r"((word & mask.high) | magic), "r"(sixteenth), "r"(bias_16));
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(a[3]) : "r"((next & mask.high) | magic), "r"(sixteenth), "r"(bias_16));
-}
-
-// 128 + code by its bits, minus 136.
-DEVICE void decode(bfloat, Masks mask, u32 word, u32 (&a)[4]) {
-    const u32 magic = 0x43004300, one = 0x3f803f80, bias = 0xc308c308;
-    const u32 order[4] = {word, word >> 8, word >> 4, word >> 12};
-#pragma unroll
-    for (int i = 0; i < 4; i++)
-        asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(a[i]) : "r"((order[i] & mask.low) | magic), "r"(one), "r"(bias));
-}
-
-template <int WORDS>
-DEVICE void load_words(u32 (&w)[WORDS], u32 address) {
-    if constexpr (WORDS == 4)
-        asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(w[0]), "=r"(w[1]), "=r"(w[2]), "=r"(w[3])
-                     : "r"(address));
-    else if constexpr (WORDS == 2)
-        asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(w[0]), "=r"(w[1]) : "r"(address));
-    else
-        asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(address));
-}
+#include "int4.cuh"
 
 // GROUP: rows of k that share a scale, 0 for one scale per column.
 template <class X, int WORDS_, int WGS_, int GROUP, bool SHARED_>
@@ -119,7 +75,8 @@ struct Marlin {
         }
 
         DEVICE void operand(int s, int j, u32 (&left)[4]) const {
-            decode(X{}, mask, codes[s % AHEAD][j], left);
+            const Zero eight = zero_of(X{}, Masks(0), EIGHTS, 0);
+            decode(X{}, mask, codes[s % AHEAD][j], eight, eight, left);
             if constexpr (SCALED)
 #pragma unroll
                 for (int i = 0; i < 4; i++) {

@@ -12,7 +12,21 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
-from quantkit.kernels import loader, marlin, marlin24, marlin_hopper, marlin_portable, quick, tcfpx
+from quantkit.kernels import (
+    loader,
+    marlin,
+    marlin24,
+    marlin24_hopper,
+    marlin24_portable,
+    marlin_hopper,
+    marlin_portable,
+    quick,
+    quick_hopper,
+    quick_portable,
+    tcfpx,
+    tcfpx_hopper,
+    tcfpx_portable,
+)
 from quantkit.kernels.loader import toolchain
 
 __all__ = ["JUDGES", "MATMULS", "ONLY", "SOURCES", "missing", "none_for", "toolchain"]
@@ -20,10 +34,10 @@ __all__ = ["JUDGES", "MATMULS", "ONLY", "SOURCES", "missing", "none_for", "toolc
 #: layout name -> matmul(x, tensors, scheme, n, k, bias=None, out=None) -> [m, n] of the dtype of x, or of `out`
 MATMULS: dict[str, Callable[..., Tensor]] = {
     "marlin": marlin.matmul,
-    "marlin24": marlin24.naive,
-    "marlin24-ct": marlin24.naive,
-    "tcfpx": tcfpx.naive,
-    "quick": quick.naive,
+    "marlin24": marlin24.matmul,
+    "marlin24-ct": marlin24.matmul,
+    "tcfpx": tcfpx.matmul,
+    "quick": quick.matmul,
 }
 
 #: As `MATMULS`; a float32 `out` is allowed.
@@ -41,12 +55,18 @@ SOURCES = {
     "marlin_hopper": marlin_hopper.INSTANCES,
     "marlin_portable": marlin_portable.INSTANCES,
     "marlin24": marlin24.INSTANCES,
+    "marlin24_hopper": marlin24_hopper.INSTANCES,
+    "marlin24_portable": marlin24_portable.INSTANCES,
     "tcfpx": tcfpx.INSTANCES,
+    "tcfpx_hopper": tcfpx_hopper.INSTANCES,
+    "tcfpx_portable": tcfpx_portable.INSTANCES,
     "quick": quick.INSTANCES,
+    "quick_hopper": quick_hopper.INSTANCES,
+    "quick_portable": quick_portable.INSTANCES,
 }
 
 #: Sources with instructions that only some architectures have.
-ONLY = {"marlin_hopper": ("sm_90a",)}
+ONLY = dict.fromkeys(("marlin_hopper", "marlin24_hopper", "quick_hopper", "tcfpx_hopper"), ("sm_90a",))
 
 
 def none_for(layout: str) -> str:

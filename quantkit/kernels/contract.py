@@ -59,6 +59,13 @@ def check(weight: Weight, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor
     return out
 
 
+def same_dtype(layout: str, x: Tensor, out: Tensor) -> None:
+    """Raise KernelError if a product is asked in another dtype than its activations: only naive kernels have both."""
+    if out.dtype != x.dtype:
+        wanted, asked = dtype_name(x.dtype), dtype_name(out.dtype)
+        raise KernelError(f"the fast {layout} kernels write {wanted} as their activations are, not {asked}")
+
+
 def _operand(
     layout: str,
     what: str,

@@ -11,8 +11,9 @@ import numpy as np
 
 from quantkit.errors import KernelError
 
-#: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of the driver's header.
-PROGRAMMATIC_STREAM_SERIALIZATION = 6
+#: Of the driver's header: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_STREAM_CAPTURE_STATUS_NONE,
+#: CU_GRAPH_NODE_TYPE_KERNEL.
+PROGRAMMATIC_STREAM_SERIALIZATION, NOT_CAPTURING, KERNEL_NODE = 6, 0, 0
 
 
 class _Attribute(ctypes.Structure):
@@ -40,6 +41,27 @@ def library() -> Any:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
         raise KernelError(f"the CUDA driver does not load ({error}): use --device cpu") from error
+
+
+def follows_kernel(stream: int) -> bool:
+    """Return whether what is launched next on a stream may be launched early.
+
+    In a CUDA graph only a kernel can be begun behind, not a copy, nor the start; outside of a capture anything can.
+    """
+    status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
+    graph, nodes, edges = ctypes.c_void_p(), ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p()
+    found = [ctypes.byref(part) for part in (status, number, graph, nodes, edges, count)]
+    ask = getattr(library(), "cuStreamGetCaptureInfo_v3", None)  # drivers from CUDA 12.3 on have it
+    if ask is None or ask(ctypes.c_void_p(stream), *found):
+        return False
+    if status.value == NOT_CAPTURING:
+        return True
+    kind = ctypes.c_int()
+    return (
+        count.value == 1
+        and not library().cuGraphNodeGetType(ctypes.c_void_p(nodes[0]), ctypes.byref(kind))
+        and (kind.value == KERNEL_NODE)
+    )
 
 
 def launch_early(

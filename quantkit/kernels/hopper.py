@@ -21,8 +21,9 @@ from quantkit.kernels.workspace import workspace
 
 #: As in the source: k in a stage, threads of a warpgroup.
 K_STEP, WARPGROUP = 128, 128
-#: Microseconds of a launch.
-LAUNCH = 2.5
+#: Microseconds of a launch, TFLOP/s of all multiprocessors together, and how much shows of what runs beside something
+#: longer.
+LAUNCH, SUSTAINED, HIDDEN = 1.5, 700.0, 0.1
 
 #: Tensors that a launch has read -> their version then.
 _READ = WeakIdKeyDictionary()
@@ -70,28 +71,34 @@ class Tile:
         """Return the shared memory of a block whose stages have `room` bytes of weights: stages, sums, rows of y."""
         handed = 0 if self.shared else (self.warpgroups - 1) * WARPGROUP * self.words * self.tokens * 2
         out = 4 * self.owners * (16 if self.words == 1 and self.tokens > 8 else 8) * self.words * 32
-        return 1024 + self.stages * (self.tokens * 2 * K_STEP + room + 16) + handed + out + 4 * self.warpgroups
+        return 1024 + self.stages * (self.tokens * 2 * K_STEP + room + 16) + handed + out
 
 
 def blocks(tile: Tile, m: int, n: int, k: int, sms: int) -> int:
     """Return how many blocks are launched: those of whole tiles or clusters, or as many as fit to deal to.
 
-    Dealing costs the sharing of sums; without it the last round of blocks leaves multiprocessors idle.
+    Dealing costs the sharing of sums; without it the last round of blocks leaves multiprocessors idle. Fewer tiles than
+    would fill the multiprocessors are dealt unless a block's share would be as long as a tile.
     """
     whole = ceil(m, tile.tokens) * ceil(n, tile.columns)
     if tile.cluster:
         return whole * tile.cluster
     steps, room = whole * ceil(k, K_STEP), sms * tile.resident
-    return whole if _whole(tile, whole, k, room) <= _dealt(tile, steps, room) else min(room, steps)
+    if whole < room:
+        return whole if ceil(steps, room) == ceil(k, K_STEP) else min(room, steps)
+    return room if _dealt(tile, steps, room) < _whole(tile, whole, k, room) else whole
 
 
-def estimate(tile: Tile, m: int, n: int, k: int, sms: int, reading: float) -> float:
+def estimate(tile: Tile, m: int, n: int, k: int, sms: int, reading: float, sustained: float = SUSTAINED) -> float:
     """Return the microseconds expected of a product on `sms` multiprocessors; reading its weight takes `reading`."""
     whole, room = ceil(m, tile.tokens) * ceil(n, tile.columns), sms * tile.resident
-    compute = _whole(tile, whole, k, room)
-    if not tile.cluster:
-        compute = min(compute, _dealt(tile, whole * ceil(k, K_STEP), room))
-    return LAUNCH + max(compute, reading)
+    if tile.cluster or blocks(tile, m, n, k, sms) == whole:
+        compute = _whole(tile, whole, k, room)
+    else:
+        compute = _dealt(tile, whole * ceil(k, K_STEP), room)
+    products = 2 * whole * tile.tokens * tile.columns * k / sustained / 1e6
+    bound = max(reading, products)
+    return LAUNCH + max(compute, bound) + HIDDEN * min(compute, bound)
 
 
 def launch(
@@ -113,7 +120,7 @@ def launch(
     """
     (m, k), n = x.shape, out.shape[1]
     sms = multiprocessors(x.device)
-    sums, counters = workspace(source, x.device, 4 * sms * 256 * 128, 4 * sms)
+    sums, counters = workspace(source, x.device, 2 * sms * 256 * 128, 4 * sms)
     x_map = tensor_map(x, (m, k), (tile.tokens, 64), 2, swizzled=True)
     function = loader.load(source, (instance,), x.device).functions[instance]
     args = [x_map, *maps, scales, bias, out, sums, counters, m, n, k]

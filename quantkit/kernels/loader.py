@@ -93,6 +93,11 @@ def arch_of(device: torch.device) -> str:
     return arch_name(*torch.cuda.get_device_capability(device))
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Return whether sources for sm_90a run on `device`."""
+    return device.type == "cuda" and arch_of(device) == "sm_90a"
+
+
 def extra() -> str:
     """Return the extra of quantkit that brings the CuPy for this torch."""
     return "cuda12" if (torch.version.cuda or "13").startswith("12") else "cuda13"
@@ -205,7 +210,7 @@ def launch(
     """Launch a function of `load` on torch's current stream of the device where the tensors in `args` are.
 
     Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, structures as they are.
-    `shared` is dynamic shared memory in bytes. An `early` launch may begin while the one before it still runs; its
+    `shared` is dynamic shared memory in bytes. An `early` launch may begin while the kernel before it still runs; its
     kernel waits itself before it touches what that one reads or writes (Hopper and newer). KernelError for a launch
     that the driver refuses; what fails later shows when torch synchronises.
     """
@@ -220,7 +225,7 @@ def launch(
                 most = cupy_driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 cupy_driver.funcSetAttribute(function.ptr, most, shared)
             values = tuple(_typed(arg) for arg in args)
-            if early:
+            if early and driver.follows_kernel(stream.ptr):
                 driver.launch_early(function.ptr, grid, block, values, shared, stream.ptr)
             else:
                 function(grid, block, values, shared_mem=shared, stream=stream)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from quantkit.kernels import marlin_hopper, marlin_portable
-from quantkit.kernels.marlin_weight import marlin_weight
+from quantkit.kernels import loader, marlin_hopper, marlin_portable
 from quantkit.kernels.naive import instances, multiply
+from quantkit.kernels.weights import marlin_weight
 from quantkit.tensor import Scheme
 
 INSTANCES = instances("marlin_naive")
@@ -42,5 +41,5 @@ def matmul(
     out: Tensor | None = None,
 ) -> Tensor:
     """As `naive`, by the kernel for the device of `x`; the product has the dtype of `x`."""
-    hopper = x.device.type == "cuda" and torch.cuda.get_device_capability(x.device) == (9, 0)
-    return (marlin_hopper if hopper else marlin_portable).matmul(x, tensors, scheme, n, k, bias, out)
+    kernel = marlin_hopper if loader.is_hopper(x.device) else marlin_portable
+    return kernel.matmul(x, tensors, scheme, n, k, bias, out)

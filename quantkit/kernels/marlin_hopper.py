@@ -13,38 +13,33 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import hopper
-from quantkit.kernels.contract import TYPES, check
+from quantkit.kernels.contract import TYPES, check, same_dtype
 from quantkit.kernels.hopper import K_STEP, Tile, ceil
-from quantkit.kernels.marlin_weight import GROUPS, marlin_weight, same_dtype
 from quantkit.kernels.tensormap import tensor_map
+from quantkit.kernels.weights import MARLIN_GROUPS, marlin_weight
 from quantkit.tensor import Scheme
 
 SOURCE = "marlin_hopper"
 #: Columns of a tile -> GB/s that weights are read with.
-BANDWIDTH = {256: 3800.0, 128: 3200.0, 64: 2600.0}
+BANDWIDTH = {256: 4200.0, 128: 4100.0, 64: 3000.0}
 #: Fewest tokens first. Of equals the first is taken.
 TILES = (
-    Tile(8, 2, 4, 8, False, 2, 0.33, 2.0),
-    Tile(8, 2, 4, 8, False, 0, 0.35, 0.5, 3.0),
-    Tile(8, 4, 2, 8, False, 0, 0.57, 0.5, 5.5),
-    Tile(8, 1, 4, 8, False, 2, 0.26, 2.0),
-    Tile(8, 1, 4, 8, False, 0, 0.26, 1.0, 3.0),
-    Tile(16, 2, 2, 8, False, 2, 0.35, 2.0),
-    Tile(16, 2, 2, 8, False, 0, 0.35, 1.0, 4.5),
-    Tile(16, 1, 4, 8, False, 2, 0.26, 2.0),
-    Tile(16, 4, 2, 8, False, 0, 0.65, 1.0, 6.5),
-    Tile(32, 2, 2, 8, False, 2, 0.43, 2.0),
-    Tile(32, 2, 2, 8, False, 0, 0.42, 1.5, 4.5),
-    Tile(32, 1, 4, 8, False, 2, 0.30, 2.0),
-    Tile(32, 4, 2, 6, False, 0, 0.80, 2.0, 7.0),
-    Tile(64, 2, 2, 6, False, 2, 0.57, 3.0),
-    Tile(64, 2, 2, 6, False, 0, 0.59, 0.5, 6.0),
-    Tile(64, 2, 2, 5, True, 0, 1.02, 0.5, 9.0),
-    Tile(128, 1, 2, 5, True, 2, 0.92, 2.0),
-    Tile(128, 1, 2, 5, True, 0, 0.90, 0.0, 6.5),
-    Tile(128, 2, 2, 4, True, 0, 1.60, 2.0, 14.0),
-    Tile(256, 1, 2, 3, True, 2, 1.50, 6.0),
-    Tile(256, 1, 2, 3, True, 0, 1.60, 3.0, 11.0),
+    Tile(8, 2, 1, 6, False, 0, 0.527, 0.0, 2.9),
+    Tile(8, 4, 2, 8, False, 0, 0.446, 4.9, 0.2),
+    Tile(16, 2, 1, 6, False, 0, 0.559, 1.1, 3.0),
+    Tile(16, 2, 2, 8, False, 0, 0.351, 2.7, 0.2),
+    Tile(16, 4, 1, 4, False, 0, 0.927, 4.3, 2.3),
+    Tile(32, 2, 2, 8, False, 0, 0.399, 2.6, 0.4),
+    Tile(32, 2, 2, 8, False, 2, 0.476, 0.2),
+    Tile(32, 4, 2, 6, False, 0, 0.573, 6.1, 0.4),
+    Tile(64, 1, 2, 6, True, 0, 0.541, 0.4, 3.0),
+    Tile(64, 1, 2, 6, True, 2, 0.565, 0.1),
+    Tile(64, 2, 1, 4, False, 0, 0.854, 6.8),
+    Tile(128, 1, 2, 5, True, 0, 0.767, 3.6, 0.8),
+    Tile(128, 1, 2, 5, True, 2, 0.696, 1.8),
+    Tile(128, 2, 2, 4, True, 0, 1.24, 4.4, 7.2),
+    Tile(256, 1, 2, 3, True, 0, 1.242, 0.5, 7.5),
+    Tile(256, 1, 2, 3, True, 2, 1.354, 2.4),
 )
 #: Enough for groups that MARLIN checkpoints do not have.
 FEW = tuple(tile for tile in TILES if tile.words == 2 and tile.tokens < 128 and not tile.cluster and not tile.shared)
@@ -66,15 +61,21 @@ def instance(tile: Tile, dtype: torch.dtype, group_size: int | None) -> str:
 INSTANCES = tuple(
     instance(tile, dtype, group_size)
     for dtype in (torch.float16, torch.bfloat16)
-    for group_size in GROUPS
+    for group_size in MARLIN_GROUPS
     for tile in tiles(dtype, group_size)
 )
 
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(m: int, n: int, k: int, sms: int, dtype: torch.dtype, group_size: int | None) -> Tile:
-    """Return the tile of least estimate for a product `[m, k] x [k, n]`; clusters only where k has a step for each."""
+    """Return the tile of least estimate for a product `[m, k] x [k, n]`.
+
+    Of those that hold all tokens the least are looked at, above 128 tokens also those of 128; clusters only where k has
+    a step for each.
+    """
     fit = [tile for tile in tiles(dtype, group_size) if tile.cluster <= ceil(k, K_STEP)]
+    least = min((tile.tokens for tile in fit if tile.tokens >= m), default=max(tile.tokens for tile in fit))
+    fit = [tile for tile in fit if tile.tokens == least or 128 <= tile.tokens < m]
     return min(fit, key=lambda tile: hopper.estimate(tile, m, n, k, sms, reading(tile, n, k)))
 
 
@@ -107,7 +108,7 @@ def matmul(
     multiplied.
     """
     out = check(marlin_weight(scheme, n, k), x, tensors, bias, out)
-    same_dtype(x, out)
+    same_dtype("marlin", x, out)
     g = scheme.groups(k)
     # One group is one scale per column, permuted as such (LAYOUTS 3.3).
     group_size = scheme.group_size if g > 1 else None

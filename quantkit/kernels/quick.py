@@ -1,16 +1,14 @@
-"""Launches the kernels of QUICK, kernels/quick.cu."""
+"""Launches the kernels of QUICK: the naive one of kernels/quick.cu, or the fastest for the device."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from quantkit.errors import KernelError
-from quantkit.formats import INT4
-from quantkit.kernels.contract import Weight
+from quantkit.kernels import loader, quick_hopper, quick_portable
 from quantkit.kernels.naive import instances, multiply
+from quantkit.kernels.weights import quick_weight
 from quantkit.tensor import Scheme
 
 INSTANCES = instances("quick_naive")
@@ -29,13 +27,19 @@ def naive(
 
     The product `[m, n]` is in the dtype of `out`, see `contract.check`. KernelError for what cannot be multiplied.
     """
-    if scheme.format != INT4 or scheme.group_size is None or scheme.group_size % 32:
-        raise KernelError(f"the quick kernel takes int4 in groups of a multiple of 32, not {scheme.label}")
-    g = scheme.groups(k)
-    parts = {
-        "qweight": (torch.int32, (k // 4, n // 2)),
-        "qzeros": (torch.int32, (g, n // 4)),
-        "scales": (torch.float16, (g, 2 * n)),
-    }
-    weight = Weight("quick", parts, n, k, of_n=128, of_k=32)
-    return multiply("quick", INSTANCES, weight, x, tensors, bias, out, sizes=[k // g])
+    weight = quick_weight(scheme, n, k)
+    return multiply("quick", INSTANCES, weight, x, tensors, bias, out, sizes=[k // scheme.groups(k)])
+
+
+def matmul(
+    x: Tensor,
+    tensors: Mapping[str, Tensor],
+    scheme: Scheme,
+    n: int,
+    k: int,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """As `naive`, by the fastest kernel for the device of `x`; the product has the dtype of `x`."""
+    hopper = loader.is_hopper(x.device) and scheme.group_size in quick_hopper.GROUPS
+    return (quick_hopper if hopper else quick_portable).matmul(x, tensors, scheme, n, k, bias, out)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,8 @@ PLAIN, SWIZZLED = 0, 3  # in 128 bytes
 SIZE, ALIGNMENT = 128, 64
 
 
-def tensor_map(matrix: Tensor, shape: tuple[int, int], box: tuple[int, int], item: int, swizzled: bool = False) -> Any:
-    """Return the descriptor of contiguous `matrix` as `[rows, columns]` of `item` bytes, copied in boxes of that shape.
+def tensor_map(matrix: Tensor, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzled: bool = False) -> Any:
+    """Return the descriptor of contiguous `matrix` as `shape` of `item` bytes, copied in boxes of as many dimensions.
 
     What a box has outside of the matrix arrives as zeros. It is passed to a kernel by value, and good for as long as
     the matrix lies where it lies. KernelError if the driver refuses it.
@@ -28,24 +29,25 @@ def tensor_map(matrix: Tensor, shape: tuple[int, int], box: tuple[int, int], ite
 
 
 @functools.lru_cache(maxsize=4096)
-def _encoded(pointer: int, shape: tuple[int, int], box: tuple[int, int], item: int, swizzle: int) -> Any:
-    rows, columns = shape
+def _encoded(pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzle: int) -> Any:
+    rank = len(shape)
+    strides = [math.prod(shape[i:]) * item for i in range(rank - 1, 0, -1)]  # the driver counts from the last dimension
     room = ctypes.create_string_buffer(SIZE + ALIGNMENT)
     address = (ctypes.addressof(room) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     failed = driver.library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(address),
         KINDS[item],
-        2,
+        rank,
         ctypes.c_void_p(pointer),
-        (ctypes.c_uint64 * 2)(columns, rows),
-        (ctypes.c_uint64 * 1)(columns * item),
-        (ctypes.c_uint32 * 2)(box[1], box[0]),
-        (ctypes.c_uint32 * 2)(1, 1),
+        (ctypes.c_uint64 * rank)(*reversed(shape)),
+        (ctypes.c_uint64 * (rank - 1))(*strides),
+        (ctypes.c_uint32 * rank)(*reversed(box)),
+        (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
         swizzle,
         3,  # fetched into the L2 by 256 bytes
         0,  # zeros outside
     )
     if failed:
-        raise KernelError(f"the driver makes no tensor map of {rows} x {columns} in boxes of {box}: error {failed}")
+        raise KernelError(f"the driver makes no tensor map of {shape} in boxes of {box}: error {failed}")
     return np.frombuffer(ctypes.string_at(address, SIZE), dtype=np.dtype(f"V{SIZE}"))[0]

@@ -9,13 +9,13 @@ from quantkit.layouts import LAYOUTS, marlin
 from quantkit.tensor import QuantizedTensor, Scheme
 from tests.layouts.samples import record, tame
 
-#: layout -> schemes and shapes; those of MARLIN with groups of 32 and 64 are no checkpoint's, see `packed`.
+#: layout -> schemes and shapes; some that are no checkpoint's, see `packed`.
 TAKEN = {
     "marlin": (
         ["int4:g128", "int4:channel", "int4:g64", "int4:g32", "int4:g128:24"],
         [(64, 128), (192, 384), (256, 1152)],
     ),
-    "marlin24": (["int4:g128:24", "int4:channel:24"], [(128, 128), (384, 256), (256, 1152)]),
+    "marlin24": (["int4:g128:24", "int4:channel:24"], [(64, 128), (384, 256), (256, 1152)]),
     "marlin24-ct": (["int4:g128:24", "int4:channel:24"], [(128, 256)]),
     "tcfpx": (
         ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"],
@@ -37,8 +37,15 @@ def weight(label: str, n: int, k: int, seed: int = 0) -> QuantizedTensor:
 
 
 def packed(layout: str, q: QuantizedTensor) -> dict[str, Tensor]:
-    """Return the tensors of a weight; for MARLIN of any groups and k, as vLLM repacks them (LAYOUTS 3.6)."""
+    """Return the tensors of a weight; for MARLIN of any groups and k, as vLLM repacks them (LAYOUTS 3.6).
+
+    For Sparse-MARLIN of any number of 64-row blocks.
+    """
     (n, k), g = q.shape, q.scales.shape[1]
+    if layout.startswith("marlin24") and n % 128 == 64:  # packed in blocks of 64 rows, and kernels take any
+        twice = QuantizedTensor(q.scheme, q.codes.repeat(2, 1), q.scales.repeat(2, 1))
+        both = LAYOUTS[layout].pack(twice)
+        return {name: tensor[:, : tensor.shape[1] // 2].contiguous() for name, tensor in both.items()}
     if layout != "marlin" or (q.scheme.group_size in (128, None) and k % 128 == 0):
         return LAYOUTS[layout].pack(q)
     order = marlin.GROUPED_SCALES if g > 1 else marlin.SINGLE_SCALES

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels import hopper as frame
 from quantkit.kernels import loader, marlin, proof
 from quantkit.kernels import marlin_hopper as hopper
+from quantkit.kernels.weights import MARLIN_GROUPS
 from quantkit.tensor import Scheme
 from tests.kernels.operands import packed, weight
 from tests.kernels.test_naive import on_gpu, poisoned
@@ -21,7 +24,7 @@ TYPES = (torch.float16, torch.bfloat16)
 
 
 def test_every_tile_fits_a_multiprocessor() -> None:
-    for dtype, group_size in itertools.product(TYPES, hopper.GROUPS):
+    for dtype, group_size in itertools.product(TYPES, MARLIN_GROUPS):
         found = hopper.tiles(dtype, group_size)
         assert found and {t.tokens for t in found} >= {8, 16, 32, 64}
         for tile in found:
@@ -33,13 +36,13 @@ def test_every_tile_fits_a_multiprocessor() -> None:
 
 def test_the_choice_is_a_tile_that_exists_and_its_grid_covers_the_product() -> None:
     for (n, k), m, dtype, group in itertools.product(
-        [*LAYERS, (64, 16), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), TYPES, hopper.GROUPS
+        [*LAYERS, (64, 16), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), TYPES, MARLIN_GROUPS
     ):
         tile = hopper.choose_tile(m, n, k, H200, dtype, group)
         assert hopper.instance(tile, dtype, group) in hopper.INSTANCES
         grid = frame.blocks(tile, m, n, k, H200)
         whole = -(-m // tile.tokens) * -(-n // tile.columns)
-        assert grid == whole * tile.cluster if tile.cluster else 1 <= grid <= max(whole, H200)
+        assert grid == whole * tile.cluster if tile.cluster else 1 <= grid <= max(whole, H200 * tile.resident)
         assert tile.cluster <= -(-k // 128), "a block of a cluster without a step of its own would not meet the others"
 
 
@@ -48,6 +51,23 @@ def test_more_tokens_never_get_fewer_to_a_tile_than_they_fill() -> None:
     for n, k in LAYERS:
         assert hopper.choose_tile(1, n, k, H200, torch.float16, 128).tokens == 8
         assert hopper.choose_tile(1024, n, k, H200, torch.float16, 128).tokens >= 64
+
+
+def test_the_choice_is_near_the_best_of_the_sweep() -> None:
+    """What an H200 took for every tile, shape and token count: the model must not have picked a slow one."""
+    measured: dict[tuple[int, int, int], dict[tuple[str, ...], float]] = {}
+    with (Path(__file__).parents[2] / "benchmarks/h200/marlin_tiles.csv").open() as file:
+        for row in csv.DictReader(file):
+            cell = int(row["N"]), int(row["K"]), int(row["M"])
+            tile = tuple(row[key] for key in ("tokens", "words", "warpgroups", "stages", "shared", "cluster", "blocks"))
+            measured.setdefault(cell, {})[tile] = float(row["time_us"])
+    assert len(measured) == 72
+    behind = []
+    for (n, k, m), times in measured.items():
+        t = hopper.choose_tile(m, n, k, H200, torch.float16, 128)
+        sizes = (t.tokens, t.words, t.warpgroups, t.stages, int(t.shared), t.cluster, frame.blocks(t, m, n, k, H200))
+        behind.append(times[tuple(map(str, sizes))] / min(times.values()))
+    assert max(behind) < 1.1 and sum(behind) / len(behind) < 1.01, sorted(behind)[-5:]
 
 
 @pytest.fixture

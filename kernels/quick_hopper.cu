@@ -1,0 +1,119 @@
+// QUICK on Hopper (LAYOUTS 8): MARLIN's words in another order, so the same left operands, and zero points for them.
+//
+// 32 of k are four rows of memory, one for each half of 128 columns (ty) and each half of eight (a / 4); 128 columns have
+// 512 bytes of each. So a stage's weights are one box of 16 such rows. A lane's two vectors of 32 of k lie side by side,
+// every other 16 bytes for a warp: in pieces of 128 bytes, swizzled by the copy engine, they meet no bank twice.
+#include "hopper_matmul.cuh"
+#include "int4.cuh"
+
+// GROUP: rows of k that share a scale and a zero point.
+template <class X, int WORDS_, int WGS_, int GROUP, bool SHARED_>
+struct Quick {
+    using TYPE = X;
+    static constexpr int WORDS = WORDS_, WGS = WGS_, STRIDE = 16;
+    static constexpr bool SHARED = SHARED_;
+    static_assert(!SHARED || IS_HALF<X>, "then scales go into the weights, and float16 scales do not fit bfloat16");
+    static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1), PIECES = COLUMNS / 32;
+    static_assert(COLUMNS % 128 == 0, "two blocks of 64 columns are interleaved in memory");
+    static constexpr int PRODUCTS = K_STEP / 16, CHUNK = SHARED ? 0 : GROUP / 16;
+    static constexpr int PER_SCALE = GROUP / 16, GROUPS = K_STEP / GROUP;
+    // Bytes of a stage: a row of codes, of scales and of zero points, each for every fourth of the columns' weights.
+    static constexpr int W_ROW = COLUMNS * 4, S_ROW = COLUMNS, Z_ROW = COLUMNS / 4;
+    static constexpr int S_AT = 16 * W_ROW, Z_AT = S_AT + 4 * GROUPS * S_ROW, BYTES = Z_AT + 4 * GROUPS * Z_ROW;
+    static constexpr int ROOM = (BYTES + 1023) / 1024 * 1024;  // the swizzle goes by addresses
+
+    struct Maps {
+        const TensorMap &words, &zeros, &scales;
+    };
+
+    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier) {
+        copy_box(to, maps.words, 0, column_tile * PIECES, step * 16, barrier);
+        copy_tile(to + S_AT, maps.scales, column_tile * COLUMNS / 2, step * 4 * GROUPS, barrier);
+        copy_tile(to + Z_AT, maps.zeros, column_tile * COLUMNS / 32, step * 4 * GROUPS, barrier);
+    }
+
+    template <int TOKENS>
+    struct Lane {
+        static constexpr int LANE_WORDS = COLUMNS / 64;                          // of a lane in 16 of k
+        static constexpr int AHEAD = WORDS * TOKENS == 128 ? 2 : PRODUCTS;        // words loaded early, as registers go
+        static constexpr int Z_WORDS = WORDS == 4 ? 2 : 1;                       // zero points of four words
+        int block, word_0, column;  // which 64 columns of the tile this warp brings, and which words
+        int a;
+        Masks mask;
+        u32 places[2], s_place, z_place;  // in a stage: of even and odd products
+        u32 at[2], codes[AHEAD][WORDS], scales[GROUPS][2 * WORDS], zeros[GROUPS][Z_WORDS];
+        Zero zero[WORDS][2];
+        X shift[WORDS][2];
+
+        DEVICE Lane(int warp, int group, int lane, u32 zero) : a(lane / 4), mask(zero) {
+            block = warp * LANE_WORDS / 4;
+            word_0 = warp * LANE_WORDS % 4 + (SHARED ? group * WORDS : 0);
+            column = 64 * block + 16 * word_0;
+            const int row = block % 2 * 2 + a / 4, piece = row * PIECES + block / 2 * 4 + a % 4, q = lane % 4;
+#pragma unroll
+            for (int i = 0; i < 2; i++) places[i] = piece * 128 + ((2 * q + i) ^ (piece % 8)) * 16 + word_0 * 4;
+            s_place = S_AT + row * S_ROW + block / 2 * 128 + a % 4 * 32 + word_0 * 8;
+            z_place = Z_AT + row * Z_ROW + block / 2 * 32 + a % 4 * 8 + word_0 / 2 * 4;
+        }
+
+        DEVICE void start(const half *, const X *bias, int column) {
+#pragma unroll
+            for (int j = 0; j < WORDS; j++)
+#pragma unroll
+                for (int b = 0; b < 2; b++) shift[j][b] = bias ? bias[column + 16 * j + 8 * b + a] : X{0};
+        }
+
+        DEVICE void load_codes(int s) { load_words<WORDS>(codes[s % AHEAD], at[s % 2] + s / 2 * 4 * W_ROW); }
+
+        DEVICE void load(u32 stage) {
+#pragma unroll
+            for (int i = 0; i < 2; i++) at[i] = stage + places[i];
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++) {
+                load_words<Z_WORDS>(zeros[g], stage + z_place + g * 4 * Z_ROW);
+                if (WORDS == 1) zeros[g][0] >>= word_0 % 2 * 8;
+            }
+#pragma unroll
+            for (int s = 0; s < AHEAD; s++) load_codes(s);
+#pragma unroll
+            for (int g = 0; g < GROUPS; g++)
+                load_words<2 * WORDS>(scales[g], stage + s_place + g * 4 * S_ROW);
+        }
+
+        DEVICE void ahead(int s) {
+            if (s + AHEAD < PRODUCTS) load_codes(s + AHEAD);
+        }
+
+        DEVICE void operand(int s, int j, u32 (&left)[4]) {
+            if (s % PER_SCALE == 0)
+#pragma unroll
+                for (int b = 0; b < 2; b++) {
+                    const int y = 2 * j + b;
+                    zero[j][b] = zero_of(X{}, mask, zeros[s / PER_SCALE][y / 4], y % 4);
+                }
+            decode(X{}, mask, codes[s % AHEAD][j], zero[j][0], zero[j][1], left);
+            if constexpr (SHARED)
+#pragma unroll
+                for (int i = 0; i < 4; i++)
+                    asm("mul.f16x2 %0, %0, %1;" : "+r"(left[i]) : "r"(scales[s / PER_SCALE][2 * j + i % 2]));
+        }
+
+        DEVICE float scale(int s, int j, int b) const {
+            return to_float(half{(u16)scales[s / PER_SCALE][2 * j + b]});
+        }
+
+        DEVICE float factor(int, int) const { return 1; }
+    };
+};
+
+template <class X, int TOKENS, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
+__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1) __cluster_dims__(CLUSTER > 1 ? CLUSTER : 1, 1, 1)
+quick_hopper(
+    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
+    const __grid_constant__ TensorMap z_map, const __grid_constant__ TensorMap s_map, const half *__restrict__ scales,
+    const X *__restrict__ bias, X *__restrict__ y, float *__restrict__ sums, u32 *__restrict__ counters, int m, int n,
+    int k) {
+    using Weight = Quick<X, WORDS, WGS, GROUP, SHARED>;
+    matmul_hopper<Weight, TOKENS, STAGES, CLUSTER>(
+        x_map, {w_map, z_map, s_map}, scales, bias, y, sums, counters, m, n, k);
+}

@@ -1,0 +1,120 @@
+"""Launches TC-FPx's kernel for Hopper, kernels/tcfpx_hopper.cu, on the tile that a model of the device finds best.
+
+The model's figures were fitted to a sweep of nine layer shapes and eight token counts on an H200
+(benchmarks/h200/tcfpx_tiles.csv).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from quantkit.formats import FP5, FP6, Format
+from quantkit.kernels import hopper
+from quantkit.kernels.contract import TYPES, check, same_dtype
+from quantkit.kernels.hopper import K_STEP, Tile, ceil
+from quantkit.kernels.tensormap import tensor_map
+from quantkit.kernels.weights import SPLITS, tcfpx_weight
+from quantkit.tensor import Scheme
+
+SOURCE = "tcfpx_hopper"
+#: Columns of a tile -> GB/s that weights are read with.
+BANDWIDTH = {256: 4150.0, 128: 4100.0}
+#: Fewest tokens first. Of equals the first is taken.
+TILES = (
+    Tile(8, 4, 2, 8, False, 0, 0.62, 4.6, 0.3),
+    Tile(8, 2, 1, 7, False, 0, 0.7, 0.8, 2.5),
+    Tile(8, 2, 2, 8, False, 2, 0.274, 3.1),
+    Tile(16, 4, 2, 6, False, 0, 0.607, 5.7, 0.1),
+    Tile(16, 2, 2, 8, False, 2, 0.4, 1.3),
+    Tile(32, 4, 2, 4, False, 0, 0.65, 6.8, 0.4),
+    Tile(32, 2, 2, 8, False, 0, 0.42, 0.0, 3.8),
+    Tile(32, 2, 2, 8, False, 2, 0.459, 1.3),
+    Tile(64, 2, 1, 3, False, 0, 0.957, 1.8, 4.6),
+    Tile(64, 2, 2, 5, True, 0, 0.851, 2.5, 6.1),
+    Tile(64, 2, 2, 6, False, 2, 0.57, 1.2),
+    Tile(64, 1, 2, 6, True, 2, 0.58, 0.9),
+    Tile(128, 2, 2, 3, True, 0, 1.21, 0.6, 9.8),
+    Tile(128, 1, 2, 5, True, 0, 0.772, 1.0, 4.5),
+    Tile(128, 1, 2, 5, True, 2, 0.747, 2.0),
+    Tile(256, 1, 2, 2, True, 0, 1.499, 3.3, 14.6),
+    Tile(256, 1, 2, 2, True, 2, 0.956, 17.7),
+)
+#: Enough for the formats that are rare.
+FEW = tuple(tile for tile in TILES if tile.words == 2 and not tile.cluster and not tile.shared)
+
+
+def tiles(fmt: Format) -> tuple[Tile, ...]:
+    """Return the tiles that exist for a format."""
+    return TILES if fmt in (FP6, FP5) else FEW
+
+
+def instance(tile: Tile, dtype: torch.dtype, fmt: Format) -> str:
+    """Return the name expression of a tile's kernel."""
+    return f"{SOURCE}<{TYPES[dtype]}, {SPLITS[fmt]}, {tile.sizes}, {str(tile.shared).lower()}, {tile.cluster}>"
+
+
+INSTANCES = tuple(
+    instance(tile, dtype, fmt) for dtype in (torch.float16, torch.bfloat16) for fmt in SPLITS for tile in tiles(fmt)
+)
+
+
+@functools.lru_cache(maxsize=4096)
+def choose_tile(m: int, n: int, k: int, sms: int, fmt: Format) -> Tile:
+    """Return the tile of least estimate for a product `[m, k] x [k, n]`.
+
+    Of those that hold all tokens the least are looked at, above 128 tokens also those of 128; clusters only where k has
+    a step for each.
+    """
+    fit = [tile for tile in tiles(fmt) if tile.cluster <= ceil(k, K_STEP)]
+    least = min((tile.tokens for tile in fit if tile.tokens >= m), default=max(tile.tokens for tile in fit))
+    fit = [tile for tile in fit if tile.tokens == least or 128 <= tile.tokens < m]
+    return min(fit, key=lambda tile: hopper.estimate(tile, m, n, k, sms, reading(tile, n, k, fmt)))
+
+
+def reading(tile: Tile, n: int, k: int, fmt: Format) -> float:
+    """Return the microseconds in which a weight is read by a tile's boxes."""
+    return n * k * fmt.bits / 8 / BANDWIDTH[tile.columns] / 1e3
+
+
+def room(tile: Tile, fmt: Format) -> int:
+    """Return the bytes of a stage's codes."""
+    return tile.columns * K_STEP * fmt.bits // 8
+
+
+def matmul(
+    x: Tensor,
+    tensors: Mapping[str, Tensor],
+    scheme: Scheme,
+    n: int,
+    k: int,
+    bias: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Multiply activations `[m, k]` with the tensors of LAYOUTS 7.1; see `tcfpx_weight`.
+
+    The product `[m, n]` has the dtype of `x`; `tile` overrides the choice. Sums are float32, in an order that depends
+    on the shapes and the device alone. See `workspace` about streams and CUDA graphs. KernelError for what cannot be
+    multiplied.
+    """
+    weight = tcfpx_weight(scheme, n, k)
+    out = check(weight, x, tensors, bias, out)
+    same_dtype(weight.layout, x, out)
+    fmt = scheme.format
+    tile = tile or choose_tile(x.shape[0], n, k, hopper.multiprocessors(x.device), fmt)
+    words, scales = (tensors[name] for name in weight.tensors)
+    high, blocks = fmt.bits - 4, tile.columns // 64
+    # 64 rows are contiguous along k in each plane, of eight bytes a word; a box has no more than 256 of them in a row.
+    low = words.view(-1)[n * k // 32 * high :]
+    maps = [
+        tensor_map(low, (n // 64, k // 64, 256), (blocks, K_STEP // 64, 256), 8),
+        tensor_map(words, (n // 64, k * high), (blocks, K_STEP * high), 8),
+    ]
+    name = instance(tile, x.dtype, fmt)
+    hopper.launch(SOURCE, name, tile, room(tile, fmt), x, maps, scales, [words], bias, out)
+    return out

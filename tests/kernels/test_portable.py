@@ -1,0 +1,385 @@
+"""The kernels for sm_80 and newer: their work split on paper, and on a GPU every token count, tile and odd shape."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.errors import KernelError, QuantkitError
+from quantkit.formats import FORMATS
+from quantkit.kernels import (
+    MATMULS,
+    loader,
+    marlin24_portable,
+    marlin_portable,
+    portable,
+    proof,
+    quick_portable,
+    tcfpx_portable,
+    workspace,
+)
+from quantkit.kernels.portable import Kernel, Tile
+from quantkit.tensor import QuantizedTensor, Scheme
+from tests.kernels.operands import packed, weight
+from tests.kernels.test_naive import on_gpu, poisoned
+
+TYPES = (torch.float16, torch.bfloat16)
+MODULES: dict[str, ModuleType] = {
+    "marlin": marlin_portable,
+    "marlin24": marlin24_portable,
+    "tcfpx": tcfpx_portable,
+    "quick": quick_portable,
+}
+#: layout -> schemes, and for each the sizes of k at its ends: those that fill no unit of a tile.
+ENDS = {
+    "marlin": {
+        "int4:g128": (128, 384),
+        "int4:g64": (64, 448),
+        "int4:g32": (32, 96, 448),
+        "int4:channel": (16, 64, 208, 448),
+    },
+    "marlin24": {"int4:g128:24": (128, 384), "int4:channel:24": (128, 640)},
+    "tcfpx": {
+        "fp6:channel": (64, 192, 448),
+        "fp5:channel": (64, 192, 448),
+        "fp6-e2m3:channel": (192,),
+        "fp5-e2m2:channel": (192,),
+    },
+    "quick": {
+        "int4:g128:asym": (128, 384),
+        "int4:g64": (64, 448),
+        "int4:g32:asym": (32, 96, 448),
+        "int4:g96:asym": (96, 480),
+        "int4:g256": (256, 768),
+    },
+}
+LAYOUTS = list(ENDS)
+SCHEMES = [(layout, label) for layout, labels in ENDS.items() for label in labels]
+FIRST = [(layout, next(iter(labels))) for layout, labels in ENDS.items()]
+KERNELS: list[Kernel] = [marlin_portable.KERNEL, marlin24_portable.KERNEL, quick_portable.KERNEL]
+KERNELS += tcfpx_portable.KERNELS.values()
+TILES = [(kernel, tile) for kernel in KERNELS for tile in kernel.tiles]
+SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
+#: What a block may have on sm_86 and sm_89, the least of all, and a multiprocessor of sm_90, the most.
+SHARED, MULTIPROCESSOR = 99 * 1024, 228 * 1024
+
+
+def wide(layout: str, n: int) -> int:
+    """Return n, or for QUICK the multiple of 128 after it."""
+    return -(-n // 128) * 128 if layout == "quick" else n
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
+def test_every_tile_fits_into_every_gpu(kernel: Kernel) -> None:
+    for tile in kernel.tiles:
+        assert tile.wn * tile.wm * tile.wk == portable.THREADS // 32
+        assert kernel.shared(tile) <= SHARED, tile
+        assert tile.blocks * (kernel.shared(tile) + portable.RESERVED) <= MULTIPROCESSOR, tile
+    assert len(set(kernel.instances)) == len(TYPES) * len(kernel.tiles)
+
+
+def test_every_instance_is_compiled() -> None:
+    listed = [instance for module in MODULES.values() for instance in module.INSTANCES]
+    assert sorted(listed) == sorted(instance for kernel in KERNELS for instance in kernel.instances)
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
+def test_every_tile_is_worth_having(kernel: Kernel) -> None:
+    for tile in kernel.tiles:
+        assert kernel.choose_tile(tile.m) == tile, "others do the same for less"
+        assert kernel.choose_tile(1000 * tile.m).cost / kernel.choose_tile(1000 * tile.m).m <= tile.cost / tile.m
+    assert kernel.choose_tile(1) == kernel.tiles[0], "the least that holds one"
+
+
+@pytest.mark.parametrize(("kernel", "tile"), TILES)
+def test_blocks_have_all_units_once_and_room_for_their_parts(kernel: Kernel, tile: Tile) -> None:
+    for m, (n, k), sms in itertools.product((1, 7, 64, 300, 1 << 14), SHAPES, (1, 46, 108, 132)):
+        units = tile.units(m, n, k)
+        per, blocks = portable.split(tile, m, n, k, sms * tile.blocks)
+        assert per * (blocks - 1) < units <= per * blocks
+        assert units + per < 2**32, "the kernel counts units in 32 bits"
+        sums, counters = kernel.workspace_size(sms)
+        assert 2 * blocks * tile.m * tile.n <= sums and blocks <= counters
+
+
+def test_kernels_of_a_source_have_the_same_workspace() -> None:
+    sizes = {(kernel.source, kernel.workspace_size(132)) for kernel in KERNELS}
+    assert len(sizes) == len({kernel.source for kernel in KERNELS}), "it is kept by the name of the source"
+
+
+def test_parts_of_two_tiles_never_share_a_place() -> None:
+    """The rule of the source: a block has place 2b for the tile it starts in, 2b + 1 for one that begins in it."""
+    for depth, tiles, per in itertools.product(range(1, 8), range(1, 8), range(1, 17)):
+        places, counters = [], []
+        for first in range(0, depth * tiles, depth):
+            start, last = first // per, (first + depth - 1) // per
+            if start < last:
+                counters.append(start)
+                places += [2 * block + (first > block * per) for block in range(start, last + 1)]
+        assert len(set(places)) == len(places) and len(set(counters)) == len(counters)
+
+
+@pytest.mark.parametrize(
+    ("layout", "label", "taken"),
+    [
+        ("marlin", "int4:g128", ("int4:g256", "int4:g128:asym", "fp6:channel")),
+        ("marlin24", "int4:g128:24", ("int4:g128", "int4:g64:24")),
+        ("tcfpx", "fp6:channel", ("int4:channel", "fp6:g128")),
+        ("quick", "int4:g128:asym", ("int4:channel", "int4:g16", "fp5:channel")),
+    ],
+)
+def test_what_it_does_not_take_is_one_clear_line(layout: str, label: str, taken: tuple[str, ...]) -> None:
+    n, k = 128, 256
+    q = weight(label, n, k)
+    tensors, x = packed(layout, q), torch.ones(3, k, dtype=torch.float16)
+    cases = [
+        (r"m >= 1", (x[:0], tensors, q.scheme, n, k)),
+        (r"\[m, 256\]", (x[:, :128], tensors, q.scheme, n, k)),
+        (r"CUDA device, not on cpu", (x, tensors, q.scheme, n, k)),
+        (r"n to be a multiple of", (x, tensors, q.scheme, 32, k)),
+        (r"multiple of|does not divide", (x, tensors, q.scheme, n, k - 8)),
+    ]
+    cases += [(rf"kernel takes .*, not {other}$", (x, tensors, Scheme.parse(other), n, k)) for other in taken]
+    for says, args in cases:
+        with pytest.raises(QuantkitError, match=says) as caught:
+            MODULES[layout].matmul(*args)
+        assert "\n" not in str(caught.value)
+
+
+def test_groups_that_the_kernel_would_count_wrongly_are_refused() -> None:
+    """It divides by multiplying, also what lies up to a stage behind the end of k: right below 2^35."""
+    k = 1 << 19
+    with pytest.raises(KernelError, match="groups of fewer than 32768 for k = 524288, not 131072"):
+        quick_portable.matmul(torch.ones(1, k).half(), {}, Scheme.parse("int4:g131072"), 128, k)
+    for size, k in ((32, 1 << 28), (96, 96 * 1_800_000), (128, 1 << 26), (18432, 18432 * 4), (92672, 92672 * 2)):
+        assert size * k < 1 << 34
+        inverse = (1 << 35) // size + 1
+        assert inverse < 1 << 32
+        ends = [group * size for group in (1, k // size // 2, k // size - 1, k // size)]
+        for index in [end - before for end in ends for before in (0, 1)] + [k + 255]:
+            assert (index * inverse >> 32) >> 3 == index // size, (size, index)
+
+
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
+    problem = loader.toolchain()["problem"]
+    if problem is not None:
+        pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
+
+
+@functools.lru_cache(maxsize=16)
+def operand(layout: str, label: str, n: int, k: int) -> tuple[dict[str, Tensor], QuantizedTensor]:
+    return on_gpu(layout, weight(label, n, k))
+
+
+def tiles(layout: str, label: str) -> tuple[Tile, ...]:
+    if layout == "tcfpx":
+        return tcfpx_portable.KERNELS[Scheme.parse(label).format].tiles
+    return MODULES[layout].KERNEL.tiles  # type: ignore[no-any-return]
+
+
+def product(
+    layout: str,
+    x: Tensor,
+    tensors: dict[str, Tensor],
+    q: QuantizedTensor,
+    bias: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    out = poisoned(x.shape[0], q.shape[0], x.dtype)
+    return MODULES[layout].matmul(x, tensors, q.scheme, *q.shape, bias, out, tile=tile)  # type: ignore[no-any-return]
+
+
+def agrees(layout: str, label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: Tile | None, bias: bool) -> None:
+    """Compare with float32 in poisoned outputs, three times: nothing may be left out, and nothing may vary."""
+    tensors, q = operand(layout, label, n, k)
+    w = q.dequantize()
+    x = proof.activations(w, m, dtype)
+    shift = torch.linspace(-3, 3, n).to(dtype).cuda() if bias else None
+    reference = proof.reference(x, w) + (0 if shift is None else shift.float())
+    found = [product(layout, x, tensors, q, shift, tile) for _ in range(3)]
+    where = (label, n, k, m, dtype, tile)
+    assert proof.relative_error(found[0], reference.to(dtype)) < proof.BOUND, where
+    assert all(torch.equal(found[0], y) for y in found), where
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), [*FIRST, ("marlin", "int4:channel"), ("tcfpx", "fp5:channel")])
+@pytest.mark.parametrize(("n", "k"), [(320, 1152), (4096, 4096)])
+def test_every_token_count_to_300(gpu: None, layout: str, label: str, n: int, k: int) -> None:
+    tensors, q = operand(layout, label, wide(layout, n), k)
+    w = q.dequantize()
+    for m, dtype in itertools.product(range(1, 301), TYPES):
+        x = proof.activations(w, m, dtype)
+        y = product(layout, x, tensors, q)
+        assert proof.relative_error(y, proof.reference(x, w).to(dtype)) < proof.BOUND, (m, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("layout", "label"), SCHEMES)
+def test_every_tile_on_odd_shapes(gpu: None, layout: str, label: str, dtype: torch.dtype) -> None:
+    group = Scheme.parse(label).group_size or 1
+    shapes = [(64, 256), (320, 1152), (1024, 2048), (64, 16384)]
+    for (n, k), tile in itertools.product(shapes, tiles(layout, label)):
+        if k % group == 0:
+            for m in (1, tile.m - 1, tile.m + 1, 2 * tile.m + 3):
+                agrees(layout, label, wide(layout, n), k, max(1, m), dtype, tile, bias=m % 2 == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), SCHEMES)
+def test_ends_of_k_that_fill_no_unit(gpu: None, layout: str, label: str) -> None:
+    for k, tile, dtype, m in itertools.product(ENDS[layout][label], tiles(layout, label), TYPES, (1, 20, 150)):
+        agrees(layout, label, wide(layout, 192), k, m, dtype, tile, bias=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), SCHEMES)
+@pytest.mark.parametrize("scale", [None, 6e-8, 65504.0])
+def test_unit_vectors_give_back_every_weight(gpu: None, layout: str, label: str, scale: float | None) -> None:
+    """Sums are scaled in float32, so that scales next to float16's limits are no exception."""
+    n, k = 384, 768
+    q = weight(label, n, k)
+    if scale is not None:
+        q.scales.fill_(scale)
+    tensors, q = on_gpu(layout, q)
+    for dtype, tile in itertools.product(TYPES, tiles(layout, label)):
+        y = product(layout, torch.eye(k, dtype=dtype, device="cuda"), tensors, q, tile=tile)
+        assert torch.equal(y.t(), q.dequantize().to(dtype)), (dtype, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if fmt.is_float], ids=lambda fmt: fmt.name)
+def test_every_code_of_a_floating_format(gpu: None, fmt) -> None:  # type: ignore[no-untyped-def]
+    """With scales of one; the codes stand in another order in every row, and so in every place of a word."""
+    n = k = 256
+    codes = torch.arange(n * k).add_(torch.arange(n).repeat_interleave(k)).remainder(2**fmt.bits).view(n, k)
+    q = QuantizedTensor(Scheme(fmt), codes.to(torch.uint8), torch.ones(n, 1, dtype=torch.float16))
+    tensors, q = on_gpu("tcfpx", q)
+    for dtype, tile in itertools.product(TYPES, tcfpx_portable.KERNELS[fmt].tiles):
+        y = product("tcfpx", torch.eye(k, dtype=dtype, device="cuda"), tensors, q, tile=tile)
+        assert torch.equal(y.t(), fmt.decode(q.codes).to(dtype)), (dtype, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), SCHEMES)
+@pytest.mark.parametrize(
+    ("dtype", "size"), [(TYPES[0], 65504.0), (TYPES[0], 2.0**-24), (TYPES[1], 1e30), (TYPES[1], 1e-30)]
+)
+def test_activations_of_any_size(gpu: None, layout: str, label: str, dtype: torch.dtype, size: float) -> None:
+    """The largest do not overflow, and the smallest are not lost: products of sixteens of signs are exact."""
+    n, k = 384, 768
+    tensors, q = operand(layout, label, n, k)
+    w = q.dequantize()
+    x = torch.full((5, k), size, device="cuda").to(dtype)
+    x[:, ::2] *= -1
+    x[:, 5::7] = 0
+    if dtype == torch.float16:  # products that it holds
+        q = QuantizedTensor(q.scheme, q.codes, q.scales.clone().fill_(2.0**-13 if size > 1 else 1024.0), q.zeros)
+        tensors, w = packed(layout, q), q.dequantize()
+    y = product(layout, x, tensors, q)
+    assert torch.isfinite(y).all()
+    wanted = (x.double() @ w.double().t()).to(dtype)
+    assert proof.relative_error(y.double() / size, wanted.double() / size) < proof.BOUND
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), FIRST)
+def test_tokens_beyond_one_launch_are_multiplied_too(
+    gpu: None, monkeypatch: pytest.MonkeyPatch, layout: str, label: str
+) -> None:
+    monkeypatch.setattr(portable, "TOKENS", 70)
+    agrees(layout, label, wide(layout, 320), 1152, 300, torch.float16, None, bias=True)
+
+
+@pytest.mark.gpu
+def test_launches_one_after_the_other_do_not_meet_in_the_workspace(gpu: None) -> None:
+    """On one stream without waiting, layouts, tiles and shapes in turn; then on two streams at once."""
+    cases = [
+        (layout, *operand(layout, label, n, 2048), m, tile)
+        for layout, label in FIRST
+        for n, m, tile in itertools.product((384, 1024), (5, 70), tiles(layout, label))
+    ]
+    inputs = [proof.activations(q.dequantize(), m, torch.float16) for _, _, q, m, _ in cases]
+    calm = []
+    for x, (layout, tensors, q, _, tile) in zip(inputs, cases, strict=True):
+        calm.append(product(layout, x, tensors, q, tile=tile))
+        torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for used in (streams[:1], streams):
+        torch.cuda.synchronize()
+        found = []
+        for _ in range(5):
+            for i, (x, (layout, tensors, q, _, tile)) in enumerate(zip(inputs, cases, strict=True)):
+                with torch.cuda.stream(used[i % len(used)]):
+                    found.append(product(layout, x, tensors, q, tile=tile))
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, calm[i % len(calm)]) for i, y in enumerate(found))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("warm", [True, False])
+@pytest.mark.parametrize(("layout", "label"), FIRST)
+@pytest.mark.parametrize("fastest", [False, True], ids=["portable", "fastest"])
+def test_a_captured_launch_can_be_replayed(gpu: None, layout: str, label: str, fastest: bool, warm: bool) -> None:
+    """Also where the capture is the first that a stream sees of the kernel, and another launch follows it there."""
+    matmul: Callable[..., Tensor] = MATMULS[layout] if fastest else MODULES[layout].matmul
+    tensors, q = operand(layout, label, wide(layout, 320), 4096)
+    x = proof.activations(q.dequantize(), 5, torch.float16)
+    expected = matmul(x, tensors, q.scheme, *q.shape)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        if warm:
+            assert torch.equal(matmul(x, tensors, q.scheme, *q.shape), expected)
+    torch.cuda.synchronize()
+    out, graph = torch.empty_like(expected), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=side):
+        matmul(x, tensors, q.scheme, *q.shape, out=out)
+    for _ in range(3):
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, expected)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(side):
+        assert torch.equal(matmul(x, tensors, q.scheme, *q.shape), expected)
+
+
+@pytest.mark.gpu
+def test_a_capture_cannot_make_a_workspace(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counters of zero that are captured would be zero only from the first replay on."""
+    monkeypatch.setattr(workspace, "_ROOMS", {})
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(KernelError, match="call it once before the capture"), capture:
+        workspace.workspace("any", torch.device("cuda", 0), 8, 8)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), FIRST)
+def test_bad_operands_are_one_error_and_the_process_goes_on(gpu: None, layout: str, label: str) -> None:
+    tensors, q = operand(layout, label, 256, 256)
+    x = proof.activations(q.dequantize(), 3, torch.float16)
+    good = product(layout, x, tensors, q)
+    first = next(iter(tensors))
+    for says, bad in {
+        "must be float16 or bfloat16": {"x": x.float()},
+        "must be on a CUDA device": {"x": x.cpu()},
+        "must be contiguous": {"x": torch.ones(256, 3, dtype=x.dtype, device="cuda").t()},
+        "bias must be float16": {"bias": torch.zeros(256, device="cuda")},
+        "write float16 as their activations are, not float32": {"out": poisoned(3, 256, torch.float32)},
+        "out must have shape": {"out": poisoned(2, 256, torch.float16)},
+        "must have shape": {"tensors": {**tensors, first: tensors[first][:1]}},
+    }.items():
+        with pytest.raises(KernelError, match=says) as caught:
+            MODULES[layout].matmul(**{"x": x, "tensors": tensors, "scheme": q.scheme, "n": 256, "k": 256, **bad})
+        assert "\n" not in str(caught.value)
+    assert torch.equal(product(layout, x, tensors, q), good)

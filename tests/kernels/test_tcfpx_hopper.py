@@ -1,0 +1,247 @@
+"""TC-FPx's kernel for Hopper: decoding and tiles on paper, and on such a GPU every token count, tile and odd shape."""
+
+from __future__ import annotations
+
+import csv
+import ctypes
+import itertools
+import shutil
+import subprocess
+from collections import defaultdict
+
+import pytest
+import torch
+
+from quantkit.formats import FP5, FP6, Format
+from quantkit.kernels import hopper as frame
+from quantkit.kernels import proof, tcfpx
+from quantkit.kernels import tcfpx_hopper as hopper
+from quantkit.kernels.loader import source_dir
+from quantkit.kernels.weights import SPLITS
+from quantkit.tensor import QuantizedTensor, Scheme
+from tests.kernels import sweeps
+from tests.kernels.operands import packed, weight
+from tests.kernels.test_marlin_hopper import H200, LAYERS, TYPES, gpu
+from tests.kernels.test_naive import on_gpu, poisoned
+
+__all__ = ["gpu"]
+
+FORMATS = tuple(SPLITS)
+LABELS = [f"{fmt.name}:channel" for fmt in FORMATS]
+
+#: Decodes the left operands [blocks, 32 lanes, 4] of 16 x 16 blocks, of which `sharing` neighbours share upper bits.
+DECODER = """
+#include "tcfpx_decode.cuh"
+template <class X, int E, int M>
+int decode(const u32 *high, const u32 *low, u32 *left, int blocks) {
+    using Code = Codes<X, E, M>;
+    const int sharing = 4 / Code::HIGH;
+    for (int i = 0; i < blocks; i++)
+        for (int lane = 0; lane < 32; lane++, left += 4)
+            Code::decode(high[i / sharing * 32 + lane], low[i * 32 + lane], i % sharing, *(u32(*)[4])left);
+    return Code::UP;
+}
+#define DECODER(name, X, E, M) \\
+    extern "C" int name(const u32 *h, const u32 *l, u32 *x, int blocks) { return decode<X, E, M>(h, l, x, blocks); }
+"""
+
+
+@pytest.fixture(scope="module")
+def decoder(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("needs g++ or clang++ to compile the kernels' decoding for the CPU")
+    names = [(dtype, fmt) for dtype in TYPES for fmt in FORMATS]
+    lines = [f"DECODER({_name(d, f)}, {'half' if d == torch.float16 else 'bfloat'}, {SPLITS[f]})" for d, f in names]
+    folder = tmp_path_factory.mktemp("decoder")
+    (folder / "decoder.cpp").write_text("\n".join([DECODER, *lines]))
+    flags = ["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{source_dir()}"]
+    command = [compiler, *flags, folder / "decoder.cpp", "-o", folder / "decoder.so"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if "_Float16" in done.stderr:
+        pytest.skip(f"needs a compiler that has _Float16: {done.stderr.splitlines()[0]}")
+    assert done.returncode == 0, done.stderr
+    return ctypes.CDLL(str(folder / "decoder.so"))
+
+
+def _name(dtype: torch.dtype, fmt: Format) -> str:
+    return f"{fmt.name.replace('-', '_')}_{str(dtype).removeprefix('torch.')}"
+
+
+def every_code(fmt: Format, n: int, k: int) -> QuantizedTensor:
+    """Return a weight with each code in each place of a block, by some of its rows, and scales of one."""
+    codes = (torch.arange(n)[:, None] * 5 + torch.arange(k) * 3 + torch.arange(k) // 16).remainder(2**fmt.bits)
+    return QuantizedTensor(Scheme(fmt), codes.to(torch.uint8), torch.ones(n, 1, dtype=torch.float16))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_every_code_is_decoded_to_its_value_by_a_power_of_two(
+    decoder: ctypes.CDLL, fmt: Format, dtype: torch.dtype
+) -> None:
+    """In every place of a lane's registers, with random codes around it: nothing of a neighbour may be left."""
+    n, k = 128, 256
+    q = every_code(fmt, n, k) if fmt.bits == 6 else weight(f"{fmt.name}:channel", n, k)
+    words = packed("tcfpx", q)["weight"].view(-1)
+    high, low = words[: n * k // 32 * (fmt.bits - 4)], words[n * k // 32 * (fmt.bits - 4) :]
+    left = torch.empty(n * k // 256, 32, 4, dtype=torch.int32)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (high.contiguous(), low.contiguous(), left)]
+    up = getattr(decoder, _name(dtype, fmt))(*pointers, len(left))
+    # [64-row blocks, 16 of k, 16 rows of 64, a, q, h, b, p] of n = 8b + a, k = 8h + 2q + p.
+    found = left.view(dtype).view(n // 64, k // 16, 4, 8, 4, 2, 2, 2).permute(0, 2, 6, 3, 1, 5, 4, 7).reshape(n, k)
+    assert torch.equal(found.double() * 2.0**up, fmt.decode(q.codes).double())
+    assert torch.equal(torch.signbit(found), torch.signbit(fmt.decode(q.codes)))
+
+
+def test_every_tile_fits_a_multiprocessor() -> None:
+    for fmt in FORMATS:
+        found = hopper.tiles(fmt)
+        assert {t.tokens for t in found} >= {8, 32, 64}
+        for tile in found:
+            shared = tile.bytes(hopper.room(tile, fmt))
+            assert tile.resident * (shared + 1024) <= 228 * 1024, tile
+            assert tile.shared or tile.stages % tile.warpgroups == 0
+            assert tile.columns in hopper.BANDWIDTH
+    assert len(set(hopper.INSTANCES)) == len(hopper.INSTANCES)
+
+
+def test_the_choice_is_a_tile_that_exists_and_has_a_step_for_each_of_its_blocks() -> None:
+    for (n, k), m, fmt in itertools.product(
+        [*LAYERS, (64, 64), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), FORMATS
+    ):
+        tile = hopper.choose_tile(m, n, k, H200, fmt)
+        assert all(hopper.instance(tile, dtype, fmt) in hopper.INSTANCES for dtype in TYPES)
+        assert tile.cluster <= -(-k // 128)
+
+
+def test_more_tokens_never_get_fewer_to_a_tile_than_they_fill() -> None:
+    for (n, k), fmt in itertools.product(LAYERS, (FP6, FP5)):
+        assert hopper.choose_tile(1, n, k, H200, fmt).tokens == 8
+        assert hopper.choose_tile(1024, n, k, H200, fmt).tokens >= 64
+
+
+def test_the_choice_is_near_the_best_of_the_sweep() -> None:
+    """What an H200 took for every tile, in tiles or dealt: the model must not have picked a slow one."""
+    measured: dict[tuple[str, int, int, int], dict[tuple[int, ...], float]] = defaultdict(dict)
+    with (sweeps.FOLDER / "tcfpx_tiles.csv").open() as file:
+        for row in csv.DictReader(file):
+            cell = row["scheme"], int(row["M"]), int(row["N"]), int(row["K"])
+            columns = ("tokens", "words", "warpgroups", "stages", "shared", "cluster", "blocks")
+            measured[cell][tuple(int(row[name]) for name in columns)] = float(row["time_us"])
+    assert len(measured) == 9 * 8 + 6 * 5  # of FP6, of FP5
+    behind = []
+    for (label, m, n, k), times in measured.items():
+        t = hopper.choose_tile(m, n, k, H200, Scheme.parse(label).format)
+        sizes = t.tokens, t.words, t.warpgroups, t.stages, int(t.shared), t.cluster, frame.blocks(t, m, n, k, H200)
+        behind.append(times[sizes] / min(times.values()))
+    assert max(behind) < 1.05, sorted(behind)[-5:]
+
+
+def product(
+    tensors: dict[str, torch.Tensor],
+    q: QuantizedTensor,
+    x: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    tile: frame.Tile | None = None,
+) -> torch.Tensor:
+    n, k = q.shape
+    return hopper.matmul(x, tensors, q.scheme, n, k, bias, poisoned(x.shape[0], n, x.dtype), tile=tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("label", LABELS[:2])
+@pytest.mark.parametrize(("n", "k"), [(320, 576), (4096, 4096)])
+def test_every_token_count_to_300(gpu: None, label: str, n: int, k: int) -> None:
+    tensors, q = on_gpu("tcfpx", weight(label, n, k))
+    w = q.dequantize()
+    for m in range(1, 301):
+        x = proof.activations(w, m, TYPES[m % 2])
+        y = product(tensors, q, x)
+        assert proof.relative_error(y, proof.reference(x, w).to(x.dtype)) < proof.BOUND, m
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("n", "k"), [(64, 192), (320, 64), (320, 1152)])
+@pytest.mark.parametrize("label", LABELS)
+def test_every_tile_on_odd_shapes(gpu: None, label: str, n: int, k: int, dtype: torch.dtype) -> None:
+    """In poisoned outputs, three times: nothing may be left out, and nothing may vary."""
+    tensors, q = on_gpu("tcfpx", weight(label, n, k))
+    w = q.dequantize()
+    shift = torch.linspace(-3, 3, n).to(dtype).cuda()
+    for tile in hopper.tiles(q.scheme.format):
+        if tile.cluster > -(-k // 128):
+            continue
+        for m in (1, tile.tokens - 1, tile.tokens + 1, 2 * tile.tokens + 3):
+            x, bias = proof.activations(w, m, dtype), shift if m % 2 else None
+            reference = proof.reference(x, w) + (0 if bias is None else bias.float())
+            found = [product(tensors, q, x, bias, tile) for _ in range(3)]
+            assert proof.relative_error(found[0], reference.to(dtype)) < proof.BOUND, (m, tile)
+            assert all(torch.equal(found[0], y) for y in found), (m, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
+def test_unit_vectors_give_back_every_code(gpu: None, fmt: Format) -> None:
+    n, k = 320, 320
+    tensors, q = on_gpu("tcfpx", every_code(fmt, n, k))
+    for dtype, tile in itertools.product(TYPES, hopper.tiles(fmt)):
+        y = product(tensors, q, torch.eye(k, dtype=dtype, device="cuda"), tile=tile)
+        assert torch.equal(y.t(), fmt.decode(q.codes).to(dtype)), (dtype, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("label", LABELS)
+def test_the_largest_activations_do_not_overflow_on_the_way(gpu: None, label: str) -> None:
+    """Sums are scaled in float32: in float16 they would be infinite before the scale brings them back."""
+    n, k = 256, 1024
+    tensors, q = on_gpu("tcfpx", weight(label, n, k))
+    for dtype, m in itertools.product(TYPES, (5, 100)):
+        x = torch.full((m, k), 65504.0, device="cuda").to(dtype)
+        x[:, ::2] *= -1
+        tensors["scales"].fill_(0.001)
+        w = q.scheme.format.decode(q.codes) * torch.tensor(0.001).half().item()
+        reference = proof.reference(x, w)
+        assert reference.abs().max() < 60000
+        y = product(tensors, q, x)
+        assert torch.isfinite(y).all() and proof.relative_error(y, reference.to(dtype)) < proof.BOUND
+
+
+@pytest.mark.gpu
+def test_the_smallest_activations_are_not_lost(gpu: None) -> None:
+    """Products of what float16 has below its normal range, by the smallest weights, are far above float32's."""
+    tensors, q = on_gpu("tcfpx", every_code(FP6, 64, 64))
+    x = torch.full((3, 64), 2.0**-24, device="cuda").half()
+    y = product(tensors, q, x)
+    reference = proof.reference(x, q.dequantize())
+    assert torch.equal(y, reference.half())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 20, 130, 300])
+def test_a_launch_that_begins_early_reads_what_the_one_before_wrote(gpu: None, m: int) -> None:
+    n = 2048
+    layers = [on_gpu("tcfpx", weight("fp6:channel", n, n, seed=i)) for i in range(3)]
+    x = torch.randn(m, n, device="cuda", generator=torch.Generator("cuda").manual_seed(m)).half()
+
+    def chain(wait: bool) -> list[torch.Tensor]:
+        found, y = [], x
+        for i in range(24):
+            tensors, q = layers[i % 3]
+            y = hopper.matmul(y, tensors, q.scheme, n, n)
+            if wait:
+                torch.cuda.synchronize()
+            y = y / y.abs().max()
+            found.append(y)
+        return found
+
+    slow = chain(wait=True)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(chain(wait=False), slow, strict=True))
+
+
+@pytest.mark.gpu
+def test_the_layout_is_multiplied_by_this_kernel(gpu: None) -> None:
+    tensors, q = on_gpu("tcfpx", weight("fp6:channel", 256, 256))
+    x = proof.activations(q.dequantize(), 20, torch.float16)
+    assert torch.equal(tcfpx.matmul(x, tensors, q.scheme, 256, 256), product(tensors, q, x))
