@@ -22,8 +22,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup
 	$(BIN)/quantkit demo
 
+# Two processes of one thread each: threads that share two cores wait for each other.
 test: setup
-	$(BIN)/python -m pytest -q -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
