@@ -1,7 +1,7 @@
 """Compare TC-FPx on Hopper with itself when each weight's exponent is converted, two weights by a product.
 
-The kernel leaves a power of two out of all weights and multiplies the sums by it, once (LAYOUTS 6.4). The ZeroQuant(4+2)
-paper calls that bias shift, and gives what it saves. Both take the same tile and turns; cells are medians.
+The kernel leaves a power of two out of all weights and multiplies the sums by it, once (LAYOUTS 6.4): the bias shift of
+the ZeroQuant(4+2) paper, which gives what it saves. Both have the same tile and take turns; times are medians.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
         random = torch.Generator(cuda).manual_seed(m)
         x = torch.randn(m, k, device=cuda, generator=random).half()
         out = torch.empty(m, n, dtype=x.dtype, device=cuda)
-        both = [bench._prepared(partial(call, x=x, out=out, instance=i), 20.0, count) for i in (plain, converted)]
-        shifted, not_shifted = bench._medians(both)
+        both = [bench.prepared(partial(call, x=x, out=out, instance=i), 20.0, count) for i in (plain, converted)]
+        shifted, not_shifted = bench.medians(both)
         ratio = not_shifted / shifted
         rows.append(
             {"scheme": label, "N": n, "K": k, "M": m, "us": shifted, "converted_us": not_shifted, "ratio": ratio}

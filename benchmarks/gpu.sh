@@ -35,10 +35,15 @@ opt() {
     accuracy "$work/opt" opt-14m
 }
 
-kernels_marlin() { # the layout with a fast kernel
-    "$python" -m quantkit bench kernels -q --layout marlin --model llama3-8b --model llama2-70b --model large \
-        --csv "$results/kernels_marlin.csv"
+kernels() { # LAYOUT
+    "$python" -m quantkit bench kernels -q --layout "$1" --model llama3-8b --model llama2-70b --model large \
+        --csv "$results/kernels_$1.csv"
 }
+
+kernels_marlin() { kernels marlin; }
+kernels_marlin24() { kernels marlin24; }
+kernels_tcfpx() { kernels tcfpx; }
+kernels_quick() { kernels quick; }
 
 verify_8b() {
     "$python" benchmarks/verify_8b.py --work "$work" -o "$results/verify_8b.json"
@@ -48,7 +53,17 @@ cold_start() {
     "$python" benchmarks/cold_start.py --csv "$results/cold_start.csv"
 }
 
-for stage in "${@:-tests llama sparse opt kernels_marlin verify_8b cold_start}"; do
+bias_shift() { # what FP6 gains by moving the exponent once and not for each weight
+    "$python" benchmarks/bias_shift.py --csv "$results/bias_shift.csv"
+}
+
+tiles() { # what the models of the Hopper kernels are fitted to
+    for layout in marlin marlin24 tcfpx quick; do
+        "$python" benchmarks/tiles.py "$layout"
+    done
+}
+
+for stage in "${@:-tests llama sparse opt kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick verify_8b cold_start bias_shift}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader

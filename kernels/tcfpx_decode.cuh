@@ -1,9 +1,9 @@
 // Codes of two planes (LAYOUTS 7) to floats of 16 bits by shifts and masks alone, two of them a register.
 //
 // A code's bits are put where a float has its sign, the low bits of its exponent and the high ones of its mantissa: so
-// every code, also the subnormal, is its value by a power of two. A lane's word of the 4-bit plane holds its eight codes
-// of a 16 x 16 block, one in each half for a register; a word of the other plane holds the upper bits of 4 / HIGH blocks.
-// An ordinary C++ compiler takes this too, in a test that needs no GPU.
+// every code, also the subnormal, is its value by a power of two. A lane's word of the 4-bit plane holds its eight
+// codes of a 16 x 16 block, one in each half for a register; a word of the other plane holds the upper bits of 4 / HIGH
+// blocks. An ordinary C++ compiler takes this too, in a test that needs no GPU.
 #pragma once
 
 #include "common.cuh"

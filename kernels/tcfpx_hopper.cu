@@ -1,9 +1,9 @@
 // TC-FPx on Hopper (LAYOUTS 7): codes of six or five bits in two planes are the left operand of warpgroup products.
 //
-// A block of 64 rows is contiguous along k in each plane. A lane's words of a 16 x 16 block are its fragment of the left
-// operand with n as the row, and which 16 rows a warp brings is free: a warp takes neighbouring ones, so that they share
-// the words of upper bits. The power of two that decoding leaves out goes into the row's scale, once, in float32. Not
-// for bfloat16: it has float32's exponents, and the sums would be subnormal.
+// A block of 64 rows is contiguous along k in each plane. A lane's words of a 16 x 16 block are its fragment of the
+// left operand with n as the row, and which 16 rows a warp brings is free: a warp takes neighbouring ones, so that they
+// share the words of upper bits. The power of two that decoding leaves out goes into the row's scale, once, in float32.
+// Not for bfloat16: it has float32's exponents, and the sums would be subnormal.
 #include "hopper_matmul.cuh"
 #include "tcfpx_decode.cuh"
 
@@ -111,5 +111,6 @@ tcfpx_hopper(
     const __grid_constant__ TensorMap high_map, const half *__restrict__ scales, const X *__restrict__ bias,
     X *__restrict__ y, float *__restrict__ sums, u32 *__restrict__ counters, int m, int n, int k) {
     using Weight = Tcfpx<X, E, M, WORDS, WGS, SHARED, CONVERTED>;
-    matmul_hopper<Weight, TOKENS, STAGES, CLUSTER>(x_map, {low_map, high_map}, scales, bias, y, sums, counters, m, n, k);
+    matmul_hopper<Weight, TOKENS, STAGES, CLUSTER>(
+        x_map, {low_map, high_map}, scales, bias, y, sums, counters, m, n, k);
 }

@@ -3,7 +3,8 @@
 A time is worth nothing unless the weight came from memory, as in a model: every call takes the next of several copies,
 which together exceed the L2 cache many times. Calls stand back to back in a CUDA graph, so that no launch is timed;
 kernel and cuBLAS take turns, and medians of the rounds are kept. Random signed numbers are multiplied, since zeros draw
-less power and let clocks rise. A kernel whose product is wrong has no time: that is an error.
+less power and let clocks rise. A kernel whose product is wrong has no time: that is an error. Kernels that can begin
+while the call before them ends do so here as they do in a model.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Bench:
 
 
 @dataclass(frozen=True)
-class _Timed:
+class Timed:
     """A graph of `calls` back to back, to be replayed in `rounds`."""
 
     graph: torch.cuda.CUDAGraph
@@ -170,7 +171,7 @@ def _copy_rate(where: torch.device) -> float:
     source = torch.randint(-(2**31), 2**31 - 1, (COPIED // 4,), dtype=torch.int32, device=where)
     target = torch.empty_like(source)
     # A kernel that negates: captured copies are done by the copy engine, which is slower.
-    (us,) = _medians([_Timed(_captured(lambda _: torch.bitwise_not(source, out=target), 4), 4, ROUNDS)])
+    (us,) = medians([Timed(_captured(lambda _: torch.bitwise_not(source, out=target), 4), 4, ROUNDS)])
     return 2 * COPIED / us * 1e6
 
 
@@ -183,8 +184,8 @@ def _product_rate(where: torch.device, dtype: torch.dtype) -> float:
     graphs = []
     for order in orders:
         order(0)
-        graphs.append(_Timed(_captured(order, 4), 4, ROUNDS))
-    return 2 * SQUARE**3 / min(_medians(graphs)) * 1e6
+        graphs.append(Timed(_captured(order, 4), 4, ROUNDS))
+    return 2 * SQUARE**3 / min(medians(graphs)) * 1e6
 
 
 def _weight(
@@ -229,23 +230,24 @@ def _weight(
         moved, work = x.nbytes + out.nbytes, flops(layout, n, k, m)
         least = floor(size + moved, work, device.copy, device.rate)
         least_dense = floor(w[0].nbytes + moved, 2 * m * n * k, device.copy, device.rate)
-        mine = _prepared(ours, least, len(packed))
-        peers = [_prepared(order, least_dense, count) for order in (cublas_w, cublas_wt)]
+        mine = prepared(ours, least, len(packed))
+        peers = [prepared(order, least_dense, count) for order in (cublas_w, cublas_wt)]
         error = _checked(mine, out, wanted, f"{layout}, {scheme.label}, {n}x{k}, {m} {device.dtype} tokens")
-        us, us_w, us_wt = _medians([mine, *peers])
+        us, us_w, us_wt = medians([mine, *peers])
         rotation = (len(packed), mine.calls, mine.rounds)
         yield Cell(layer, m, layout, scheme.label, kernel.__name__, us, us_w, us_wt, size, least, error, *rotation)
 
 
-def _prepared(call: Callable[[int], object], least: float, count: int) -> _Timed:
-    """Return calls of `call(i)` as a graph, as many as fit into the budget."""
-    call(0)  # the first may compile, load or allocate
+def prepared(call: Callable[[int], object], least: float, count: int) -> Timed:
+    """Return calls of `call(i)` as a graph, as many as fit into the budget; there are `count` copies of a weight."""
+    for i in range(count):
+        call(i)  # the first may compile, load or allocate; a weight that has been read may be fetched early
     seen = _seconds(lambda: call(0)) * 1e6
     calls, rounds = repetitions(least, seen, count)
-    return _Timed(_captured(call, calls), calls, rounds)
+    return Timed(_captured(call, calls), calls, rounds)
 
 
-def _checked(timed: _Timed, out: Tensor, wanted: Tensor, what: str) -> float:
+def _checked(timed: Timed, out: Tensor, wanted: Tensor, what: str) -> float:
     """Return the relative error of what the graph leaves in `out`; KernelError if it is too large."""
     out.fill_(float("nan"))
     timed.graph.replay()
@@ -268,7 +270,7 @@ def _captured(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph
     return graph
 
 
-def _medians(timed: Sequence[_Timed]) -> list[float]:
+def medians(timed: Sequence[Timed]) -> list[float]:
     """Return the median microseconds of a call of each, in rounds of alternating order."""
     times: list[list[float]] = [[] for _ in timed]
     for turn in range(max(one.rounds for one in timed)):

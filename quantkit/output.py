@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -24,17 +25,6 @@ from quantkit.report import REPORT, model_card, peak_memory
 from quantkit.report import load as load_report
 from quantkit.tensor import QuantizedTensor
 from quantkit.writer import CheckpointWriter
-
-
-def recorded_facts(item: Item, recorded: Mapping[str, Mapping[str, Any]]) -> Item:
-    """Give an unpacked weight the facts of its quantization; refuse codes that are not the ones recorded then."""
-    before = recorded.get(item.name.removesuffix(".weight"), {})
-    digest = before.get("digest")
-    if isinstance(item.value, QuantizedTensor) and digest is not None and digest != item.value.digest():
-        raise CheckpointError(
-            f"{item.name}: codes or scales differ from what {REPORT} recorded: the file is damaged, quantize again"
-        )
-    return Item(item.name, item.value, dict(before))
 
 
 def require_unchanged(sources: Mapping[str, str], before: Mapping[str, Any]) -> None:
@@ -65,9 +55,9 @@ def write(
             if not isinstance(item.value, QuantizedTensor):
                 with about(item.name):
                     rtn.check_finite(item.value)
+            writer.add(item)
             if isinstance(item.value, QuantizedTensor) or item.facts:
                 layers.append(_layer(item, writer))
-            writer.add(item)
         writer.commit({"layers": layers})
     except Exception as error:
         if writer.done:
@@ -86,11 +76,11 @@ def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
 
 
 def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
-    q = item.value
+    q, digest = item.value, (item.facts or {}).get("digest")
     known: dict[str, Any] = {"name": item.name.removesuffix(".weight"), "shape": list(q.shape)}
     if isinstance(q, QuantizedTensor):
         known |= {"scheme": q.scheme.label, "layout": writer.layout.NAME if writer.layout else None}
-        known["digest"] = (item.facts or {}).get("digest") or q.digest()
+        known["digest"] = digest.result() if isinstance(digest, Future) else q.digest()
     else:
         known |= {"scheme": "2:4", "layout": None}
     return {**known, **{key: value for key, value in (item.facts or {}).items() if key not in known}}

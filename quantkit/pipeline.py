@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -206,9 +206,11 @@ def pack(
             "notices": list(dict.fromkeys([*before.get("notices", []), *known])),
             "layout_notices": list(planned.layout_remarks),
         }
-        items = repacked(src, planned, recorded, requantize, sources)
         # What is rounded again wants all threads, and numbers that do not depend on how they are shared.
-        with nullcontext(items) if requantize else ahead(items) as work:
+        with (
+            closing(repacked(src, planned, recorded, requantize, sources)) as items,
+            nullcontext(items) if requantize else ahead(items) as work,
+        ):
             layers = write(progress.bar(work, "pack", len(src.logical())), writer, src, report)
         report["layers"], report["source"]["files"] = layers, sources
         require_unchanged(sources, before)

@@ -6,7 +6,10 @@ The plan has chosen scheme and shape from headers; here the data decide whether 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,8 +21,8 @@ from quantkit.errors import CheckpointError, LayoutError, about
 from quantkit.formats import INT4
 from quantkit.layouts import LAYOUTS, family, gptq
 from quantkit.layouts.config import Schemes
-from quantkit.output import recorded_facts
 from quantkit.plan import Plan, Row
+from quantkit.report import REPORT
 from quantkit.restate import broken_rule, restated
 from quantkit.solve import relative_error
 from quantkit.tensor import QuantizedTensor, Scheme
@@ -34,33 +37,66 @@ def repacked(
     recorded: Mapping[str, Mapping[str, Any]],
     requantize: bool,
     hashes: dict[str, str],
-) -> Iterator[Item]:
+) -> Generator[Item, None, None]:
     """Yield every tensor of a quantized checkpoint once, packed ones as `planned`; one weight in memory at a time.
 
     `recorded` has the facts of each linear from the source's report. `hashes` becomes what `src.hashes()` returns: the
-    files are hashed piece by piece behind the reading, so that a disk gives each byte once. LayoutError, naming the
-    weight, where its data cannot be stated so and `requantize` does not allow to round it again; CheckpointError for a
-    damaged one.
+    files are hashed piece by piece behind the reading, so that a disk gives each byte once. That and the weights'
+    digests (`facts["digest"]`, a future) are a thread's work. LayoutError, naming the weight, where its data cannot be
+    stated so and `requantize` does not allow to round it again; CheckpointError for a damaged one.
     """
     rows = {row.module: row for row in planned.rows}
     if not recorded:
         src.notices.extend(_trusted(src))
-    pieces, unhashed = hashing.hashed(src.sources(), hashes), 0
-    for item in src.items():
-        if not isinstance(item.value, QuantizedTensor):
-            yield item
-            unhashed += src.nbytes(item.name)
-        else:
-            row = rows[item.name.removesuffix(".weight")]
-            facts = recorded_facts(item, recorded).facts
-            with about(item.name):
-                yield _as_planned(src, Item(item.name, item.value, facts), item.value, row, requantize)
-            unhashed += sum(src.nbytes(name) for name in src.parts(row.module).values())
-        while unhashed > 0:
-            unhashed -= next(pieces, unhashed)
-    for _ in pieces:
-        pass
+    pieces = hashing.hashed(src.sources(), hashes)
+    waiting: list[Callable[[], object]] = []  # for hashes that are taken beside the reading of the next weight
+    with ThreadPoolExecutor(1, "quantkit-hash") as hasher:
+        for item in src.items():
+            _settle(waiting)
+            if not isinstance(item.value, QuantizedTensor):
+                size = src.nbytes(item.name)
+                yield item
+            else:
+                row, q = rows[item.name.removesuffix(".weight")], item.value
+                size = sum(src.nbytes(name) for name in src.parts(row.module).values())
+                before = recorded.get(row.module, {})
+                digest = hasher.submit(q.digest)
+                intact = partial(_require_intact, item.name, digest, before.get("digest"))
+                with about(item.name):
+                    try:
+                        value, facts = _as_planned(src, q, before, row, requantize)
+                    except LayoutError:
+                        intact()  # damage is the better reason
+                        raise
+                if value is q:
+                    waiting.append(intact)
+                else:
+                    intact()
+                    digest = hasher.submit(value.digest)
+                yield Item(item.name, value, facts | {"digest": digest})
+            waiting.append(hasher.submit(_take, pieces, size).result)
+        waiting.append(hasher.submit(_take, pieces, sys.maxsize).result)
+        _settle(waiting)
     src.require_unchanged()  # so these are the hashes of what was read
+
+
+def _settle(waiting: list[Callable[[], object]]) -> None:
+    while waiting:
+        waiting.pop(0)()
+
+
+def _take(pieces: Iterator[int], size: int) -> None:
+    """Hash pieces of at least `size` bytes together, as far as there are any."""
+    while size > 0 and (taken := next(pieces, 0)):
+        size -= taken
+
+
+def _require_intact(name: str, digest: Future[str], recorded: str | None) -> None:
+    """Refuse a weight whose codes are not the ones that its report recorded."""
+    if recorded is not None and recorded != digest.result():
+        raise CheckpointError(
+            f"{name}: codes or scales differ from what {REPORT} recorded: the file is damaged, quantize again"
+        )
 
 
 def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:
@@ -110,14 +146,16 @@ def _trusted(src: Checkpoint) -> list[str]:
     ]
 
 
-def _as_planned(src: Checkpoint, item: Item, q: QuantizedTensor, row: Row, requantize: bool) -> Item:
-    module = row.module
+def _as_planned(
+    src: Checkpoint, q: QuantizedTensor, before: Mapping[str, Any], row: Row, requantize: bool
+) -> tuple[QuantizedTensor, dict[str, Any]]:
+    """Return a weight as the plan wants it, and its facts, of which `before` are those of its report."""
     _check_scales(q)
-    padded = src.is_padded(module)
-    true = src.true_size(module) if padded else q.shape  # headers may know k only roughly
+    padded = src.is_padded(row.module)
+    true = src.true_size(row.module) if padded else q.shape  # headers may know k only roughly
     scheme = Scheme.parse(row.scheme or q.scheme.label)
     shape = row.padded or true
-    facts = {key: value for key, value in (item.facts or {}).items() if key != "true_shape"}
+    facts = {key: value for key, value in before.items() if key != "true_shape"}
     if scheme != q.scheme:
         facts["restated_from"] = q.scheme.label
     try:
@@ -127,9 +165,7 @@ def _as_planned(src: Checkpoint, item: Item, q: QuantizedTensor, row: Row, requa
             raise LayoutError(f"{error}: {_ways_out(src, q.scheme, true)}") from error
         value, lost = _rounded(q, true, scheme, shape, src.dtype_of_model)
         facts = {key: known for key, known in facts.items() if key not in (*OUTDATED, "restated_from")} | lost
-    checked = facts.get("digest") if value is q else None
-    facts["digest"] = checked or value.digest()
-    return Item(item.name, value, facts | ({} if shape == true else {"true_shape": list(true)}))
+    return value, facts | ({} if shape == true else {"true_shape": list(true)})
 
 
 def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> str:

@@ -7,7 +7,7 @@ the multiprocessors hold, or each tile is one block's or a cluster's of two. `es
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,6 +99,29 @@ def estimate(tile: Tile, m: int, n: int, k: int, sms: int, reading: float, susta
     products = 2 * whole * tile.tokens * tile.columns * k / sustained / 1e6
     bound = max(reading, products)
     return LAUNCH + max(compute, bound) + HIDDEN * min(compute, bound)
+
+
+def holding(tiles: Sequence[Tile], m: int) -> list[Tile]:
+    """Return the tiles of the fewest tokens that hold all m, above 128 also those of 128."""
+    least = min((tile.tokens for tile in tiles if tile.tokens >= m), default=max(tile.tokens for tile in tiles))
+    return [tile for tile in tiles if tile.tokens == least or 128 <= tile.tokens < m]
+
+
+def choose(
+    tiles: Iterable[Tile],
+    m: int,
+    n: int,
+    k: int,
+    sms: int,
+    reading: Callable[[Tile], float],
+    sustained: float = SUSTAINED,
+) -> Tile:
+    """Return the tile of least estimate for a product `[m, k] x [k, n]`, whose weight a tile reads in `reading` of it.
+
+    Clusters only where k has a step for each.
+    """
+    fit = [tile for tile in tiles if tile.cluster <= ceil(k, K_STEP)]
+    return min(fit, key=lambda tile: estimate(tile, m, n, k, sms, reading(tile), sustained))
 
 
 def launch(

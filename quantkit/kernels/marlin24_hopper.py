@@ -73,13 +73,9 @@ def takes(n: int, k: int) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(m: int, n: int, k: int, sms: int, dtype: torch.dtype, group_size: int | None) -> Tile:
-    """Return the tile of least estimate for a product `[m, k] x [k, n]`; clusters only where k has a step for each.
-
-    Up to 64 tokens are one tile's.
-    """
-    some = (tile for tile in tiles(dtype, group_size) if tile.tokens >= min(m, 64))
-    fit = [tile for tile in some if tile.cluster <= k // K_STEP and n % tile.columns == 0]
-    return min(fit, key=lambda tile: hopper.estimate(tile, m, n, k, sms, reading(tile, n, k), SUSTAINED))
+    """Return the tile that a product `[m, k] x [k, n]` is expected to be fastest on; see `hopper.choose`."""
+    some = (tile for tile in tiles(dtype, group_size) if n % tile.columns == 0 and tile.tokens >= min(m, 64))
+    return hopper.choose(some, m, n, k, sms, lambda tile: reading(tile, n, k), SUSTAINED)
 
 
 def reading(tile: Tile, n: int, k: int) -> float:

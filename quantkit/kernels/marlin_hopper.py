@@ -68,15 +68,8 @@ INSTANCES = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(m: int, n: int, k: int, sms: int, dtype: torch.dtype, group_size: int | None) -> Tile:
-    """Return the tile of least estimate for a product `[m, k] x [k, n]`.
-
-    Of those that hold all tokens the least are looked at, above 128 tokens also those of 128; clusters only where k has
-    a step for each.
-    """
-    fit = [tile for tile in tiles(dtype, group_size) if tile.cluster <= ceil(k, K_STEP)]
-    least = min((tile.tokens for tile in fit if tile.tokens >= m), default=max(tile.tokens for tile in fit))
-    fit = [tile for tile in fit if tile.tokens == least or 128 <= tile.tokens < m]
-    return min(fit, key=lambda tile: hopper.estimate(tile, m, n, k, sms, reading(tile, n, k)))
+    """Return the tile that a product `[m, k] x [k, n]` is expected to be fastest on; see `hopper.choose`."""
+    return hopper.choose(hopper.holding(tiles(dtype, group_size), m), m, n, k, sms, lambda tile: reading(tile, n, k))
 
 
 def reading(tile: Tile, n: int, k: int) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.formats import FP5, FP6, Format
 from quantkit.kernels import hopper
 from quantkit.kernels.contract import TYPES, check, same_dtype
-from quantkit.kernels.hopper import K_STEP, Tile, ceil
+from quantkit.kernels.hopper import K_STEP, Tile
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import SPLITS, tcfpx_weight
 from quantkit.tensor import Scheme
@@ -64,15 +64,8 @@ INSTANCES = tuple(
 
 @functools.lru_cache(maxsize=4096)
 def choose_tile(m: int, n: int, k: int, sms: int, fmt: Format) -> Tile:
-    """Return the tile of least estimate for a product `[m, k] x [k, n]`.
-
-    Of those that hold all tokens the least are looked at, above 128 tokens also those of 128; clusters only where k has
-    a step for each.
-    """
-    fit = [tile for tile in tiles(fmt) if tile.cluster <= ceil(k, K_STEP)]
-    least = min((tile.tokens for tile in fit if tile.tokens >= m), default=max(tile.tokens for tile in fit))
-    fit = [tile for tile in fit if tile.tokens == least or 128 <= tile.tokens < m]
-    return min(fit, key=lambda tile: hopper.estimate(tile, m, n, k, sms, reading(tile, n, k, fmt)))
+    """Return the tile that a product `[m, k] x [k, n]` is expected to be fastest on; see `hopper.choose`."""
+    return hopper.choose(hopper.holding(tiles(fmt), m), m, n, k, sms, lambda tile: reading(tile, n, k, fmt))
 
 
 def reading(tile: Tile, n: int, k: int, fmt: Format) -> float:

@@ -40,10 +40,12 @@ def _room(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tenso
     """
 
     def make() -> tuple[Tensor, Tensor]:
-        zeros = torch.zeros(counters, dtype=torch.int32, device=device)
-        return torch.empty(sums, dtype=torch.float32, device=device), zeros
+        found = (
+            torch.empty(sums, dtype=torch.float32, device=device),
+            torch.zeros(counters, dtype=torch.int32, device=device),
+        )
+        torch.cuda.current_stream(device).synchronize()  # zero for every stream from now on
+        return found
 
     with ThreadPoolExecutor(1) as thread:
-        room = thread.submit(make).result()
-    torch.cuda.current_stream(device).wait_stream(torch.cuda.default_stream(device))  # where that thread set the zeros
-    return room
+        return thread.submit(make).result()

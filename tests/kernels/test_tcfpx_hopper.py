@@ -81,7 +81,7 @@ def test_every_code_is_decoded_to_its_value_by_a_power_of_two(
 ) -> None:
     """In every place of a lane's registers, with random codes around it: nothing of a neighbour may be left."""
     n, k = 128, 256
-    q = every_code(fmt, n, k) if fmt.bits == 6 else weight(f"{fmt.name}:channel", n, k)
+    q = weight(f"{fmt.name}:channel", n, k)
     words = packed("tcfpx", q)["weight"].view(-1)
     high, low = words[: n * k // 32 * (fmt.bits - 4)], words[n * k // 32 * (fmt.bits - 4) :]
     left = torch.empty(n * k // 256, 32, 4, dtype=torch.int32)

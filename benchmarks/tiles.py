@@ -1,0 +1,159 @@
+"""Time every tile of a layout's Hopper kernel over nine layer shapes and eight token counts.
+
+With --table, print instead what the chosen tiles bring by the committed sweeps: speed-up over cuBLAS, geometric mean
+over a model's layers, and the share of the floor. Of cuBLAS' times the least is taken: the sweep's own, of the order
+x W^T alone, and both orders' in --cublas, a CSV of `bench kernels`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.bench import copies, flops, medians, prepared, record
+from quantkit.kernels import hopper, marlin24_hopper, marlin_hopper, quick_hopper, tcfpx_hopper
+from quantkit.kernels.hopper import Tile
+from quantkit.kernels.proof import activations, reference, relative_error
+from quantkit.layouts import LAYOUTS
+from quantkit.speeds import MODELS, TOKENS, floor
+from quantkit.tensor import Scheme
+
+RESULTS = Path(__file__).parent / "h200"
+SCHEMES = {
+    "marlin": ["int4:g128"],
+    "marlin24": ["int4:g128:24"],
+    "quick": ["int4:g128:asym"],
+    "tcfpx": ["fp6:channel", "fp5:channel"],
+}
+MODULES: dict[str, Any] = {
+    "marlin": marlin_hopper,
+    "marlin24": marlin24_hopper,
+    "quick": quick_hopper,
+    "tcfpx": tcfpx_hopper,
+}
+SIZES = ("tokens", "words", "warpgroups", "stages", "shared", "cluster")
+#: Of an H200: bytes/s of a copy, FLOP/s of a large product.
+COPY, RATE = 4.24e12, 740e12
+SMS = 132
+
+
+def launcher(layout: str, scheme: Scheme) -> tuple[Sequence[Tile], Callable[[int, int, int], Tile]]:
+    """Return the tiles of a layout's kernel for float16 and a scheme, and what it chooses for m, n, k."""
+    module, half = MODULES[layout], torch.float16
+    about = (scheme.format,) if layout == "tcfpx" else (half, scheme.group_size)
+    return module.tiles(*about), lambda m, n, k: module.choose_tile(m, n, k, SMS, *about)
+
+
+def sweep(layout: str, out: Path) -> None:
+    """Write microseconds of every tile that could be chosen, checked against float32, and of cuBLAS beside them."""
+    with out.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(["N", "K", "M", "scheme", *SIZES, "blocks", "time_us", "cublas_us", "floor_us"])
+        for label in SCHEMES[layout]:
+            for n, k in (shape for model in MODELS.values() for shape in model.values()):
+                for row in _cells(layout, Scheme.parse(label), n, k):
+                    writer.writerow([n, k, *row])
+                    file.flush()
+
+
+def _cells(layout: str, scheme: Scheme, n: int, k: int) -> list[list[Any]]:
+    where = torch.device("cuda")
+    l2 = torch.cuda.get_device_properties(where).L2_cache_size
+    q = record(scheme, n, k, where)
+    dense, one = q.dequantize(), LAYOUTS[layout].pack(q)
+    size = sum(tensor.nbytes for tensor in one.values())
+    packed = [{name: part.clone() for name, part in one.items()} for _ in range(copies(size, l2))]
+    weights = [dense.half() for _ in range(copies(2 * n * k, l2))]
+    rows = []
+    for m in TOKENS:
+        x = activations(dense, m, torch.float16)
+        wanted = reference(x, dense).half()
+        y, out = torch.empty_like(wanted), torch.empty_like(wanted)
+        least = floor(size + x.nbytes + y.nbytes, flops(layout, n, k, m), COPY, RATE)
+
+        def cublas(i: int, x: torch.Tensor = x, y: torch.Tensor = y) -> object:
+            return torch.mm(x, weights[i % len(weights)].t(), out=y)
+
+        (us_cublas,) = medians([prepared(cublas, least, len(weights))])
+        for tile in hopper.holding(launcher(layout, scheme)[0], m):
+            if tile.cluster > hopper.ceil(k, hopper.K_STEP):
+                continue
+
+            def ours(i: int, x: torch.Tensor = x, out: torch.Tensor = out, tile: Tile = tile) -> object:
+                weight = packed[i % len(packed)]
+                return MODULES[layout].matmul(
+                    x, weight, scheme, n, k, out=out.fill_(math.nan) if i < 0 else out, tile=tile
+                )
+
+            ours(-1)
+            assert relative_error(out, wanted) < 1e-3, (layout, scheme.label, n, k, m, tile)
+            (us,) = medians([prepared(ours, least, len(packed))])
+            sizes = [int(getattr(tile, name)) for name in SIZES]
+            blocks = hopper.blocks(tile, m, n, k, SMS)
+            rows.append([m, scheme.label, *sizes, blocks, round(us, 3), round(us_cublas, 3), round(least, 3)])
+    return rows
+
+
+def table(layout: str, cublas: Path) -> None:
+    """Print the speed-up of the chosen tiles, by scheme and tokens, for each model."""
+    with cublas.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    other = {cell: min(float(row["cublas_us"]) for row in rows if _cell(row) == cell) for cell in map(_cell, rows)}
+    with (RESULTS / f"{layout}_tiles.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
+    model_of = {shape: name for name, shapes in MODELS.items() for shape in shapes.values()}
+    for label in dict.fromkeys(row["scheme"] for row in rows):
+        scheme = Scheme.parse(label)
+        for cell in dict.fromkeys(_cell(row) for row in rows if row["scheme"] == label):
+            n, k, m = cell
+            tile = launcher(layout, scheme)[1](m, n, k)
+            sizes, blocks = [int(getattr(tile, name)) for name in SIZES], hopper.blocks(tile, m, n, k, SMS)
+            swept = [r for r in rows if (r["scheme"], _cell(r)) == (label, cell)]
+            same = [r for r in swept if [int(r[name]) for name in SIZES] == sizes]
+            us = float(min(same, key=lambda r, blocks=blocks: int(r["blocks"]) != blocks)["time_us"])
+            dense = min([other[cell], *(float(r["cublas_us"]) for r in swept if r.get("cublas_us"))])
+            least = floor(_bytes(layout, scheme, n, k) + 2 * m * (n + k), flops(layout, n, k, m), COPY, RATE)
+            found[label, m, model_of[n, k]].append((dense / us, least / us))
+    print("| scheme | M |", " | ".join(MODELS), "|\n|---|---|" + "---|" * len(MODELS))
+    for label, m in dict.fromkeys((label, m) for label, m, _ in found):
+        parts = [_means(found[label, m, model]) if (label, m, model) in found else "" for model in MODELS]
+        print(f"| {label} | {m} |", " | ".join(parts), "|")
+
+
+def _cell(row: dict[str, str]) -> tuple[int, int, int]:
+    return int(row["N"]), int(row["K"]), int(row["M"])
+
+
+def _bytes(layout: str, scheme: Scheme, n: int, k: int) -> int:
+    stored = LAYOUTS[layout].stored(scheme, n, k).values()
+    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored)
+
+
+def _means(pairs: list[tuple[float, float]]) -> str:
+    speed, share = (math.exp(sum(math.log(pair[i]) for pair in pairs) / len(pairs)) for i in range(2))
+    return f"{speed:.2f} ({share:.0%})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("layout", choices=SCHEMES)
+    parser.add_argument("--csv", type=Path, help="where the sweep goes; by default beside the committed ones")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--cublas", type=Path, default=RESULTS / "kernels_marlin.csv")
+    args = parser.parse_args()
+    if args.table:
+        table(args.layout, args.cublas)
+    else:
+        sweep(args.layout, args.csv or RESULTS / f"{args.layout}_tiles.csv")
+
+
+if __name__ == "__main__":
+    main()
