@@ -9,7 +9,7 @@
 // waits before it reads activations or writes anything (see `loader.launch`).
 //
 // Weight: TYPE of activations, COLUMNS of a tile, WORDS (products side by side of a warpgroup), WGS, SHARED,
-// PRODUCTS (steps of one stage), CHUNK (products that share a scale; PRODUCTS: none), BYTES of a stage and ROOM for them,
+// PRODUCTS (steps of one stage), CHUNK (products that share a scale, 0: none), BYTES of a stage and ROOM for them,
 // STRIDE from the rows of one product to those of the next, Maps, fetch, and what a thread does with it, Lane. A sparse
 // weight has products of 32 of k; it issues them itself, and has no STRIDE but writes its sums.
 #pragma once

@@ -1,4 +1,4 @@
-"""MARLIN's kernel for Hopper: its tiles on paper, and on such a GPU every token count, tile and odd shape."""
+"""MARLIN's kernel for Hopper: its tiles on paper, short ends of k, bad operands, and when a weight is read early."""
 
 from __future__ import annotations
 
@@ -11,27 +11,14 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.kernels import hopper as frame
-from quantkit.kernels import loader, marlin, proof
 from quantkit.kernels import marlin_hopper as hopper
+from quantkit.kernels import proof
 from quantkit.kernels.weights import MARLIN_GROUPS
-from quantkit.tensor import Scheme
 from tests.kernels.operands import packed, weight
-from tests.kernels.test_naive import on_gpu, poisoned
+from tests.kernels.test_hopper import H200, LAYERS, TYPES, agrees, gpu
+from tests.kernels.test_naive import on_gpu
 
-H200 = 132
-LAYERS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (73728, 18432)]
-TYPES = (torch.float16, torch.bfloat16)
-
-
-def test_every_tile_fits_a_multiprocessor() -> None:
-    for dtype, group_size in itertools.product(TYPES, MARLIN_GROUPS):
-        found = hopper.tiles(dtype, group_size)
-        assert found and {t.tokens for t in found} >= {8, 16, 32, 64}
-        for tile in found:
-            assert tile.bytes(hopper.room(tile, group_size)) <= 227 * 1024, tile
-            assert tile.shared or tile.stages % tile.warpgroups == 0
-            assert tile.columns in hopper.BANDWIDTH
-    assert len(set(hopper.INSTANCES)) == len(hopper.INSTANCES)
+__all__ = ["gpu"]
 
 
 def test_the_choice_is_a_tile_that_exists_and_its_grid_covers_the_product() -> None:
@@ -70,55 +57,13 @@ def test_the_choice_is_near_the_best_of_the_sweep() -> None:
     assert max(behind) < 1.1 and sum(behind) / len(behind) < 1.01, sorted(behind)[-5:]
 
 
-@pytest.fixture
-def gpu() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU, and torch sees none")
-    problem = loader.toolchain()["problem"]
-    if problem is not None:
-        pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
-
-
-def agrees(label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: frame.Tile | None, bias: bool) -> None:
-    """Compare with the naive kernel, in poisoned outputs, twice: nothing may be left out, and nothing may vary."""
-    tensors, q = on_gpu("marlin", weight(label, n, k, seed=m))
-    x = proof.activations(q.dequantize(), m, dtype)
-    shift = torch.linspace(-3, 3, n).to(dtype).cuda() if bias else None
-    judge = marlin.naive(x, tensors, q.scheme, n, k, shift, out=poisoned(m, n, torch.float32))
-    found = [hopper.matmul(x, tensors, q.scheme, n, k, shift, out=poisoned(m, n, dtype), tile=tile) for _ in range(3)]
-    assert proof.relative_error(found[0], judge.to(dtype)) < proof.BOUND, (label, n, k, m, dtype, tile)
-    assert all(torch.equal(found[0], y) for y in found), (label, n, k, m, dtype, tile)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("label", ["int4:g128", "int4:channel"])
-@pytest.mark.parametrize(("n", "k"), [(256, 512), (4096, 4096)])
-def test_every_token_count_to_300(gpu: None, label: str, n: int, k: int) -> None:
-    tensors, q = on_gpu("marlin", weight(label, n, k))
-    w = q.dequantize()
-    for m in range(1, 301):
-        x = proof.activations(w, m, TYPES[m % 2])
-        y = hopper.matmul(x, tensors, q.scheme, n, k, out=poisoned(m, n, x.dtype))
-        assert proof.relative_error(y, (x.double() @ w.double().t()).to(x.dtype)) < proof.BOUND, m
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("n", "k"), [(64, 256), (320, 1152), (1024, 2048)])
-@pytest.mark.parametrize("label", ["int4:g128", "int4:g64", "int4:g32", "int4:channel"])
-def test_every_tile_on_odd_shapes(gpu: None, label: str, n: int, k: int, dtype: torch.dtype) -> None:
-    for tile in hopper.tiles(dtype, Scheme.parse(label).group_size):
-        for m in (1, tile.tokens - 1, tile.tokens + 1, 2 * tile.tokens + 3):
-            agrees(label, n, k, m, dtype, tile, bias=m % 2 == 0)
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("label", "k"), [("int4:channel", 16), ("int4:channel", 208), ("int4:g32", 96), ("int4:g64", 64)]
 )
 def test_ends_of_k_that_fill_no_step(gpu: None, label: str, k: int) -> None:
     for m, dtype in itertools.product((1, 20, 150), TYPES):
-        agrees(label, 192, k, m, dtype, None, bias=True)
+        agrees("marlin", label, 192, k, m, dtype, None, bias=True)
 
 
 @pytest.mark.gpu
@@ -148,30 +93,6 @@ def test_what_it_does_not_take_is_one_error_and_the_process_lives(gpu: None) -> 
     with pytest.raises(KernelError, match="write float16 as their activations are"):
         hopper.matmul(x, tensors, q.scheme, 256, 256, out=torch.empty(2, 256, device="cuda"))
     assert torch.isfinite(hopper.matmul(x, tensors, q.scheme, 256, 256)).all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", [1, 20, 130, 300])
-def test_a_launch_that_begins_early_reads_what_the_one_before_wrote(gpu: None, m: int) -> None:
-    """Each product's activations are the one before's output; nothing may be read or overwritten too soon."""
-    n = 2048
-    layers = [on_gpu("marlin", weight("int4:g128", n, n, seed=i)) for i in range(3)]
-    x = torch.randn(m, n, device="cuda", generator=torch.Generator("cuda").manual_seed(m)).half()
-
-    def chain(wait: bool) -> list[torch.Tensor]:
-        found, y = [], x
-        for i in range(24):
-            tensors, q = layers[i % 3]
-            y = hopper.matmul(y, tensors, q.scheme, n, n)
-            if wait:
-                torch.cuda.synchronize()
-            y = y / y.abs().max() if i % 2 else y  # now and then another program's kernel in between
-            found.append(y)
-        return found
-
-    slow = chain(wait=True)
-    for _ in range(5):
-        assert all(torch.equal(a, b) for a, b in zip(chain(wait=False), slow, strict=True))
 
 
 @pytest.mark.gpu

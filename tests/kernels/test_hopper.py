@@ -1,0 +1,173 @@
+"""The kernels for Hopper, all in one frame: every token count, tile, odd shape and weight, and early launches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.kernels import loader, marlin24_hopper, marlin_hopper, proof, quick_hopper, tcfpx_hopper
+from quantkit.kernels.hopper import K_STEP, Tile, ceil
+from quantkit.tensor import QuantizedTensor, Scheme
+from tests.kernels.operands import weight
+from tests.kernels.test_naive import on_gpu, poisoned
+
+H200 = 132
+LAYERS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (73728, 18432)]
+TYPES = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kernel: schemes of which the first two are tried most, shapes that fill no tiles, and one for unit vectors."""
+
+    module: Any
+    labels: tuple[str, ...]
+    odd: tuple[tuple[int, int], ...]
+    units: tuple[int, int]
+
+    def tiles(self, label: str, n: int, k: int, dtype: torch.dtype) -> list[Tile]:
+        """Return the tiles that exist for a scheme and have a place in a weight `[n, k]`."""
+        scheme = Scheme.parse(label)
+        about = (scheme.format,) if self.module is tcfpx_hopper else (dtype, scheme.group_size)
+        found = [tile for tile in self.module.tiles(*about) if tile.cluster <= ceil(k, K_STEP)]
+        return [tile for tile in found if self.module is not marlin24_hopper or n % tile.columns == 0]
+
+
+CASES = {
+    "marlin": Case(
+        marlin_hopper,
+        ("int4:g128", "int4:channel", "int4:g64", "int4:g32"),
+        ((64, 256), (320, 1152), (1024, 2048)),
+        (320, 384),
+    ),
+    "marlin24": Case(
+        marlin24_hopper, ("int4:g128:24", "int4:channel:24"), ((128, 256), (768, 1152), (1024, 2048)), (768, 768)
+    ),
+    "quick": Case(
+        quick_hopper,
+        ("int4:g128:asym", "int4:g128", "int4:g64:asym", "int4:g32:asym"),
+        ((128, 256), (384, 1152), (1024, 2048)),
+        (384, 768),
+    ),
+    "tcfpx": Case(
+        tcfpx_hopper,
+        ("fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"),
+        ((64, 192), (320, 64), (320, 1152)),
+        (320, 320),
+    ),
+}
+ALL = [(layout, label) for layout, case in CASES.items() for label in case.labels]
+FIRST = [(layout, label) for layout, case in CASES.items() for label in case.labels[:2]]
+
+
+@pytest.fixture
+def gpu() -> None:
+    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs a Hopper GPU, and torch sees none")
+    problem = loader.toolchain()["problem"]
+    if problem is not None:
+        pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
+
+
+def product(
+    layout: str,
+    tensors: dict[str, Tensor],
+    q: QuantizedTensor,
+    x: Tensor,
+    bias: Tensor | None = None,
+    tile: Tile | None = None,
+) -> Tensor:
+    """Return the kernel's product, in an output that was poisoned."""
+    n, k = q.shape
+    out = poisoned(x.shape[0], n, x.dtype)
+    found: Tensor = CASES[layout].module.matmul(x, tensors, q.scheme, n, k, bias, out, tile=tile)
+    return found
+
+
+def agrees(layout: str, label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: Tile | None, bias: bool) -> None:
+    """Compare with float32 three times: nothing may be left out, and nothing may vary."""
+    tensors, q = on_gpu(layout, weight(label, n, k, seed=m))
+    w = q.dequantize()
+    x = proof.activations(w, m, dtype)
+    shift = torch.linspace(-3, 3, n).to(dtype).cuda() if bias else None
+    reference = proof.reference(x, w) + (0 if shift is None else shift.float())
+    found = [product(layout, tensors, q, x, shift, tile) for _ in range(3)]
+    assert proof.relative_error(found[0], reference.to(dtype)) < proof.BOUND, (label, n, k, m, dtype, tile)
+    assert all(torch.equal(found[0], y) for y in found), (label, n, k, m, dtype, tile)
+
+
+@pytest.mark.parametrize(("layout", "label"), ALL)
+def test_every_tile_fits_a_multiprocessor(layout: str, label: str) -> None:
+    case, scheme = CASES[layout], Scheme.parse(label)
+    for dtype in TYPES:
+        found = case.tiles(label, 4096, 4096, dtype)
+        assert {tile.tokens for tile in found} >= {8, 32, 64}
+        for tile in found:
+            room = case.module.room(tile, scheme.format if layout == "tcfpx" else scheme.group_size)
+            assert tile.resident * (tile.bytes(room) + 1024) <= 228 * 1024, tile
+            assert tile.shared or tile.stages % tile.warpgroups == 0
+            assert tile.columns in case.module.BANDWIDTH
+    assert len(set(case.module.INSTANCES)) == len(case.module.INSTANCES)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), FIRST)
+@pytest.mark.parametrize(("n", "k"), [(256, 512), (4096, 4096)])
+def test_every_token_count_to_300(gpu: None, layout: str, label: str, n: int, k: int) -> None:
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    w = q.dequantize()
+    for m in range(1, 301):
+        x = proof.activations(w, m, TYPES[m % 2])
+        y = product(layout, tensors, q, x)
+        assert proof.relative_error(y, proof.reference(x, w).to(x.dtype)) < proof.BOUND, m
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", range(3))
+@pytest.mark.parametrize(("layout", "label"), ALL)
+def test_every_tile_on_odd_shapes(gpu: None, layout: str, label: str, shape: int, dtype: torch.dtype) -> None:
+    n, k = CASES[layout].odd[shape]
+    for tile in CASES[layout].tiles(label, n, k, dtype):
+        for m in (1, tile.tokens - 1, tile.tokens + 1, 2 * tile.tokens + 3):
+            agrees(layout, label, n, k, m, dtype, tile, bias=m % 2 == 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), ALL)
+def test_unit_vectors_give_back_every_weight(gpu: None, layout: str, label: str) -> None:
+    n, k = CASES[layout].units
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    for dtype in TYPES:
+        for tile in CASES[layout].tiles(label, n, k, dtype):
+            y = product(layout, tensors, q, torch.eye(k, dtype=dtype, device="cuda"), tile=tile)
+            assert torch.equal(y.t(), q.dequantize().to(dtype)), (dtype, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [1, 20, 130, 300])
+@pytest.mark.parametrize("layout", CASES)
+def test_a_launch_that_begins_early_reads_what_the_one_before_wrote(gpu: None, layout: str, m: int) -> None:
+    """Each product's activations are the one before's output; nothing may be read or overwritten too soon."""
+    n = 2048
+    layers = [on_gpu(layout, weight(CASES[layout].labels[0], n, n, seed=i)) for i in range(3)]
+    x = torch.randn(m, n, device="cuda", generator=torch.Generator("cuda").manual_seed(m)).half()
+
+    def chain(wait: bool) -> list[Tensor]:
+        found, y = [], x
+        for i in range(24):
+            tensors, q = layers[i % 3]
+            y = CASES[layout].module.matmul(y, tensors, q.scheme, n, n)
+            if wait:
+                torch.cuda.synchronize()
+            y = y / y.abs().max() if i % 2 else y  # now and then another program's kernel in between
+            found.append(y)
+        return found
+
+    slow = chain(wait=True)
+    for _ in range(5):
+        assert all(torch.equal(a, b) for a, b in zip(chain(wait=False), slow, strict=True))
