@@ -126,6 +126,7 @@ def choose(
 
 def launch(
     source: str,
+    instances: Sequence[str],
     instance: str,
     tile: Tile,
     room: int,
@@ -136,16 +137,18 @@ def launch(
     bias: Tensor | None,
     out: Tensor,
 ) -> None:
-    """Launch an instance: activations `[m, k]`, the maps of its weight, and the `weights` that are behind them.
+    """Launch an instance, one of `instances` that are compiled together, on activations `[m, k]`.
 
-    `room` are the bytes of a stage's weights. A weight that was read before may be fetched while the launch in front of
-    this one still runs, since nothing that came before in the stream can still be writing it.
+    `maps` are those of its weight, `weights` the tensors behind them, `room` the bytes of a stage's weights. A weight
+    that was read before may be fetched while the launch in front of this one still runs, since nothing that came before
+    in the stream can still be writing it.
     """
     (m, k), n = x.shape, out.shape[1]
     sms = multiprocessors(x.device)
     sums, counters = workspace(source, x.device, 2 * sms * 256 * 128, 4 * sms)
     x_map = tensor_map(x, (m, k), (tile.tokens, 64), 2, swizzled=True)
-    function = loader.load(source, (instance,), x.device).functions[instance]
+    together = instances if instance in instances else (instance,)  # a tile that is only tried
+    function = loader.load(source, together, x.device).functions[instance]
     args = [x_map, *maps, scales, bias, out, sums, counters, m, n, k]
     early = _read_before([*weights, scales] if bias is None else [*weights, scales, bias])
     grid = blocks(tile, m, n, k, sms)

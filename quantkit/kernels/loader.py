@@ -17,6 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,9 +173,10 @@ class Loaded:
 
 
 def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
-    """Return all instances of `name`.cu, ready on a CUDA device; once a process and device.
+    """Return instances of `name`.cu, ready on a CUDA device; once a process and device.
 
-    KernelError for a GPU that is too old, without CuPy, and if it does not compile or load.
+    They are compiled, each by itself, on as many cores as there are. KernelError for a GPU that is too old, without
+    CuPy, and if it does not compile or load.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _LOCK:
@@ -184,15 +186,19 @@ def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
 @functools.cache
 def _loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
     start = time.perf_counter()
-    binary = cached(name, instances, arch_of(torch.device("cuda", index)))
+    arch = arch_of(torch.device("cuda", index))
+    with ThreadPoolExecutor(min(len(instances), os.cpu_count() or 1)) as pool:  # outside of Python's lock
+        binaries = list(pool.map(lambda instance: cached(name, (instance,), arch), instances))
     import cupy
     from cupy.cuda import function
 
+    functions: dict[str, Any] = {}
     try:
         with cupy.cuda.Device(index):
-            module = function.Module()
-            module.load(binary.cubin)
-            functions = {instance: module.get_function(lowered) for instance, lowered in binary.names.items()}
+            for binary in binaries:
+                module = function.Module()
+                module.load(binary.cubin)
+                functions |= {instance: module.get_function(lowered) for instance, lowered in binary.names.items()}
     except RuntimeError as error:  # what CuPy's driver errors are
         raise KernelError(f"the kernels of {name}.cu cannot be loaded on cuda:{index}: {reason(error)}") from error
     return Loaded(functions, time.perf_counter() - start)

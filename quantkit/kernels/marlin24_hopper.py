@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import KernelError
 from quantkit.kernels import hopper
-from quantkit.kernels.contract import TYPES, check, same_dtype
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
 from quantkit.kernels.hopper import K_STEP, Tile
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import marlin24_weight
@@ -58,12 +58,13 @@ def instance(tile: Tile, dtype: torch.dtype, group_size: int | None) -> str:
     return f"{SOURCE}<{TYPES[dtype]}, {tile.sizes}, {rest}>"
 
 
-INSTANCES = tuple(
-    instance(tile, dtype, group_size)
-    for dtype in (torch.float16, torch.bfloat16)
-    for group_size in GROUPS
-    for tile in tiles(dtype, group_size)
-)
+@functools.cache
+def instances(dtype: torch.dtype, group_size: int | None) -> tuple[str, ...]:
+    """Return the name expressions of all tiles for activations of a dtype and a group size."""
+    return tuple(instance(tile, dtype, group_size) for tile in tiles(dtype, group_size))
+
+
+INSTANCES = tuple(name for dtype in ACTIVATIONS for group_size in GROUPS for name in instances(dtype, group_size))
 
 
 def takes(n: int, k: int) -> bool:
@@ -118,6 +119,18 @@ def matmul(
     w_map = tensor_map(words, (k // 32, n), (rows, tile.columns), 8)
     m_map = tensor_map(metadata, (k // 32, n // 2), (rows, tile.columns // 2), 8)
     s_map = tensor_map(scales, (g, n), (1, tile.columns), 2) if group_size else w_map
-    name, bytes_ = instance(tile, x.dtype, group_size), room(tile, group_size)
-    hopper.launch(SOURCE, name, tile, bytes_, x, [w_map, m_map, s_map], scales, [words, metadata], bias, out)
+    names, name = instances(x.dtype, group_size), instance(tile, x.dtype, group_size)
+    hopper.launch(
+        SOURCE,
+        names,
+        name,
+        tile,
+        room(tile, group_size),
+        x,
+        [w_map, m_map, s_map],
+        scales,
+        [words, metadata],
+        bias,
+        out,
+    )
     return out

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.kernels import hopper
-from quantkit.kernels.contract import TYPES, check, same_dtype
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
 from quantkit.kernels.hopper import K_STEP, Tile, ceil
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import MARLIN_GROUPS, marlin_weight
@@ -58,11 +58,14 @@ def instance(tile: Tile, dtype: torch.dtype, group_size: int | None) -> str:
     return f"{SOURCE}<{TYPES[dtype]}, {tile.sizes}, {rest}>"
 
 
+@functools.cache
+def instances(dtype: torch.dtype, group_size: int | None) -> tuple[str, ...]:
+    """Return the name expressions of all tiles for activations of a dtype and a group size."""
+    return tuple(instance(tile, dtype, group_size) for tile in tiles(dtype, group_size))
+
+
 INSTANCES = tuple(
-    instance(tile, dtype, group_size)
-    for dtype in (torch.float16, torch.bfloat16)
-    for group_size in MARLIN_GROUPS
-    for tile in tiles(dtype, group_size)
+    name for dtype in ACTIVATIONS for group_size in MARLIN_GROUPS for name in instances(dtype, group_size)
 )
 
 
@@ -109,6 +112,6 @@ def matmul(
     words, scales = tensors["B"], tensors["s"]
     w_map = tensor_map(words, (k // 16, n), (K_STEP // 16, tile.columns), 8)
     s_map = tensor_map(scales, (g, n), (K_STEP // group_size, tile.columns), 2) if group_size else w_map
-    name, bytes_ = instance(tile, x.dtype, group_size), room(tile, group_size)
-    hopper.launch(SOURCE, name, tile, bytes_, x, [w_map, s_map], scales, [words], bias, out)
+    names, name = instances(x.dtype, group_size), instance(tile, x.dtype, group_size)
+    hopper.launch(SOURCE, names, name, tile, room(tile, group_size), x, [w_map, s_map], scales, [words], bias, out)
     return out

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.errors import KernelError
 from quantkit.kernels import hopper
-from quantkit.kernels.contract import TYPES, check, same_dtype
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
 from quantkit.kernels.hopper import K_STEP, Tile, ceil
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import quick_weight
@@ -62,12 +62,13 @@ def instance(tile: Tile, dtype: torch.dtype, group_size: int) -> str:
     return f"{SOURCE}<{TYPES[dtype]}, {tile.sizes}, {rest}>"
 
 
-INSTANCES = tuple(
-    instance(tile, dtype, group_size)
-    for dtype in (torch.float16, torch.bfloat16)
-    for group_size in GROUPS
-    for tile in tiles(dtype, group_size)
-)
+@functools.cache
+def instances(dtype: torch.dtype, group_size: int) -> tuple[str, ...]:
+    """Return the name expressions of all tiles for activations of a dtype and a group size."""
+    return tuple(instance(tile, dtype, group_size) for tile in tiles(dtype, group_size))
+
+
+INSTANCES = tuple(name for dtype in ACTIVATIONS for group_size in GROUPS for name in instances(dtype, group_size))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -120,6 +121,6 @@ def matmul(
         tensor_map(zeros, (4 * g, n // 32), (rows, tile.columns // 32), 8),
         tensor_map(scales, (4 * g, n // 2), (rows, tile.columns // 2), 2),
     ]
-    name, bytes_ = instance(tile, x.dtype, group_size), room(tile, group_size)
-    hopper.launch(SOURCE, name, tile, bytes_, x, maps, scales, [words, zeros], bias, out)
+    names, name = instances(x.dtype, group_size), instance(tile, x.dtype, group_size)
+    hopper.launch(SOURCE, names, name, tile, room(tile, group_size), x, maps, scales, [words, zeros], bias, out)
     return out

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.formats import FP5, FP6, Format
 from quantkit.kernels import hopper
-from quantkit.kernels.contract import TYPES, check, same_dtype
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
 from quantkit.kernels.hopper import K_STEP, Tile
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import SPLITS, tcfpx_weight
@@ -57,9 +57,13 @@ def instance(tile: Tile, dtype: torch.dtype, fmt: Format) -> str:
     return f"{SOURCE}<{TYPES[dtype]}, {SPLITS[fmt]}, {tile.sizes}, {str(tile.shared).lower()}, {tile.cluster}>"
 
 
-INSTANCES = tuple(
-    instance(tile, dtype, fmt) for dtype in (torch.float16, torch.bfloat16) for fmt in SPLITS for tile in tiles(fmt)
-)
+@functools.cache
+def instances(dtype: torch.dtype, fmt: Format) -> tuple[str, ...]:
+    """Return the name expressions of all tiles for activations of a dtype and a format."""
+    return tuple(instance(tile, dtype, fmt) for tile in tiles(fmt))
+
+
+INSTANCES = tuple(name for dtype in ACTIVATIONS for fmt in SPLITS for name in instances(dtype, fmt))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -108,6 +112,6 @@ def matmul(
         tensor_map(low, (n // 64, k // 64, 256), (blocks, K_STEP // 64, 256), 8),
         tensor_map(words, (n // 64, k * high), (blocks, K_STEP * high), 8),
     ]
-    name = instance(tile, x.dtype, fmt)
-    hopper.launch(SOURCE, name, tile, room(tile, fmt), x, maps, scales, [words], bias, out)
+    names, name = instances(x.dtype, fmt), instance(tile, x.dtype, fmt)
+    hopper.launch(SOURCE, names, name, tile, room(tile, fmt), x, maps, scales, [words], bias, out)
     return out
