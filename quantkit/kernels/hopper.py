@@ -165,6 +165,7 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _read_before(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a launch has read these very tensors, and torch has counted no write to them since."""
     versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
     known = all(v is not None and _READ.get(t) == v for t, v in zip(tensors, versions, strict=True))
     for tensor, version in zip(tensors, versions, strict=True):
