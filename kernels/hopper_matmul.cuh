@@ -14,6 +14,7 @@
 // weight has products of 32 of k; it issues them itself, and has no STRIDE but writes its sums.
 #pragma once
 
+#include "schedule.cuh"
 #include "wgmma.cuh"
 
 constexpr int K_STEP = 128;  // of k in a stage
@@ -32,16 +33,6 @@ struct Frame {
     static constexpr int OUT_BYTES = OUT_TOKENS * WORDS * 32;                  // for them
     // The phase that a warpgroup waits for must be the next one of its stage.
     static_assert(Weight::COLUMNS <= 256 && (Weight::SHARED || STAGES % WGS == 0), "stages");
-};
-
-// How steps of k are dealt out to blocks: each has `least`, the first `more` of them one besides.
-struct Deal {
-    int least, more;
-    DEVICE int first(int block) const { return block * least + min(block, more); }
-    DEVICE int owner(int unit) const {
-        const int big = more * (least + 1);
-        return unit < big ? unit / (least + 1) : more + (unit - big) / least;
-    }
 };
 
 // The operands and where they lie in shared memory.
@@ -76,23 +67,6 @@ struct Block {
     }
     DEVICE u32 full(int stage) const { return barriers + 16 * stage; }
     DEVICE u32 empty(int stage) const { return barriers + 16 * stage + 8; }
-};
-
-// A block's steps in the order that it takes them: tile by tile, the last one first, each in the order of k. So what it
-// does of a tile that a later block ends comes first, and what earlier ones have begun it ends last.
-struct Walk {
-    int first, k_steps, tile, begin, end;  // of the tile, what is this block's: [begin, end) of units
-
-    DEVICE Walk(int first_, int last, int k_steps_) : first(first_), k_steps(k_steps_), tile((last - 1) / k_steps_) {
-        begin = max(first, tile * k_steps), end = last;
-    }
-    DEVICE bool there() const { return begin < end; }
-    DEVICE void next() {
-        tile--, end = begin;
-        begin = max(first, tile * k_steps);
-    }
-    DEVICE bool begins_tile() const { return begin == tile * k_steps; }
-    DEVICE bool ends_tile() const { return end == (tile + 1) * k_steps; }
 };
 
 // Call `use(tile, step of k, stage, round)` for the steps `from` to `to` of a block; a round fills all stages once.

@@ -6,16 +6,14 @@ A layout's own tests hold its tensors to the published packers; so what is read 
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 
 import pytest
 import torch
 from torch import Tensor
 
 from quantkit.kernels import JUDGES
-from quantkit.kernels.loader import source_dir
 from quantkit.tensor import QuantizedTensor, Scheme
+from tests.kernels.on_cpu import library
 from tests.kernels.operands import CASES, TAKEN, packed
 from tests.layouts.samples import record
 
@@ -41,19 +39,7 @@ READER(tcfpx_fp5_e2m2, (Tcfpx<2, 2>{WORDS(0), HALVES(1), n, k}))
 
 @pytest.fixture(scope="module")
 def readers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs g++ or clang++ to compile the kernels' addressing for the CPU")
-    folder = tmp_path_factory.mktemp("readers")
-    (folder / "readers.cpp").write_text(READERS)
-    command = [compiler, "-std=c++17", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", f"-I{source_dir()}"]
-    done = subprocess.run(
-        [*command, folder / "readers.cpp", "-o", folder / "readers.so"], capture_output=True, text=True
-    )
-    if "_Float16" in done.stderr:
-        pytest.skip(f"needs a compiler that has _Float16: {done.stderr.splitlines()[0]}")
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "readers.so"))
+    return library(tmp_path_factory.mktemp("readers"), READERS)
 
 
 def read(readers: ctypes.CDLL, layout: str, tensors: dict[str, Tensor], scheme: Scheme, n: int, k: int) -> Tensor:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from quantkit.kernels import loader, marlin24_hopper, marlin_hopper, proof, quick_hopper, tcfpx_hopper
 from quantkit.kernels.hopper import K_STEP, Tile, ceil
 from quantkit.tensor import QuantizedTensor, Scheme
+from tests.kernels.on_cpu import library
 from tests.kernels.operands import weight
 from tests.kernels.test_naive import on_gpu, poisoned
 
@@ -62,6 +66,49 @@ CASES = {
 }
 ALL = [(layout, label) for layout, case in CASES.items() for label in case.labels]
 FIRST = [(layout, label) for layout, case in CASES.items() for label in case.labels[:2]]
+
+
+#: Lists what each block does, in order: rows [block, tile, begin, end, the block that ends the tile, the first of it].
+WALK = """
+#include "schedule.cuh"
+extern "C" int walk(int tiles, int k_steps, int blocks, int *rows) {
+    const int units = tiles * k_steps;
+    const Deal deal = {units / blocks, units % blocks};
+    int count = 0;
+    for (int b = 0; b < blocks; b++)
+        for (Walk w(deal.first(b), deal.first(b + 1), k_steps); w.there(); w.next(), count++) {
+            const int to = deal.owner((w.tile + 1) * k_steps - 1), from = deal.owner(w.tile * k_steps);
+            const int row[] = {b, w.tile, w.begin, w.end, w.ends_tile(), w.begins_tile(), to, from};
+            for (int i : row) *rows++ = i;
+        }
+    return count;
+}
+"""
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 300))
+def test_blocks_do_each_step_once_and_never_wait_in_a_circle(walk: Any, tiles: int, k_steps: int, blocks: int) -> None:
+    blocks = min(blocks, tiles * k_steps)
+    rows = (ctypes.c_int * (8 * (tiles + 2 * blocks)))()
+    count = walk(tiles, k_steps, blocks, rows)
+    work = [rows[8 * i : 8 * i + 8] for i in range(count)]
+    done = sorted(unit for _, _, begin, end, *_ in work for unit in range(begin, end))
+    assert done == list(range(tiles * k_steps))
+    leaves = [(block, tile) for block, tile, _, _, ends, *_ in work if not ends]
+    for block, tile, begin, end, ends, begins, to, source in work:
+        assert tile * k_steps <= begin < end <= (tile + 1) * k_steps
+        assert (to == block) == bool(ends) and (source == block) == bool(begins)
+        if not ends:  # leaves its sums: before all else that it does, so that it has waited for nobody
+            assert next(row for row in work if row[0] == block)[1] == tile
+        elif not begins:  # waits for the blocks from `source` on, each of which leaves sums of this tile
+            assert all((other, tile) in leaves for other in range(source, block))
+    assert len({block for block, _ in leaves}) == len(leaves), "a block has one place to leave sums in"
+
+
+@pytest.fixture(scope="module")
+def walk(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return library(tmp_path_factory.mktemp("walk"), WALK).walk
 
 
 @pytest.fixture

@@ -5,8 +5,6 @@ from __future__ import annotations
 import csv
 import ctypes
 import itertools
-import shutil
-import subprocess
 from collections import defaultdict
 
 import pytest
@@ -16,10 +14,10 @@ from quantkit.formats import FP5, FP6, Format
 from quantkit.kernels import hopper as frame
 from quantkit.kernels import proof, tcfpx
 from quantkit.kernels import tcfpx_hopper as hopper
-from quantkit.kernels.loader import source_dir
 from quantkit.kernels.weights import SPLITS
 from quantkit.tensor import QuantizedTensor, Scheme
 from tests.kernels import sweeps
+from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight
 from tests.kernels.test_hopper import H200, LAYERS, TYPES, gpu, product
 from tests.kernels.test_naive import on_gpu
@@ -48,20 +46,9 @@ int decode(const u32 *high, const u32 *low, u32 *left, int blocks) {
 
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
-        pytest.skip("needs g++ or clang++ to compile the kernels' decoding for the CPU")
     names = [(dtype, fmt) for dtype in TYPES for fmt in FORMATS]
     lines = [f"DECODER({_name(d, f)}, {'half' if d == torch.float16 else 'bfloat'}, {SPLITS[f]})" for d, f in names]
-    folder = tmp_path_factory.mktemp("decoder")
-    (folder / "decoder.cpp").write_text("\n".join([DECODER, *lines]))
-    flags = ["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{source_dir()}"]
-    command = [compiler, *flags, folder / "decoder.cpp", "-o", folder / "decoder.so"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if "_Float16" in done.stderr:
-        pytest.skip(f"needs a compiler that has _Float16: {done.stderr.splitlines()[0]}")
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "decoder.so"))
+    return library(tmp_path_factory.mktemp("decoder"), "\n".join([DECODER, *lines]))
 
 
 def _name(dtype: torch.dtype, fmt: Format) -> str:
