@@ -45,6 +45,11 @@ kernels_marlin24() { kernels marlin24; }
 kernels_tcfpx() { kernels tcfpx; }
 kernels_quick() { kernels quick; }
 
+generate() { # whole models, dense beside packed; of 70 billion weights in FP6, on one GPU
+    "$python" -m quantkit bench generate -q --model llama3-8b --csv "$results/generate_llama3-8b.csv"
+    "$python" -m quantkit bench generate -q --model llama2-70b --layout tcfpx --csv "$results/generate_llama2-70b.csv"
+}
+
 verify_8b() {
     "$python" benchmarks/verify_8b.py --work "$work" -o "$results/verify_8b.json"
 }
@@ -63,7 +68,7 @@ tiles() { # what the models of the Hopper kernels are fitted to
     done
 }
 
-for stage in "${@:-tests llama sparse opt kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick verify_8b cold_start bias_shift}"; do
+for stage in "${@:-tests llama sparse opt kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate verify_8b cold_start bias_shift}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader

@@ -102,12 +102,8 @@ def kernels(
                     LAYOUTS[layout].check(scheme, layer.n, layer.k)
                     scheme.groups(layer.k)
                 jobs.append((layer, layout, scheme))
-    where = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    for layout in layouts:
-        problem = missing(layout, where)
-        if problem is not None:
-            raise KernelError(f"the {layout} kernel cannot be timed here: {problem}; quantkit doctor says what runs")
-    device = _device(where, dtype)
+    where = gpu(layouts)
+    device = measured_on(where, dtype)
     cells: list[Cell] = []
     bar = progress.bar(len(jobs) * len(tokens), "timing")
     for layer, layout, scheme in jobs:
@@ -122,6 +118,16 @@ def kernels(
             ) from error
     bar.close()
     return Bench(device, tuple(cells))
+
+
+def gpu(layouts: Sequence[str]) -> torch.device:
+    """Return the current GPU; KernelError if there is none, or it cannot run the kernels of `layouts`."""
+    where = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    for layout in layouts:
+        problem = missing(layout, where)
+        if problem is not None:
+            raise KernelError(f"the {layout} kernel cannot be timed here: {problem}; quantkit doctor says what runs")
+    return where
 
 
 def record(scheme: Scheme, n: int, k: int, device: torch.device, seed: int = 0) -> QuantizedTensor:
@@ -160,7 +166,8 @@ def flops(layout: str, n: int, k: int, m: int) -> int:
     return 2 * m * n * k // (2 if family(layout) == marlin24.NAME else 1)
 
 
-def _device(where: torch.device, dtype: torch.dtype) -> Device:
+def measured_on(where: torch.device, dtype: torch.dtype) -> Device:
+    """Return what a GPU is, and the speeds of a copy and of a dense product on it."""
     versions = {"torch": str(torch.__version__), "cuda": str(torch.version.cuda), "nvrtc": str(toolchain()["nvrtc"])}
     name = torch.cuda.get_device_name(where)
     return Device(name, **versions, dtype=dtype_name(dtype), copy=_copy_rate(where), rate=_product_rate(where, dtype))
@@ -171,7 +178,7 @@ def _copy_rate(where: torch.device) -> float:
     source = torch.randint(-(2**31), 2**31 - 1, (COPIED // 4,), dtype=torch.int32, device=where)
     target = torch.empty_like(source)
     # A kernel that negates: captured copies are done by the copy engine, which is slower.
-    (us,) = medians([Timed(_captured(lambda _: torch.bitwise_not(source, out=target), 4), 4, ROUNDS)])
+    (us,) = medians([Timed(captured(lambda _: torch.bitwise_not(source, out=target), 4), 4, ROUNDS)])
     return 2 * COPIED / us * 1e6
 
 
@@ -184,7 +191,7 @@ def _product_rate(where: torch.device, dtype: torch.dtype) -> float:
     graphs = []
     for order in orders:
         order(0)
-        graphs.append(Timed(_captured(order, 4), 4, ROUNDS))
+        graphs.append(Timed(captured(order, 4), 4, ROUNDS))
     return 2 * SQUARE**3 / min(medians(graphs)) * 1e6
 
 
@@ -242,9 +249,9 @@ def prepared(call: Callable[[int], object], least: float, count: int) -> Timed:
     """Return calls of `call(i)` as a graph, as many as fit into the budget; there are `count` copies of a weight."""
     for i in range(count):
         call(i)  # the first may compile, load or allocate; a weight that has been read may be fetched early
-    seen = _seconds(lambda: call(0)) * 1e6
+    seen = seconds(lambda: call(0)) * 1e6
     calls, rounds = repetitions(least, seen, count)
-    return Timed(_captured(call, calls), calls, rounds)
+    return Timed(captured(call, calls), calls, rounds)
 
 
 def _checked(timed: Timed, out: Tensor, wanted: Tensor, what: str) -> float:
@@ -257,7 +264,8 @@ def _checked(timed: Timed, out: Tensor, wanted: Tensor, what: str) -> float:
     return error
 
 
-def _captured(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
+def captured(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
+    """Return a graph of `call(0)`, `call(1)` and so on; each has been called before, outside of any graph."""
     graph = torch.cuda.CUDAGraph()
     gc.collect()
     gc.disable()  # an older graph that is collected during a capture spoils it
@@ -280,11 +288,12 @@ def medians(timed: Sequence[Timed]) -> list[float]:
             if turn < one.rounds:
                 if one.rounds > 1:
                     one.graph.replay()  # the GPU is busy with it until the timed one is queued
-                times[i].append(_seconds(one.graph.replay) * 1e6 / one.calls)
+                times[i].append(seconds(one.graph.replay) * 1e6 / one.calls)
     return [median(found) for found in times]
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def seconds(work: Callable[[], object]) -> float:
+    """Return how long the current GPU is at what `work` queues."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     work()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
@@ -23,7 +24,17 @@ if TYPE_CHECKING:
 Places = Callable[[str], tuple[tuple[str, ...], bool]]
 
 
-def config_of(src: Checkpoint, trust_remote_code: bool) -> PretrainedConfig:
+class Configured(Protocol):
+    """What a model is built from: a checkpoint, or a config.json alone; `path` is for messages."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+
+def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
     """Return the configuration that config.json states, without its quantization.
 
     CheckpointError for a model type that transformers does not know, and for a config that it cannot read.
@@ -49,7 +60,7 @@ def config_of(src: Checkpoint, trust_remote_code: bool) -> PretrainedConfig:
     return config
 
 
-def skeleton(src: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     """Return the model with meta parameters and real buffers (a rotary table is computed, not stored).
 
     The attention implementation is transformers' own choice: sdpa but for models that it would compute wrongly.
@@ -68,7 +79,7 @@ def skeleton(src: Checkpoint, dtype: torch.dtype, trust_remote_code: bool) -> Pr
     return module.eval()
 
 
-def unbuildable(src: Checkpoint, error: Exception) -> CheckpointError:
+def unbuildable(src: Configured, error: Exception) -> CheckpointError:
     """Return how it is said that transformers cannot make the model of a folder."""
     return CheckpointError(
         f"{src.path}: transformers cannot build the model of config.json ({reason(error)}): mend it, or upgrade "

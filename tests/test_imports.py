@@ -23,7 +23,7 @@ ROWS = [
         *("memory", "misfits", "plan", "inspection", "solve", "calibrate", "output", "repack", "verify", "evaluate"),
         *("packed", "hf", "loading"),
     ],
-    ["pipeline", "api", "bench"],
+    ["pipeline", "api", "bench", "outline", "decoding"],
     ["demo", "doctor", "cli", "__main__"],
 ]
 NEIGHBOURS = {
@@ -55,6 +55,9 @@ NEIGHBOURS = {
         ("repack", "output"),
         ("repack", "solve"),
         ("calibrate", "solve"),
+        ("outline", "bench"),
+        ("decoding", "bench"),
+        ("decoding", "outline"),
     ),
     *(("calibrate", "solve"), ("api", "pipeline"), ("cli", "demo"), ("cli", "doctor"), ("__main__", "cli")),
 }
@@ -88,7 +91,7 @@ SISTERS = {
 }
 
 FRONT_DOORS = {
-    "transformers": {"skeleton", "models", "hf", "loading"},
+    "transformers": {"skeleton", "models", "hf", "loading", "decoding"},
     "accelerate": {"skeleton"},
     "datasets": {"data"},
     "cupy": {"kernels"},

@@ -13,6 +13,7 @@ from quantkit import (
     api,
     bench,
     conversions,
+    decoding,
     demo,
     doctor,
     drawing,
@@ -290,6 +291,22 @@ def kernels(
     if png is not None:
         drawing.speedups(speeds.panels(rows), png)
     emit(show.as_json(found) if as_json else show.speeds(found))
+
+
+@options.command(
+    benches, "generate", "quantkit bench generate --model llama2-70b --layout tcfpx --csv generate.csv", as_json=True
+)
+@options.generating
+@click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
+def paces(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) -> None:
+    """Time whole models.
+
+    Prompts and new tokens a second and GPU memory, packed beside dense, with random weights: nothing is downloaded."""
+    options.writable(csv, ".csv")
+    found = decoding.measure(*options.generated(asked), progress)
+    if csv is not None:
+        storage.write_atomic(csv, speeds.table(found.rows()))
+    emit(show.as_json(found.to_dict()) if as_json else show.paces(found.to_dict()))
 
 
 @options.command(quantkit, "report", "quantkit report ./model-int4 --html ./model-int4.html", as_json=True)

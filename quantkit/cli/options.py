@@ -13,16 +13,20 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import click
+import torch
 
+from quantkit import outline
 from quantkit.api import build_recipe
 from quantkit.bench import default_layouts
 from quantkit.cli.exits import exits
 from quantkit.data import NAMED
+from quantkit.decoding import BATCHES
 from quantkit.formats import FORMATS
 from quantkit.gptq import Options
 from quantkit.kernels import MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
+from quantkit.outline import CONFIGS, Load, Outline, Variant
 from quantkit.progress import Progress
 from quantkit.recipe import Calib, Clip, Method, Metric, Recipe
 from quantkit.sparsity import Rule
@@ -34,6 +38,7 @@ Command = Callable[..., Any]
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}
 _TOKENS = " ".join(map(str, TOKENS))
+_BATCHES = " ".join(map(str, BATCHES))
 DATA = f"{', '.join(NAMED)}, or a .txt, .jsonl or .parquet file"
 
 
@@ -97,8 +102,6 @@ def command(
 
 def _deterministic() -> None:
     """Set what makes equal runs give equal bytes and costs nothing (ALGORITHMS 13)."""
-    import torch
-
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)
@@ -228,14 +231,30 @@ protocol = _options(
 )
 
 
-#: What is timed.
-timing = _options(
+_timed = _options(
     click.option("--layout", multiple=True, type=_choice(MATMULS), help="Whose kernel; repeatable [all]."),
     click.option("--scheme", multiple=True, metavar="SCHEME", help="Like int4:g128; repeatable [the layout's usual]."),
+    click.option("--dtype", type=_choice(map(dtype_name, ACTIVATIONS)), default="float16", help="[float16]."),
+)
+
+#: Which kernels are timed, and with what.
+timing = _options(
+    _timed,
     click.option("--model", multiple=True, type=_choice(MODELS), help="Its layers' shapes; repeatable [llama3-8b]."),
     click.option("--shape", multiple=True, metavar="NxK", help="Output by input features; repeatable."),
     click.option("--m", multiple=True, type=click.IntRange(1, 2**20), help=f"Tokens; repeatable [{_TOKENS}]."),
-    click.option("--dtype", type=_choice(map(dtype_name, ACTIVATIONS)), default="float16", help="[float16]."),
+)
+
+#: Which model is timed, packed how, and what it does.
+generating = _options(
+    click.option(
+        "--model", default="llama3-8b", metavar="NAME|PATH", help=f"{', '.join(CONFIGS)} or a config.json [llama3-8b]."
+    ),
+    _timed,
+    _skip,
+    click.option("--batch", multiple=True, type=click.IntRange(1, 2**12), help=f"Prompts; repeatable [{_BATCHES}]."),
+    click.option("--prompt-tokens", type=click.IntRange(1, 2**20), default=512, help="Tokens of each prompt [512]."),
+    click.option("--new-tokens", type=click.IntRange(1, 2**20), default=64, help="Tokens written after it [64]."),
 )
 
 
@@ -246,9 +265,25 @@ def timed(asked: dict[str, Any]) -> dict[str, Any]:
         "layers": layers(models, asked["shape"]),
         "tokens": sorted(set(asked["m"] or TOKENS)),
         "layouts": list(dict.fromkeys(asked["layout"] or default_layouts())),
-        "schemes": list(dict.fromkeys(map(Scheme.parse, asked["scheme"]))),
-        "dtype": next(dtype for dtype in ACTIVATIONS if dtype_name(dtype) == asked["dtype"]),
+        "schemes": _schemes(asked),
+        "dtype": _dtype(asked),
     }
+
+
+def generated(asked: dict[str, Any]) -> tuple[Outline, list[Variant], Load]:
+    """Return what `decoding.measure` takes, of the options `generating`."""
+    named = outline.read(asked["model"])
+    found = outline.variants(named, list(dict.fromkeys(asked["layout"])), _schemes(asked), asked["skip"])
+    batches = tuple(sorted(set(asked["batch"] or BATCHES)))
+    return named, found, Load(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked))
+
+
+def _schemes(asked: dict[str, Any]) -> list[Scheme]:
+    return list(dict.fromkeys(map(Scheme.parse, asked["scheme"])))
+
+
+def _dtype(asked: dict[str, Any]) -> torch.dtype:
+    return next(dtype for dtype in ACTIVATIONS if dtype_name(dtype) == asked["dtype"])
 
 
 def writable(path: Path | None, suffix: str) -> None:

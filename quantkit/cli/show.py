@@ -16,6 +16,8 @@ from quantkit.verify import Verification
 MOST_ROWS = 40
 TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")
 SPEEDS = ("layout", "scheme", "kernel", "layer", "NxK", "M", *TIMES)
+RATES = ("prompt tok/s", "x dense", "decode tok/s", "x dense", "floor tok/s", "of floor")
+PACES = ("layout", "scheme", "batch", *RATES, "weights", "packed size", "peak")
 DEMO = ("format", "method", "layout", "bits/weight", "size", "perplexity", "change")
 
 
@@ -176,6 +178,38 @@ def speeds(found: Mapping[str, Any]) -> str:
     mean = f", geometric mean {against['mean']:.3f} of its speedup" if against["compared"] else ""
     lines.append(f"compared: {against['compared']} cells, {len(slower)} slower{mean}; no figure: {against['missing']}")
     return "\n".join(lines)
+
+
+def paces(found: Mapping[str, Any]) -> str:
+    """Return the table of `bench generate`, what was left out, and what it was measured on."""
+    first, device = found["rows"][0], found["device"]
+    ways = dict.fromkeys((row["layout"], row["scheme"], row["weights"]) for row in found["rows"])
+    lines = [table(PACES, (_pace(row) for row in found["rows"])), ""]
+    lines += [f"{' '.join(filter(None, names))}: {way}" for *names, way in ways]
+    lines += [f"note: {notice}" for notice in found["notices"]]
+    lines.append(
+        f"{first['model']}, random weights, prompts of {first['prompt_tokens']} tokens, then {first['new_tokens']} new "
+        f"ones each, in CUDA graphs over a static cache; {device['gpu']}, torch {device['torch']}, transformers "
+        f"{first['transformers']}, CUDA {device['cuda']}, {device['dtype']}; the floor is to read all weights once a "
+        f"step at the {device['copy'] / 1e9:.0f} GB/s of a copy"
+    )
+    return "\n".join(lines)
+
+
+def _pace(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    ratios = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("prompt_vs_dense", "decode_vs_dense")]
+    return (
+        row["layout"],
+        row["scheme"],
+        row["batch"],
+        f"{row['prompt_tokens_per_s']:.0f}",
+        ratios[0],
+        f"{row['decode_tokens_per_s']:.1f}",
+        ratios[1],
+        f"{row['floor_tokens_per_s']:.1f}",
+        f"{row['pct_of_floor']:.0f} %",
+        *(size(row[key]) for key in ("weight_bytes", "packed_bytes", "peak_bytes")),
+    )
 
 
 def _cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
