@@ -25,7 +25,7 @@ K_STEP, WARPGROUP = 128, 128
 #: longer.
 LAUNCH, SUSTAINED, HIDDEN = 1.5, 700.0, 0.1
 
-#: Tensors that a launch has read -> their version then.
+#: Tensors that a launch has read -> their version and address then.
 _READ = WeakIdKeyDictionary()
 
 
@@ -165,11 +165,14 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def _read_before(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a launch has read these very tensors, and torch has counted no write to them since."""
-    versions = [None if tensor.is_inference() else tensor._version for tensor in tensors]
-    known = all(v is not None and _READ.get(t) == v for t, v in zip(tensors, versions, strict=True))
-    for tensor, version in zip(tensors, versions, strict=True):
-        _READ[tensor] = version
+    """Return whether a launch has read these very tensors, and torch has written to none of them since.
+
+    A write in place is counted in the version; `.data = ` and `module.to` are not, but change the address.
+    """
+    found = [None if tensor.is_inference() else (tensor._version, tensor.data_ptr()) for tensor in tensors]
+    known = all(now is not None and _READ.get(t) == now for t, now in zip(tensors, found, strict=True))
+    for tensor, now in zip(tensors, found, strict=True):
+        _READ[tensor] = now
     return known
 
 

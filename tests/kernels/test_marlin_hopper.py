@@ -116,6 +116,8 @@ def test_only_a_tensor_that_was_read_and_not_written_since_may_be_read_early() -
     assert not frame._read_before([a, b])
     assert frame._read_before([a, b])
     assert not frame._read_before([a, a.clone()])
+    b.data = torch.ones(4)  # as a module does that is moved to a GPU; its version stays
+    assert not frame._read_before([a, b])
     with torch.inference_mode():
         c = torch.zeros(4)  # has no version that would tell of a write
     assert not frame._read_before([c]) and not frame._read_before([c])
