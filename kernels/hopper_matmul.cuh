@@ -43,7 +43,8 @@ struct Block {
     float *sums;
     u32 *counters;
     int m, n, k_steps, token_tiles;
-    int first, last;  // this block's units, steps of k of tiles one after the other
+    int rounds;       // of whole tiles for every block;
+    int first, last;  // this block's share of the other tiles' steps of k, or of its cluster's tile
     Deal deal;
     u32 x_at, w_at, handed_at, out_at, barriers;
 
@@ -56,15 +57,20 @@ struct Block {
     }
     DEVICE void deal_out(int column_tiles, int cluster) {
         if (cluster == 0) {
-            const int units = column_tiles * token_tiles * k_steps;
-            deal = {units / (int)gridDim.x, units % (int)gridDim.x};
+            const int blocks = gridDim.x, tiles = column_tiles * token_tiles, units = tiles % blocks * k_steps;
+            rounds = tiles / blocks;
+            deal = {units / blocks, units % blocks};
             first = deal.first(blockIdx.x), last = deal.first(blockIdx.x + 1);
         } else {
             const int tile = blockIdx.x / cluster, rank = blockIdx.x % cluster;
+            rounds = 0;
             first = tile * k_steps + k_steps * rank / cluster;
             last = tile * k_steps + k_steps * (rank + 1) / cluster;
         }
     }
+    DEVICE Walk walk() const { return {first, last, k_steps, (int)blockIdx.x, (int)gridDim.x, rounds}; }
+    // Who begins or ends a tile that is dealt out.
+    DEVICE int owner(int tile, int step) const { return deal.owner((tile - rounds * (int)gridDim.x) * k_steps + step); }
     DEVICE u32 full(int stage) const { return barriers + 16 * stage; }
     DEVICE u32 empty(int stage) const { return barriers + 16 * stage + 8; }
 };
@@ -73,9 +79,9 @@ struct Block {
 template <int STAGES, class B, class Use>
 DEVICE void for_steps(const B &b, int from, int to, Use use) {
     int count = 0;
-    for (Walk w(b.first, b.last, b.k_steps); w.there() && count < to; w.next())
-        for (int u = w.begin; u < w.end && count < to; u++, count++)
-            if (count >= from) use(w.tile, u - w.tile * b.k_steps, count % STAGES, count / STAGES);
+    for (Walk w = b.walk(); w.there() && count < to; w.next())
+        for (int step = w.begin; step < w.end && count < to; step++, count++)
+            if (count >= from) use(w.tile, step, count % STAGES, count / STAGES);
 }
 
 // Issue all copies of a block. Weights go ahead as far as there are stages; activations wait for the launch before.
@@ -94,7 +100,7 @@ DEVICE void produce(const B &b, const TensorMap &x_map, const typename Weight::M
     for_steps<STAGES>(b, 0, STAGES, [&](int tile, int step, int stage, int) { fetch_weights(tile, step, stage); });
     wait_for_predecessor();
     for_steps<STAGES>(b, 0, STAGES, [&](int tile, int step, int stage, int) { fetch_tokens(tile, step, stage); });
-    for_steps<STAGES>(b, STAGES, b.last - b.first, [&](int tile, int step, int stage, int round) {
+    for_steps<STAGES>(b, STAGES, 0x7fffffff, [&](int tile, int step, int stage, int round) {
         barrier_wait(b.empty(stage), (round - 1) & 1);
         fetch_weights(tile, step, stage);
         fetch_tokens(tile, step, stage);
@@ -109,6 +115,15 @@ DEVICE void multiply(
         w.multiply(s, j, d, left, right, keep);
     else
         wgmma<TOKENS, typename Weight::TYPE>(d, left, right, keep);
+}
+
+// What is written by products in flight must not be used before they are waited for, which a compiler cannot know.
+template <int WORDS, int SUMS>
+DEVICE void written_until_here(float (&sums)[WORDS][SUMS]) {
+#pragma unroll
+    for (int j = 0; j < WORDS; j++)
+#pragma unroll
+        for (int r = 0; r < SUMS; r++) asm volatile("" : "+f"(sums[j][r]));
 }
 
 // Add the products of steps `count` to `end` of this block, all of one tile, as far as they are this warpgroup's.
@@ -145,14 +160,17 @@ DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float
                 continue;
             }
             wgmma_wait<0>();
-            if constexpr (CHUNK > 0)
+            if constexpr (CHUNK > 0) {
+                written_until_here<WORDS>(part);
 #pragma unroll
                 for (int j = 0; j < WORDS; j++)
 #pragma unroll
                     for (int r = 0; r < R; r++) total[j][r] += part[j][r] * w.scale(s, j, r / 2 % 2);
+            }
         }
         if (threadIdx.x % 32 == 0) barrier_arrive(b.empty(stage));
     }
+    written_until_here<WORDS>(total);
 }
 
 // The first warpgroup adds up the others' sums, in order.
@@ -222,7 +240,7 @@ DEVICE void leave(const B &b, int tile, int group, const float (&total)[F::WORDS
     }
     __threadfence();
     sync_threads(2 + group, 128);
-    const int to = b.deal.owner((tile + 1) * b.k_steps - 1);
+    const int to = b.owner(tile, b.k_steps - 1);
     if (threadIdx.x % 128 == 0) atomicAdd(b.counters + to * F::OWNERS + group, 1u);
 }
 
@@ -230,7 +248,7 @@ DEVICE void leave(const B &b, int tile, int group, const float (&total)[F::WORDS
 // numbers and leave such sums before all else, so what is waited for does not wait for anybody.
 template <class F, class B>
 DEVICE void gather(const B &b, int tile, int group, float (&total)[F::WORDS][F::SUMS]) {
-    const int from = b.deal.owner(tile * b.k_steps), self = blockIdx.x;
+    const int from = b.owner(tile, 0), self = blockIdx.x;
     u32 *counter = b.counters + self * F::OWNERS + group;
     if (threadIdx.x % 128 == 0) {
         while (load_acquire(counter) != (u32)(self - from)) {}
@@ -301,8 +319,8 @@ DEVICE void write(const B &b, const Lane &w, int column, int token, int rank, fl
     }
 }
 
-// A whole launch. CLUSTER: 0 deals the steps of all tiles evenly to a persistent grid; the block that has a tile's end
-// adds up what others left in `sums`. Else a tile is one cluster's, which divides its k and adds up through shared memory.
+// A whole launch. CLUSTER: 0 is a persistent grid, each block of which takes as many whole tiles and an even share of the
+// steps of those that are left; the block that has such a tile's end adds up what others left in `sums`. Else a tile is one cluster's, which divides its k and adds up through shared memory.
 template <class Weight, int TOKENS, int STAGES, int CLUSTER>
 DEVICE void matmul_hopper(
     const TensorMap &x_map, const typename Weight::Maps &maps, const half *scales, const typename Weight::TYPE *bias,
@@ -340,7 +358,7 @@ DEVICE void matmul_hopper(
     const int group = warp / 4, rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
     typename Weight::template Lane<TOKENS> w(warp % 4, group, thread % 32, (u32)(n >> 31));
     int count = 0;
-    for (Walk walk(b.first, b.last, b.k_steps); walk.there(); walk.next()) {
+    for (Walk walk = b.walk(); walk.there(); walk.next()) {
         const int column = walk.tile / b.token_tiles * Weight::COLUMNS + w.column;
         if (column < n) w.start(scales, bias, column);
         float total[F::WORDS][F::SUMS] = {};

@@ -13,8 +13,8 @@ struct Marlin24 {
     using TYPE = X;
     static constexpr int WORDS = WORDS_, WGS = WGS_;
     static constexpr bool SHARED = SHARED_;
-    static constexpr bool SCALED = SHARED && GROUP > 0;  // scales go into the weights, not into the sums
-    static_assert(!SCALED || IS_HALF<X>, "float16 scales do not fit bfloat16 weights");
+    // Scales go into the weights, not into the sums; into float16 weights, since bfloat16 has no room for both.
+    static constexpr bool SCALED = SHARED && GROUP > 0 && IS_HALF<X>;
     static_assert(WORDS % 2 == 0 && GROUP % K_STEP == 0, "metadata are those of two words, groups are whole stages");
     static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1);
     static constexpr int PRODUCTS = K_STEP / 32, CHUNK = GROUP && !SCALED ? PRODUCTS : 0;

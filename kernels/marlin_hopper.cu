@@ -13,8 +13,8 @@ struct Marlin {
     using TYPE = X;
     static constexpr int WORDS = WORDS_, WGS = WGS_, STRIDE = 16;
     static constexpr bool SHARED = SHARED_;
-    static constexpr bool SCALED = SHARED && GROUP > 0;  // scales go into the weights, not into the sums
-    static_assert(!SCALED || IS_HALF<X>, "float16 scales do not fit bfloat16 weights");
+    // Scales go into the weights, not into the sums; into float16 weights, since bfloat16 has no room for both.
+    static constexpr bool SCALED = SHARED && GROUP > 0 && IS_HALF<X>;
     static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1);
     static constexpr int PRODUCTS = K_STEP / 16, CHUNK = GROUP && !SCALED ? GROUP / 16 : 0;
     static constexpr int SCALE_ROWS = GROUP ? K_STEP / GROUP : 0;

@@ -12,10 +12,11 @@ struct Quick {
     using TYPE = X;
     static constexpr int WORDS = WORDS_, WGS = WGS_, STRIDE = 16;
     static constexpr bool SHARED = SHARED_;
-    static_assert(!SHARED || IS_HALF<X>, "then scales go into the weights, and float16 scales do not fit bfloat16");
+    // Scales go into the weights, not into the sums; into float16 weights, since bfloat16 has no room for both.
+    static constexpr bool SCALED = SHARED && IS_HALF<X>;
     static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1), PIECES = COLUMNS / 32;
     static_assert(COLUMNS % 128 == 0, "two blocks of 64 columns are interleaved in memory");
-    static constexpr int PRODUCTS = K_STEP / 16, CHUNK = SHARED ? 0 : GROUP / 16;
+    static constexpr int PRODUCTS = K_STEP / 16, CHUNK = SCALED ? 0 : GROUP / 16;
     static constexpr int PER_SCALE = GROUP / 16, GROUPS = K_STEP / GROUP;
     // Bytes of a stage: a row of codes, of scales and of zero points, each for every fourth of the columns' weights.
     static constexpr int W_ROW = COLUMNS * 4, S_ROW = COLUMNS, Z_ROW = COLUMNS / 4;
@@ -92,7 +93,7 @@ struct Quick {
                     zero[j][b] = zero_of(X{}, mask, zeros[s / PER_SCALE][y / 4], y % 4);
                 }
             decode(X{}, mask, codes[s % AHEAD][j], zero[j][0], zero[j][1], left);
-            if constexpr (SHARED)
+            if constexpr (SCALED)
 #pragma unroll
                 for (int i = 0; i < 4; i++)
                     asm("mul.f16x2 %0, %0, %1;" : "+r"(left[i]) : "r"(scales[s / PER_SCALE][2 * j + i % 2]));

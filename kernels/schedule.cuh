@@ -15,20 +15,30 @@ struct Deal {
     }
 };
 
-// A block's steps in the order that it takes them: tile by tile, the last one first, each in the order of k. So what it
-// does of a tile that a later block ends comes first, and what earlier ones have begun it ends last.
+// A block's steps in the order that it takes them. A grid takes as many whole tiles for each block as there are, round by
+// round; the steps of the tiles that are left are dealt out. Of these a block does its share first, the last tile first:
+// so what it does of a tile that a later block ends comes before all else, and what earlier ones have begun it ends late.
 struct Walk {
-    int first, k_steps, tile, begin, end;  // of the tile, what is this block's: [begin, end) of units
+    int first, last;  // of the steps that are dealt out, what is this block's
+    int k_steps, block, blocks, rounds, round;
+    int tile, begin, end;  // steps of k of a tile
 
-    DEVICE Walk(int first_, int last, int k_steps_) : first(first_), k_steps(k_steps_), tile((last - 1) / k_steps_) {
-        begin_tile(), end = last;
+    DEVICE Walk(int first_, int last_, int k_steps_, int block_, int blocks_, int rounds_)
+        : first(first_), last(last_), k_steps(k_steps_), block(block_), blocks(blocks_), rounds(rounds_), round(0) {
+        next();
     }
-    DEVICE void begin_tile() { begin = first > tile * k_steps ? first : tile * k_steps; }
-    DEVICE bool there() const { return begin < end; }
+    DEVICE bool there() const { return tile >= 0; }
     DEVICE void next() {
-        tile--, end = begin;
-        begin_tile();
+        if (last > first) {
+            const int dealt = (last - 1) / k_steps, from = dealt * k_steps;
+            tile = rounds * blocks + dealt;
+            begin = first > from ? first - from : 0, end = last - from;
+            last = from + begin;
+        } else {
+            tile = round < rounds ? round * blocks + block : -1;
+            begin = 0, end = k_steps, round++;
+        }
     }
-    DEVICE bool begins_tile() const { return begin == tile * k_steps; }
-    DEVICE bool ends_tile() const { return end == (tile + 1) * k_steps; }
+    DEVICE bool begins_tile() const { return begin == 0; }
+    DEVICE bool ends_tile() const { return end == k_steps; }
 };

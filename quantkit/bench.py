@@ -22,7 +22,7 @@ from torch import Tensor
 from quantkit import sparsity
 from quantkit.errors import KernelError, about
 from quantkit.kernels import MATMULS, missing, toolchain
-from quantkit.kernels.proof import BOUND, activations, reference, relative_error
+from quantkit.kernels.proof import activations, amiss, reference, relative_error
 from quantkit.layouts import LAYOUTS, family, marlin24
 from quantkit.progress import Progress
 from quantkit.speeds import Cell, Device, Layer, floor, means
@@ -92,7 +92,7 @@ def kernels(
 
     `dtype` is that of the activations, float16 or bfloat16. Before anything is timed, LayoutError for a shape or a
     scheme that a layout cannot hold and KernelError without a GPU or CuPy. KernelError for a product that is further
-    from float32 than BOUND, and if the GPU's memory does not suffice.
+    from float32 than `proof.amiss` allows, and if the GPU's memory does not suffice.
     """
     jobs = []
     for layer in layers:
@@ -258,10 +258,10 @@ def _checked(timed: Timed, out: Tensor, wanted: Tensor, what: str) -> float:
     """Return the relative error of what the graph leaves in `out`; KernelError if it is too large."""
     out.fill_(float("nan"))
     timed.graph.replay()
-    error = relative_error(out, wanted)
-    if not error < BOUND:
-        raise KernelError(f"{what}: the product is off by {error:.2g}, more than {BOUND:g}: it is wrong, not timed")
-    return error
+    wrong = amiss(out, wanted)
+    if wrong is not None:
+        raise KernelError(f"{what}: the product {wrong}: it is wrong, not timed")
+    return relative_error(out, wanted)
 
 
 def captured(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:

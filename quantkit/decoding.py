@@ -1,16 +1,17 @@
 """Times whole models while they read prompts and write tokens: each packed layout beside the same model dense.
 
 All run the same forward of transformers over its static cache, as CUDA graphs: one of a whole prompt, one of a single
-step that is replayed for each new token, so that no launch from Python is timed. Weights are noise (`outline`). A step
-reads every weight once, which at the speed of a copy is the floor.
+step that is replayed for each new token, so that no launch from Python is timed. In a step torch.compile fuses what
+stands between a block's products: some forty tiny kernels take as long as the products of an 8B model. Weights are
+noise (`outline`). A step reads every weight once, which at the speed of a copy is the floor.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.metadata import version
@@ -25,6 +26,7 @@ from quantkit import bench, packed
 from quantkit.errors import KernelError, RecipeError, reason
 from quantkit.kernels import MATMULS
 from quantkit.linear import PREFERRED
+from quantkit.models import blocks, no_linears
 from quantkit.outline import DENSE, Load, Outline, Sizes, Variant, build, places, share_room, sizes
 from quantkit.progress import Progress
 from quantkit.skeleton import skeleton
@@ -86,6 +88,7 @@ class Decoding:
             "layout": pace.layout,
             "scheme": pace.scheme,
             "dtype": self.device.dtype,
+            "fused": not self.load.eager,
             "batch": pace.batch,
             "prompt_tokens": self.load.prompt,
             "new_tokens": self.load.new,
@@ -118,6 +121,8 @@ class Decoding:
 class Turns:
     """The two calls that are timed: `prompt` reads all prompts, `step` takes one token more of each.
 
+    Blocks that are `fused` are so in a step; a prompt's products take long enough to leave the rest as it is.
+
     `rewind(t)` makes the cache one of `t` tokens: 0 before a prompt, its length before steps. `token`, int64 `[b, 1]`,
     is always the last of each, written by either call as the likeliest.
     """
@@ -146,16 +151,20 @@ def turns(model: PreTrainedModel, ids: Tensor, new: int) -> Turns:
     position = torch.full((1, 1), length, device=ids.device)
     token = ids[:, -1:].clone()
 
+    near, far = (torch.tensor(value, device=ids.device) for value in (0.0, float("-inf")))
+
     # Logits of the last token alone, where the model can: those of all prompts may take more room than its weights.
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
     def forward(tokens: Tensor, positions: Tensor, mask: Tensor) -> None:
+        mask = torch.where(mask, near, far)  # once for all blocks
         given: Any = {"position_ids": positions, "past_key_values": cache, "use_cache": True, **last}
         out: Any = model(tokens, attention_mask=mask.view(1, 1, 1, -1), **given)
         token.copy_(out.logits[:, -1:].argmax(-1))
 
     def prompt() -> None:
-        forward(ids, index[None, :length], index < length)
+        with torch.compiler.set_stance("force_eager"):
+            forward(ids, index[None, :length], index < length)
 
     def step() -> None:
         forward(token, position, index <= position)
@@ -168,6 +177,33 @@ def turns(model: PreTrainedModel, ids: Tensor, new: int) -> Turns:
         position.fill_(max(tokens, length))
 
     return Turns(prompt, step, rewind, token)
+
+
+@contextmanager
+def fused(model: PreTrainedModel, paths: Collection[str], backend: str = "inductor") -> Iterator[None]:
+    """Have torch.compile fuse the small operations of the blocks at `paths` inside, for one batch size.
+
+    All blocks share what is compiled for the first: the number of a block, with which it asks the cache for its layer,
+    is an argument, and that call is left out.
+    """
+    import torch._dynamo
+    from transformers import Cache
+    from transformers.cache_utils import StaticLayer
+
+    update, of_layer = Cache.update, StaticLayer.update
+    found = [model.get_submodule(path) for path in paths]
+    Cache.update = torch.compiler.disable(update, recursive=False)  # type: ignore[method-assign]
+    StaticLayer.update = torch.compile(of_layer, backend=backend)  # type: ignore[method-assign]
+    try:
+        for block in found:
+            block.compile(backend=backend)
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+            yield
+    finally:
+        Cache.update, StaticLayer.update = update, of_layer  # type: ignore[method-assign]
+        for block in found:
+            block._compiled_call_impl = None
+        torch.compiler.reset()
 
 
 def static_cache(model: PreTrainedModel, room: int) -> Any:
@@ -193,10 +229,11 @@ def attention(
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers does with "sdpa": by prompts to themselves, by one token to what `attention_mask` says.
+    """Attend by prompts to themselves, as transformers does with "sdpa", and by one token to all places of the cache.
 
-    Heads that share keys are taken as one head of several queries: some versions of transformers copy the whole cache
-    for each of them, at every step. Query `[b, h, t, d]`, key and value `[b, g, room, d]`; returns `[b, t, h, d]`.
+    To these `attention_mask`, a number for each place, says how near they are. Heads that share keys are taken as one
+    head of several queries. For so few, two products with a softmax between are faster than attention in one kernel,
+    which has a block for each head. Query `[b, h, t, d]`, key and value `[b, g, room, d]`; returns `[b, t, h, d]`.
     RecipeError for an attention with more to it, such as soft caps.
     """
     more = [name for name in PECULIAR if given.get(name) is not None]
@@ -205,7 +242,9 @@ def attention(
     b, heads, t, _ = query.shape
     if t == 1:
         query = query.reshape(b, key.shape[1], heads // key.shape[1], -1)
-        y = functional.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        nearness = torch.matmul(query, key.transpose(2, 3)).float() * scale + attention_mask
+        y = torch.matmul(nearness.softmax(-1).to(value.dtype), value)
     else:
         shared = key.shape[1] != heads
         key, value = key[:, :, :t], value[:, :, :t]
@@ -216,14 +255,16 @@ def attention(
 def graph_of(call: Callable[[], object], rewind: Callable[[], None]) -> torch.cuda.CUDAGraph:
     """Return a call as a CUDA graph; `rewind` is called before each time that it is made.
 
-    The only place that captures. The first call is made on another stream before: it compiles and loads kernels, and
-    makes the memory that is theirs alone, which cannot be done during a capture.
+    The only place that captures. Two calls are made on another stream before: they compile and load kernels, and make
+    the memory that is theirs alone, which cannot be done during a capture. The second finds the cache made, which may
+    be another program.
     """
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        rewind()
-        call()
+        for _ in range(2):
+            rewind()
+            call()
     torch.cuda.current_stream().wait_stream(stream)
     rewind()
     _forget()  # what that stream keeps for later, the graph could not use
@@ -270,6 +311,7 @@ def measure(model: Outline, variants: Sequence[Variant], load: Load, progress: P
     packed_in = [variant.layout for variant in variants if variant.schemes]
     where = bench.gpu([layout if layout in MATMULS else PREFERRED[0] for layout in packed_in])
     jobs, notices = share_room(model.name, built, variants, load, packed.free(where))
+    notices += no_linears(built)
     for line in notices:
         progress.warn(line)
     device = bench.measured_on(where, load.dtype)
@@ -294,16 +336,19 @@ def _variant(
     """Return the timings of one variant, and notices of weights that are decoded."""
     _forget()
     before = torch.cuda.memory_allocated(where)
-    built, notices = build(model, variant, load.dtype, where, progress)
+    with torch.inference_mode(False), torch.no_grad():  # weights whose writes torch counts may be read early
+        built, notices = build(model, variant, load.dtype, where, progress)
     _forget()
     held = torch.cuda.memory_allocated(where) - before
     for line in notices:
         progress.warn(line)
-    expected = sizes(skeleton(model, load.dtype, False), variant)
+    blank = skeleton(model, load.dtype, False)
+    expected, paths = sizes(blank, variant), blocks(blank)
     paces = []
     for batch in progress.bar(list(batches), f"{variant.layout} {variant.scheme}".strip()):
         torch.cuda.reset_peak_memory_stats(where)
-        prompt_s, step_s = _batch(built, batch, load, where)
+        with nullcontext() if load.eager else fused(built, paths):
+            prompt_s, step_s = _batch(built, batch, load, where)
         peak = torch.cuda.max_memory_allocated(where) - before
         way = packed.way(built)
         paces.append(Pace(variant.layout, variant.scheme, way, batch, prompt_s, step_s, held, peak, expected))
@@ -326,7 +371,7 @@ def _batch(model: PreTrainedModel, batch: int, load: Load, where: torch.device) 
         raise
     except RuntimeError as error:
         raise KernelError(
-            f"{type(model).__name__} cannot be captured in a CUDA graph ({reason(error)}): use another model"
+            f"{type(model).__name__} cannot be captured in a CUDA graph ({reason(error)}): use --eager or another model"
         ) from error
     return times[0], times[1]
 

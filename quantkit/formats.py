@@ -6,7 +6,7 @@ here. Codes are stored as in LAYOUTS 0 and 6.1: INT4 offset-binary (value + 8), 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal
 
@@ -29,7 +29,7 @@ class Format:
 
     name: str
     bits: int
-    values: tuple[float, ...]
+    values: tuple[float, ...] = field(hash=False)  # names differ, and every launch looks a format up
     absmax: float
     ebits: int = 0
     mbits: int = 0

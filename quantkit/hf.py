@@ -20,7 +20,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantkit import kernels, packed
+from quantkit import joint, kernels, packed
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.layouts import read_config
@@ -99,6 +99,7 @@ class QuantkitQuantizer(HfQuantizer):
             if parameter.dtype not in (self._dtypes[name], torch.float32):
                 parameter.data = parameter.data.to(self._dtypes[name])
         self.notices = packed.settle(self.linears)
+        joint.join(model)
         for line in self.notices:
             warnings.warn(line, RuntimeWarning, stacklevel=2)
 

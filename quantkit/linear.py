@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,9 @@ class PackedLinear(nn.Module):
 
     `layout`, `scheme`, and `n`, `k` as stored, padding included; `out_features` and `in_features` are the true sizes.
     Casts (`.to(dtype)`, `.half()`) change the bias alone; moved from a CPU to a GPU, it settles there. No gradient.
+
+    United with others (`joint.Joint`), it is the part `index` of `joint`, which has all their tensors. `packed` and the
+    state have copies then, the state's in the CPU's memory, and are otherwise as before.
     """
 
     def __init__(
@@ -48,6 +52,8 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = true_size
         self.suffixes: tuple[str, ...] = ()
+        self.joint: Any = None
+        self.index = 0
         self.hold(layout, scheme, stored_size, tensors)
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
@@ -62,7 +68,20 @@ class PackedLinear(nn.Module):
 
     def packed(self) -> dict[str, Tensor]:
         """Return suffix -> packed tensor."""
+        if self.is_united:
+            return dict(self.joint.packed_of(self.index))
         return {suffix: self.get_parameter(suffix).detach() for suffix in self.suffixes}
+
+    @property
+    def is_united(self) -> bool:
+        """Whether the packed tensors are those of `joint`."""
+        return self.joint is not None and bool(self.joint.united)
+
+    def let_go(self) -> None:
+        """Free the packed tensors and the bias, which `joint` has from now on."""
+        for suffix in self.suffixes:
+            delattr(self, suffix)
+        self.bias = None
 
     def record(self) -> QuantizedTensor:
         """Return what the packed tensors hold, without the padding but with the columns that the last group needs."""
@@ -71,13 +90,18 @@ class PackedLinear(nn.Module):
 
     def is_multiplied_on(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether a kernel multiplies activations of a dtype on a device, rather than the weight is decoded."""
-        kernel = by_kernel(self.layout, device) and dtype in ACTIVATIONS
-        return kernel and _fits(self.layout, self.label, self.n, self.k, self.packed())
+        return by_kernel(self.layout, device) and dtype in ACTIVATIONS and self.has_kernel()
+
+    def has_kernel(self) -> bool:
+        """Return whether the packed tensors are such as a kernel takes, on a device where it can be run."""
+        held = self.joint if self.is_united else self
+        return _fits(self.layout, self.label, held.n, self.k, held.packed())
 
     @property
     def device(self) -> torch.device:
         """Where the packed tensors are."""
-        return self.get_parameter(self.suffixes[0]).device
+        held: nn.Module = self.joint if self.is_united else self
+        return held.get_parameter(self.suffixes[0]).device
 
     def settle(self) -> str | None:
         """On a GPU, have a kernel multiply with the weight, see `repack`; returns why none can there, else None."""
@@ -90,7 +114,7 @@ class PackedLinear(nn.Module):
 
         Returns None if a kernel will multiply with it, else why none can, and the weight stays as it is.
         """
-        if _fits(self.layout, self.label, self.n, self.k, self.packed()):
+        if self.has_kernel():
             return None
         q = self.record()
         why = f"no kernel takes {q.scheme.label}"
@@ -114,29 +138,52 @@ class PackedLinear(nn.Module):
                 f"a packed linear of {self.in_features} inputs got {dtype_name(input.dtype)} {list(input.shape)}: give "
                 f"it floating activations [..., {self.in_features}]"
             )
-        tensors = [getattr(self, suffix) for suffix in self.suffixes]
-        bias = None if self.bias is None else self.bias.to(input.dtype)
-        sizes = (self.out_features, self.n, self.k)
-        return torch.ops.quantkit.packed_linear(input, tensors, bias, self.names, self.layout, self.label, *sizes)
+        if self.is_united:
+            found: Tensor = self.joint.multiply(input, self.index)
+            return found
+        return multiplied(self, input, self.out_features)
 
     def extra_repr(self) -> str:
         padded = f", stored as {[self.n, self.k]}" if (self.n, self.k) != (self.out_features, self.in_features) else ""
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        biased = (self.joint if self.is_united else self).bias is not None
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={biased}"
         return f"{sizes}, {self.layout}, {self.label}{padded}"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
-        packed = {id(self.get_parameter(suffix)) for suffix in self.suffixes}
-
-        def moved(tensor: Tensor) -> Tensor:
-            # A cast of scales would change the weight, and one of codes in float8 all of it.
-            found = fn(tensor)
-            return found if id(tensor) not in packed or found.dtype == tensor.dtype else tensor.to(found.device)
-
         before = self.device
-        super()._apply(moved, recurse)
-        if before.type == "cpu" and (why := self.settle()) is not None:
-            _warn_decoded(why)
+        super()._apply(only_moved(fn, () if self.is_united else self.suffixes, self), recurse)
+        if before.type == "cpu":
+            if (why := self.settle()) is not None:
+                _warn_decoded(why)
+            elif self.joint is not None:
+                self.joint.settle()
         return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.is_united:
+            # In the CPU's memory, since a GPU may have no room for a second model.
+            states = self.packed() | ({} if self.joint.bias is None else {"bias": self.joint.bias_of(self.index)})
+            destination |= {prefix + name: tensor.to("cpu", copy=True) for name, tensor in states.items()}
+
+
+def multiplied(held: Any, x: Tensor, out: int) -> Tensor:
+    """Return the product `[..., out]` of activations with what a `PackedLinear` or a `Joint` holds, bias included."""
+    tensors = [getattr(held, suffix) for suffix in held.suffixes]
+    bias = None if held.bias is None else held.bias.to(x.dtype)
+    return torch.ops.quantkit.packed_linear(x, tensors, bias, held.names, held.layout, held.label, out, held.n, held.k)
+
+
+def only_moved(fn: Callable[[Tensor], Tensor], names: Collection[str], module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """Return `fn`, which moves or casts, as it is done to packed tensors `names` of a module: they are moved alone."""
+    packed = {id(module.get_parameter(name)) for name in names}
+
+    def moved(tensor: Tensor) -> Tensor:
+        # A cast of scales would change the weight, and one of codes in float8 all of it.
+        found = fn(tensor)
+        return found if id(tensor) not in packed or found.dtype == tensor.dtype else tensor.to(found.device)
+
+    return moved
 
 
 @torch.library.custom_op("quantkit::packed_linear", mutates_args=())
@@ -165,7 +212,7 @@ def packed_linear(
                 return x.new_empty((*x.shape[:-1], out))
             bias = functional.pad(bias, (0, n - out)) if bias is not None and n != out else bias
             y = kernels.MATMULS[layout](rows, parts, _scheme(scheme), n, k, bias)
-            return y[:, :out].reshape(*x.shape[:-1], out)
+            return (y if n == out else y[:, :out]).reshape(*x.shape[:-1], out)
         _warn_of(x.dtype)
     weight = LAYOUTS[layout].unpack(parts, _scheme(scheme)).dequantize(x.dtype)
     return functional.linear(x, weight[:out, : x.shape[-1]].contiguous(), bias)

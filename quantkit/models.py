@@ -54,7 +54,11 @@ class Model:
         self.dtype = compute_dtype(src.dtype_of_model, self.device)
         self.module = skeleton(src, self.dtype, trust_remote_code)
         self._stored, self._missing, strangers = match(self.module, src)
-        self.blocks = _blocks(self.module, src.path)
+        self.blocks = blocks(self.module)
+        if not self.blocks:
+            raise CheckpointError(
+                f"{src.path}: {type(self.module).__name__} has no list of blocks with nn.Linear: use another model"
+            )
         self.paths, self.tied, self.notices = _survey(self.module, self._stored)
         self.linears: dict[str, tuple[int, int]] = {}
         for name, path in self.paths.items():
@@ -274,7 +278,7 @@ def compute_dtype(model: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if amx and model == torch.bfloat16 else torch.float32
 
 
-def _blocks(module: nn.Module, folder: Path) -> list[str]:
+def blocks(module: nn.Module) -> list[str]:
     """Return the paths of the transformer blocks: the largest list of modules of one class that hold linears."""
     best, largest = [], 0
     for path, found in module.named_modules():
@@ -283,10 +287,6 @@ def _blocks(module: nn.Module, folder: Path) -> list[str]:
         size = sum(p.numel() for p in found.parameters())
         if size > largest and any(isinstance(m, nn.Linear) for m in found.modules()):
             best, largest = [f"{path}.{i}" for i in range(len(found))], size
-    if not best:
-        raise CheckpointError(
-            f"{folder}: {type(module).__name__} has no list of blocks with nn.Linear: use another model"
-        )
     return best
 
 
@@ -304,11 +304,22 @@ def _survey(module: PreTrainedModel, stored: dict[str, str]) -> tuple[dict[str, 
             paths[stored[weight].removesuffix(".weight")] = path
         elif isinstance(found, nn.Linear):
             others.setdefault("linear that is not in the checkpoint as such,", []).append(path)
-        elif not isinstance(found, nn.Embedding):
+    return paths, tied, _left_dense(others) + no_linears(module)
+
+
+def no_linears(module: PreTrainedModel) -> list[str]:
+    """Return notices of matrices that are no linears', such as experts in one parameter: they are left dense."""
+    others: dict[str, list[str]] = {}
+    for path, found in module.named_modules():
+        if not isinstance(found, nn.Linear | nn.Embedding):
             wide = [f"{path}.{name}" for name, p in found.named_parameters(recurse=False) if p.ndim > 1]
             if wide:
                 others.setdefault(f"parameter of {type(found).__name__}, which is no nn.Linear,", []).extend(wide)
-    return paths, tied, [f"{names[0]}: {what} left dense ({len(names)} in all)" for what, names in others.items()]
+    return _left_dense(others)
+
+
+def _left_dense(others: dict[str, list[str]]) -> list[str]:
+    return [f"{names[0]}: {what} left dense ({len(names)} in all)" for what, names in others.items()]
 
 
 def _get(module: nn.Module, name: str) -> Tensor:

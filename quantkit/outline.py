@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from quantkit import bench, headers, packed, storage
+from quantkit import bench, headers, joint, packed, storage
 from quantkit.checkpoint import CONFIG
 from quantkit.errors import KernelError, LayoutError, RecipeError, about
 from quantkit.layouts import LAYOUTS, read_config
@@ -86,12 +86,16 @@ class Variant:
 
 @dataclass(frozen=True)
 class Load:
-    """How a model is used: prompts of `prompt` tokens, then `new` ones each, in several batch sizes, in a dtype."""
+    """How a model is used: prompts of `prompt` tokens, then `new` ones each, in several batch sizes, in a dtype.
+
+    `eager` leaves the small operations of a step as they are, see `decoding.fused`.
+    """
 
     batches: tuple[int, ...]
     prompt: int
     new: int
     dtype: torch.dtype
+    eager: bool = False
 
 
 @dataclass(frozen=True)
@@ -293,6 +297,7 @@ def build(
         owner, _, leaf = path.rpartition(".")
         setattr(built.get_submodule(owner), leaf, linear)
     _fill(built, device)
+    joint.join(built)
     return built, notices
 
 

@@ -17,9 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit import bench, decoding, speeds
 from quantkit.cli import show
-from quantkit.decoding import Decoding, Pace, turns
+from quantkit.decoding import Decoding, Pace, fused, turns
 from quantkit.errors import RecipeError
 from quantkit.kernels import missing
+from quantkit.models import blocks
 from quantkit.outline import DENSE, Load, Outline, Sizes, Variant, build, variants
 from quantkit.speeds import Device
 from tests.command_line import call, refused
@@ -50,6 +51,41 @@ def test_prompts_and_steps_write_what_the_plain_model_writes(family: str, length
                 turn.step()
                 found.append(turn.token.clone())
             assert torch.equal(torch.cat(found, 1), wanted[:, length:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_blocks_write_the_same_and_are_compiled_once_for_all(family: str) -> None:
+    """A model of 80 blocks would be compiled 80 times if anything of a block's number were looked at."""
+    counts = [_graphs_that_write_the_same(FAMILIES[family] | {"num_hidden_layers": layers}) for layers in (3, 6)]
+    assert 1 <= counts[0] == counts[1] <= 6
+
+
+def _graphs_that_write_the_same(config: dict[str, Any]) -> int:
+    made = built(Outline("some", Path("some"), config), Variant(DENSE, {}))
+    ids = torch.randint(257, (3, 11), generator=torch.Generator().manual_seed(1))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def written() -> torch.Tensor:
+        turn = turns(made, ids, 6)
+        found = []
+        for tokens, calls in ((0, [turn.prompt]), (11, [turn.step] * 4)):
+            turn.rewind(tokens)
+            for each in calls:
+                each()
+                found.append(turn.token.clone())
+        return torch.cat(found, 1)
+
+    with torch.inference_mode():
+        wanted = written()
+        with fused(made, blocks(made), counted):
+            assert torch.equal(written(), wanted)
+        count = len(graphs)
+        assert torch.equal(written(), wanted) and len(graphs) == count, "what was compiled is left behind"
+    return count
 
 
 class _Uncapturable(TorchDispatchMode):

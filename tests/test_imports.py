@@ -17,7 +17,7 @@ ROWS = [
     ["quantkit", "ahead", "errors", "formats", "hashing", "sparsity", "storage", "progress", "room"],
     ["tensor", "headers"],
     ["layouts", "restate", "kernels", "hessian", "rtn", "factor", "refine", "gptq", "data"],
-    ["checkpoint", "writer", "recipe", "report", "drawing", "conversions", "speeds", "linear"],
+    ["checkpoint", "writer", "recipe", "report", "drawing", "conversions", "speeds", "linear", "joint"],
     ["skeleton", "models"],
     [
         *("memory", "misfits", "plan", "inspection", "solve", "calibrate", "output", "repack", "verify", "evaluate"),
@@ -30,6 +30,7 @@ NEIGHBOURS = {
     *(
         ("storage", "errors"),
         ("storage", "room"),
+        ("ahead", "room"),
         ("hashing", "storage"),
         ("restate", "layouts"),
         ("formats", "errors"),
@@ -45,6 +46,7 @@ NEIGHBOURS = {
         ("refine", "rtn"),
         ("writer", "checkpoint"),
         ("drawing", "report"),
+        ("joint", "linear"),
         ("models", "skeleton"),
         ("hf", "packed"),
         ("loading", "packed"),
@@ -78,6 +80,7 @@ LAYOUT_FILES = [
     "marlin",
     "marlin24",
     "marlin24_ct",
+    "stacked",
 ]
 SISTERS = {
     ("gptq_v2", "gptq"),
@@ -95,7 +98,6 @@ FRONT_DOORS = {
     "accelerate": {"skeleton"},
     "datasets": {"data"},
     "cupy": {"kernels"},
-    "numpy": {"kernels"},
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint"},
     "yaml": {"recipe"},

@@ -181,7 +181,10 @@ def test_experts_in_one_parameter_stay_dense_beside_packed_linears(tmp_path: Pat
     config = Qwen2MoeConfig(**sizes, **heads, **ids, shared_expert_intermediate_size=256, num_experts=4)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path / "dense")
-    quantkit.quantize(tmp_path / "dense", tmp_path / "out", method="rtn", layout="marlin", skip=[".*expert_gate"])
+    report = quantkit.quantize(
+        tmp_path / "dense", tmp_path / "out", method="rtn", layout="marlin", skip=[".*expert_gate"]
+    )
+    assert any("experts.gate_up_proj: parameter of Qwen2MoeExperts" in line for line in report["notices"])
     model = quantkit.load(tmp_path / "out", device="cpu")
     reference = from_pretrained(tmp_path / "dense", dtype=torch.float32)
     assert len(layers(model)) == 4 + 3 and model.model.layers[0].mlp.experts.gate_up_proj.ndim == 3

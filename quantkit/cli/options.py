@@ -255,6 +255,7 @@ generating = _options(
     click.option("--batch", multiple=True, type=click.IntRange(1, 2**12), help=f"Prompts; repeatable [{_BATCHES}]."),
     click.option("--prompt-tokens", type=click.IntRange(1, 2**20), default=512, help="Tokens of each prompt [512]."),
     click.option("--new-tokens", type=click.IntRange(1, 2**20), default=64, help="Tokens written after it [64]."),
+    click.option("--eager", is_flag=True, help="Do not fuse small operations with torch.compile."),
 )
 
 
@@ -275,7 +276,7 @@ def generated(asked: dict[str, Any]) -> tuple[Outline, list[Variant], Load]:
     named = outline.read(asked["model"])
     found = outline.variants(named, list(dict.fromkeys(asked["layout"])), _schemes(asked), asked["skip"])
     batches = tuple(sorted(set(asked["batch"] or BATCHES)))
-    return named, found, Load(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked))
+    return named, found, Load(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked), asked["eager"])
 
 
 def _schemes(asked: dict[str, Any]) -> list[Scheme]:

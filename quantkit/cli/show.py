@@ -184,12 +184,13 @@ def paces(found: Mapping[str, Any]) -> str:
     """Return the table of `bench generate`, what was left out, and what it was measured on."""
     first, device = found["rows"][0], found["device"]
     ways = dict.fromkeys((row["layout"], row["scheme"], row["weights"]) for row in found["rows"])
+    how = "compiled" if first["fused"] else "not compiled"
     lines = [table(PACES, (_pace(row) for row in found["rows"])), ""]
     lines += [f"{' '.join(filter(None, names))}: {way}" for *names, way in ways]
     lines += [f"note: {notice}" for notice in found["notices"]]
     lines.append(
         f"{first['model']}, random weights, prompts of {first['prompt_tokens']} tokens, then {first['new_tokens']} new "
-        f"ones each, in CUDA graphs over a static cache; {device['gpu']}, torch {device['torch']}, transformers "
+        f"ones each, in CUDA graphs over a static cache, {how}; {device['gpu']}, torch {device['torch']}, transformers "
         f"{first['transformers']}, CUDA {device['cuda']}, {device['dtype']}; the floor is to read all weights once a "
         f"step at the {device['copy'] / 1e9:.0f} GB/s of a copy"
     )

@@ -1,19 +1,34 @@
-"""What CuPy does not reach in the CUDA driver: the library itself, and launches that begin early."""
+"""What is asked of the CUDA driver itself: the library, where and into what torch would launch, and the launches.
+
+A launch is as cheap as it can be from Python: what repeats, that is the configuration and the places of arguments, is
+made once. A product in eager mode waits for little else.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import struct
+import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-import numpy as np
+import torch
+from torch import Tensor
 
 from quantkit.errors import KernelError
 
 #: Of the driver's header: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_STREAM_CAPTURE_STATUS_NONE,
-#: CU_GRAPH_NODE_TYPE_KERNEL.
-PROGRAMMATIC_STREAM_SERIALIZATION, NOT_CAPTURING, KERNEL_NODE = 6, 0, 0
+#: CU_GRAPH_NODE_TYPE_KERNEL, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+PROGRAMMATIC_STREAM_SERIALIZATION, NOT_CAPTURING, KERNEL_NODE, MAX_SHARED = 6, 0, 0, 8
+#: What a block may use of shared memory without asking for more.
+SHARED = 48 * 1024
+
+#: Numbers as kernels take them, in eight bytes each; a bare Python float would arrive as 64 bits, garbage to a `float`.
+FORMS = {int: "i4x", float: "f4x"}
+
+_LOCAL = threading.local()
 
 
 class _Attribute(ctypes.Structure):
@@ -34,6 +49,26 @@ class _Config(ctypes.Structure):
     )
 
 
+@dataclass
+class Function:
+    """A kernel on a device: CuPy's function, which must be kept, and the bytes that a block of it may share."""
+
+    kept: Any
+    allowed: int = SHARED
+
+
+class Place(NamedTuple):
+    """Where torch launches on a device: on which stream, into which CUDA graph, 0 for none; each capture has its own.
+
+    What is launched next may begin `early`: in a CUDA graph only a kernel can be begun behind, not a copy, nor the
+    start; outside of a capture anything can.
+    """
+
+    stream: int
+    graph: int
+    early: bool
+
+
 @functools.cache
 def library() -> Any:
     """Return the driver's library; KernelError if it does not load."""
@@ -43,39 +78,112 @@ def library() -> Any:
         raise KernelError(f"the CUDA driver does not load ({error}): use --device cpu") from error
 
 
-def follows_kernel(stream: int) -> bool:
-    """Return whether what is launched next on a stream may be launched early.
+def place(device: torch.device) -> Place:
+    """Return where torch launches on a CUDA device at this moment."""
+    stream: int = torch._C._cuda_getCurrentRawStream(device.index)  # as code that torch compiles asks for it
+    return _captured(stream) if stream else Place(0, 0, True)  # the default stream cannot be captured
 
-    In a CUDA graph only a kernel can be begun behind, not a copy, nor the start; outside of a capture anything can.
-    """
+
+def _captured(stream: int) -> Place:
     status, number, count = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_size_t()
     graph, nodes, edges = ctypes.c_void_p(), ctypes.POINTER(ctypes.c_void_p)(), ctypes.c_void_p()
-    found = [ctypes.byref(part) for part in (status, number, graph, nodes, edges, count)]
+    asked = [ctypes.byref(part) for part in (status, number, graph, nodes)]
     ask = getattr(library(), "cuStreamGetCaptureInfo_v3", None)  # drivers from CUDA 12.3 on have it
-    if ask is None or ask(ctypes.c_void_p(stream), *found):
-        return False
-    if status.value == NOT_CAPTURING:
-        return True
+    if ask is not None:
+        failed = ask(ctypes.c_void_p(stream), *asked, ctypes.byref(edges), ctypes.byref(count))
+    else:
+        failed = library().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *asked, ctypes.byref(count))
+    if failed or status.value == NOT_CAPTURING:
+        return Place(stream, 0, ask is not None and not failed)
     kind = ctypes.c_int()
-    return (
-        count.value == 1
+    follows = (
+        ask is not None
+        and count.value == 1
         and not library().cuGraphNodeGetType(ctypes.c_void_p(nodes[0]), ctypes.byref(kind))
-        and (kind.value == KERNEL_NODE)
+        and kind.value == KERNEL_NODE
     )
+    return Place(stream, 1 + number.value, follows)
 
 
-def launch_early(
-    function: int, grid: tuple[int, ...], block: tuple[int, ...], values: Sequence[Any], shared: int, stream: int
-) -> None:
-    """Launch a function of the current device with NumPy scalars as arguments, before the launch in front has ended.
+def launch(
+    function: Function,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    args: Sequence[Tensor | int | float | bytes | None],
+    shared: int,
+    device: torch.device,
+    early: bool,
+) -> Place:
+    """Launch a function of a device where torch would, and return where; see `loader.launch`."""
+    at = place(device)
+    config, _ = _config(grid, block, shared, at.stream, early and at.early)
+    pointers = _arguments(args)
+    context, current = _context(device.index), ctypes.c_void_p()
+    _require(library().cuCtxGetCurrent(ctypes.byref(current)), device)
+    other = current.value != context
+    if other:  # torch's current device is another, or this thread has used none so far
+        _require(library().cuCtxPushCurrent_v2(ctypes.c_void_p(context)), device)
+    try:
+        handle = ctypes.c_void_p(function.kept.ptr)
+        if shared > function.allowed:
+            _require(library().cuFuncSetAttribute(handle, MAX_SHARED, shared), device)
+            function.allowed = shared
+        _require(library().cuLaunchKernelEx(config, handle, pointers, None), device)
+    finally:
+        if other:
+            library().cuCtxPopCurrent_v2(ctypes.byref(current))
+    return at
 
-    Its kernel must wait itself for what that one does (griddepcontrol of PTX). KernelError if the driver refuses.
-    """
-    kept = [np.array(value) for value in values]  # the driver reads them through pointers
-    pointers = (ctypes.c_void_p * len(kept))(*(value.ctypes.data for value in kept))
+
+def _require(failed: int, device: torch.device) -> None:
+    if failed:
+        said = ctypes.c_char_p()
+        library().cuGetErrorString(failed, ctypes.byref(said))
+        why = (said.value or b"unknown").decode()
+        raise KernelError(f"a kernel could not be launched on {device}: {why} (error {failed} of the CUDA driver)")
+
+
+@functools.cache
+def _context(index: int) -> int:
+    """Return the context of a device that torch and CuPy use, its primary one."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    where = torch.device("cuda", index)
+    _require(library().cuDeviceGet(ctypes.byref(device), index), where)
+    _require(library().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), where)
+    return context.value or 0
+
+
+@functools.lru_cache(maxsize=4096)
+def _config(
+    grid: tuple[int, ...], block: tuple[int, ...], shared: int, stream: int, early: bool
+) -> tuple[Any, _Config]:
+    """Return a pointer to the configuration of a launch, and what it points to."""
     sizes = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
     attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
-    config = _Config((ctypes.c_uint * 6)(*sizes), shared, stream, ctypes.pointer(attribute), 1)
-    failed = library().cuLaunchKernelEx(ctypes.byref(config), ctypes.c_void_p(function), pointers, None)
-    if failed:
-        raise KernelError(f"a kernel could not be launched: the driver's error {failed}")
+    config = _Config((ctypes.c_uint * 6)(*sizes), shared, stream, ctypes.pointer(attribute), int(early))
+    return ctypes.byref(config), config
+
+
+def _arguments(args: Sequence[Tensor | int | float | bytes | None]) -> Any:
+    """Return pointers to the arguments of a launch, in memory that this thread's next launch uses again."""
+    values: list[Any] = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
+    kinds = tuple(
+        [len(arg) if type(arg) is bytes else FORMS.get(type(arg), "Q") for arg in args]  # a list is made faster
+    )
+    rooms: dict[tuple[int | str, ...], Any] = _LOCAL.__dict__.setdefault("rooms", {})
+    found = rooms.get(kinds)
+    if found is None:
+        found = rooms[kinds] = _room(kinds)
+    packed, room, pointers = found
+    packed.pack_into(room, 0, *values)
+    return pointers
+
+
+def _room(kinds: Sequence[int | str]) -> tuple[struct.Struct, Any, Any]:
+    """Return how arguments of some kinds are written, where to, and the pointers to them."""
+    forms = [f"<{kind}s" if isinstance(kind, int) else f"<{kind}" for kind in kinds]
+    packed = struct.Struct("<" + "".join(form[1:] for form in forms))
+    room = ctypes.create_string_buffer(packed.size)
+    sizes = [struct.calcsize(form) for form in forms]
+    starts = [ctypes.addressof(room) + sum(sizes[:i]) for i in range(len(sizes))]
+    return packed, room, (ctypes.c_void_p * len(starts))(*starts)

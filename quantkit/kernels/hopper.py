@@ -1,19 +1,20 @@
 """The frame of every Hopper kernel (kernels/hopper_matmul.cuh): its tiles, what they are expected to take, the launch.
 
-A weight is cut into tiles of columns by tokens. Either their steps along k are dealt out evenly to as many blocks as
-the multiprocessors hold, or each tile is one block's or a cluster's of two. `estimate` says what each would take.
+A weight is cut into tiles of columns by tokens. As many blocks as the multiprocessors hold take whole tiles in rounds,
+and even shares of the steps along k of the tiles that are left; or each tile is a cluster's of two blocks. `estimate`
+says what each would take.
 """
 
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from quantkit.kernels import loader
 from quantkit.kernels.tensormap import tensor_map
@@ -25,8 +26,8 @@ K_STEP, WARPGROUP = 128, 128
 #: longer.
 LAUNCH, SUSTAINED, HIDDEN = 1.5, 700.0, 0.1
 
-#: Tensors that a launch has read -> their version and address then.
-_READ = WeakIdKeyDictionary()
+#: Number of a tensor that a launch has read -> the tensor, its version and address then.
+_READ: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,11 @@ class Tile:
         return self.warpgroups if self.shared else 1
 
     @property
+    def summed_twice(self) -> bool:
+        """Whether threads have registers for the sums of a group beside those of all groups."""
+        return self.words * self.tokens <= 128
+
+    @property
     def resident(self) -> int:
         """Blocks that a multiprocessor holds."""
         return 2 if self.warpgroups == 1 else 1
@@ -75,27 +81,25 @@ class Tile:
 
 
 def blocks(tile: Tile, m: int, n: int, k: int, sms: int) -> int:
-    """Return how many blocks are launched: those of whole tiles or clusters, or as many as fit to deal to.
+    """Return how many blocks are launched: clusters, or as many as there are tiles or room for.
 
-    Dealing costs the sharing of sums; without it the last round of blocks leaves multiprocessors idle. Fewer tiles than
-    would fill the multiprocessors are dealt unless a block's share would be as long as a tile.
+    Fewer tiles than would fill the multiprocessors are dealt out unless a block's share would be as long as a tile.
     """
     whole = ceil(m, tile.tokens) * ceil(n, tile.columns)
     if tile.cluster:
         return whole * tile.cluster
-    steps, room = whole * ceil(k, K_STEP), sms * tile.resident
-    if whole < room:
-        return whole if ceil(steps, room) == ceil(k, K_STEP) else min(room, steps)
-    return room if _dealt(tile, steps, room) < _whole(tile, whole, k, room) else whole
+    most = min(sms * tile.resident, whole * ceil(k, K_STEP))
+    return most if whole >= most else min(whole, most, key=lambda grid: _in_rounds(tile, whole, k, grid))
 
 
 def estimate(tile: Tile, m: int, n: int, k: int, sms: int, reading: float, sustained: float = SUSTAINED) -> float:
     """Return the microseconds expected of a product on `sms` multiprocessors; reading its weight takes `reading`."""
-    whole, room = ceil(m, tile.tokens) * ceil(n, tile.columns), sms * tile.resident
-    if tile.cluster or blocks(tile, m, n, k, sms) == whole:
-        compute = _whole(tile, whole, k, room)
+    whole = ceil(m, tile.tokens) * ceil(n, tile.columns)
+    if tile.cluster:
+        rounds = ceil(whole * tile.cluster, sms * tile.resident)
+        compute = rounds * (ceil(ceil(k, K_STEP), tile.cluster) * tile.step + tile.end)
     else:
-        compute = _dealt(tile, whole * ceil(k, K_STEP), room)
+        compute = _in_rounds(tile, whole, k, blocks(tile, m, n, k, sms))
     products = 2 * whole * tile.tokens * tile.columns * k / sustained / 1e6
     bound = max(reading, products)
     return LAUNCH + max(compute, bound) + HIDDEN * min(compute, bound)
@@ -131,7 +135,7 @@ def launch(
     tile: Tile,
     room: int,
     x: Tensor,
-    maps: Sequence[Any],
+    maps: Sequence[bytes],
     scales: Tensor,
     weights: Sequence[Tensor],
     bias: Tensor | None,
@@ -150,9 +154,17 @@ def launch(
     together = instances if instance in instances else (instance,)  # a tile that is only tried
     function = loader.load(source, together, x.device).functions[instance]
     args = [x_map, *maps, scales, bias, out, sums, counters, m, n, k]
-    early = _read_before([*weights, scales] if bias is None else [*weights, scales, bias])
-    grid = blocks(tile, m, n, k, sms)
-    loader.launch(function, (grid,), (WARPGROUP * (tile.warpgroups + 1),), args, tile.bytes(room), early=early)
+    read = [*weights, scales] if bias is None else [*weights, scales, bias]
+    grid, threads, shared = _sizes(tile, m, n, k, sms, room)
+    at = loader.launch(function, grid, threads, args, shared, early=_read_before(read))
+    if not at.graph:  # what is captured has not read anything yet
+        _remember(read)
+
+
+@functools.lru_cache(maxsize=4096)
+def _sizes(tile: Tile, m: int, n: int, k: int, sms: int, room: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Return the grid, the threads of a block, and its bytes of shared memory."""
+    return (blocks(tile, m, n, k, sms),), (WARPGROUP * (tile.warpgroups + 1),), tile.bytes(room)
 
 
 def ceil(a: int, b: int) -> int:
@@ -167,20 +179,36 @@ def multiprocessors(device: torch.device) -> int:
 def _read_before(tensors: Sequence[Tensor]) -> bool:
     """Return whether a launch has read these very tensors, and torch has written to none of them since.
 
-    A write in place is counted in the version; `.data = ` and `module.to` are not, but change the address.
+    A write in place is counted in the version; `.data = ` and `module.to` are not, but change the address. What is
+    written through `.data` itself is not seen (docs/kernels.md).
     """
-    found = [None if tensor.is_inference() else (tensor._version, tensor.data_ptr()) for tensor in tensors]
-    known = all(now is not None and _READ.get(t) == now for t, now in zip(tensors, found, strict=True))
-    for tensor, now in zip(tensors, found, strict=True):
-        _READ[tensor] = now
-    return known
+    for tensor in tensors:
+        before = _READ.get(id(tensor))
+        if before is None or before[0]() is not tensor or before[1] != _state(tensor):
+            return False
+    return True
 
 
-def _whole(tile: Tile, whole: int, k: int, room: int) -> float:
-    """The microseconds of rounds of blocks, each with its share of a tile."""
-    parts = max(1, tile.cluster)
-    return ceil(whole * parts, room) * (ceil(ceil(k, K_STEP), parts) * tile.step + tile.end)
+def _remember(tensors: Sequence[Tensor]) -> None:
+    for tensor in tensors:
+        before, state = _READ.get(id(tensor)), _state(tensor)
+        if state is not None and (before is None or before[0]() is not tensor or before[1] != state):
+            _READ[id(tensor)] = weakref.ref(tensor, partial(_gone, id(tensor))), state
 
 
-def _dealt(tile: Tile, steps: int, room: int) -> float:
-    return ceil(steps, min(room, steps)) * tile.step + tile.end + tile.dealt
+def _state(tensor: Tensor) -> tuple[int, int] | None:
+    """Return what changes when torch writes to a tensor; None for tensors whose writes it does not count."""
+    return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
+
+
+def _gone(name: int, dead: object) -> None:
+    if name in _READ and _READ[name][0] is dead:  # else it is another tensor's already
+        del _READ[name]
+
+
+def _in_rounds(tile: Tile, whole: int, k: int, grid: int) -> float:
+    """The microseconds of as many whole tiles for every block, and then of even shares of the steps that are left."""
+    steps = ceil(k, K_STEP)
+    rounds, left = divmod(whole, grid)
+    share = ceil(left * steps, grid) * tile.step + tile.end + tile.dealt if left else 0.0
+    return rounds * (steps * tile.step + tile.end) + share

@@ -1,4 +1,4 @@
-"""From CUDA source to a kernel that runs: compiled by NVRTC when first needed, kept on disk, launched through CuPy.
+"""From CUDA source to a kernel that runs: compiled by NVRTC when first needed, kept on disk, loaded through CuPy.
 
 The only file that imports CuPy, and only inside functions. A source is compiled once for the exact architecture of the
 device, with all of its instances, into a cubin that is loaded from memory; the wheel holds sources alone. Kernels run
@@ -22,17 +22,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit import storage
 from quantkit.errors import KernelError, QuantkitError, reason
 from quantkit.kernels import driver
+from quantkit.kernels.driver import Function, Place
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
-#: What a block may use without asking for more.
-SHARED = 48 * 1024
 #: Architectures whose own instructions (wgmma, setmaxnreg ...) NVRTC takes only under the name with an a.
 SPECIFIC = {(9, 0), (10, 0)}
 
@@ -94,6 +92,7 @@ def arch_of(device: torch.device) -> str:
     return arch_name(*torch.cuda.get_device_capability(device))
 
 
+@functools.cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether sources for sm_90a run on `device`."""
     return device.type == "cuda" and arch_of(device) == "sm_90a"
@@ -166,9 +165,9 @@ def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None =
 
 @dataclass(frozen=True)
 class Loaded:
-    """The kernels of a source on one device: instance -> CuPy function, and the seconds that it took to get there."""
+    """The kernels of a source on one device: instance -> function, and the seconds that it took to get there."""
 
-    functions: dict[str, Any]
+    functions: dict[str, Function]
     seconds: float
 
 
@@ -192,69 +191,37 @@ def _loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
     import cupy
     from cupy.cuda import function
 
-    functions: dict[str, Any] = {}
+    functions: dict[str, Function] = {}
     try:
         with cupy.cuda.Device(index):
             for binary in binaries:
                 module = function.Module()
                 module.load(binary.cubin)
-                functions |= {instance: module.get_function(lowered) for instance, lowered in binary.names.items()}
+                for instance, lowered in binary.names.items():
+                    functions[instance] = Function(module.get_function(lowered))
     except RuntimeError as error:  # what CuPy's driver errors are
         raise KernelError(f"the kernels of {name}.cu cannot be loaded on cuda:{index}: {reason(error)}") from error
     return Loaded(functions, time.perf_counter() - start)
 
 
 def launch(
-    function: Any,
+    function: Function,
     grid: tuple[int, ...],
     block: tuple[int, ...],
-    args: Sequence[Tensor | int | float | np.void | None],
+    args: Sequence[Tensor | int | float | bytes | None],
     shared: int = 0,
     *,
     early: bool = False,
-) -> None:
+) -> Place:
     """Launch a function of `load` on torch's current stream of the device where the tensors in `args` are.
 
-    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, structures as they are.
+    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, bytes as a structure.
     `shared` is dynamic shared memory in bytes. An `early` launch may begin while the kernel before it still runs; its
-    kernel waits itself before it touches what that one reads or writes (Hopper and newer). KernelError for a launch
-    that the driver refuses; what fails later shows when torch synchronises.
+    kernel waits itself before it touches what that one reads or writes (Hopper and newer). Returns where it went.
+    KernelError for a launch that the driver refuses; what fails later shows when torch synchronises.
     """
-    import cupy
-    from cupy.cuda import driver as cupy_driver
-
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    stream = _stream(torch.cuda.current_stream(device).cuda_stream, device.index)
-    try:
-        with cupy.cuda.Device(device.index):
-            if shared > SHARED:
-                most = cupy_driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-                cupy_driver.funcSetAttribute(function.ptr, most, shared)
-            values = tuple(_typed(arg) for arg in args)
-            if early and driver.follows_kernel(stream.ptr):
-                driver.launch_early(function.ptr, grid, block, values, shared, stream.ptr)
-            else:
-                function(grid, block, values, shared_mem=shared, stream=stream)
-    except RuntimeError as error:
-        raise KernelError(f"a kernel could not be launched on {device}: {reason(error)}") from error
-
-
-@functools.lru_cache(maxsize=64)
-def _stream(pointer: int, index: int) -> Any:
-    import cupy
-
-    with warnings.catch_warnings():  # CuPy 14 has a successor of it, which CuPy 13 lacks
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return cupy.cuda.ExternalStream(pointer, index)
-
-
-def _typed(arg: Tensor | int | float | np.void | None) -> Any:
-    if isinstance(arg, np.void):
-        return arg
-    # A bare Python float arrives as 64 bits, and is garbage to a `float` parameter.
-    if arg is None or isinstance(arg, Tensor):
-        return np.uint64(0 if arg is None else arg.data_ptr())
-    return np.float32(arg) if isinstance(arg, float) else np.int32(arg)
+    return driver.launch(function, grid, block, args, shared, device, early)
 
 
 def _nvrtc() -> Any:

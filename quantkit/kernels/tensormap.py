@@ -5,9 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from quantkit.errors import KernelError
@@ -19,7 +17,9 @@ PLAIN, SWIZZLED = 0, 3  # in 128 bytes
 SIZE, ALIGNMENT = 128, 64
 
 
-def tensor_map(matrix: Tensor, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzled: bool = False) -> Any:
+def tensor_map(
+    matrix: Tensor, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzled: bool = False
+) -> bytes:
     """Return the descriptor of contiguous `matrix` as `shape` of `item` bytes, copied in boxes of as many dimensions.
 
     What a box has outside of the matrix arrives as zeros. It is passed to a kernel by value, and good for as long as
@@ -29,7 +29,7 @@ def tensor_map(matrix: Tensor, shape: tuple[int, ...], box: tuple[int, ...], ite
 
 
 @functools.lru_cache(maxsize=4096)
-def _encoded(pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzle: int) -> Any:
+def _encoded(pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzle: int) -> bytes:
     rank = len(shape)
     strides = [math.prod(shape[i:]) * item for i in range(rank - 1, 0, -1)]  # the driver counts from the last dimension
     room = ctypes.create_string_buffer(SIZE + ALIGNMENT)
@@ -50,4 +50,4 @@ def _encoded(pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: i
     )
     if failed:
         raise KernelError(f"the driver makes no tensor map of {shape} in boxes of {box}: error {failed}")
-    return np.frombuffer(ctypes.string_at(address, SIZE), dtype=np.dtype(f"V{SIZE}"))[0]
+    return ctypes.string_at(address, SIZE)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
+from quantkit.kernels.driver import place
 
 #: (source, device, stream or None for all CUDA graphs) -> float32 sums, int32 counters.
 _ROOMS: dict[tuple[str, torch.device, int | None], tuple[Tensor, Tensor]] = {}
@@ -20,16 +21,16 @@ def workspace(source: str, device: torch.device, sums: int, counters: int) -> tu
     graphs must not be replayed beside each other. It cannot be made during a capture, so KernelError if nothing was
     launched before.
     """
-    with torch.cuda.device(device):
-        capturing = torch.cuda.is_current_stream_capturing()
-    stream = torch.cuda.current_stream(device).cuda_stream
-    if not capturing:
-        for owner in (None, stream):
-            if (source, device, owner) not in _ROOMS:
-                _ROOMS[source, device, owner] = _room(device, sums, counters)
-    elif (source, device, None) not in _ROOMS:
+    at = place(device)
+    found = _ROOMS.get((source, device, None if at.graph else at.stream))
+    if found is not None:
+        return found
+    if at.graph:
         raise KernelError(f"the first launch of {source} on {device} is captured: call it once before the capture")
-    return _ROOMS[source, device, None if capturing else stream]
+    for owner in (None, at.stream):
+        if (source, device, owner) not in _ROOMS:
+            _ROOMS[source, device, owner] = _room(device, sums, counters)
+    return _ROOMS[source, device, at.stream]
 
 
 def _room(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:

@@ -7,23 +7,30 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from quantkit.kernels.hopper import Tile
+from quantkit.kernels.hopper import Tile, blocks
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "h200"
+SIZES = ("tokens", "words", "warpgroups", "stages", "shared", "cluster")
+H200 = 132
 
 
-def behind(layout: str, choose: Callable[[int, int, int], Tile]) -> dict[tuple[int, int, int], float]:
-    """Return for every (m, n, k) of a layout's sweep the time of what `choose(m, n, k)` takes over the least."""
+def behind(layout: str, label: str, choose: Callable[[int, int, int], Tile]) -> dict[tuple[int, int, int], float]:
+    """Return for every (m, n, k) of a layout's sweep of a scheme the time of what is launched over the least.
+
+    `choose(m, n, k)` is the launcher's choice; its tile must have been timed on the grid that it is launched on. Rows
+    were timed on two days: `scale` brings those of the first to the clocks of the second, by a tile that both timed.
+    """
     times: dict[tuple[int, int, int], dict[tuple[int, ...], float]] = defaultdict(dict)
     with (FOLDER / f"{layout}_tiles.csv").open() as file:
         for row in csv.DictReader(file):
-            cell = int(row["M"]), int(row["N"]), int(row["K"])
-            tile = ("tokens", "words", "warpgroups", "stages", "shared", "cluster")
-            times[cell][tuple(int(row[name]) for name in tile)] = float(row["time_us"])
+            if row["scheme"] == label:
+                cell = int(row["M"]), int(row["N"]), int(row["K"])
+                times[cell][tuple(int(row[name]) for name in (*SIZES, "blocks"))] = float(row["time_us"]) * float(
+                    row["scale"]
+                )
 
     def time(cell: tuple[int, int, int]) -> float:
         tile = choose(*cell)
-        sizes = tile.tokens, tile.words, tile.warpgroups, tile.stages
-        return times[cell][(*sizes, int(tile.shared), tile.cluster)]
+        return times[cell][(*(int(getattr(tile, name)) for name in SIZES), blocks(tile, *cell, H200))]
 
     return {cell: time(cell) / min(found.values()) for cell, found in times.items()}

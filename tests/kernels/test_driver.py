@@ -1,0 +1,54 @@
+"""What a kernel is given of its arguments: a number of another width, another thread's, a pointer to what is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.kernels import driver
+
+
+def at(pointers: Any, index: int, size: int) -> bytes:
+    return ctypes.string_at(pointers[index], size)
+
+
+def test_arguments_arrive_in_the_width_that_kernels_take() -> None:
+    x, room = torch.zeros(3), bytes(range(128))
+    for _ in range(2):  # the second time in the same memory
+        pointers = driver._arguments([room, x, torch.nn.Parameter(x), None, -7, 2**31 - 1, 0.5])
+        assert at(pointers, 0, 128) == room
+        for index, wanted in ((1, x.data_ptr()), (2, x.data_ptr()), (3, 0)):
+            assert at(pointers, index, 8) == struct.pack("<Q", wanted)
+        assert [at(pointers, i, 4) for i in (4, 5)] == [struct.pack("<i", value) for value in (-7, 2**31 - 1)]
+        assert at(pointers, 6, 4) == struct.pack("<f", 0.5)
+    with pytest.raises(struct.error):
+        driver._arguments([2**31])
+
+
+def test_arguments_of_another_kind_do_not_take_the_place_of_these() -> None:
+    first = driver._arguments([1, None])
+    driver._arguments([None, 1])
+    driver._arguments([2.0, None])
+    assert at(first, 0, 4) == struct.pack("<i", 1)
+
+
+def test_threads_do_not_write_each_others_arguments() -> None:
+    both, found = threading.Barrier(2, timeout=10), {}
+
+    def call(value: int) -> None:
+        pointers = driver._arguments([value])
+        both.wait()
+        found[value] = at(pointers, 0, 4)
+        both.wait()
+
+    threads = [threading.Thread(target=call, args=(value,)) for value in (1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {value: struct.pack("<i", value) for value in (1, 2)}
