@@ -2,7 +2,8 @@
 
 Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record. `folders`: bytes of
 packed weights read a second, from one interchange layout into each other and back, each in a fresh process, so that the
-peak memory is its own; `copy` reads, writes and syncs the same bytes.
+peak memory is its own; `copy` reads, writes and syncs the same bytes, and is measured between the others. Folders are
+medians of three, since what a disk and the system's memory give changes from one second to the next.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import combinations
 from pathlib import Path
 
 import torch
@@ -31,6 +33,7 @@ from quantkit.tensor import QuantizedTensor, Scheme
 
 N, K = 14336, 4096
 MODULES = 16
+REPEATS = 3
 #: What of each layout is measured.
 LABELS = {
     "compressed-tensors": ["int4:g128", "int4:g128:asym", "fp6:channel"],
@@ -55,7 +58,9 @@ def record(label: str, n: int = N, k: int = K, seed: int = 0) -> QuantizedTensor
     g, top = scheme.groups(k), 2**scheme.format.bits
     codes = torch.randint(0, top, (n, k), generator=random, dtype=torch.uint8)
     if scheme.sparsity:
-        codes.view(n, k // 4, 4)[..., 1:3] = scheme.format.zero_code
+        dropped = torch.tensor([[i in pair for i in range(4)] for pair in combinations(range(4), 2)])
+        which = torch.randint(0, len(dropped), (n * k // 4,), generator=random, dtype=torch.int32)
+        codes.view(-1, 4).masked_fill_(dropped.index_select(0, which), scheme.format.zero_code)
     scales = (0.01 + torch.rand(n, g, generator=random) / 100).half()
     zeros = None if scheme.symmetric else torch.randint(1, top, (n, g), generator=random, dtype=torch.uint8)
     return QuantizedTensor(scheme, codes, scales, zeros)
@@ -76,22 +81,31 @@ def in_memory() -> dict[str, dict[str, float]]:
 
 def folders(work: Path) -> dict[str, dict[str, float]]:
     """Return, by source, target and scheme, gigabytes of packed weights a second and the peak memory in megabytes."""
-    found = {}
+    found: dict[str, dict[str, float]] = {}
     for label in dict.fromkeys(label for labels in LABELS.values() for label in labels):
         hub = work / "hub"
         write_folder(hub, label)
-        seconds = _timed(lambda hub=hub: _copy(hub, work / "copy"))
-        found[f"copy {label}"] = {"gb_s": round(_size(hub) / 1e9 / seconds, 3), "peak_mb": 0}
-        shutil.rmtree(work / "copy")
-        for name, labels in LABELS.items():
-            if label in labels and name != HUB:
-                there, back = work / "there", work / "back"
-                found[f"{HUB}-to-{name} {label}"] = _converted(hub, there, name)
-                found[f"{name}-to-{HUB} {label}"] = _converted(there, back, HUB)
-                shutil.rmtree(there)
-                shutil.rmtree(back)
+        names = [name for name, labels in LABELS.items() if label in labels and name != HUB]
+        runs = [run for _ in range(REPEATS) for run in _once(work, hub, label, names)]
+        for key in dict.fromkeys(key for key, _ in runs):
+            same = [figures for name, figures in runs if name == key]
+            found[key] = {unit: statistics.median(one[unit] for one in same) for unit in same[0]}
         shutil.rmtree(hub)
     return found
+
+
+def _once(work: Path, hub: Path, label: str, names: list[str]) -> Iterator[tuple[str, dict[str, float]]]:
+    """Yield what is found by one copy of `hub` and one conversion there and back for each of `names`."""
+    there, back = work / "there", work / "back"
+    os.sync()
+    seconds = _timed(lambda: _copy(hub, work / "copy"))
+    shutil.rmtree(work / "copy")
+    yield f"copy {label}", {"gb_s": round(_size(hub) / 1e9 / seconds, 3), "peak_mb": 0}
+    for name in names:
+        yield f"{HUB}-to-{name} {label}", _converted(hub, there, name)
+        yield f"{name}-to-{HUB} {label}", _converted(there, back, HUB)
+        shutil.rmtree(there)
+        shutil.rmtree(back)
 
 
 def write_folder(out: Path, label: str) -> None:
@@ -135,6 +149,7 @@ def _size(folder: Path) -> int:
 
 def _converted(source: Path, out: Path, target: str) -> dict[str, float]:
     argv = [sys.executable, __file__, "--convert", str(source), str(out), target]
+    os.sync()  # what is measured is not the writing of what came before
     done = subprocess.run(argv, check=True, capture_output=True, text=True)
     seconds, before, peak = map(float, done.stdout.split())
     found = {"gb_s": round(_size(source) / 1e9 / seconds, 3), "peak_mb": round((peak - before) / 1e3)}

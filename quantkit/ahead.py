@@ -1,7 +1,7 @@
 """The next thing is made in a thread while the present one is used: one look-ahead, no queue, no schedule.
 
 Reading and unpacking a weight takes about as long as packing, hashing and writing one, so two cores halve the time. At
-most two things are there at once, the one in use and the next.
+most two things are there at once, the one in use and the next, and the memory of those before is theirs.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from itertools import islice
 from typing import TypeVar
 
 import torch
+
+from quantkit import room
 
 T = TypeVar("T")
 
@@ -28,7 +30,7 @@ def ahead(items: Iterator[T]) -> Iterator[Iterator[T]]:
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
     try:
-        with ThreadPoolExecutor(1, "quantkit-ahead") as pool:
+        with room.kept(), ThreadPoolExecutor(1, "quantkit-ahead") as pool:
             yield _each(pool, items)
     finally:
         torch.set_num_threads(threads)

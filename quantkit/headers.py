@@ -12,6 +12,7 @@ import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
@@ -373,12 +374,13 @@ class TensorFile:
         entries = dict(sorted(self._entries.items(), key=lambda item: item[1]["data_offsets"]))
         header = json.dumps({"__metadata__": {"format": "pt"}, **entries}, ensure_ascii=False, separators=(",", ":"))
         data = header.encode().ljust(self.RESERVED - 8)
-        with self._file:
+        with self._file, ThreadPoolExecutor(1, "quantkit-hash") as pool:
             self._file.seek(0)
             storage.write(self._file, memoryview(len(data).to_bytes(8, "little") + data), self.path)
+            digest = pool.submit(hashing.sha256_of, self.path)  # not sooner: the first bytes are known last
             storage.sync(self._file, self.path)
-        storage.sync_folder(self.path.parent)
-        return hashing.sha256_of(self.path)  # from the page cache: a hash cannot begin before the first bytes are known
+            storage.sync_folder(self.path.parent)
+            return digest.result()  # from the page cache, while the disk works
 
     def _append(self, name: str, tensor: Tensor) -> None:
         data = storage.raw(tensor)

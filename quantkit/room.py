@@ -1,32 +1,86 @@
 """Memory for tensors of many megabytes, in huge pages where the system has them.
 
 A weight's memory is asked for, filled once and given back. In pages of 4 KiB, the system takes ten times as long to
-hand it out as a core takes to fill it, and two threads that ask at once wait for each other.
+hand it out as a core takes to fill it, and two threads that ask at once wait for each other. Where weights follow each
+other, what one gave back is kept for the next, since huge pages too are found and cleared each time.
 """
 
 from __future__ import annotations
 
 import mmap
-from collections.abc import Sequence
-from contextlib import suppress
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import cache
 from math import prod
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 #: Below this, the allocator reuses what it has.
 LARGE = 4 * 2**20
+#: The largest block whose return teaches the C library to keep smaller ones.
+_LESSON = 31 * 2**20
+_kept: list[mmap.mmap] | None = None
+_lock = Lock()
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Return a tensor as `torch.empty` does; on a CPU, a large one lies in huge pages of its own."""
-    size = prod(shape) * dtype.itemsize
+    count = prod(shape)
+    size = count * dtype.itemsize
     if size < LARGE or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
+    _keep_small()
     try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = _kept_one(size) or mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
         return torch.empty(shape, dtype=dtype)  # whose error names the bytes
     with suppress(OSError):  # a system without them has the constant all the same
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype).view(shape)
+    view = memoryview(memory)  # lives as long as the tensor
+    weakref.finalize(view, _given_back, memory).atexit = False
+    return torch.frombuffer(view, dtype=dtype, count=count).view(shape)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Inside, large memory that is given back is kept for the next tensors, never more than was in use at once."""
+    global _kept
+    if _kept is not None:
+        yield
+        return
+    _kept = []
+    try:
+        yield
+    finally:
+        _kept = None
+
+
+def _kept_one(size: int) -> mmap.mmap | None:
+    """Return the smallest kept block of `size` bytes and less than two; if there is none, let go of that much."""
+    with _lock:
+        if not (blocks := _kept):
+            return None
+        fitting = min((block for block in blocks if size <= len(block) < 2 * size), key=len, default=None)
+        if fitting is not None:
+            blocks.remove(fitting)
+        while fitting is None and blocks and size > 0:
+            size -= len(blocks.pop(0))
+        return fitting
+
+
+def _given_back(memory: mmap.mmap) -> None:
+    if (blocks := _kept) is not None:  # without the lock: this may run anywhere, in the midst of the above too
+        blocks.append(memory)
+
+
+@cache
+def _keep_small() -> None:
+    """Let the allocator keep what it is given back, up to some 30 MiB at a time, for the next who asks.
+
+    The GNU C library begins by returning every block of 128 KiB to the system, and what a piece of a weight needs in
+    passing would be handed out in pages of 4 KiB again and again; it stops that for sizes that it has once seen freed.
+    """
+    torch.empty(_LESSON, dtype=torch.uint8)

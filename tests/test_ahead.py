@@ -6,6 +6,7 @@ import hashlib
 import signal
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert torch.get_num_threads() == threads
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("quantkit")]
+    assert room._kept is None
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +199,52 @@ def test_large_memory_is_a_tensor_like_any_other(shape: tuple[int, ...], dtype: 
     kept = made.fill_(3)[1:]
     del made
     assert bool((kept == 3).all())  # the memory lives as long as a view of it
+
+
+def place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_memory_that_is_given_back_goes_to_the_next_and_never_to_two() -> None:
+    size = [room.LARGE]
+    with room.kept():
+        first, other = room.empty(size, torch.uint8), room.empty(size, torch.uint8)
+        where, view = place(first), first[5:9]
+        del first
+        assert place(room.empty(size, torch.uint8)) != where  # the view is in use, and this one is given back at once
+        del view
+        now = [room.empty(size, torch.uint8).fill_(i) for i in range(2)]
+        assert where in map(place, now) and len({place(tensor) for tensor in (*now, other)}) == 3
+        with pytest.raises(KeyError), room.kept():
+            raise KeyError
+        assert room._kept is not None  # the inner one was none of its own
+    assert room._kept is None
+    assert [bool((tensor == i).all()) for i, tensor in enumerate(now)] == [True, True]
+
+
+def test_no_more_memory_is_kept_than_was_in_use() -> None:
+    with room.kept():
+        three = [room.empty([room.LARGE], torch.uint8) for _ in range(3)]
+        assert room._kept == []
+        del three
+        assert [len(block) for block in room._kept] == [room.LARGE] * 3
+        one = room.empty([3 * room.LARGE], torch.uint8)
+        assert room._kept == []
+        del one
+        small = room.empty([room.LARGE], torch.uint8)  # would waste two thirds of what is kept
+        assert room._kept == [] and small.untyped_storage().nbytes() == room.LARGE
+
+
+def test_threads_that_share_what_is_kept_do_not_meet() -> None:
+    def work(number: int) -> bool:
+        good = True
+        for _ in range(40):
+            tensor = room.empty([room.LARGE], torch.uint8).fill_(number)
+            good = good and bool((tensor == number).all())
+        return good
+
+    with room.kept(), ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
 
 
 def test_more_memory_than_there_is_is_the_error_that_it_was() -> None:

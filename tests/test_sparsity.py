@@ -67,6 +67,17 @@ def test_rows_that_are_no_quads_are_refused_with_the_way_out(k: int) -> None:
             refused()
 
 
+@pytest.mark.parametrize("zero", [0, 8, 255])
+def test_every_byte_but_the_zero_counts(zero: int) -> None:
+    values = torch.full((256, 8), zero, dtype=torch.uint8)
+    values[:, 5:] = torch.arange(256, dtype=torch.uint8).view(-1, 1)
+    with pytest.raises(LayoutError, match=f"255 of 512 quads .* row {int(zero == 0)}, columns 4 to 7"):
+        check(values, zero)
+    values[:, 6] = zero
+    check(values, zero)
+    check(values.t().contiguous().t(), zero)
+
+
 def test_a_weight_that_is_not_2_4_is_named_by_row_and_columns() -> None:
     weight = torch.zeros(3, 16)
     weight[:, ::2] = 1

@@ -18,7 +18,9 @@ from quantkit import room
 from quantkit.errors import LayoutError
 
 #: Codes that are packed or unpacked at a time on a CPU: with the words they become, about what a core's cache holds.
-_CACHED = 1 << 18
+_CACHED = 1 << 19
+#: Neighbours from which on it is quicker to widen all than to move each.
+_LONG = 32
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Arrangement:
                 parts = _joined(parts, sizes[axis], run, width, axis in fine._backwards)
                 width *= sizes[axis]
             back = _rising(outer)
-            some.permute(back).copy_(parts.view([some.shape[axis] for axis in back]))
+            some.copy_(_permuted(parts.view([some.shape[axis] for axis in back]), _rising(back)))
         return words.view(-1)
 
     def unpack(self, words: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
@@ -76,7 +78,7 @@ class Arrangement:
         outer = [axis for axis in fine._permutation if axis not in inner]
         codes = room.empty(sizes, torch.uint8, words.device)
         for part, some in _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer):
-            parts, width = some.permute(_rising(outer)).contiguous().view(-1), 32
+            parts, width = _permuted(some, _rising(outer)).contiguous().view(-1), 32
             for axis, run in reversed(_runs(inner, sizes)):
                 width //= sizes[axis]
                 parts = _split(parts, sizes[axis], run, width, axis in fine._backwards)
@@ -108,6 +110,15 @@ class Arrangement:
                 raise LayoutError(f"{total} is not a multiple of {prod(inner)}, as the layout needs")
             sizes += [total // prod(inner), *inner]
         return sizes
+
+
+def pieces(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of all `matrices` at a time, as many of `k` codes as a processor's cache holds.
+
+    On a GPU all of them, which has no cache to stay in.
+    """
+    rows = max(1, _CACHED // max(1, k) if matrices[0].device.type == "cpu" else len(matrices[0]))
+    return zip(*(matrix.split(rows) for matrix in matrices), strict=True)
 
 
 def _slices(codes: Tensor, words: Tensor, outer: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
@@ -153,6 +164,21 @@ def _rising(axes: list[int]) -> list[int]:
     return sorted(range(len(axes)), key=axes.__getitem__)
 
 
+def _permuted(words: Tensor, axes: list[int]) -> Tensor:
+    """Return what `words.permute(axes)` does; on a CPU by a list of places where it would be many short copies."""
+    if words.device.type != "cpu":
+        return words.permute(axes)
+    if words.shape[axes[-1]] >= _LONG:
+        return words.contiguous().permute(axes).contiguous()  # of which torch makes a transposition block by block
+    moved = torch.index_select(words.reshape(-1), 0, _places(tuple(words.shape), tuple(axes)))
+    return moved.view([words.shape[axis] for axis in axes])
+
+
+@lru_cache(maxsize=32)
+def _places(shape: tuple[int, ...], axes: tuple[int, ...]) -> Tensor:
+    return torch.arange(prod(shape), dtype=torch.int32).view(shape).permute(axes).reshape(-1)
+
+
 def _joined(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> Tensor:
     """Return flat `parts` `[..., size, run]` of `width` bits as `[..., run]`, the first of `size` in the lowest bits.
 
@@ -160,12 +186,20 @@ def _joined(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> 
     """
     if width >= 8:
         parts = _turned(parts, size, run) if backwards else parts
+        whole = _holding(width * size)
+        if run >= _LONG:
+            *lower, part = parts.view(-1, size, run).unbind(1)
+            words = part.to(whole)
+            for part in reversed(lower):
+                words <<= width
+                words |= part.to(whole) & ((1 << width) - 1)
+            return words.view(-1)
         if run > 1:
             moved = parts.new_empty(parts.numel() // (size * run), run, size)
             for i, part in enumerate(parts.view(-1, size, run).unbind(1)):  # at once would go by twos and fours
                 moved[..., i] = part
             parts = moved.view(-1)
-        return parts.view(_holding(width * size))
+        return parts.view(whole)
     if run == 1:
         pairs = (_turned(parts, size, run) if backwards else parts).view(torch.int16) & _lanes(width, torch.int16)
         pairs |= pairs >> (8 - width)
@@ -189,7 +223,11 @@ def _split(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> T
         cut = pairs.bitwise_and_(_lanes(width, torch.int16)).view(torch.uint8)
     else:
         cut = parts.view(_holding(width))
-        cut = cut if run == 1 else cut.view(-1, run, size).transpose(1, 2).reshape(-1)
+        if run > 1:
+            apart = cut.new_empty(cut.numel() // (size * run), size, run)
+            for i in range(size):
+                apart[:, i] = parts.view(-1, run) >> width * i  # which drops what lies above
+            cut = apart.view(-1)
     return _turned(cut, size, run) if backwards else cut
 
 

@@ -39,8 +39,8 @@ SIDE_FILE: SideFile | None = None
 CODES = Arrangement("N", "K i:8", "N K i")
 ZEROS = Arrangement("N i:8", "G", "N G i")
 
-#: Codes translated at a time, so that an index of four bytes a code stays small.
-CHUNK = 1 << 20
+#: Codes translated at a time, with an index of four bytes for two: what stays in the cache.
+CHUNK = 1 << 18
 NO_CODE = 255
 #: The format that `marlin24_ct` reads.
 MARLIN24 = "marlin-24"
@@ -227,24 +227,39 @@ def _nothing_in(padding: Tensor, name: str) -> None:
 
 
 def _translated(codes: Tensor, table: Tensor) -> Tensor:
+    """Return what `table` (of `_in_pairs`) has for every byte of `codes`."""
+    flat = codes.reshape(-1)
+    if len(flat) % 2:
+        return _translated(pad(flat, (0, 1)), table)[:-1].view(codes.shape)
     out = room.empty(codes.shape, torch.uint8, codes.device)
-    for some, slot in zip(codes.reshape(-1).split(CHUNK), out.view(-1).split(CHUNK), strict=True):
-        torch.index_select(table, 0, some.int(), out=slot)
+    for some, slot in zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True):
+        two = some.clone().view(torch.int16).int().bitwise_and_(0xFFFF)
+        torch.index_select(table, 0, two, out=slot.view(torch.int16))
     return out
 
 
 @lru_cache(maxsize=16)
 def _carrier(fmt: Format, device: torch.device) -> Tensor:
-    """The E4M3 byte of every code."""
-    return torch.tensor(fmt.values).to(torch.float8_e4m3fn).view(torch.uint8).to(device)
+    """The E4M3 bytes of every two codes."""
+    return _in_pairs(_carried(fmt)).to(device)
 
 
 @lru_cache(maxsize=16)
 def _codes_of_carrier(fmt: Format, device: torch.device) -> Tensor:
-    """The code of every E4M3 byte, NO_CODE where the byte is no value of the format."""
+    """The codes of every two E4M3 bytes, NO_CODE where a byte is no value of the format."""
     table = torch.full((256,), NO_CODE, dtype=torch.uint8)
-    table[_carrier(fmt, torch.device("cpu")).long()] = torch.arange(len(fmt.values), dtype=torch.uint8)
-    return table.to(device)
+    table[_carried(fmt).long()] = torch.arange(len(fmt.values), dtype=torch.uint8)
+    return _in_pairs(table).to(device)
+
+
+def _carried(fmt: Format) -> Tensor:
+    return torch.tensor(fmt.values).to(torch.float8_e4m3fn).view(torch.uint8)
+
+
+def _in_pairs(table: Tensor) -> Tensor:
+    """Return a table of bytes as int16 `[65536]`, for two bytes at a time."""
+    table = pad(table, (0, 256 - len(table)))
+    return torch.stack(torch.meshgrid(table, table, indexing="xy"), -1).view(torch.int16).flatten()
 
 
 def _public_format(scheme: Scheme) -> str:

@@ -1,19 +1,22 @@
 """humming: FP6 and FP5 in their true six and five bits, each row one little-endian bit stream (LAYOUTS 9b).
 
-Eight codes are as many bytes as a code has bits, so the stream is joined from eight strided slices.
+Four codes, a quad, are seen as one integer, within which they are moved together, without the bits between them. Eight
+of these are then as many words as a code has bits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import FP5, FP6
 from quantkit.layouts import checks
+from quantkit.layouts.arrange import pieces
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import SideFile, Stored
 from quantkit.tensor import QuantizedTensor, Scheme
@@ -23,6 +26,8 @@ TENSORS: tuple[str, ...] = ("weight", "weight_scale")
 MARKER = "weight_scale"
 SIDE_FILE: SideFile | None = None
 
+#: Quads that fill whole words.
+QUADS = 8
 DTYPES = {"float6e3m2": FP6, "float5e3m1": FP5}
 
 
@@ -51,14 +56,17 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     n, k = q.shape
     check(q.scheme, n, k)
     bits = q.scheme.format.bits
-    codes = q.codes.reshape(n, k // 8, 8)
-    stream = torch.zeros(n, k // 8, bits, dtype=torch.uint8, device=q.codes.device)
-    for i in range(8):
-        byte, shift = divmod(bits * i, 8)
-        stream[..., byte] |= codes[..., i] << shift
-        if shift + bits > 8:
-            stream[..., byte + 1] |= codes[..., i] >> (8 - shift)
-    return {"weight": stream.view(n, -1).view(torch.int32), "weight_scale": checks.half(q.scales)}
+    words = room.empty((n, k * bits // 32), torch.int32, q.codes.device)
+    for codes, out in pieces(k, q.codes, words):
+        quads = _together(codes.clone(memory_format=torch.contiguous_format).view(-1).view(torch.int32), bits)
+        stream, quads = out.view(-1, bits), quads.view(-1, QUADS)
+        joined = quads[:, 0]
+        for i, word, shift, rest in _places(bits):
+            quad = quads[:, i]
+            joined = joined | quad << shift if shift else quad
+            if rest >= 0:
+                stream[:, word], joined = joined, quad >> (32 - shift)
+    return {"weight": words, "weight_scale": checks.half(q.scales)}
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -66,16 +74,19 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
-    bits = scheme.format.bits
-    stream = tensors["weight"].contiguous().view(torch.uint8).view(n, k // 8, bits)
-    codes = torch.empty(n, k // 8, 8, dtype=torch.uint8, device=stream.device)
-    for i in range(8):
-        byte, shift = divmod(bits * i, 8)
-        code = stream[..., byte] >> shift
-        if shift + bits > 8:
-            code |= stream[..., byte + 1] << (8 - shift)
-        codes[..., i] = code & ((1 << bits) - 1)
-    return QuantizedTensor(scheme, codes.view(n, k), checks.half(tensors["weight_scale"]))
+    words, bits = tensors["weight"], scheme.format.bits
+    codes = room.empty((n, k), torch.uint8, words.device)
+    for some, out in pieces(k, words, codes):
+        stream = some.reshape(-1, bits)
+        quads = torch.empty(len(stream), QUADS, dtype=torch.int32, device=words.device)
+        for i, word, shift, rest in _places(bits):
+            quad = stream[:, word] >> shift
+            if rest > 0:
+                quad &= (1 << (32 - shift)) - 1
+                quad |= stream[:, word + 1] << (32 - shift)
+            quads[:, i] = quad
+        out.view(-1).view(torch.int32).copy_(_apart(quads.view(-1), bits))
+    return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -103,6 +114,27 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     if group != 0:
         raise CheckpointError(f"a humming checkpoint with groups of {group}: quantkit reads one scale per row (0)")
     return Schemes(Scheme(DTYPES[dtype]), ignore=checks.strings(config, "ignore"))
+
+
+def _places(bits: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield each quad of `bits` words, the word that it begins in, at which bit, and its bits in the next word."""
+    for i in range(QUADS):
+        word, shift = divmod(4 * bits * i, 32)
+        yield i, word, shift, shift + 4 * bits - 32
+
+
+def _together(quads: Tensor, bits: int) -> Tensor:
+    """Return quads of a byte a code as quads of `bits` a code, the first lowest."""
+    one, two = (1 << bits) - 1, (1 << 2 * bits) - 1
+    pairs = (quads & one * 0x10001) | (quads & one * 0x1000100) >> (8 - bits)
+    return (pairs & two) | (pairs >> (16 - 2 * bits) & two << 2 * bits)
+
+
+def _apart(quads: Tensor, bits: int) -> Tensor:
+    """Return what `_together` made `quads` of, whatever lies above their bits."""
+    one, two = (1 << bits) - 1, (1 << 2 * bits) - 1
+    pairs = (quads & two) | (quads & two << 2 * bits) << (16 - 2 * bits)
+    return (pairs & one * 0x10001) | (pairs & (one * 0x10001 << bits)) << (8 - bits)
 
 
 def _check_scheme(scheme: Scheme) -> None:

@@ -59,9 +59,9 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     n, k = q.shape
     check(q.scheme, n, k)
     scales = checks.half(q.scales).t()
-    codes = quads.encode(q.codes, INT4.zero_code)
+    kept, codes = quads.compress4(q.codes, INT4.zero_code)
     return {
-        "B_24": KEPT.pack(quads.compress(q.codes, codes), 4).view(k // 32, 2 * n),
+        "B_24": KEPT.pack(kept, 4).view(k // 32, 2 * n),
         "B_meta": quads.pack_codes(codes, quads.SPARSE_MARLIN, torch.int16).view(k // 32, 2 * n),
         "s": GROUPED_SCALES(scales).view(scales.shape) if len(scales) > 1 else scales.contiguous(),
     }
@@ -73,7 +73,7 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
     codes = quads.unpack_codes(tensors["B_meta"], quads.SPARSE_MARLIN, (n, k))
-    values = quads.expand(KEPT.unpack(tensors["B_24"], 4, (n, k // 2)), codes, INT4.zero_code)
+    values = quads.expand4(KEPT.unpack(tensors["B_24"], 4, (n, k // 2)), codes, INT4.zero_code)
     scales = tensors["s"]
     if len(scales) > 1:  # the number of rows decides, as in MARLIN (LAYOUTS 5.2)
         scales = GROUPED_SCALES.inverse(scales, (len(scales), n))

@@ -1,19 +1,20 @@
 """The 2:4 encoding: which two of each four values are kept, and where the metadata saying so lies (LAYOUTS 4).
 
 Four neighbouring values are moved as one word of four times their width, so that choosing two of them is two shifts.
-Rows are worked on in pieces that stay in the cache, since every step touches each word once.
+Four of four bits are a number of sixteen, for which a table made in that way has both answers at once. Rows are worked
+on in pieces that stay in the cache, since every step touches each word once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from quantkit import room, sparsity
 from quantkit.errors import LayoutError
-from quantkit.layouts.arrange import Arrangement
+from quantkit.layouts.arrange import Arrangement, pieces
 
 #: Index: bit i says that value i of the quad is not zero; entry: i0 | i1 << 2, or REFUSED for three and four (4.1).
 REFUSED = 0
@@ -29,8 +30,6 @@ SPARSE_MARLIN = Arrangement("N e:8 n2:2 n1:2 n0:2", "C d:2 q:4", "C N n1 e n0 d 
 
 #: Bytes of a value -> dtypes of two and of four of them.
 WORDS = {1: (torch.int16, torch.int32), 2: (torch.int32, torch.int64)}
-#: Values encoded at a time.
-CHUNK = 1 << 17
 
 
 def encode(values: Tensor, zero: int = 0) -> Tensor:
@@ -42,11 +41,10 @@ def encode(values: Tensor, zero: int = 0) -> Tensor:
     n, k = values.shape
     table = torch.tensor(CODES, dtype=torch.uint8, device=values.device)
     codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
-    for some, found in _pieces(k, values, codes):
+    for some, found in pieces(k, values, codes):
         which = sparsity.flags(some, zero).mul_(0x01020408).bitwise_right_shift_(24).bitwise_and_(15)
         torch.index_select(table, 0, which, out=found.view(-1))
-    if bool((codes == REFUSED).any()):
-        sparsity.check(values, zero)  # which names the first one
+    _require_codes(codes, values, zero)
     return codes
 
 
@@ -69,7 +67,7 @@ def compress(values: Tensor, codes: Tensor) -> Tensor:
     n, k = values.shape
     kept = room.empty((n, k // 2), values.dtype, values.device)
     bits, (two, four) = 8 * values.element_size(), WORDS[values.element_size()]
-    for some, places, out in _pieces(k, values, codes, kept):
+    for some, places, out in pieces(k, values, codes, kept):
         quads, (low, high) = some.clone(memory_format=torch.contiguous_format).view(four), _shifts(places, bits, four)
         pairs = (quads >> low) & ((1 << bits) - 1)
         pairs |= (quads >> high) << bits
@@ -83,13 +81,41 @@ def expand(kept: Tensor, codes: Tensor, zero: int = 0) -> Tensor:
     values = room.empty((n, k), kept.dtype, kept.device)
     bits, (two, four) = 8 * kept.element_size(), WORDS[kept.element_size()]
     zeros = sum(zero << bits * i for i in range(sparsity.QUAD))
-    for some, places, out in _pieces(k, kept, codes, values):
+    for some, places, out in pieces(k, kept, codes, values):
         pairs = some.clone(memory_format=torch.contiguous_format).view(two).to(four)
         pairs ^= zeros  # so that what is left out is zero here
         low, high = _shifts(places, bits, four)
         quads = (pairs & ((1 << bits) - 1)) << low
         quads |= ((pairs >> bits) & ((1 << bits) - 1)) << high
         torch.bitwise_xor(quads, zeros, out=out.view(four))
+    return values
+
+
+def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
+    """Return what `compress` and `encode` make of `values` uint8 `[n, k]` below 16; LayoutError as the latter."""
+    n, k = values.shape
+    kept = room.empty((n, k // 2), torch.uint8, values.device)
+    codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
+    table = _compressed(zero, values.device)
+    for some, two, code in pieces(k, _whole(values), kept, codes):
+        quad = some.view(-1).view(torch.int32)
+        quad = (quad >> 12).bitwise_or_(quad).bitwise_and_(0xFFFF)
+        found = torch.index_select(table, 0, quad)
+        two.view(-1).view(torch.int16).copy_(found)  # which drops what lies above
+        code.view(-1).copy_(found.bitwise_right_shift_(16))
+    _require_codes(codes, values, zero)
+    return kept, codes
+
+
+def expand4(kept: Tensor, codes: Tensor, zero: int) -> Tensor:
+    """Return what `expand` makes of `kept` uint8 `[n, k/2]` below 16 and valid `codes` `[n, k/4]`."""
+    n, k = kept.shape[0], 2 * kept.shape[1]
+    values = room.empty((n, k), torch.uint8, kept.device)
+    table = _expanded(zero, kept.device)
+    for some, code, out in pieces(k, _whole(kept), codes, values):
+        index = code.to(torch.int16).bitwise_left_shift_(4).view(-1)
+        index |= some.view(-1).view(torch.int16)
+        torch.index_select(table, 0, index.to(torch.int32), out=out.view(-1).view(torch.int32))
     return values
 
 
@@ -108,18 +134,57 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
     pruning mask means the same values. LayoutError for a code that is none.
     """
     n, k = shape
-    codes = order.unpack(words.contiguous().view(-1).view(torch.int32), 4, (n, k // 4))
-    check(codes)
+    words = words.contiguous().view(-1).view(torch.int32)
+    codes = order.unpack(words, 4, (n, k // 4))
+    if not _all_rise(words):
+        check(codes)  # which names the first one
     return codes
+
+
+def _all_rise(words: Tensor) -> bool:
+    """Return whether the second place is above the first in all codes of int32 `words`, wherever these lie."""
+    first, second = words & 0x33333333, (words >> 2) & 0x33333333
+    rising = second.add_(0x33333333).sub_(first).bitwise_and_(0x44444444)  # 3 + second - first is at least 4
+    return not words.numel() or int(rising.min()) == 0x44444444
+
+
+def _require_codes(codes: Tensor, values: Tensor, zero: int) -> None:
+    if codes.numel() and int(codes.min()) == REFUSED:
+        sparsity.check(values, zero)  # which names the first one
+
+
+@lru_cache(maxsize=4)
+def _compressed(zero: int, device: torch.device) -> Tensor:
+    """By the values of a quad, four bits each, the third before the second: the two kept, a byte each, and the code."""
+    number = torch.arange(1 << 16, dtype=torch.int32)
+    quads = torch.stack([number >> shift & 15 for shift in (0, 8, 4, 12)], 1).to(torch.uint8)
+    found = torch.full_like(number, REFUSED << 16)
+    legal = (quads != zero).sum(1) <= 2
+    codes = encode(quads[legal], zero)
+    kept = compress(quads[legal], codes).view(torch.int16)
+    found[legal] = (codes.int() << 16 | kept.int()).view(-1)
+    return found.to(device)
+
+
+@lru_cache(maxsize=4)
+def _expanded(zero: int, device: torch.device) -> Tensor:
+    """By the kept values of a quad, a byte each, with the code between them: the quad, a byte each."""
+    number = torch.arange(1 << 12, dtype=torch.int32)
+    codes = (number >> 4 & 15).to(torch.uint8).view(-1, 1)
+    kept = (number & 0xF0F).to(torch.int16).view(-1, 1).view(torch.uint8)
+    legal = (codes & 3) < (codes >> 2)
+    found = torch.zeros_like(number)
+    found[legal.view(-1)] = expand(kept[legal.view(-1)], codes[legal.view(-1)], zero).view(torch.int32).view(-1)
+    return found.to(device)
+
+
+def _whole(values: Tensor) -> Tensor:
+    """Return `values` so that longer integers can be seen in them."""
+    values = values.contiguous()
+    return values.clone() if values.storage_offset() % 8 else values
 
 
 def _shifts(codes: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return by how many bits the first and the second kept value of each quad stand above its lowest one."""
     codes = codes.to(dtype)
     return (codes & 3) * bits, (codes >> 2) * bits
-
-
-def _pieces(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Return the same rows of all `matrices` at a time; on a GPU all of them, which has no cache to stay in."""
-    rows = max(1, CHUNK // max(1, k) if matrices[0].device.type == "cpu" else len(matrices[0]))
-    return zip(*(matrix.split(rows) for matrix in matrices), strict=True)

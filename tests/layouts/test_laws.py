@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantkit.errors import LayoutError
-from quantkit.layouts import LAYOUTS
+from quantkit.layouts import LAYOUTS, arrange, compressed_tensors
 from quantkit.layouts.arrange import Arrangement
 from quantkit.tensor import QuantizedTensor, Scheme
 from tests.layouts import oracle
@@ -69,6 +69,21 @@ def obeys(layout: str, q: QuantizedTensor) -> None:
     assert back.equal(q)
     assert same_bytes(module.pack(back), frozen) and same_bytes(packed, frozen)
     assert q.digest() == before
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), [case for case in CASES if case[2:] == HELD[case[0]][1][-1]])
+@pytest.mark.parametrize("long", [1, 10**9])
+def test_pieces_and_ways_to_move_them_do_not_show(
+    layout: str, label: str, n: int, k: int, long: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight is worked on in pieces of which the last is smaller, and moved in one of two ways."""
+    q = record(Scheme.parse(label), n, k, lowest_zero=1)
+    expected = LAYOUTS[layout].pack(q)
+    monkeypatch.setattr(arrange, "_LONG", long)
+    monkeypatch.setattr(arrange, "_CACHED", k * max(1, n // 5))
+    monkeypatch.setattr(compressed_tensors, "CHUNK", 1000)
+    assert same_bytes(LAYOUTS[layout].pack(q), expected)
+    assert LAYOUTS[layout].unpack(expected, q.scheme).equal(q)
 
 
 @pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)

@@ -146,6 +146,35 @@ def test_random_sparse_values_follow_the_table_and_come_back_to_the_bit(values: 
     assert torch.equal(quads.encode(back), codes)
 
 
+@pytest.mark.parametrize("zero", [0, 8])
+def test_the_table_of_four_bit_quads_has_what_is_computed_and_nothing_for_three_or_four(zero: int) -> None:
+    number = torch.arange(1 << 16)
+    every = torch.stack([number >> 4 * i & 15 for i in range(4)], 1).to(torch.uint8)
+    legal = (every != zero).sum(1) <= 2
+    codes = quads.encode(every[legal], zero)
+    kept, found = quads.compress4(every[legal], zero)
+    assert torch.equal(found, codes) and torch.equal(kept, quads.compress(every[legal], codes))
+    assert torch.equal(quads.expand4(kept, codes, zero), every[legal])
+    with pytest.raises(
+        LayoutError,
+        match=f"{int((~legal).sum())} of {len(every)} quads .* row {int((~legal).int().argmax())}, columns 0 to 3",
+    ):
+        quads.compress4(every, zero)
+    pairs = torch.cartesian_prod(torch.arange(16), torch.arange(16)).to(torch.uint8)
+    for code in VALID:  # also where a kept value is zero, so that the code is not the one of the values
+        codes = torch.full((256, 1), code, dtype=torch.uint8)
+        assert torch.equal(quads.expand4(pairs, codes, zero), quads.expand(pairs, codes, zero))
+
+
+def test_four_bit_quads_that_are_no_memory_of_their_own() -> None:
+    q = record(GROUPS, 128, 256).codes
+    inside = torch.full((130, 261), 3, dtype=torch.uint8)
+    inside[1:129, 5:] = q
+    for values in (inside[1:129, 5:], q.t().contiguous().t()):
+        for found, expected in zip(quads.compress4(values, 8), quads.compress4(q, 8), strict=True):
+            assert torch.equal(found, expected)
+
+
 @settings(max_examples=60)
 @given(st.sampled_from([*quads.CUTLASS, None]), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
 def test_metadata_words_hold_the_codes_where_the_formulas_say(
@@ -206,6 +235,19 @@ def test_metadata_that_does_not_describe_two_of_four_is_refused(layout: str, cod
     assert "does not describe two of four" in message and f"first {code:X} at row" in message and "\n" not in message
     row, column = 64 * 0 + 8 * (77 % 64 // 8) + 4 * (77 & 1) + 2 * (77 // 64) + (77 >> 2 & 1), 16 * (77 >> 1 & 1) + 8
     assert f"row {row}, columns {column} to {column + 3}" in message
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_a_wrong_code_is_seen_in_every_place_of_a_word(place: int) -> None:
+    shape = (64, 32)
+    for code in range(16):
+        words = torch.full((64,), -0x77777778, dtype=torch.int32)  # eight times the code 8
+        words[63] = words[63] & ~(15 << 4 * place) | code << 4 * place
+        if code in VALID:
+            quads.unpack_codes(words, quads.SPARSE_MARLIN, shape)
+        else:
+            with pytest.raises(LayoutError, match=f"1 codes are none .* first {code:X} at row"):
+                quads.unpack_codes(words, quads.SPARSE_MARLIN, shape)
 
 
 @pytest.mark.parametrize("layout", SPELLINGS)
