@@ -46,8 +46,20 @@ kernels_tcfpx() { kernels tcfpx; }
 kernels_quick() { kernels quick; }
 
 generate() { # whole models, dense beside packed; of 70 billion weights in FP6, on one GPU
-    "$python" -m quantkit bench generate -q --model llama3-8b --csv "$results/generate_llama3-8b.csv"
-    "$python" -m quantkit bench generate -q --model llama2-70b --layout tcfpx --csv "$results/generate_llama2-70b.csv"
+    export TORCHINDUCTOR_ENABLE_PDL=1 # compiled kernels let the next one begin, and ours are next
+    "$python" -m quantkit bench generate -v --model llama3-8b --csv "$results/generate_llama3-8b.csv"
+    "$python" -m quantkit bench generate -v --model llama2-70b --layout tcfpx --csv "$results/generate_llama2-70b.csv"
+}
+
+several_gpus() { # of the tests only these need two
+    "$python" -m pytest -q -m gpu -k "several_gpus or on_two_gpus" tests/test_several_gpus.py tests/kernels/test_bad_input.py
+}
+
+sanitizer() { # every tile of the Hopper kernels on a small odd shape
+    for tool in memcheck racecheck; do
+        compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -m gpu -x \
+            -k "odd_shapes and (128-0-dtype or 24-0-dtype or channel-0-dtype)" tests/kernels/test_hopper.py
+    done
 }
 
 verify_8b() {
@@ -68,7 +80,7 @@ tiles() { # what the models of the Hopper kernels are fitted to
     done
 }
 
-for stage in "${@:-tests llama sparse opt kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate verify_8b cold_start bias_shift}"; do
+for stage in "${@:-tests llama sparse opt kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate verify_8b cold_start bias_shift sanitizer}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader

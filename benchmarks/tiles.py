@@ -1,8 +1,6 @@
 """Time every tile of a layout's Hopper kernel over nine layer shapes and eight token counts.
 
-With --table, print instead what the chosen tiles bring by the committed sweeps: speed-up over cuBLAS, geometric mean
-over a model's layers, and the share of the floor. Of cuBLAS' times the least is taken: the sweep's own, of the order
-x W^T alone, and both orders' in --cublas, a CSV of `bench kernels`.
+The figures of the tiles in quantkit/kernels/*_hopper.py are fitted to these, and tests hold the choices to them.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,59 +98,12 @@ def _cells(layout: str, scheme: Scheme, n: int, k: int) -> list[list[Any]]:
     return rows
 
 
-def table(layout: str, cublas: Path) -> None:
-    """Print the speed-up of the chosen tiles, by scheme and tokens, for each model."""
-    with cublas.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    other = {cell: min(float(row["cublas_us"]) for row in rows if _cell(row) == cell) for cell in map(_cell, rows)}
-    with (RESULTS / f"{layout}_tiles.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    found: dict[tuple[str, int, str], list[tuple[float, float]]] = defaultdict(list)
-    model_of = {shape: name for name, shapes in MODELS.items() for shape in shapes.values()}
-    for label in dict.fromkeys(row["scheme"] for row in rows):
-        scheme = Scheme.parse(label)
-        for cell in dict.fromkeys(_cell(row) for row in rows if row["scheme"] == label):
-            n, k, m = cell
-            tile = launcher(layout, scheme)[1](m, n, k)
-            sizes, blocks = [int(getattr(tile, name)) for name in SIZES], hopper.blocks(tile, m, n, k, SMS)
-            swept = [r for r in rows if (r["scheme"], _cell(r)) == (label, cell)]
-            same = [r for r in swept if [int(r[name]) for name in SIZES] == sizes]
-            (row,) = (r for r in same if int(r["blocks"]) == blocks)
-            us = float(row["time_us"]) * float(row["scale"])
-            dense = min([other[cell], *(float(r["cublas_us"]) for r in swept if r.get("cublas_us"))])
-            least = floor(_bytes(layout, scheme, n, k) + 2 * m * (n + k), flops(layout, n, k, m), COPY, RATE)
-            found[label, m, model_of[n, k]].append((dense / us, least / us))
-    print("| scheme | M |", " | ".join(MODELS), "|\n|---|---|" + "---|" * len(MODELS))
-    for label, m in dict.fromkeys((label, m) for label, m, _ in found):
-        parts = [_means(found[label, m, model]) if (label, m, model) in found else "" for model in MODELS]
-        print(f"| {label} | {m} |", " | ".join(parts), "|")
-
-
-def _cell(row: dict[str, str]) -> tuple[int, int, int]:
-    return int(row["N"]), int(row["K"]), int(row["M"])
-
-
-def _bytes(layout: str, scheme: Scheme, n: int, k: int) -> int:
-    stored = LAYOUTS[layout].stored(scheme, n, k).values()
-    return sum(math.prod(shape) * dtype.itemsize for dtype, shape in stored)
-
-
-def _means(pairs: list[tuple[float, float]]) -> str:
-    speed, share = (math.exp(sum(math.log(pair[i]) for pair in pairs) / len(pairs)) for i in range(2))
-    return f"{speed:.2f} ({share:.0%})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("layout", choices=SCHEMES)
     parser.add_argument("--csv", type=Path, help="where the sweep goes; by default beside the committed ones")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--cublas", type=Path, default=RESULTS / "kernels_marlin.csv")
     args = parser.parse_args()
-    if args.table:
-        table(args.layout, args.cublas)
-    else:
-        sweep(args.layout, args.csv or RESULTS / f"{args.layout}_tiles.csv")
+    sweep(args.layout, args.csv or RESULTS / f"{args.layout}_tiles.csv")
 
 
 if __name__ == "__main__":

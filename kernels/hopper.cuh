@@ -42,8 +42,6 @@ DEVICE void copy_tile(u32 to, const TensorMap &map, int column, int row, u32 bar
         : "memory");
 }
 
-DEVICE void prefetch(const TensorMap &map) { asm volatile("prefetch.tensormap [%0];" ::"l"((u64)&map) : "memory"); }
-
 DEVICE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 DEVICE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

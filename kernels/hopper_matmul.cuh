@@ -251,7 +251,7 @@ DEVICE void gather(const B &b, int tile, int group, float (&total)[F::WORDS][F::
     const int from = b.owner(tile, 0), self = blockIdx.x;
     u32 *counter = b.counters + self * F::OWNERS + group;
     if (threadIdx.x % 128 == 0) {
-        while (load_acquire(counter) != (u32)(self - from)) {}
+        while (load_acquire(counter) < (u32)(self - from)) {}
         *counter = 0;  // as the next launch wants it
     }
     sync_threads(2 + group, 128);

@@ -31,7 +31,7 @@ from quantkit.tensor import QuantizedTensor, Scheme, dtype_name
 #: layout -> the schemes that it is timed with unless others are asked for.
 SCHEMES = {
     "marlin": ("int4:g128", "int4:channel"),
-    "marlin24": ("int4:g128:24",),
+    "marlin24": ("int4:g128:24", "int4:channel:24"),
     "marlin24-ct": ("int4:g128:24",),
     "tcfpx": ("fp6:channel", "fp5:channel"),
     "quick": ("int4:g128:asym",),

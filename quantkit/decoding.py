@@ -352,6 +352,7 @@ def _variant(
         peak = torch.cuda.max_memory_allocated(where) - before
         way = packed.way(built)
         paces.append(Pace(variant.layout, variant.scheme, way, batch, prompt_s, step_s, held, peak, expected))
+        progress.note(f"{variant.layout}, batch {batch}: prompt {1e3 * prompt_s:.2f} ms, step {1e3 * step_s:.3f} ms")
         _forget()
     return paces, notices
 
