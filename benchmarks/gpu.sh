@@ -66,6 +66,24 @@ verify_8b() {
     "$python" benchmarks/verify_8b.py --work "$work" -o "$results/verify_8b.json"
 }
 
+perplexity() { # every layout by its kernel, on a CPU (64 windows of a text), and in transformers alone
+    "$python" benchmarks/perplexity.py --model "$reference/models/llama-29m" \
+        --text "$data/wikitext2/test.txt" "$data/ptb/test.txt" --csv "$results/perplexity_llama-29m.csv"
+}
+
+counters() { # what warps wait for; needs Nsight Compute
+    for layout in marlin marlin24 tcfpx quick; do
+        "$python" benchmarks/counters.py --layout "$layout" --shape 4096x4096 57344x8192 --m 1 16 64 256 1024 \
+            --csv "$results/counters_$layout.csv"
+    done
+}
+
+plot() { # of what the stages kernels_* wrote; needs matplotlib
+    for layout in marlin marlin24 tcfpx quick; do
+        "$python" benchmarks/plot.py "$results/kernels_$layout.csv" -o "docs/kernels_$layout.svg"
+    done
+}
+
 cold_start() {
     "$python" benchmarks/cold_start.py --csv "$results/cold_start.csv"
 }
@@ -80,7 +98,7 @@ tiles() { # what the models of the Hopper kernels are fitted to
     done
 }
 
-for stage in "${@:-tests llama sparse opt kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate verify_8b cold_start bias_shift sanitizer}"; do
+for stage in "${@:-tests llama sparse opt kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate perplexity verify_8b cold_start bias_shift sanitizer}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader

@@ -156,6 +156,7 @@ REPACKED = {
     "compressed-tensors int4:g128": "marlin",
     "compressed-tensors int4:channel": "marlin",
     "compressed-tensors int4:g32": "quick",
+    "compressed-tensors int4:g128:asym": "quick",
     "compressed-tensors int4:g128:24": "marlin24",
     "compressed-tensors fp6:channel": "tcfpx",
     "compressed-tensors fp5-e2m2:channel": "tcfpx",

@@ -45,6 +45,7 @@ CASES = [
     ("tcfpx", "fp5:channel", "tcfpx"),
     ("quick", "int4:g64:asym", "quick"),
     ("compressed-tensors", "int4:g128", "marlin"),
+    ("compressed-tensors", "int4:g128:asym", "quick"),
     ("compressed-tensors", "int4:g128:24", "marlin24"),
     ("compressed-tensors", "fp6:channel", "tcfpx"),
     ("humming", "fp5:channel", "tcfpx"),
@@ -306,6 +307,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_read(
     [
         ({}, "marlin"),
         ({}, "compressed-tensors"),
+        ({"asym": True}, "compressed-tensors"),
         ({"group_size": 64, "asym": True}, "quick"),
         ({"prune": "2:4"}, "marlin24"),
         ({"format": "fp6"}, "tcfpx"),
@@ -328,7 +330,6 @@ def test_perplexity_by_kernel_is_that_by_decoding(
     )
     print(f"{layout} {options}: {found.perplexity:.5f} ({found.weights}), decoded to float32 {exact.perplexity:.5f}")
     other = eval_kld(tmp_path / "out", source, data=str(text), window=512, device="cuda")
-    assert " kernel, " in found.weights and found.weights == other.weights
     assert " kernel, " in found.weights and found.weights == other.weights
     assert 0 < other.kld < 2 and 0 < other.top1 < 1
     assert found.perplexity == pytest.approx(exact.perplexity, rel=1e-3)

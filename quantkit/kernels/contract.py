@@ -53,10 +53,11 @@ def check(weight: Weight, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor
         _operand(name, suffix, tensors[suffix], (dtype,), shape, x.device)
     if bias is not None:
         _operand(name, "bias", bias, (x.dtype,), (n,), x.device, alignment=1)
-    if out is None:
-        return torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device)
-    _operand(name, "out", out, (x.dtype, torch.float32), (x.shape[0], n), x.device)
-    return out
+    if out is not None:
+        _operand(name, "out", out, (x.dtype, torch.float32), (x.shape[0], n), x.device)
+    if x.device.type != "cuda":  # where all others are
+        raise _not_on_a_gpu(name, "activations", x.device)
+    return torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if out is None else out
 
 
 def same_dtype(layout: str, x: Tensor, out: Tensor) -> None:
@@ -76,9 +77,11 @@ def _operand(
     alignment: int = ALIGNMENT,
 ) -> None:
     where = f"the {layout} kernel's {what}"
-    if tensor.device.type != "cuda":
-        raise KernelError(f"{where} must be on a CUDA device, not on {tensor.device}: move it with .to('cuda')")
     if tensor.device != device:
+        if device.type != "cuda":
+            raise _not_on_a_gpu(layout, "activations", device)
+        if tensor.device.type != "cuda":
+            raise _not_on_a_gpu(layout, what, tensor.device)
         raise KernelError(f"{where} must be on {device} as the activations are, not on {tensor.device}: move it there")
     if tensor.dtype not in dtypes:
         wanted = " or ".join(map(dtype_name, dtypes))
@@ -89,3 +92,9 @@ def _operand(
         raise KernelError(f"{where} must be contiguous: call .contiguous() first")
     if tensor.data_ptr() % alignment:
         raise KernelError(f"{where} must begin at a multiple of {alignment} bytes: call .clone() first")
+
+
+def _not_on_a_gpu(layout: str, what: str, device: torch.device) -> KernelError:
+    return KernelError(
+        f"the {layout} kernel's {what} must be on a CUDA device, not on {device}: move it with .to('cuda')"
+    )

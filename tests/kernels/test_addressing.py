@@ -94,9 +94,10 @@ def test_a_flipped_bit_anywhere_is_another_weight(readers: ctypes.CDLL) -> None:
                 data[bit // 8] ^= 1 << bit % 8
                 found = read(readers, layout, tensors, q.scheme, n, k)
                 data[bit // 8] ^= 1 << bit % 8
-                copy = layout == "quick" and _is_second_copy(name, bit)
+                copy = layout == "quick" and is_second_copy(name, bit)
                 assert same(found, q) == copy, (layout, name, bit)
 
 
-def _is_second_copy(name: str, bit: int) -> bool:
+def is_second_copy(name: str, bit: int) -> bool:
+    """Return whether a bit of a tensor of QUICK's is one of those that are there twice, and that nobody need read."""
     return (name == "qzeros" and bit % 32 >= 16) or (name == "scales" and bit // 16 % 2 == 1)

@@ -17,16 +17,14 @@ from torch import Tensor
 
 from quantkit import pipeline, verify
 from quantkit.errors import KernelError, QuantkitError
-from quantkit.kernels import JUDGES, MATMULS, loader, missing, proof
+from quantkit.kernels import MATMULS, loader, missing, proof
 from quantkit.recipe import from_mapping
-from quantkit.tensor import Scheme
 from tests.command_line import refused
 from tests.kernels.operands import ONE_EACH, weight
-from tests.kernels.test_naive import on_gpu, poisoned
+from tests.kernels.test_contract import KERNELS, LAYOUTS, calls, unfit
+from tests.kernels.test_naive import on_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-KERNELS = pytest.mark.parametrize("table", [MATMULS, JUDGES], ids=["fast", "naive"])
-LAYOUTS = pytest.mark.parametrize(("layout", "label", "n", "k"), ONE_EACH)
 
 
 @pytest.fixture
@@ -45,21 +43,6 @@ def old(monkeypatch: pytest.MonkeyPatch) -> None:
     loader._loaded.cache_clear()
 
 
-def off_by_one(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a contiguous copy of `like` in another shape of as many elements or fewer, misaligned by one element."""
-    whole = torch.zeros(like.numel() + 1, dtype=like.dtype, device=like.device)
-    count = torch.Size(shape).numel()
-    whole[1 : 1 + count].copy_(like.reshape(-1)[:count])
-    return whole[1 : 1 + count].view(shape)
-
-
-def scattered(tensor: Tensor) -> Tensor:
-    """Return the same values with a gap behind each."""
-    wide = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)
-    wide[..., 0] = tensor
-    return wide[..., 0]
-
-
 @pytest.mark.gpu
 @KERNELS
 @LAYOUTS
@@ -68,59 +51,15 @@ def test_bad_operands_are_one_error_and_the_process_goes_on(
 ) -> None:
     tensors, q = on_gpu(layout, weight(label, n, k))
     x = proof.activations(q.dequantize(), 4, torch.float16)
-    codes, scales = next(iter(tensors)), list(tensors)[-1]
-
-    def call(
-        x: Tensor = x,
-        bias: Tensor | None = None,
-        out: Tensor | None = None,
-        scheme: Scheme = q.scheme,
-        n: int = n,
-        k: int = k,
-        **changed: Tensor,
-    ) -> Callable[[], Tensor]:
-        return lambda: table[layout](x, {**tensors, **changed}, scheme, n, k, bias, out)
-
+    codes = next(iter(tensors))
+    call = calls(table[layout], x, tensors, q.scheme, n, k)
     cases = [
-        ("m >= 1", call(x[:0])),
-        (rf"\[m, {k}\]", call(x[:, :-16].contiguous())),
-        (rf"\[m, {k}\]", call(x[0])),
-        (rf"\[m, {k}\]", call(x[None])),
+        *unfit(call, layout, x, tensors, n, k),
         ("activations must be on a CUDA device, not on cpu", call(x.cpu())),
         ("activations must be on a CUDA device, not on meta", call(x.to("meta"))),
-        *(
-            ("activations must be float16 or bfloat16", call(x.to(t)))
-            for t in (torch.float32, torch.float64, torch.int16)
-        ),
-        ("activations must be contiguous", call(torch.empty(k, 4, dtype=x.dtype, device="cuda").t())),
-        ("activations must be contiguous", call(scattered(x))),
-        ("activations must be contiguous", call(x[:1].expand(4, k))),
-        ("activations must begin at a multiple of 16", call(off_by_one((4, k), x))),
         ("must be on a CUDA device, not on cpu", call(**{codes: tensors[codes].cpu()})),
-        ("must be int32", call(**{codes: tensors[codes].to(torch.int64)})),
-        ("must be float16, not bfloat16", call(**{scales: tensors[scales].bfloat16()})),
-        ("must have shape", call(**{codes: tensors[codes][:-1]})),
-        ("must have shape", call(**{scales: tensors[scales].reshape(-1)[:-1]})),
-        *(
-            (f"{name} must be contiguous", call(**{name: scattered(tensor)}))
-            for name, tensor in tensors.items()
-            if layout != "marlin24-ct"  # whose tensors go by their other names
-        ),
-        ("must begin at a multiple of 16", call(**{codes: off_by_one(tensors[codes].shape, tensors[codes])})),
-        ("must begin at a multiple of 16", call(**{scales: off_by_one(tensors[scales].shape, tensors[scales])})),
-        ("bias must be float16", call(bias=torch.zeros(n, device="cuda"))),
-        ("bias must have shape", call(bias=torch.zeros(n - 1, device="cuda").half())),
         ("bias must be on a CUDA device", call(bias=torch.zeros(n).half())),
-        ("bias must be contiguous", call(bias=torch.zeros(2 * n, device="cuda").half()[::2])),
-        ("out must have shape", call(out=poisoned(3, n, torch.float16))),
-        ("out must be float16 or float32", call(out=poisoned(4, n, torch.bfloat16))),
-        ("out must be contiguous", call(out=poisoned(n, 4, torch.float16).t())),
         ("out must be on a CUDA device", call(out=torch.empty(4, n).half())),
-        ("out must begin at a multiple of 16", call(out=off_by_one((4, n), poisoned(4, n, torch.float16)))),
-        ("n to be a multiple", call(n=n - 8)),
-        ("n to be a multiple", call(n=0)),
-        ("multiple of|does not divide", call(k=k + 8)),
-        ("kernel takes", call(scheme=Scheme.parse("int4:g16"))),
     ]
     good = call()()
     for pattern, bad in cases:

@@ -1,36 +1,138 @@
-"""What a launcher refuses before a GPU is asked; what needs one for it is in test_naive.py."""
+"""What a launcher refuses before anything is launched: operands on a CPU show it too, since where they are comes last.
+
+test_bad_input.py asks the same of operands on a GPU, where a kernel would be launched after it.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import Tensor
 
-from quantkit.errors import QuantkitError
-from quantkit.kernels import JUDGES
+from quantkit.errors import KernelError, QuantkitError
+from quantkit.kernels import JUDGES, MATMULS
 from quantkit.tensor import Scheme
 from tests.kernels.operands import ONE_EACH, packed, weight
 
+KERNELS = pytest.mark.parametrize("table", [MATMULS, JUDGES], ids=["fast", "naive"])
+LAYOUTS = pytest.mark.parametrize(("layout", "label", "n", "k"), ONE_EACH)
 
-@pytest.mark.parametrize(("layout", "label", "n", "k"), ONE_EACH)
-def test_operands_that_no_kernel_takes_are_one_clear_line(layout: str, label: str, n: int, k: int) -> None:
-    q = weight(label, n, k)
-    tensors = packed(layout, q)
-    x = torch.ones(3, k, dtype=torch.float16)
-    multiply = JUDGES[layout]
-    cases = [
-        (r"m >= 1", lambda: multiply(x[:0], tensors, q.scheme, n, k)),
-        (rf"\[m, {k}\]", lambda: multiply(x[:, :-16], tensors, q.scheme, n, k)),
-        (rf"\[m, {k}\]", lambda: multiply(x[0], tensors, q.scheme, n, k)),
-        (r"CUDA device, not on cpu", lambda: multiply(x, tensors, q.scheme, n, k)),
-        (r"n to be a multiple", lambda: multiply(x, tensors, q.scheme, n - 8, k)),
-        (r"n to be a multiple", lambda: multiply(x, tensors, q.scheme, 0, k)),
-        (r"kernel takes", lambda: multiply(x, tensors, Scheme.parse("int4:g16"), n, k)),
-        (r"multiple of|does not divide", lambda: multiply(x, tensors, q.scheme, n, k + 8)),
+Kernel = Callable[..., Tensor]
+#: Returns a call of a kernel with some operands changed.
+Change = Callable[..., Callable[[], Tensor]]
+
+
+def off_by_one(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return a contiguous copy of `like` in another shape of as many elements or fewer, misaligned by one element."""
+    whole = torch.zeros(like.numel() + 1, dtype=like.dtype, device=like.device)
+    count = torch.Size(shape).numel()
+    whole[1 : 1 + count].copy_(like.reshape(-1)[:count])
+    return whole[1 : 1 + count].view(shape)
+
+
+def scattered(tensor: Tensor) -> Tensor:
+    """Return the same values with a gap behind each."""
+    wide = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)
+    wide[..., 0] = tensor
+    return wide[..., 0]
+
+
+def calls(kernel: Kernel, x: Tensor, tensors: dict[str, Tensor], scheme: Scheme, n: int, k: int) -> Change:
+    """Return what makes calls of a kernel with these operands but for those that it is given."""
+
+    def call(
+        x: Tensor = x,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        scheme: Scheme = scheme,
+        n: int = n,
+        k: int = k,
+        **changed: Tensor,
+    ) -> Callable[[], Tensor]:
+        return lambda: kernel(x, {**tensors, **changed}, scheme, n, k, bias, out)
+
+    return call
+
+
+def unfit(
+    call: Change, layout: str, x: Tensor, tensors: dict[str, Tensor], n: int, k: int
+) -> list[tuple[str, Callable[[], Tensor]]]:
+    """Return what is said, and a call, for whatever may be wrong with operands on the device of activations [4, k]."""
+    codes, scales = next(iter(tensors)), list(tensors)[-1]
+    zeros = torch.zeros(2 * n, dtype=x.dtype, device=x.device)
+    out = zeros.new_empty(4, n)
+    return [
+        ("m >= 1", call(x[:0])),
+        (rf"\[m, {k}\]", call(x[:, :-16].contiguous())),
+        (rf"\[m, {k}\]", call(x[0])),
+        (rf"\[m, {k}\]", call(x[None])),
+        *(
+            ("activations must be float16 or bfloat16", call(x.to(t)))
+            for t in (torch.float32, torch.float64, torch.int16)
+        ),
+        ("activations must be contiguous", call(torch.empty_like(x.t().contiguous()).t())),
+        ("activations must be contiguous", call(scattered(x))),
+        ("activations must be contiguous", call(x[:1].expand(4, k))),
+        ("activations must begin at a multiple of 16", call(off_by_one((4, k), x))),
+        ("must be int32", call(**{codes: tensors[codes].to(torch.int64)})),
+        ("must be float16, not bfloat16", call(**{scales: tensors[scales].bfloat16()})),
+        ("must have shape", call(**{codes: tensors[codes][:-1]})),
+        ("must have shape", call(**{scales: tensors[scales].reshape(-1)[:-1]})),
+        *(
+            (f"{name} must be contiguous", call(**{name: scattered(tensor)}))
+            for name, tensor in tensors.items()
+            if layout != "marlin24-ct"  # whose tensors go by their other names
+        ),
+        ("must begin at a multiple of 16", call(**{codes: off_by_one(tensors[codes].shape, tensors[codes])})),
+        ("must begin at a multiple of 16", call(**{scales: off_by_one(tensors[scales].shape, tensors[scales])})),
+        ("bias must be float16", call(bias=zeros[:n].float())),
+        ("bias must have shape", call(bias=zeros[: n - 1])),
+        ("bias must be contiguous", call(bias=zeros[::2])),
+        ("out must have shape", call(out=out[:3])),
+        ("out must be float16 or float32", call(out=out.bfloat16())),
+        ("out must be contiguous", call(out=zeros.new_empty(n, 4).t())),
+        ("out must begin at a multiple of 16", call(out=off_by_one((4, n), out))),
+        ("n to be a multiple", call(n=n - 8)),
+        ("n to be a multiple", call(n=0)),
+        ("multiple of|does not divide", call(k=k + 8)),
+        ("kernel takes", call(scheme=Scheme.parse("int4:g16"))),
     ]
-    for pattern, call in cases:
+
+
+@KERNELS
+@LAYOUTS
+def test_operands_that_no_kernel_takes_are_one_clear_line(
+    table: dict[str, Kernel], layout: str, label: str, n: int, k: int
+) -> None:
+    q = weight(label, n, k)
+    tensors, x = packed(layout, q), torch.ones(4, k, dtype=torch.float16)
+    call = calls(table[layout], x, tensors, q.scheme, n, k)
+    for pattern, bad in unfit(call, layout, x, tensors, n, k):
         with pytest.raises(QuantkitError, match=pattern) as caught:
-            call()
+            bad()
         assert "\n" not in str(caught.value)
+
+
+@KERNELS
+@LAYOUTS
+def test_operands_that_are_on_no_gpu_are_refused_whatever_is_given(
+    table: dict[str, Kernel], layout: str, label: str, n: int, k: int
+) -> None:
+    """Also where nothing else is wrong, and where some are elsewhere: what is said to move is the activations."""
+    q = weight(label, n, k)
+    tensors, x = packed(layout, q), torch.ones(4, k, dtype=torch.float16)
+    call = calls(table[layout], x, tensors, q.scheme, n, k)
+    on_meta = {name: tensor.to("meta") for name, tensor in tensors.items()}
+    cases = {
+        "cpu": [call(), call(bias=x.new_zeros(n)), call(out=x.new_zeros(4, n)), call(**on_meta)],
+        "meta": [call(x.to("meta")), call(x.to("meta"), **on_meta)],
+    }
+    for device, refused in cases.items():
+        for bad in refused:
+            with pytest.raises(KernelError, match=f"activations must be on a CUDA device, not on {device}: move it"):
+                bad()
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,6 +68,7 @@ CASES = {
 }
 ALL = [(layout, label) for layout, case in CASES.items() for label in case.labels]
 FIRST = [(layout, label) for layout, case in CASES.items() for label in case.labels[:2]]
+RARE = [(layout, label) for layout, label in ALL if (layout, label) not in FIRST]
 
 
 #: Lists what each block does, in order: rows [block, tile, begin, end, does it end the tile, does it begin it, who ends
@@ -166,16 +168,31 @@ def test_every_tile_fits_a_multiprocessor(layout: str, label: str) -> None:
     assert len(set(case.module.INSTANCES)) == len(case.module.INSTANCES)
 
 
+def every_count(layout: str, label: str, n: int, k: int, counts: Iterable[int], bias: bool) -> None:
+    """Compare with float32 for some numbers of tokens, in both dtypes."""
+    tensors, q = on_gpu(layout, weight(label, n, k))
+    w = q.dequantize()
+    for m, dtype in itertools.product(counts, TYPES):
+        x = proof.activations(w, m, dtype)
+        shift = torch.linspace(-3, 3, n).to(dtype).cuda() if bias else None
+        reference = proof.reference(x, w) + (0 if shift is None else shift.float())
+        y = product(layout, tensors, q, x, shift)
+        assert proof.amiss(y, reference.to(dtype)) is None, (m, dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layout", "label"), FIRST)
 @pytest.mark.parametrize(("n", "k"), [(256, 512), (4096, 4096)])
 def test_every_token_count_to_300(gpu: None, layout: str, label: str, n: int, k: int) -> None:
-    tensors, q = on_gpu(layout, weight(label, n, k))
-    w = q.dequantize()
-    for m, dtype in itertools.product(range(1, 301), TYPES):
-        x = proof.activations(w, m, dtype)
-        y = product(layout, tensors, q, x)
-        assert proof.amiss(y, proof.reference(x, w).to(dtype)) is None, (m, dtype)
+    every_count(layout, label, n, k, range(1, 301), bias=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), RARE)
+def test_token_counts_of_schemes_that_have_few_tiles(gpu: None, layout: str, label: str) -> None:
+    """Their tiles end at 64 tokens, and more are several of those."""
+    counts = (*range(1, 71), *range(127, 131), *range(255, 259))
+    every_count(layout, label, *CASES[layout].units, counts, bias=True)
 
 
 @pytest.mark.gpu
@@ -211,6 +228,64 @@ def test_unit_vectors_give_back_every_weight(gpu: None, layout: str, label: str)
         for tile in CASES[layout].tiles(label, n, k, dtype):
             y = product(layout, tensors, q, torch.eye(k, dtype=dtype, device="cuda"), tile=tile)
             assert torch.equal(y.t(), q.dequantize().to(dtype)), (dtype, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), ALL)
+def test_the_largest_activations_do_not_overflow_on_the_way(gpu: None, layout: str, label: str) -> None:
+    """Sums are scaled in float32: in float16 they would be infinite before the scale brings them back."""
+    n, k = 256, 1024
+    q = weight(label, n, k)
+    q.scales.fill_(0.001)
+    tensors, q = on_gpu(layout, q)
+    w = q.dequantize()
+    for dtype in TYPES:
+        for tile in CASES[layout].tiles(label, n, k, dtype):
+            x = torch.full((tile.tokens, k), 65504.0, device="cuda").to(dtype)
+            x[:, ::2] *= -1
+            reference = proof.reference(x, w)
+            assert reference.abs().max() < 60000
+            y = product(layout, tensors, q, x, tile=tile)
+            assert proof.amiss(y, reference.to(dtype)) is None, (dtype, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("layout", "label"), ALL)
+def test_scales_up_to_float16s_end_give_back_every_weight(gpu: None, layout: str, label: str) -> None:
+    """Of weights that float16 holds: 8 x 8188, with zero points 15 x 4364. Some tiles put the scale into the weight."""
+    n, k = CASES[layout].units
+    q = weight(label, n, k)
+    q.scales.fill_(8188 if q.zeros is None else 4364)
+    q.scales[1::2].neg_()
+    tensors, q = on_gpu(layout, q)
+    for dtype in TYPES:
+        x = 2.0**-10 * torch.eye(k, dtype=dtype, device="cuda")
+        for tile in CASES[layout].tiles(label, n, k, dtype):
+            y = product(layout, tensors, q, x, tile=tile)
+            assert torch.equal(y.t(), (q.dequantize() * 2.0**-10).to(dtype)), (dtype, tile)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", CASES)
+def test_streams_that_run_at_once_do_not_meet_in_the_workspace(gpu: None, layout: str) -> None:
+    """Blocks of two grids are on the multiprocessors together, and those of each leave sums for each other."""
+    case, turns = CASES[layout], 20
+    layers = [on_gpu(layout, weight(case.labels[0], n, k)) for n, k in ((1024, 2048), (768, 3072))]
+    streams = [torch.cuda.Stream() for _ in layers]
+    for tile in case.tiles(case.labels[0], 256, 2048, torch.float16):
+        given = [proof.activations(q.dequantize(), tile.tokens + 1, torch.float16) for _, q in layers]
+        alone = [product(layout, *layer, x, tile=tile) for layer, x in zip(layers, given, strict=True)]
+        found = [torch.full((turns, *y.shape), float("nan"), dtype=y.dtype, device="cuda") for y in alone]
+        torch.cuda.synchronize()
+        for stream in streams:
+            with torch.cuda.stream(stream):
+                torch.cuda._sleep(10_000_000)  # until all are launched
+        for turn, i in itertools.product(range(turns), range(len(layers))):
+            (tensors, q), y = layers[i], found[i][turn]
+            with torch.cuda.stream(streams[i]):
+                case.module.matmul(given[i], tensors, q.scheme, *q.shape, out=y, tile=tile)
+        torch.cuda.synchronize()
+        assert all(torch.equal(y, one.expand_as(y)) for y, one in zip(found, alone, strict=True)), tile
 
 
 @pytest.mark.gpu

@@ -67,7 +67,36 @@ def test_whatever_decides_the_binary_is_in_its_name(sources: Path, monkeypatch: 
     loader.cached("f", INSTANCES, "sm_90a", sources)
     monkeypatch.setattr(loader, "OPTIONS", (*loader.OPTIONS, "--use_fast_math"))
     loader.cached("f", INSTANCES, "sm_90a", sources)
-    assert len(seen) == 6 and len(entries()) == 6
+    monkeypatch.setattr("cupy.cuda.nvrtc.getVersion", lambda: (99, 1))
+    loader.cached("f", INSTANCES, "sm_90a", sources)
+    assert len(seen) == 7 and len(entries()) == 7
+
+
+def test_each_thing_that_decides_the_binary_changes_the_key_alone(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiler, options and the text of any header: else an update would go on with the binaries of before."""
+
+    def key() -> str:
+        return loader._key("f", INSTANCES, "sm_90a", sources)
+
+    found = [key()]
+    for name, other in (
+        ("cupy.cuda.nvrtc.getVersion", lambda: (99, 1)),
+        ("cupy.cuda.nvrtc.getVersion", lambda: (99, 2)),
+        ("quantkit.kernels.loader.OPTIONS", (*loader.OPTIONS, "--use_fast_math")),
+        ("quantkit.kernels.loader.OPTIONS", loader.OPTIONS[1:]),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(name, other)
+            found.append(key())
+        assert key() == found[0], "the same things give the same key"
+    for header in ("shared.cuh", "new.cuh"):  # a new one may stand in the way of another that was found before
+        (sources / header).write_text("#define SHARED 3 \n")
+        found.append(key())
+    (sources / "new.cuh").rename(sources / "newer.cuh")
+    found.append(key())
+    assert len(set(found)) == len(found) == 8
 
 
 @pytest.mark.parametrize("damage", ["a bit", "cut off", "emptied", "foreign"])

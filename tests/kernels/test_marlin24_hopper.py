@@ -16,8 +16,6 @@ from tests.kernels.test_hopper import H200, LAYERS, TYPES, gpu
 
 __all__ = ["gpu"]
 
-LABELS = ["int4:g128:24", "int4:channel:24"]
-
 
 def test_no_choice_has_columns_beyond_the_weight() -> None:
     """Zeros beyond it would be metadata that no product may see."""

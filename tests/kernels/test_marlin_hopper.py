@@ -56,17 +56,6 @@ def test_ends_of_k_that_fill_no_step(gpu: None, label: str, k: int) -> None:
 
 
 @pytest.mark.gpu
-def test_the_largest_activations_do_not_overflow_on_the_way(gpu: None) -> None:
-    """Per-channel sums are scaled in float32: in float16 they would be infinite before the scale brings them back."""
-    tensors, q = on_gpu("marlin", weight("int4:channel", 256, 1024))
-    x = torch.full((5, 1024), 2000.0, dtype=torch.float16, device="cuda")
-    reference = x.double() @ q.dequantize().double().t()
-    assert reference.abs().max() < 60000
-    y = hopper.matmul(x, tensors, q.scheme, 256, 1024)
-    assert torch.isfinite(y).all() and proof.relative_error(y, reference.half()) < proof.BOUND
-
-
-@pytest.mark.gpu
 def test_what_it_does_not_take_is_one_error_and_the_process_lives(gpu: None) -> None:
     tensors, q = on_gpu("marlin", weight("int4:g128", 256, 256))
     x = torch.ones(2, 256, dtype=torch.float16, device="cuda")

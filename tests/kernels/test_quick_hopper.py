@@ -16,8 +16,6 @@ from tests.kernels.test_naive import on_gpu
 
 __all__ = ["gpu"]
 
-LABELS = ["int4:g128:asym", "int4:g128", "int4:g64:asym", "int4:g32:asym"]
-
 
 def test_the_choice_is_a_tile_that_exists_and_has_a_step_for_each_of_its_blocks() -> None:
     for (n, k), m, dtype, group in itertools.product(
