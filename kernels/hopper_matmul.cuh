@@ -320,7 +320,8 @@ DEVICE void write(const B &b, const Lane &w, int column, int token, int rank, fl
 }
 
 // A whole launch. CLUSTER: 0 is a persistent grid, each block of which takes as many whole tiles and an even share of the
-// steps of those that are left; the block that has such a tile's end adds up what others left in `sums`. Else a tile is one cluster's, which divides its k and adds up through shared memory.
+// steps of those that are left; the block that has such a tile's end adds up what others left in `sums`. Else a tile is
+// one cluster's, which divides its k and adds up through shared memory.
 template <class Weight, int TOKENS, int STAGES, int CLUSTER>
 DEVICE void matmul_hopper(
     const TensorMap &x_map, const typename Weight::Maps &maps, const half *scales, const typename Weight::TYPE *bias,
