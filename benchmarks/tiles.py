@@ -79,9 +79,9 @@ def _cells(layout: str, scheme: Scheme, n: int, k: int) -> list[list[Any]]:
             return torch.mm(x, weights[i % len(weights)].t(), out=y)
 
         (us_cublas,) = medians([prepared(cublas, least, len(weights))])
-        for tile in hopper.holding(launcher(layout, scheme)[0], m):
-            if tile.cluster > hopper.ceil(k, hopper.K_STEP):
-                continue
+        for tile in hopper.fitting(
+            hopper.holding(launcher(layout, scheme)[0], m, MODULES[layout].SEVERAL), m, n, k, SMS
+        ):
 
             def ours(i: int, x: torch.Tensor = x, out: torch.Tensor = out, tile: Tile = tile) -> object:
                 weight = packed[i % len(packed)]

@@ -66,15 +66,35 @@ DEVICE u32 cluster_rank() {
     return rank;
 }
 
-DEVICE void cluster_sync() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+DEVICE u32 cluster_size() {
+    u32 size;
+    asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+    return size;
 }
 
-// Write to the same place of a neighbour's shared memory.
-DEVICE void store_neighbour(u32 address, u32 rank, float x) {
-    u32 there;
+// Each thread of each block of a cluster arrives, and then waits for all. That says how far they are; it does not show
+// what they wrote, for which a thread would wait much longer.
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
+
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
+
+DEVICE void cluster_meet() {
+    cluster_arrive();
+    cluster_wait();
+}
+
+// Write N numbers to the same place of a neighbour's shared memory, and tell its barrier how many bytes have come.
+template <int N>
+DEVICE void store_neighbour(u32 address, u32 barrier, u32 rank, const float (&v)[N]) {
+    u32 there, its;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
-    asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(there), "f"(x) : "memory");
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(its) : "r"(barrier), "r"(rank));
+#pragma unroll
+    for (int i = 0; i < N; i += 2)
+        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                         there + 4 * i),
+                     "f"(v[i]), "f"(v[i + 1]), "r"(its)
+                     : "memory");
 }
 
 DEVICE float load_shared(u32 address) {
@@ -101,6 +121,9 @@ DEVICE void store_transposed(u32 address, const u32 (&v)[2]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(v[0]), "r"(v[1])
                  : "memory");
 }
+
+// Add one to a counter, so that who sees it also sees what this block wrote: its threads have met before.
+DEVICE void add_release(u32 *p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
 
 // What another block wrote before it added to a counter can be read after this has shown the sum.
 DEVICE u32 load_acquire(const u32 *p) {

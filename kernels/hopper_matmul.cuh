@@ -18,9 +18,10 @@
 #include "wgmma.cuh"
 
 constexpr int K_STEP = 128;  // of k in a stage
+constexpr int MANY = 8;      // as CLUSTER: any number of blocks from three to this, as launched
 
 // Sizes that depend on the instance alone; the launcher computes the same (quantkit/kernels/hopper.py).
-template <class Weight, int TOKENS, int STAGES>
+template <class Weight, int TOKENS, int STAGES, int CLUSTER>
 struct Frame {
     static constexpr int WGS = Weight::WGS, WORDS = Weight::WORDS;
     static constexpr bool SPARSE = Weight::PRODUCTS == K_STEP / 32;
@@ -31,6 +32,12 @@ struct Frame {
     static constexpr int HANDED = Weight::SHARED ? 0 : (WGS - 1) * 512 * ALL;  // sums on their way to the first
     static constexpr int OUT_TOKENS = WORDS == 1 && TOKENS > 8 ? 16 : 8;       // laid down at once by a warp
     static constexpr int OUT_BYTES = OUT_TOKENS * WORDS * 32;                  // for them
+    // Sums that a thread writes together, the least that a block of a cluster adds up: of a sparse weight a token's.
+    static constexpr int UNITS = SPARSE ? TOKENS / 4 : ALL / 2, UNIT = ALL / UNITS;
+    // For few sums of a cluster there is room beside the stages, which neighbours may still use.
+    static constexpr bool APART = CLUSTER > 0 && ALL * OWNERS <= 32;
+    static constexpr int APART_BYTES = APART ? 512 * OWNERS * WORDS * (TOKENS > 16 ? TOKENS : 16) : 0;
+    static_assert(MANY * UNIT <= 16 * WORDS, "room for the sums of a cluster");
     // The phase that a warpgroup waits for must be the next one of its stage.
     static_assert(Weight::COLUMNS <= 256 && (Weight::SHARED || STAGES % WGS == 0), "stages");
 };
@@ -43,20 +50,21 @@ struct Block {
     float *sums;
     u32 *counters;
     int m, n, k_steps, token_tiles;
-    int rounds;       // of whole tiles for every block;
-    int first, last;  // this block's share of the other tiles' steps of k, or of its cluster's tile
+    int rounds;              // of whole tiles for every block;
+    int first, last;         // this block's share of the other tiles' steps of k, or of its cluster's tile
     Deal deal;
-    u32 x_at, w_at, handed_at, out_at, barriers;
+    u32 x_at, w_at, handed_at, out_at, apart_at, barriers;
 
     DEVICE void place(u32 base) {
         x_at = base;
         w_at = x_at + STAGES * F::X_BYTES;
         handed_at = w_at + STAGES * Weight::ROOM;
         out_at = handed_at + F::HANDED;
-        barriers = out_at + 4 * F::OWNERS * F::OUT_BYTES;
+        apart_at = out_at + 4 * F::OWNERS * F::OUT_BYTES;
+        barriers = apart_at + F::APART_BYTES;
     }
     DEVICE void deal_out(int column_tiles, int cluster) {
-        if (cluster == 0) {
+        if (cluster == 1) {
             const int blocks = gridDim.x, tiles = column_tiles * token_tiles, units = tiles % blocks * k_steps;
             rounds = tiles / blocks;
             deal = {units / blocks, units % blocks};
@@ -73,6 +81,7 @@ struct Block {
     DEVICE int owner(int tile, int step) const { return deal.owner((tile - rounds * (int)gridDim.x) * k_steps + step); }
     DEVICE u32 full(int stage) const { return barriers + 16 * stage; }
     DEVICE u32 empty(int stage) const { return barriers + 16 * stage + 8; }
+    DEVICE u32 landed() const { return barriers + 16 * STAGES; }  // the sums of the neighbours
 };
 
 // Call `use(tile, step of k, stage, round)` for the steps `from` to `to` of a block; a round fills all stages once.
@@ -193,33 +202,64 @@ DEVICE void hand_over(const B &b, int group, float (&total)[F::WORDS][F::SUMS]) 
     sync_threads(1, 128 * F::WGS);
 }
 
-// Blocks of a cluster exchange their sums: each adds up, in the order of k, a slice of the registers of all.
+// The blocks that share a tile: `rank` adds up the units u with u >> shift == rank. One block alone has all.
+template <class F, int CLUSTER>
+struct Team {
+    int size, rank, shift;
+
+    DEVICE Team() : size(1), rank(0), shift(0) {
+        if constexpr (CLUSTER > 0) {
+            size = CLUSTER == MANY ? cluster_size() : CLUSTER;
+            rank = cluster_rank();
+        }
+        while (size << shift < F::UNITS) shift++;
+    }
+    DEVICE int of(int unit) const { return unit >> shift; }
+    DEVICE bool mine(int unit) const { return CLUSTER == 0 || of(unit) == rank; }
+    // How many bytes come from the neighbours.
+    DEVICE int due() const {
+        const int units = min(max(F::UNITS - (rank << shift), 0), 1 << shift);
+        return (size - 1) * units * F::UNIT * 512 * F::OWNERS;
+    }
+    // All threads of all blocks call this: before it has returned no block writes to its neighbours.
+    DEVICE void meet() const {
+        if constexpr (F::APART) cluster_wait();
+        if constexpr (CLUSTER > 0 && !F::APART) cluster_meet();
+    }
+};
+
+// Blocks of a cluster exchange their sums: each adds up, in the order of k, some units of all.
 template <class F, int CLUSTER, class B>
-DEVICE void exchange(const B &b, int rank, float (&total)[F::WORDS][F::SUMS]) {
-    constexpr int R = F::SUMS, SLICE = F::ALL / CLUSTER, PITCH = 512 * F::OWNERS;
-    // They go in order of words, tokens, rows; of a sparse weight a block adds up every other token.
-    auto sum = [&](int i) -> float & {
-        const int in = i % SLICE;
-        return F::SPARSE ? total[in / (R / 2)][in % (R / 2) * 2 + i / SLICE] : total[i / R][i % R];
+DEVICE void exchange(const B &b, const Team<F, CLUSTER> &team, float (&total)[F::WORDS][F::SUMS]) {
+    auto sum = [&](int u, int e) -> float & {
+        if constexpr (F::SPARSE) return total[e / 2][u / 2 * 4 + e % 2 * 2 + u % 2];
+        return total[(2 * u + e) / F::SUMS][(2 * u + e) % F::SUMS];
     };
-    const u32 mine = b.x_at + threadIdx.x * 4;  // the stages are used up, also the neighbours' after this:
-    cluster_sync();
+    const u32 to = (F::APART ? b.apart_at : b.x_at) + threadIdx.x * 4 * F::UNIT;
+    auto place = [&](int rank, int u) {
+        const int unit = (rank << team.shift) + (u & ((1 << team.shift) - 1));
+        return to + unit * F::UNIT * 512 * F::OWNERS;
+    };
+    team.meet();
 #pragma unroll
-    for (int o = 0; o < CLUSTER; o++)
+    for (int u = 0; u < F::UNITS; u++)
+        if (!team.mine(u)) {
+            float v[F::UNIT];
 #pragma unroll
-        for (int i = o * SLICE; i < (o + 1) * SLICE; i++)
-            if (o != rank) store_neighbour(mine + (rank * SLICE + i % SLICE) * PITCH, o, sum(i));
-    cluster_sync();
+            for (int e = 0; e < F::UNIT; e++) v[e] = sum(u, e);
+            store_neighbour(place(team.rank, u), b.landed(), team.of(u), v);
+        }
+    barrier_wait(b.landed(), 0);
 #pragma unroll
-    for (int o = 0; o < CLUSTER; o++)
+    for (int u = 0; u < F::UNITS; u++)
+        if (team.mine(u))
 #pragma unroll
-        for (int i = o * SLICE; i < (o + 1) * SLICE; i++)
-            if (o == rank) {
+            for (int e = 0; e < F::UNIT; e++) {
                 float all = 0;
 #pragma unroll
                 for (int p = 0; p < CLUSTER; p++)
-                    all += p == o ? sum(i) : load_shared(mine + (p * SLICE + i % SLICE) * PITCH);
-                sum(i) = all;
+                    if (p < team.size) all += p == team.rank ? sum(u, e) : load_shared(place(p, u) + 4 * e);
+                sum(u, e) = all;
             }
 }
 
@@ -238,10 +278,9 @@ DEVICE void leave(const B &b, int tile, int group, const float (&total)[F::WORDS
         const float *v = &total[i / F::SUMS][i % F::SUMS];
         __stcg(mine + i * 32, make_float4(v[0], v[1], v[2], v[3]));
     }
-    __threadfence();
     sync_threads(2 + group, 128);
     const int to = b.owner(tile, b.k_steps - 1);
-    if (threadIdx.x % 128 == 0) atomicAdd(b.counters + to * F::OWNERS + group, 1u);
+    if (threadIdx.x % 128 == 0) add_release(b.counters + to * F::OWNERS + group);
 }
 
 // Add to the sums of a tile's end those of the blocks before, in the order of k. Blocks start in the order of their
@@ -279,11 +318,11 @@ DEVICE void gather(const B &b, int tile, int group, float (&total)[F::WORDS][F::
 }
 
 // Write a warp's 16 WORDS rows of y^T by its tokens: through shared memory, so that rows of y are written in 16 bytes.
-// Of blocks in a cluster, each has its slice of the registers, whole eights of tokens.
-template <class F, class Weight, int TOKENS, int CLUSTER, class B, class Lane>
-DEVICE void write(const B &b, const Lane &w, int column, int token, int rank, float (&total)[F::WORDS][F::SUMS]) {
+// Of blocks in a cluster, each has some units, whole eights of tokens.
+template <class F, class Weight, int TOKENS, class B, class Lane, class Team>
+DEVICE void write(const B &b, const Lane &w, int column, int token, const Team &team, float (&total)[F::WORDS][F::SUMS]) {
     using X = typename Weight::TYPE;
-    constexpr int WORDS = F::WORDS, R = F::SUMS, SLICE = F::ALL / CLUSTER, ROWS = 16 * WORDS;
+    constexpr int WORDS = F::WORDS, ROWS = 16 * WORDS;
     constexpr int PIECES = ROWS / 8;  // of 16 bytes in a token's row
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 out = b.out_at + warp * F::OUT_BYTES;
@@ -308,11 +347,10 @@ DEVICE void write(const B &b, const Lane &w, int column, int token, int rank, fl
         for (int i = lane; i < F::OUT_TOKENS * PIECES; i += 32) {
             const int row = i / PIECES, piece = i % PIECES, at = token + t + row;
             const int to = column + piece / 2 * Weight::STRIDE + piece % 2 * 8;
-            // In a cluster registers go in order of words, tokens, rows.
-            const bool mine = CLUSTER == 1 || (piece / 2 * R + (t + row) / 8 * 4 + piece % 2 * 2) / SLICE == rank;
+            const int unit = piece / 2 * (F::SUMS / 2) + (t + row) / 8 * 2 + piece % 2;
             float v[4];
             load_shared4(v, out + row * ROWS * 2 + (piece ^ (row & (PIECES - 1))) * 16);
-            if (mine && at < b.m && to < b.n)
+            if (team.mine(unit) && at < b.m && to < b.n)
                 *(float4 *)(b.y + (long long)at * b.n + to) = make_float4(v[0], v[1], v[2], v[3]);
         }
         __syncwarp();
@@ -321,18 +359,19 @@ DEVICE void write(const B &b, const Lane &w, int column, int token, int rank, fl
 
 // A whole launch. CLUSTER: 0 is a persistent grid, each block of which takes as many whole tiles and an even share of the
 // steps of those that are left; the block that has such a tile's end adds up what others left in `sums`. Else a tile is
-// one cluster's, which divides its k and adds up through shared memory.
+// one cluster's, of two blocks or of MANY, which divides its k and adds up through shared memory.
 template <class Weight, int TOKENS, int STAGES, int CLUSTER>
 DEVICE void matmul_hopper(
     const TensorMap &x_map, const typename Weight::Maps &maps, const half *scales, const typename Weight::TYPE *bias,
     typename Weight::TYPE *y, float *sums, u32 *counters, int m, int n, int k) {
-    constexpr int BLOCKS = CLUSTER > 1 ? CLUSTER : 1, WGS = Weight::WGS;
-    using F = Frame<Weight, TOKENS, STAGES>;
+    constexpr int WGS = Weight::WGS;
+    using F = Frame<Weight, TOKENS, STAGES, CLUSTER>;
     extern __shared__ unsigned char shared[];
     let_successor_start();
     Block<F, Weight, STAGES> b{bias, y, sums, counters, m, n, (k + K_STEP - 1) / K_STEP, (m + TOKENS - 1) / TOKENS};
     b.place((shared_address(shared) + 1023) / 1024 * 1024);
-    b.deal_out((n + Weight::COLUMNS - 1) / Weight::COLUMNS, CLUSTER);
+    const Team<F, CLUSTER> team;
+    b.deal_out((n + Weight::COLUMNS - 1) / Weight::COLUMNS, team.size);
     // The same in all lanes, and so that the compiler knows: what depends on it lies in uniform registers.
     const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
     if (thread == 0) {
@@ -340,23 +379,24 @@ DEVICE void matmul_hopper(
             barrier_init(b.full(i), 1);                // the announcement of its bytes
             barrier_init(b.empty(i), 4 * F::OWNERS);  // every warp that used it
         }
+        if constexpr (CLUSTER > 0) {
+            barrier_init(b.landed(), 1);
+            barrier_arrive_expecting(b.landed(), team.due());
+        }
         barrier_init_done();
     }
     __syncthreads();
+    if constexpr (F::APART) cluster_arrive();
 
     if (warp >= 4 * WGS) {
         if constexpr (WGS <= 2) give_registers<40>();
         if (thread == 128 * WGS) produce<F, Weight, TOKENS, STAGES>(b, x_map, maps);
-        __syncwarp();
-        if constexpr (CLUSTER > 1) {
-            cluster_sync();
-            cluster_sync();
-        }
+        team.meet();
         return;
     }
     if constexpr (WGS <= 2) take_registers<WGS == 2 ? 232 : 216>();
 
-    const int group = warp / 4, rank = CLUSTER > 1 ? (int)cluster_rank() : 0;
+    const int group = warp / 4;
     typename Weight::template Lane<TOKENS> w(warp % 4, group, thread % 32, (u32)(n >> 31));
     int count = 0;
     for (Walk walk = b.walk(); walk.there(); walk.next()) {
@@ -367,14 +407,11 @@ DEVICE void matmul_hopper(
         count += walk.end - walk.begin;
         if constexpr (WGS > 1 && !Weight::SHARED) hand_over<F>(b, group, total);
         if (!Weight::SHARED && group > 0) {
-            if constexpr (CLUSTER > 1) {
-                cluster_sync();
-                cluster_sync();
-            }
+            team.meet();
             continue;
         }
         wait_for_predecessor();
-        if constexpr (CLUSTER > 1) exchange<F, CLUSTER>(b, rank, total);
+        if constexpr (CLUSTER > 0) exchange<F, CLUSTER>(b, team, total);
         if (CLUSTER == 0 && !walk.ends_tile()) {
             leave<F>(b, walk.tile, group, total);
             continue;
@@ -382,8 +419,8 @@ DEVICE void matmul_hopper(
         if (CLUSTER == 0 && !walk.begins_tile()) gather<F>(b, walk.tile, group, total);
         const int token = walk.tile % b.token_tiles * TOKENS;
         if constexpr (F::SPARSE)
-            w.template write<BLOCKS>(y, m, n, column, token, rank, total);
+            w.write(y, m, n, column, token, team, total);
         else
-            write<F, Weight, TOKENS, BLOCKS>(b, w, column, token, rank, total);
+            write<F, Weight, TOKENS>(b, w, column, token, team, total);
     }
 }

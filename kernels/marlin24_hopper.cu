@@ -99,10 +99,11 @@ struct Marlin24 {
 
         DEVICE float factor(int j, int b) const { return GROUP ? 1 : to_float(single[j][b]); }
 
-        // Write the sums of the rows from `column` on; of blocks in a cluster each has every other token.
-        template <int CLUSTER>
-        DEVICE void write(X *y, int m, int n, int column, int token, int rank, float (&total)[WORDS][TOKENS / 2]) const {
-int at = token + lane % 4 * 2;
+        // Write the sums of the rows from `column` on; of blocks in a cluster each has some tokens.
+        template <class Team>
+        DEVICE void write(
+            X *y, int m, int n, int column, int token, const Team &team, float (&total)[WORDS][TOKENS / 2]) const {
+            int at = token + lane % 4 * 2;
             X *to = y + (long long)at * n + column + lane / 4 * 8;
 #pragma unroll
             for (int r = 0; r < TOKENS / 4; r++) {
@@ -117,7 +118,7 @@ int at = token + lane % 4 * 2;
                         two[h] = total[j + h][r / 2 * 4 + 2 * b + e] * factor(j + h, b) + to_float(shift[j + h][b]);
                     v[i] = pair(X{}, two[0], two[1]);
                 }
-                if (at < m && (CLUSTER == 1 || e == rank)) {
+                if (at < m && team.mine(r)) {
                     if constexpr (WORDS == 4)
                         *(uint4 *)to = make_uint4(v[0], v[1], v[2], v[3]);
                     else
@@ -130,7 +131,7 @@ int at = token + lane % 4 * 2;
 };
 
 template <class X, int TOKENS, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
-__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1) __cluster_dims__(CLUSTER > 1 ? CLUSTER : 1, 1, 1)
+__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
 marlin24_hopper(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
     const __grid_constant__ TensorMap m_map, const __grid_constant__ TensorMap s_map, const half *__restrict__ scales,

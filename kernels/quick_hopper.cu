@@ -108,7 +108,7 @@ struct Quick {
 };
 
 template <class X, int TOKENS, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
-__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1) __cluster_dims__(CLUSTER > 1 ? CLUSTER : 1, 1, 1)
+__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
 quick_hopper(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
     const __grid_constant__ TensorMap z_map, const __grid_constant__ TensorMap s_map, const half *__restrict__ scales,

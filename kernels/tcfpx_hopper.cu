@@ -105,7 +105,7 @@ struct Tcfpx {
 template <
     class X, int E, int M, int TOKENS, int WORDS, int WGS, int STAGES, bool SHARED, int CLUSTER,
     bool CONVERTED = !IS_HALF<X>>
-__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1) __cluster_dims__(CLUSTER > 1 ? CLUSTER : 1, 1, 1)
+__global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
 tcfpx_hopper(
     const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap low_map,
     const __grid_constant__ TensorMap high_map, const half *__restrict__ scales, const X *__restrict__ bias,

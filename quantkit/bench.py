@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import gc
 import math
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -43,6 +44,9 @@ MOST_COPIES = 1024
 #: What a graph takes at the floor; what all rounds of one may take, so that a slow kernel is timed fewer times.
 GRAPH_US, BUDGET_US = 2_000.0, 500_000.0
 ROUNDS = 9
+#: After a timing the GPU rests so many times as long: busy without a pause it comes to its power limit, and what is
+#: timed then is how the limit lowers clocks.
+REST = 4.0
 #: No launch is over sooner.
 SHORTEST_US = 2.0
 #: Size of the square product, and bytes of the copy, whose speeds make the floor.
@@ -279,7 +283,7 @@ def captured(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
 
 
 def medians(timed: Sequence[Timed]) -> list[float]:
-    """Return the median microseconds of a call of each, in rounds of alternating order."""
+    """Return the median microseconds of a call of each, in rounds of alternating order, with rests between."""
     times: list[list[float]] = [[] for _ in timed]
     for turn in range(max(one.rounds for one in timed)):
         order = range(len(timed)) if turn % 2 == 0 else reversed(range(len(timed)))
@@ -288,7 +292,9 @@ def medians(timed: Sequence[Timed]) -> list[float]:
             if turn < one.rounds:
                 if one.rounds > 1:
                     one.graph.replay()  # the GPU is busy with it until the timed one is queued
-                times[i].append(seconds(one.graph.replay) * 1e6 / one.calls)
+                took = seconds(one.graph.replay)
+                times[i].append(took * 1e6 / one.calls)
+                time.sleep(REST * took)
     return [median(found) for found in times]
 
 

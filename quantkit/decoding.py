@@ -187,6 +187,7 @@ def fused(model: PreTrainedModel, paths: Collection[str], backend: str = "induct
     is an argument, and that call is left out.
     """
     import torch._dynamo
+    import torch._inductor.config
     from transformers import Cache
     from transformers.cache_utils import StaticLayer
 
@@ -197,7 +198,9 @@ def fused(model: PreTrainedModel, paths: Collection[str], backend: str = "induct
     try:
         for block in found:
             block.compile(backend=backend)
-        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):
+        # What does not depend on each other goes into one launch, such as keys and queries.
+        together = torch._inductor.config.patch(combo_kernels=True)
+        with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True), together:
             yield
     finally:
         Cache.update, StaticLayer.update = update, of_layer  # type: ignore[method-assign]

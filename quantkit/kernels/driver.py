@@ -19,9 +19,10 @@ from torch import Tensor
 
 from quantkit.errors import KernelError
 
-#: Of the driver's header: CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, CU_STREAM_CAPTURE_STATUS_NONE,
-#: CU_GRAPH_NODE_TYPE_KERNEL, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
-PROGRAMMATIC_STREAM_SERIALIZATION, NOT_CAPTURING, KERNEL_NODE, MAX_SHARED = 6, 0, 0, 8
+#: Of the driver's header: CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.
+CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
+#: CU_STREAM_CAPTURE_STATUS_NONE, CU_GRAPH_NODE_TYPE_KERNEL, CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES.
+NOT_CAPTURING, KERNEL_NODE, MAX_SHARED = 0, 0, 8
 #: What a block may use of shared memory without asking for more.
 SHARED = 48 * 1024
 
@@ -112,11 +113,12 @@ def launch(
     args: Sequence[Tensor | int | float | bytes | None],
     shared: int,
     device: torch.device,
+    cluster: int,
     early: bool,
 ) -> Place:
     """Launch a function of a device where torch would, and return where; see `loader.launch`."""
     at = place(device)
-    config, _ = _config(grid, block, shared, at.stream, early and at.early)
+    config, _ = _config(grid, block, shared, at.stream, cluster, early and at.early)
     pointers = _arguments(args)
     context, current = _context(device.index), ctypes.c_void_p()
     _require(library().cuCtxGetCurrent(ctypes.byref(current)), device)
@@ -155,12 +157,14 @@ def _context(index: int) -> int:
 
 @functools.lru_cache(maxsize=4096)
 def _config(
-    grid: tuple[int, ...], block: tuple[int, ...], shared: int, stream: int, early: bool
+    grid: tuple[int, ...], block: tuple[int, ...], shared: int, stream: int, cluster: int, early: bool
 ) -> tuple[Any, _Config]:
     """Return a pointer to the configuration of a launch, and what it points to."""
     sizes = (*grid, 1, 1)[:3] + (*block, 1, 1)[:3]
-    attribute = _Attribute(PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1))
-    config = _Config((ctypes.c_uint * 6)(*sizes), shared, stream, ctypes.pointer(attribute), int(early))
+    asked = ((CLUSTER_DIMENSION, (cluster, 1, 1), cluster > 0), (PROGRAMMATIC_STREAM_SERIALIZATION, (1, 0, 0), early))
+    wanted = [(name, value) for name, value, there in asked if there]
+    attributes = (_Attribute * len(wanted))(*[_Attribute(name, 0, value) for name, value in wanted])
+    config = _Config((ctypes.c_uint * 6)(*sizes), shared, stream, attributes, len(wanted))
     return ctypes.byref(config), config
 
 

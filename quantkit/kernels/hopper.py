@@ -1,8 +1,8 @@
 """The frame of every Hopper kernel (kernels/hopper_matmul.cuh): its tiles, what they are expected to take, the launch.
 
 A weight is cut into tiles of columns by tokens. As many blocks as the multiprocessors hold take whole tiles in rounds,
-and even shares of the steps along k of the tiles that are left; or each tile is a cluster's of two blocks. `estimate`
-says what each would take.
+and even shares of the steps along k of the tiles that are left; or each tile is a cluster's, of two to eight blocks.
+`estimate` says what each would take.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -20,11 +20,15 @@ from quantkit.kernels import loader
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.workspace import workspace
 
-#: As in the source: k in a stage, threads of a warpgroup.
-K_STEP, WARPGROUP = 128, 128
+#: As in the source: k in a stage, threads of a warpgroup, blocks of the largest cluster.
+K_STEP, WARPGROUP, MANY = 128, 128, 8
 #: Microseconds of a launch, TFLOP/s of all multiprocessors together, and how much shows of what runs beside something
 #: longer.
 LAUNCH, SUSTAINED, HIDDEN = 1.5, 700.0, 0.1
+
+#: Of the room for blocks what clusters of three to eight can have, since each lies in one part of the device: of 264
+#: blocks on an H200 the driver says 224 (clusters of seven) to 248 (of four).
+CLUSTERED = 0.84
 
 #: Number of a tensor that a launch has read -> the tensor, its version and address then.
 _READ: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
@@ -35,8 +39,9 @@ class Tile:
     """An instance of a kernel but for types and schemes, and what it takes.
 
     `words` are the products that a warpgroup has side by side, 64 columns each; `warpgroups` take stages in turn or,
-    `shared`, all of them; `cluster` is 0 for the dealt grid, 2 for pairs of blocks. `step` and `end` are microseconds
-    of a step along k and of what follows the last one; `dealt` is what sharing tiles with other blocks takes.
+    `shared`, all of them. `cluster` is 0 for the dealt grid, else the blocks that share a tile; in a list of tiles MANY
+    stands for as many as there is room for (`fitting`). `step` and `end` are microseconds of a step along k and of what
+    follows the last one; `dealt` is what sharing tiles with other blocks takes.
     """
 
     tokens: int
@@ -70,14 +75,21 @@ class Tile:
 
     @property
     def sizes(self) -> str:
-        """The template arguments that are the tile's, as text, but for `shared` and `cluster`."""
+        """The template arguments that are the tile's, as text, but for those of `sharing`."""
         return f"{self.tokens}, {self.words}, {self.warpgroups}, {self.stages}"
+
+    @property
+    def sharing(self) -> str:
+        """The template arguments `shared` and `cluster`, as text: one instance does for all large clusters."""
+        return f"{str(self.shared).lower()}, {MANY if self.cluster > 2 else self.cluster}"
 
     def bytes(self, room: int) -> int:
         """Return the shared memory of a block whose stages have `room` bytes of weights: stages, sums, rows of y."""
         handed = 0 if self.shared else (self.warpgroups - 1) * WARPGROUP * self.words * self.tokens * 2
         out = 4 * self.owners * (16 if self.words == 1 and self.tokens > 8 else 8) * self.words * 32
-        return 1024 + self.stages * (self.tokens * 2 * K_STEP + room + 16) + handed + out
+        few = self.cluster > 0 and self.words * self.tokens * self.owners <= 64
+        apart = 512 * self.owners * self.words * max(self.tokens, 16) if few else 0
+        return 1024 + self.stages * (self.tokens * 2 * K_STEP + room + 16) + handed + out + apart + 16
 
 
 def blocks(tile: Tile, m: int, n: int, k: int, sms: int) -> int:
@@ -105,10 +117,28 @@ def estimate(tile: Tile, m: int, n: int, k: int, sms: int, reading: float, susta
     return LAUNCH + max(compute, bound) + HIDDEN * min(compute, bound)
 
 
-def holding(tiles: Sequence[Tile], m: int) -> list[Tile]:
-    """Return the tiles of the fewest tokens that hold all m, above 128 also those of 128."""
+def holding(tiles: Sequence[Tile], m: int, several: int) -> list[Tile]:
+    """Return the tiles of the fewest tokens that hold all m, and those of `several` or more of which m takes some."""
     least = min((tile.tokens for tile in tiles if tile.tokens >= m), default=max(tile.tokens for tile in tiles))
-    return [tile for tile in tiles if tile.tokens == least or 128 <= tile.tokens < m]
+    return [tile for tile in tiles if tile.tokens == least or several <= tile.tokens < m]
+
+
+def fitting(tiles: Iterable[Tile], m: int, n: int, k: int, sms: int) -> list[Tile]:
+    """Return the tiles that a product `[m, k] x [k, n]` may be launched on, clusters in the size that they have for it.
+
+    Each block of a cluster has a step along k, and of large clusters there are no more than are resident at once:
+    others would wait for these to end, which about doubles the time.
+    """
+    fit, steps = [], ceil(k, K_STEP)
+    for tile in tiles:
+        if tile.cluster == MANY:
+            room = CLUSTERED * sms * tile.resident / (ceil(m, tile.tokens) * ceil(n, tile.columns))
+            tile = replace(tile, cluster=min(MANY, steps, int(room)))
+            if tile.cluster < 3:
+                continue
+        if tile.cluster <= steps:
+            fit.append(tile)
+    return fit
 
 
 def choose(
@@ -120,12 +150,11 @@ def choose(
     reading: Callable[[Tile], float],
     sustained: float = SUSTAINED,
 ) -> Tile:
-    """Return the tile of least estimate for a product `[m, k] x [k, n]`, whose weight a tile reads in `reading` of it.
+    """Return the `fitting` tile of least estimate for a product `[m, k] x [k, n]`.
 
-    Clusters only where k has a step for each.
+    A tile reads its weight in `reading(tile)` microseconds.
     """
-    fit = [tile for tile in tiles if tile.cluster <= ceil(k, K_STEP)]
-    return min(fit, key=lambda tile: estimate(tile, m, n, k, sms, reading(tile), sustained))
+    return min(fitting(tiles, m, n, k, sms), key=lambda tile: estimate(tile, m, n, k, sms, reading(tile), sustained))
 
 
 def launch(
@@ -156,7 +185,7 @@ def launch(
     args = [x_map, *maps, scales, bias, out, sums, counters, m, n, k]
     read = [*weights, scales] if bias is None else [*weights, scales, bias]
     grid, threads, shared = _sizes(tile, m, n, k, sms, room)
-    at = loader.launch(function, grid, threads, args, shared, early=_read_before(read))
+    at = loader.launch(function, grid, threads, args, shared, cluster=tile.cluster, early=_read_before(read))
     if not at.graph:  # what is captured has not read anything yet
         _remember(read)
 

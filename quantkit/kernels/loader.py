@@ -211,17 +211,19 @@ def launch(
     args: Sequence[Tensor | int | float | bytes | None],
     shared: int = 0,
     *,
+    cluster: int = 0,
     early: bool = False,
 ) -> Place:
     """Launch a function of `load` on torch's current stream of the device where the tensors in `args` are.
 
     Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, bytes as a structure.
-    `shared` is dynamic shared memory in bytes. An `early` launch may begin while the kernel before it still runs; its
-    kernel waits itself before it touches what that one reads or writes (Hopper and newer). Returns where it went.
+    `shared` is dynamic shared memory in bytes, `cluster` how many neighbouring blocks reach each other's. An `early`
+    launch may begin while the kernel before it still runs; its kernel waits itself before it touches what that one
+    reads or writes (Hopper and newer). Returns where it went.
     KernelError for a launch that the driver refuses; what fails later shows when torch synchronises.
     """
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    return driver.launch(function, grid, block, args, shared, device, early)
+    return driver.launch(function, grid, block, args, shared, device, cluster, early)
 
 
 def _nvrtc() -> Any:

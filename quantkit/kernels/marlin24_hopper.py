@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.errors import KernelError
 from quantkit.kernels import hopper
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
-from quantkit.kernels.hopper import K_STEP, Tile
+from quantkit.kernels.hopper import K_STEP, MANY, Tile
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import marlin24_weight
 from quantkit.tensor import Scheme
@@ -28,21 +28,22 @@ COLUMNS = 128
 BANDWIDTH = {256: 4200.0, 128: 4100.0}
 #: TFLOP/s of all multiprocessors together, where two of four weights are multiplied.
 SUSTAINED = 1000.0
+#: Tiles of so many tokens are also tried where it takes some of them to hold all.
+SEVERAL = 64
 #: Fewest tokens first. Of equals the first is taken.
 TILES = (
-    Tile(8, 2, 1, 8, False, 0, 0.364, 2.2, 1.5),
-    Tile(8, 4, 2, 8, False, 0, 0.354, 4.5, 0.1),
-    Tile(16, 2, 1, 6, False, 0, 0.369, 4.3, 1.5),
-    Tile(16, 2, 2, 8, False, 2, 0.355, 0.4),
-    Tile(16, 4, 1, 4, False, 0, 0.677, 0.4, 6.8),
-    Tile(32, 2, 1, 6, False, 0, 0.417, 3.0, 1.9),
-    Tile(32, 2, 2, 8, False, 2, 0.395, 0.1),
-    Tile(32, 4, 2, 6, False, 0, 0.315, 6.7, 4.0),
-    Tile(64, 2, 1, 4, False, 0, 0.543, 0.6, 7.3),
-    Tile(64, 2, 2, 5, True, 0, 0.503, 7.5, 1.3),
-    Tile(64, 2, 2, 6, False, 2, 0.447, 1.6),
-    Tile(128, 2, 2, 4, True, 0, 0.456, 9.8, 10.0),
-    Tile(128, 2, 2, 4, True, 2, 0.538, 8.5),
+    Tile(8, 2, 1, 8, False, 0, 0.383, 0.1, 2.3),
+    Tile(8, 4, 2, 8, False, 0, 0.329, 3.5, 1.0),
+    Tile(16, 2, 1, 6, False, 0, 0.303, 0.9, 3.8),
+    Tile(16, 2, 1, 6, False, MANY, 0.382, 3.6),
+    Tile(16, 4, 1, 4, False, 0, 0.588, 0.2, 6.4),
+    Tile(32, 2, 1, 6, False, 0, 0.442, 0.5, 4.1),
+    Tile(32, 4, 2, 6, False, 0, 0.34, 6.0, 1.0),
+    Tile(64, 2, 1, 4, False, 0, 0.61, 0.1, 5.5),
+    Tile(64, 2, 2, 5, True, 0, 0.46, 8.5, 0.3),
+    Tile(64, 2, 2, 6, False, 2, 0.482, 0.3),
+    Tile(128, 2, 2, 4, True, 0, 0.339, 9.9, 7.2),
+    Tile(128, 2, 2, 4, True, 2, 0.644, 7.3),
 )
 
 
@@ -56,8 +57,7 @@ def tiles(dtype: torch.dtype, group_size: int | None) -> tuple[Tile, ...]:
 
 def instance(tile: Tile, dtype: torch.dtype, group_size: int | None) -> str:
     """Return the name expression of a tile's kernel."""
-    rest = f"{group_size or 0}, {str(tile.shared).lower()}, {tile.cluster}"
-    return f"{SOURCE}<{TYPES[dtype]}, {tile.sizes}, {rest}>"
+    return f"{SOURCE}<{TYPES[dtype]}, {tile.sizes}, {group_size or 0}, {tile.sharing}>"
 
 
 @functools.cache
@@ -77,7 +77,7 @@ def takes(n: int, k: int) -> bool:
 @functools.lru_cache(maxsize=4096)
 def choose_tile(m: int, n: int, k: int, sms: int, dtype: torch.dtype, group_size: int | None) -> Tile:
     """Return the tile that a product `[m, k] x [k, n]` is expected to be fastest on; see `hopper.choose`."""
-    some = (tile for tile in tiles(dtype, group_size) if n % tile.columns == 0 and tile.tokens >= min(m, 64))
+    some = [tile for tile in hopper.holding(tiles(dtype, group_size), m, SEVERAL) if n % tile.columns == 0]
     return hopper.choose(some, m, n, k, sms, lambda tile: reading(tile, n, k), SUSTAINED)
 
 

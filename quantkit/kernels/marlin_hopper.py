@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.kernels import hopper
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
-from quantkit.kernels.hopper import K_STEP, Tile, ceil
+from quantkit.kernels.hopper import K_STEP, MANY, Tile, ceil
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import MARLIN_GROUPS, marlin_weight
 from quantkit.tensor import Scheme
@@ -22,26 +22,28 @@ from quantkit.tensor import Scheme
 SOURCE = "marlin_hopper"
 #: Columns of a tile -> GB/s that weights are read with.
 BANDWIDTH = {256: 4200.0, 128: 4100.0, 64: 3000.0}
+#: Tiles of so many tokens are also tried where it takes some of them to hold all.
+SEVERAL = 128
 #: Fewest tokens first. Of equals the first is taken.
 TILES = (
-    Tile(8, 2, 1, 6, False, 0, 0.517, 0.2, 2.6),
-    Tile(8, 4, 1, 4, False, 0, 0.844, 5.8, 0.4),
-    Tile(8, 4, 2, 8, False, 0, 0.424, 3.0, 2.6),
-    Tile(16, 2, 1, 6, False, 0, 0.485, 0.7, 4.1),
-    Tile(16, 2, 2, 8, False, 0, 0.354, 2.7, 0.2),
-    Tile(16, 4, 1, 4, False, 0, 0.868, 0.8, 6.5),
-    Tile(32, 2, 2, 8, False, 0, 0.449, 0.3, 2.1),
-    Tile(32, 4, 1, 4, False, 0, 1.066, 8.6, 0.1),
-    Tile(32, 4, 2, 6, False, 0, 0.508, 5.6, 2.2),
-    Tile(64, 1, 2, 6, True, 0, 0.509, 0.3, 3.7),
-    Tile(64, 1, 2, 6, True, 2, 0.559, 0.2),
-    Tile(64, 2, 1, 4, False, 0, 0.865, 0.3, 6.2),
-    Tile(128, 1, 1, 3, False, 0, 0.95, 2.8, 0.4),
-    Tile(128, 1, 2, 5, True, 0, 0.567, 6.6, 0.6),
-    Tile(128, 1, 2, 5, True, 2, 0.592, 2.6),
-    Tile(128, 2, 2, 4, True, 0, 1.077, 0.4, 9.7),
-    Tile(256, 1, 2, 3, True, 0, 0.856, 2.1, 9.8),
-    Tile(256, 1, 2, 3, True, 2, 1.039, 5.5),
+    Tile(8, 2, 1, 6, False, 0, 0.514, 0.7, 2.0),
+    Tile(8, 2, 1, 6, False, MANY, 0.368, 2.8),
+    Tile(8, 4, 1, 4, False, 0, 0.66, 7.4, 0.2),
+    Tile(8, 4, 2, 8, False, 0, 0.307, 5.6, 3.5),
+    Tile(16, 2, 1, 6, False, 0, 0.466, 2.6, 2.3),
+    Tile(16, 2, 1, 6, False, MANY, 0.643, 0.4),
+    Tile(16, 4, 1, 4, False, 0, 0.825, 0.0, 7.7),
+    Tile(32, 2, 2, 8, False, 0, 0.376, 0.1, 3.0),
+    Tile(32, 4, 2, 6, False, 0, 0.451, 7.9, 0.1),
+    Tile(64, 1, 2, 6, True, 0, 0.507, 1.0, 2.1),
+    Tile(64, 1, 2, 6, True, 2, 0.509, 0.2),
+    Tile(64, 2, 1, 4, False, 0, 0.857, 2.2, 3.3),
+    Tile(128, 1, 1, 3, False, 0, 0.837, 1.9, 0.2),
+    Tile(128, 1, 2, 5, True, 0, 0.496, 7.2, 0.2),
+    Tile(128, 1, 2, 5, True, 2, 0.602, 0.6),
+    Tile(128, 2, 2, 4, True, 0, 0.929, 1.3, 8.8),
+    Tile(256, 1, 2, 3, True, 0, 0.785, 4.1, 8.3),
+    Tile(256, 1, 2, 3, True, 2, 0.73, 9.9),
 )
 #: Enough for groups that MARLIN checkpoints do not have.
 FEW = tuple(tile for tile in TILES if tile.words == 2 and tile.tokens < 128 and not tile.cluster and not tile.shared)
@@ -56,8 +58,7 @@ def tiles(dtype: torch.dtype, group_size: int | None) -> tuple[Tile, ...]:
 
 def instance(tile: Tile, dtype: torch.dtype, group_size: int | None) -> str:
     """Return the name expression of a tile's kernel."""
-    rest = f"{group_size or 0}, {str(tile.shared).lower()}, {tile.cluster}"
-    return f"{SOURCE}<{TYPES[dtype]}, {tile.sizes}, {rest}>"
+    return f"{SOURCE}<{TYPES[dtype]}, {tile.sizes}, {group_size or 0}, {tile.sharing}>"
 
 
 @functools.cache
@@ -74,7 +75,9 @@ INSTANCES = tuple(
 @functools.lru_cache(maxsize=4096)
 def choose_tile(m: int, n: int, k: int, sms: int, dtype: torch.dtype, group_size: int | None) -> Tile:
     """Return the tile that a product `[m, k] x [k, n]` is expected to be fastest on; see `hopper.choose`."""
-    return hopper.choose(hopper.holding(tiles(dtype, group_size), m), m, n, k, sms, lambda tile: reading(tile, n, k))
+    return hopper.choose(
+        hopper.holding(tiles(dtype, group_size), m, SEVERAL), m, n, k, sms, lambda tile: reading(tile, n, k)
+    )
 
 
 def reading(tile: Tile, n: int, k: int) -> float:

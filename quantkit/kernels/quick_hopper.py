@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.errors import KernelError
 from quantkit.kernels import hopper
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
-from quantkit.kernels.hopper import K_STEP, Tile, ceil
+from quantkit.kernels.hopper import K_STEP, MANY, Tile, ceil
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import quick_weight
 from quantkit.tensor import Scheme
@@ -25,28 +25,28 @@ SOURCE = "quick_hopper"
 GROUPS = (128, 64, 32)
 #: Columns of a tile -> GB/s that weights are read with.
 BANDWIDTH = {256: 4200.0, 128: 4100.0}
+#: Tiles of so many tokens are also tried where it takes some of them to hold all.
+SEVERAL = 64
 #: Fewest tokens first. Of equals the first is taken.
 TILES = (
-    Tile(8, 2, 1, 6, False, 0, 0.55, 0.4, 3.3),
-    Tile(8, 2, 2, 8, False, 2, 0.401, 0.2),
-    Tile(8, 4, 2, 8, False, 0, 0.498, 0.9, 4.2),
-    Tile(16, 2, 1, 6, False, 0, 0.546, 0.3, 4.7),
-    Tile(16, 2, 2, 8, False, 2, 0.414, 0.1),
-    Tile(16, 4, 1, 4, False, 0, 0.991, 0.3, 7.1),
-    Tile(32, 2, 1, 5, False, 0, 0.708, 3.7, 1.6),
-    Tile(32, 2, 2, 8, False, 2, 0.47, 0.6),
-    Tile(32, 4, 2, 6, False, 0, 0.59, 0.3, 7.0),
-    Tile(64, 1, 2, 6, True, 2, 0.559, 0.6),
-    Tile(64, 2, 1, 4, False, 0, 0.871, 0.5, 6.0),
-    Tile(64, 2, 2, 6, False, 2, 0.508, 2.0),
-    Tile(128, 1, 2, 5, True, 0, 0.598, 0.1, 9.2),
-    Tile(128, 1, 2, 5, True, 2, 0.488, 5.3),
-    Tile(128, 2, 2, 4, True, 0, 1.005, 9.8, 3.6),
-    Tile(256, 1, 2, 3, True, 0, 0.992, 0.3, 8.0),
-    Tile(256, 1, 2, 3, True, 2, 0.921, 6.8),
+    Tile(8, 2, 1, 6, False, 0, 0.497, 1.5, 2.0),
+    Tile(8, 2, 1, 6, False, MANY, 0.438, 2.1),
+    Tile(16, 2, 1, 6, False, 0, 0.554, 0.3, 3.9),
+    Tile(16, 2, 1, 6, False, MANY, 0.545, 2.5),
+    Tile(16, 4, 1, 4, False, 0, 0.987, 0.3, 5.8),
+    Tile(32, 2, 1, 5, False, 0, 0.582, 5.2, 0.5),
+    Tile(32, 2, 2, 8, False, 2, 0.444, 0.9),
+    Tile(32, 4, 2, 6, False, 0, 0.549, 0.6, 6.5),
+    Tile(64, 1, 2, 6, True, 2, 0.545, 0.4),
+    Tile(64, 2, 1, 4, False, 0, 0.777, 3.3, 3.4),
+    Tile(128, 1, 2, 5, True, 0, 0.517, 0.2, 8.3),
+    Tile(128, 1, 2, 5, True, 2, 0.488, 5.8),
+    Tile(128, 2, 2, 4, True, 0, 0.932, 0.3, 9.9),
+    Tile(256, 1, 2, 3, True, 0, 0.914, 0.3, 9.9),
+    Tile(256, 1, 2, 3, True, 2, 0.873, 7.2),
 )
 #: Enough for groups that are rare.
-FEW = tuple(tile for tile in TILES if tile.words == 2 and tile.warpgroups == 1)
+FEW = tuple(tile for tile in TILES if tile.words == 2 and tile.warpgroups == 1 and not tile.cluster)
 
 
 def tiles(dtype: torch.dtype, group_size: int) -> tuple[Tile, ...]:
@@ -58,8 +58,7 @@ def tiles(dtype: torch.dtype, group_size: int) -> tuple[Tile, ...]:
 
 def instance(tile: Tile, dtype: torch.dtype, group_size: int) -> str:
     """Return the name expression of a tile's kernel."""
-    rest = f"{group_size}, {str(tile.shared).lower()}, {tile.cluster}"
-    return f"{SOURCE}<{TYPES[dtype]}, {tile.sizes}, {rest}>"
+    return f"{SOURCE}<{TYPES[dtype]}, {tile.sizes}, {group_size}, {tile.sharing}>"
 
 
 @functools.cache
@@ -74,7 +73,7 @@ INSTANCES = tuple(name for dtype in ACTIVATIONS for group_size in GROUPS for nam
 @functools.lru_cache(maxsize=4096)
 def choose_tile(m: int, n: int, k: int, sms: int, dtype: torch.dtype, group_size: int) -> Tile:
     """Return the tile that a product `[m, k] x [k, n]` is expected to be fastest on; see `hopper.choose`."""
-    some = (tile for tile in tiles(dtype, group_size) if tile.tokens >= min(m, 64))
+    some = hopper.holding(tiles(dtype, group_size), m, SEVERAL)
     return hopper.choose(some, m, n, k, sms, lambda tile: reading(tile, n, k, group_size))
 
 

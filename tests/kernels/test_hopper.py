@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantkit.kernels import hopper, loader, marlin24_hopper, marlin_hopper, proof, quick_hopper, tcfpx_hopper
-from quantkit.kernels.hopper import K_STEP, Tile, ceil
+from quantkit.kernels.hopper import K_STEP, MANY, Tile, ceil
 from quantkit.tensor import QuantizedTensor, Scheme
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import weight
@@ -39,7 +39,12 @@ class Case:
         """Return the tiles that exist for a scheme and have a place in a weight `[n, k]`."""
         scheme = Scheme.parse(label)
         about = (scheme.format,) if self.module is tcfpx_hopper else (dtype, scheme.group_size)
-        found = [tile for tile in self.module.tiles(*about) if tile.cluster <= ceil(k, K_STEP)]
+        found = [
+            replace(tile, cluster=size)
+            for tile in self.module.tiles(*about)
+            for size in ((3, 5, 8) if tile.cluster == MANY else (tile.cluster,))
+            if size <= ceil(k, K_STEP)
+        ]
         return [tile for tile in found if self.module is not marlin24_hopper or n % tile.columns == 0]
 
 
