@@ -1,15 +1,19 @@
-"""How fast layouts are packed, unpacked and converted: in memory by weight, and whole folders beside a plain copy.
+"""How fast layouts are packed, unpacked and converted: in memory by weight, and whole folders beside two copies.
 
-Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record. `folders`: bytes of
-packed weights read a second, from one interchange layout into each other and back, each in a fresh process, so that the
-peak memory is its own; `copy` reads, writes and syncs the same bytes, and is measured between the others. Folders are
-medians of three, since what a disk and the system's memory give changes from one second to the next.
+Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record, its slices shared by
+two threads as in a conversion. `folders`: bytes of packed weights read a second, from one interchange layout into each
+other and back, each in a fresh process, so that the peak memory is its own. `copy` reads, writes and syncs the same
+bytes; `copy with SHA-256` also hashes what it reads and what it writes, each in a thread, as a report's hashes demand:
+no conversion is quicker. Both are measured between the others. Folders are medians of three, since what a disk and the
+system's memory give changes from one second to the next; for the same reason memory is asked for before each of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
@@ -19,21 +23,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import combinations
 from pathlib import Path
 
 import torch
 
-from quantkit.headers import TensorFile, dump_json
+from quantkit import room
+from quantkit.abreast import abreast
+from quantkit.headers import dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Layout
 from quantkit.pipeline import pack
 from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.tensorfile import TensorFile
 
 N, K = 14336, 4096
 MODULES = 16
 REPEATS = 3
+#: Bytes that a copy moves at a time.
+PIECE = 2**22
+#: Bytes that are touched before each measurement: more than a conversion reads, writes and holds.
+TOUCHED = 2 * 2**30
 #: What of each layout is measured.
 LABELS = {
     "compressed-tensors": ["int4:g128", "int4:g128:asym", "fp6:channel"],
@@ -66,14 +78,15 @@ def record(label: str, n: int = N, k: int = K, seed: int = 0) -> QuantizedTensor
     return QuantizedTensor(scheme, codes, scales, zeros)
 
 
-def in_memory() -> dict[str, dict[str, float]]:
+def in_memory() -> dict[str, dict[str, int]]:
     """Return, by layout and scheme, megabytes of float16 weights packed and unpacked a second (medians of five)."""
-    found = {}
+    found: dict[str, dict[str, int]] = {}
     for name, labels in LABELS.items():
         for label in labels:
             q, layout = record(label), LAYOUTS[name]
             packed = layout.pack(q)
-            rates = [2 * N * K / 1e6 / _median(work) for work in _both_ways(layout, q, packed)]
+            with abreast(), room.kept():
+                rates = [2 * N * K / 1e6 / _median(work) for work in _both_ways(layout, q, packed)]
             found[f"{name} {label}"] = {"pack_mb_s": round(rates[0]), "unpack_mb_s": round(rates[1])}
             print(f"{name} {label}", found[f"{name} {label}"], file=sys.stderr)
     return found
@@ -90,6 +103,10 @@ def folders(work: Path) -> dict[str, dict[str, float]]:
         for key in dict.fromkeys(key for key, _ in runs):
             same = [figures for name, figures in runs if name == key]
             found[key] = {unit: statistics.median(one[unit] for one in same) for unit in same[0]}
+        for key in [key for key in found if key.endswith(f" {label}") and "-to-" in key]:
+            for copy in COPIES:
+                share = found[key]["gb_s"] / found[f"{copy} {label}"]["gb_s"]
+                found[key][f"of_{copy.replace(' with SHA-256', '_with_sha256')}"] = round(share, 2)
         shutil.rmtree(hub)
     return found
 
@@ -97,10 +114,11 @@ def folders(work: Path) -> dict[str, dict[str, float]]:
 def _once(work: Path, hub: Path, label: str, names: list[str]) -> Iterator[tuple[str, dict[str, float]]]:
     """Yield what is found by one copy of `hub` and one conversion there and back for each of `names`."""
     there, back = work / "there", work / "back"
-    os.sync()
-    seconds = _timed(lambda: _copy(hub, work / "copy"))
-    shutil.rmtree(work / "copy")
-    yield f"copy {label}", {"gb_s": round(_size(hub) / 1e9 / seconds, 3), "peak_mb": 0}
+    for name, copy in COPIES.items():
+        _settled()
+        seconds = _timed(lambda copy=copy: copy(hub, work / "copy"))  # type: ignore[misc]
+        shutil.rmtree(work / "copy")
+        yield f"{name} {label}", {"gb_s": round(_size(hub) / 1e9 / seconds, 3)}
     for name in names:
         yield f"{HUB}-to-{name} {label}", _converted(hub, there, name)
         yield f"{name}-to-{HUB} {label}", _converted(there, back, HUB)
@@ -137,10 +155,43 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _copy(source: Path, out: Path) -> None:
-    shutil.copytree(source, out)
-    for path in out.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+    """Copy files by reading and writing (by `sendfile`, as Python copies, the system takes twice as long)."""
+    _moved(source, out, lambda path, piece: None)
+
+
+def _hashed_copy(source: Path, out: Path) -> None:
+    """Copy files, and hash each twice: what was read, and what was written."""
+    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
+        hashes = {path.name: (hashlib.sha256(), hashlib.sha256()) for path in source.iterdir()}
+        due: list[Future[None]] = []
+
+        def hashed(name: str, piece: bytes) -> None:
+            for future in due:
+                future.result()
+            due[:] = [pool.submit(h.update, piece) for pool, h in zip((one, other), hashes[name], strict=True)]
+
+        _moved(source, out, hashed)
+
+
+def _moved(source: Path, out: Path, seen: Callable[[str, bytes], None]) -> None:
+    out.mkdir()
+    for path in source.iterdir():
+        with path.open("rb", buffering=0) as read, (out / path.name).open("wb", buffering=0) as written:
+            while piece := read.read(PIECE):
+                seen(path.name, piece)
+                written.write(piece)
+            os.fsync(written.fileno())
+
+
+COPIES: dict[str, Callable[[Path, Path], None]] = {"copy": _copy, "copy with SHA-256": _hashed_copy}
+
+
+def _settled() -> None:
+    """Let the disk finish what came before, and take memory: a virtual machine's host gives it slowly, once."""
+    os.sync()
+    with mmap.mmap(-1, TOUCHED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+        memory[:: mmap.PAGESIZE] = bytes(TOUCHED // mmap.PAGESIZE)
 
 
 def _size(folder: Path) -> int:
@@ -149,7 +200,7 @@ def _size(folder: Path) -> int:
 
 def _converted(source: Path, out: Path, target: str) -> dict[str, float]:
     argv = [sys.executable, __file__, "--convert", str(source), str(out), target]
-    os.sync()  # what is measured is not the writing of what came before
+    _settled()
     done = subprocess.run(argv, check=True, capture_output=True, text=True)
     seconds, before, peak = map(float, done.stdout.split())
     found = {"gb_s": round(_size(source) / 1e9 / seconds, 3), "peak_mb": round((peak - before) / 1e3)}

@@ -22,11 +22,12 @@ import torch
 
 import quantkit
 from quantkit import bench, hashing, storage
-from quantkit.headers import INDEX, TensorFile, dump_json, read_header
+from quantkit.headers import INDEX, dump_json, read_header
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.report import REPORT
 from quantkit.tensor import Scheme
+from quantkit.tensorfile import TensorFile
 from quantkit.verify import VERIFICATION
 from quantkit.writer import SHARD_BYTES
 
@@ -64,7 +65,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
 
     def add(name: str, tensor: torch.Tensor) -> None:
         nonlocal file
-        if file is not None and (not file.fits(name) or file.bytes + tensor.nbytes > SHARD_BYTES):
+        if file is not None and (not file.contents.fits(name) or file.contents.size + tensor.nbytes > SHARD_BYTES):
             files[file.path.name] = file.close()
             file = None
         if file is None:

@@ -230,11 +230,14 @@ class Checkpoint:
         """Return every tensor's name with each packed module as its `....weight`, in file order."""
         return list(dict.fromkeys(f"{self._owner[n]}.weight" if n in self._owner else n for n in self._where))
 
+    def item(self, name: str) -> Item:
+        """Read a tensor of `logical`, a packed module as QuantizedTensor."""
+        module = self._module_of(name)
+        return Item(name, self.get(name) if module is None else self.quantized(module))
+
     def items(self) -> Iterator[Item]:
         """Yield every tensor once, packed modules as QuantizedTensor in the place of their first part."""
-        for name in self.logical():
-            module = self._module_of(name)
-            yield Item(name, self.get(name) if module is None else self.quantized(module))
+        yield from map(self.item, self.logical())
 
     def files(self) -> list[Path]:
         """Return the paths of the weight shards in the folder."""

@@ -36,6 +36,7 @@ REQUIRED = {
     "torch": "2.10",
     "tqdm": "4.66",
     "transformers": "5.15",
+    "xxhash": "3.0",
 }
 
 

@@ -2,7 +2,7 @@
 
 Everything here runs before a library sees the file (RELIABILITY 1.5, 1.6 and 2): sizes are compared with the file
 before anything is allocated, JSON has one meaning only, and no path leads out of the model's folder. A safetensors
-file is an 8-byte length, a JSON header and the tensors' bytes; `TensorFile` is the writing side of the same format.
+file is an 8-byte length, a JSON header and the tensors' bytes; `tensorfile` is the writing side of the same format.
 """
 
 from __future__ import annotations
@@ -12,16 +12,14 @@ import os
 import re
 import reprlib
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
 
-from quantkit import hashing, storage
+from quantkit import storage
 from quantkit.errors import CheckpointError
 
 DTYPES = {
@@ -324,75 +322,3 @@ def shown(value: Any) -> str:
 
 def _bad(path: Path, what: str) -> NoReturn:
     raise CheckpointError(f"{path}: {what}: {AGAIN}")
-
-
-class TensorFile:
-    """Streams one safetensors file, holding one tensor at a time.
-
-    The format puts the header first, so its room (64 KiB) is reserved, filled in by `close` and padded with spaces.
-    Tensors lie gap-free in the order of `add`, but for those whose size is not a multiple of 8 bytes: these (small
-    ones, in practice) wait for `close`, because readers need every tensor aligned to its dtype.
-    """
-
-    RESERVED = 64 * 2**10
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.bytes = 0
-        self._entries: dict[str, dict[str, Any]] = {}
-        self._waiting: list[tuple[str, Tensor]] = []
-        self._header = len(json.dumps({"__metadata__": {"format": "pt"}}))
-        self._offset = 0
-        with storage.guarded(path):
-            self._file = storage.create(path)
-        self._file.seek(self.RESERVED)
-
-    def fits(self, name: str) -> bool:
-        """Return whether the header has room for one more tensor of this name."""
-        return self._header + _entry_room(name) <= self.RESERVED - 8
-
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor; CheckpointError for a second one of its name, an unknown dtype or a full header."""
-        if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name}: safetensors files here do not hold {tensor.dtype}: convert it first")
-        if name in self._entries or not self.fits(name):
-            what = "already has" if name in self._entries else "has no room in its header for"
-            raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
-        self._header += _entry_room(name)
-        self._entries[name] = {}
-        size = tensor.numel() * tensor.dtype.itemsize
-        self.bytes += size
-        if size % 8:
-            self._waiting.append((name, tensor.detach().cpu().clone()))
-        else:
-            self._append(name, tensor)
-
-    def close(self) -> str:
-        """Write the header, make the file durable and return the SHA-256 of all of it."""
-        for name, tensor in sorted(self._waiting, key=lambda item: -item[1].dtype.itemsize):
-            self._append(name, tensor)
-        entries = dict(sorted(self._entries.items(), key=lambda item: item[1]["data_offsets"]))
-        header = json.dumps({"__metadata__": {"format": "pt"}, **entries}, ensure_ascii=False, separators=(",", ":"))
-        data = header.encode().ljust(self.RESERVED - 8)
-        with self._file, ThreadPoolExecutor(1, "quantkit-hash") as pool:
-            self._file.seek(0)
-            storage.write(self._file, memoryview(len(data).to_bytes(8, "little") + data), self.path)
-            digest = pool.submit(hashing.sha256_of, self.path)  # not sooner: the first bytes are known last
-            storage.sync(self._file, self.path)
-            storage.sync_folder(self.path.parent)
-            return digest.result()  # from the page cache, while the disk works
-
-    def _append(self, name: str, tensor: Tensor) -> None:
-        data = storage.raw(tensor)
-        start, self._offset = self._offset, self._offset + len(data)
-        self._entries[name] = {
-            "dtype": DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [start, self._offset],
-        }
-        storage.write(self._file, data, self.path)
-
-
-def _entry_room(name: str) -> int:
-    """An upper bound of a header entry's bytes: the quoted name, a rank of at most 8, two offsets."""
-    return len(json.dumps(name, ensure_ascii=False).encode()) + 64 + 10 * 20

@@ -58,6 +58,7 @@ def write(
             writer.add(item)
             if isinstance(item.value, QuantizedTensor) or item.facts:
                 layers.append(_layer(item, writer))
+            del item  # before the next one is made
         writer.commit({"layers": layers})
     except Exception as error:
         if writer.done:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,8 +18,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quantkit import rtn, storage
-from quantkit.ahead import ahead
+from quantkit import room, rtn, storage
+from quantkit.abreast import abreast
 from quantkit.calibrate import calibrated
 from quantkit.checkpoint import Checkpoint, Commit, Item, resolve
 from quantkit.data import calibration
@@ -30,7 +31,7 @@ from quantkit.output import finish, publish_complete, require_unchanged, write
 from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
 from quantkit.recipe import Goal, Pruning, Recipe, label
-from quantkit.repack import repacked, rounded_again, schemes_of
+from quantkit.repack import outcome, repacked, rounded_again, schemes_of
 from quantkit.report import heading, phases
 from quantkit.report import load as load_report
 from quantkit.solve import alone
@@ -172,20 +173,13 @@ def pack(
     `expect` is the layout that the source must be in (`convert A-to-B`). Where the layout does not hold a weight's
     scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
     shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
-    weight file. Only config.json and the weight files are read; two weights are in memory, one that is written and the
-    next, which a thread reads ahead (not with `requantize`). LayoutError lists every weight that the layout cannot
-    hold, or names the one whose data it cannot; CheckpointError if a weight's codes are not those that its report
-    recorded.
+    weight file. Only config.json and the weight files are read, one weight is in memory at a time. LayoutError lists
+    every weight that the layout cannot hold, or names the one whose data it cannot; CheckpointError if a weight's codes
+    are not those that its report recorded.
     """
     progress = progress or Progress(quiet=True)
     started = time.perf_counter()
-    src = Checkpoint(Path(checkpoint))
-    if src.layout is None or src.schemes is None:
-        raise CheckpointError(f"{checkpoint}: holds no quantized weights: use quantkit quantize first")
-    if expect is not None and family(src.layout.NAME) != family(expect):
-        raise CheckpointError(
-            f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"
-        )
+    src = _packed_source(checkpoint, layout, expect)
     planned = plan_pack(src, LAYOUTS[layout], out=Path(out), pad=pad, requantize=requantize)
     planned.require()
     for notice in planned.notices:
@@ -193,25 +187,28 @@ def pack(
     before = load_report(src.path)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
     schemes, known = schemes_of(src, planned), list(src.notices)
-    with storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial:
-        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[layout], max_shard_bytes=max_shard_size)
+    with (
+        storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial,
+        ThreadPoolExecutor(1, "quantkit-hash") as hasher,
+        room.kept(),
+        # What is rounded again wants torch's threads, and numbers that do not depend on how they are shared.
+        nullcontext() if requantize else abreast(),
+    ):
+        writer = CheckpointWriter(
+            partial,
+            like=src,
+            layout=LAYOUTS[layout],
+            max_shard_bytes=max_shard_size,
+            planned=outcome(src, planned),
+            hasher=hasher,
+        )
         sources: dict[str, str] = {}
-        carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype")
-        report = {
-            **{key: before[key] for key in carried if key in before},
-            **heading("pack", _name_of(checkpoint), None, sources, before.get("base")),
-            "layout": layout,
-            "scheme": schemes.default.label,
-            "dense": list(src.schemes.ignore),
-            "notices": list(dict.fromkeys([*before.get("notices", []), *known])),
-            "layout_notices": list(planned.layout_remarks),
-        }
-        # What is rounded again wants all threads, and numbers that do not depend on how they are shared.
-        with (
-            closing(repacked(src, planned, recorded, requantize, sources)) as items,
-            nullcontext(items) if requantize else ahead(items) as work,
-        ):
-            layers = write(progress.bar(work, "pack", len(src.logical())), writer, src, report)
+        report = _restated_facts(checkpoint, before, planned, schemes, known, sources)
+        names = src.logical()
+        with closing(
+            repacked(src, progress.bar(names, "pack", len(names)), planned, recorded, requantize, sources)
+        ) as items:
+            layers = write(items, writer, src, report)
         report["layers"], report["source"]["files"] = layers, sources
         require_unchanged(sources, before)
         for line in [line for line in src.notices if line not in known]:  # found in the data
@@ -229,10 +226,11 @@ def streamed(
     names = [name for name in src.names() if name not in done]
     pending = 0
     for name in progress.bar(names, "prune" if isinstance(recipe, Pruning) else "quantize", len(names)):
-        scheme = chosen.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
-        tensor = src.get(name)
-        pending += tensor.nbytes
-        yield Item(name, tensor) if scheme is None else alone(name.removesuffix(".weight"), tensor, scheme, recipe)
+        module = name.removesuffix(".weight")
+        scheme = chosen.get(module) if module != name else None
+        pending += src.nbytes(name)
+        # No name is given to the weight: its memory is free when the next one is read.
+        yield Item(name, src.get(name)) if scheme is None else alone(module, src.get(name), scheme, recipe)
         if pending >= COMMIT_BYTES:
             yield Commit({})
             pending = 0
@@ -242,6 +240,17 @@ def _dense_source(model: str | Path, revision: str | None, trust_remote_code: bo
     src = Checkpoint(resolve(str(model), revision), trust_remote_code)
     if src.layout is not None:
         raise CheckpointError(f"{model}: is quantized already ({src.layout.NAME}): use quantkit pack or convert")
+    return src
+
+
+def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> Checkpoint:
+    src = Checkpoint(Path(checkpoint))
+    if src.layout is None:
+        raise CheckpointError(f"{checkpoint}: holds no quantized weights: use quantkit quantize first")
+    if expect is not None and family(src.layout.NAME) != family(expect):
+        raise CheckpointError(
+            f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"
+        )
     return src
 
 
@@ -302,6 +311,27 @@ def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
         "dense": [module for module, goal in job.chosen.items() if goal is None],
         "notices": list(job.plan.remarks),
         "layout_notices": list(job.plan.layout_remarks),
+    }
+
+
+def _restated_facts(
+    checkpoint: str | Path,
+    before: Mapping[str, Any],
+    planned: Plan,
+    schemes: Schemes,
+    notices: list[str],
+    sources: dict[str, str],
+) -> dict[str, Any]:
+    """Return what the report of a rewritten checkpoint says before the work; `before` is that of its source."""
+    carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype")
+    return {
+        **{key: before[key] for key in carried if key in before},
+        **heading("pack", _name_of(checkpoint), None, sources, before.get("base")),
+        "layout": planned.layout,
+        "scheme": schemes.default.label,
+        "dense": list(schemes.ignore),
+        "notices": list(dict.fromkeys([*before.get("notices", []), *notices])),
+        "layout_notices": list(planned.layout_remarks),
     }
 
 

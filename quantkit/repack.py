@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Generator, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from quantkit.errors import CheckpointError, LayoutError, about
 from quantkit.formats import INT4
 from quantkit.layouts import LAYOUTS, family, gptq
 from quantkit.layouts.config import Schemes
+from quantkit.layouts.protocol import Stored
 from quantkit.plan import Plan, Row
 from quantkit.report import REPORT
 from quantkit.restate import broken_rule, restated
@@ -31,58 +31,55 @@ from quantkit.tensor import QuantizedTensor, Scheme
 OUTDATED = ("relative_error", "loss", "rtn_loss", "norm", "guard_rows", "rungs", "reason", "fallback", "dead_columns")
 
 
+def outcome(src: Checkpoint, planned: Plan) -> Stored:
+    """Return name -> (dtype, shape) of every tensor of the result in the order of writing, if the data allow it."""
+    rows = {f"{row.module}.weight": row for row in planned.quantized}
+    found: Stored = {}
+    for name in src.logical():
+        if (row := rows.get(name)) is None or row.scheme is None:
+            found[name] = src.dtype(name), src.shape(name)
+        else:
+            stored = LAYOUTS[planned.layout].stored(Scheme.parse(row.scheme), *row.stored)
+            found |= {f"{row.module}.{suffix}": what for suffix, what in stored.items()}
+    return found
+
+
 def repacked(
     src: Checkpoint,
+    names: Iterable[str],
     planned: Plan,
     recorded: Mapping[str, Mapping[str, Any]],
     requantize: bool,
     hashes: dict[str, str],
 ) -> Generator[Item, None, None]:
-    """Yield every tensor of a quantized checkpoint once, packed ones as `planned`; one weight in memory at a time.
+    """Yield the tensors `names` (`src.logical()`, in that order), packed ones as `planned`; one weight in memory.
 
     `recorded` has the facts of each linear from the source's report. `hashes` becomes what `src.hashes()` returns: the
     files are hashed piece by piece behind the reading, so that a disk gives each byte once. That and the weights'
-    digests (`facts["digest"]`, a future) are a thread's work. LayoutError, naming the weight, where its data cannot be
-    stated so and `requantize` does not allow to round it again; CheckpointError for a damaged one.
+    digests (`facts["digest"]`, a future) are a thread's work, beside the packing. LayoutError, naming the weight, where
+    its data cannot be stated so and `requantize` does not allow to round it again; CheckpointError for a damaged one.
     """
     rows = {row.module: row for row in planned.rows}
     if not recorded:
         src.notices.extend(_trusted(src))
     pieces = hashing.hashed(src.sources(), hashes)
-    waiting: list[Callable[[], object]] = []  # for hashes that are taken beside the reading of the next weight
     with ThreadPoolExecutor(1, "quantkit-hash") as hasher:
-        for item in src.items():
-            _settle(waiting)
-            if not isinstance(item.value, QuantizedTensor):
-                size = src.nbytes(item.name)
-                yield item
-            else:
-                row, q = rows[item.name.removesuffix(".weight")], item.value
-                size = sum(src.nbytes(name) for name in src.parts(row.module).values())
-                before = recorded.get(row.module, {})
-                digest = hasher.submit(q.digest)
-                intact = partial(_require_intact, item.name, digest, before.get("digest"))
-                with about(item.name):
-                    try:
-                        value, facts = _as_planned(src, q, before, row, requantize)
-                    except LayoutError:
-                        intact()  # damage is the better reason
-                        raise
-                if value is q:
-                    waiting.append(intact)
-                else:
-                    intact()
-                    digest = hasher.submit(value.digest)
-                yield Item(item.name, value, facts | {"digest": digest})
-            waiting.append(hasher.submit(_take, pieces, size).result)
-        waiting.append(hasher.submit(_take, pieces, sys.maxsize).result)
-        _settle(waiting)
+        behind = hasher.submit(_take, pieces, 0)
+        for name in names:
+            item, parts = src.item(name), [name]
+            if isinstance(item.value, QuantizedTensor):
+                row = rows[name.removesuffix(".weight")]
+                parts = list(src.parts(row.module).values())
+                item = _packed(src, item.value, row, recorded.get(row.module, {}), requantize, hasher)
+            behind.result()
+            behind = hasher.submit(_take, pieces, sum(map(src.nbytes, parts)))
+            digest = (item.facts or {}).get("digest")
+            yield item
+            del item  # its memory is that of the next
+            if digest is not None:
+                digest.result()
+        hasher.submit(_take, pieces, sys.maxsize).result()
     src.require_unchanged()  # so these are the hashes of what was read
-
-
-def _settle(waiting: list[Callable[[], object]]) -> None:
-    while waiting:
-        waiting.pop(0)()
 
 
 def _take(pieces: Iterator[int], size: int) -> None:
@@ -91,12 +88,32 @@ def _take(pieces: Iterator[int], size: int) -> None:
         size -= taken
 
 
-def _require_intact(name: str, digest: Future[str], recorded: str | None) -> None:
-    """Refuse a weight whose codes are not the ones that its report recorded."""
-    if recorded is not None and recorded != digest.result():
+def _packed(
+    src: Checkpoint, q: QuantizedTensor, row: Row, before: Mapping[str, Any], requantize: bool, hasher: Executor
+) -> Item:
+    """Return a weight as the plan wants it, and its facts; `hasher` finds its digest and whether it is intact."""
+    name = f"{row.module}.weight"
+    digest = hasher.submit(_intact, name, q, before.get("digest"))
+    with about(name):
+        try:
+            value, facts = _as_planned(src, q, before, row, requantize)
+        except LayoutError:
+            digest.result()  # damage is the better reason
+            raise
+    if value is not q:
+        digest.result()
+        digest = hasher.submit(value.digest)
+    return Item(name, value, facts | {"digest": digest})
+
+
+def _intact(name: str, q: QuantizedTensor, recorded: str | None) -> str:
+    """Return the digest of a weight; CheckpointError if its codes are not the ones that its report recorded."""
+    digest = q.digest()
+    if recorded is not None and digest != recorded and not q.matches(recorded):
         raise CheckpointError(
             f"{name}: codes or scales differ from what {REPORT} recorded: the file is damaged, quantize again"
         )
+    return digest
 
 
 def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:

@@ -339,6 +339,16 @@ def sync(file: BinaryIO, path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def begin_sync(file: BinaryIO, start: int, size: int) -> None:
+    """Let the disk begin with some bytes of a file, so that `sync` waits for the last of them only.
+
+    To advise that they are not needed does that at once on Linux, and drops only what is on the disk already.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
+
+
 def sync_folder(path: Path) -> None:
     """Make the names of the files in a folder durable."""
     with guarded(path):

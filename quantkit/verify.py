@@ -286,7 +286,7 @@ def _row(job: _Job, module: str, layer: Mapping[str, Any] | None) -> tuple[Row, 
     size = sum(prod(src.shape(name)) * src.dtype(name).itemsize for name in src.parts(module).values())
     row = Row(module, (), "", size, None, None, None)
     seen: list[str] = []
-    digest = equal = None
+    intact = equal = None
     differences: list[str] = []
     try:
         with clock.phase("read"):
@@ -294,7 +294,7 @@ def _row(job: _Job, module: str, layer: Mapping[str, Any] | None) -> tuple[Row, 
         with clock.phase("repack"):
             q = src.record(module, tensors)
             if layer is not None:
-                digest = job.pool.submit(q.digest)  # beside the kernels
+                intact = job.pool.submit(q.matches, layer.get("digest"))  # beside the kernels
             shape = src.true_size(module) if src.is_padded(module) else q.shape
             row = Row(module, shape, q.scheme.label, size, None, None, None)
             different = _repacked(src, tensors, q, seen)
@@ -318,9 +318,9 @@ def _row(job: _Job, module: str, layer: Mapping[str, Any] | None) -> tuple[Row, 
         shown = _multiplied(src, tensors, q, clock)
         kernel = shown.problems
         row = replace(row, product=not kernel, error=shown.error if isfinite(shown.error) else None)
-    if layer is not None and digest is not None:
+    if intact is not None:
         with clock.phase("digest"):
-            row = replace(row, digest=digest.result() == layer.get("digest"))
+            row = replace(row, digest=intact.result())
     if row.digest is False:
         problems.append(f"codes or scales are not those that {report.REPORT} recorded")
     if other is not None:

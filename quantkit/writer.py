@@ -8,6 +8,9 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from concurrent.futures import Executor
+from itertools import dropwhile
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,10 @@ from torch import Tensor
 from quantkit import hashing, headers, storage
 from quantkit.checkpoint import CONFIG, Checkpoint, Item
 from quantkit.errors import CheckpointError, RecipeError, about
-from quantkit.headers import INDEX, TensorFile, dump_json, inside, read_header
-from quantkit.layouts.protocol import Layout
+from quantkit.headers import INDEX, dump_json, inside, read_header
+from quantkit.layouts.protocol import Layout, Stored
 from quantkit.tensor import QuantizedTensor
+from quantkit.tensorfile import Contents, TensorFile
 
 #: The most bytes of tensors in one file, if it is not a single one.
 SHARD_BYTES = 2 * 2**30
@@ -28,15 +32,24 @@ class CheckpointWriter:
     """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
 
     On a folder with a journal it continues after the last commit: `done` has the lines of earlier commits, files that
-    none of them lists are deleted. CheckpointError if a committed file is not what the journal says.
+    none of them lists are deleted. Where all is in one commit, and known before (`planned`, in the order of coming),
+    `hasher`, a thread, hashes files on the way. CheckpointError if a committed file is not what the journal says.
     """
 
     def __init__(
-        self, partial: Path, like: Checkpoint, layout: Layout | None, *, max_shard_bytes: int = SHARD_BYTES
+        self,
+        partial: Path,
+        like: Checkpoint,
+        layout: Layout | None,
+        *,
+        max_shard_bytes: int = SHARD_BYTES,
+        planned: Stored | None = None,
+        hasher: Executor | None = None,
     ) -> None:
         if max_shard_bytes < 1:
             raise RecipeError(f"max_shard_size is {max_shard_bytes}: give the most bytes of one weight file, like 2GiB")
         self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
+        self._planned, self._hasher = planned, hasher
         self._journal = partial / storage.JOURNAL
         lines = storage.read_journal(self._journal)
         self._identity = lines[0] if lines else None
@@ -91,7 +104,7 @@ class CheckpointWriter:
             raise CheckpointError(f"{item.name}: is written twice: a bug, please report it")
         for name, tensor in self._tensors(item).items():
             size = tensor.numel() * tensor.dtype.itemsize
-            self._room(name, size).add(name, tensor)
+            self._file_for(name, size).add(name, tensor)
             self._bytes += size
             self._packed_bytes += size if isinstance(item.value, QuantizedTensor) else 0
         self._pending[item.name] = None
@@ -145,14 +158,27 @@ class CheckpointWriter:
             parts = self.layout.pack(item.value)
         return {f"{item.name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in parts.items()}
 
-    def _room(self, name: str, size: int) -> TensorFile:
-        file = self._file
-        if file is not None and (not file.fits(name) or 0 < file.bytes > self.max_shard_bytes - size):
+    def _file_for(self, name: str, size: int) -> TensorFile:
+        if self._file is not None and self._full(self._file.contents, name, size):
             self._close_file()
         if self._file is None:
-            number = len(self.hashes()) + len(self._files) + 1
-            self._file = TensorFile(self.partial / f"model-{number:05}.safetensors")
+            path = self.partial / f"model-{len(self.hashes()) + len(self._files) + 1:05}.safetensors"
+            self._file = TensorFile(path, self._contents_from(name), self._hasher)
         return self._file
+
+    def _full(self, contents: Contents, name: str, size: int) -> bool:
+        return not contents.fits(name) or 0 < contents.size > self.max_shard_bytes - size
+
+    def _contents_from(self, first: str) -> Contents | None:
+        """Return what the file that begins with the tensor `first` will hold, if that was planned."""
+        if self._planned is None:
+            return None
+        contents = Contents()
+        for name, (dtype, shape) in dropwhile(lambda item: item[0] != first, self._planned.items()):
+            if self._full(contents, name, prod(shape) * dtype.itemsize):
+                break
+            contents.add(name, dtype, shape)
+        return contents
 
     def _close_file(self) -> None:
         if self._file is not None:

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "quantkit"
 
 #: A unit imports from rows above its own (docs/architecture.md), and within its row only as NEIGHBOURS says.
 ROWS = [
-    ["quantkit", "ahead", "errors", "formats", "hashing", "sparsity", "storage", "progress", "room"],
-    ["tensor", "headers"],
+    ["quantkit", "abreast", "errors", "formats", "hashing", "sparsity", "storage", "progress", "room"],
+    ["tensor", "headers", "tensorfile"],
     ["layouts", "restate", "kernels", "hessian", "rtn", "factor", "refine", "gptq", "data"],
     ["checkpoint", "writer", "recipe", "report", "drawing", "conversions", "speeds", "linear", "joint"],
     ["skeleton", "models"],
@@ -30,8 +30,9 @@ NEIGHBOURS = {
     *(
         ("storage", "errors"),
         ("storage", "room"),
-        ("ahead", "room"),
         ("hashing", "storage"),
+        ("hashing", "errors"),
+        ("tensorfile", "headers"),
         ("restate", "layouts"),
         ("formats", "errors"),
         ("sparsity", "errors"),
@@ -103,6 +104,7 @@ FRONT_DOORS = {
     "yaml": {"recipe"},
     "matplotlib": {"drawing"},
     "tqdm": {"progress"},
+    "xxhash": {"tensor"},
     "click": {"cli"},
 }
 #: Imported inside functions; `hf` derives classes from those of transformers, and nobody imports it before that.

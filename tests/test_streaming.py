@@ -1,9 +1,12 @@
-"""Work that is done ahead: the same order, the same errors at the same place, and no thread that outlives it."""
+"""Conversion with one weight in memory: the same bytes, order and errors, and no thread that outlives it."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -12,22 +15,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit import hashing, room
-from quantkit.ahead import ahead
+from quantkit import abreast, hashing, room
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.headers import read_header
-from quantkit.layouts import LAYOUTS
+from quantkit.headers import dump_json, read_header
+from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts.config import Schemes
 from quantkit.pipeline import pack
 from quantkit.plan import plan_pack
-from quantkit.repack import repacked
-from quantkit.report import load
+from quantkit.repack import outcome, repacked
+from quantkit.report import REPORT, load
+from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.tensorfile import RESERVED, Contents, TensorFile
 from tests.command_line import RTN, call
 from tests.faults import faults, memory_path
+from tests.layouts.samples import HELD, record
 from tests.test_interrupt import handlers
 
 tmp_path = memory_path
 __all__ = ["handlers"]
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +43,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert torch.get_num_threads() == threads
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("quantkit")]
-    assert room._kept is None
+    assert room._kept is None and abreast._pool is None
 
 
 @pytest.fixture(scope="module")
@@ -44,42 +51,6 @@ def packed(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("packed") / "ct"
     call("quantize", small_llama, "-o", out, *RTN, "-q")
     return out
-
-
-def counted(made: list[int], stop: int, error: BaseException | None = None) -> Iterator[int]:
-    for i in range(stop):
-        made.append(i)
-        yield i
-    if error is not None:
-        raise error
-
-
-def test_no_more_than_the_next_one_is_made_ahead() -> None:
-    made: list[int] = []
-    with ahead(counted(made, 50)) as items:
-        for at, item in enumerate(items):
-            assert item == at
-            assert len(made) <= at + 2
-    assert made == list(range(50))
-
-
-@pytest.mark.parametrize("error", [CheckpointError("x.weight: damaged"), MemoryError("no room"), KeyError("a bug")])
-def test_an_error_comes_where_its_item_is_due_and_as_it_was(error: BaseException) -> None:
-    used = []
-    with pytest.raises(type(error)) as caught, ahead(counted([], 3, error)) as items:
-        for item in items:
-            used.append(item)
-    assert caught.value is error and used == [0, 1, 2]
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_leaving_in_the_middle_stops_the_work(error: type[BaseException]) -> None:
-    made: list[int] = []
-    with pytest.raises(error), ahead(counted(made, 10**9)) as items:
-        for item in items:
-            if item == 3:
-                raise error
-    assert len(made) <= 5
 
 
 def damage(folder: Path, name: str) -> None:
@@ -92,7 +63,7 @@ def damage(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("which", [0, 1, -2, -1])
 def test_the_damaged_weight_is_the_one_that_is_named(which: int, packed: Path, tmp_path: Path) -> None:
-    """Not the one that was being written when the look-ahead found it; and the first of two."""
+    """Not one that is there when a thread has found it; and the first of two."""
     call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     modules = Checkpoint(tmp_path / "ct").modules()
     for module in {modules[which], modules[-1]}:
@@ -105,7 +76,7 @@ def test_the_damaged_weight_is_the_one_that_is_named(which: int, packed: Path, t
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 @pytest.mark.parametrize("step", [1, 12])
-def test_a_signal_while_the_next_weight_is_read(
+def test_a_signal_in_the_midst_of_a_weight(
     number: signal.Signals, code: int, step: int, packed: Path, tmp_path: Path
 ) -> None:
     writes = 0
@@ -147,6 +118,127 @@ def test_digests_are_those_of_what_was_written_not_of_what_was_read(packed: Path
         }
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shard", [40_000, 2**31])
+def test_files_are_hashed_on_the_way_and_hold_what_was_planned(
+    layout: str, shard: int, packed: Path, tmp_path: Path
+) -> None:
+    plain = layout in ("compressed-tensors", "gptq", "gptq-v2", "marlin", "awq", "quick")
+    pack(packed, tmp_path / "out", layout, max_shard_size=shard, requantize=not plain, pad=True)
+    out, files = Checkpoint(tmp_path / "out"), load(tmp_path / "out")["files"]
+    assert files["config.json"] and {p.name for p in out.files()} <= files.keys()
+    for name, digest in files.items():
+        assert hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == digest, name
+    src = Checkpoint(packed)
+    planned = outcome(src, plan_pack(src, LAYOUTS[layout], pad=True, requantize=not plain))
+    for path in out.files():  # else each was read a second time, at the end
+        contents = Contents()
+        for name in [name for name in planned if name in read_header(path)[0]]:
+            contents.add(name, *planned.pop(name))
+        assert path.read_bytes()[:RESERVED] == contents.header()
+    assert not planned
+
+
+def test_reports_of_older_versions_are_still_held_against_the_weights(packed: Path, tmp_path: Path) -> None:
+    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
+    src, path = Checkpoint(tmp_path / "ct"), tmp_path / "ct" / REPORT
+    report = json.loads(path.read_text())
+    for layer in report["layers"]:
+        q = src.quantized(layer["name"])
+        seen = hashlib.sha256(f"{q.scheme.label} {list(q.shape)}".encode())
+        for part in (q.codes, q.scales):
+            seen.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+        layer["digest"] = seen.hexdigest()
+    path.write_text(json.dumps(report))
+    pack(tmp_path / "ct", tmp_path / "out", "marlin")
+    assert {layer["digest"].split(":")[0] for layer in load(tmp_path / "out")["layers"]} == {"xxh3_128"}
+    damage(tmp_path / "ct", f"{src.modules()[1]}.weight_packed")
+    with pytest.raises(CheckpointError, match=f"{src.modules()[1]}.weight: codes or scales differ"):
+        pack(tmp_path / "ct", tmp_path / "again", "marlin")
+
+
+ONE_WEIGHT = """
+import sys
+from pathlib import Path
+from quantkit.pipeline import pack
+from quantkit.report import peak_memory
+before = peak_memory()["ram"]
+pack(sys.argv[1], sys.argv[2], "gptq")
+print(peak_memory()["ram"] - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs a peak that a process does not inherit")
+def test_converting_holds_one_weight_at_a_time(tmp_path: Path) -> None:
+    n = k = 8192
+    folder = tmp_path / "m"
+    folder.mkdir()
+    schemes, layout = Schemes(Scheme.parse("int4:g128")), LAYOUTS["compressed-tensors"]
+    q = QuantizedTensor(
+        schemes.default, torch.full((n, k), 7, dtype=torch.uint8), torch.ones(n, k // 128, dtype=torch.float16)
+    )
+    file = TensorFile(folder / "model.safetensors")
+    for name, tensor in layout.pack(q).items():
+        for i in range(3):
+            file.add(f"model.layers.{i}.up_proj.{name}", tensor)
+    file.close()
+    public = layout.write_config(schemes) | {"quantkit": quantkit_key(layout.NAME, schemes, "0", None)}
+    (folder / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
+    del q, tensor
+    command = [sys.executable, "-c", ONE_WEIGHT, str(folder), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    one = n * k * 3 // 2  # a byte a code, and four bits in the file, of the source or of the result
+    assert one <= int(done.stdout) < 1.5 * one
+
+
+def test_a_result_that_is_cut_off_behind_the_writer_is_found(tmp_path: Path) -> None:
+    (tmp_path / "x").write_bytes(b"abc")
+    with ThreadPoolExecutor(1) as hasher:
+        behind = hashing.Behind(tmp_path / "x", hasher)
+        assert behind.reach(2).result() == hashlib.sha256(b"ab").hexdigest()
+        with pytest.raises(CheckpointError, match="cut off"):
+            behind.reach(4).result()
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize(
+    ("layout", "label"), [(name, label) for name, (labels, _) in HELD.items() for label in labels[-2:]]
+)
+def test_slices_side_by_side_make_the_same_bytes(layout: str, label: str) -> None:
+    q = record(Scheme.parse(label), 1280, 2048, lowest_zero=1)
+    alone = LAYOUTS[layout].pack(q)
+    with abreast.abreast():
+        assert abreast._helpers == 1 and torch.get_num_threads() == 1
+        together = LAYOUTS[layout].pack(q)
+        back = LAYOUTS[layout].unpack(together, q.scheme)
+    assert all(torch.equal(alone[name].view(torch.uint8), together[name].view(torch.uint8)) for name in alone)
+    assert back.equal(q)
+
+
+@pytest.mark.usefixtures("two_threads")
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, CheckpointError])
+def test_an_error_in_any_slice_ends_the_others(error: type[BaseException]) -> None:
+    for bad in range(4):
+        seen = []
+
+        def work(number: int, bad: int = bad, seen: list[int] = seen) -> None:
+            seen.append(number)
+            if number == bad:
+                raise error("here")
+
+        with pytest.raises(error, match="here"), abreast.abreast():
+            abreast.each(work, ((i,) for i in range(10**6)))
+        assert len(seen) < 10**5
+
+
 def another(shard: Path) -> None:
     """Put another file in the place of a shard; at no moment is there none."""
     data, other = shard.read_bytes(), shard.with_suffix(".other")
@@ -157,7 +249,7 @@ def another(shard: Path) -> None:
 def test_a_source_that_changes_behind_its_last_weight_is_refused(packed: Path, tmp_path: Path) -> None:
     call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     src = Checkpoint(tmp_path / "ct")
-    items = repacked(src, plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out"), {}, False, {})
+    items = repacked(src, src.logical(), plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out"), {}, False, {})
     for _ in src.logical():
         next(items)
     another(src.files()[-1])

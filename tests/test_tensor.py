@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+
 import pytest
 import torch
 
@@ -161,3 +163,19 @@ def test_errors_name_the_weight_they_are_about() -> None:
     with pytest.raises(LayoutError, match=r"^model\.x: group size 3 does not divide"), about("model.x"):
         Scheme(INT4, 3).groups(8)
     assert all(issubclass(kind, QuantkitError) for kind in (LayoutError, RecipeError)) and set(FORMATS)
+
+
+def test_a_record_is_held_against_the_digest_that_was_recorded_and_nothing_else() -> None:
+    q = QuantizedTensor(Scheme(INT4, 4), codes(), scales(4, 2))
+    seen = hashlib.sha256(f"int4:g4 {list(q.shape)}".encode())
+    seen.update(q.codes.numpy().tobytes() + q.scales.numpy().tobytes())
+    older = seen.hexdigest()
+    assert q.digest().startswith("xxh3_128:") and q.matches(q.digest()) and q.matches(older)
+    for i in range(q.codes.numel()):
+        flipped = q.codes.clone()
+        flipped.view(-1)[i] ^= 1
+        other = QuantizedTensor(q.scheme, flipped, q.scales)
+        assert not other.matches(q.digest()) and not other.matches(older)
+    bare = q.digest().removeprefix("xxh3_128:")
+    for wrong in (None, 5, [], "", bare, f"sha256:{older}", f"xxh3_128:{older}", older.upper(), older + "\n", "0" * 64):
+        assert not q.matches(wrong), wrong

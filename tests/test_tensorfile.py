@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit.errors import CheckpointError
-from quantkit.headers import DTYPES, TensorFile, read_header
+from quantkit.headers import DTYPES, read_header
+from quantkit.tensorfile import Contents, TensorFile
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -57,7 +59,7 @@ def test_a_waiting_tensor_is_not_changed_from_outside(tmp_path: Path) -> None:
 def test_a_header_that_is_full_refuses_before_it_breaks(tmp_path: Path) -> None:
     file = TensorFile(tmp_path / "x")
     number = 0
-    while file.fits(name := f"model.layers.{number}.ü" + "x" * 400):
+    while file.contents.fits(name := f"model.layers.{number}.ü" + "x" * 400):
         file.add(name, torch.zeros(2, dtype=torch.float32))
         number += 1
     with pytest.raises(CheckpointError, match="no room"):
@@ -75,3 +77,21 @@ def test_unwritable_tensors_are_refused(tmp_path: Path) -> None:
         file.add("b", torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(CheckpointError):
         TensorFile(tmp_path / "missing" / "x")
+
+
+@pytest.mark.parametrize("names", [["a", "odd", "b"], ["a", "b"], ["b", "a", "odd"], ["a", "odd", "b", "c"], []])
+def test_a_plan_that_comes_true_or_not_gives_the_same_file_and_hash(tmp_path: Path, names: list[str]) -> None:
+    """A wrong plan costs a second reading, never a wrong header or the hash of another file."""
+    tensors = {"a": torch.arange(5e5), "odd": torch.arange(3, dtype=torch.int8), "b": torch.ones(4, 4)}
+    planned = Contents()
+    for name in names:
+        tensor = tensors.get(name, tensors["a"])
+        planned.add(name, tensor.dtype, tuple(tensor.shape))
+    hashes = set()
+    with ThreadPoolExecutor(1) as hasher:
+        for file in (TensorFile(tmp_path / "x"), TensorFile(tmp_path / "y", planned, hasher)):
+            for name, tensor in tensors.items():
+                file.add(name, tensor)
+            hashes |= {file.close(), hashlib.sha256(file.path.read_bytes()).hexdigest()}
+    assert len(hashes) == 1
+    assert load_file(tmp_path / "y").keys() == tensors.keys()

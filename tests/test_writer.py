@@ -18,11 +18,12 @@ from quantkit import hashing, storage
 from quantkit.checkpoint import Checkpoint, Item
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.formats import FP6, INT4
-from quantkit.headers import INDEX, TensorFile, read_header
+from quantkit.headers import INDEX, read_header
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Layout
 from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.tensorfile import RESERVED
 from quantkit.writer import CheckpointWriter
 from tests.faults import Killed, count, failing, faults, killer, memory_path, state
 from tests.models import write_model
@@ -231,9 +232,9 @@ def test_shards_stay_below_their_limit(tmp_path: Path) -> None:
     copy_all(Checkpoint(folder), tmp_path / "out", every=1000, shard=300_000)
     for path in Checkpoint(tmp_path / "out").files():
         tensors = read_header(path)[0]
-        assert path.stat().st_size - TensorFile.RESERVED <= 300_000 or len(tensors) == 1
+        assert path.stat().st_size - RESERVED <= 300_000 or len(tensors) == 1
     total = json.loads((tmp_path / "out" / INDEX).read_text())["metadata"]["total_size"]
-    assert total == sum(p.stat().st_size - TensorFile.RESERVED for p in (tmp_path / "out").glob("*.safetensors"))
+    assert total == sum(p.stat().st_size - RESERVED for p in (tmp_path / "out").glob("*.safetensors"))
 
 
 def test_a_thousand_small_tensors_fill_several_headers(tmp_path: Path) -> None:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 
 from quantkit import room
+from quantkit.abreast import each
 from quantkit.errors import LayoutError
 
-#: Codes that are packed or unpacked at a time on a CPU: with the words they become, about what a core's cache holds.
-_CACHED = 1 << 19
+#: Codes that are packed or unpacked at a time on a CPU: few, so that they and what becomes of them stay in its caches;
+#: many, so that calling torch costs little.
+_CACHED = 1 << 20
 #: Neighbours from which on it is quicker to widen all than to move each.
 _LONG = 32
 
@@ -60,29 +62,39 @@ class Arrangement:
         outer = [axis for axis in fine._permutation if axis not in inner]
         words = room.empty([sizes[axis] for axis in outer], torch.int32, codes.device)
         codes = codes.clone() if codes.storage_offset() % 8 else codes  # what is seen as longer integers is aligned
-        for part, some in _slices(codes.reshape(sizes), words, outer):
+
+        def join(part: Tensor, some: Tensor) -> None:
             parts, width = fine._flipped(part, outer).contiguous().view(-1), bits
             for axis, run in _runs(inner, sizes):
                 parts = _joined(parts, sizes[axis], run, width, axis in fine._backwards)
                 width *= sizes[axis]
             back = _rising(outer)
             some.copy_(_permuted(parts.view([some.shape[axis] for axis in back]), _rising(back)))
+
+        each(join, _slices(codes.reshape(sizes), words, outer))
         return words.view(-1)
 
-    def unpack(self, words: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
-        """Return the uint8 codes `[rows, cols]` of `shape` that `pack` made the int32 `words` (any shape) of."""
+    def unpack(self, words: Tensor, bits: int, shape: tuple[int, int], onto: Tensor | None = None) -> Tensor:
+        """Return the uint8 codes `[rows, cols]` of `shape` that `pack` made the int32 `words` (any shape) of.
+
+        With `onto`, contiguous codes of that shape, their bits are added to those there.
+        """
         fine, inner = _within(self, bits)
         sizes = fine._sizes(*shape)
         if words.numel() * 32 != prod(sizes) * bits:
             raise LayoutError(f"{words.numel()} packed words do not fill a {shape[0]} x {shape[1]} matrix")
         outer = [axis for axis in fine._permutation if axis not in inner]
-        codes = room.empty(sizes, torch.uint8, words.device)
-        for part, some in _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer):
+        codes = room.empty(sizes, torch.uint8, words.device) if onto is None else onto.view(sizes)
+
+        def split(part: Tensor, some: Tensor) -> None:
             parts, width = _permuted(some, _rising(outer)).contiguous().view(-1), 32
             for axis, run in reversed(_runs(inner, sizes)):
                 width //= sizes[axis]
                 parts = _split(parts, sizes[axis], run, width, axis in fine._backwards)
-            part.copy_(fine._flipped(parts.view(part.shape), outer))
+            found = fine._flipped(parts.view(part.shape), outer)
+            part.copy_(found) if onto is None else part.bitwise_or_(found)
+
+        each(split, _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer))
         return codes.view(shape)
 
     @cached_property

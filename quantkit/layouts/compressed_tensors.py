@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit import room
+from quantkit.abreast import each
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import INT4, Format
 from quantkit.layouts import checks
@@ -40,7 +41,7 @@ CODES = Arrangement("N", "K i:8", "N K i")
 ZEROS = Arrangement("N i:8", "G", "N G i")
 
 #: Codes translated at a time, with an index of four bytes for two: what stays in the cache.
-CHUNK = 1 << 18
+CHUNK = 1 << 19
 NO_CODE = 255
 #: The format that `marlin24_ct` reads.
 MARLIN24 = "marlin-24"
@@ -232,9 +233,12 @@ def _translated(codes: Tensor, table: Tensor) -> Tensor:
     if len(flat) % 2:
         return _translated(pad(flat, (0, 1)), table)[:-1].view(codes.shape)
     out = room.empty(codes.shape, torch.uint8, codes.device)
-    for some, slot in zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True):
+
+    def translate(some: Tensor, slot: Tensor) -> None:
         two = some.clone().view(torch.int16).int().bitwise_and_(0xFFFF)
         torch.index_select(table, 0, two, out=slot.view(torch.int16))
+
+    each(translate, zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True))
     return out
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit import room
+from quantkit.abreast import each
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import FP5, FP6
 from quantkit.layouts import checks
@@ -57,7 +58,8 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     check(q.scheme, n, k)
     bits = q.scheme.format.bits
     words = room.empty((n, k * bits // 32), torch.int32, q.codes.device)
-    for codes, out in pieces(k, q.codes, words):
+
+    def join(codes: Tensor, out: Tensor) -> None:
         quads = _together(codes.clone(memory_format=torch.contiguous_format).view(-1).view(torch.int32), bits)
         stream, quads = out.view(-1, bits), quads.view(-1, QUADS)
         joined = quads[:, 0]
@@ -66,6 +68,8 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
             joined = joined | quad << shift if shift else quad
             if rest >= 0:
                 stream[:, word], joined = joined, quad >> (32 - shift)
+
+    each(join, pieces(k, q.codes, words))
     return {"weight": words, "weight_scale": checks.half(q.scales)}
 
 
@@ -76,7 +80,8 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     checks.match(tensors, stored(scheme, n, k))
     words, bits = tensors["weight"], scheme.format.bits
     codes = room.empty((n, k), torch.uint8, words.device)
-    for some, out in pieces(k, words, codes):
+
+    def split(some: Tensor, out: Tensor) -> None:
         stream = some.reshape(-1, bits)
         quads = torch.empty(len(stream), QUADS, dtype=torch.int32, device=words.device)
         for i, word, shift, rest in _places(bits):
@@ -86,6 +91,8 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
                 quad |= stream[:, word + 1] << (32 - shift)
             quads[:, i] = quad
         out.view(-1).view(torch.int32).copy_(_apart(quads.view(-1), bits))
+
+    each(split, pieces(k, words, codes))
     return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
 
 

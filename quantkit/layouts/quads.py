@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit import room, sparsity
+from quantkit.abreast import each
 from quantkit.errors import LayoutError
 from quantkit.layouts.arrange import Arrangement, pieces
 
@@ -41,9 +42,12 @@ def encode(values: Tensor, zero: int = 0) -> Tensor:
     n, k = values.shape
     table = torch.tensor(CODES, dtype=torch.uint8, device=values.device)
     codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
-    for some, found in pieces(k, values, codes):
+
+    def find(some: Tensor, found: Tensor) -> None:
         which = sparsity.flags(some, zero).mul_(0x01020408).bitwise_right_shift_(24).bitwise_and_(15)
         torch.index_select(table, 0, which, out=found.view(-1))
+
+    each(find, pieces(k, values, codes))
     _require_codes(codes, values, zero)
     return codes
 
@@ -67,11 +71,14 @@ def compress(values: Tensor, codes: Tensor) -> Tensor:
     n, k = values.shape
     kept = room.empty((n, k // 2), values.dtype, values.device)
     bits, (two, four) = 8 * values.element_size(), WORDS[values.element_size()]
-    for some, places, out in pieces(k, values, codes, kept):
+
+    def keep(some: Tensor, places: Tensor, out: Tensor) -> None:
         quads, (low, high) = some.clone(memory_format=torch.contiguous_format).view(four), _shifts(places, bits, four)
         pairs = (quads >> low) & ((1 << bits) - 1)
         pairs |= (quads >> high) << bits
         out.view(two).copy_(pairs)  # which drops what lies above
+
+    each(keep, pieces(k, values, codes, kept))
     return kept
 
 
@@ -81,13 +88,16 @@ def expand(kept: Tensor, codes: Tensor, zero: int = 0) -> Tensor:
     values = room.empty((n, k), kept.dtype, kept.device)
     bits, (two, four) = 8 * kept.element_size(), WORDS[kept.element_size()]
     zeros = sum(zero << bits * i for i in range(sparsity.QUAD))
-    for some, places, out in pieces(k, kept, codes, values):
+
+    def place(some: Tensor, places: Tensor, out: Tensor) -> None:
         pairs = some.clone(memory_format=torch.contiguous_format).view(two).to(four)
         pairs ^= zeros  # so that what is left out is zero here
         low, high = _shifts(places, bits, four)
         quads = (pairs & ((1 << bits) - 1)) << low
         quads |= ((pairs >> bits) & ((1 << bits) - 1)) << high
         torch.bitwise_xor(quads, zeros, out=out.view(four))
+
+    each(place, pieces(k, kept, codes, values))
     return values
 
 
@@ -97,12 +107,15 @@ def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     kept = room.empty((n, k // 2), torch.uint8, values.device)
     codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
     table = _compressed(zero, values.device)
-    for some, two, code in pieces(k, _whole(values), kept, codes):
+
+    def keep(some: Tensor, two: Tensor, code: Tensor) -> None:
         quad = some.view(-1).view(torch.int32)
         quad = (quad >> 12).bitwise_or_(quad).bitwise_and_(0xFFFF)
         found = torch.index_select(table, 0, quad)
         two.view(-1).view(torch.int16).copy_(found)  # which drops what lies above
         code.view(-1).copy_(found.bitwise_right_shift_(16))
+
+    each(keep, pieces(k, _whole(values), kept, codes))
     _require_codes(codes, values, zero)
     return kept, codes
 
@@ -112,10 +125,13 @@ def expand4(kept: Tensor, codes: Tensor, zero: int) -> Tensor:
     n, k = kept.shape[0], 2 * kept.shape[1]
     values = room.empty((n, k), torch.uint8, kept.device)
     table = _expanded(zero, kept.device)
-    for some, code, out in pieces(k, _whole(kept), codes, values):
+
+    def place(some: Tensor, code: Tensor, out: Tensor) -> None:
         index = code.to(torch.int16).bitwise_left_shift_(4).view(-1)
         index |= some.view(-1).view(torch.int16)
         torch.index_select(table, 0, index.to(torch.int32), out=out.view(-1).view(torch.int32))
+
+    each(place, pieces(k, _whole(kept), codes, values))
     return values
 
 

@@ -1,0 +1,127 @@
+"""The writing side of safetensors: one file, streamed, holding one tensor at a time.
+
+The format puts the header first, so room for it is reserved, and filled in last. Where it is known before, it is
+written first: then a thread hashes the file and sends it to the disk behind the writing, and nothing is left for later.
+"""
+
+from __future__ import annotations
+
+import json
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit import hashing, storage
+from quantkit.errors import CheckpointError
+from quantkit.headers import DTYPE_NAMES
+
+#: Bytes of a header with its length, padded with spaces.
+RESERVED = 64 * 2**10
+_METADATA = {"__metadata__": {"format": "pt"}}
+
+
+@dataclass
+class Contents:
+    """Dtypes and shapes of a file's tensors by name, in the order of `add`, and the bytes that they take (`size`).
+
+    Tensors lie gap-free in this order, but for those whose size is not a multiple of 8 bytes: these (small ones, in
+    practice) come last, by their dtypes' sizes, because readers need every tensor aligned to its dtype.
+    """
+
+    tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
+    size: int = 0
+    _header: int = len(json.dumps(_METADATA))
+
+    def fits(self, name: str) -> bool:
+        """Return whether the header has room for one more tensor of this name."""
+        return self._header + _entry_room(name) <= RESERVED - 8
+
+    def add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+        """Append a tensor."""
+        self.tensors[name] = dtype, shape
+        self.size += prod(shape) * dtype.itemsize
+        self._header += _entry_room(name)
+
+    def waiting(self) -> list[str]:
+        """Return the names of the tensors that come last, in their order."""
+        odd = [name for name, (dtype, shape) in self.tensors.items() if prod(shape) * dtype.itemsize % 8]
+        return sorted(odd, key=lambda name: -self.tensors[name][0].itemsize)
+
+    def header(self) -> bytes:
+        """Return the file's first `RESERVED` bytes."""
+        entries, end, last = {}, 0, dict.fromkeys(self.waiting())
+        for name in (*(name for name in self.tensors if name not in last), *last):
+            dtype, shape = self.tensors[name]
+            start, end = end, end + prod(shape) * dtype.itemsize
+            entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(_METADATA | entries, ensure_ascii=False, separators=(",", ":")).encode()
+        return (RESERVED - 8).to_bytes(8, "little") + text.ljust(RESERVED - 8)
+
+
+class TensorFile:
+    """Streams one safetensors file, holding one tensor at a time, and those that come last.
+
+    `planned` is what it is going to hold, if that is known, and `hasher` the thread that then hashes it on the way. A
+    file that comes to hold something else is hashed at the end, as one without a plan is.
+    """
+
+    def __init__(self, path: Path, planned: Contents | None = None, hasher: Executor | None = None) -> None:
+        self.path = path
+        self.contents = Contents()
+        self._waiting: dict[str, Tensor] = {}
+        self._end = RESERVED
+        self._planned = b"" if planned is None else planned.header()
+        self._behind: hashing.Behind | None = None
+        with storage.guarded(path):
+            self._file = storage.create(path)
+        if planned is not None and hasher is not None:
+            storage.write(self._file, memoryview(self._planned), path)
+            self._behind = hashing.Behind(path, hasher)
+        self._file.seek(RESERVED)
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Append a tensor; CheckpointError for a second one of its name, an unknown dtype or a full header."""
+        if tensor.dtype not in DTYPE_NAMES:
+            raise CheckpointError(f"{name}: safetensors files here do not hold {tensor.dtype}: convert it first")
+        if name in self.contents.tensors or not self.contents.fits(name):
+            what = "already has" if name in self.contents.tensors else "has no room in its header for"
+            raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
+        self.contents.add(name, tensor.dtype, tuple(tensor.shape))
+        if tensor.numel() * tensor.dtype.itemsize % 8:
+            self._waiting[name] = tensor.detach().cpu().clone()
+        else:
+            self._append(tensor)
+
+    def close(self) -> str:
+        """Write the header, make the file durable and return the SHA-256 of all of it."""
+        for name in self.contents.waiting():
+            self._append(self._waiting[name])
+        header = self.contents.header()
+        with self._file, ThreadPoolExecutor(1, "quantkit-hash") as pool:
+            if self._behind is not None and header == self._planned:
+                digest = self._behind.reach(self._end)
+            else:
+                self._file.seek(0)
+                storage.write(self._file, memoryview(header), self.path)
+                digest = pool.submit(hashing.sha256_of, self.path)
+            storage.sync(self._file, self.path)
+            storage.sync_folder(self.path.parent)
+            if self._behind is not None:
+                self._behind.close()
+            return digest.result()  # from the page cache, while the disk works
+
+    def _append(self, tensor: Tensor) -> None:
+        data = storage.raw(tensor)
+        storage.write(self._file, data, self.path)
+        self._end += len(data)
+        if self._behind is not None:
+            self._behind.reach(self._end)
+
+
+def _entry_room(name: str) -> int:
+    """An upper bound of a header entry's bytes: the quoted name, a rank of at most 8, two offsets."""
+    return len(json.dumps(name, ensure_ascii=False).encode()) + 64 + 10 * 20
