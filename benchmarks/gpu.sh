@@ -57,10 +57,17 @@ several_gpus() { # of the tests only these need two
     "$python" -m pytest -q -m gpu -k "several_gpus or on_two_gpus" tests/test_several_gpus.py tests/kernels/test_bad_input.py
 }
 
-sanitizer() { # every tile of the Hopper kernels on a small odd shape
+sanitizer() { # every tile of the Hopper kernels on a small odd shape, the layouts side by side
+    local tool layout one running
     for tool in memcheck racecheck; do
-        compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -m gpu -x \
-            -k "odd_shapes and (128-0-dtype or 24-0-dtype or channel-0-dtype)" tests/kernels/test_hopper.py
+        running=()
+        for layout in marlin-int4 marlin24-int4 quick-int4 tcfpx-fp; do
+            compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -m gpu -x \
+                -k "odd_shapes and $layout and 1-dtype0" tests/kernels/test_hopper.py >"$work/$tool-$layout" 2>&1 &
+            running+=($!)
+        done
+        for one in "${running[@]}"; do wait "$one" || { cat "$work/$tool"-*; return 1; }; done
+        cat "$work/$tool"-*
     done
 }
 

@@ -210,6 +210,7 @@ def _weight(
     progress: Progress,
 ) -> Iterator[Cell]:
     """Yield a cell for each number of tokens by one random weight."""
+    gc.collect()  # the memory of the weight before
     n, k = layer.n, layer.k
     l2 = torch.cuda.get_device_properties(where).L2_cache_size
     q = record(scheme, n, k, where)
@@ -271,7 +272,6 @@ def _checked(timed: Timed, out: Tensor, wanted: Tensor, what: str) -> float:
 def captured(call: Callable[[int], object], calls: int) -> torch.cuda.CUDAGraph:
     """Return a graph of `call(0)`, `call(1)` and so on; each has been called before, outside of any graph."""
     graph = torch.cuda.CUDAGraph()
-    gc.collect()
     gc.disable()  # an older graph that is collected during a capture spoils it
     try:
         with torch.cuda.graph(graph):

@@ -33,7 +33,7 @@ def test_the_choice_is_near_the_best_of_the_sweep() -> None:
         "marlin24", "int4:g128:24", lambda m, n, k: hopper.choose_tile(m, n, k, H200, torch.float16, 128)
     )
     assert len(behind) == 9 * 8
-    assert max(behind.values()) < 1.13 and sum(behind.values()) / len(behind) < 1.01, behind
+    assert max(behind.values()) < 1.05 and sum(behind.values()) / len(behind) < 1.01, behind
 
 
 @pytest.mark.gpu
