@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from contextvars import ContextVar
 from threading import Lock
 from typing import Any
 
@@ -16,26 +17,27 @@ import torch
 
 #: Above this, threads wait for Python's lock more than they work.
 MOST = 4
-_pool: ThreadPoolExecutor | None = None
-_helpers = 0
+#: Who helps the thread that is inside `abreast`, and how many; another thread's conversion has its own.
+_HELPING: ContextVar[tuple[ThreadPoolExecutor, int] | None] = ContextVar("_HELPING", default=None)
 
 
 @contextmanager
 def abreast() -> Iterator[None]:
     """Inside, `each` has as many threads as torch, `MOST` at most, and torch's own operations have one."""
-    global _pool, _helpers
     threads = torch.get_num_threads()
     helpers = min(threads, MOST) - 1
-    if not helpers or _pool is not None:
+    if not helpers:
         yield
         return
     torch.set_num_threads(1)  # also for threads that begin later
     try:
         with ThreadPoolExecutor(helpers, "quantkit-abreast") as pool:
-            _pool, _helpers = pool, helpers
-            yield
+            before = _HELPING.set((pool, helpers))
+            try:
+                yield
+            finally:
+                _HELPING.reset(before)
     finally:
-        _pool, _helpers = None, 0
         torch.set_num_threads(threads)
 
 
@@ -57,7 +59,8 @@ def each(work: Callable[..., None], slices: Iterable[tuple[Any, ...]]) -> None:
                     pass
             raise
 
-    helping = [_pool.submit(run) for _ in range(_helpers)] if _pool is not None else []
+    found = _HELPING.get()
+    helping = [found[0].submit(run) for _ in range(found[1])] if found is not None else []
     try:
         run()
     finally:

@@ -43,7 +43,7 @@ def nothing_is_left() -> Iterator[None]:
     yield
     assert torch.get_num_threads() == threads
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("quantkit")]
-    assert room._kept is None and abreast._pool is None
+    assert room._kept is None and abreast._HELPING.get() is None
 
 
 @pytest.fixture(scope="module")
@@ -216,7 +216,8 @@ def test_slices_side_by_side_make_the_same_bytes(layout: str, label: str) -> Non
     q = record(Scheme.parse(label), 1280, 2048, lowest_zero=1)
     alone = LAYOUTS[layout].pack(q)
     with abreast.abreast():
-        assert abreast._helpers == 1 and torch.get_num_threads() == 1
+        helping = abreast._HELPING.get()
+        assert helping is not None and helping[1] == 1 and torch.get_num_threads() == 1
         together = LAYOUTS[layout].pack(q)
         back = LAYOUTS[layout].unpack(together, q.scheme)
     assert all(torch.equal(alone[name].view(torch.uint8), together[name].view(torch.uint8)) for name in alone)
@@ -237,6 +238,26 @@ def test_an_error_in_any_slice_ends_the_others(error: type[BaseException]) -> No
         with pytest.raises(error, match="here"), abreast.abreast():
             abreast.each(work, ((i,) for i in range(10**6)))
         assert len(seen) < 10**5
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_a_conversion_that_ends_takes_no_helper_from_another_thread() -> None:
+    begun, over = threading.Event(), threading.Event()
+    done: list[int] = []
+
+    def second() -> None:
+        with abreast.abreast():
+            begun.set()
+            over.wait(10)
+            abreast.each(done.append, ((i,) for i in range(100)))
+
+    with ThreadPoolExecutor(1) as pool:
+        with abreast.abreast():
+            running = pool.submit(second)
+            assert begun.wait(10)
+        over.set()
+        running.result()
+    assert sorted(done) == list(range(100))
 
 
 def another(shard: Path) -> None:
