@@ -75,8 +75,8 @@ verify_8b() {
     "$python" benchmarks/verify_8b.py --work "$work" -o "$results/verify_8b.json"
 }
 
-perplexity() { # every layout by its kernel, on a CPU (64 windows of a text), and in transformers alone
-    "$python" benchmarks/perplexity.py --model "$reference/models/llama-29m" \
+perplexity() { # every layout by its kernel, on a CPU (16 windows of a text), and in transformers alone
+    "$python" benchmarks/perplexity.py --windows 16 --model "$reference/models/llama-29m" \
         --text "$data/wikitext2/test.txt" "$data/ptb/test.txt" --csv "$results/perplexity_llama-29m.csv"
 }
 

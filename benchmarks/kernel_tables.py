@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import argparse
 import csv
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import geometric_mean
 
 from quantkit.speeds import MODELS, read_peers
 
@@ -67,12 +67,8 @@ def behind(rows: Sequence[Row], peers: Sequence[Path]) -> Iterable[str]:
 def _shown(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
-    speed, share = (_mean([float(row[key]) for row in rows]) for key in ("speedup_vs_cublas", "pct_of_floor"))
+    speed, share = (geometric_mean([float(row[key]) for row in rows]) for key in ("speedup_vs_cublas", "pct_of_floor"))
     return f"{speed:.2f} ({share:.0f} %)"
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def main() -> None:

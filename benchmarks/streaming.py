@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 
@@ -116,7 +117,7 @@ def _once(work: Path, hub: Path, label: str, names: list[str]) -> Iterator[tuple
     there, back = work / "there", work / "back"
     for name, copy in COPIES.items():
         _settled()
-        seconds = _timed(lambda copy=copy: copy(hub, work / "copy"))  # type: ignore[misc]
+        seconds = _timed(partial(copy, hub, work / "copy"))
         shutil.rmtree(work / "copy")
         yield f"{name} {label}", {"gb_s": round(_size(hub) / 1e9 / seconds, 3)}
     for name in names:

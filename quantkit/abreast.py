@@ -46,6 +46,7 @@ def each(work: Callable[..., None], slices: Iterable[tuple[Any, ...]]) -> None:
     todo, lock = iter(slices), Lock()
 
     def run() -> None:
+        nonlocal todo
         try:
             while True:
                 with lock:
@@ -55,8 +56,7 @@ def each(work: Callable[..., None], slices: Iterable[tuple[Any, ...]]) -> None:
                 work(*one)
         except BaseException:
             with lock:
-                for _ in todo:  # nobody begins another one
-                    pass
+                todo = iter(())  # nobody begins another one
             raise
 
     found = _HELPING.get()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 
-from quantkit import storage
 from quantkit.errors import CheckpointError
 from quantkit.storage import guarded, open_regular
 
@@ -29,7 +31,7 @@ def hashed(paths: Mapping[str, Path], found: dict[str, str]) -> Iterator[int]:
     for name, path in paths.items():
         seen = hashlib.sha256()
         with open_regular(path) as file, guarded(path):
-            while size := file.readinto(buffer):  # type: ignore[attr-defined]
+            while size := file.readinto(buffer):
                 seen.update(buffer[:size])
                 yield size
         found[name] = seen.hexdigest()
@@ -55,10 +57,20 @@ class Behind:
         start = self._at
         with guarded(self._path):
             while self._at < end:
-                size = self._file.readinto(self._buffer[: end - self._at])  # type: ignore[attr-defined]
+                size = self._file.readinto(self._buffer[: end - self._at])
                 if not size:
                     raise CheckpointError(f"{self._path}: was cut off while it was written: run again")
                 self._seen.update(self._buffer[:size])
                 self._at += size
-        storage.begin_sync(self._file, start, end - start)
+        _begin_sync(self._file, start, end - start)
         return self._seen.hexdigest()
+
+
+def _begin_sync(file: FileIO, start: int, size: int) -> None:
+    """Let the disk begin with some bytes of a file, so that who syncs it waits for the last of them only.
+
+    To advise that they are not needed does that at once on Linux, and drops only what is on the disk already.
+    """
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)

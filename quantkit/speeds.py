@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from quantkit import storage
@@ -221,7 +222,7 @@ def compare(cells: Iterable[Cell], peers: Peers) -> dict[str, Any]:
                 }
             )
     slower.sort(key=lambda row: row["ratio"])
-    mean = _mean(ratios) if ratios else None
+    mean = geometric_mean(ratios) if ratios else None
     return {"compared": len(ratios), "missing": missing, "mean": mean, "slower": slower}
 
 
@@ -236,14 +237,10 @@ def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         found.setdefault((row["layout"], row["scheme"], model, row["M"]), []).append(row)
     return [
         {"layout": layout, "scheme": scheme, "model": model, "M": m}
-        | {key: _mean([row[key] for row in part]) for key in ("speedup_vs_cublas", "floor_speedup")}
+        | {key: geometric_mean([row[key] for row in part]) for key in ("speedup_vs_cublas", "floor_speedup")}
         for (layout, scheme, model, m), part in found.items()
         if len(part) == len(MODELS.get(model, ())) > 1
     ]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.exp(sum(map(math.log, values)) / len(values))
 
 
 def panels(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float, float]]]]:

@@ -16,6 +16,7 @@ import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -91,11 +92,11 @@ def mapped_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
     return torch.from_file(str(path), shared=True, size=prod(shape), dtype=dtype).reshape(shape)
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> FileIO:
     """Open a regular file for reading; CheckpointError for links, folders, FIFOs, devices and what cannot be read."""
     with guarded(path):
         # Looked at before it is opened: opening a FIFO or a device can block or have effects.
-        file = None
+        file: FileIO | None = None
         if stat.S_ISREG(os.lstat(path).st_mode):
             fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             file = os.fdopen(fd, "rb", buffering=0)
@@ -104,13 +105,13 @@ def open_regular(path: Path) -> BinaryIO:
         return file
 
 
-def read_exactly(file: BinaryIO, start: int, size: int, path: Path) -> Tensor:
+def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
     """Return `size` bytes from offset `start` as a uint8 tensor `[size]`; CheckpointError if the file is shorter."""
     view = (data := room.empty([size], torch.uint8)).numpy().data
     with guarded(path):
         file.seek(start)
         while view:
-            got = file.readinto(view[:CHUNK])  # type: ignore[attr-defined]
+            got = file.readinto(view[:CHUNK])
             if not got:
                 raise CheckpointError(f"{path}: ends {len(view)} bytes too early: download it again")
             view = view[got:]
@@ -337,16 +338,6 @@ def sync(file: BinaryIO, path: Path) -> None:
     with guarded(path):
         _fault("fsync", path)
         os.fsync(file.fileno())
-
-
-def begin_sync(file: BinaryIO, start: int, size: int) -> None:
-    """Let the disk begin with some bytes of a file, so that `sync` waits for the last of them only.
-
-    To advise that they are not needed does that at once on Linux, and drops only what is on the disk already.
-    """
-    if hasattr(os, "posix_fadvise"):
-        with suppress(OSError):
-            os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_DONTNEED)
 
 
 def sync_folder(path: Path) -> None:

@@ -18,7 +18,7 @@ def behind(layout: str, label: str, choose: Callable[[int, int, int], Tile]) -> 
     """Return for every (m, n, k) of a layout's sweep of a scheme the time of what is launched over the least.
 
     `choose(m, n, k)` is the launcher's choice; its tile must have been timed on the grid that it is launched on. Rows
-    were timed on two days: `scale` brings those of the first to the clocks of the second, by a tile that both timed.
+    are of several runs: `scale` brings those of earlier ones to the clocks of the last, by tiles that both timed.
     """
     times: dict[tuple[int, int, int], dict[tuple[int, ...], float]] = defaultdict(dict)
     with (FOLDER / f"{layout}_tiles.csv").open() as file:

@@ -52,3 +52,13 @@ def test_threads_do_not_write_each_others_arguments() -> None:
     for thread in threads:
         thread.join()
     assert found == {value: struct.pack("<i", value) for value in (1, 2)}
+
+
+def test_a_launch_asks_for_its_cluster_and_its_early_start_and_nothing_else() -> None:
+    """Of the attributes in the configuration the driver reads as many as it says there are."""
+    cluster, early = (driver.CLUSTER_DIMENSION, [5, 1, 1]), (driver.PROGRAMMATIC_STREAM_SERIALIZATION, [1, 0, 0])
+    for size, soon, wanted in ((0, False, []), (5, False, [cluster]), (0, True, [early]), (5, True, [cluster, early])):
+        _, config = driver._config((240,), (256,), 1024, 7, size, soon)
+        found = [(one.id, list(one.value)[:3]) for one in config.attributes[: config.count]]
+        assert found == wanted
+        assert list(config.sizes) == [240, 1, 1, 256, 1, 1] and (config.shared, config.stream) == (1024, 7)

@@ -173,6 +173,28 @@ def test_every_tile_fits_a_multiprocessor(layout: str, label: str) -> None:
     assert len(set(case.module.INSTANCES)) == len(case.module.INSTANCES)
 
 
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(list(CASES)),
+    st.integers(1, 2048),
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.sampled_from([16, 78, 114, 132, 144]),
+)
+def test_no_cluster_has_a_block_without_work_nor_waits_for_another(
+    layout: str, m: int, wide: int, deep: int, sms: int
+) -> None:
+    """A block without a step of its own would not meet the others, and what is not resident takes a second wave."""
+    case, n, k = CASES[layout], 128 * wide, 32 * deep
+    tiles = hopper.holding(case.module.TILES, m, case.module.SEVERAL)
+    found = hopper.fitting(tiles, m, n, k, sms)
+    assert any(tile.cluster == 0 for tile in found), "there must be something to launch"
+    for tile in found:
+        assert tile.cluster in (0, *range(2, MANY + 1)) and tile.cluster <= ceil(k, K_STEP), tile
+        if tile.cluster > 2:
+            assert hopper.blocks(tile, m, n, k, sms) <= hopper.CLUSTERED * sms * tile.resident, tile
+
+
 def every_count(layout: str, label: str, n: int, k: int, counts: Iterable[int], bias: bool) -> None:
     """Compare with float32 for some numbers of tokens, in both dtypes."""
     tensors, q = on_gpu(layout, weight(label, n, k))
