@@ -60,6 +60,11 @@ DEVICE void sync_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
+// Arrive at such a barrier without waiting there.
+DEVICE void arrive_threads(int barrier, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
 DEVICE u32 cluster_rank() {
     u32 rank;
     asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -89,12 +94,20 @@ DEVICE void store_neighbour(u32 address, u32 barrier, u32 rank, const float (&v)
     u32 there, its;
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(its) : "r"(barrier), "r"(rank));
+    constexpr int WIDE = N % 4 ? 2 : 4;  // so that a warp writes without gaps
 #pragma unroll
-    for (int i = 0; i < N; i += 2)
-        asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
-                         there + 4 * i),
-                     "f"(v[i]), "f"(v[i + 1]), "r"(its)
-                     : "memory");
+    for (int i = 0; i < N; i += WIDE)
+        if constexpr (WIDE == 2)
+            asm volatile(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(there + 4 * i),
+                "f"(v[i]), "f"(v[i + 1]), "r"(its)
+                : "memory");
+        else
+            asm volatile(
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                    there + 4 * i),
+                "f"(v[i]), "f"(v[i + 1]), "f"(v[i + 2]), "f"(v[i + 3]), "r"(its)
+                : "memory");
 }
 
 DEVICE float load_shared(u32 address) {

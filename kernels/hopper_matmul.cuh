@@ -28,16 +28,20 @@ struct Frame {
     static constexpr int SUMS = TOKENS / 2;                     // registers of one product
     static constexpr int ALL = WORDS * SUMS;                    // of a thread
     static constexpr int OWNERS = Weight::SHARED ? WGS : 1;     // warpgroups that end up with sums
+    // Products that the second of two warpgroups with the same stages begins a tile after the first, so that one
+    // multiplies while the other waits for a stage, or writes: worth 1 to 3 % where it is asked for, nothing elsewhere.
+    static constexpr bool LAGS = Weight::SHARED && WGS == 2 && TOKENS == 128 && (SPARSE || WORDS == 1);
+    static constexpr int LAG = LAGS ? Weight::PRODUCTS / 2 : 0;
     static constexpr int X_BYTES = TOKENS * 2 * K_STEP;
     static constexpr int HANDED = Weight::SHARED ? 0 : (WGS - 1) * 512 * ALL;  // sums on their way to the first
     static constexpr int OUT_TOKENS = WORDS == 1 && TOKENS > 8 ? 16 : 8;       // laid down at once by a warp
     static constexpr int OUT_BYTES = OUT_TOKENS * WORDS * 32;                  // for them
     // Sums that a thread writes together, the least that a block of a cluster adds up: of a sparse weight a token's.
-    static constexpr int UNITS = SPARSE ? TOKENS / 4 : ALL / 2, UNIT = ALL / UNITS;
+    static constexpr int UNIT = SPARSE ? 2 * WORDS : ALL >= 32 ? 4 : 2, UNITS = ALL / UNIT;
     // For few sums of a cluster there is room beside the stages, which neighbours may still use.
     static constexpr bool APART = CLUSTER > 0 && ALL * OWNERS <= 32;
     static constexpr int APART_BYTES = APART ? 512 * OWNERS * WORDS * (TOKENS > 16 ? TOKENS : 16) : 0;
-    static_assert(MANY * UNIT <= 16 * WORDS, "room for the sums of a cluster");
+    static_assert(CLUSTER * UNIT <= 16 * WORDS, "room for the sums of a cluster");
     // The phase that a warpgroup waits for must be the next one of its stage.
     static_assert(Weight::COLUMNS <= 256 && (Weight::SHARED || STAGES % WGS == 0), "stages");
 };
@@ -140,12 +144,14 @@ template <class F, class Weight, int TOKENS, int STAGES, class B, class Lane>
 DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float (&total)[F::WORDS][F::SUMS]) {
     constexpr int WORDS = F::WORDS, R = F::SUMS, PRODUCTS = Weight::PRODUCTS, CHUNK = Weight::CHUNK;
     float part[WORDS][R];
+    bool begins = F::LAG > 0;
     for (; count < end; count++) {
         const int stage = count % STAGES;
         if (!Weight::SHARED && count % F::WGS != group) continue;
         barrier_wait(b.full(stage), (count / STAGES) & 1);
         __syncwarp();
         w.load(b.w_at + stage * Weight::ROOM);
+        if (begins && group == 1) sync_threads(4, 256);
         const u64 right = right_operand(b.x_at + stage * F::X_BYTES);
         u32 left[2][WORDS][4];
 #pragma unroll
@@ -164,6 +170,7 @@ DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float
                 else
                     multiply<F, Weight, TOKENS>(w, s, j, part[j], left[s & 1][j], right_s, s % CHUNK != 0);
             wgmma_commit();
+            if (s == F::LAG - 1 && begins && group == 0) arrive_threads(4, 256);
             if (s != PRODUCTS - 1 && (CHUNK == 0 || s % CHUNK != CHUNK - 1)) {
                 wgmma_wait<1>();  // the left operand of the product before may be overwritten
                 continue;
@@ -178,6 +185,7 @@ DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float
             }
         }
         if (threadIdx.x % 32 == 0) barrier_arrive(b.empty(stage));
+        begins = false;
     }
     written_until_here<WORDS>(total);
 }
@@ -213,7 +221,7 @@ DEVICE void write(
         for (int i = lane; i < F::OUT_TOKENS * PIECES; i += 32) {
             const int row = i / PIECES, piece = i % PIECES, at = token + t + row;
             const int to = column + piece / 2 * Weight::STRIDE + piece % 2 * 8;
-            const int unit = piece / 2 * (F::SUMS / 2) + (t + row) / 8 * 2 + piece % 2;
+            const int unit = (piece / 2 * F::SUMS + (t + row) / 8 * 4 + piece % 2 * 2) / F::UNIT;
             float v[4];
             load_shared4(v, out + row * ROWS * 2 + (piece ^ (row & (PIECES - 1))) * 16);
             if (team.mine(unit) && at < b.m && to < b.n)

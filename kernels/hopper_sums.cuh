@@ -59,7 +59,7 @@ template <class F, int CLUSTER, class B>
 DEVICE void exchange(const B &b, const Team<F, CLUSTER> &team, float (&total)[F::WORDS][F::SUMS]) {
     auto sum = [&](int u, int e) -> float & {
         if constexpr (F::SPARSE) return total[e / 2][u / 2 * 4 + e % 2 * 2 + u % 2];
-        return total[(2 * u + e) / F::SUMS][(2 * u + e) % F::SUMS];
+        return total[(F::UNIT * u + e) / F::SUMS][(F::UNIT * u + e) % F::SUMS];
     };
     const u32 to = (F::APART ? b.apart_at : b.x_at) + threadIdx.x * 4 * F::UNIT;
     auto place = [&](int rank, int u) {

@@ -29,21 +29,21 @@ BANDWIDTH = {256: 4200.0, 128: 4100.0}
 SEVERAL = 64
 #: Fewest tokens first. Of equals the first is taken.
 TILES = (
-    Tile(8, 2, 1, 6, False, 0, 0.497, 1.5, 2.0),
-    Tile(8, 2, 1, 6, False, MANY, 0.438, 2.1),
-    Tile(16, 2, 1, 6, False, 0, 0.554, 0.3, 3.9),
-    Tile(16, 2, 1, 6, False, MANY, 0.545, 2.5),
-    Tile(16, 4, 1, 4, False, 0, 0.987, 0.3, 5.8),
-    Tile(32, 2, 1, 5, False, 0, 0.582, 5.2, 0.5),
-    Tile(32, 2, 2, 8, False, 2, 0.444, 0.9),
-    Tile(32, 4, 2, 6, False, 0, 0.549, 0.6, 6.5),
-    Tile(64, 1, 2, 6, True, 2, 0.545, 0.4),
-    Tile(64, 2, 1, 4, False, 0, 0.777, 3.3, 3.4),
-    Tile(128, 1, 2, 5, True, 0, 0.517, 0.2, 8.3),
-    Tile(128, 1, 2, 5, True, 2, 0.488, 5.8),
-    Tile(128, 2, 2, 4, True, 0, 0.932, 0.3, 9.9),
-    Tile(256, 1, 2, 3, True, 0, 0.914, 0.3, 9.9),
-    Tile(256, 1, 2, 3, True, 2, 0.873, 7.2),
+    Tile(8, 2, 1, 6, False, 0, 0.487, 0.2, 2.4),
+    Tile(8, 2, 1, 6, False, MANY, 0.358, 2.6),
+    Tile(16, 2, 1, 6, False, 0, 0.549, 0.1, 4.1),
+    Tile(16, 2, 1, 6, False, MANY, 0.655, 1.2),
+    Tile(16, 4, 1, 4, False, 0, 0.747, 7.8, 0.3),
+    Tile(32, 2, 1, 5, False, 0, 0.587, 5.9),
+    Tile(32, 2, 2, 8, False, 2, 0.483, 0.4),
+    Tile(32, 4, 2, 6, False, 0, 0.54, 0.4, 6.9),
+    Tile(64, 1, 2, 6, True, 2, 0.546, 0.3),
+    Tile(64, 2, 1, 4, False, 0, 0.826, 0.2, 6.2),
+    Tile(128, 1, 2, 5, True, 0, 0.576, 2.1, 4.4),
+    Tile(128, 1, 2, 5, True, 2, 0.488, 4.9),
+    Tile(128, 2, 2, 4, True, 0, 1.009, 0.3, 9.3),
+    Tile(256, 1, 2, 3, True, 0, 0.903, 0.9, 9.4),
+    Tile(256, 1, 2, 3, True, 2, 0.896, 6.9),
 )
 #: Enough for groups that are rare.
 FEW = tuple(tile for tile in TILES if tile.words == 2 and tile.warpgroups == 1 and not tile.cluster)

@@ -22,37 +22,60 @@ from quantkit.tensor import Scheme
 
 SOURCE = "tcfpx_hopper"
 #: Columns of a tile -> GB/s that weights are read with.
-BANDWIDTH = {256: 4150.0, 128: 4100.0}
+BANDWIDTH = {256: 4150.0, 128: 4100.0, 64: 3000.0}
 #: Tiles of so many tokens are also tried where it takes some of them to hold all.
 SEVERAL = 128
 #: Fewest tokens first. Of equals the first is taken.
-TILES = (
-    Tile(8, 2, 1, 6, False, MANY, 0.541, 1.6),
-    Tile(8, 2, 1, 7, False, 0, 0.624, 0.5, 3.0),
-    Tile(8, 2, 2, 8, False, 2, 0.324, 1.3),
-    Tile(8, 4, 1, 4, False, 0, 1.428, 2.9),
-    Tile(16, 2, 1, 5, False, MANY, 0.541, 2.5),
-    Tile(16, 2, 1, 6, False, 0, 0.477, 0.0, 6.4),
-    Tile(16, 2, 2, 8, False, 2, 0.391, 0.4),
-    Tile(16, 4, 2, 6, False, 0, 0.4, 8.7, 0.3),
-    Tile(32, 2, 2, 8, False, 0, 0.388, 0.6, 3.1),
-    Tile(32, 2, 2, 8, False, 2, 0.44, 0.4),
-    Tile(32, 4, 2, 4, False, 0, 0.543, 1.6, 6.9),
-    Tile(64, 1, 2, 6, True, 2, 0.509, 0.3),
-    Tile(64, 2, 1, 3, False, 0, 0.873, 0.5, 4.8),
-    Tile(64, 2, 2, 5, True, 0, 0.79, 0.1, 8.9),
-    Tile(128, 1, 2, 5, True, 0, 0.597, 1.8, 4.5),
-    Tile(128, 1, 2, 5, True, 2, 0.662, 2.0),
-    Tile(128, 2, 2, 3, True, 0, 1.06, 1.3, 8.8),
-    Tile(256, 1, 2, 2, True, 2, 1.004, 5.7),
-)
+TILES = {
+    FP6: (
+        Tile(8, 2, 1, 6, False, MANY, 0.574, 1.5),
+        Tile(8, 2, 1, 7, False, 0, 0.658, 3.3, 0.5),
+        Tile(8, 2, 2, 8, False, 2, 0.309, 0.2),
+        Tile(8, 4, 2, 8, False, 0, 0.587, 0.2, 7.6),
+        Tile(16, 2, 1, 5, False, MANY, 0.639, 2.1),
+        Tile(16, 2, 1, 6, False, 0, 0.447, 9.0),
+        Tile(16, 2, 2, 8, False, 2, 0.381, 0.5),
+        Tile(16, 4, 2, 6, False, 0, 0.332, 4.1, 7.1),
+        Tile(32, 1, 1, 6, False, 2, 0.365, 0.5),
+        Tile(32, 2, 2, 8, False, 0, 0.342, 4.2, 0.2),
+        Tile(32, 2, 2, 8, False, 2, 0.366, 1.8),
+        Tile(32, 4, 2, 4, False, 0, 0.444, 0.3, 9.8),
+        Tile(64, 1, 2, 6, True, 2, 0.503, 0.9),
+        Tile(64, 2, 1, 3, False, 0, 0.814, 6.4, 0.3),
+        Tile(64, 2, 2, 5, True, 0, 0.766, 1.6, 7.0),
+        Tile(128, 1, 2, 5, True, 0, 0.504, 1.8, 4.0),
+        Tile(128, 1, 2, 5, True, 2, 0.579, 0.7),
+        Tile(128, 2, 2, 3, True, 0, 0.622, 8.1, 8.9),
+        Tile(256, 1, 2, 2, True, 2, 0.673, 7.5),
+    ),
+    FP5: (
+        Tile(8, 2, 1, 6, False, MANY, 0.463, 2.3),
+        Tile(8, 2, 1, 7, False, 0, 0.617, 1.0, 1.6),
+        Tile(8, 2, 2, 8, False, 2, 0.365, 0.3),
+        Tile(8, 4, 2, 8, False, 0, 0.506, 0.4, 5.3),
+        Tile(16, 2, 1, 5, False, MANY, 0.53, 2.6),
+        Tile(16, 2, 1, 6, False, 0, 0.512, 0.5, 5.3),
+        Tile(16, 2, 2, 8, False, 2, 0.399, 0.2),
+        Tile(16, 4, 2, 6, False, 0, 0.382, 7.8, 0.9),
+        Tile(32, 1, 1, 6, False, 2, 0.391, 0.0),
+        Tile(32, 2, 2, 8, False, 0, 0.374, 2.4, 1.4),
+        Tile(32, 4, 2, 4, False, 0, 0.511, 3.7, 4.5),
+        Tile(64, 1, 2, 6, True, 2, 0.452, 0.0),
+        Tile(64, 2, 1, 3, False, 0, 0.89, 3.7, 0.1),
+        Tile(64, 2, 2, 5, True, 0, 0.776, 0.0, 7.1),
+        Tile(128, 1, 2, 5, True, 0, 0.467, 6.3, 0.3),
+        Tile(128, 1, 2, 5, True, 2, 0.561, 0.4),
+        Tile(128, 2, 2, 3, True, 0, 0.799, 0.7, 9.1),
+        Tile(256, 1, 2, 2, True, 2, 0.747, 10.0),
+    ),
+}
 #: Enough for the formats that are rare.
-FEW = tuple(tile for tile in TILES if tile.words == 2 and not tile.cluster and not tile.shared)
+FEW = tuple(tile for tile in TILES[FP5] if tile.words == 2 and not tile.cluster and not tile.shared)
 
 
 def tiles(fmt: Format) -> tuple[Tile, ...]:
     """Return the tiles that exist for a format."""
-    return TILES if fmt in (FP6, FP5) else FEW
+    return TILES.get(fmt, FEW)
 
 
 def instance(tile: Tile, dtype: torch.dtype, fmt: Format) -> str:

@@ -35,13 +35,17 @@ class Case:
     odd: tuple[tuple[int, int], ...]
     units: tuple[int, int]
 
-    def tiles(self, label: str, n: int, k: int, dtype: torch.dtype) -> list[Tile]:
-        """Return the tiles that exist for a scheme and have a place in a weight `[n, k]`."""
+    def all_tiles(self, label: str, dtype: torch.dtype) -> tuple[Tile, ...]:
         scheme = Scheme.parse(label)
         about = (scheme.format,) if self.module is tcfpx_hopper else (dtype, scheme.group_size)
+        found: tuple[Tile, ...] = self.module.tiles(*about)
+        return found
+
+    def tiles(self, label: str, n: int, k: int, dtype: torch.dtype) -> list[Tile]:
+        """Return the tiles that exist for a scheme and have a place in a weight `[n, k]`."""
         found = [
             replace(tile, cluster=size)
-            for tile in self.module.tiles(*about)
+            for tile in self.all_tiles(label, dtype)
             for size in ((3, 5, 8) if tile.cluster == MANY else (tile.cluster,))
             if size <= ceil(k, K_STEP)
         ]
@@ -186,7 +190,7 @@ def test_no_cluster_has_a_block_without_work_nor_waits_for_another(
 ) -> None:
     """A block without a step of its own would not meet the others, and what is not resident takes a second wave."""
     case, n, k = CASES[layout], 128 * wide, 32 * deep
-    tiles = hopper.holding(case.module.TILES, m, case.module.SEVERAL)
+    tiles = hopper.holding(case.all_tiles(case.labels[0], torch.float16), m, case.module.SEVERAL)
     found = hopper.fitting(tiles, m, n, k, sms)
     assert any(tile.cluster == 0 for tile in found), "there must be something to launch"
     for tile in found:

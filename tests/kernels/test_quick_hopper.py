@@ -32,7 +32,7 @@ def test_the_choice_is_near_the_best_of_the_sweep() -> None:
         "quick", "int4:g128:asym", lambda m, n, k: hopper.choose_tile(m, n, k, H200, torch.float16, 128)
     )
     assert len(behind) == 9 * 8
-    assert max(behind.values()) < 1.06 and sum(behind.values()) / len(behind) < 1.01, behind
+    assert max(behind.values()) < 1.05 and sum(behind.values()) / len(behind) < 1.01, behind
 
 
 @pytest.mark.gpu
