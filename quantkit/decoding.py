@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
@@ -21,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit import bench, packed
 from quantkit.errors import KernelError, RecipeError, reason
@@ -40,6 +42,10 @@ BATCHES = (1, 4, 16, 64)
 ATTENTION = "quantkit"
 #: Arguments of an attention that is not the plain one.
 PECULIAR = ("softcap", "s_aux", "position_bias")
+#: From so many heads in a batch on, some two for each multiprocessor of an H200, attention in one kernel is the faster.
+CROWD = 256
+#: Into how many pieces a vocabulary is cut at most, so that as many blocks look for the likeliest token.
+PIECES = 256
 #: Timed rounds of what takes no longer than LONG seconds; of longer ones there is one.
 ROUNDS, LONG = 3, 1.0
 
@@ -133,8 +139,21 @@ class Turns:
     token: Tensor
 
 
-def turns(model: PreTrainedModel, ids: Tensor, new: int) -> Turns:
+def likeliest(logits: Tensor) -> Tensor:
+    """Return where logits `[b, vocabulary]` are largest, int64 `[b, 1]`, the first of equals.
+
+    Looked for in pieces first: torch gives a row of an argmax, long as it is, to one block, compiled or not.
+    """
+    b, vocabulary = logits.shape
+    largest, at = logits.view(b, math.gcd(vocabulary, PIECES), -1).max(-1)
+    piece = largest.argmax(-1, keepdim=True)
+    return at.gather(1, piece) + piece * (vocabulary // largest.shape[1])
+
+
+def turns(model: PreTrainedModel, ids: Tensor, new: int, pick: Callable[[Tensor], Tensor] = likeliest) -> Turns:
     """Return the calls of a model for prompts int64 `[b, t]` and `new` tokens each, over a static cache.
+
+    `pick` finds the next tokens `[b, 1]` by logits `[b, vocabulary]`.
 
     Everything that changes from step to step is a tensor in its place, so that both calls can be captured once they
     have been made. RecipeError for a model whose cache or attention is no plain one.
@@ -151,7 +170,7 @@ def turns(model: PreTrainedModel, ids: Tensor, new: int) -> Turns:
     position = torch.full((1, 1), length, device=ids.device)
     token = ids[:, -1:].clone()
 
-    near, far = (torch.tensor(value, device=ids.device) for value in (0.0, float("-inf")))
+    near, far = (torch.tensor(value, device=ids.device, dtype=model.dtype) for value in (0.0, float("-inf")))
 
     # Logits of the last token alone, where the model can: those of all prompts may take more room than its weights.
     last = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
@@ -160,7 +179,7 @@ def turns(model: PreTrainedModel, ids: Tensor, new: int) -> Turns:
         mask = torch.where(mask, near, far)  # once for all blocks
         given: Any = {"position_ids": positions, "past_key_values": cache, "use_cache": True, **last}
         out: Any = model(tokens, attention_mask=mask.view(1, 1, 1, -1), **given)
-        token.copy_(out.logits[:, -1:].argmax(-1))
+        token.copy_(pick(out.logits[:, -1]))
 
     def prompt() -> None:
         with torch.compiler.set_stance("force_eager"):
@@ -234,22 +253,26 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Attend by prompts to themselves, as transformers does with "sdpa", and by one token to all places of the cache.
 
-    To these `attention_mask`, a number for each place, says how near they are. Heads that share keys are taken as one
-    head of several queries. For so few, two products with a softmax between are faster than attention in one kernel,
-    which has a block for each head. Query `[b, h, t, d]`, key and value `[b, g, room, d]`; returns `[b, t, h, d]`.
+    To these `attention_mask`, a number for each place, says how near they are. Attention in one kernel, cuDNN's, has a
+    block for each head. Where these are few, two products with a softmax between are faster, with heads that share keys
+    taken as one head of several queries. Query `[b, h, t, d]`, key and value `[b, g, room, d]`; returns `[b, t, h, d]`.
     RecipeError for an attention with more to it, such as soft caps.
     """
     more = [name for name in PECULIAR if given.get(name) is not None]
     if more:
         raise RecipeError(f"attention with {more[0]} is not measured: use another model")
     b, heads, t, _ = query.shape
-    if t == 1:
+    shared = key.shape[1] != heads
+    if t == 1 and b * heads >= CROWD:
+        mask = attention_mask.expand(b, heads, 1, -1)
+        with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], set_priority=True):
+            y = functional.scaled_dot_product_attention(query, key, value, mask, scale=scaling, enable_gqa=shared)
+    elif t == 1:
         query = query.reshape(b, key.shape[1], heads // key.shape[1], -1)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         nearness = torch.matmul(query, key.transpose(2, 3)).float() * scale + attention_mask
         y = torch.matmul(nearness.softmax(-1).to(value.dtype), value)
     else:
-        shared = key.shape[1] != heads
         key, value = key[:, :, :t], value[:, :, :t]
         y = functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling, enable_gqa=shared)
     return y.reshape(b, heads, t, -1).transpose(1, 2).contiguous(), None
@@ -365,7 +388,7 @@ def _batch(model: PreTrainedModel, batch: int, load: Load, where: torch.device) 
     random = torch.Generator(where).manual_seed(0)
     vocabulary = model.get_input_embeddings().get_parameter("weight").shape[0]
     ids = torch.randint(vocabulary, (batch, load.prompt), device=where, generator=random)
-    turn = turns(model, ids, load.new)
+    turn = turns(model, ids, load.new, likeliest if load.eager else torch.compile(likeliest))
     times = []
     try:
         for call, before, calls in ((turn.prompt, 0, 1), (turn.step, load.prompt, load.new)):

@@ -60,6 +60,12 @@ def test_fused_blocks_write_the_same_and_are_compiled_once_for_all(family: str) 
     assert 1 <= counts[0] == counts[1] <= 6
 
 
+def test_fused_blocks_hold_attention_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = _graphs_that_write_the_same(LLAMA)
+    monkeypatch.setattr(decoding, "CROWD", 1)
+    assert _graphs_that_write_the_same(LLAMA) == apart
+
+
 def _graphs_that_write_the_same(config: dict[str, Any]) -> int:
     made = built(Outline("some", Path("some"), config), Variant(DENSE, {}))
     ids = torch.randint(257, (3, 11), generator=torch.Generator().manual_seed(1))
@@ -129,6 +135,27 @@ def test_an_attention_with_more_to_it_is_not_taken_for_a_plain_one(name: str) ->
     x = torch.zeros(1, 2, 3, 8)
     with pytest.raises(RecipeError, match=name):
         decoding.attention(nn.Module(), x, x, x, torch.ones(1, 1, 1, 3), **{name: 1.0})
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_attention_in_one_kernel_is_that_of_two_products(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 8, 1, 16, generator=random)
+    key, value = (torch.randn(3, kv_heads, 11, 16, generator=random) for _ in range(2))
+    mask = torch.where(torch.arange(11) < 7, 0.0, float("-inf")).view(1, 1, 1, -1)
+    found = []
+    for crowd in (1, 1000):
+        monkeypatch.setattr(decoding, "CROWD", crowd)
+        found.append(decoding.attention(nn.Module(), query, key, value, mask)[0])
+    assert found[0].shape == (3, 1, 8, 16)
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("vocabulary", [257, 512, 1000])
+def test_the_likeliest_token_is_that_of_an_argmax_and_the_first_of_equals(vocabulary: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randint(40, (64, vocabulary), generator=random).float()
+    assert torch.equal(decoding.likeliest(logits), logits.argmax(-1, keepdim=True))
 
 
 # ------------------------------------------------------------------------------------------------ what it means
