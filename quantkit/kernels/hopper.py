@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quantkit.errors import KernelError
 from quantkit.kernels import loader
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.workspace import workspace
@@ -192,7 +193,14 @@ def launch(
 
 @functools.lru_cache(maxsize=4096)
 def _sizes(tile: Tile, m: int, n: int, k: int, sms: int, room: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the grid, the threads of a block, and its bytes of shared memory."""
+    """Return the grid, the threads of a block, and its bytes of shared memory.
+
+    KernelError for a cluster with a block that would have no step: it ends while its neighbours still write to it.
+    """
+    if tile.cluster > ceil(k, K_STEP):
+        raise KernelError(
+            f"a cluster of {tile.cluster} blocks has no {K_STEP} of k for each where k = {k}: use a tile of `fitting`"
+        )
     return (blocks(tile, m, n, k, sms),), (WARPGROUP * (tile.warpgroups + 1),), tile.bytes(room)
 
 

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quantkit.errors import KernelError
 from quantkit.kernels import hopper, loader, marlin24_hopper, marlin_hopper, proof, quick_hopper, tcfpx_hopper
 from quantkit.kernels.hopper import K_STEP, MANY, Tile, ceil
 from quantkit.tensor import QuantizedTensor, Scheme
@@ -197,6 +198,12 @@ def test_no_cluster_has_a_block_without_work_nor_waits_for_another(
         assert tile.cluster in (0, *range(2, MANY + 1)) and tile.cluster <= ceil(k, K_STEP), tile
         if tile.cluster > 2:
             assert hopper.blocks(tile, m, n, k, sms) <= hopper.CLUSTERED * sms * tile.resident, tile
+
+
+def test_a_cluster_with_a_block_that_has_no_step_is_not_launched() -> None:
+    tile = next(tile for tile in CASES["tcfpx"].all_tiles("fp6:channel", torch.float16) if tile.cluster == MANY)
+    with pytest.raises(KernelError, match=r"cluster of 8 .* k = 320"):
+        hopper._sizes(tile, 1, 320, 320, 132, 8192)
 
 
 def every_count(layout: str, label: str, n: int, k: int, counts: Iterable[int], bias: bool) -> None:

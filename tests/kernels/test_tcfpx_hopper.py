@@ -16,7 +16,7 @@ from quantkit.tensor import QuantizedTensor, Scheme
 from tests.kernels import sweeps
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight
-from tests.kernels.test_hopper import H200, LAYERS, TYPES, gpu, product
+from tests.kernels.test_hopper import CASES, H200, LAYERS, TYPES, gpu, product
 from tests.kernels.test_naive import on_gpu
 
 __all__ = ["gpu"]
@@ -105,7 +105,7 @@ def test_the_choice_is_near_the_best_of_the_sweep(label: str) -> None:
 def test_unit_vectors_give_back_every_code(gpu: None, fmt: Format) -> None:
     n, k = 320, 320
     tensors, q = on_gpu("tcfpx", every_code(fmt, n, k))
-    for dtype, tile in itertools.product(TYPES, hopper.tiles(fmt)):
+    for dtype, tile in itertools.product(TYPES, CASES["tcfpx"].tiles(f"{fmt.name}:channel", n, k, torch.float16)):
         y = product("tcfpx", tensors, q, torch.eye(k, dtype=dtype, device="cuda"), tile=tile)
         assert torch.equal(y.t(), fmt.decode(q.codes).to(dtype)), (dtype, tile)
 
