@@ -82,7 +82,7 @@ perplexity() { # every layout by its kernel, on a CPU (16 windows of a text), an
 
 counters() { # what warps wait for; needs Nsight Compute
     for layout in marlin marlin24 tcfpx quick; do
-        "$python" benchmarks/counters.py --layout "$layout" --shape 4096x4096 57344x8192 --m 1 16 64 256 1024 \
+        "$python" benchmarks/counters.py --layout "$layout" --shape 4096x4096 57344x8192 8192x28672 --m 1 16 64 256 1024 \
             --csv "$results/counters_$layout.csv"
     done
 }

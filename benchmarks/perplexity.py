@@ -39,8 +39,11 @@ CASES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
     ("compressed-tensors", "int4:g128", {}),
     ("compressed-tensors", "int4:g128:asym", {"asym": True}),
     ("gptq", "int4:g128", {}),
+    ("gptq-v2", "int4:g128:asym", {"asym": True}),
     ("awq", "int4:g128:asym", {"asym": True}),
+    ("marlin24-ct", "int4:g128:24", {"prune": "2:4"}),
     ("humming", "fp6:channel", {"format": "fp6"}),
+    ("humming", "fp5:channel", {"format": "fp5"}),
 )
 #: Tokens behind the last window that are left in a text that is cut, whose end may become other tokens.
 SLACK = 16
