@@ -56,6 +56,7 @@ DEVICE u64 right_operand(u32 address) {
     return (u64)((address >> 4) & 0x3fff) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
+// Named barriers: 1 is for sums that are handed over, 2 and 3 are a warpgroup's own, 4 starts the one that lags.
 DEVICE void sync_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
