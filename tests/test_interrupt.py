@@ -64,6 +64,7 @@ def test_a_signal_in_a_real_process_leaves_a_run_that_resumes(
 def handlers() -> Iterator[None]:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests with nohup ignores it
     catch_signals()
     yield
     for number, handler in zip(numbers, before, strict=True):
