@@ -88,7 +88,7 @@ class Variant:
 class Load:
     """How a model is used: prompts of `prompt` tokens, then `new` ones each, in several batch sizes, in a dtype.
 
-    `eager` leaves the small operations of a step as they are, see `decoding.fused`.
+    `eager` leaves the small operations of a step as they are, see `turns.fused`.
     """
 
     batches: tuple[int, ...]

@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from quantkit import bench, decoding, speeds
+from quantkit import bench, decoding, speeds, turns
 from quantkit.cli import show
-from quantkit.decoding import Decoding, Pace, fused, turns
+from quantkit.decoding import Decoding, Pace
 from quantkit.errors import RecipeError
 from quantkit.kernels import missing
 from quantkit.models import blocks
@@ -41,7 +41,7 @@ def test_prompts_and_steps_write_what_the_plain_model_writes(family: str, length
     with torch.inference_mode():
         for _ in range(6):
             wanted = torch.cat([wanted, plain(wanted, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        turn = turns(made, ids, 6)
+        turn = turns.turns(made, ids, 6)
         for _ in range(2):  # the cache is rewound, not new
             turn.rewind(0)
             turn.prompt()
@@ -62,7 +62,7 @@ def test_fused_blocks_write_the_same_and_are_compiled_once_for_all(family: str) 
 
 def test_fused_blocks_hold_attention_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = _graphs_that_write_the_same(LLAMA)
-    monkeypatch.setattr(decoding, "CROWD", 1)
+    monkeypatch.setattr(turns, "CROWD", 1)
     assert _graphs_that_write_the_same(LLAMA) == apart
 
 
@@ -76,7 +76,7 @@ def _graphs_that_write_the_same(config: dict[str, Any]) -> int:
         return graph.forward
 
     def written() -> torch.Tensor:
-        turn = turns(made, ids, 6)
+        turn = turns.turns(made, ids, 6)
         found = []
         for tokens, calls in ((0, [turn.prompt]), (11, [turn.step] * 4)):
             turn.rewind(tokens)
@@ -87,7 +87,7 @@ def _graphs_that_write_the_same(config: dict[str, Any]) -> int:
 
     with torch.inference_mode():
         wanted = written()
-        with fused(made, blocks(made), counted):
+        with turns.fused(made, blocks(made), counted):
             assert torch.equal(written(), wanted)
         count = len(graphs)
         assert torch.equal(written(), wanted) and len(graphs) == count, "what was compiled is left behind"
@@ -113,7 +113,7 @@ def test_a_captured_call_waits_for_nothing(family: str) -> None:
     made = built(model, Variant(DENSE, {}))
     ids = torch.arange(22).view(2, 11)
     with torch.inference_mode():
-        turn = turns(made, ids, 6)
+        turn = turns.turns(made, ids, 6)
         turn.rewind(0)
         turn.prompt()  # the call before the capture makes the cache
         for tokens, each in ((0, turn.prompt), (11, turn.step)):
@@ -127,14 +127,14 @@ def test_a_model_that_keeps_its_own_attention_is_not_measured() -> None:
     config = {"model_type": "bloom", "hidden_size": 128, "n_layer": 1, "n_head": 2, "vocab_size": 257}
     made = built(Outline("bloom", Path("bloom"), config), Variant(DENSE, {}))
     with pytest.raises(RecipeError, match="bloom: its attention is its own"):
-        turns(made, torch.arange(6)[None], 2)
+        turns.turns(made, torch.arange(6)[None], 2)
 
 
-@pytest.mark.parametrize("name", decoding.PECULIAR)
+@pytest.mark.parametrize("name", turns.PECULIAR)
 def test_an_attention_with_more_to_it_is_not_taken_for_a_plain_one(name: str) -> None:
     x = torch.zeros(1, 2, 3, 8)
     with pytest.raises(RecipeError, match=name):
-        decoding.attention(nn.Module(), x, x, x, torch.ones(1, 1, 1, 3), **{name: 1.0})
+        turns.attention(nn.Module(), x, x, x, torch.ones(1, 1, 1, 3), **{name: 1.0})
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
@@ -145,8 +145,8 @@ def test_attention_in_one_kernel_is_that_of_two_products(kv_heads: int, monkeypa
     mask = torch.where(torch.arange(11) < 7, 0.0, float("-inf")).view(1, 1, 1, -1)
     found = []
     for crowd in (1, 1000):
-        monkeypatch.setattr(decoding, "CROWD", crowd)
-        found.append(decoding.attention(nn.Module(), query, key, value, mask)[0])
+        monkeypatch.setattr(turns, "CROWD", crowd)
+        found.append(turns.attention(nn.Module(), query, key, value, mask)[0])
     assert found[0].shape == (3, 1, 8, 16)
     torch.testing.assert_close(found[0], found[1])
 
@@ -155,7 +155,7 @@ def test_attention_in_one_kernel_is_that_of_two_products(kv_heads: int, monkeypa
 def test_the_likeliest_token_is_that_of_an_argmax_and_the_first_of_equals(vocabulary: int) -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randint(40, (64, vocabulary), generator=random).float()
-    assert torch.equal(decoding.likeliest(logits), logits.argmax(-1, keepdim=True))
+    assert torch.equal(turns.likeliest(logits), logits.argmax(-1, keepdim=True))
 
 
 # ------------------------------------------------------------------------------------------------ what it means
@@ -294,7 +294,7 @@ def test_graphs_write_what_calls_write(layout: str, gpu: torch.device) -> None:
         return torch.cat(tokens, 1)
 
     with decoding._fast(), torch.inference_mode():
-        turn = turns(made, ids, 6)
+        turn = turns.turns(made, ids, 6)
         wanted = written(turn.prompt, turn.step, turn)
         prompt = decoding.graph_of(turn.prompt, lambda: turn.rewind(0))
         step = decoding.graph_of(turn.step, lambda: turn.rewind(11))

@@ -23,7 +23,7 @@ ROWS = [
         *("memory", "misfits", "plan", "inspection", "solve", "calibrate", "output", "repack", "verify", "evaluate"),
         *("packed", "hf", "loading"),
     ],
-    ["pipeline", "api", "bench", "outline", "decoding"],
+    ["pipeline", "api", "bench", "outline", "turns", "decoding"],
     ["demo", "doctor", "cli", "__main__"],
 ]
 NEIGHBOURS = {
@@ -60,7 +60,9 @@ NEIGHBOURS = {
         ("calibrate", "solve"),
         ("outline", "bench"),
         ("decoding", "bench"),
+        ("turns", "outline"),
         ("decoding", "outline"),
+        ("decoding", "turns"),
     ),
     *(("calibrate", "solve"), ("api", "pipeline"), ("cli", "demo"), ("cli", "doctor"), ("__main__", "cli")),
 }
@@ -95,7 +97,7 @@ SISTERS = {
 }
 
 FRONT_DOORS = {
-    "transformers": {"skeleton", "models", "hf", "loading", "decoding"},
+    "transformers": {"skeleton", "models", "hf", "loading", "turns"},
     "accelerate": {"skeleton"},
     "datasets": {"data"},
     "cupy": {"kernels"},
