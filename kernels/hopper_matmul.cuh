@@ -28,8 +28,9 @@ struct Frame {
     static constexpr int SUMS = TOKENS / 2;                     // registers of one product
     static constexpr int ALL = WORDS * SUMS;                    // of a thread
     static constexpr int OWNERS = Weight::SHARED ? WGS : 1;     // warpgroups that end up with sums
-    // Products that the second of two warpgroups with the same stages begins a tile after the first, so that one
-    // multiplies while the other waits for a stage, or writes: worth 1 to 3 % where it is asked for, nothing elsewhere.
+    // Products that the second of two warpgroups with the same stages begins after the first, so that one multiplies
+    // while the other waits for a stage, or writes. Once in a launch: nothing keeps the first from beginning two short
+    // tiles before the second has begun one, and a barrier that is arrived at twice is full without who waits there.
     static constexpr bool LAGS = Weight::SHARED && WGS == 2 && TOKENS == 128 && (SPARSE || WORDS == 1);
     static constexpr int LAG = LAGS ? Weight::PRODUCTS / 2 : 0;
     static constexpr int X_BYTES = TOKENS * 2 * K_STEP;
@@ -144,7 +145,7 @@ template <class F, class Weight, int TOKENS, int STAGES, class B, class Lane>
 DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float (&total)[F::WORDS][F::SUMS]) {
     constexpr int WORDS = F::WORDS, R = F::SUMS, PRODUCTS = Weight::PRODUCTS, CHUNK = Weight::CHUNK;
     float part[WORDS][R];
-    bool begins = F::LAG > 0;
+    bool begins = F::LAG > 0 && count == 0;
     for (; count < end; count++) {
         const int stage = count % STAGES;
         if (!Weight::SHARED && count % F::WGS != group) continue;
