@@ -34,11 +34,15 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// What the second-level cache gives up first, as `createpolicy.fractional.L2` would encode it.
+constexpr u64 EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000;
+
 // Copy the box of `map` that begins at (column, row); what lies outside of the matrix arrives as zeros.
-DEVICE void copy_tile(u32 to, const TensorMap &map, int column, int row, u32 barrier) {
+DEVICE void copy_tile(u32 to, const TensorMap &map, int column, int row, u32 barrier, u64 policy) {
     asm volatile(
-        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-        "l"((u64)&map), "r"(column), "r"(row), "r"(barrier)
+        "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
+        "l"((u64)&map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
         : "memory");
 }
 
@@ -184,9 +188,10 @@ DEVICE void load_words(u32 (&w)[WORDS], u32 address) {
 }
 
 // The same as `copy_tile` of a matrix whose rows are cut into pieces: the box begins at (column, piece, row).
-DEVICE void copy_box(u32 to, const TensorMap &map, int column, int piece, int row, u32 barrier) {
+DEVICE void copy_box(u32 to, const TensorMap &map, int column, int piece, int row, u32 barrier, u64 policy) {
     asm volatile(
-        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
-        "l"((u64)&map), "r"(column), "r"(piece), "r"(row), "r"(barrier)
+        "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(to),
+        "l"((u64)&map), "r"(column), "r"(piece), "r"(row), "r"(barrier), "l"(policy)
         : "memory");
 }

@@ -33,6 +33,10 @@ struct Frame {
     // tiles before the second has begun one, and a barrier that is arrived at twice is full without who waits there.
     static constexpr bool LAGS = Weight::SHARED && WGS == 2 && TOKENS == 128 && (SPARSE || WORDS == 1);
     static constexpr int LAG = LAGS ? Weight::PRODUCTS / 2 : 0;
+    // A stage is released when the first product of the next one is in flight too, so that none is waited for alone.
+    // Not where scales wait for all products anyway or blocks wait for memory; nor for a sparse weight, whose last
+    // product would read its metadata from registers that the next stage is loaded to.
+    static constexpr bool LATE = Weight::SHARED && Weight::CHUNK == 0 && !SPARSE;
     static constexpr int X_BYTES = TOKENS * 2 * K_STEP;
     static constexpr int HANDED = Weight::SHARED ? 0 : (WGS - 1) * 512 * ALL;  // sums on their way to the first
     static constexpr int OUT_TOKENS = WORDS == 1 && TOKENS > 8 ? 16 : 8;       // laid down at once by a warp
@@ -41,8 +45,10 @@ struct Frame {
     static constexpr int UNIT = SPARSE ? 2 * WORDS : ALL >= 32 ? 4 : 2, UNITS = ALL / UNIT;
     // For few sums of a cluster there is room beside the stages, which neighbours may still use.
     static constexpr bool APART = CLUSTER > 0 && ALL * OWNERS <= 32;
-    static constexpr int APART_BYTES = APART ? 512 * OWNERS * WORDS * (TOKENS > 16 ? TOKENS : 16) : 0;
-    static_assert(CLUSTER * UNIT <= 16 * WORDS, "room for the sums of a cluster");
+    // A thread has a place for a unit of each block, or for twos, fours and so on of them: all units, or twice as many.
+    static constexpr int PLACES = CLUSTER > 2 * UNITS ? CLUSTER : 2 * UNITS, PLACED = 512 * OWNERS * UNIT * PLACES;
+    static constexpr int APART_BYTES = APART ? PLACED : 0;
+    static_assert(CLUSTER == 0 || APART || PLACED / (CLUSTER == 2 ? 2 : 1) <= STAGES * (X_BYTES + Weight::ROOM), "room");
     // The phase that a warpgroup waits for must be the next one of its stage.
     static_assert(Weight::COLUMNS <= 256 && (Weight::SHARED || STAGES % WGS == 0), "stages");
 };
@@ -99,17 +105,19 @@ DEVICE void for_steps(const B &b, int from, int to, Use use) {
 }
 
 // Issue all copies of a block. Weights go ahead as far as there are stages; activations wait for the launch before.
+// Weights that one tile of tokens reads need not stay in the cache, where activations lie.
 template <class F, class Weight, int TOKENS, int STAGES, class B>
 DEVICE void produce(const B &b, const TensorMap &x_map, const typename Weight::Maps &maps) {
     auto fetch_weights = [&](int tile, int step, int stage) {
         barrier_arrive_expecting(b.full(stage), F::X_BYTES + Weight::BYTES);
-        Weight::fetch(maps, b.w_at + stage * Weight::ROOM, tile / b.token_tiles, step, b.full(stage));
+        const u64 policy = b.token_tiles == 1 ? EVICT_FIRST : EVICT_NORMAL;
+        Weight::fetch(maps, b.w_at + stage * Weight::ROOM, tile / b.token_tiles, step, b.full(stage), policy);
     };
     auto fetch_tokens = [&](int tile, int step, int stage) {
 #pragma unroll
         for (int i = 0; i < K_STEP / 64; i++)
             copy_tile(b.x_at + stage * F::X_BYTES + i * TOKENS * 128, x_map, step * K_STEP + 64 * i,
-                      tile % b.token_tiles * TOKENS, b.full(stage));
+                      tile % b.token_tiles * TOKENS, b.full(stage), EVICT_NORMAL);
     };
     for_steps<STAGES>(b, 0, STAGES, [&](int tile, int step, int stage, int) { fetch_weights(tile, step, stage); });
     wait_for_predecessor();
@@ -146,6 +154,10 @@ DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float
     constexpr int WORDS = F::WORDS, R = F::SUMS, PRODUCTS = Weight::PRODUCTS, CHUNK = Weight::CHUNK;
     float part[WORDS][R];
     bool begins = F::LAG > 0 && count == 0;
+    bool first = true;
+    auto release = [&](int stage) {
+        if (threadIdx.x % 32 == 0) barrier_arrive(b.empty(stage));
+    };
     for (; count < end; count++) {
         const int stage = count % STAGES;
         if (!Weight::SHARED && count % F::WGS != group) continue;
@@ -172,8 +184,9 @@ DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float
                     multiply<F, Weight, TOKENS>(w, s, j, part[j], left[s & 1][j], right_s, s % CHUNK != 0);
             wgmma_commit();
             if (s == F::LAG - 1 && begins && group == 0) arrive_threads(4, 256);
-            if (s != PRODUCTS - 1 && (CHUNK == 0 || s % CHUNK != CHUNK - 1)) {
+            if (F::LATE || s != PRODUCTS - 1 && (CHUNK == 0 || s % CHUNK != CHUNK - 1)) {
                 wgmma_wait<1>();  // the left operand of the product before may be overwritten
+                if (F::LATE && s == 0 && !first) release(stage ? stage - 1 : STAGES - 1);
                 continue;
             }
             wgmma_wait<0>();
@@ -185,8 +198,12 @@ DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float
                     for (int r = 0; r < R; r++) total[j][r] += part[j][r] * w.scale(s, j, r / 2 % 2);
             }
         }
-        if (threadIdx.x % 32 == 0) barrier_arrive(b.empty(stage));
-        begins = false;
+        if (!F::LATE) release(stage);
+        begins = first = false;
+    }
+    if (F::LATE) {
+        wgmma_wait<0>();
+        release((end - 1) % STAGES);
     }
     written_until_here<WORDS>(total);
 }

@@ -26,10 +26,10 @@ struct Marlin24 {
         const TensorMap &words, &metadata, &scales;
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier) {
-        copy_tile(to, maps.words, column_tile * COLUMNS, step * PRODUCTS, barrier);
-        copy_tile(to + M_AT, maps.metadata, column_tile * COLUMNS / 2, step * PRODUCTS, barrier);
-        if constexpr (GROUP > 0) copy_tile(to + S_AT, maps.scales, column_tile * COLUMNS, step, barrier);
+    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier, u64 policy) {
+        copy_tile(to, maps.words, column_tile * COLUMNS, step * PRODUCTS, barrier, policy);
+        copy_tile(to + M_AT, maps.metadata, column_tile * COLUMNS / 2, step * PRODUCTS, barrier, policy);
+        if constexpr (GROUP > 0) copy_tile(to + S_AT, maps.scales, column_tile * COLUMNS, step, barrier, policy);
     }
 
     template <int TOKENS>

@@ -25,9 +25,10 @@ struct Marlin {
         const TensorMap &words, &scales;
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier) {
-        copy_tile(to, maps.words, column_tile * COLUMNS, step * PRODUCTS, barrier);
-        if constexpr (GROUP > 0) copy_tile(to + W_BYTES, maps.scales, column_tile * COLUMNS, step * SCALE_ROWS, barrier);
+    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier, u64 policy) {
+        copy_tile(to, maps.words, column_tile * COLUMNS, step * PRODUCTS, barrier, policy);
+        if constexpr (GROUP > 0)
+            copy_tile(to + W_BYTES, maps.scales, column_tile * COLUMNS, step * SCALE_ROWS, barrier, policy);
     }
 
     template <int TOKENS>

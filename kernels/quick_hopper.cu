@@ -27,10 +27,10 @@ struct Quick {
         const TensorMap &words, &zeros, &scales;
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier) {
-        copy_box(to, maps.words, 0, column_tile * PIECES, step * 16, barrier);
-        copy_tile(to + S_AT, maps.scales, column_tile * COLUMNS / 2, step * 4 * GROUPS, barrier);
-        copy_tile(to + Z_AT, maps.zeros, column_tile * COLUMNS / 32, step * 4 * GROUPS, barrier);
+    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier, u64 policy) {
+        copy_box(to, maps.words, 0, column_tile * PIECES, step * 16, barrier, policy);
+        copy_tile(to + S_AT, maps.scales, column_tile * COLUMNS / 2, step * 4 * GROUPS, barrier, policy);
+        copy_tile(to + Z_AT, maps.zeros, column_tile * COLUMNS / 32, step * 4 * GROUPS, barrier, policy);
     }
 
     template <int TOKENS>

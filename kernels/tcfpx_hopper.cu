@@ -28,10 +28,10 @@ struct Tcfpx {
         const TensorMap &low, &high;  // of 8-byte words, a row for each block; in `low` cut into pieces of 64 of k
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier) {
+    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier, u64 policy) {
         const int row = column_tile * BLOCKS;
-        copy_box(to, maps.low, 0, step * 2, row, barrier);
-        copy_tile(to + LOW_BYTES, maps.high, step * PRODUCTS * HIGH / 8, row, barrier);
+        copy_box(to, maps.low, 0, step * 2, row, barrier, policy);
+        copy_tile(to + LOW_BYTES, maps.high, step * PRODUCTS * HIGH / 8, row, barrier, policy);
     }
 
     template <int TOKENS>

@@ -84,12 +84,15 @@ class Tile:
         """The template arguments `shared` and `cluster`, as text: one instance does for all large clusters."""
         return f"{str(self.shared).lower()}, {MANY if self.cluster > 2 else self.cluster}"
 
-    def bytes(self, room: int) -> int:
+    def bytes(self, room: int, sparse: bool) -> int:
         """Return the shared memory of a block whose stages have `room` bytes of weights: stages, sums, rows of y."""
+        sums = self.words * self.tokens // 2
         handed = 0 if self.shared else (self.warpgroups - 1) * WARPGROUP * self.words * self.tokens * 2
         out = 4 * self.owners * (16 if self.words == 1 and self.tokens > 8 else 8) * self.words * 32
-        few = self.cluster > 0 and self.words * self.tokens * self.owners <= 64
-        apart = 512 * self.owners * self.words * max(self.tokens, 16) if few else 0
+        unit = 2 * self.words if sparse else 4 if sums >= 32 else 2
+        few = self.cluster > 0 and sums * self.owners <= 32
+        places = max(MANY if self.cluster > 2 else 2, 2 * sums // unit)
+        apart = 512 * self.owners * unit * places if few else 0
         return 1024 + self.stages * (self.tokens * 2 * K_STEP + room + 16) + handed + out + apart + 16
 
 
@@ -170,12 +173,13 @@ def launch(
     weights: Sequence[Tensor],
     bias: Tensor | None,
     out: Tensor,
+    sparse: bool = False,
 ) -> None:
     """Launch an instance, one of `instances` that are compiled together, on activations `[m, k]`.
 
     `maps` are those of its weight, `weights` the tensors behind them, `room` the bytes of a stage's weights. A weight
     that was read before may be fetched while the launch in front of this one still runs, since nothing that came before
-    in the stream can still be writing it.
+    in the stream can still be writing it. `sparse`: of each four along k, two are stored.
     """
     (m, k), n = x.shape, out.shape[1]
     sms = multiprocessors(x.device)
@@ -185,14 +189,16 @@ def launch(
     function = loader.load(source, together, x.device).functions[instance]
     args = [x_map, *maps, scales, bias, out, sums, counters, m, n, k]
     read = [*weights, scales] if bias is None else [*weights, scales, bias]
-    grid, threads, shared = _sizes(tile, m, n, k, sms, room)
+    grid, threads, shared = _sizes(tile, m, n, k, sms, room, sparse)
     at = loader.launch(function, grid, threads, args, shared, cluster=tile.cluster, early=_read_before(read))
     if not at.graph:  # what is captured has not read anything yet
         _remember(read)
 
 
 @functools.lru_cache(maxsize=4096)
-def _sizes(tile: Tile, m: int, n: int, k: int, sms: int, room: int) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+def _sizes(
+    tile: Tile, m: int, n: int, k: int, sms: int, room: int, sparse: bool
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
     """Return the grid, the threads of a block, and its bytes of shared memory.
 
     KernelError for a cluster with a block that would have no step: it ends while its neighbours still write to it.
@@ -201,7 +207,7 @@ def _sizes(tile: Tile, m: int, n: int, k: int, sms: int, room: int) -> tuple[tup
         raise KernelError(
             f"a cluster of {tile.cluster} blocks has no {K_STEP} of k for each where k = {k}: use a tile of `fitting`"
         )
-    return (blocks(tile, m, n, k, sms),), (WARPGROUP * (tile.warpgroups + 1),), tile.bytes(room)
+    return (blocks(tile, m, n, k, sms),), (WARPGROUP * (tile.warpgroups + 1),), tile.bytes(room, sparse)
 
 
 def ceil(a: int, b: int) -> int:

@@ -32,18 +32,19 @@ SUSTAINED = 1000.0
 SEVERAL = 64
 #: Fewest tokens first. Of equals the first is taken.
 TILES = (
-    Tile(8, 2, 1, 8, False, 0, 0.399, 0.1, 2.2),
-    Tile(8, 4, 2, 8, False, 0, 0.334, 4.3, 0.1),
-    Tile(16, 2, 1, 6, False, 0, 0.319, 0.0, 4.6),
-    Tile(16, 2, 1, 6, False, MANY, 0.541, 0.2),
-    Tile(16, 4, 1, 4, False, 0, 0.565, 1.0, 5.8),
-    Tile(32, 2, 1, 6, False, 0, 0.439, 1.0, 3.4),
-    Tile(32, 4, 2, 6, False, 0, 0.341, 6.7, 0.3),
-    Tile(64, 2, 1, 4, False, 0, 0.494, 4.3, 2.1),
-    Tile(64, 2, 2, 5, True, 0, 0.407, 5.8, 2.4),
-    Tile(64, 2, 2, 6, False, 2, 0.416, 1.5),
-    Tile(128, 2, 2, 4, True, 0, 0.4, 9.2, 6.0),
-    Tile(128, 2, 2, 4, True, 2, 0.42, 11.5),
+    Tile(8, 2, 1, 8, False, 0, 0.389, 0.0, 2.4),
+    Tile(8, 4, 1, 4, False, MANY, 0.463, 4.1),
+    Tile(8, 4, 2, 8, False, 0, 0.193, 7.1),
+    Tile(16, 2, 1, 6, False, 0, 0.342, 0.7, 3.4),
+    Tile(16, 2, 1, 6, False, MANY, 0.475, 1.3),
+    Tile(16, 4, 1, 4, False, 0, 0.549, 2.7, 5.0),
+    Tile(32, 2, 1, 6, False, 0, 0.452, 0.4, 3.9),
+    Tile(32, 4, 2, 6, False, 0, 0.389, 4.8, 1.2),
+    Tile(64, 2, 1, 4, False, 0, 0.482, 2.0, 3.7),
+    Tile(64, 2, 2, 5, True, 0, 0.332, 8.5, 0.2),
+    Tile(64, 2, 2, 6, False, 2, 0.47, 0.1),
+    Tile(128, 2, 2, 4, True, 0, 0.4, 6.1, 7.5),
+    Tile(128, 2, 2, 4, True, 2, 0.42, 10.0),
 )
 
 
@@ -134,5 +135,6 @@ def matmul(
         [words, metadata],
         bias,
         out,
+        sparse=True,
     )
     return out

@@ -29,21 +29,22 @@ BANDWIDTH = {256: 4200.0, 128: 4100.0}
 SEVERAL = 64
 #: Fewest tokens first. Of equals the first is taken.
 TILES = (
-    Tile(8, 2, 1, 6, False, 0, 0.487, 0.2, 2.4),
-    Tile(8, 2, 1, 6, False, MANY, 0.358, 2.6),
-    Tile(16, 2, 1, 6, False, 0, 0.549, 0.1, 4.1),
-    Tile(16, 2, 1, 6, False, MANY, 0.655, 1.2),
-    Tile(16, 4, 1, 4, False, 0, 0.747, 7.8, 0.3),
-    Tile(32, 2, 1, 5, False, 0, 0.587, 5.9),
-    Tile(32, 2, 2, 8, False, 2, 0.483, 0.4),
-    Tile(32, 4, 2, 6, False, 0, 0.54, 0.4, 6.9),
-    Tile(64, 1, 2, 6, True, 2, 0.546, 0.3),
-    Tile(64, 2, 1, 4, False, 0, 0.826, 0.2, 6.2),
-    Tile(128, 1, 2, 5, True, 0, 0.576, 2.1, 4.4),
-    Tile(128, 1, 2, 5, True, 2, 0.488, 4.9),
-    Tile(128, 2, 2, 4, True, 0, 1.009, 0.3, 9.3),
-    Tile(256, 1, 2, 3, True, 0, 0.903, 0.9, 9.4),
-    Tile(256, 1, 2, 3, True, 2, 0.896, 6.9),
+    Tile(8, 2, 1, 6, False, 0, 0.476, 0.1, 3.9),
+    Tile(8, 2, 1, 6, False, MANY, 0.358, 3.8),
+    Tile(8, 4, 1, 4, False, MANY, 0.632, 4.2),
+    Tile(16, 2, 1, 6, False, 0, 0.518, 0.3, 4.3),
+    Tile(16, 2, 1, 6, False, MANY, 0.63, 1.8),
+    Tile(16, 4, 1, 4, False, 0, 0.674, 6.8, 1.6),
+    Tile(32, 2, 1, 5, False, 0, 0.573, 0.3, 5.6),
+    Tile(32, 2, 2, 8, False, 2, 0.474, 0.5),
+    Tile(32, 4, 2, 6, False, 0, 0.495, 0.5, 7.2),
+    Tile(64, 1, 2, 6, True, 2, 0.575, 0.2),
+    Tile(64, 2, 1, 4, False, 0, 0.757, 0.3, 6.1),
+    Tile(128, 1, 2, 5, True, 0, 0.636, 0.1, 4.5),
+    Tile(128, 1, 2, 5, True, 2, 0.655, 0.2),
+    Tile(128, 2, 2, 4, True, 0, 1.052, 0.9, 9.3),
+    Tile(256, 1, 2, 3, True, 0, 0.967, 0.9, 9.1),
+    Tile(256, 1, 2, 3, True, 2, 0.917, 8.5),
 )
 #: Enough for groups that are rare.
 FEW = tuple(tile for tile in TILES if tile.words == 2 and tile.warpgroups == 1 and not tile.cluster)
