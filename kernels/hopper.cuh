@@ -34,7 +34,7 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// What the second-level cache gives up first, as `createpolicy.fractional.L2` would encode it.
+// What the second-level cache gives up first: what `createpolicy.fractional.L2` would return, as CUTLASS has it for sm_90.
 constexpr u64 EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000;
 
 // Copy the box of `map` that begins at (column, row); what lies outside of the matrix arrives as zeros.

@@ -49,8 +49,8 @@ struct Frame {
     static constexpr int PLACES = CLUSTER > 2 * UNITS ? CLUSTER : 2 * UNITS, PLACED = 512 * OWNERS * UNIT * PLACES;
     static constexpr int APART_BYTES = APART ? PLACED : 0;
     static_assert(CLUSTER == 0 || APART || PLACED / (CLUSTER == 2 ? 2 : 1) <= STAGES * (X_BYTES + Weight::ROOM), "room");
-    // The phase that a warpgroup waits for must be the next one of its stage.
-    static_assert(Weight::COLUMNS <= 256 && (Weight::SHARED || STAGES % WGS == 0), "stages");
+    // The phase that a warpgroup waits for must be the next one of its stage, and not that of one it has yet to release.
+    static_assert(Weight::COLUMNS <= 256 && STAGES > 1 && (Weight::SHARED || STAGES % WGS == 0), "stages");
 };
 
 // The operands and where they lie in shared memory.
