@@ -275,7 +275,8 @@ def kernels(
 ) -> None:
     """Time the kernels of packed weights.
 
-    Beside cuBLAS in float16 or bfloat16, a copy and the floor that these set; a wrong product is an error."""
+    Beside cuBLAS on weights that were never quantized, a copy and the floor that these set; a wrong product is an
+    error."""
     options.writable(csv, ".csv")
     options.writable(png, ".png")
     if png is not None:
