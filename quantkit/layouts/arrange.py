@@ -50,8 +50,10 @@ class Arrangement:
         arranged = flat.reshape([sizes[p] for p in self._permutation])
         return self._flipped(arranged.permute(_rising(self._permutation)), self._permutation).reshape(shape)
 
-    def pack(self, codes: Tensor, bits: int) -> Tensor:
+    def pack(self, codes: Tensor, bits: int, above: int = 0, out: Tensor | None = None) -> Tensor:
         """Return the low `bits` of uint8 `codes` `[rows, cols]` in memory order as flat int32 words, the first lowest.
+
+        With `above`, the bits above that many; with `out`, flat words, in those.
 
         The last axes of the order must fill a word. They are joined one by one while everything else still lies where
         `codes` has it, so that a processor's word of codes is joined at a time and only words are permuted, not codes.
@@ -60,10 +62,12 @@ class Arrangement:
         fine, inner = _within(self, bits)
         sizes = fine._sizes(*codes.shape)
         outer = [axis for axis in fine._permutation if axis not in inner]
-        words = room.empty([sizes[axis] for axis in outer], torch.int32, codes.device)
+        shape = [sizes[axis] for axis in outer]
+        words = room.empty(shape, torch.int32, codes.device) if out is None else out.view(shape)
         codes = codes.clone() if codes.storage_offset() % 8 else codes  # what is seen as longer integers is aligned
 
         def join(part: Tensor, some: Tensor) -> None:
+            part = part >> above if above else part
             parts, width = fine._flipped(part, outer).contiguous().view(-1), bits
             for axis, run in _runs(inner, sizes):
                 parts = _joined(parts, sizes[axis], run, width, axis in fine._backwards)
@@ -74,10 +78,12 @@ class Arrangement:
         each(join, _slices(codes.reshape(sizes), words, outer))
         return words.view(-1)
 
-    def unpack(self, words: Tensor, bits: int, shape: tuple[int, int], onto: Tensor | None = None) -> Tensor:
+    def unpack(
+        self, words: Tensor, bits: int, shape: tuple[int, int], onto: Tensor | None = None, above: int = 0
+    ) -> Tensor:
         """Return the uint8 codes `[rows, cols]` of `shape` that `pack` made the int32 `words` (any shape) of.
 
-        With `onto`, contiguous codes of that shape, their bits are added to those there.
+        With `onto`, contiguous codes of that shape, their bits are added to those there, above as many as `above`.
         """
         fine, inner = _within(self, bits)
         sizes = fine._sizes(*shape)
@@ -92,7 +98,7 @@ class Arrangement:
                 width //= sizes[axis]
                 parts = _split(parts, sizes[axis], run, width, axis in fine._backwards)
             found = fine._flipped(parts.view(part.shape), outer)
-            part.copy_(found) if onto is None else part.bitwise_or_(found)
+            part.copy_(found) if onto is None else part.bitwise_or_(found << above if above else found)
 
         each(split, _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer))
         return codes.view(shape)

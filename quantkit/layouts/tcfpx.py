@@ -64,11 +64,10 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     n, k = q.shape
     check(q.scheme, n, k)
     bits = q.scheme.format.bits
-    above = room.empty((n, k), torch.uint8, q.codes.device)
-    high = HIGH[bits].pack(torch.bitwise_right_shift(q.codes, 4, out=above), bits - 4)
-    del above  # is as large as the codes
-    planes = high, LOW.pack(q.codes, 4)  # which goes by the lowest bits
-    words = torch.cat(planes, out=room.empty([n * k * bits // 32], torch.int32, q.codes.device))
+    words = room.empty([n * k * bits // 32], torch.int32, q.codes.device)
+    high = n * k * (bits - 4) // 32
+    HIGH[bits].pack(q.codes, bits - 4, above=4, out=words[:high])
+    LOW.pack(q.codes, 4, out=words[high:])
     return {"weight": words.view(n, -1), "scales": checks.half(q.scales).view(n)}
 
 
@@ -84,8 +83,8 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     bits = scheme.format.bits
     words = tensors["weight"].reshape(-1)
     high = n * k * (bits - 4) // 32
-    codes = HIGH[bits].unpack(words[:high], bits - 4, (n, k)).bitwise_left_shift_(4)
-    LOW.unpack(words[high:], 4, (n, k), onto=codes)
+    codes = LOW.unpack(words[high:], 4, (n, k))
+    HIGH[bits].unpack(words[:high], bits - 4, (n, k), onto=codes, above=4)
     return QuantizedTensor(scheme, codes, checks.half(tensors["scales"].view(n, 1)))
 
 
