@@ -222,10 +222,10 @@ def _weight(
     if len(packed) * size < ROTATED * l2:
         progress.warn(f"{layer.name}: {len(packed)} copies are {len(packed) * size} bytes, less than {ROTATED} L2")
     count = copies(n * k * dtype.itemsize, l2)
-    before = _before(n, k, dtype, where)
-    w = [before.clone() for _ in range(count)]
-    wt = [before.t().contiguous() for _ in range(count)]
-    del before
+    plain = _unquantized(n, k, dtype, where)
+    w = [plain.clone() for _ in range(count)]
+    wt = [plain.t().contiguous() for _ in range(count)]
+    del plain
     kernel = MATMULS[layout]
     for m in tokens:
         x = activations(dense, m, dtype)
@@ -252,7 +252,7 @@ def _weight(
         yield Cell(layer, m, layout, scheme.label, kernel.__name__, us, us_w, us_wt, size, least, error, *rotation)
 
 
-def _before(n: int, k: int, dtype: torch.dtype, where: torch.device) -> Tensor:
+def _unquantized(n: int, k: int, dtype: torch.dtype, where: torch.device) -> Tensor:
     """Return a weight `[n, k]` as a model has it that is not quantized: normal numbers, whatever layout is timed.
 
     Those of a grid, or half of them zeros, draw less power: multiplied by them, cuBLAS would be up to 2 % faster.
