@@ -1,10 +1,12 @@
-"""How fast layouts are packed, unpacked and converted: in memory by weight, and whole folders beside two copies.
+"""How fast layouts are packed, unpacked and converted: in memory by weight, and whole folders beside copies of them.
 
 Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record, its slices shared by
 two threads as in a conversion. `folders`: bytes of packed weights read a second, from one interchange layout into each
-other and back, each in a fresh process, so that the peak memory is its own. `copy` reads, writes and syncs the same
-bytes; `copy with SHA-256` also hashes what it reads and what it writes, each in a thread, as a report's hashes demand:
-no conversion is quicker. Both are measured between the others. Folders are medians of three, since what a disk and the
+other and back, each in a fresh process, so that the peak memory is its own. What is read lies on the disk and not in
+the page cache, as that of a model does which is larger than the memory; what is written is synced. `copy` does nothing
+but that with the same bytes, as `cp` does, through the page cache; `disk` reads and writes them past it at once, which
+is what this disk gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a
+report's hashes demand. All are measured between the others. Folders are medians of three, since what a disk and the
 system's memory give changes from one second to the next; for the same reason memory is asked for before each of them.
 """
 
@@ -22,15 +24,17 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from itertools import combinations
 from pathlib import Path
 
 import torch
 
-from quantkit import room
+from quantkit import direct, room, storage
 from quantkit.abreast import abreast
 from quantkit.headers import dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key
@@ -41,10 +45,8 @@ from quantkit.tensor import QuantizedTensor, Scheme
 from quantkit.tensorfile import TensorFile
 
 N, K = 14336, 4096
-MODULES = 16
+MODULES = 32
 REPEATS = 3
-#: Bytes that a copy moves at a time.
-PIECE = 2**22
 #: Bytes that are touched before each measurement: more than a conversion reads, writes and holds.
 TOUCHED = 4 * 2**30
 #: What of each layout is measured.
@@ -107,7 +109,7 @@ def folders(work: Path) -> dict[str, dict[str, float]]:
         for key in [key for key in found if key.endswith(f" {label}") and "-to-" in key]:
             for copy in COPIES:
                 share = found[key]["gb_s"] / found[f"{copy} {label}"]["gb_s"]
-                found[key][f"of_{copy.replace(' with SHA-256', '_with_sha256')}"] = round(share, 2)
+                found[key][f"of {copy}"] = round(share, 2)
         shutil.rmtree(hub)
     return found
 
@@ -116,7 +118,7 @@ def _once(work: Path, hub: Path, label: str, names: list[str]) -> Iterator[tuple
     """Yield what is found by one copy of `hub` and one conversion there and back for each of `names`."""
     there, back = work / "there", work / "back"
     for name, copy in COPIES.items():
-        _settled()
+        _settled(hub)
         seconds = _timed(partial(copy, hub, work / "copy"))
         shutil.rmtree(work / "copy")
         yield f"{name} {label}", {"gb_s": round(_size(hub) / 1e9 / seconds, 3)}
@@ -155,41 +157,49 @@ def _timed(work: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def _copy(source: Path, out: Path) -> None:
-    """Copy files by reading and writing (by `sendfile`, as Python copies, the system takes twice as long)."""
-    _moved(source, out, lambda path, piece: None)
-
-
-def _hashed_copy(source: Path, out: Path) -> None:
-    """Copy files, and hash each twice: what was read, and what was written."""
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as other:
-        hashes = {path.name: (hashlib.sha256(), hashlib.sha256()) for path in source.iterdir()}
-        due: list[Future[None]] = []
-
-        def hashed(name: str, piece: bytes) -> None:
-            for future in due:
-                future.result()
-            due[:] = [pool.submit(h.update, piece) for pool, h in zip((one, other), hashes[name], strict=True)]
-
-        _moved(source, out, hashed)
-
-
-def _moved(source: Path, out: Path, seen: Callable[[str, bytes], None]) -> None:
+def _copied(source: Path, out: Path, *, past: bool, hashed: bool = False) -> None:
+    """Copy files, reading and writing at once; `past` the page cache, or through it."""
     out.mkdir()
-    for path in source.iterdir():
-        with path.open("rb", buffering=0) as read, (out / path.name).open("wb", buffering=0) as written:
-            while piece := read.read(PIECE):
-                seen(path.name, piece)
-                written.write(piece)
-            os.fsync(written.fileno())
+    free = deque((room.empty([direct.PIECE], torch.uint8).numpy().data, []) for _ in range(direct.PIECES))
+    with ExitStack() as stack:
+        disk, *hashers = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3 if hashed else 1))
+        for path in source.iterdir():
+            hashes = [hashlib.sha256() for _ in hashers]
+            with storage.open_regular(path) as read, storage.create(out / path.name) as written:
+                storage.bypass(read, past)
+                storage.bypass(written, past)
+                for at in range(0, path.stat().st_size, direct.PIECE):
+                    memory, due = free.popleft()
+                    _wait(due)
+                    piece = memory[: storage.read_at(read, at, memory, path)]
+                    due = [pool.submit(seen.update, piece) for pool, seen in zip(hashers, hashes, strict=True)]
+                    free.append((memory, [*due, disk.submit(storage.write, written, piece, out / path.name)]))
+                for _, due in free:
+                    _wait(due)
+                os.fsync(written.fileno())
 
 
-COPIES: dict[str, Callable[[Path, Path], None]] = {"copy": _copy, "copy with SHA-256": _hashed_copy}
+def _wait(due: list[Future[None]]) -> None:
+    for future in due:
+        future.result()
 
 
-def _settled() -> None:
-    """Let the disk finish what came before, and take memory: a virtual machine's host gives it slowly, once."""
+COPIES: dict[str, Callable[[Path, Path], None]] = {
+    "copy": partial(_copied, past=False),
+    "disk": partial(_copied, past=True),
+    "disk with SHA-256": partial(_copied, past=True, hashed=True),
+}
+
+
+def _settled(source: Path) -> None:
+    """Let the disk finish what came before, take its files from the page cache, and touch memory.
+
+    A virtual machine's host gives that slowly, once.
+    """
     os.sync()
+    for path in source.iterdir():
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     with mmap.mmap(-1, TOUCHED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
         memory.madvise(mmap.MADV_HUGEPAGE)
         memory[:: mmap.PAGESIZE] = bytes(TOUCHED // mmap.PAGESIZE)
@@ -211,7 +221,7 @@ def _converted(source: Path, out: Path, target: str) -> dict[str, float]:
 def _convert(source: str, out: str, target: str) -> None:
     """Convert in this process; print seconds, and resident kilobytes before and at the peak."""
     LAYOUTS[HUB].pack(record("int4:g128", 64, 256))  # loads what the first call loads
-    _settled()  # here, since a host takes memory back within the seconds of a start
+    _settled(Path(source))  # here, since a host takes memory back within the seconds of a start
     Path("/proc/self/clear_refs").write_text("5")  # what was touched is no peak
     before = _resident("VmRSS")
     seconds = _timed(lambda: pack(source, out, target))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit import hashing, headers, storage
+from quantkit import direct, hashing, headers, storage
 from quantkit.errors import CheckpointError, LayoutError, reason
 from quantkit.headers import AGAIN, TensorInfo, inside, read_header, shown
 from quantkit.layouts import LAYOUTS, read_config, stored_as
@@ -32,6 +32,9 @@ SIDE_FILES = {"quantize_config.json": ("gptq", None), "quant_config.json": ("awq
 
 #: What codes are packed into, and no dense weight of a causal LM is stored as.
 PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
+
+#: What a tensor's place in a file must be a multiple of, to be taken for integers of any width where it was read.
+_ALIGNED = 8
 
 
 class Item(NamedTuple):
@@ -94,6 +97,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path | str, trust_remote_code: bool = False) -> None:
         self.path = Path(os.path.realpath(folder))
+        self._inlet: direct.Inlet | None = None
         self.notices: list[str] = []
         if not self.path.is_dir():
             raise CheckpointError(f"{folder} is no folder: give a model's folder or hub id")
@@ -135,9 +139,14 @@ class Checkpoint:
     def get(self, name: str) -> Tensor:
         """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened."""
         shard, info = self._at(name)
-        with storage.open_regular(shard.path) as file:
-            self._same(shard, os.fstat(file.fileno()))
-            data = storage.read_exactly(file, info.start, info.end - info.start, shard.path)
+        if self._inlet is not None:
+            self._unchanged(shard)
+            data = self._inlet.read(shard.name, info.start, info.end - info.start)
+            data = data.clone() if info.start % _ALIGNED else data
+        else:
+            with storage.open_regular(shard.path) as file:
+                self._same(shard, os.fstat(file.fileno()))
+                data = storage.read_exactly(file, info.start, info.end - info.start, shard.path)
         return data.view(info.dtype).reshape(info.shape)
 
     def modules(self) -> list[str]:
@@ -247,12 +256,22 @@ class Checkpoint:
         """Return file name -> SHA-256 of the shards and config.json."""
         return {name: hashing.sha256_of(path) for name, path in self.sources().items()}
 
+    @contextmanager
+    def in_passing(self) -> Iterator[Callable[[], dict[str, str]]]:
+        """Inside, tensors are read past the system's page cache and must stay what they are; yields `hashes`.
+
+        Which then takes them of what was read, so that a disk gives each byte once.
+        """
+        with direct.inlet(self.sources()) as self._inlet:
+            try:
+                yield self._inlet.hashes
+            finally:
+                self._inlet = None
+
     def require_unchanged(self) -> None:
         """Raise CheckpointError if a weight file is not the one that it was when the checkpoint was opened."""
         for shard in self._shards:
-            with storage.guarded(shard.path):
-                now = os.stat(shard.path)
-            self._same(shard, now)
+            self._unchanged(shard)
 
     def sources(self) -> dict[str, Path]:
         """Return file name -> real path of the shards and config.json."""
@@ -350,6 +369,11 @@ class Checkpoint:
         """Return the shape of a stored tensor; one that holds packed words as bytes counts in words (LAYOUTS 7.1)."""
         shape = self.shape(name)
         return (*shape[:-1], shape[-1] // 4) if shape and self.dtype(name) == torch.uint8 else shape
+
+    def _unchanged(self, shard: _Shard) -> None:
+        with storage.guarded(shard.path):
+            now = os.stat(shard.path)
+        self._same(shard, now)
 
     def _same(self, shard: _Shard, now: os.stat_result) -> None:
         if _stamp(now) != shard.stamp:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from quantkit import room, rtn, storage
+from quantkit import direct, room, rtn, storage
 from quantkit.abreast import abreast
 from quantkit.calibrate import calibrated
 from quantkit.checkpoint import Checkpoint, Commit, Item, resolve
@@ -189,7 +188,7 @@ def pack(
     schemes, known = schemes_of(src, planned), list(src.notices)
     with (
         storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial,
-        ThreadPoolExecutor(1, "quantkit-hash") as hasher,
+        direct.outlet() as outlet,
         room.kept(),
         # What is rounded again wants torch's threads, and numbers that do not depend on how they are shared.
         nullcontext() if requantize else abreast(),
@@ -200,7 +199,7 @@ def pack(
             layout=LAYOUTS[layout],
             max_shard_bytes=max_shard_size,
             planned=outcome(src, planned),
-            hasher=hasher,
+            outlet=outlet,
         )
         sources: dict[str, str] = {}
         report = _restated_facts(checkpoint, before, planned, schemes, known, sources)

@@ -6,15 +6,14 @@ The plan has chosen scheme and shape from headers; here the data decide whether 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from quantkit import hashing, rtn
+from quantkit import rtn
 from quantkit.checkpoint import Checkpoint, Item
 from quantkit.errors import CheckpointError, LayoutError, about
 from quantkit.formats import INT4
@@ -62,30 +61,19 @@ def repacked(
     rows = {row.module: row for row in planned.rows}
     if not recorded:
         src.notices.extend(_trusted(src))
-    pieces = hashing.hashed(src.sources(), hashes)
-    with ThreadPoolExecutor(1, "quantkit-hash") as hasher:
-        behind = hasher.submit(_take, pieces, 0)
+    with ThreadPoolExecutor(1, "quantkit-hash") as hasher, src.in_passing() as hashed:
         for name in names:
-            item, parts = src.item(name), [name]
+            item = src.item(name)
             if isinstance(item.value, QuantizedTensor):
                 row = rows[name.removesuffix(".weight")]
-                parts = list(src.parts(row.module).values())
                 item = _packed(src, item.value, row, recorded.get(row.module, {}), requantize, hasher)
-            behind.result()
-            behind = hasher.submit(_take, pieces, sum(map(src.nbytes, parts)))
             digest = (item.facts or {}).get("digest")
             yield item
             del item  # its memory is that of the next
             if digest is not None:
                 digest.result()
-        hasher.submit(_take, pieces, sys.maxsize).result()
+        hashes |= hashed()
     src.require_unchanged()  # so these are the hashes of what was read
-
-
-def _take(pieces: Iterator[int], size: int) -> None:
-    """Hash pieces of at least `size` bytes together, as far as there are any."""
-    while size > 0 and (taken := next(pieces, 0)):
-        size -= taken
 
 
 def _packed(

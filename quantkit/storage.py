@@ -60,7 +60,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 def save_tensor(path: Path, tensor: Tensor) -> str:
     """Write the raw bytes of a tensor as `write_atomic` does; returns their SHA-256, which `load_tensor` asks for."""
-    data = raw(tensor)
+    data = raw(tensor).numpy().data
     seen = hashlib.sha256()
     with _replacing(path, needed=len(data)) as file:
         for i in range(0, len(data), CHUNK):
@@ -116,6 +116,23 @@ def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
                 raise CheckpointError(f"{path}: ends {len(view)} bytes too early: download it again")
             view = view[got:]
     return data
+
+
+def bypass(file: BinaryIO | FileIO, on: bool = True) -> None:
+    """Let a file be read and written past the system's page cache, if its file system does that; or again through it.
+
+    Past it, offsets, sizes and addresses are multiples of what the disk asks for.
+    """
+    if hasattr(os, "O_DIRECT"):
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        with suppress(OSError):
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+def read_at(file: FileIO, start: int, into: memoryview, path: Path) -> int:
+    """Read from offset `start` on what comes at once, return how many bytes that is: 0 at the end of the file."""
+    with guarded(path):
+        return _suited(file, os.preadv, file.fileno(), [into], start)
 
 
 def append_journal(path: Path, line: dict[str, Any]) -> None:
@@ -330,7 +347,7 @@ def write(file: BinaryIO, data: memoryview, path: Path) -> None:
     with guarded(path, needed=len(data)):
         while data:
             _fault("write", path)
-            data = data[file.write(data[:CHUNK]) :]
+            data = data[_suited(file, file.write, data[:CHUNK]) :]
 
 
 def sync(file: BinaryIO, path: Path) -> None:
@@ -361,9 +378,9 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def raw(tensor: Tensor) -> memoryview:
-    """Return the bytes of a tensor, on the CPU and contiguous, in the order of its elements."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+def raw(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, uint8 `[bytes]` on the CPU, in the order of its elements."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextmanager
@@ -381,6 +398,17 @@ def _replacing(path: Path, needed: int) -> Iterator[BinaryIO]:
             with suppress(CheckpointError):
                 remove(temp)
             raise
+
+
+def _suited(file: BinaryIO | FileIO, call: Callable[..., int], *arguments: Any) -> int:
+    """Return what a read or write returns, through the cache if the disk asks for larger multiples than it is given."""
+    try:
+        return call(*arguments)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        bypass(file, False)
+        return call(*arguments)
 
 
 def _fault(operation: str, path: Path) -> None:

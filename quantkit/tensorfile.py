@@ -1,13 +1,13 @@
 """The writing side of safetensors: one file, streamed, holding one tensor at a time.
 
 The format puts the header first, so room for it is reserved, and filled in last. Where it is known before, it is
-written first: then a thread hashes the file and sends it to the disk behind the writing, and nothing is left for later.
+written first: then the file can be hashed and sent to the disk behind the writing, and nothing is left for later.
 """
 
 from __future__ import annotations
 
 import json
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit import hashing, storage
+from quantkit.direct import Outlet, Written
 from quantkit.errors import CheckpointError
 from quantkit.headers import DTYPE_NAMES
 
@@ -65,23 +66,23 @@ class Contents:
 class TensorFile:
     """Streams one safetensors file, holding one tensor at a time, and those that come last.
 
-    `planned` is what it is going to hold, if that is known, and `hasher` the thread that then hashes it on the way. A
-    file that comes to hold something else is hashed at the end, as one without a plan is.
+    `planned` is what it is going to hold, if that is known, and `outlet` what it then goes through, hashed on the way.
+    A file that comes to hold something else is hashed at the end, as one without a plan is.
     """
 
-    def __init__(self, path: Path, planned: Contents | None = None, hasher: Executor | None = None) -> None:
+    def __init__(self, path: Path, planned: Contents | None = None, outlet: Outlet | None = None) -> None:
         self.path = path
         self.contents = Contents()
         self._waiting: dict[str, Tensor] = {}
-        self._end = RESERVED
         self._planned = b"" if planned is None else planned.header()
-        self._behind: hashing.Behind | None = None
+        self._written: Written | None = None
         with storage.guarded(path):
             self._file = storage.create(path)
-        if planned is not None and hasher is not None:
-            storage.write(self._file, memoryview(self._planned), path)
-            self._behind = hashing.Behind(path, hasher)
-        self._file.seek(RESERVED)
+        if planned is not None and outlet is not None:
+            self._written = Written(self._file, path, outlet)
+            self._written.write(torch.frombuffer(bytearray(self._planned), dtype=torch.uint8))
+        else:
+            self._file.seek(RESERVED)
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Append a tensor; CheckpointError for a second one of its name, an unknown dtype or a full header."""
@@ -102,24 +103,22 @@ class TensorFile:
             self._append(self._waiting[name])
         header = self.contents.header()
         with self._file, ThreadPoolExecutor(1, "quantkit-hash") as pool:
-            if self._behind is not None and header == self._planned:
-                digest = self._behind.reach(self._end)
-            else:
+            digest = self._written.finish() if self._written is not None else ""
+            found = None
+            if header != self._planned:
                 self._file.seek(0)
                 storage.write(self._file, memoryview(header), self.path)
-                digest = pool.submit(hashing.sha256_of, self.path)
+                found = pool.submit(hashing.sha256_of, self.path)  # from the page cache, while the disk works
             storage.sync(self._file, self.path)
             storage.sync_folder(self.path.parent)
-            if self._behind is not None:
-                self._behind.close()
-            return digest.result()  # from the page cache, while the disk works
+            return digest if found is None else found.result()
 
     def _append(self, tensor: Tensor) -> None:
         data = storage.raw(tensor)
-        storage.write(self._file, data, self.path)
-        self._end += len(data)
-        if self._behind is not None:
-            self._behind.reach(self._end)
+        if self._written is not None:
+            self._written.write(data)
+        else:
+            storage.write(self._file, data.numpy().data, self.path)
 
 
 def _entry_room(name: str) -> int:

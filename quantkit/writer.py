@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from concurrent.futures import Executor
 from itertools import dropwhile
 from math import prod
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from quantkit import hashing, headers, storage
 from quantkit.checkpoint import CONFIG, Checkpoint, Item
+from quantkit.direct import Outlet
 from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.headers import INDEX, dump_json, inside, read_header
 from quantkit.layouts.protocol import Layout, Stored
@@ -44,12 +44,12 @@ class CheckpointWriter:
         *,
         max_shard_bytes: int = SHARD_BYTES,
         planned: Stored | None = None,
-        hasher: Executor | None = None,
+        outlet: Outlet | None = None,
     ) -> None:
         if max_shard_bytes < 1:
             raise RecipeError(f"max_shard_size is {max_shard_bytes}: give the most bytes of one weight file, like 2GiB")
         self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
-        self._planned, self._hasher = planned, hasher
+        self._planned, self._outlet = planned, outlet
         self._journal = partial / storage.JOURNAL
         lines = storage.read_journal(self._journal)
         self._identity = lines[0] if lines else None
@@ -163,7 +163,7 @@ class CheckpointWriter:
             self._close_file()
         if self._file is None:
             path = self.partial / f"model-{len(self.hashes()) + len(self._files) + 1:05}.safetensors"
-            self._file = TensorFile(path, self._contents_from(name), self._hasher)
+            self._file = TensorFile(path, self._contents_from(name), self._outlet)
         return self._file
 
     def _full(self, contents: Contents, name: str, size: int) -> bool:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "quantkit"
 
 #: A unit imports from rows above its own (docs/architecture.md), and within its row only as NEIGHBOURS says.
 ROWS = [
-    ["quantkit", "abreast", "errors", "formats", "hashing", "sparsity", "storage", "progress", "room"],
+    ["quantkit", "abreast", "direct", "errors", "formats", "hashing", "sparsity", "storage", "progress", "room"],
     ["tensor", "headers", "tensorfile"],
     ["layouts", "restate", "kernels", "hessian", "rtn", "factor", "refine", "gptq", "data"],
     ["checkpoint", "writer", "recipe", "report", "drawing", "conversions", "speeds", "linear", "joint"],
@@ -30,8 +30,10 @@ NEIGHBOURS = {
     *(
         ("storage", "errors"),
         ("storage", "room"),
+        ("direct", "storage"),
+        ("direct", "room"),
+        ("direct", "errors"),
         ("hashing", "storage"),
-        ("hashing", "errors"),
         ("tensorfile", "headers"),
         ("restate", "layouts"),
         ("formats", "errors"),

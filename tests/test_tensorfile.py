@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from quantkit import direct
 from quantkit.errors import CheckpointError
 from quantkit.headers import DTYPES, read_header
 from quantkit.tensorfile import Contents, TensorFile
@@ -88,8 +88,8 @@ def test_a_plan_that_comes_true_or_not_gives_the_same_file_and_hash(tmp_path: Pa
         tensor = tensors.get(name, tensors["a"])
         planned.add(name, tensor.dtype, tuple(tensor.shape))
     hashes = set()
-    with ThreadPoolExecutor(1) as hasher:
-        for file in (TensorFile(tmp_path / "x"), TensorFile(tmp_path / "y", planned, hasher)):
+    with direct.outlet() as outlet:
+        for file in (TensorFile(tmp_path / "x"), TensorFile(tmp_path / "y", planned, outlet)):
             for name, tensor in tensors.items():
                 file.add(name, tensor)
             hashes |= {file.close(), hashlib.sha256(file.path.read_bytes()).hexdigest()}

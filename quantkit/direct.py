@@ -1,0 +1,241 @@
+"""Files that are read or written once, past the system's page cache, and hashed on the way.
+
+A conversion needs each byte of its source once and makes each of its result once. Through the page cache each would be
+copied once more on its way, into pages that the system (a virtual machine's host, too) has to find first and that take
+the place of what others read again. Here the disk itself fills and empties memory that is used over and over. Where a
+file system does not do that, the same calls go through its cache.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit import room, storage
+from quantkit.errors import CheckpointError
+
+#: Bytes of one request to the disk: as many as `room` gives pages of their own, whose addresses suit every disk.
+PIECE = room.LARGE
+#: Pieces that are read before they are asked for, and pieces that are still to be written.
+PIECES = 6
+#: What offsets and sizes of requests are multiples of; disks ask for 512 or 4096 bytes, a few for more.
+BLOCK = 2**16
+
+
+class Outlet:
+    """Threads and memory for files that are written one after another."""
+
+    def __init__(self, hasher: Executor, disk: Executor) -> None:
+        self.hasher, self.disk = hasher, disk
+        self._free = [room.empty([PIECE], torch.uint8) for _ in range(PIECES)]
+        self._busy: deque[tuple[Tensor, Future[None], Future[None]]] = deque()
+
+    def take(self) -> Tensor:
+        """Return memory, uint8 `[PIECE]`, when there is some; raises what went wrong behind the writing."""
+        return self._free.pop() if self._free else self._done()
+
+    def give(self, memory: Tensor, hashed: Future[None], written: Future[None]) -> None:
+        """Give memory back, which is free when it is hashed and written."""
+        self._busy.append((memory, hashed, written))
+
+    def settle(self) -> None:
+        """Wait until all is hashed and written; raises what went wrong there."""
+        while self._busy:
+            self._free.append(self._done())
+
+    def _done(self) -> Tensor:
+        memory, *waiting = self._busy.popleft()
+        for future in waiting:
+            future.result()
+        return memory
+
+
+class Written:
+    """What a new file is filled with from its beginning on, one file at a time in an Outlet."""
+
+    def __init__(self, file: BinaryIO, path: Path, outlet: Outlet) -> None:
+        self._file, self._path, self._outlet = file, path, outlet
+        self._seen = hashlib.sha256()
+        self._memory, self._filled = outlet.take(), 0
+        storage.bypass(file)
+
+    def write(self, data: Tensor) -> None:
+        """Append bytes, uint8 `[size]`, which are the caller's again when this returns."""
+        while len(data):
+            size = min(len(data), PIECE - self._filled)
+            self._memory[self._filled : self._filled + size].copy_(data[:size])
+            self._filled += size
+            data = data[size:]
+            if self._filled == PIECE:
+                self._send()
+                self._memory, self._filled = self._outlet.take(), 0
+
+    def finish(self) -> str:
+        """Return the SHA-256 of all that was appended, when it is written; what follows goes through the cache."""
+        self._send()
+        self._outlet.settle()
+        storage.bypass(self._file, False)
+        return self._seen.hexdigest()
+
+    def _send(self) -> None:
+        data = self._memory[: self._filled].numpy().data
+        hashed = self._outlet.hasher.submit(self._seen.update, data)
+        self._outlet.give(self._memory, hashed, self._outlet.disk.submit(self._put, data))
+
+    def _put(self, data: memoryview) -> None:
+        if len(data) < PIECE:  # the end, which need not fill a block
+            storage.bypass(self._file, False)
+        storage.write(self._file, data, self._path)
+
+
+class _Source:
+    """A file that is read; up to `asked` it is hashed or going to be."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.asked, self.seen = path, 0, hashlib.sha256()
+        with storage.guarded(path):
+            self.size = path.stat().st_size
+        self._hashed = 0
+
+    def read(self, at: int, memory: Tensor) -> int:
+        """Read from a block's offset `at` on what comes at once; return how much that is."""
+        with storage.open_regular(self.path) as file:
+            storage.bypass(file)
+            return storage.read_at(file, at, memory.numpy().data, self.path)
+
+    def follow(self, start: int, data: Tensor) -> None:
+        """Hash bytes from offset `start` on, and before them what lies between."""
+        self.catch_up(start)
+        self.seen.update(data[self._hashed - start :].numpy().data)
+        self._hashed = start + len(data)
+
+    def catch_up(self, end: int) -> None:
+        """Read and hash what is not hashed yet of the bytes before `end`."""
+        memory = room.empty([PIECE if self._hashed < end else 0], torch.uint8)
+        while self._hashed < end:
+            first = self._hashed - self._hashed % BLOCK
+            got = min(self.read(first, memory), end - first)
+            if first + got <= self._hashed:
+                raise CheckpointError(f"{self.path}: was cut off while it was read: run again")
+            self.seen.update(memory[self._hashed - first : got].numpy().data)
+            self._hashed = first + got
+
+
+class _Piece(NamedTuple):
+    """What is read of a file before it is asked for: from offset `start` on, `size` bytes once they are there."""
+
+    source: _Source
+    start: int
+    memory: Tensor
+    size: Future[int]
+
+    def holds(self, source: _Source, at: int) -> bool:
+        return self.source is source and self.start <= at < self.start + PIECE
+
+
+class Inlet:
+    """Reads parts of files, best in their order, and finds the SHA-256 of whole files behind it."""
+
+    def __init__(self, paths: Mapping[str, Path], hasher: Executor, disk: Executor) -> None:
+        self._sources = {name: _Source(path) for name, path in paths.items()}
+        self._hasher, self._disk = hasher, disk
+        self._small = room.empty([PIECE], torch.uint8)
+        self._free = [room.empty([PIECE], torch.uint8) for _ in range(PIECES)]
+        self._ahead: deque[_Piece] = deque()
+        self._behind: deque[Future[None]] = deque()
+
+    def read(self, name: str, start: int, size: int) -> Tensor:
+        """Return `size` bytes of a file from offset `start` on, uint8 `[size]`; CheckpointError if it is shorter.
+
+        They must stay what they are: a thread hashes them.
+        """
+        source, end = self._sources[name], start + size
+        first = start - start % BLOCK
+        span = -(-(end - first) // BLOCK) * BLOCK
+        small = span <= PIECE
+        self._wait(most=2 * PIECES if small else 0)
+        memory = self._small[:span] if small else room.empty([span], torch.uint8)
+        at = first
+        while at < end:
+            rest = memory[at - first :]
+            got = self._from_ahead(source, at, rest) or source.read(at, rest[:PIECE])
+            if not got:
+                raise CheckpointError(f"{source.path}: ends {end - at} bytes too early: download it again")
+            if not small:
+                self._passed(source, max(at, start), memory[max(at, start) - first : min(at + got, end) - first])
+            at += got
+        data = memory[start - first : end - first]
+        if small:
+            data = data.clone()
+            self._passed(source, start, data)
+        return data
+
+    def hashes(self) -> dict[str, str]:
+        """Return file name -> SHA-256; what was not read, or not in its order, is read now."""
+        for source in self._sources.values():
+            self._hasher.submit(source.catch_up, source.size).result()
+        return {name: source.seen.hexdigest() for name, source in self._sources.items()}
+
+    def _passed(self, source: _Source, start: int, data: Tensor) -> None:
+        """Let bytes from offset `start` on be hashed and the disk go on, if less than a piece lies before them."""
+        end = start + len(data)
+        if start < source.asked + PIECE and source.asked < end:
+            source.asked = end
+            self._behind.append(self._hasher.submit(source.follow, start, data))
+            self._read_on(source, end)
+
+    def _wait(self, most: int) -> None:
+        """Wait until `most` pieces are still to be hashed: the tensor that they are part of stays in memory."""
+        while len(self._behind) > most:
+            self._behind.popleft().result()
+
+    def _read_on(self, source: _Source, end: int) -> None:
+        """Let the disk read from offset `end` on as far as there is memory."""
+        while self._ahead and not self._ahead[0].holds(source, end):
+            self._free.append(self._ahead.popleft().memory)
+        start = self._ahead[-1].start + PIECE if self._ahead else end - end % BLOCK
+        while self._free and start < source.size:
+            memory = self._free.pop()
+            self._ahead.append(_Piece(source, start, memory, self._disk.submit(source.read, start, memory)))
+            start += PIECE
+
+    def _from_ahead(self, source: _Source, at: int, memory: Tensor) -> int:
+        """Copy what is read already from offset `at` on, to the end of a piece; return how much that is."""
+        for piece in self._ahead:
+            if piece.holds(source, at):
+                size = max(0, min(piece.start + piece.size.result() - at, len(memory)))
+                memory[:size].copy_(piece.memory[at - piece.start :][:size])
+                return size
+        return 0
+
+
+@contextmanager
+def outlet() -> Iterator[Outlet]:
+    """Yield an Outlet; what is not written when it is left is given up."""
+    with _threads("hash-result", "disk-result") as (hasher, disk):
+        yield Outlet(hasher, disk)
+
+
+@contextmanager
+def inlet(paths: Mapping[str, Path]) -> Iterator[Inlet]:
+    """Yield an Inlet for the files at `paths`, by name."""
+    with _threads("hash-source", "disk-source") as (hasher, disk):
+        yield Inlet(paths, hasher, disk)
+
+
+@contextmanager
+def _threads(*names: str) -> Iterator[list[ThreadPoolExecutor]]:
+    """Yield an executor of one thread for each name; in the end what they have not begun is given up."""
+    with ExitStack() as stack:
+        pools = [ThreadPoolExecutor(1, f"quantkit-{name}") for name in names]
+        for pool in pools:
+            stack.callback(pool.shutdown, cancel_futures=True)
+        yield pools
