@@ -3,11 +3,11 @@
 Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record, its slices shared by
 two threads as in a conversion. `folders`: bytes of packed weights read a second, from one interchange layout into each
 other and back, each in a fresh process, so that the peak memory is its own. What is read lies on the disk and not in
-the page cache, as that of a model does which is larger than the memory; what is written is synced. `copy` does nothing
-but that with the same bytes, as `cp` does, through the page cache; `disk` reads and writes them past it at once, which
-is what this disk gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a
-report's hashes demand. All are measured between the others. Folders are medians of three, since what a disk and the
-system's memory give changes from one second to the next; for the same reason memory is asked for before each of them.
+the page cache, like a model that is larger than the memory; what is written is synced. `copy` does no more than that
+with the same bytes, through the page cache as `cp` does; `disk` does it past the cache, which is what the disk itself
+gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a report's hashes demand.
+All are measured between the others. Folders are medians of three, since what a disk gives changes from one second to
+the next, and in a virtual machine what the page cache costs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
-import mmap
 import os
 import re
 import shutil
@@ -47,8 +46,6 @@ from quantkit.tensorfile import TensorFile
 N, K = 14336, 4096
 MODULES = 32
 REPEATS = 3
-#: Bytes that are touched before each measurement: more than a conversion reads, writes and holds.
-TOUCHED = 4 * 2**30
 #: What of each layout is measured.
 LABELS = {
     "compressed-tensors": ["int4:g128", "int4:g128:asym", "fp6:channel"],
@@ -81,11 +78,11 @@ def record(label: str, n: int = N, k: int = K, seed: int = 0) -> QuantizedTensor
     return QuantizedTensor(scheme, codes, scales, zeros)
 
 
-def in_memory() -> dict[str, dict[str, int]]:
+def in_memory(wanted: list[str]) -> dict[str, dict[str, int]]:
     """Return, by layout and scheme, megabytes of float16 weights packed and unpacked a second (medians of five)."""
     found: dict[str, dict[str, int]] = {}
     for name, labels in LABELS.items():
-        for label in labels:
+        for label in [label for label in labels if label in wanted]:
             q, layout = record(label), LAYOUTS[name]
             packed = layout.pack(q)
             with abreast(), room.kept():
@@ -95,10 +92,10 @@ def in_memory() -> dict[str, dict[str, int]]:
     return found
 
 
-def folders(work: Path) -> dict[str, dict[str, float]]:
+def folders(work: Path, wanted: list[str]) -> dict[str, dict[str, float]]:
     """Return, by source, target and scheme, gigabytes of packed weights a second and the peak memory in megabytes."""
     found: dict[str, dict[str, float]] = {}
-    for label in dict.fromkeys(label for labels in LABELS.values() for label in labels):
+    for label in wanted:
         hub = work / "hub"
         write_folder(hub, label)
         names = [name for name, labels in LABELS.items() if label in labels and name != HUB]
@@ -192,17 +189,11 @@ COPIES: dict[str, Callable[[Path, Path], None]] = {
 
 
 def _settled(source: Path) -> None:
-    """Let the disk finish what came before, take its files from the page cache, and touch memory.
-
-    A virtual machine's host gives that slowly, once.
-    """
+    """Let the disk finish what came before, and take the files of `source` from the page cache."""
     os.sync()
     for path in source.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    with mmap.mmap(-1, TOUCHED, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        memory[:: mmap.PAGESIZE] = bytes(TOUCHED // mmap.PAGESIZE)
 
 
 def _size(folder: Path) -> int:
@@ -221,7 +212,7 @@ def _converted(source: Path, out: Path, target: str) -> dict[str, float]:
 def _convert(source: str, out: str, target: str) -> None:
     """Convert in this process; print seconds, and resident kilobytes before and at the peak."""
     LAYOUTS[HUB].pack(record("int4:g128", 64, 256))  # loads what the first call loads
-    _settled(Path(source))  # here, since a host takes memory back within the seconds of a start
+    _settled(Path(source))
     Path("/proc/self/clear_refs").write_text("5")  # what was touched is no peak
     before = _resident("VmRSS")
     seconds = _timed(lambda: pack(source, out, target))
@@ -238,12 +229,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--convert", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help="folder on the disk to measure; a few gigabytes")
+    every = list(dict.fromkeys(label for labels in LABELS.values() for label in labels))
+    parser.add_argument("--schemes", nargs="+", choices=every, default=every, help="what is measured (all)")
     args = parser.parse_args()
     if args.convert:
         _convert(*args.convert)
         return
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
-        result = {"threads": torch.get_num_threads(), "memory": in_memory(), "folders": folders(Path(folder))}
+        result = {
+            "threads": torch.get_num_threads(),
+            "memory": in_memory(args.schemes),
+            "folders": folders(Path(folder), args.schemes),
+        }
     print(json.dumps(result, indent=1))
 
 

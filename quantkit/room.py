@@ -11,6 +11,7 @@ import mmap
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 from threading import Lock
@@ -22,7 +23,20 @@ from torch import Tensor
 LARGE = 4 * 2**20
 #: The largest block whose return teaches the C library to keep smaller ones.
 _LESSON = 31 * 2**20
-_kept: list[mmap.mmap] | None = None
+#: What memory of its own comes in multiples of: a huge page, and sizes that differ by little are one.
+_PAGE = 2 * 2**20
+
+
+@dataclass
+class _Kept:
+    """Memory that was given back, the bytes of it and of what is in use, and the most that were in use at once."""
+
+    blocks: list[mmap.mmap] = field(default_factory=list)
+    total: int = 0
+    most: int = 0
+
+
+_kept: _Kept | None = None
 _lock = Lock()
 
 
@@ -33,6 +47,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     if size < LARGE or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
     _keep_small()
+    size += -size % _PAGE
     try:
         memory = _kept_one(size) or mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
@@ -51,7 +66,7 @@ def kept() -> Iterator[None]:
     if _kept is not None:
         yield
         return
-    _kept = []
+    _kept = _Kept()
     try:
         yield
     finally:
@@ -59,21 +74,24 @@ def kept() -> Iterator[None]:
 
 
 def _kept_one(size: int) -> mmap.mmap | None:
-    """Return the smallest kept block of `size` bytes and less than two; if there is none, let go of that much."""
+    """Return a kept block of `size` bytes, at most a quarter more; if there is none, let others go for a new one."""
     with _lock:
-        if not (blocks := _kept):
+        if (kept := _kept) is None:
             return None
-        fitting = min((block for block in blocks if size <= len(block) < 2 * size), key=len, default=None)
+        fitting = min((block for block in kept.blocks if size <= len(block) <= 1.25 * size), key=len, default=None)
         if fitting is not None:
-            blocks.remove(fitting)
-        while fitting is None and blocks and size > 0:
-            size -= len(blocks.pop(0))
+            kept.blocks.remove(fitting)
+        else:
+            kept.total += size
+        kept.most = max(kept.most, kept.total - sum(map(len, kept.blocks)))
+        while kept.blocks and kept.total > kept.most:
+            kept.total -= len(kept.blocks.pop(0))
         return fitting
 
 
 def _given_back(memory: mmap.mmap) -> None:
-    if (blocks := _kept) is not None:  # without the lock: this may run anywhere, in the midst of the above too
-        blocks.append(memory)
+    if (kept := _kept) is not None:  # without the lock: this may run anywhere, in the midst of the above too
+        kept.blocks.append(memory)
 
 
 @cache

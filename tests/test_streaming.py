@@ -318,14 +318,14 @@ def test_memory_that_is_given_back_goes_to_the_next_and_never_to_two() -> None:
 def test_no_more_memory_is_kept_than_was_in_use() -> None:
     with room.kept():
         three = [room.empty([room.LARGE], torch.uint8) for _ in range(3)]
-        assert room._kept == []
+        assert room._kept.blocks == []
         del three
-        assert [len(block) for block in room._kept] == [room.LARGE] * 3
+        assert [len(block) for block in room._kept.blocks] == [room.LARGE] * 3
         one = room.empty([3 * room.LARGE], torch.uint8)
-        assert room._kept == []
+        assert room._kept.blocks == []
         del one
         small = room.empty([room.LARGE], torch.uint8)  # would waste two thirds of what is kept
-        assert room._kept == [] and small.untyped_storage().nbytes() == room.LARGE
+        assert room._kept.blocks == [] and small.untyped_storage().nbytes() == room.LARGE
 
 
 def test_threads_that_share_what_is_kept_do_not_meet() -> None:
