@@ -4,10 +4,11 @@ Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14
 two threads as in a conversion. `folders`: bytes of packed weights read a second, from one interchange layout into each
 other and back, each in a fresh process, so that the peak memory is its own. What is read lies on the disk and not in
 the page cache, like a model that is larger than the memory; what is written is synced. `copy` does no more than that
-with the same bytes, through the page cache as `cp` does; `disk` does it past the cache, which is what the disk itself
-gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a report's hashes demand.
-All are measured between the others. Folders are medians of three, since what a disk gives changes from one second to
-the next, and in a virtual machine what the page cache costs.
+with the same bytes, through the page cache as `cp` does; so does `copy into touched memory`, right after as much memory
+was used and given back, since the host of a virtual machine gives it slowly; `disk` does it past the cache, which is
+what the disk itself gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a
+report's hashes demand. All are measured between the others. Folders are medians of three, since what a disk and a host
+give changes from one second to the next.
 """
 
 from __future__ import annotations
@@ -46,6 +47,9 @@ from quantkit.tensorfile import TensorFile
 N, K = 14336, 4096
 MODULES = 32
 REPEATS = 3
+#: The copy before which memory is touched, and how much: more than it reads and writes.
+TOUCHING = "copy into touched memory"
+TOUCHED = 4 * 2**30
 #: What of each layout is measured.
 LABELS = {
     "compressed-tensors": ["int4:g128", "int4:g128:asym", "fp6:channel"],
@@ -116,6 +120,8 @@ def _once(work: Path, hub: Path, label: str, names: list[str]) -> Iterator[tuple
     there, back = work / "there", work / "back"
     for name, copy in COPIES.items():
         _settled(hub)
+        if name == TOUCHING:
+            room.empty([TOUCHED], torch.uint8).fill_(1)
         seconds = _timed(partial(copy, hub, work / "copy"))
         shutil.rmtree(work / "copy")
         yield f"{name} {label}", {"gb_s": round(_size(hub) / 1e9 / seconds, 3)}
@@ -183,6 +189,7 @@ def _wait(due: list[Future[None]]) -> None:
 
 COPIES: dict[str, Callable[[Path, Path], None]] = {
     "copy": partial(_copied, past=False),
+    TOUCHING: partial(_copied, past=False),
     "disk": partial(_copied, past=True),
     "disk with SHA-256": partial(_copied, past=True, hashed=True),
 }

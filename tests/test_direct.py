@@ -1,0 +1,179 @@
+"""Reading and writing past the page cache: the bytes and hashes of whole files, whatever the parts, order and disk."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from quantkit import direct, storage
+from quantkit.checkpoint import Checkpoint
+from quantkit.direct import BLOCK, PIECE, PIECES
+from quantkit.errors import CheckpointError
+from quantkit.headers import dump_json, read_header
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.config import Schemes
+from quantkit.pipeline import pack
+from quantkit.report import load
+from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.tensorfile import RESERVED, TensorFile
+from tests.faults import faults
+
+SIZE = (PIECES + 2) * PIECE + 12345
+EDGES = [0, 1, BLOCK - 1, BLOCK, PIECE - 1, PIECE, PIECE + 1, PIECES * PIECE, SIZE - PIECE, SIZE - 1, SIZE]
+
+
+@pytest.fixture(scope="module")
+def data() -> bytes:
+    return (
+        torch.randint(0, 256, (SIZE,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0)).numpy().tobytes()
+    )
+
+
+@pytest.fixture(scope="module")
+def file(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("direct") / "x"
+    path.write_bytes(data)
+    return path
+
+
+@pytest.fixture(params=["as it is", "through the cache", "larger blocks"])
+def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A disk that is passed to, one whose file system does not do that, and one that refuses what we send."""
+    if request.param == "through the cache":
+        monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    elif request.param == "larger blocks":
+        real = os.preadv
+
+        def preadv(fd: int, into: list[memoryview], start: int) -> int:
+            if hasattr(os, "O_DIRECT") and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
+                raise OSError(errno.EINVAL, "invalid argument")
+            return real(fd, into, start)
+
+        monkeypatch.setattr(os, "preadv", preadv)
+        monkeypatch.setattr(direct, "PIECE", 1000)  # which no disk writes
+        monkeypatch.setattr(direct, "BLOCK", 100)
+    yield
+
+
+def taken(file: Path, data: bytes, parts: list[tuple[int, int]]) -> None:
+    with direct.inlet({"x": file, "same": file}) as inlet:
+        for start, size in parts:
+            assert inlet.read("x", start, size).numpy().tobytes() == data[start : start + size]
+        assert inlet.hashes() == dict.fromkeys(("x", "same"), hashlib.sha256(data).hexdigest())
+
+
+@pytest.mark.parametrize(
+    "edges",
+    [EDGES, [*reversed(EDGES)], EDGES[::2], [EDGES[3], EDGES[9]], [], [0, SIZE], [SIZE // 2, SIZE, 0, SIZE]],
+    ids=["in order", "backwards", "large", "a middle", "nothing", "at once", "an end first"],
+)
+def test_parts_are_what_the_file_holds_and_its_hash_that_of_all(edges: list[int], file: Path, data: bytes) -> None:
+    taken(file, data, [(min(a, b), abs(b - a)) for a, b in pairwise(edges)])
+
+
+@settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(st.sampled_from(EDGES), st.integers(-70000, 70000), st.integers(0, 3 * PIECE)), max_size=12))
+def test_any_parts_in_any_order(file: Path, data: bytes, parts: list[tuple[int, int, int]]) -> None:
+    starts = [(min(max(0, edge + off), SIZE), size) for edge, off, size in parts]
+    taken(file, data, [(start, min(size, SIZE - start)) for start, size in starts])
+
+
+@pytest.mark.usefixtures("disk")
+@pytest.mark.parametrize("size", [0, 1, 999, 54321])
+def test_every_disk_gives_the_same_bytes(size: int, tmp_path: Path, data: bytes) -> None:
+    some = data[:size]
+    with direct.outlet() as outlet, storage.create(tmp_path / "x") as made:
+        written = direct.Written(made, tmp_path / "x", outlet)
+        for start in range(0, size, 777):
+            written.write(torch.frombuffer(bytearray(some[start : start + 777]), dtype=torch.uint8))
+        assert written.finish() == hashlib.sha256(some).hexdigest()
+    taken(tmp_path / "x", some, [(i * size // 5, (i + 1) * size // 5 - i * size // 5) for i in range(5)])
+
+
+@pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1, PIECES * PIECE, SIZE])
+def test_whole_pieces_and_a_rest_are_written(size: int, tmp_path: Path, data: bytes) -> None:
+    with direct.outlet() as outlet:
+        for name in "xy":  # the same memory again
+            with storage.create(tmp_path / name) as made:
+                written = direct.Written(made, tmp_path / name, outlet)
+                for start in range(0, size, 3_000_000):
+                    part = torch.frombuffer(bytearray(data[start : min(size, start + 3_000_000)]), dtype=torch.uint8)
+                    written.write(part)
+                    part.zero_()  # it is the caller's again
+                assert written.finish() == hashlib.sha256(data[:size]).hexdigest()
+            assert (tmp_path / name).read_bytes() == data[:size]
+
+
+def test_a_full_disk_is_told_by_the_next_piece_or_at_the_end(tmp_path: Path, data: bytes) -> None:
+    for pieces in (1, PIECES + 3):
+        writes = 0
+
+        def full(operation: str, path: Path) -> None:
+            nonlocal writes
+            writes += operation == "write"
+            if writes == 1:
+                raise OSError(errno.ENOSPC, "no space left on device")
+
+        with faults(full), direct.outlet() as outlet, storage.create(tmp_path / "x") as made:
+            written = direct.Written(made, tmp_path / "x", outlet)
+            with pytest.raises(CheckpointError, match="x: no space left"):
+                for _ in range(pieces):
+                    written.write(torch.zeros(PIECE, dtype=torch.uint8))
+                written.finish()
+
+
+@pytest.mark.parametrize("left", [0, 5, PIECE, PIECE + 5])
+def test_a_file_that_is_cut_off_is_an_error_not_zeros(left: int, tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(data)
+    with direct.inlet({"x": path}) as inlet:
+        os.truncate(path, left)
+        for start in (0, left):
+            with pytest.raises(CheckpointError, match=f"x: ends {SIZE - left} bytes too early"):
+                inlet.read("x", start, SIZE - start)
+        with pytest.raises(CheckpointError, match="cut off while it was read"):
+            inlet.hashes()
+
+
+def folder(path: Path, scheme: Scheme, shift: int = 0) -> Path:
+    """Write two weights whose packed codes are read in several requests; `shift` bytes off what dtypes ask for."""
+    path.mkdir()
+    layout, schemes = LAYOUTS["compressed-tensors"], Schemes(scheme)
+    file = TensorFile(path / "model.safetensors")
+    for i in range(2):
+        codes = torch.randint(0, 16, (2048, 9216), dtype=torch.uint8, generator=torch.Generator().manual_seed(i))
+        q = QuantizedTensor(scheme, codes, torch.full((2048, 72), 0.5, dtype=torch.float16))
+        for name, tensor in layout.pack(q).items():
+            file.add(f"model.layers.{i}.up_proj.{name}", tensor)
+    file.close()
+    whole = (path / "model.safetensors").read_bytes()
+    header = whole[8:RESERVED] + b" " * shift
+    (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + whole[RESERVED:])
+    public = layout.write_config(schemes)
+    (path / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
+    return path
+
+
+@pytest.mark.parametrize("shift", [0, 1, 4])
+def test_tensors_that_lie_where_no_integer_may_are_converted_like_others(shift: int, tmp_path: Path) -> None:
+    scheme = Scheme.parse("int4:g128")
+    source = folder(tmp_path / "source", scheme, shift)
+    pack(source, tmp_path / "out", "marlin")
+    src, out = Checkpoint(source), Checkpoint(tmp_path / "out")
+    info = read_header(src.files()[0])[0]["model.layers.1.up_proj.weight_packed"]
+    assert info.start % 8 == shift % 8 and info.end - info.start > 2 * PIECE
+    for module in src.modules():
+        assert out.quantized(module).equal(src.quantized(module))
+    report = load(tmp_path / "out")
+    assert report["source"]["files"] == src.hashes()
+    assert report["files"]["model-00001.safetensors"] == out.hashes()["model-00001.safetensors"]
