@@ -161,7 +161,8 @@ class Inlet:
         first = start - start % BLOCK
         span = -(-(end - first) // BLOCK) * BLOCK
         small = span <= PIECE
-        self._wait(most=2 * PIECES if small else 0)
+        while len(self._behind) > 2 * PIECES:  # the tensors that they are part of are in memory
+            self._behind.popleft().result()
         memory = self._small[:span] if small else room.empty([span], torch.uint8)
         at = first
         while at < end:
@@ -191,11 +192,6 @@ class Inlet:
             source.asked = end
             self._behind.append(self._hasher.submit(source.follow, start, data))
             self._read_on(source, end)
-
-    def _wait(self, most: int) -> None:
-        """Wait until `most` pieces are still to be hashed: the tensor that they are part of stays in memory."""
-        while len(self._behind) > most:
-            self._behind.popleft().result()
 
     def _read_on(self, source: _Source, end: int) -> None:
         """Let the disk read from offset `end` on as far as there is memory."""

@@ -38,6 +38,7 @@ NEIGHBOURS = {
         ("restate", "layouts"),
         ("formats", "errors"),
         ("sparsity", "errors"),
+        ("sparsity", "abreast"),
         ("rtn", "hessian"),
         ("gptq", "hessian"),
         ("gptq", "rtn"),
