@@ -7,7 +7,7 @@ the page cache, like a model that is larger than the memory; what is written is 
 with the same bytes, through the page cache as `cp` does; so does `copy into touched memory`, right after as much memory
 was used and given back, since the host of a virtual machine gives it slowly; `disk` does it past the cache, which is
 what the disk itself gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a
-report's hashes demand. All are measured between the others. Folders are medians of three, since what a disk and a host
+report's hashes demand. All are measured between the others. Folders are medians of five, since what a disk and a host
 give changes from one second to the next.
 """
 
@@ -46,7 +46,7 @@ from quantkit.tensorfile import TensorFile
 
 N, K = 14336, 4096
 MODULES = 32
-REPEATS = 3
+REPEATS = 5
 #: The copy before which memory is touched, and how much: more than it reads and writes.
 TOUCHING = "copy into touched memory"
 TOUCHED = 4 * 2**30
