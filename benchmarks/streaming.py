@@ -169,12 +169,12 @@ def _copied(source: Path, out: Path, *, past: bool, hashed: bool = False) -> Non
         for path in source.iterdir():
             hashes = [hashlib.sha256() for _ in hashers]
             with storage.open_regular(path) as read, storage.create(out / path.name) as written:
-                storage.bypass(read, past)
-                storage.bypass(written, past)
+                direct.bypass(read, past)
+                direct.bypass(written, past)
                 for at in range(0, path.stat().st_size, direct.PIECE):
                     memory, due = free.popleft()
                     _wait(due)
-                    piece = memory[: storage.read_at(read, at, memory, path)]
+                    piece = memory[: direct.read_at(read, at, memory, path)]
                     due = [pool.submit(seen.update, piece) for pool, seen in zip(hashers, hashes, strict=True)]
                     free.append((memory, [*due, disk.submit(storage.write, written, piece, out / path.name)]))
                 for _, due in free:

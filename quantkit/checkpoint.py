@@ -258,9 +258,9 @@ class Checkpoint:
 
     @contextmanager
     def in_passing(self) -> Iterator[Callable[[], dict[str, str]]]:
-        """Inside, tensors are read past the system's page cache and must stay what they are; yields `hashes`.
+        """Inside, tensors are read past the page cache, and must stay what they are; yields what `hashes` does.
 
-        Which then takes them of what was read, so that a disk gives each byte once.
+        That then is of what was read, so that a disk gives each byte once.
         """
         with direct.inlet(self.sources()) as self._inlet:
             try:

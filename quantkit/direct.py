@@ -8,11 +8,15 @@ file system does not do that, the same calls go through its cache.
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
+import os
 from collections import deque
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from io import FileIO
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -28,6 +32,29 @@ PIECE = room.LARGE
 PIECES = 6
 #: What offsets and sizes of requests are multiples of; disks ask for 512 or 4096 bytes, a few for more.
 BLOCK = 2**16
+
+
+def bypass(file: BinaryIO | FileIO, on: bool = True) -> None:
+    """Let a file be read and written past the page cache, if its file system does that; or through it again.
+
+    Past it, offsets, sizes and addresses are multiples of what the disk asks for.
+    """
+    if hasattr(os, "O_DIRECT"):
+        flags = fcntl.fcntl(file, fcntl.F_GETFL)
+        with suppress(OSError):
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
+
+
+def read_at(file: FileIO, start: int, into: memoryview, path: Path) -> int:
+    """Read from offset `start` on what comes at once; return how many bytes that is, 0 at the end of the file."""
+    with storage.guarded(path):
+        try:
+            return os.preadv(file.fileno(), [into], start)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            bypass(file, False)  # this disk asks for larger multiples
+            return os.preadv(file.fileno(), [into], start)
 
 
 class Outlet:
@@ -65,7 +92,7 @@ class Written:
         self._file, self._path, self._outlet = file, path, outlet
         self._seen = hashlib.sha256()
         self._memory, self._filled = outlet.take(), 0
-        storage.bypass(file)
+        bypass(file)
 
     def write(self, data: Tensor) -> None:
         """Append bytes, uint8 `[size]`, which are the caller's again when this returns."""
@@ -82,7 +109,7 @@ class Written:
         """Return the SHA-256 of all that was appended, when it is written; what follows goes through the cache."""
         self._send()
         self._outlet.settle()
-        storage.bypass(self._file, False)
+        bypass(self._file, False)
         return self._seen.hexdigest()
 
     def _send(self) -> None:
@@ -92,8 +119,16 @@ class Written:
 
     def _put(self, data: memoryview) -> None:
         if len(data) < PIECE:  # the end, which need not fill a block
-            storage.bypass(self._file, False)
-        storage.write(self._file, data, self._path)
+            bypass(self._file, False)
+        start = self._file.tell()
+        try:
+            storage.write(self._file, data, self._path)
+        except CheckpointError as error:
+            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
+                raise
+            bypass(self._file, False)  # this disk asks for larger multiples
+            self._file.seek(start)
+            storage.write(self._file, data, self._path)
 
 
 class _Source:
@@ -108,8 +143,8 @@ class _Source:
     def read(self, at: int, memory: Tensor) -> int:
         """Read from a block's offset `at` on what comes at once; return how much that is."""
         with storage.open_regular(self.path) as file:
-            storage.bypass(file)
-            return storage.read_at(file, at, memory.numpy().data, self.path)
+            bypass(file)
+            return read_at(file, at, memory.numpy().data, self.path)
 
     def follow(self, start: int, data: Tensor) -> None:
         """Hash bytes from offset `start` on, and before them what lies between."""

@@ -118,23 +118,6 @@ def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
     return data
 
 
-def bypass(file: BinaryIO | FileIO, on: bool = True) -> None:
-    """Let a file be read and written past the system's page cache, if its file system does that; or again through it.
-
-    Past it, offsets, sizes and addresses are multiples of what the disk asks for.
-    """
-    if hasattr(os, "O_DIRECT"):
-        flags = fcntl.fcntl(file, fcntl.F_GETFL)
-        with suppress(OSError):
-            fcntl.fcntl(file, fcntl.F_SETFL, flags | os.O_DIRECT if on else flags & ~os.O_DIRECT)
-
-
-def read_at(file: FileIO, start: int, into: memoryview, path: Path) -> int:
-    """Read from offset `start` on what comes at once, return how many bytes that is: 0 at the end of the file."""
-    with guarded(path):
-        return _suited(file, os.preadv, file.fileno(), [into], start)
-
-
 def append_journal(path: Path, line: dict[str, Any]) -> None:
     """Add one line to a journal and make it durable; what a crash left of an unfinished line is cut off first."""
     text = json.dumps(line)
@@ -347,7 +330,7 @@ def write(file: BinaryIO, data: memoryview, path: Path) -> None:
     with guarded(path, needed=len(data)):
         while data:
             _fault("write", path)
-            data = data[_suited(file, file.write, data[:CHUNK]) :]
+            data = data[file.write(data[:CHUNK]) :]
 
 
 def sync(file: BinaryIO, path: Path) -> None:
@@ -398,17 +381,6 @@ def _replacing(path: Path, needed: int) -> Iterator[BinaryIO]:
             with suppress(CheckpointError):
                 remove(temp)
             raise
-
-
-def _suited(file: BinaryIO | FileIO, call: Callable[..., int], *arguments: Any) -> int:
-    """Return what a read or write returns, through the cache if the disk asks for larger multiples than it is given."""
-    try:
-        return call(*arguments)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        bypass(file, False)
-        return call(*arguments)
 
 
 def _fault(operation: str, path: Path) -> None:

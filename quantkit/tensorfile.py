@@ -74,13 +74,14 @@ class TensorFile:
         self.path = path
         self.contents = Contents()
         self._waiting: dict[str, Tensor] = {}
-        self._planned = b"" if planned is None else planned.header()
+        self._header = b""
         self._written: Written | None = None
         with storage.guarded(path):
             self._file = storage.create(path)
         if planned is not None and outlet is not None:
+            self._header = planned.header()
             self._written = Written(self._file, path, outlet)
-            self._written.write(torch.frombuffer(bytearray(self._planned), dtype=torch.uint8))
+            self._written.write(torch.frombuffer(bytearray(self._header), dtype=torch.uint8))
         else:
             self._file.seek(RESERVED)
 
@@ -105,7 +106,7 @@ class TensorFile:
         with self._file, ThreadPoolExecutor(1, "quantkit-hash") as pool:
             digest = self._written.finish() if self._written is not None else ""
             found = None
-            if header != self._planned:
+            if header != self._header:
                 self._file.seek(0)
                 storage.write(self._file, memoryview(header), self.path)
                 found = pool.submit(hashing.sha256_of, self.path)  # from the page cache, while the disk works
