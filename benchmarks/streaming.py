@@ -176,7 +176,7 @@ def _copied(source: Path, out: Path, *, past: bool, hashed: bool = False) -> Non
                     _wait(due)
                     piece = memory[: direct.read_at(read, at, memory, path)]
                     due = [pool.submit(seen.update, piece) for pool, seen in zip(hashers, hashes, strict=True)]
-                    free.append((memory, [*due, disk.submit(storage.write, written, piece, out / path.name)]))
+                    free.append((memory, [*due, disk.submit(direct.append, written, piece, out / path.name)]))
                 for _, due in free:
                     _wait(due)
                 os.fsync(written.fileno())

@@ -57,6 +57,21 @@ def read_at(file: FileIO, start: int, into: memoryview, path: Path) -> int:
             return os.preadv(file.fileno(), [into], start)
 
 
+def append(file: BinaryIO, data: memoryview, path: Path) -> None:
+    """Write bytes as `storage.write` does, what is not one of whole blocks through the cache; it is a file's end."""
+    if len(data) % BLOCK:
+        bypass(file, False)
+    start = file.tell()
+    try:
+        storage.write(file, data, path)
+    except CheckpointError as error:
+        if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
+            raise
+        bypass(file, False)  # this disk asks for larger multiples
+        file.seek(start)
+        storage.write(file, data, path)
+
+
 class Outlet:
     """Threads and memory for files that are written one after another."""
 
@@ -115,20 +130,7 @@ class Written:
     def _send(self) -> None:
         data = self._memory[: self._filled].numpy().data
         hashed = self._outlet.hasher.submit(self._seen.update, data)
-        self._outlet.give(self._memory, hashed, self._outlet.disk.submit(self._put, data))
-
-    def _put(self, data: memoryview) -> None:
-        if len(data) < PIECE:  # the end, which need not fill a block
-            bypass(self._file, False)
-        start = self._file.tell()
-        try:
-            storage.write(self._file, data, self._path)
-        except CheckpointError as error:
-            if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EINVAL:
-                raise
-            bypass(self._file, False)  # this disk asks for larger multiples
-            self._file.seek(start)
-            storage.write(self._file, data, self._path)
+        self._outlet.give(self._memory, hashed, self._outlet.disk.submit(append, self._file, data, self._path))
 
 
 class _Source:
