@@ -23,6 +23,10 @@ from quantkit.errors import LayoutError
 _CACHED = 1 << 20
 #: Neighbours from which on it is quicker to widen all than to move each.
 _LONG = 32
+#: Words between lines of a power of two, which would all fall into the same few places of a processor's cache.
+_LINE = 16
+#: How many words are moved as one -> a dtype of their size, only ever moved.
+_AS_ONE = {4: torch.complex128, 2: torch.int64, 1: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -50,10 +54,10 @@ class Arrangement:
         arranged = flat.reshape([sizes[p] for p in self._permutation])
         return self._flipped(arranged.permute(_rising(self._permutation)), self._permutation).reshape(shape)
 
-    def pack(self, codes: Tensor, bits: int, above: int = 0, out: Tensor | None = None) -> Tensor:
-        """Return the low `bits` of uint8 `codes` `[rows, cols]` in memory order as flat int32 words, the first lowest.
+    def pack(self, codes: Tensor, bits: int, above: int | None = None, out: Tensor | None = None) -> Tensor:
+        """Return uint8 `codes` `[rows, cols]` of `bits` each in memory order as flat int32 words, the first lowest.
 
-        With `above`, the bits above that many; with `out`, flat words, in those.
+        With `above`, only the `bits` above that many of each code; with `out`, flat words, in those.
 
         The last axes of the order must fill a word. They are joined one by one while everything else still lies where
         `codes` has it, so that a processor's word of codes is joined at a time and only words are permuted, not codes.
@@ -67,8 +71,10 @@ class Arrangement:
         codes = codes.clone() if codes.storage_offset() % 8 else codes  # what is seen as longer integers is aligned
 
         def join(part: Tensor, some: Tensor) -> None:
-            part = part >> above if above else part
             parts, width = fine._flipped(part, outer).contiguous().view(-1), bits
+            if above is not None:
+                eights = _eights(parts) >> above if above else _eights(parts)
+                parts = (eights & _lanes(bits, torch.int64)).view(torch.uint8)
             for axis, run in _runs(inner, sizes):
                 parts = _joined(parts, sizes[axis], run, width, axis in fine._backwards)
                 width *= sizes[axis]
@@ -91,14 +97,21 @@ class Arrangement:
             raise LayoutError(f"{words.numel()} packed words do not fill a {shape[0]} x {shape[1]} matrix")
         outer = [axis for axis in fine._permutation if axis not in inner]
         codes = room.empty(sizes, torch.uint8, words.device) if onto is None else onto.view(sizes)
+        direct = onto is None and not fine._backwards.intersection(outer)
+        last, *runs = _runs(inner, sizes)
 
         def split(part: Tensor, some: Tensor) -> None:
             parts, width = _permuted(some, _rising(outer)).contiguous().view(-1), 32
-            for axis, run in reversed(_runs(inner, sizes)):
+            for axis, run in reversed(runs):
                 width //= sizes[axis]
                 parts = _split(parts, sizes[axis], run, width, axis in fine._backwards)
-            found = fine._flipped(parts.view(part.shape), outer)
-            part.copy_(found) if onto is None else part.bitwise_or_(found << above if above else found)
+            found = part if direct else torch.empty_like(part)
+            _split(parts, sizes[last[0]], last[1], bits, last[0] in fine._backwards, out=found.view(-1))
+            if onto is not None:
+                _eights(found).bitwise_left_shift_(above)
+                _eights(part).bitwise_or_(_eights(fine._flipped(found, outer)))
+            elif not direct:
+                part.copy_(fine._flipped(found, outer))
 
         each(split, _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer))
         return codes.view(shape)
@@ -184,17 +197,34 @@ def _rising(axes: list[int]) -> list[int]:
 
 def _permuted(words: Tensor, axes: list[int]) -> Tensor:
     """Return what `words.permute(axes)` does; on a CPU by a list of places where it would be many short copies."""
-    if words.device.type != "cpu":
+    if words.device.type != "cpu" or axes == sorted(axes):
         return words.permute(axes)
-    if words.shape[axes[-1]] >= _LONG:
-        return words.contiguous().permute(axes).contiguous()  # of which torch makes a transposition block by block
-    moved = torch.index_select(words.reshape(-1), 0, _places(tuple(words.shape), tuple(axes)))
-    return moved.view([words.shape[axis] for axis in axes])
+    shape, (split, length) = tuple(words.shape), _lines(tuple(words.shape))
+    spread = torch.empty(prod(shape[:split]), length + _LINE, dtype=torch.int32)
+    apart = spread[:, :length].view(shape)
+    apart.copy_(words)
+    if shape[axes[-1]] >= _LONG:
+        return apart.permute(axes).contiguous()  # of which torch makes a transposition block by block
+    together, places = _places(shape, tuple(axes))
+    moved = torch.index_select(spread.view(-1).view(_AS_ONE[together]), 0, places)
+    return moved.view(torch.int32).view([shape[axis] for axis in axes])
+
+
+def _lines(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return how many axes make the lines that words are spread in, about as many as they are long, and this length."""
+    lines = [(split, prod(shape[split:])) for split in range(1, len(shape))]
+    return min(lines, key=lambda line: abs(prod(shape[: line[0]]) - line[1]))
 
 
 @lru_cache(maxsize=32)
-def _places(shape: tuple[int, ...], axes: tuple[int, ...]) -> Tensor:
-    return torch.arange(prod(shape), dtype=torch.int32).view(shape).permute(axes).reshape(-1)
+def _places(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, Tensor]:
+    """Return how many words stay together in `permute(axes)`, and where each such piece lies in what is spread."""
+    split, length = _lines(shape)
+    kept = prod(size for i, size in enumerate(shape) if axes[i:] == tuple(range(i, len(shape))))
+    together = next(count for count in _AS_ONE if kept % count == 0 and length % count == 0)
+    places = torch.arange(prod(shape[:split]) * (length + _LINE), dtype=torch.int32).view(-1, length + _LINE)
+    moved = places[:, :length].view(shape).permute(axes).reshape(-1, together)
+    return together, moved[:, 0] // together
 
 
 def _joined(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> Tensor:
@@ -202,55 +232,64 @@ def _joined(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> 
 
     With `backwards` the last one.
     """
-    if width >= 8:
-        parts = _turned(parts, size, run) if backwards else parts
-        whole = _holding(width * size)
-        if run >= _LONG:
-            *lower, part = parts.view(-1, size, run).unbind(1)
-            words = part.to(whole)
-            for part in reversed(lower):
-                words <<= width
-                words |= part.to(whole) & ((1 << width) - 1)
-            return words.view(-1)
-        if run > 1:
-            moved = parts.new_empty(parts.numel() // (size * run), run, size)
-            for i, part in enumerate(parts.view(-1, size, run).unbind(1)):  # at once would go by twos and fours
-                moved[..., i] = part
-            parts = moved.view(-1)
-        return parts.view(whole)
     if run == 1:
-        pairs = (_turned(parts, size, run) if backwards else parts).view(torch.int16) & _lanes(width, torch.int16)
-        pairs |= pairs >> (8 - width)
-        return pairs.bitwise_and_(255).to(torch.uint8)
-    wide = _wide(run)
-    halves = (parts.view(wide).view(-1, 2, run // wide.itemsize) & _lanes(width, wide)).unbind(1)
-    low, high = reversed(halves) if backwards else halves
-    return (low | high << width).view(-1).view(torch.uint8)
+        parts = parts.view(-1, size).flip(1).view(-1) if backwards else parts
+        if width >= 8:
+            return parts.view(_holding(width * size))
+        pairs = parts.view(torch.int32)  # two pairs of bytes
+        return (pairs >> (8 - width)).bitwise_or_(pairs).view(torch.int16).to(torch.uint8)  # which drops what is above
+    if width < 8:
+        wide = _wide(run)
+        halves = parts.view(wide).view(-1, 2, run // wide.itemsize).unbind(1)
+        low, high = reversed(halves) if backwards else halves
+        return torch.add(low, high, alpha=1 << width).view(-1).view(torch.uint8)  # shift and or in one
+    whole = _holding(width * size)
+    each_one = parts.view(-1, size, run).unbind(1)
+    each_one = each_one[::-1] if backwards else each_one
+    if run >= _LONG:
+        *lower, part = each_one
+        words = part.to(whole)
+        for part in reversed(lower):
+            below = part.to(whole)
+            below = below if part.dtype == torch.uint8 else below.bitwise_and_((1 << width) - 1)
+            words = torch.add(below, words, alpha=1 << width)
+        return words.view(-1)
+    moved = parts.new_empty(parts.numel() // (size * run), run, size)
+    for i, part in enumerate(each_one):  # at once would go by twos and fours
+        moved[..., i] = part
+    return moved.view(-1).view(whole)
 
 
-def _split(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> Tensor:
-    """Return what `_joined` made `parts` of, each of `width` bits."""
+def _split(parts: Tensor, size: int, run: int, width: int, backwards: bool, out: Tensor | None = None) -> Tensor:
+    """Return what `_joined` made `parts` of, each of `width` bits; with `out`, flat and of their dtype, in that."""
+    if out is None:
+        if width >= 8 and run == 1 and not backwards:
+            return parts.view(_holding(width))
+        out = torch.empty(parts.numel() * size, dtype=_holding(width), device=parts.device)
     if width < 8 and run > 1:
         wide = _wide(run)
-        low = parts.view(wide).view(-1, 1, run // wide.itemsize)
-        both = torch.cat((low >> width, low) if backwards else (low, low >> width), 1)
-        return both.bitwise_and_(_lanes(width, wide)).view(-1).view(torch.uint8)
-    if width < 8:
-        pairs = parts.to(torch.int16)
-        pairs |= pairs << (8 - width)
-        cut = pairs.bitwise_and_(_lanes(width, torch.int16)).view(torch.uint8)
+        low = parts.view(wide).view(-1, run // wide.itemsize)
+        both = out.view(wide).view(-1, 2, run // wide.itemsize)
+        torch.stack((low >> width, low) if backwards else (low, low >> width), 1, out=both)
+        both &= _lanes(width, wide)
+    elif width < 8:
+        pairs, both = parts.to(torch.int16).view(torch.int32), out.view(torch.int32)
+        torch.bitwise_left_shift(pairs, 8 - width, out=both)
+        both |= pairs
+        both &= _lanes(width, torch.int32)
+        if backwards:
+            out.copy_(out.view(-1, 2).flip(1).view(-1))
     else:
-        cut = parts.view(_holding(width))
-        if run > 1:
-            apart = cut.new_empty(cut.numel() // (size * run), size, run)
-            for i in range(size):
-                apart[:, i] = parts.view(-1, run) >> width * i  # which drops what lies above
-            cut = apart.view(-1)
-    return _turned(cut, size, run) if backwards else cut
+        apart = out.view(-1, size, run)
+        for i in range(size):
+            part = (parts.view(torch.int32) >> width * i).view(parts.dtype) if i else parts
+            apart[:, size - 1 - i if backwards else i] = part.view(-1, run)  # which drops what lies above
+    return out
 
 
-def _turned(parts: Tensor, size: int, run: int) -> Tensor:
-    return parts.view(-1, size, run).flip(1).view(-1)
+def _eights(codes: Tensor) -> Tensor:
+    """Return contiguous uint8 codes as flat integers of eight."""
+    return codes.view(-1).view(torch.int64)
 
 
 def _holding(bits: int) -> torch.dtype:

@@ -201,14 +201,22 @@ def _unpack_carrier(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedT
     checks.match(tensors, stored(scheme, n, k))
     carried = tensors["weight"].contiguous().view(torch.uint8)
     codes = _translated(carried, _codes_of_carrier(scheme.format, carried.device))
-    if int(codes.max()) == NO_CODE:
-        row, column = (codes == NO_CODE).nonzero()[0].tolist()
-        value = float(tensors["weight"][row, column])
+    try:
+        return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
+    except LayoutError:
+        _require_codes(codes, tensors["weight"], scheme.format)  # the better reason
+        raise
+
+
+def _require_codes(codes: Tensor, carrier: Tensor, fmt: Format) -> None:
+    missing = (codes == NO_CODE).nonzero()
+    if len(missing):
+        row, column = missing[0].tolist()
+        value = float(carrier[row, column])
         raise LayoutError(
-            f"'weight' holds {value} at [{row}, {column}], which is no {scheme.format.name} value: quantize the "
-            "original model again"
+            f"'weight' holds {value} at [{row}, {column}], which is no {fmt.name} value: quantize the original model "
+            "again"
         )
-    return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
 
 
 def _true_shape(tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
@@ -235,8 +243,8 @@ def _translated(codes: Tensor, table: Tensor) -> Tensor:
     out = room.empty(codes.shape, torch.uint8, codes.device)
 
     def translate(some: Tensor, slot: Tensor) -> None:
-        two = some.clone().view(torch.int16).int().bitwise_and_(0xFFFF)
-        torch.index_select(table, 0, two, out=slot.view(torch.int16))
+        some = some.clone() if some.storage_offset() % 2 else some
+        torch.index_select(table, 0, some.view(torch.uint16).int(), out=slot.view(torch.int16))
 
     each(translate, zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True))
     return out

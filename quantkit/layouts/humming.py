@@ -1,12 +1,14 @@
 """humming: FP6 and FP5 in their true six and five bits, each row one little-endian bit stream (LAYOUTS 9b).
 
-Four codes, a quad, are seen as one integer, within which they are moved together, without the bits between them. Eight
-of these are then as many words as a code has bits.
+Eight codes are seen as one integer, within which they are moved together, without the bits between them. Some of these
+are then whole integers of the stream.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from functools import cache
+from math import gcd
 from typing import Any
 
 import torch
@@ -27,8 +29,8 @@ TENSORS: tuple[str, ...] = ("weight", "weight_scale")
 MARKER = "weight_scale"
 SIDE_FILE: SideFile | None = None
 
-#: Quads that fill whole words.
-QUADS = 8
+#: Bits of the integers that eight codes, and the stream, are seen as.
+WIDE = 64
 DTYPES = {"float6e3m2": FP6, "float5e3m1": FP5}
 
 
@@ -60,14 +62,18 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     words = room.empty((n, k * bits // 32), torch.int32, q.codes.device)
 
     def join(codes: Tensor, out: Tensor) -> None:
-        quads = _together(codes.clone(memory_format=torch.contiguous_format).view(-1).view(torch.int32), bits)
-        stream, quads = out.view(-1, bits), quads.view(-1, QUADS)
-        joined = quads[:, 0]
-        for i, word, shift, rest in _places(bits):
-            quad = quads[:, i]
-            joined = joined | quad << shift if shift else quad
+        count, places = _places(bits)
+        eights = _together(_seen(codes, 8 * count), bits).view(-1, count)
+        stream = _seen(out, count * bits // 4)
+        words = stream.view(len(eights), -1)
+        joined = eights[:, 0]
+        for i, word, shift, rest in places[1:]:
+            joined = (eights[:, i] << shift).bitwise_or_(joined)
             if rest >= 0:
-                stream[:, word], joined = joined, quad >> (32 - shift)
+                words[:, word] = joined
+            if rest > 0:
+                joined = eights[:, i] >> (WIDE - shift)
+        _filled(out, stream)
 
     each(join, pieces(k, q.codes, words))
     return {"weight": words, "weight_scale": checks.half(q.scales)}
@@ -82,15 +88,17 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     codes = room.empty((n, k), torch.uint8, words.device)
 
     def split(some: Tensor, out: Tensor) -> None:
-        stream = some.reshape(-1, bits)
-        quads = torch.empty(len(stream), QUADS, dtype=torch.int32, device=words.device)
-        for i, word, shift, rest in _places(bits):
-            quad = stream[:, word] >> shift
+        count, places = _places(bits)
+        codes = _seen(out, 8 * count)
+        eights = codes.view(-1, count)
+        stream = _seen(some, count * bits // 4).view(len(eights), -1)
+        for i, word, shift, rest in places:
+            eight = stream[:, word] >> shift if shift else stream[:, word]
             if rest > 0:
-                quad &= (1 << (32 - shift)) - 1
-                quad |= stream[:, word + 1] << (32 - shift)
-            quads[:, i] = quad
-        out.view(-1).view(torch.int32).copy_(_apart(quads.view(-1), bits))
+                eight &= (1 << (WIDE - shift)) - 1
+                eight |= stream[:, word + 1] << (WIDE - shift)
+            eights[:, i] = eight
+        _filled(out, _apart(codes, bits))
 
     each(split, pieces(k, words, codes))
     return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
@@ -123,25 +131,56 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     return Schemes(Scheme(DTYPES[dtype]), ignore=checks.strings(config, "ignore"))
 
 
-def _places(bits: int) -> Iterator[tuple[int, int, int, int]]:
-    """Yield each quad of `bits` words, the word that it begins in, at which bit, and its bits in the next word."""
-    for i in range(QUADS):
-        word, shift = divmod(4 * bits * i, 32)
-        yield i, word, shift, shift + 4 * bits - 32
+@cache
+def _places(bits: int) -> tuple[int, list[tuple[int, int, int, int]]]:
+    """Return how many eights fill whole words, and of each the word it is in, from which bit, its bits in the next.
+
+    The words are as wide as eights.
+    """
+    count = WIDE // gcd(WIDE, 8 * bits)
+    begins = [divmod(8 * bits * i, WIDE) for i in range(count)]
+    return count, [(i, word, shift, shift + 8 * bits - WIDE) for i, (word, shift) in enumerate(begins)]
 
 
-def _together(quads: Tensor, bits: int) -> Tensor:
-    """Return quads of a byte a code as quads of `bits` a code, the first lowest."""
-    one, two = (1 << bits) - 1, (1 << 2 * bits) - 1
-    pairs = (quads & one * 0x10001) | (quads & one * 0x1000100) >> (8 - bits)
-    return (pairs & two) | (pairs >> (16 - 2 * bits) & two << 2 * bits)
+def _seen(part: Tensor, multiple: int) -> Tensor:
+    """Return contiguous `part` as wide integers, flat; where they do not fit, a copy with zeros up to `multiple`."""
+    flat = part.reshape(-1)
+    if len(flat) % multiple or flat.storage_offset() * flat.itemsize % (WIDE // 8):
+        flat = torch.cat((flat, flat.new_zeros(-len(flat) % multiple)))
+    return flat.view(torch.int64)
 
 
-def _apart(quads: Tensor, bits: int) -> Tensor:
-    """Return what `_together` made `quads` of, whatever lies above their bits."""
-    one, two = (1 << bits) - 1, (1 << 2 * bits) - 1
-    pairs = (quads & two) | (quads & two << 2 * bits) << (16 - 2 * bits)
-    return (pairs & one * 0x10001) | (pairs & (one * 0x10001 << bits)) << (8 - bits)
+def _filled(part: Tensor, seen: Tensor) -> None:
+    """Let `part` hold what `_seen` made of it."""
+    if seen.data_ptr() != part.data_ptr():
+        part.view(-1).copy_(seen.view(part.dtype)[: part.numel()])
+
+
+def _together(eights: Tensor, bits: int) -> Tensor:
+    """Return eights of a byte a code as eights of `bits` a code, the first lowest."""
+    fours = eights.view(torch.int32)  # which are multiplied faster
+    for half, width in ((8, bits), (16, 2 * bits)):
+        second = (fours >> half).bitwise_and_(_lowest(width, 2 * half))
+        fours = torch.sub(fours, second, alpha=(1 << half) - (1 << width))  # moves it down
+    eights, four = fours.view(torch.int64), (1 << 4 * bits) - 1
+    second = (eights >> (32 - 4 * bits)).bitwise_and_(four << 4 * bits)
+    return eights.bitwise_and_(four).bitwise_or_(second)
+
+
+def _apart(eights: Tensor, bits: int) -> Tensor:
+    """Undo `_together` in place, whatever lies above the bits of an eight; return `eights`."""
+    four = (1 << 4 * bits) - 1
+    second = (eights & four << 4 * bits).bitwise_left_shift_(32 - 4 * bits)
+    fours = eights.bitwise_and_(four).bitwise_or_(second).view(torch.int32)
+    for half, width in ((16, 2 * bits), (8, bits)):
+        second = (fours >> width).bitwise_and_(_lowest(width, 2 * half))
+        fours.add_(second, alpha=(1 << half) - (1 << width))
+    return eights
+
+
+def _lowest(width: int, lane: int) -> int:
+    """Return the mask of the lowest `width` bits of every `lane` bits of an int32."""
+    return sum(((1 << width) - 1) << at for at in range(0, 32, lane))
 
 
 def _check_scheme(scheme: Scheme) -> None:

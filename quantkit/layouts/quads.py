@@ -8,6 +8,7 @@ on in pieces that stay in the cache, since every step touches each word once.
 from __future__ import annotations
 
 from functools import lru_cache
+from threading import Event
 
 import torch
 from torch import Tensor
@@ -158,10 +159,16 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
 
 
 def _all_rise(words: Tensor) -> bool:
-    """Return whether the second place is above the first in all codes of int32 `words`, wherever these lie."""
-    first, second = words & 0x33333333, (words >> 2) & 0x33333333
-    rising = second.add_(0x33333333).sub_(first).bitwise_and_(0x44444444)  # 3 + second - first is at least 4
-    return not words.numel() or int(rising.min()) == 0x44444444
+    """Return whether the second place is above the first in all codes of flat int32 `words`, wherever these lie."""
+    low, falling = 0x33333333, Event()
+
+    def look(some: Tensor) -> None:
+        rising = ((some >> 2) & low).add_(low).sub_(some & low)  # 3 + second - first is at least 4
+        if rising.numel() and int(rising.bitwise_and_(0x44444444).min()) != 0x44444444:
+            falling.set()
+
+    each(look, pieces(8, words))  # eight codes in a word
+    return not falling.is_set()
 
 
 def _require_codes(codes: Tensor, values: Tensor, zero: int) -> None:

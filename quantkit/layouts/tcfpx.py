@@ -67,7 +67,7 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     words = room.empty([n * k * bits // 32], torch.int32, q.codes.device)
     high = n * k * (bits - 4) // 32
     HIGH[bits].pack(q.codes, bits - 4, above=4, out=words[:high])
-    LOW.pack(q.codes, 4, out=words[high:])
+    LOW.pack(q.codes, 4, above=0, out=words[high:])
     return {"weight": words.view(n, -1), "scales": checks.half(q.scales).view(n)}
 
 
