@@ -51,7 +51,7 @@ class Commit(NamedTuple):
     facts: dict[str, Any]
 
 
-class _Shard(NamedTuple):
+class _File(NamedTuple):
     name: str
     path: Path
     stamp: tuple[int, ...]
@@ -106,10 +106,11 @@ class Checkpoint:
         if CONFIG not in listing:
             hint = "merge the adapter into its base model" if "adapter_config.json" in listing else "check the path"
             raise CheckpointError(f"{folder} is no model folder, {CONFIG} is missing: {hint}")
-        self.config = headers.load_json(inside(self.path, CONFIG))
+        self._config_file = _stamped(self.path, CONFIG)
+        self.config = headers.load_json(self._config_file.path)
         headers.check_config(self.config, self.path / CONFIG, trust_remote_code)
-        self._shards: list[_Shard] = []
-        self._where: dict[str, tuple[_Shard, TensorInfo]] = {}
+        self._shards: list[_File] = []
+        self._where: dict[str, tuple[_File, TensorInfo]] = {}
         self._open_shards(*headers.shards(self.path, listing, self.notices))
         dense: tuple[Layout | None, Schemes | None] = (None, None)
         stated, where = self._quantization_config(listing)
@@ -145,7 +146,7 @@ class Checkpoint:
             data = data.clone() if info.start % _ALIGNED else data
         else:
             with storage.open_regular(shard.path) as file:
-                self._same(shard, os.fstat(file.fileno()))
+                self._same(shard, _stamp(os.fstat(file.fileno())))
                 data = storage.read_exactly(file, info.start, info.end - info.start, shard.path)
         return data.view(info.dtype).reshape(info.shape)
 
@@ -269,13 +270,13 @@ class Checkpoint:
                 self._inlet = None
 
     def require_unchanged(self) -> None:
-        """Raise CheckpointError if a weight file is not the one that it was when the checkpoint was opened."""
-        for shard in self._shards:
+        """Raise CheckpointError if config.json or a weight file is not what it was when the checkpoint was opened."""
+        for shard in (self._config_file, *self._shards):
             self._unchanged(shard)
 
     def sources(self) -> dict[str, Path]:
         """Return file name -> real path of the shards and config.json."""
-        return {CONFIG: inside(self.path, CONFIG), **{shard.name: shard.path for shard in self._shards}}
+        return {shard.name: shard.path for shard in (self._config_file, *self._shards)}
 
     @property
     def dtype_of_model(self) -> torch.dtype:
@@ -289,11 +290,8 @@ class Checkpoint:
 
     def _open_shards(self, names: list[str], weight_map: dict[str, str] | None) -> None:
         for shard_name in names:
-            path = inside(self.path, shard_name)
-            with storage.guarded(path):
-                shard = _Shard(shard_name, path, _stamp(os.stat(path)))
-            self._shards.append(shard)
-            for name, info in read_header(path)[0].items():
+            self._shards.append(shard := _stamped(self.path, shard_name))
+            for name, info in read_header(shard.path)[0].items():
                 if weight_map is not None and weight_map.get(name) != shard_name:
                     raise CheckpointError(f"{self.path}: {name} is in {shard_name}, the index does not say so: {AGAIN}")
                 self._where[name] = (shard, info)
@@ -370,16 +368,14 @@ class Checkpoint:
         shape = self.shape(name)
         return (*shape[:-1], shape[-1] // 4) if shape and self.dtype(name) == torch.uint8 else shape
 
-    def _unchanged(self, shard: _Shard) -> None:
-        with storage.guarded(shard.path):
-            now = os.stat(shard.path)
-        self._same(shard, now)
+    def _unchanged(self, shard: _File) -> None:
+        self._same(shard, _stamped(self.path, shard.name).stamp)
 
-    def _same(self, shard: _Shard, now: os.stat_result) -> None:
-        if _stamp(now) != shard.stamp:
+    def _same(self, shard: _File, stamp: tuple[int, ...]) -> None:
+        if stamp != shard.stamp:
             raise CheckpointError(f"{self.path / shard.name}: changed while it was in use: run again")
 
-    def _at(self, name: str) -> tuple[_Shard, TensorInfo]:
+    def _at(self, name: str) -> tuple[_File, TensorInfo]:
         if name not in self._where:
             raise CheckpointError(f"{self.path}: has no tensor {shown(name)}: quantkit inspect lists them")
         return self._where[name]
@@ -392,6 +388,12 @@ def _of_file(folder: Path, module: str) -> Iterator[None]:
         yield
     except LayoutError as error:
         raise CheckpointError(f"{folder}: {module}: {error}") from error
+
+
+def _stamped(folder: Path, name: str) -> _File:
+    path = inside(folder, name)
+    with storage.guarded(path):
+        return _File(name, path, _stamp(os.stat(path)))
 
 
 def _stamp(found: os.stat_result) -> tuple[int, ...]:

@@ -260,13 +260,14 @@ def another(shard: Path) -> None:
     other.replace(shard)
 
 
-def test_a_source_that_changes_behind_its_last_weight_is_refused(packed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("what", ["the last shard", "config.json"])
+def test_a_source_that_changes_behind_its_last_weight_is_refused(what: str, packed: Path, tmp_path: Path) -> None:
     call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     src = Checkpoint(tmp_path / "ct")
     items = repacked(src, src.logical(), plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out"), {}, False, {})
     for _ in src.logical():
         next(items)
-    another(src.files()[-1])
+    another(src.files()[-1] if what == "the last shard" else src.path / "config.json")
     with pytest.raises(CheckpointError, match="changed while it was in use"):
         next(items)
 
