@@ -57,13 +57,15 @@ several_gpus() { # of the tests only these need two
     "$python" -m pytest -q -m gpu -k "several_gpus or on_two_gpus" tests/test_several_gpus.py tests/kernels/test_bad_input.py
 }
 
-sanitizer() { # every tile of the Hopper kernels on a small odd shape, the layouts side by side
-    local tool layout one running
+sanitizer() { # every tile of the fast kernels on a small odd shape, and the naive kernels, side by side
+    local tool layout chosen one running
     for tool in memcheck racecheck; do
         running=()
-        for layout in marlin-int4 marlin24-int4 quick-int4 tcfpx-fp; do
-            compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -m gpu -x \
-                -k "odd_shapes and $layout and 1-dtype0" tests/kernels/test_hopper.py >"$work/$tool-$layout" 2>&1 &
+        for layout in marlin-int4 marlin24-int4 quick-int4 tcfpx-fp naive; do
+            chosen="odd_shapes and $layout and (test_hopper and 1-dtype0 or test_portable and dtype0)"
+            [ "$layout" = naive ] && chosen="test_naive and products"
+            compute-sanitizer --tool "$tool" --error-exitcode 9 "$python" -m pytest -q -m gpu -x -k "$chosen" \
+                tests/kernels/test_{hopper,portable,naive}.py >"$work/$tool-$layout" 2>&1 &
             running+=($!)
         done
         for one in "${running[@]}"; do wait "$one" || { cat "$work/$tool"-*; return 1; }; done
