@@ -151,7 +151,7 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
     pruning mask means the same values. LayoutError for a code that is none.
     """
     n, k = shape
-    words = words.contiguous().view(-1).view(torch.int32)
+    words = _whole(words).view(-1).view(torch.int32)
     codes = order.unpack(words, 4, (n, k // 4))
     if not _all_rise(words):
         check(codes)  # which names the first one

@@ -86,6 +86,28 @@ def test_pieces_and_ways_to_move_them_do_not_show(
     assert LAYOUTS[layout].unpack(expected, q.scheme).equal(q)
 
 
+@pytest.mark.parametrize("label", ["fp6:channel", "fp5:channel"])
+@pytest.mark.parametrize(("n", "k", "rows_at_once"), [(7, 96, 3), (9, 32, 1), (5, 160, 5)])
+def test_a_stream_that_ends_or_begins_inside_wide_integers_is_whole(
+    label: str, n: int, k: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of an odd number of words are worked on as integers of two."""
+    monkeypatch.setattr(arrange, "_CACHED", rows_at_once * k)
+    q = record(Scheme.parse(label), n, k, lowest_zero=1)
+    packed = LAYOUTS["humming"].pack(q)
+    assert rows(packed["weight"]) == oracle.humming_words(q.codes.tolist(), q.scheme.format.bits)
+    assert LAYOUTS["humming"].unpack(packed, q.scheme).equal(q)
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
+def test_packed_tensors_may_begin_between_wide_integers(layout: str, label: str, n: int, k: int) -> None:
+    q = record(Scheme.parse(label), n, k, lowest_zero=1)
+    packed = LAYOUTS[layout].pack(q)
+    shifted = {name: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape) for name, t in packed.items()}
+    assert all(t.storage_offset() == 1 for t in shifted.values())
+    assert LAYOUTS[layout].unpack(shifted, q.scheme).equal(q)
+
+
 @pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
 def test_unpack_of_pack_is_the_record_and_pack_of_unpack_the_bytes(layout: str, label: str, n: int, k: int) -> None:
     q = record(Scheme.parse(label), n, k, lowest_zero=1)
