@@ -1,9 +1,10 @@
 """How fast layouts are packed, unpacked and converted: in memory by weight, and whole folders beside copies of them.
 
-Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record, its slices shared by
-two threads as in a conversion. `folders`: bytes of packed weights read a second, from one interchange layout into each
-other and back, each in a fresh process, so that the peak memory is its own. What is read lies on the disk and not in
-the page cache, like a model that is larger than the memory; what is written is synced. `copy` does no more than that
+Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record, on one
+thread. `folders`: bytes of packed weights read a second, from one interchange layout into each other and back, each in
+a fresh process, so that the peak memory is its own and its helpers'; `busy` is how much of the time of all processors
+that it may use (`threads`) it took. What is read lies on the disk and not in the page cache, like a model that is larger
+than the memory; what is written is synced. `copy` does no more than that
 with the same bytes, through the page cache as `cp` does; so does `copy into touched memory`, right after as much memory
 was used and given back, since the host of a virtual machine gives it slowly; `disk` does it past the cache, which is
 what the disk itself gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a
@@ -18,6 +19,7 @@ import hashlib
 import json
 import os
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -34,8 +36,7 @@ from pathlib import Path
 
 import torch
 
-from quantkit import direct, room, storage
-from quantkit.abreast import abreast
+from quantkit import apart, direct, room, storage
 from quantkit.headers import dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
@@ -85,14 +86,17 @@ def record(label: str, n: int = N, k: int = K, seed: int = 0) -> QuantizedTensor
 def in_memory(wanted: list[str]) -> dict[str, dict[str, int]]:
     """Return, by layout and scheme, megabytes of float16 weights packed and unpacked a second (medians of five)."""
     found: dict[str, dict[str, int]] = {}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     for name, labels in LABELS.items():
         for label in [label for label in labels if label in wanted]:
             q, layout = record(label), LAYOUTS[name]
             packed = layout.pack(q)
-            with abreast(), room.kept():
+            with room.kept():
                 rates = [2 * N * K / 1e6 / _median(work) for work in _both_ways(layout, q, packed)]
             found[f"{name} {label}"] = {"pack_mb_s": round(rates[0]), "unpack_mb_s": round(rates[1])}
             print(f"{name} {label}", found[f"{name} {label}"], file=sys.stderr)
+    torch.set_num_threads(threads)
     return found
 
 
@@ -210,20 +214,30 @@ def _size(folder: Path) -> int:
 def _converted(source: Path, out: Path, target: str) -> dict[str, float]:
     argv = [sys.executable, __file__, "--convert", str(source), str(out), target]
     done = subprocess.run(argv, check=True, capture_output=True, text=True)
-    seconds, before, peak = map(float, done.stdout.split())
-    found = {"gb_s": round(_size(source) / 1e9 / seconds, 3), "peak_mb": round((peak - before) / 1e3)}
+    seconds, busy, before, peak = map(float, done.stdout.split())
+    found = {"gb_s": round(_size(source) / 1e9 / seconds, 3), "busy": round(busy, 2)}
+    found["peak_mb"] = round((peak - before) / 1e3)
     print(source.name, target, found, file=sys.stderr)
     return found
 
 
 def _convert(source: str, out: str, target: str) -> None:
-    """Convert in this process; print seconds, and resident kilobytes before and at the peak."""
+    """Convert in this process; print seconds, how busy all processors were, resident kilobytes before and at the peak.
+
+    With the processes that it begins.
+    """
     LAYOUTS[HUB].pack(record("int4:g128", 64, 256))  # loads what the first call loads
     _settled(Path(source))
     Path("/proc/self/clear_refs").write_text("5")  # what was touched is no peak
-    before = _resident("VmRSS")
+    before, spent = _resident("VmRSS"), _processor_seconds()
     seconds = _timed(lambda: pack(source, out, target))
-    print(seconds, before, _resident("VmHWM"))
+    busy = (_processor_seconds() - spent) / seconds / torch.get_num_threads()
+    print(seconds, busy, before, _resident("VmHWM") + apart.peak() // 1024)
+
+
+def _processor_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def _resident(key: str) -> int:

@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from quantkit import storage
-from quantkit.checkpoint import Checkpoint, Commit, Item
+from quantkit.checkpoint import Checkpoint
 from quantkit.data import check_tokens
 from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.headers import read_header
 from quantkit.hessian import Hessian
+from quantkit.items import Commit, Item, Packed
 from quantkit.layouts import LAYOUTS
 from quantkit.models import Model
 from quantkit.progress import Clock, Progress
@@ -233,6 +234,7 @@ def _block(run: Run, block: int) -> Iterator[Item]:
                 weights = {name: run.src.get(f"{name}.weight").to(model.device) for name in group.linears}
                 items = solve(weights, {name: run.goal(name) for name in weights}, hessian, run.recipe, run.progress)
             for item in items:
+                assert not isinstance(item.value, Packed)  # that comes of files alone
                 _put_back(model, item.name.removesuffix(".weight"), item.value)
                 solved[item.name] = item
                 run.progress.detail(_detail(item))

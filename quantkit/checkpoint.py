@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,6 +19,7 @@ from torch import Tensor
 from quantkit import direct, hashing, headers, storage
 from quantkit.errors import CheckpointError, LayoutError, reason
 from quantkit.headers import AGAIN, TensorInfo, inside, read_header, shown
+from quantkit.items import Item
 from quantkit.layouts import LAYOUTS, read_config, stored_as
 from quantkit.layouts.checks import DAMAGED
 from quantkit.layouts.config import Schemes
@@ -35,20 +36,6 @@ PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
 #: What a tensor's place in a file must be a multiple of, to be taken for integers of any width where it was read.
 _ALIGNED = 8
-
-
-class Item(NamedTuple):
-    """A tensor under its name, or a quantized one under its weight's (`....q_proj.weight`), with facts to report."""
-
-    name: str
-    value: Tensor | QuantizedTensor
-    facts: dict[str, Any] | None = None
-
-
-class Commit(NamedTuple):
-    """Says that all items so far may be made durable; `facts` go into the journal."""
-
-    facts: dict[str, Any]
 
 
 class _File(NamedTuple):
@@ -137,13 +124,17 @@ class Checkpoint:
         info = self._at(name)[1]
         return info.end - info.start
 
-    def get(self, name: str) -> Tensor:
-        """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened."""
+    def get(self, name: str, into: Tensor | None = None) -> Tensor:
+        """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened.
+
+        `in_passing` it is read `into` the memory that is given, as `direct.Inlet.read` has it.
+        """
         shard, info = self._at(name)
         if self._inlet is not None:
             self._unchanged(shard)
-            data = self._inlet.read(shard.name, info.start, info.end - info.start)
-            data = data.clone() if info.start % _ALIGNED else data
+            odd = info.start % _ALIGNED
+            data = self._inlet.read(shard.name, info.start, info.end - info.start, None if odd else into)
+            data = data.clone() if odd else data
         else:
             with storage.open_regular(shard.path) as file:
                 self._same(shard, _stamp(os.fstat(file.fileno())))
@@ -258,14 +249,14 @@ class Checkpoint:
         return {name: hashing.sha256_of(path) for name, path in self.sources().items()}
 
     @contextmanager
-    def in_passing(self) -> Iterator[Callable[[], dict[str, str]]]:
-        """Inside, tensors are read past the page cache, and must stay what they are; yields what `hashes` does.
+    def in_passing(self) -> Iterator[direct.Inlet]:
+        """Inside, tensors are read past the page cache; yields what reads them.
 
-        That then is of what was read, so that a disk gives each byte once.
+        Its `hashes` are what those here are, and of what was read, so that a disk gives each byte once.
         """
         with direct.inlet(self.sources()) as self._inlet:
             try:
-                yield self._inlet.hashes
+                yield self._inlet
             finally:
                 self._inlet = None
 

@@ -107,18 +107,25 @@ class Written:
         self._file, self._path, self._outlet = file, path, outlet
         self._seen = hashlib.sha256()
         self._memory, self._filled = outlet.take(), 0
+        self._copied: Future[Tensor] | None = None
         bypass(file)
 
     def write(self, data: Tensor) -> None:
-        """Append bytes, uint8 `[size]`, which are the caller's again when this returns."""
+        """Append bytes, uint8 `[size]`, which are the caller's again when this returns.
+
+        The thread that hashes them copies them: then they are in the cache of its processor.
+        """
         while len(data):
             size = min(len(data), PIECE - self._filled)
-            self._memory[self._filled : self._filled + size].copy_(data[:size])
+            some = self._memory[self._filled : self._filled + size]
+            self._copied = self._outlet.hasher.submit(some.copy_, data[:size])
             self._filled += size
             data = data[size:]
             if self._filled == PIECE:
                 self._send()
                 self._memory, self._filled = self._outlet.take(), 0
+        if self._copied is not None:
+            self._copied.result()
 
     def finish(self) -> str:
         """Return the SHA-256 of all that was appended, when it is written; what follows goes through the cache."""
@@ -129,15 +136,20 @@ class Written:
 
     def _send(self) -> None:
         data = self._memory[: self._filled].numpy().data
-        hashed = self._outlet.hasher.submit(self._seen.update, data)
-        self._outlet.give(self._memory, hashed, self._outlet.disk.submit(append, self._file, data, self._path))
+        written = self._outlet.disk.submit(self._append, data, self._copied)
+        self._outlet.give(self._memory, self._outlet.hasher.submit(self._seen.update, data), written)
+
+    def _append(self, data: memoryview, copied: Future[Tensor] | None) -> None:
+        if copied is not None:
+            copied.result()
+        append(self._file, data, self._path)
 
 
 class _Source:
-    """A file that is read; up to `asked` it is hashed or going to be."""
+    """A file that is read, and hashed from its beginning on."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.asked, self.seen = path, 0, hashlib.sha256()
+        self.path, self.seen = path, hashlib.sha256()
         with storage.guarded(path):
             self.size = path.stat().st_size
         self._hashed = 0
@@ -148,11 +160,14 @@ class _Source:
             bypass(file)
             return read_at(file, at, memory.numpy().data, self.path)
 
-    def follow(self, start: int, data: Tensor) -> None:
-        """Hash bytes from offset `start` on, and before them what lies between."""
+    def follow(self, start: int, data: Tensor) -> bool:
+        """Hash bytes from offset `start` on and return whether this was done: if less than a piece lies before them."""
+        if start >= self._hashed + PIECE or start + len(data) <= self._hashed:
+            return False
         self.catch_up(start)
         self.seen.update(data[self._hashed - start :].numpy().data)
         self._hashed = start + len(data)
+        return True
 
     def catch_up(self, end: int) -> None:
         """Read and hash what is not hashed yet of the bytes before `end`."""
@@ -179,7 +194,10 @@ class _Piece(NamedTuple):
 
 
 class Inlet:
-    """Reads parts of files, best in their order, and finds the SHA-256 of whole files behind it."""
+    """Reads parts of files, best in their order, and finds the SHA-256 of whole files on the way.
+
+    One thread does both, and alone knows what is read: what it copied is in the cache of its processor.
+    """
 
     def __init__(self, paths: Mapping[str, Path], hasher: Executor, disk: Executor) -> None:
         self._sources = {name: _Source(path) for name, path in paths.items()}
@@ -187,48 +205,48 @@ class Inlet:
         self._small = room.empty([PIECE], torch.uint8)
         self._free = [room.empty([PIECE], torch.uint8) for _ in range(PIECES)]
         self._ahead: deque[_Piece] = deque()
-        self._behind: deque[Future[None]] = deque()
+        self._coming: deque[Future[None]] = deque()
 
-    def read(self, name: str, start: int, size: int) -> Tensor:
+    def read(self, name: str, start: int, size: int, into: Tensor | None = None) -> Tensor:
         """Return `size` bytes of a file from offset `start` on, uint8 `[size]`; CheckpointError if it is shorter.
 
-        They must stay what they are: a thread hashes them.
+        With `into`, uint8 from a block's address on, they are read into that memory if it has room: then they are
+        there, and the error is raised, when `arrive` returns.
         """
         source, end = self._sources[name], start + size
         first = start - start % BLOCK
         span = -(-(end - first) // BLOCK) * BLOCK
-        small = span <= PIECE
-        while len(self._behind) > 2 * PIECES:  # the tensors that they are part of are in memory
-            self._behind.popleft().result()
-        memory = self._small[:span] if small else room.empty([span], torch.uint8)
-        at = first
+        here = into if into is not None and span <= len(into) else None
+        memory = here if here is not None else self._small if span <= PIECE else room.empty([span], torch.uint8)
+        self._coming.append(self._hasher.submit(self._bring, source, start, end, memory[:span]))
+        data = memory[start - first : end - first]
+        if here is None:
+            self.arrive()
+        return data.clone() if memory is self._small else data
+
+    def arrive(self) -> None:
+        """Wait for what is being read; raises what went wrong there."""
+        while self._coming:
+            self._coming.popleft().result()
+
+    def hashes(self) -> dict[str, str]:
+        """Return file name -> SHA-256; what was not read, or not in its order, is read now."""
+        self.arrive()
+        for source in self._sources.values():
+            self._hasher.submit(source.catch_up, source.size).result()
+        return {name: source.seen.hexdigest() for name, source in self._sources.items()}
+
+    def _bring(self, source: _Source, start: int, end: int, memory: Tensor) -> None:
+        """Fill `memory` with a file's bytes from the block of offset `start` to `end`, and hash them in passing."""
+        at = first = start - start % BLOCK
         while at < end:
             rest = memory[at - first :]
             got = self._from_ahead(source, at, rest) or source.read(at, rest[:PIECE])
             if not got:
                 raise CheckpointError(f"{source.path}: ends {end - at} bytes too early: download it again")
-            if not small:
-                self._passed(source, max(at, start), memory[max(at, start) - first : min(at + got, end) - first])
-            at += got
-        data = memory[start - first : end - first]
-        if small:
-            data = data.clone()
-            self._passed(source, start, data)
-        return data
-
-    def hashes(self) -> dict[str, str]:
-        """Return file name -> SHA-256; what was not read, or not in its order, is read now."""
-        for source in self._sources.values():
-            self._hasher.submit(source.catch_up, source.size).result()
-        return {name: source.seen.hexdigest() for name, source in self._sources.items()}
-
-    def _passed(self, source: _Source, start: int, data: Tensor) -> None:
-        """Let bytes from offset `start` on be hashed and the disk go on, if less than a piece lies before them."""
-        end = start + len(data)
-        if start < source.asked + PIECE and source.asked < end:
-            source.asked = end
-            self._behind.append(self._hasher.submit(source.follow, start, data))
-            self._read_on(source, end)
+            since, at = max(at, start), at + got
+            if source.follow(since, memory[since - first : min(at, end) - first]):
+                self._read_on(source, min(at, end))
 
     def _read_on(self, source: _Source, end: int) -> None:
         """Let the disk read from offset `end` on as far as there is memory."""

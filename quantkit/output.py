@@ -7,23 +7,24 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 import quantkit
 from quantkit import rtn, storage
-from quantkit.checkpoint import Checkpoint, Commit, Item
+from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, about
 from quantkit.headers import RECIPE, dump_json
+from quantkit.items import Commit, Item, Packed
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.recipe import Pruning, Recipe
 from quantkit.report import REPORT, model_card, peak_memory
 from quantkit.report import load as load_report
-from quantkit.tensor import QuantizedTensor
 from quantkit.writer import CheckpointWriter
 
 
@@ -52,11 +53,11 @@ def write(
                 writer.commit({**item.facts, "layers": layers})
                 layers = []
                 continue
-            if not isinstance(item.value, QuantizedTensor):
+            if isinstance(item.value, Tensor):
                 with about(item.name):
                     rtn.check_finite(item.value)
             writer.add(item)
-            if isinstance(item.value, QuantizedTensor) or item.facts:
+            if item.facts or not isinstance(item.value, Tensor):
                 layers.append(_layer(item, writer))
             del item  # before the next one is made
         writer.commit({"layers": layers})
@@ -79,11 +80,11 @@ def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
 def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
     q, digest = item.value, (item.facts or {}).get("digest")
     known: dict[str, Any] = {"name": item.name.removesuffix(".weight"), "shape": list(q.shape)}
-    if isinstance(q, QuantizedTensor):
-        known |= {"scheme": q.scheme.label, "layout": writer.layout.NAME if writer.layout else None}
-        known["digest"] = digest.result() if isinstance(digest, Future) else q.digest()
-    else:
+    if isinstance(q, Tensor):
         known |= {"scheme": "2:4", "layout": None}
+    else:
+        known |= {"scheme": q.scheme.label, "layout": writer.layout.NAME if writer.layout else None}
+        known["digest"] = q.digest if isinstance(q, Packed) else digest.result() if digest is not None else q.digest()
     return {**known, **{key: value for key, value in (item.facts or {}).items() if key not in known}}
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import torch
 
 from quantkit import direct, room, rtn, storage
-from quantkit.abreast import abreast
 from quantkit.calibrate import calibrated
-from quantkit.checkpoint import Checkpoint, Commit, Item, resolve
+from quantkit.checkpoint import Checkpoint, resolve
 from quantkit.data import calibration
 from quantkit.errors import CheckpointError, RecipeError, about
+from quantkit.items import Commit, Item
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.config import Schemes
 from quantkit.models import Model, tokenizer
@@ -30,7 +30,7 @@ from quantkit.output import finish, publish_complete, require_unchanged, write
 from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
 from quantkit.recipe import Goal, Pruning, Recipe, label
-from quantkit.repack import outcome, repacked, rounded_again, schemes_of
+from quantkit.repack import helpers, outcome, repacked, rounded_again, schemes_of
 from quantkit.report import heading, phases
 from quantkit.report import load as load_report
 from quantkit.solve import alone
@@ -172,7 +172,8 @@ def pack(
     `expect` is the layout that the source must be in (`convert A-to-B`). Where the layout does not hold a weight's
     scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
     shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
-    weight file. Only config.json and the weight files are read, one weight is in memory at a time. LayoutError lists
+    weight file. Only config.json and the weight files are read; one weight is in memory at a time, or of a large
+    checkpoint one in each of a few processes that pack. LayoutError lists
     every weight that the layout cannot hold, or names the one whose data it cannot; CheckpointError if a weight's codes
     are not those that its report recorded.
     """
@@ -187,11 +188,10 @@ def pack(
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
     schemes, known = schemes_of(src, planned), list(src.notices)
     with (
+        helpers(src, planned, recorded, requantize) as others,
         storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial,
         direct.outlet() as outlet,
         room.kept(),
-        # What is rounded again wants torch's threads, and numbers that do not depend on how they are shared.
-        nullcontext() if requantize else abreast(),
     ):
         writer = CheckpointWriter(
             partial,
@@ -205,7 +205,7 @@ def pack(
         report = _restated_facts(checkpoint, before, planned, schemes, known, sources)
         names = src.logical()
         with closing(
-            repacked(src, progress.bar(names, "pack", len(names)), planned, recorded, requantize, sources)
+            repacked(src, progress.bar(names, "pack", len(names)), planned, recorded, requantize, sources, others)
         ) as items:
             layers = write(items, writer, src, report)
         report["layers"], report["source"]["files"] = layers, sources

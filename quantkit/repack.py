@@ -6,17 +6,22 @@ The plan has chosen scheme and shape from headers; here the data decide whether 
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Iterable, Mapping
-from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import pad
 
-from quantkit import rtn
-from quantkit.checkpoint import Checkpoint, Item
+from quantkit import apart, room, rtn
+from quantkit.apart import Apart, Place, Shared
+from quantkit.checkpoint import Checkpoint
+from quantkit.direct import Inlet
 from quantkit.errors import CheckpointError, LayoutError, about
 from quantkit.formats import INT4
+from quantkit.items import Item, Packed
 from quantkit.layouts import LAYOUTS, family, gptq
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Stored
@@ -25,6 +30,11 @@ from quantkit.report import REPORT
 from quantkit.restate import broken_rule, restated
 from quantkit.solve import relative_error
 from quantkit.tensor import QuantizedTensor, Scheme
+
+#: Bytes of packed weights from which on other processes are worth their beginning.
+MANY = 2**27
+#: Bytes of dense tensors that wait for packed ones before them.
+WAITING = room.LARGE
 
 #: What a report said of a weight that is no longer so once it was rounded again.
 OUTDATED = ("relative_error", "loss", "rtn_loss", "norm", "guard_rows", "rungs", "reason", "fallback", "dead_columns")
@@ -50,8 +60,11 @@ def repacked(
     recorded: Mapping[str, Mapping[str, Any]],
     requantize: bool,
     hashes: dict[str, str],
+    others: Apart | None = None,
 ) -> Generator[Item, None, None]:
     """Yield the tensors `names` (`src.logical()`, in that order), packed ones as `planned`; one weight in memory.
+
+    With `others` (of `helpers`) one in each of these processes, and one that is read or written; they pack it, too.
 
     `recorded` has the facts of each linear from the source's report. `hashes` becomes what `src.hashes()` returns: the
     files are hashed piece by piece behind the reading, so that a disk gives each byte once. That and the weights'
@@ -61,7 +74,10 @@ def repacked(
     rows = {row.module: row for row in planned.rows}
     if not recorded:
         src.notices.extend(_trusted(src))
-    with ThreadPoolExecutor(1, "quantkit-hash") as hasher, src.in_passing() as hashed:
+    with ThreadPoolExecutor(1, "quantkit-hash") as hasher, src.in_passing() as inlet:
+        if others is not None:
+            yield from _by_others(src, names, others, inlet)
+            names = ()
         for name in names:
             item = src.item(name)
             if isinstance(item.value, QuantizedTensor):
@@ -72,8 +88,115 @@ def repacked(
             del item  # its memory is that of the next
             if digest is not None:
                 digest.result()
-        hashes |= hashed()
+        hashes |= inlet.hashes()
     src.require_unchanged()  # so these are the hashes of what was read
+
+
+@contextmanager
+def helpers(
+    src: Checkpoint, planned: Plan, recorded: Mapping[str, Mapping[str, Any]], requantize: bool
+) -> Iterator[Apart | None]:
+    """Yield processes for `repacked`, whose arguments these are; None where this one does it as well alone.
+
+    They begin with what is open now: the output must not be. What is rounded again wants torch's threads instead.
+    """
+    count = _count()
+    stored = {module: [src.nbytes(name) for name in src.parts(module).values()] for module in src.modules()}
+    if requantize or count < 1 or sum(map(sum, stored.values())) < MANY or not apart.possible():
+        yield None
+        return
+    rows = {row.module: row for row in planned.rows}
+    layout = LAYOUTS[planned.layout]
+
+    def work(given: Shared, made: Shared, module: str, places: dict[str, Place]) -> _Made:
+        before = len(src.notices)
+        q = src.record(module, {suffix: given.get(place) for suffix, place in places.items()})
+        with ThreadPoolExecutor(1, "quantkit-hash") as hasher:
+            name, value, facts = _packed(src, q, rows[module], recorded.get(module, {}), False, hasher)
+            assert isinstance(value, QuantizedTensor) and facts is not None
+            made.clear()
+            with about(name), room.within(made.take):
+                parts = layout.pack(value)
+            digest = facts.pop("digest").result()
+        return _Made(made.put_all(parts), value.scheme, value.shape, digest, facts, src.notices[before:])
+
+    read = max(sum(map(apart.room_for, sizes)) for sizes in stored.values())
+    written = max(row.bytes for row in planned.rows) + apart.room_for(0) * len(layout.TENSORS)
+    with apart.processes(work, count, read, written) as others:
+        yield others
+
+
+def _count() -> int:
+    """Return how many processes are begun: this one reads, hashes in two threads and writes meanwhile."""
+    return min(torch.get_num_threads() // 2, apart.MOST)
+
+
+class _Made(NamedTuple):
+    """What another process made of a weight, and the notices that it found reason for."""
+
+    places: dict[str, Place]
+    scheme: Scheme
+    shape: tuple[int, int]
+    digest: str
+    facts: dict[str, Any]
+    notices: list[str]
+
+
+class _Begun(NamedTuple):
+    """A weight that another process works on, the memory that it is in, and that where it will be packed."""
+
+    name: str
+    given: Shared
+    made: Shared
+    result: Future[Any]
+
+
+def _by_others(src: Checkpoint, names: Iterable[str], others: Apart, inlet: Inlet) -> Iterator[Item]:
+    """Yield tensors in order: one weight is read and one written while other processes work on those between."""
+    waiting: deque[Item | _Begun] = deque()
+    dense, modules = 0, {f"{module}.weight": module for module in src.modules()}
+    for name in names:
+        ready: list[Item | _Begun] = []
+        if (module := modules.get(name)) is not None:
+            while not others.given:
+                ready.append(_worked_on(waiting.popleft(), others))
+            given = others.given.pop()
+            given.clear()
+            parts = src.parts(module).items()
+            places = {suffix: given.put(src.get(part, given.rest())) for suffix, part in parts}
+            yield from _items(src, ready, others)
+            inlet.arrive()
+            made = others.made.pop()
+            waiting.append(_Begun(name, given, made, others.begin(given, made, module, places)))
+        elif (dense := dense + src.nbytes(name)) <= WAITING:
+            waiting.append(src.item(name))
+        else:
+            yield from _items(src, (_worked_on(one, others) for one in waiting), others)
+            waiting.clear()
+            dense = 0
+            yield src.item(name)
+    yield from _items(src, (_worked_on(one, others) for one in waiting), others)
+
+
+def _worked_on(one: Item | _Begun, others: Apart) -> Item | _Begun:
+    """Wait until a weight is packed; the memory that it came in is free then."""
+    if isinstance(one, _Begun):
+        others.result(one.result)
+        others.given.append(one.given)
+    return one
+
+
+def _items(src: Checkpoint, done: Iterable[Item | _Begun], others: Apart) -> Iterator[Item]:
+    """Yield what is packed; the memory that it is in is free when the next is asked for."""
+    for one in done:
+        if isinstance(one, Item):
+            yield one
+            continue
+        made: _Made = others.result(one.result)
+        src.notices.extend(line for line in made.notices if line not in src.notices)
+        tensors = {suffix: one.made.get(place) for suffix, place in made.places.items()}
+        yield Item(one.name, Packed(made.scheme, made.shape, tensors, made.digest), made.facts)
+        others.made.append(one.made)
 
 
 def _packed(

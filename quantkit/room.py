@@ -8,8 +8,9 @@ other, what one gave back is kept for the next, since huge pages too are found a
 from __future__ import annotations
 
 import mmap
+import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -38,6 +39,7 @@ class _Kept:
 
 _kept: _Kept | None = None
 _lock = Lock()
+_within: Callable[[int], Tensor | None] | None = None
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -46,6 +48,8 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     size = count * dtype.itemsize
     if size < LARGE or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
+    if _within is not None and (found := _within(size)) is not None:
+        return found.view(dtype).view(shape)
     _keep_small()
     size += -size % _PAGE
     try:
@@ -60,6 +64,17 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
 
 
 @contextmanager
+def within(take: Callable[[int], Tensor | None]) -> Iterator[None]:
+    """Inside, a large tensor on a CPU lies in what `take` has for its bytes, uint8 `[bytes]`, unless that is None."""
+    global _within
+    _within = take
+    try:
+        yield
+    finally:
+        _within = None
+
+
+@contextmanager
 def kept() -> Iterator[None]:
     """Inside, large memory that is given back is kept for the next tensors, never more than was in use at once."""
     global _kept
@@ -71,6 +86,16 @@ def kept() -> Iterator[None]:
         yield
     finally:
         _kept = None
+
+
+def _anew() -> None:
+    """Begin a process that was copied of one whose threads may be in the midst of this module."""
+    global _kept, _lock
+    _kept, _lock = None, Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_anew)
 
 
 def _kept_one(size: int) -> mmap.mmap | None:

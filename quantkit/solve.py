@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit import gptq, refine, rtn, sparsity
-from quantkit.checkpoint import Item
 from quantkit.errors import NumericError, about
 from quantkit.hessian import Hessian
+from quantkit.items import Item
 from quantkit.progress import Progress
 from quantkit.recipe import Goal, Pruning, Recipe, is_sparse, stored_shape
 from quantkit.restate import restated

@@ -13,7 +13,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quantkit.abreast import each
 from quantkit.errors import LayoutError
 
 #: How the two that stay are chosen; `sparsegpt` also moves them, to make up for those that go.
@@ -69,18 +68,15 @@ def check(values: Tensor, zero: int = 0) -> None:
     total = n * quads(k)
     rows = max(1, n if values.device.type != "cpu" else _CACHED // max(1, k))
     found: list[tuple[int, int, int]] = []
-
-    def look(start: int, part: Tensor) -> None:
+    for start, part in zip(range(0, n, rows), values.split(rows), strict=True):
         # The four bytes of a quad are added up in the highest one.
         counts = flags(part, zero).mul_(0x01010101)
         if counts.numel() and int(counts.max()) >> 24 > 2:
             full = (counts >> 24).view(len(part), -1) > 2
             row, quad = full.nonzero()[0].tolist()
             found.append((start + row, QUAD * quad, int(full.sum())))
-
-    each(look, zip(range(0, n, rows), values.split(rows), strict=True))
     if found:
-        row, column, _ = min(found)
+        row, column, _ = found[0]
         raise LayoutError(
             f"{sum(count for _, _, count in found)} of {total} quads have more than two values that are not "
             f"zero, first row {row}, columns {column} to {column + 3}: this is no 2:4 weight, prune it first"

@@ -16,12 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from quantkit import hashing, headers, storage
-from quantkit.checkpoint import CONFIG, Checkpoint, Item
+from quantkit.checkpoint import CONFIG, Checkpoint
 from quantkit.direct import Outlet
 from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.headers import INDEX, dump_json, inside, read_header
+from quantkit.items import Item, Packed
 from quantkit.layouts.protocol import Layout, Stored
-from quantkit.tensor import QuantizedTensor
 from quantkit.tensorfile import Contents, TensorFile
 
 #: The most bytes of tensors in one file, if it is not a single one.
@@ -99,14 +99,14 @@ class CheckpointWriter:
             )
 
     def add(self, item: Item) -> None:
-        """Store an item, packed in the layout if it is quantized; CheckpointError if it was stored before."""
+        """Store an item, in the layout if it is quantized; CheckpointError if it was stored before."""
         if item.name in self._written or item.name in self._pending:
             raise CheckpointError(f"{item.name}: is written twice: a bug, please report it")
         for name, tensor in self._tensors(item).items():
             size = tensor.numel() * tensor.dtype.itemsize
             self._file_for(name, size).add(name, tensor)
             self._bytes += size
-            self._packed_bytes += size if isinstance(item.value, QuantizedTensor) else 0
+            self._packed_bytes += 0 if isinstance(item.value, Tensor) else size
         self._pending[item.name] = None
 
     def commit(self, facts: dict[str, Any]) -> None:
@@ -150,12 +150,12 @@ class CheckpointWriter:
         return written
 
     def _tensors(self, item: Item) -> dict[str, Tensor]:
-        if not isinstance(item.value, QuantizedTensor):
+        if isinstance(item.value, Tensor):
             return {item.name: item.value}
         if self.layout is None:
             raise CheckpointError(f"{item.name}: is quantized, and no layout was chosen: add --layout")
         with about(item.name):
-            parts = self.layout.pack(item.value)
+            parts = item.value.tensors if isinstance(item.value, Packed) else self.layout.pack(item.value)
         return {f"{item.name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in parts.items()}
 
     def _file_for(self, name: str, size: int) -> TensorFile:

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from quantkit.calibrate import Group, Run, calibrated, collect, find_groups
-from quantkit.checkpoint import Checkpoint, Commit, Item
+from quantkit.checkpoint import Checkpoint
 from quantkit.data import calibration
 from quantkit.errors import CheckpointError, NumericError, RecipeError
+from quantkit.items import Commit, Item
 from quantkit.layouts import LAYOUTS
 from quantkit.models import Model, dense_model, tokenizer
 from quantkit.progress import Clock as Phases

@@ -14,8 +14,8 @@ PACKAGE = Path(__file__).resolve().parents[1] / "quantkit"
 
 #: A unit imports from rows above its own (docs/architecture.md), and within its row only as NEIGHBOURS says.
 ROWS = [
-    ["quantkit", "abreast", "direct", "errors", "formats", "hashing", "sparsity", "storage", "progress", "room"],
-    ["tensor", "headers", "tensorfile"],
+    ["quantkit", "apart", "direct", "errors", "formats", "hashing", "sparsity", "storage", "progress", "room"],
+    ["tensor", "items", "headers", "tensorfile"],
     ["layouts", "restate", "kernels", "hessian", "rtn", "factor", "refine", "gptq", "data"],
     ["checkpoint", "writer", "recipe", "report", "drawing", "conversions", "speeds", "linear", "joint"],
     ["skeleton", "models"],
@@ -34,11 +34,14 @@ NEIGHBOURS = {
         ("direct", "room"),
         ("direct", "errors"),
         ("hashing", "storage"),
+        ("apart", "direct"),
+        ("apart", "room"),
+        ("apart", "errors"),
+        ("items", "tensor"),
         ("tensorfile", "headers"),
         ("restate", "layouts"),
         ("formats", "errors"),
         ("sparsity", "errors"),
-        ("sparsity", "abreast"),
         ("rtn", "hessian"),
         ("gptq", "hessian"),
         ("gptq", "rtn"),

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from quantkit import rtn
-from quantkit.checkpoint import Checkpoint, Item
+from quantkit.checkpoint import Checkpoint
 from quantkit.errors import NumericError
 from quantkit.hessian import Hessian
+from quantkit.items import Item
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe, from_mapping

@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit import hashing, storage
-from quantkit.checkpoint import Checkpoint, Item
+from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.formats import FP6, INT4
 from quantkit.headers import INDEX, read_header
+from quantkit.items import Item
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Layout

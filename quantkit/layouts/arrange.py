@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quantkit import room
-from quantkit.abreast import each
 from quantkit.errors import LayoutError
 
 #: Codes that are packed or unpacked at a time on a CPU: few, so that they and what becomes of them stay in its caches;
@@ -70,7 +69,7 @@ class Arrangement:
         words = room.empty(shape, torch.int32, codes.device) if out is None else out.view(shape)
         codes = codes.clone() if codes.storage_offset() % 8 else codes  # what is seen as longer integers is aligned
 
-        def join(part: Tensor, some: Tensor) -> None:
+        for part, some in _slices(codes.reshape(sizes), words, outer):
             parts, width = fine._flipped(part, outer).contiguous().view(-1), bits
             if above is not None:
                 eights = _eights(parts) >> above if above else _eights(parts)
@@ -80,8 +79,6 @@ class Arrangement:
                 width *= sizes[axis]
             back = _rising(outer)
             some.copy_(_permuted(parts.view([some.shape[axis] for axis in back]), _rising(back)))
-
-        each(join, _slices(codes.reshape(sizes), words, outer))
         return words.view(-1)
 
     def unpack(
@@ -100,7 +97,7 @@ class Arrangement:
         direct = onto is None and not fine._backwards.intersection(outer)
         last, *runs = _runs(inner, sizes)
 
-        def split(part: Tensor, some: Tensor) -> None:
+        for part, some in _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer):
             parts, width = _permuted(some, _rising(outer)).contiguous().view(-1), 32
             for axis, run in reversed(runs):
                 width //= sizes[axis]
@@ -112,8 +109,6 @@ class Arrangement:
                 _eights(part).bitwise_or_(_eights(fine._flipped(found, outer)))
             elif not direct:
                 part.copy_(fine._flipped(found, outer))
-
-        each(split, _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer))
         return codes.view(shape)
 
     @cached_property

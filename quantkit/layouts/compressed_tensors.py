@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit import room
-from quantkit.abreast import each
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import INT4, Format
 from quantkit.layouts import checks
@@ -241,12 +240,9 @@ def _translated(codes: Tensor, table: Tensor) -> Tensor:
     if len(flat) % 2:
         return _translated(pad(flat, (0, 1)), table)[:-1].view(codes.shape)
     out = room.empty(codes.shape, torch.uint8, codes.device)
-
-    def translate(some: Tensor, slot: Tensor) -> None:
+    for some, slot in zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True):
         some = some.clone() if some.storage_offset() % 2 else some
         torch.index_select(table, 0, some.view(torch.uint16).int(), out=slot.view(torch.int16))
-
-    each(translate, zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True))
     return out
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quantkit import room
-from quantkit.abreast import each
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import FP5, FP6
 from quantkit.layouts import checks
@@ -60,22 +59,19 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     check(q.scheme, n, k)
     bits = q.scheme.format.bits
     words = room.empty((n, k * bits // 32), torch.int32, q.codes.device)
-
-    def join(codes: Tensor, out: Tensor) -> None:
-        count, places = _places(bits)
-        eights = _together(_seen(codes, 8 * count), bits).view(-1, count)
+    count, places = _places(bits)
+    for some, out in pieces(k, q.codes, words):
+        eights = _together(_seen(some, 8 * count), bits).view(-1, count)
         stream = _seen(out, count * bits // 4)
-        words = stream.view(len(eights), -1)
+        wide = stream.view(len(eights), -1)
         joined = eights[:, 0]
         for i, word, shift, rest in places[1:]:
             joined = (eights[:, i] << shift).bitwise_or_(joined)
             if rest >= 0:
-                words[:, word] = joined
+                wide[:, word] = joined
             if rest > 0:
                 joined = eights[:, i] >> (WIDE - shift)
         _filled(out, stream)
-
-    each(join, pieces(k, q.codes, words))
     return {"weight": words, "weight_scale": checks.half(q.scales)}
 
 
@@ -86,11 +82,10 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     checks.match(tensors, stored(scheme, n, k))
     words, bits = tensors["weight"], scheme.format.bits
     codes = room.empty((n, k), torch.uint8, words.device)
-
-    def split(some: Tensor, out: Tensor) -> None:
-        count, places = _places(bits)
-        codes = _seen(out, 8 * count)
-        eights = codes.view(-1, count)
+    count, places = _places(bits)
+    for some, out in pieces(k, words, codes):
+        seen = _seen(out, 8 * count)
+        eights = seen.view(-1, count)
         stream = _seen(some, count * bits // 4).view(len(eights), -1)
         for i, word, shift, rest in places:
             eight = stream[:, word] >> shift if shift else stream[:, word]
@@ -98,9 +93,7 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
                 eight &= (1 << (WIDE - shift)) - 1
                 eight |= stream[:, word + 1] << (WIDE - shift)
             eights[:, i] = eight
-        _filled(out, _apart(codes, bits))
-
-    each(split, pieces(k, words, codes))
+        _filled(out, _apart(seen, bits))
     return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
 
 

@@ -8,13 +8,11 @@ on in pieces that stay in the cache, since every step touches each word once.
 from __future__ import annotations
 
 from functools import lru_cache
-from threading import Event
 
 import torch
 from torch import Tensor
 
 from quantkit import room, sparsity
-from quantkit.abreast import each
 from quantkit.errors import LayoutError
 from quantkit.layouts.arrange import Arrangement, pieces
 
@@ -43,12 +41,9 @@ def encode(values: Tensor, zero: int = 0) -> Tensor:
     n, k = values.shape
     table = torch.tensor(CODES, dtype=torch.uint8, device=values.device)
     codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
-
-    def find(some: Tensor, found: Tensor) -> None:
+    for some, found in pieces(k, values, codes):
         which = sparsity.flags(some, zero).mul_(0x01020408).bitwise_right_shift_(24).bitwise_and_(15)
         torch.index_select(table, 0, which, out=found.view(-1))
-
-    each(find, pieces(k, values, codes))
     _require_codes(codes, values, zero)
     return codes
 
@@ -72,14 +67,11 @@ def compress(values: Tensor, codes: Tensor) -> Tensor:
     n, k = values.shape
     kept = room.empty((n, k // 2), values.dtype, values.device)
     bits, (two, four) = 8 * values.element_size(), WORDS[values.element_size()]
-
-    def keep(some: Tensor, places: Tensor, out: Tensor) -> None:
+    for some, places, out in pieces(k, values, codes, kept):
         quads, (low, high) = some.clone(memory_format=torch.contiguous_format).view(four), _shifts(places, bits, four)
         pairs = (quads >> low) & ((1 << bits) - 1)
         pairs |= (quads >> high) << bits
         out.view(two).copy_(pairs)  # which drops what lies above
-
-    each(keep, pieces(k, values, codes, kept))
     return kept
 
 
@@ -89,16 +81,13 @@ def expand(kept: Tensor, codes: Tensor, zero: int = 0) -> Tensor:
     values = room.empty((n, k), kept.dtype, kept.device)
     bits, (two, four) = 8 * kept.element_size(), WORDS[kept.element_size()]
     zeros = sum(zero << bits * i for i in range(sparsity.QUAD))
-
-    def place(some: Tensor, places: Tensor, out: Tensor) -> None:
+    for some, places, out in pieces(k, kept, codes, values):
         pairs = some.clone(memory_format=torch.contiguous_format).view(two).to(four)
         pairs ^= zeros  # so that what is left out is zero here
         low, high = _shifts(places, bits, four)
         quads = (pairs & ((1 << bits) - 1)) << low
         quads |= ((pairs >> bits) & ((1 << bits) - 1)) << high
         torch.bitwise_xor(quads, zeros, out=out.view(four))
-
-    each(place, pieces(k, kept, codes, values))
     return values
 
 
@@ -108,15 +97,12 @@ def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     kept = room.empty((n, k // 2), torch.uint8, values.device)
     codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
     table = _compressed(zero, values.device)
-
-    def keep(some: Tensor, two: Tensor, code: Tensor) -> None:
+    for some, two, code in pieces(k, _whole(values), kept, codes):
         quad = some.view(-1).view(torch.int32)
         quad = (quad >> 12).bitwise_or_(quad).bitwise_and_(0xFFFF)
         found = torch.index_select(table, 0, quad)
         two.view(-1).view(torch.int16).copy_(found)  # which drops what lies above
         code.view(-1).copy_(found.bitwise_right_shift_(16))
-
-    each(keep, pieces(k, _whole(values), kept, codes))
     _require_codes(codes, values, zero)
     return kept, codes
 
@@ -126,13 +112,10 @@ def expand4(kept: Tensor, codes: Tensor, zero: int) -> Tensor:
     n, k = kept.shape[0], 2 * kept.shape[1]
     values = room.empty((n, k), torch.uint8, kept.device)
     table = _expanded(zero, kept.device)
-
-    def place(some: Tensor, code: Tensor, out: Tensor) -> None:
+    for some, code, out in pieces(k, _whole(kept), codes, values):
         index = code.to(torch.int16).bitwise_left_shift_(4).view(-1)
         index |= some.view(-1).view(torch.int16)
         torch.index_select(table, 0, index.to(torch.int32), out=out.view(-1).view(torch.int32))
-
-    each(place, pieces(k, _whole(kept), codes, values))
     return values
 
 
@@ -160,15 +143,13 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
 
 def _all_rise(words: Tensor) -> bool:
     """Return whether the second place is above the first in all codes of flat int32 `words`, wherever these lie."""
-    low, falling = 0x33333333, Event()
+    low = 0x33333333
 
-    def look(some: Tensor) -> None:
+    for (some,) in pieces(8, words):  # eight codes in a word
         rising = ((some >> 2) & low).add_(low).sub_(some & low)  # 3 + second - first is at least 4
         if rising.numel() and int(rising.bitwise_and_(0x44444444).min()) != 0x44444444:
-            falling.set()
-
-    each(look, pieces(8, words))  # eight codes in a word
-    return not falling.is_set()
+            return False
+    return True
 
 
 def _require_codes(codes: Tensor, values: Tensor, zero: int) -> None:
