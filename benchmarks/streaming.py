@@ -1,15 +1,15 @@
 """How fast layouts are packed, unpacked and converted: in memory by weight, and whole folders beside copies of them.
 
-Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record, on one
-thread. `folders`: bytes of packed weights read a second, from one interchange layout into each other and back, each in
-a fresh process, so that the peak memory is its own and its helpers'; `busy` is how much of the time of all processors
-that it may use (`threads`) it took. What is read lies on the disk and not in the page cache, like a model that is larger
-than the memory; what is written is synced. `copy` does no more than that
-with the same bytes, through the page cache as `cp` does; so does `copy into touched memory`, right after as much memory
-was used and given back, since the host of a virtual machine gives it slowly; `disk` does it past the cache, which is
-what the disk itself gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a
-report's hashes demand. All are measured between the others. Folders are medians of five, since what a disk and a host
-give changes from one second to the next.
+Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record, on one thread.
+`folders`: bytes of packed weights read a second, from one interchange layout into each other and back, each in a fresh
+process, so that the peak memory is its own and that of the processes it begins; `busy` is how much of the time of all
+processors that it may use (`threads`) it took. What is read lies on the disk and not in the page cache, like a model
+that is larger than the memory; what is written is synced. `copy` does no more than that with the same bytes, through
+the page cache as `cp` does; so does `copy into touched memory`, right after as much memory was used and given back,
+since the host of a virtual machine gives it slowly; `disk` does it past the cache, which is what the disk itself gives;
+`disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a report's hashes demand. All are
+measured between the others. Folders are medians of five, since what a disk and a host give changes from one second to
+the next.
 """
 
 from __future__ import annotations

@@ -63,6 +63,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     return torch.frombuffer(view, dtype=dtype, count=count).view(shape)
 
 
+def aligned(tensor: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Return a tensor contiguous, and so that integers of `dtype` can be seen in it: copied if it lies between them."""
+    tensor = tensor.contiguous()
+    return tensor.clone() if tensor.storage_offset() * tensor.itemsize % dtype.itemsize else tensor
+
+
 @contextmanager
 def within(take: Callable[[int], Tensor | None]) -> Iterator[None]:
     """Inside, a large tensor on a CPU lies in what `take` has for its bytes, uint8 `[bytes]`, unless that is None."""

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import LayoutError
 
 #: How the two that stay are chosen; `sparsegpt` also moves them, to make up for those that go.
@@ -88,8 +89,7 @@ def flags(values: Tensor, zero: int = 0) -> Tensor:
     if values.dtype != torch.uint8:
         return (values != zero).contiguous().view(-1).view(torch.int32)
     # A comparison of bytes takes several times as long as these two.
-    values = values.contiguous()
-    fours = (values.clone() if values.storage_offset() % QUAD else values).view(-1).view(torch.int32)
+    fours = room.aligned(values, torch.int32).view(-1).view(torch.int32)
     return (fours ^ zero * 0x01010101).view(torch.uint8).clamp_(max=1).view(torch.int32)
 
 

@@ -42,6 +42,7 @@ NEIGHBOURS = {
         ("restate", "layouts"),
         ("formats", "errors"),
         ("sparsity", "errors"),
+        ("sparsity", "room"),
         ("rtn", "hessian"),
         ("gptq", "hessian"),
         ("gptq", "rtn"),

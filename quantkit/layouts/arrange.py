@@ -67,9 +67,7 @@ class Arrangement:
         outer = [axis for axis in fine._permutation if axis not in inner]
         shape = [sizes[axis] for axis in outer]
         words = room.empty(shape, torch.int32, codes.device) if out is None else out.view(shape)
-        codes = codes.clone() if codes.storage_offset() % 8 else codes  # what is seen as longer integers is aligned
-
-        for part, some in _slices(codes.reshape(sizes), words, outer):
+        for part, some in _slices(room.aligned(codes).view(sizes), words, outer):
             parts, width = fine._flipped(part, outer).contiguous().view(-1), bits
             if above is not None:
                 eights = _eights(parts) >> above if above else _eights(parts)

@@ -241,8 +241,8 @@ def _translated(codes: Tensor, table: Tensor) -> Tensor:
         return _translated(pad(flat, (0, 1)), table)[:-1].view(codes.shape)
     out = room.empty(codes.shape, torch.uint8, codes.device)
     for some, slot in zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True):
-        some = some.clone() if some.storage_offset() % 2 else some
-        torch.index_select(table, 0, some.view(torch.uint16).int(), out=slot.view(torch.int16))
+        pairs = room.aligned(some, torch.uint16).view(torch.uint16)
+        torch.index_select(table, 0, pairs.int(), out=slot.view(torch.int16))
     return out
 
 

@@ -138,9 +138,9 @@ def _places(bits: int) -> tuple[int, list[tuple[int, int, int, int]]]:
 def _seen(part: Tensor, multiple: int) -> Tensor:
     """Return contiguous `part` as wide integers, flat; where they do not fit, a copy with zeros up to `multiple`."""
     flat = part.reshape(-1)
-    if len(flat) % multiple or flat.storage_offset() * flat.itemsize % (WIDE // 8):
+    if len(flat) % multiple:
         flat = torch.cat((flat, flat.new_zeros(-len(flat) % multiple)))
-    return flat.view(torch.int64)
+    return room.aligned(flat).view(torch.int64)
 
 
 def _filled(part: Tensor, seen: Tensor) -> None:

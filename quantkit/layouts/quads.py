@@ -97,7 +97,7 @@ def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     kept = room.empty((n, k // 2), torch.uint8, values.device)
     codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
     table = _compressed(zero, values.device)
-    for some, two, code in pieces(k, _whole(values), kept, codes):
+    for some, two, code in pieces(k, room.aligned(values), kept, codes):
         quad = some.view(-1).view(torch.int32)
         quad = (quad >> 12).bitwise_or_(quad).bitwise_and_(0xFFFF)
         found = torch.index_select(table, 0, quad)
@@ -112,7 +112,7 @@ def expand4(kept: Tensor, codes: Tensor, zero: int) -> Tensor:
     n, k = kept.shape[0], 2 * kept.shape[1]
     values = room.empty((n, k), torch.uint8, kept.device)
     table = _expanded(zero, kept.device)
-    for some, code, out in pieces(k, _whole(kept), codes, values):
+    for some, code, out in pieces(k, room.aligned(kept), codes, values):
         index = code.to(torch.int16).bitwise_left_shift_(4).view(-1)
         index |= some.view(-1).view(torch.int16)
         torch.index_select(table, 0, index.to(torch.int32), out=out.view(-1).view(torch.int32))
@@ -134,7 +134,7 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
     pruning mask means the same values. LayoutError for a code that is none.
     """
     n, k = shape
-    words = _whole(words).view(-1).view(torch.int32)
+    words = room.aligned(words).view(-1).view(torch.int32)
     codes = order.unpack(words, 4, (n, k // 4))
     if not _all_rise(words):
         check(codes)  # which names the first one
@@ -180,12 +180,6 @@ def _expanded(zero: int, device: torch.device) -> Tensor:
     found = torch.zeros_like(number)
     found[legal.view(-1)] = expand(kept[legal.view(-1)], codes[legal.view(-1)], zero).view(torch.int32).view(-1)
     return found.to(device)
-
-
-def _whole(values: Tensor) -> Tensor:
-    """Return `values` so that longer integers can be seen in them."""
-    values = values.contiguous()
-    return values.clone() if values.storage_offset() % 8 else values
 
 
 def _shifts(codes: Tensor, bits: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
