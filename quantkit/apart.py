@@ -148,6 +148,17 @@ def peak() -> int:
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Inside, torch shares no operation among threads: for pieces of a weight they would wait longer than they work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # also for threads that begin later
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@contextmanager
 def processes(work: Callable[..., Any], count: int, given: int, made: int) -> Iterator[Apart | None]:
     """Yield `count` processes that do `work(given, made, *what)`, in memory of `given` and `made` bytes.
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from quantkit import direct, room, rtn, storage
+from quantkit import apart, direct, room, rtn, storage
 from quantkit.calibrate import calibrated
 from quantkit.checkpoint import Checkpoint, resolve
 from quantkit.data import calibration
@@ -192,6 +192,8 @@ def pack(
         storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial,
         direct.outlet() as outlet,
         room.kept(),
+        # What is rounded again wants torch's threads, and numbers that do not depend on how they are shared.
+        nullcontext() if requantize else apart.one_thread(),
     ):
         writer = CheckpointWriter(
             partial,
