@@ -46,11 +46,9 @@ from quantkit.tensor import QuantizedTensor, Scheme
 from quantkit.tensorfile import TensorFile
 
 N, K = 14336, 4096
-MODULES = 32
 REPEATS = 5
-#: The copy before which memory is touched, and how much: more than it reads and writes.
+#: The copy before which as much memory is touched as it reads and writes, and a third more.
 TOUCHING = "copy into touched memory"
-TOUCHED = 4 * 2**30
 #: What of each layout is measured.
 LABELS = {
     "compressed-tensors": ["int4:g128", "int4:g128:asym", "fp6:channel"],
@@ -100,12 +98,12 @@ def in_memory(wanted: list[str]) -> dict[str, dict[str, int]]:
     return found
 
 
-def folders(work: Path, wanted: list[str]) -> dict[str, dict[str, float]]:
+def folders(work: Path, wanted: list[str], modules: int) -> dict[str, dict[str, float]]:
     """Return, by source, target and scheme, gigabytes of packed weights a second and the peak memory in megabytes."""
     found: dict[str, dict[str, float]] = {}
     for label in wanted:
         hub = work / "hub"
-        write_folder(hub, label)
+        write_folder(hub, label, modules)
         names = [name for name, labels in LABELS.items() if label in labels and name != HUB]
         runs = [run for _ in range(REPEATS) for run in _once(work, hub, label, names)]
         for key in dict.fromkeys(key for key, _ in runs):
@@ -125,7 +123,7 @@ def _once(work: Path, hub: Path, label: str, names: list[str]) -> Iterator[tuple
     for name, copy in COPIES.items():
         _settled(hub)
         if name == TOUCHING:
-            room.empty([TOUCHED], torch.uint8).fill_(1)
+            room.empty([_size(hub) * 8 // 3], torch.uint8).fill_(1)
         seconds = _timed(partial(copy, hub, work / "copy"))
         shutil.rmtree(work / "copy")
         yield f"{name} {label}", {"gb_s": round(_size(hub) / 1e9 / seconds, 3)}
@@ -136,12 +134,12 @@ def _once(work: Path, hub: Path, label: str, names: list[str]) -> Iterator[tuple
         shutil.rmtree(back)
 
 
-def write_folder(out: Path, label: str) -> None:
-    """Write a folder of `MODULES` packed linears, some gigabyte, with as little around them as a conversion needs."""
+def write_folder(out: Path, label: str, modules: int) -> None:
+    """Write a folder of packed linears, with as little around them as a conversion needs."""
     out.mkdir()
     schemes = Schemes(Scheme.parse(label), ignore=("lm_head",))
     file = TensorFile(out / "model.safetensors")
-    for i in range(MODULES):
+    for i in range(modules):
         for suffix, tensor in LAYOUTS[HUB].pack(record(label, seed=i)).items():
             file.add(f"model.layers.{i}.mlp.up_proj.{suffix}", tensor)
     file.close()
@@ -252,6 +250,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, help="folder on the disk to measure; a few gigabytes")
     every = list(dict.fromkeys(label for labels in LABELS.values() for label in labels))
     parser.add_argument("--schemes", nargs="+", choices=every, default=every, help="what is measured (all)")
+    parser.add_argument("--modules", type=int, default=32, help="weights of a folder (32, some gigabyte)")
     args = parser.parse_args()
     if args.convert:
         _convert(*args.convert)
@@ -259,8 +258,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         result = {
             "threads": torch.get_num_threads(),
+            "modules": args.modules,
             "memory": in_memory(args.schemes),
-            "folders": folders(Path(folder), args.schemes),
+            "folders": folders(Path(folder), args.schemes, args.modules),
         }
     print(json.dumps(result, indent=1))
 
