@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -174,6 +175,7 @@ def processes(work: Callable[..., Any], count: int, given: int, made: int) -> It
         for child in multiprocessing.active_children():
             if child not in before:
                 child.kill()
+                child.join()
         yield None
         return
     try:
@@ -189,12 +191,19 @@ _forever = ExitStack()
 
 def _started(work: Callable[..., Any], memory: list[Shared]) -> None:
     global _mine
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the first process decides, and ends this one
+    signal.signal(signal.SIGTERM, _end_soon)
     Thread(target=_end_with_the_first, daemon=True).start()
     torch.set_num_threads(1)
     _forever.enter_context(room.kept())
     _mine = work, memory, _own_memory() or 0
+
+
+def _end_soon(*_: object) -> None:
+    """End when the first process has had the time to, if it was sent this signal, too; it sends it if another died."""
+    time.sleep(1)
+    os._exit(1)
 
 
 def _end_with_the_first() -> None:

@@ -200,7 +200,7 @@ def test_converting_holds_one_weight_at_a_time_and_one_in_each_other_process(
     (folder / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
     del q, tensor
     command = [sys.executable, "-c", ONE_WEIGHT, str(folder), str(tmp_path / "out")]
-    env = os.environ | {"OMP_NUM_THREADS": str(threads)}
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}  # whose libraries take memory, too
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
     one = 2 * n * k  # a byte a code, and four bits in the file, of the source and of the result
     buffers = (2 * direct.PIECES + 8 * (others + 1)) * direct.PIECE  # and slices
