@@ -228,10 +228,20 @@ def test_a_process_that_may_begin_none_does_it_alone(packed: Path, tmp_path: Pat
     assert Checkpoint(tmp_path / "out").modules() == Checkpoint(packed).modules()
 
 
-def test_the_report_counts_the_memory_of_all(packed: Path, tmp_path: Path, others: list[int]) -> None:
-    before = apart.peak()
-    pack(packed, tmp_path / "out", "gptq")
-    assert apart.peak() >= before and peak_memory()["ram"] > apart.peak() > 0
+def test_the_memory_of_all_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "_beside", 0)
+    size, alone = 2**26, peak_memory()["ram"]
+    kept: list[torch.Tensor] = []
+
+    def work(given: Shared, made: Shared) -> None:
+        kept.append(torch.ones(size, dtype=torch.uint8))
+
+    with apart.processes(work, 1, 8, 8) as others:
+        assert others is not None
+        for count in (1, 2):
+            others.result(others.begin(others.given[0], others.made[0]))
+            assert 0.9 * count * size < apart.peak() < (count + 0.5) * size
+    assert 1.9 * size < peak_memory()["ram"] - alone
 
 
 def test_what_lies_in_shared_memory_is_not_copied_and_nothing_is_overwritten() -> None:
