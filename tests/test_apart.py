@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(not apart.possible(), reason="no process can beg
 
 @pytest.fixture(params=[1, 3])
 def others(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """However small a checkpoint is; yields the processes that have packed since."""
+    """As many other processes, however small a checkpoint is; yields those that have packed since."""
     seen: list[int] = []
     result = Apart.result
 
@@ -81,10 +81,12 @@ def test_other_processes_write_the_same_files(
         assert one[key] == two[key]
 
 
+@pytest.mark.parametrize("others", [0, 1, 3], indirect=True)
 @pytest.mark.parametrize("which", [0, 1, -2, -1])
 def test_the_damaged_weight_is_the_one_that_is_named(
     which: int, packed: Path, tmp_path: Path, others: list[int]
 ) -> None:
+    """Not one that is there when a thread or a process has found it; and the first of two."""
     call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     modules = Checkpoint(tmp_path / "ct").modules()
     for module in {modules[which], modules[-1]}:
@@ -102,8 +104,10 @@ def test_what_the_data_do_not_allow_is_said_as_ever(packed: Path, tmp_path: Path
 
 @pytest.mark.usefixtures("handlers")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-def test_a_signal_to_all_of_them_ends_as_one_to_the_first(
-    number: signal.Signals, code: int, packed: Path, tmp_path: Path, others: list[int]
+@pytest.mark.parametrize("step", [1, 4])
+@pytest.mark.parametrize("others", [0, 3], indirect=True)
+def test_a_signal_in_the_midst_of_a_weight_to_all_of_them(
+    number: signal.Signals, code: int, step: int, packed: Path, tmp_path: Path, others: list[int]
 ) -> None:
     """As a terminal sends it."""
     writes = 0
@@ -111,7 +115,7 @@ def test_a_signal_to_all_of_them_ends_as_one_to_the_first(
     def hook(operation: str, path: Path) -> None:
         nonlocal writes
         writes += operation == "write" and path.suffix == ".safetensors"
-        if writes == 2:
+        if writes == step:
             writes += 1
             for process in multiprocessing.active_children():
                 assert process.pid is not None

@@ -6,7 +6,6 @@ import hashlib
 import json
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -69,40 +68,6 @@ def damage(folder: Path, name: str) -> None:
             data = bytearray(path.read_bytes())
             data[info.start + 5] ^= 0x10
             path.write_bytes(bytes(data))
-
-
-@pytest.mark.parametrize("which", [0, 1, -2, -1])
-def test_the_damaged_weight_is_the_one_that_is_named(which: int, packed: Path, tmp_path: Path) -> None:
-    """Not one that is there when a thread has found it; and the first of two."""
-    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
-    modules = Checkpoint(tmp_path / "ct").modules()
-    for module in {modules[which], modules[-1]}:
-        damage(tmp_path / "ct", f"{module}.weight_packed")
-    shown = call("pack", tmp_path / "ct", "--layout", "marlin", "-o", tmp_path / "out", "-q", code=1).stderr
-    assert f"{modules[which]}.weight: codes or scales differ" in shown and len(shown.strip().splitlines()) == 1
-    assert [path.name for path in tmp_path.iterdir()] == ["ct"]
-
-
-@pytest.mark.usefixtures("handlers")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_signal_in_the_midst_of_a_weight(
-    number: signal.Signals, code: int, step: int, packed: Path, tmp_path: Path
-) -> None:
-    writes = 0
-
-    def hook(operation: str, path: Path) -> None:
-        nonlocal writes
-        writes += operation == "write" and path.suffix == ".safetensors"
-        if writes == step:
-            writes += 1
-            signal.raise_signal(number)
-
-    with faults(hook):
-        small = ("--max-shard-size", "40KB")  # a file is written when it is full
-        shown = call("pack", packed, "--layout", "gptq", *small, "-o", tmp_path / "out", code=code).stderr
-    assert "run the same command again" in shown and "Traceback" not in shown
-    assert not list(tmp_path.iterdir())
 
 
 def test_order_and_hashes_are_those_of_one_thing_after_another(packed: Path, tmp_path: Path) -> None:
