@@ -25,7 +25,7 @@ PROGRAM = 500 * MIB
 #: What the CUDA runtime and its libraries add, on the host and on the device.
 CUDA_HOST, CUDA_DEVICE = 2500 * MIB, 800 * MIB
 #: Bytes for each weight of the largest linear while it is rounded, packed or unpacked: the source, its float32 copy,
-#: the scale search's scratch, the codes, the words (measured: 11.4).
+#: the scale search's scratch, the codes, the words (measured: 11.4; three processes that pack a weight each: 11.6).
 STREAMED = 12
 #: float32 matrices `[k, k]` alive while a factor is made: the sum, H, its damped copy, the factor, scratch.
 SQUARES = 5
