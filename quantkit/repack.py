@@ -100,7 +100,7 @@ def helpers(
 
     They begin with what is open now: the output must not be. What is rounded again wants torch's threads instead.
     """
-    count = _count()
+    count = _count(planned)
     stored = {module: [src.nbytes(name) for name in src.parts(module).values()] for module in src.modules()}
     if requantize or count < 1 or sum(map(sum, stored.values())) < MANY or not apart.possible():
         yield None
@@ -126,9 +126,14 @@ def helpers(
         yield others
 
 
-def _count() -> int:
-    """Return how many processes are begun: this one reads, hashes in two threads and writes meanwhile."""
-    return min(torch.get_num_threads() // 2, apart.MOST)
+def _count(planned: Plan) -> int:
+    """Return how many processes are begun: this one reads, hashes in two threads and writes meanwhile.
+
+    With two cores one, or for 2:4 weights, which take longer to pack than all of that, two.
+    """
+    count = min(torch.get_num_threads() // 2, apart.MOST)
+    sparse = any(Scheme.parse(row.scheme).sparsity for row in planned.quantized if row.scheme is not None)
+    return max(count, 2) if count and sparse else count
 
 
 class _Made(NamedTuple):

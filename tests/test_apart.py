@@ -21,6 +21,7 @@ from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import pack
+from quantkit.plan import plan_pack
 from quantkit.report import REPORT, load, peak_memory
 from tests.command_line import call
 from tests.faults import faults, memory_path
@@ -46,7 +47,7 @@ def others(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> I
         return found
 
     monkeypatch.setattr(repack, "MANY", 0)
-    monkeypatch.setattr(repack, "_count", lambda: request.param)
+    monkeypatch.setattr(repack, "_count", lambda planned: request.param)
     monkeypatch.setattr(Apart, "result", spied)
     yield seen
 
@@ -193,19 +194,17 @@ def test_the_output_is_not_locked_by_what_still_runs(packed: Path, tmp_path: Pat
     assert held and not [name for name in held if str(tmp_path) in name]
 
 
-@pytest.mark.parametrize("refused", ["memory", "processes"])
+@pytest.mark.parametrize("others", [3], indirect=True)
+@pytest.mark.parametrize("refused", ["memory", "the first process", "the second process"])
 def test_where_the_system_refuses_them_one_process_does_it(
     refused: str, packed: Path, tmp_path: Path, others: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = 0
-    fork = os.fork
+    forks = [os.fork] if refused == "the second process" else []
 
-    def one_is_enough() -> int:
-        nonlocal begun
-        begun += 1
-        if begun > 1 or repack._count() == 1:
+    def fork() -> int:
+        if not forks:
             raise BlockingIOError(11, "Resource temporarily unavailable")
-        return fork()
+        return forks.pop()()
 
     def none(size: int) -> Shared:
         raise OSError(12, "Cannot allocate memory")
@@ -213,9 +212,17 @@ def test_where_the_system_refuses_them_one_process_does_it(
     if refused == "memory":
         monkeypatch.setattr(apart, "Shared", none)
     else:
-        monkeypatch.setattr(os, "fork", one_is_enough)
+        monkeypatch.setattr(os, "fork", fork)
     pack(packed, tmp_path / "out", "marlin")
-    assert others == [] and Checkpoint(tmp_path / "out").modules() == Checkpoint(packed).modules()
+    assert others == [] and not forks and Checkpoint(tmp_path / "out").modules() == Checkpoint(packed).modules()
+
+
+@pytest.mark.parametrize(("cores", "dense", "sparse"), [(1, 0, 0), (2, 1, 2), (3, 1, 2), (4, 2, 2), (64, 3, 3)])
+def test_how_many_are_begun(cores: int, dense: int, sparse: int, packed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+    src = Checkpoint(packed)
+    for layout, count in (("marlin", dense), ("marlin24", sparse)):
+        assert repack._count(plan_pack(src, LAYOUTS[layout], requantize=True)) == count
 
 
 def test_a_process_that_may_begin_none_does_it_alone(packed: Path, tmp_path: Path) -> None:
@@ -224,7 +231,7 @@ def test_a_process_that_may_begin_none_does_it_alone(packed: Path, tmp_path: Pat
         "import multiprocessing, sys\n"
         "from quantkit import apart, repack\n"
         "from quantkit.pipeline import pack\n"
-        "repack.MANY, repack._count = 0, lambda: 2\n"
+        "repack.MANY, repack._count = 0, lambda planned: 2\n"
         "with multiprocessing.get_context('fork').Pool(1) as pool:\n"
         "    pool.apply(pack, (sys.argv[1], sys.argv[2], 'marlin'))\n"
     )
