@@ -22,7 +22,7 @@ from quantkit.errors import CheckpointError
 def _environment() -> Iterator[None]:
     before = os.environ.get("HF_HUB_OFFLINE")
     yield
-    os.environ.pop("HF_HUB_OFFLINE")
+    os.environ.pop("HF_HUB_OFFLINE", None)  # which the demo sets, in the worker that runs it
     if before is not None:
         os.environ["HF_HUB_OFFLINE"] = before
 
