@@ -42,7 +42,12 @@ _beside = 0
 
 def room_for(size: int) -> int:
     """Return the bytes of shared memory that a tensor of `size` bytes is given, wherever in a file it began."""
-    return -(-size // BLOCK) * BLOCK + 2 * BLOCK
+    return _whole(size) + 2 * BLOCK
+
+
+def _whole(size: int) -> int:
+    """Return the bytes of the blocks that `size` bytes lie in."""
+    return -(-size // BLOCK) * BLOCK
 
 
 class Shared:
@@ -84,7 +89,7 @@ class Shared:
     def put_all(self, tensors: Mapping[str, Tensor]) -> dict[str, Place]:
         """Return the places of all tensors that are to lie here, even if others took their room."""
         left = len(self._memory) - self._filled
-        if sum(room_for(tensor.nbytes) for tensor in tensors.values() if not self._holds(tensor)) > left:
+        if sum(_whole(tensor.nbytes) for tensor in tensors.values() if not self._holds(tensor)) > left:
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
             self.clear()
         return {name: self.put(tensor) for name, tensor in tensors.items()}
@@ -93,7 +98,7 @@ class Shared:
         return 0 <= tensor.data_ptr() - self._memory.data_ptr() < len(self._memory)
 
     def _fill(self, end: int) -> None:
-        self._filled = max(self._filled, -(-end // BLOCK) * BLOCK)
+        self._filled = max(self._filled, _whole(end))
 
     def get(self, place: Place) -> Tensor:
         """Return the tensor at a place, without a copy."""
@@ -152,6 +157,9 @@ def peak() -> int:
 def one_thread() -> Iterator[None]:
     """Inside, torch shares no operation among threads: for pieces of a weight they would wait longer than they work."""
     threads = torch.get_num_threads()
+    if threads == 1:  # perhaps by another thread's conversion, which sets it back
+        yield
+        return
     torch.set_num_threads(1)  # also for threads that begin later
     try:
         yield
@@ -166,22 +174,22 @@ def processes(work: Callable[..., Any], count: int, given: int, made: int) -> It
     There is one of each kind more than processes, to be filled and emptied meanwhile. What is open now is open in them:
     no lock should be. None where the system refuses them.
     """
-    before = multiprocessing.active_children()
+    before, others = multiprocessing.active_children(), None
     try:
         memory = [[Shared(size) for _ in range(count + 1)] for size in (given, made)]
         pool = ProcessPoolExecutor(count, multiprocessing.get_context("fork"), _started, (work, memory[0] + memory[1]))
         pool.submit(os.getpid).result()  # all of them begin here, before this process has threads
+        others = Apart(pool, *memory)
     except (OSError, BrokenProcessPool):
         for child in multiprocessing.active_children():
             if child not in before:
                 child.kill()
                 child.join()
-        yield None
-        return
     try:
-        yield Apart(pool, *memory)
+        yield others
     finally:
-        pool.shutdown(cancel_futures=True)
+        if others is not None:
+            pool.shutdown(cancel_futures=True)
 
 
 #: In such a process: its work, the shared memory, what it had of its own at first; and what lasts as long as it does.

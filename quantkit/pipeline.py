@@ -173,9 +173,8 @@ def pack(
     scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
     shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
     weight file. Only config.json and the weight files are read; one weight is in memory at a time, or of a large
-    checkpoint one in each of a few processes that pack. LayoutError lists
-    every weight that the layout cannot hold, or names the one whose data it cannot; CheckpointError if a weight's codes
-    are not those that its report recorded.
+    checkpoint one in each of a few processes that pack. LayoutError lists every weight that the layout cannot hold, or
+    names the one whose data it cannot; CheckpointError if a weight's codes are not those that its report recorded.
     """
     progress = progress or Progress(quiet=True)
     started = time.perf_counter()

@@ -272,6 +272,19 @@ def test_what_lies_in_shared_memory_is_not_copied_and_nothing_is_overwritten() -
     assert bool((memory.get(kept["a"]) == 7).all()) and torch.equal(memory.get(kept["b"]), words)
 
 
+def test_conversions_in_two_threads_leave_torch_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: now.__setitem__(0, count))
+    first, second = apart.one_thread(), apart.one_thread()
+    for one in (first, second):
+        one.__enter__()
+        assert now == [1]
+    for one in (first, second):  # the first ends first
+        one.__exit__(None, None, None)
+    assert now == [4]
+
+
 def test_large_tensors_are_made_in_the_memory_that_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(room, "LARGE", 64)
     memory = Shared(8 * apart.BLOCK)
