@@ -2,14 +2,14 @@
 
 Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record, on one thread.
 `folders`: bytes of packed weights read a second, from one interchange layout into each other and back, each in a fresh
-process, so that the peak memory is its own and that of the processes it begins; `busy` is how much of the time of all
-processors that it may use (`threads`) it took. What is read lies on the disk and not in the page cache, like a model
-that is larger than the memory; what is written is synced. `copy` does no more than that with the same bytes, through
-the page cache as `cp` does; so does `copy into touched memory`, right after as much memory was used and given back,
-since the host of a virtual machine gives it slowly; `disk` does it past the cache, which is what the disk itself gives;
-`disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a report's hashes demand. All are
-measured between the others. Folders are medians of five, since what a disk and a host give changes from one second to
-the next.
+process, so that the peak memory is its own, after it has loaded what packing needs; `busy` is how much of the time of
+all processors that it may use (`threads`) it took. What is read lies on the disk and not in the page cache, like a
+model that is larger than the memory; what is written is synced. `copy` does no more than that with the same bytes,
+through the page cache as `cp` does; so does `copy into touched memory`, right after as much memory was used and given
+back, since the host of a virtual machine gives it slowly; `disk` does it past the cache, which is what the disk itself
+gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a report's hashes demand.
+All are measured between the others. Folders are medians of five, since what a disk and a host give changes from one
+second to the next.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from pathlib import Path
 
 import torch
 
-from quantkit import apart, direct, room, storage
+from quantkit import direct, room, storage
+from quantkit.checkpoint import Checkpoint
 from quantkit.headers import dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
@@ -220,22 +221,22 @@ def _converted(source: Path, out: Path, target: str) -> dict[str, float]:
 
 
 def _convert(source: str, out: str, target: str) -> None:
-    """Convert in this process; print seconds, how busy all processors were, resident kilobytes before and at the peak.
-
-    With the processes that it begins.
-    """
-    LAYOUTS[HUB].pack(record("int4:g128", 64, 256))  # loads what the first call loads
+    """Convert in this process; print seconds, how busy processors were, resident kilobytes before and at the peak."""
+    src = Checkpoint(Path(source))
+    scheme = src.scheme(src.modules()[0])
+    for name in (HUB, target, src.layout.NAME if src.layout else HUB):  # loads what the first call loads
+        LAYOUTS[name].unpack(LAYOUTS[name].pack(record(scheme.label, 512, 4096)), scheme)
     _settled(Path(source))
     Path("/proc/self/clear_refs").write_text("5")  # what was touched is no peak
     before, spent = _resident("VmRSS"), _processor_seconds()
     seconds = _timed(lambda: pack(source, out, target))
     busy = (_processor_seconds() - spent) / seconds / torch.get_num_threads()
-    print(seconds, busy, before, _resident("VmHWM") + apart.peak() // 1024)
+    print(seconds, busy, before, _resident("VmHWM"))
 
 
 def _processor_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(one.ru_utime + one.ru_stime for one in used)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
 
 
 def _resident(key: str) -> int:

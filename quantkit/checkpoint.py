@@ -124,17 +124,13 @@ class Checkpoint:
         info = self._at(name)[1]
         return info.end - info.start
 
-    def get(self, name: str, into: Tensor | None = None) -> Tensor:
-        """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened.
-
-        `in_passing` it is read `into` the memory that is given, as `direct.Inlet.read` has it.
-        """
+    def get(self, name: str) -> Tensor:
+        """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened."""
         shard, info = self._at(name)
         if self._inlet is not None:
             self._unchanged(shard)
-            odd = info.start % _ALIGNED
-            data = self._inlet.read(shard.name, info.start, info.end - info.start, None if odd else into)
-            data = data.clone() if odd else data
+            data = self._inlet.read(shard.name, info.start, info.end - info.start)
+            data = data.clone() if info.start % _ALIGNED else data
         else:
             with storage.open_regular(shard.path) as file:
                 self._same(shard, _stamp(os.fstat(file.fileno())))
@@ -188,11 +184,11 @@ class Checkpoint:
         """Read a packed module as it is stored, padding included; see `record`."""
         return self.record(module, self.stored(module))
 
-    def record(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+    def record(self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None) -> QuantizedTensor:
         """Return what the `stored` tensors of a module hold, on the device where they are.
 
-        CheckpointError names it if a part is missing or malformed, or its padding is not zero. A notice is added if
-        GPTQ's zero points are not of the version that the label says.
+        CheckpointError names it if a part is missing or malformed, or its padding is not zero. To `notices`, by
+        default the checkpoint's, is added if GPTQ's zero points are not of the version that the label says.
         """
         layout, scheme, _ = self._packed(module)
         with _of_file(self.path, module):
@@ -201,8 +197,9 @@ class Checkpoint:
                 check_padding(q, *self._padded[module])
         found = stored_as(layout, tensors, scheme)
         line = f"labelled {layout.NAME}, stored as {found}: the data was trusted"
-        if found != layout.NAME and line not in self.notices:
-            self.notices.append(line)
+        notices = self.notices if notices is None else notices
+        if found != layout.NAME and line not in notices:
+            notices.append(line)
         return q
 
     def unpadded(self, module: str) -> QuantizedTensor:

@@ -196,44 +196,30 @@ class _Piece(NamedTuple):
 class Inlet:
     """Reads parts of files, best in their order, and finds the SHA-256 of whole files on the way.
 
-    One thread does both, and alone knows what is read: what it copied is in the cache of its processor.
+    The thread that asks does both, one at a time: what it copied is in the cache of its processor.
     """
 
-    def __init__(self, paths: Mapping[str, Path], hasher: Executor, disk: Executor) -> None:
+    def __init__(self, paths: Mapping[str, Path], disk: Executor) -> None:
         self._sources = {name: _Source(path) for name, path in paths.items()}
-        self._hasher, self._disk = hasher, disk
+        self._disk = disk
         self._small = room.empty([PIECE], torch.uint8)
         self._free = [room.empty([PIECE], torch.uint8) for _ in range(PIECES)]
         self._ahead: deque[_Piece] = deque()
-        self._coming: deque[Future[None]] = deque()
 
-    def read(self, name: str, start: int, size: int, into: Tensor | None = None) -> Tensor:
-        """Return `size` bytes of a file from offset `start` on, uint8 `[size]`; CheckpointError if it is shorter.
-
-        With `into`, uint8 from a block's address on, they are read into that memory if it has room: then they are
-        there, and the error is raised, when `arrive` returns.
-        """
+    def read(self, name: str, start: int, size: int) -> Tensor:
+        """Return `size` bytes of a file from offset `start` on, uint8 `[size]`; CheckpointError if it is shorter."""
         source, end = self._sources[name], start + size
         first = start - start % BLOCK
         span = -(-(end - first) // BLOCK) * BLOCK
-        here = into if into is not None and span <= len(into) else None
-        memory = here if here is not None else self._small if span <= PIECE else room.empty([span], torch.uint8)
-        self._coming.append(self._hasher.submit(self._bring, source, start, end, memory[:span]))
+        memory = self._small[:span] if span <= PIECE else room.empty([span], torch.uint8)
+        self._bring(source, start, end, memory)
         data = memory[start - first : end - first]
-        if here is None:
-            self.arrive()
-        return data.clone() if memory is self._small else data
-
-    def arrive(self) -> None:
-        """Wait for what is being read; raises what went wrong there."""
-        while self._coming:
-            self._coming.popleft().result()
+        return data.clone() if span <= PIECE else data
 
     def hashes(self) -> dict[str, str]:
         """Return file name -> SHA-256; what was not read, or not in its order, is read now."""
-        self.arrive()
         for source in self._sources.values():
-            self._hasher.submit(source.catch_up, source.size).result()
+            source.catch_up(source.size)
         return {name: source.seen.hexdigest() for name, source in self._sources.items()}
 
     def _bring(self, source: _Source, start: int, end: int, memory: Tensor) -> None:
@@ -271,22 +257,22 @@ class Inlet:
 @contextmanager
 def outlet() -> Iterator[Outlet]:
     """Yield an Outlet; what is not written when it is left is given up."""
-    with _threads("hash-result", "disk-result") as (hasher, disk):
+    with threads(hash_result=1, disk_result=1) as (hasher, disk):
         yield Outlet(hasher, disk)
 
 
 @contextmanager
 def inlet(paths: Mapping[str, Path]) -> Iterator[Inlet]:
     """Yield an Inlet for the files at `paths`, by name."""
-    with _threads("hash-source", "disk-source") as (hasher, disk):
-        yield Inlet(paths, hasher, disk)
+    with threads(disk_source=1) as (disk,):
+        yield Inlet(paths, disk)
 
 
 @contextmanager
-def _threads(*names: str) -> Iterator[list[ThreadPoolExecutor]]:
-    """Yield an executor of one thread for each name; in the end what they have not begun is given up."""
+def threads(**counts: int) -> Iterator[list[ThreadPoolExecutor]]:
+    """Yield an executor of so many threads for each name; in the end what they have not begun is given up."""
     with ExitStack() as stack:
-        pools = [ThreadPoolExecutor(1, f"quantkit-{name}") for name in names]
+        pools = [ThreadPoolExecutor(count, f"quantkit-{name}") for name, count in counts.items()]
         for pool in pools:
             stack.callback(pool.shutdown, cancel_futures=True)
         yield pools

@@ -30,6 +30,7 @@ REQUIRED = {
     "click": "8.1",
     "datasets": "3.2",
     "huggingface-hub": "1.0",
+    "numba": "0.61",
     "numpy": "1.26",
     "PyYAML": "6.0",
     "safetensors": "0.5",

@@ -78,13 +78,13 @@ def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
 
 
 def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
-    q, digest = item.value, (item.facts or {}).get("digest")
+    q = item.value
     known: dict[str, Any] = {"name": item.name.removesuffix(".weight"), "shape": list(q.shape)}
     if isinstance(q, Tensor):
         known |= {"scheme": "2:4", "layout": None}
     else:
         known |= {"scheme": q.scheme.label, "layout": writer.layout.NAME if writer.layout else None}
-        known["digest"] = q.digest if isinstance(q, Packed) else digest.result() if digest is not None else q.digest()
+        known["digest"] = q.digest if isinstance(q, Packed) else q.digest()
     return {**known, **{key: value for key, value in (item.facts or {}).items() if key not in known}}
 
 

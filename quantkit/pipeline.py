@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from quantkit import apart, direct, room, rtn, storage
+from quantkit import direct, room, rtn, storage
 from quantkit.calibrate import calibrated
 from quantkit.checkpoint import Checkpoint, resolve
 from quantkit.data import calibration
@@ -30,7 +30,7 @@ from quantkit.output import finish, publish_complete, require_unchanged, write
 from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
 from quantkit.recipe import Goal, Pruning, Recipe, label
-from quantkit.repack import helpers, outcome, repacked, rounded_again, schemes_of
+from quantkit.repack import outcome, repacked, rounded_again, schemes_of
 from quantkit.report import heading, phases
 from quantkit.report import load as load_report
 from quantkit.solve import alone
@@ -172,8 +172,8 @@ def pack(
     `expect` is the layout that the source must be in (`convert A-to-B`). Where the layout does not hold a weight's
     scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
     shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
-    weight file. Only config.json and the weight files are read; one weight is in memory at a time, or of a large
-    checkpoint one in each of a few processes that pack. LayoutError lists every weight that the layout cannot hold, or
+    weight file. Only config.json and the weight files are read; one weight is read, one packed
+    by each of a few threads and one written at a time. LayoutError lists every weight that the layout cannot hold, or
     names the one whose data it cannot; CheckpointError if a weight's codes are not those that its report recorded.
     """
     progress = progress or Progress(quiet=True)
@@ -187,12 +187,9 @@ def pack(
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
     schemes, known = schemes_of(src, planned), list(src.notices)
     with (
-        helpers(src, planned, recorded, requantize) as others,
         storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial,
         direct.outlet() as outlet,
         room.kept(),
-        # What is rounded again wants torch's threads, and numbers that do not depend on how they are shared.
-        nullcontext() if requantize else apart.one_thread(),
     ):
         writer = CheckpointWriter(
             partial,
@@ -206,7 +203,7 @@ def pack(
         report = _restated_facts(checkpoint, before, planned, schemes, known, sources)
         names = src.logical()
         with closing(
-            repacked(src, progress.bar(names, "pack", len(names)), planned, recorded, requantize, sources, others)
+            repacked(src, progress.bar(names, "pack", len(names)), planned, recorded, requantize, sources)
         ) as items:
             layers = write(items, writer, src, report)
         report["layers"], report["source"]["files"] = layers, sources

@@ -8,17 +8,15 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from quantkit import apart, room, rtn
-from quantkit.apart import Apart, Place, Shared
+from quantkit import direct, rtn
 from quantkit.checkpoint import Checkpoint
-from quantkit.direct import Inlet
 from quantkit.errors import CheckpointError, LayoutError, about
 from quantkit.formats import INT4
 from quantkit.items import Item, Packed
@@ -31,10 +29,8 @@ from quantkit.restate import broken_rule, restated
 from quantkit.solve import relative_error
 from quantkit.tensor import QuantizedTensor, Scheme
 
-#: Bytes of packed weights from which on other processes are worth their beginning.
-MANY = 2**27
-#: Bytes of dense tensors that wait for packed ones before them.
-WAITING = room.LARGE
+#: Beyond this many threads that pack, one that reads and one that writes, both with a SHA-256, are no faster.
+MOST = 3
 
 #: What a report said of a weight that is no longer so once it was rounded again.
 OUTDATED = ("relative_error", "loss", "rtn_loss", "norm", "guard_rows", "rungs", "reason", "fallback", "dead_columns")
@@ -60,166 +56,81 @@ def repacked(
     recorded: Mapping[str, Mapping[str, Any]],
     requantize: bool,
     hashes: dict[str, str],
-    others: Apart | None = None,
 ) -> Generator[Item, None, None]:
-    """Yield the tensors `names` (`src.logical()`, in that order), packed ones as `planned`; one weight in memory.
+    """Yield the tensors `names` (`src.logical()`, in that order), packed ones as `planned`.
 
-    With `others` (of `helpers`) one in each of these processes, and one that is read or written; they pack it, too.
-
-    `recorded` has the facts of each linear from the source's report. `hashes` becomes what `src.hashes()` returns: the
-    files are hashed piece by piece behind the reading, so that a disk gives each byte once. That and the weights'
-    digests (`facts["digest"]`, a future) are a thread's work, beside the packing. LayoutError, naming the weight, where
-    its data cannot be stated so and `requantize` does not allow to round it again; CheckpointError for a damaged one.
+    Until the next is asked for, one thread reads what follows and others pack it, a weight each. `recorded` has the
+    facts of each linear from the source's report. `hashes` becomes what `src.hashes()` returns: the files are hashed
+    piece by piece behind the reading, so that a disk gives each byte once. LayoutError, naming the weight, where its
+    data cannot be stated so and `requantize` does not allow to round it again; CheckpointError for a damaged one.
     """
-    rows = {row.module: row for row in planned.rows}
     if not recorded:
         src.notices.extend(_trusted(src))
-    with ThreadPoolExecutor(1, "quantkit-hash") as hasher, src.in_passing() as inlet:
-        if others is not None:
-            yield from _by_others(src, names, others, inlet)
-            names = ()
+    layout, rows = LAYOUTS[planned.layout], {row.module: row for row in planned.rows}
+    modules = {f"{module}.weight": module for module in src.modules()}
+    sizes = {name: sum(map(src.nbytes, src.parts(module).values())) for name, module in modules.items()}
+    count = 1 if requantize else packers()
+    ahead = (count + 1) * max(sizes.values(), default=0)
+
+    def read(name: str) -> list[Any]:
+        return [src.stored(modules[name]) if name in modules else src.get(name)]
+
+    def packed(name: str, coming: Future[list[Any]]) -> tuple[Item, list[str]]:
+        notices: list[str] = []
+        q = src.record(modules[name], coming.result().pop(), notices)  # a future keeps what it gave
+        row, before = rows[modules[name]], recorded.get(modules[name], {})
+        digest = _intact(name, q, before.get("digest"))
+        with about(name):
+            value, facts = _as_planned(src, q, before, row, requantize)
+            digest = digest if value is q else value.digest()
+            return Item(name, Packed(value.scheme, value.shape, layout.pack(value), digest), facts), notices
+
+    with (
+        # What is rounded again wants torch's threads, and numbers that do not depend on how they are shared.
+        nullcontext() if requantize else one_thread(),
+        src.in_passing() as inlet,
+        direct.threads(pack=count, read=1) as (packing, reading),
+    ):
+        waiting: deque[tuple[str, int, Future[Any]]] = deque()
+
+        def next_one() -> Item:
+            name, _, done = waiting.popleft()
+            found = done.result()
+            if name not in modules:
+                return Item(name, found.pop())
+            src.notices.extend(line for line in found[1] if line not in src.notices)
+            return found[0]
+
         for name in names:
-            item = src.item(name)
-            if isinstance(item.value, QuantizedTensor):
-                row = rows[name.removesuffix(".weight")]
-                item = _packed(src, item.value, row, recorded.get(row.module, {}), requantize, hasher)
-            digest = (item.facts or {}).get("digest")
-            yield item
-            del item  # its memory is that of the next
-            if digest is not None:
-                digest.result()
+            size = sizes[name] if name in modules else src.nbytes(name)
+            while len(waiting) > count or (waiting and size + sum(some for _, some, _ in waiting) > ahead):
+                yield next_one()
+            coming = reading.submit(read, name)
+            waiting.append((name, size, packing.submit(packed, name, coming) if name in modules else coming))
+            del coming
+        while waiting:
+            yield next_one()
         hashes |= inlet.hashes()
     src.require_unchanged()  # so these are the hashes of what was read
 
 
+def packers() -> int:
+    """Return how many threads pack: their work is a bit more than that of those that read, hash and write."""
+    return min(max(1, torch.get_num_threads() // 2), MOST)
+
+
 @contextmanager
-def helpers(
-    src: Checkpoint, planned: Plan, recorded: Mapping[str, Mapping[str, Any]], requantize: bool
-) -> Iterator[Apart | None]:
-    """Yield processes for `repacked`, whose arguments these are; None where this one does it as well alone.
-
-    They begin with what is open now: the output must not be. What is rounded again wants torch's threads instead.
-    """
-    count = _count(planned)
-    stored = {module: [src.nbytes(name) for name in src.parts(module).values()] for module in src.modules()}
-    if requantize or count < 1 or sum(map(sum, stored.values())) < MANY or not apart.possible():
-        yield None
+def one_thread() -> Iterator[None]:
+    """Inside, torch shares no operation among threads: those of a weight's pieces would wait longer than they work."""
+    threads = torch.get_num_threads()
+    if threads == 1:  # perhaps by another thread's conversion, which sets it back
+        yield
         return
-    rows = {row.module: row for row in planned.rows}
-    layout = LAYOUTS[planned.layout]
-
-    def work(given: Shared, made: Shared, module: str, places: dict[str, Place]) -> _Made:
-        before = len(src.notices)
-        q = src.record(module, {suffix: given.get(place) for suffix, place in places.items()})
-        with ThreadPoolExecutor(1, "quantkit-hash") as hasher:
-            name, value, facts = _packed(src, q, rows[module], recorded.get(module, {}), False, hasher)
-            assert isinstance(value, QuantizedTensor) and facts is not None
-            made.clear()
-            with about(name), room.within(made.take):
-                parts = layout.pack(value)
-            digest = facts.pop("digest").result()
-        return _Made(made.put_all(parts), value.scheme, value.shape, digest, facts, src.notices[before:])
-
-    read = max(sum(map(apart.room_for, sizes)) for sizes in stored.values())
-    written = max(row.bytes for row in planned.rows) + apart.room_for(0) * len(layout.TENSORS)
-    with apart.processes(work, count, read, written) as others:
-        yield others
-
-
-def _count(planned: Plan) -> int:
-    """Return how many processes are begun: this one reads, hashes in two threads and writes meanwhile.
-
-    With two cores one, or for 2:4 weights, which take longer to pack than all of that, two.
-    """
-    count = min(torch.get_num_threads() // 2, apart.MOST)
-    sparse = any(Scheme.parse(row.scheme).sparsity for row in planned.quantized if row.scheme is not None)
-    return max(count, 2) if count and sparse else count
-
-
-class _Made(NamedTuple):
-    """What another process made of a weight, and the notices that it found reason for."""
-
-    places: dict[str, Place]
-    scheme: Scheme
-    shape: tuple[int, int]
-    digest: str
-    facts: dict[str, Any]
-    notices: list[str]
-
-
-class _Begun(NamedTuple):
-    """A weight that another process works on, the memory that it is in, and that where it will be packed."""
-
-    name: str
-    given: Shared
-    made: Shared
-    result: Future[Any]
-
-
-def _by_others(src: Checkpoint, names: Iterable[str], others: Apart, inlet: Inlet) -> Iterator[Item]:
-    """Yield tensors in order: one weight is read and one written while other processes work on those between."""
-    waiting: deque[Item | _Begun] = deque()
-    dense, modules = 0, {f"{module}.weight": module for module in src.modules()}
-    for name in names:
-        ready: list[Item | _Begun] = []
-        if (module := modules.get(name)) is not None:
-            while not others.given:
-                ready.append(_worked_on(waiting.popleft(), others))
-            given = others.given.pop()
-            given.clear()
-            parts = src.parts(module).items()
-            places = {suffix: given.put(src.get(part, given.rest())) for suffix, part in parts}
-            yield from _items(src, ready, others)
-            inlet.arrive()
-            made = others.made.pop()
-            waiting.append(_Begun(name, given, made, others.begin(given, made, module, places)))
-        elif (dense := dense + src.nbytes(name)) <= WAITING:
-            waiting.append(src.item(name))
-        else:
-            yield from _items(src, (_worked_on(one, others) for one in waiting), others)
-            waiting.clear()
-            dense = 0
-            yield src.item(name)
-    yield from _items(src, (_worked_on(one, others) for one in waiting), others)
-
-
-def _worked_on(one: Item | _Begun, others: Apart) -> Item | _Begun:
-    """Wait until a weight is packed; the memory that it came in is free then."""
-    if isinstance(one, _Begun):
-        others.result(one.result)
-        others.given.append(one.given)
-    return one
-
-
-def _items(src: Checkpoint, done: Iterable[Item | _Begun], others: Apart) -> Iterator[Item]:
-    """Yield what is packed; the memory that it is in is free when the next is asked for."""
-    for one in done:
-        if isinstance(one, Item):
-            yield one
-            continue
-        made: _Made = others.result(one.result)
-        src.notices.extend(line for line in made.notices if line not in src.notices)
-        tensors = {suffix: one.made.get(place) for suffix, place in made.places.items()}
-        yield Item(one.name, Packed(made.scheme, made.shape, tensors, made.digest), made.facts)
-        others.made.append(one.made)
-
-
-def _packed(
-    src: Checkpoint, q: QuantizedTensor, row: Row, before: Mapping[str, Any], requantize: bool, hasher: Executor
-) -> Item:
-    """Return a weight as the plan wants it, and its facts; `hasher` finds its digest and whether it is intact."""
-    name = f"{row.module}.weight"
-    digest = hasher.submit(_intact, name, q, before.get("digest"))
-    with about(name):
-        try:
-            value, facts = _as_planned(src, q, before, row, requantize)
-        except LayoutError:
-            digest.result()  # damage is the better reason
-            raise
-    if value is not q:
-        digest.result()
-        digest = hasher.submit(value.digest)
-    return Item(name, value, facts | {"digest": digest})
+    torch.set_num_threads(1)  # also for threads that begin later
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _intact(name: str, q: QuantizedTensor, recorded: str | None) -> str:

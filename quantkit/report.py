@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 import quantkit
-from quantkit import apart
 from quantkit.errors import CheckpointError
 from quantkit.headers import load_json
 
@@ -112,12 +111,11 @@ def phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def peak_memory() -> dict[str, int]:
-    """Return the most bytes that this process and those it began have held so far: `ram`, and on a GPU `vram`."""
+    """Return the most bytes that this process has held so far: `ram`, and on a GPU `vram`."""
     peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)}
     with suppress(OSError):  # on Linux that one begins with the peak of the process that started this one
         found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
         peak["ram"] = int(found[1]) * 1024 if found else peak["ram"]
-    peak["ram"] += apart.peak()
     used = max((torch.cuda.max_memory_allocated(i) for i in range(torch.cuda.device_count())), default=0)
     return peak | ({"vram": used} if used else {})
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -39,7 +39,6 @@ class _Kept:
 
 _kept: _Kept | None = None
 _lock = Lock()
-_within: Callable[[int], Tensor | None] | None = None
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
@@ -48,8 +47,6 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     size = count * dtype.itemsize
     if size < LARGE or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
-    if _within is not None and (found := _within(size)) is not None:
-        return found.view(dtype).view(shape)
     _keep_small()
     size += -size % _PAGE
     try:
@@ -67,17 +64,6 @@ def aligned(tensor: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return a tensor contiguous, and so that integers of `dtype` can be seen in it: copied if it lies between them."""
     tensor = tensor.contiguous()
     return tensor.clone() if tensor.storage_offset() * tensor.itemsize % dtype.itemsize else tensor
-
-
-@contextmanager
-def within(take: Callable[[int], Tensor | None]) -> Iterator[None]:
-    """Inside, a large tensor on a CPU lies in what `take` has for its bytes, uint8 `[bytes]`, unless that is None."""
-    global _within
-    _within = take
-    try:
-        yield
-    finally:
-        _within = None
 
 
 @contextmanager

@@ -14,7 +14,19 @@ PACKAGE = Path(__file__).resolve().parents[1] / "quantkit"
 
 #: A unit imports from rows above its own (docs/architecture.md), and within its row only as NEIGHBOURS says.
 ROWS = [
-    ["quantkit", "apart", "direct", "errors", "formats", "hashing", "sparsity", "storage", "progress", "room"],
+    [
+        "quantkit",
+        "compiled",
+        "direct",
+        "errors",
+        "formats",
+        "hashing",
+        "loops",
+        "sparsity",
+        "storage",
+        "progress",
+        "room",
+    ],
     ["tensor", "items", "headers", "tensorfile"],
     ["layouts", "restate", "kernels", "hessian", "rtn", "factor", "refine", "gptq", "data"],
     ["checkpoint", "writer", "recipe", "report", "drawing", "conversions", "speeds", "linear", "joint"],
@@ -34,15 +46,13 @@ NEIGHBOURS = {
         ("direct", "room"),
         ("direct", "errors"),
         ("hashing", "storage"),
-        ("apart", "direct"),
-        ("apart", "room"),
-        ("apart", "errors"),
         ("items", "tensor"),
         ("tensorfile", "headers"),
         ("restate", "layouts"),
         ("formats", "errors"),
         ("sparsity", "errors"),
         ("sparsity", "room"),
+        ("sparsity", "loops"),
         ("rtn", "hessian"),
         ("gptq", "hessian"),
         ("gptq", "rtn"),
@@ -77,6 +87,7 @@ NEIGHBOURS = {
 LAYOUT_FILES = [
     "config",
     "protocol",
+    "tiles",
     "arrange",
     "checks",
     "quads",
@@ -114,6 +125,8 @@ FRONT_DOORS = {
     "matplotlib": {"drawing"},
     "tqdm": {"progress"},
     "xxhash": {"tensor"},
+    "numba": {"compiled"},
+    "numpy": {"compiled", "loops", "layouts"},
     "click": {"cli"},
 }
 #: Imported inside functions; `hf` derives classes from those of transformers, and nobody imports it before that.

@@ -10,22 +10,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit import room
+from quantkit import loops, room
 from quantkit.errors import LayoutError
+from quantkit.layouts.tiles import tiles
 
-#: Codes that are packed or unpacked at a time on a CPU: few, so that they and what becomes of them stay in its caches;
-#: many, so that calling torch costs little.
+#: Codes that torch packs or unpacks at a time on a CPU, so that what becomes of them takes little memory.
 _CACHED = 1 << 20
 #: Neighbours from which on it is quicker to widen all than to move each.
 _LONG = 32
-#: Words between lines of a power of two, which would all fall into the same few places of a processor's cache.
-_LINE = 16
-#: How many words are moved as one -> a dtype of their size, only ever moved.
-_AS_ONE = {4: torch.complex128, 2: torch.int64, 1: torch.int32}
 
 
 @dataclass(frozen=True)
@@ -60,14 +57,19 @@ class Arrangement:
 
         The last axes of the order must fill a word. They are joined one by one while everything else still lies where
         `codes` has it, so that a processor's word of codes is joined at a time and only words are permuted, not codes.
-        Some rows are joined at a time, so that what is joined stays in the cache.
+        On a CPU compiled loops do that for large matrices.
         """
         fine, inner = _within(self, bits)
         sizes = fine._sizes(*codes.shape)
         outer = [axis for axis in fine._permutation if axis not in inner]
         shape = [sizes[axis] for axis in outer]
         words = room.empty(shape, torch.int32, codes.device) if out is None else out.view(shape)
-        for part, some in _slices(room.aligned(codes).view(sizes), words, outer):
+        codes = room.aligned(codes)
+        if (how := fine._compiled(codes, words, inner, bits)) is not None:
+            compiled, seen, places = how
+            compiled.pack(*seen, loops.word(above or 0), loops.word(_lanes(bits, torch.int64)), *places)
+            return words.view(-1)
+        for part, some in _slices(codes.view(sizes), words, outer):
             parts, width = fine._flipped(part, outer).contiguous().view(-1), bits
             if above is not None:
                 eights = _eights(parts) >> above if above else _eights(parts)
@@ -76,7 +78,7 @@ class Arrangement:
                 parts = _joined(parts, sizes[axis], run, width, axis in fine._backwards)
                 width *= sizes[axis]
             back = _rising(outer)
-            some.copy_(_permuted(parts.view([some.shape[axis] for axis in back]), _rising(back)))
+            some.copy_(parts.view([some.shape[axis] for axis in back]).permute(_rising(back)))
         return words.view(-1)
 
     def unpack(
@@ -92,11 +94,16 @@ class Arrangement:
             raise LayoutError(f"{words.numel()} packed words do not fill a {shape[0]} x {shape[1]} matrix")
         outer = [axis for axis in fine._permutation if axis not in inner]
         codes = room.empty(sizes, torch.uint8, words.device) if onto is None else onto.view(sizes)
+        words = room.aligned(words)
+        if (how := fine._compiled(codes.view(shape), words, inner, bits)) is not None:
+            compiled, seen, places = how
+            compiled.unpack(*seen, loops.word(above), onto is not None, *places)
+            return codes.view(shape)
         direct = onto is None and not fine._backwards.intersection(outer)
         last, *runs = _runs(inner, sizes)
 
         for part, some in _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer):
-            parts, width = _permuted(some, _rising(outer)).contiguous().view(-1), 32
+            parts, width = some.permute(_rising(outer)).contiguous().view(-1), 32
             for axis, run in reversed(runs):
                 width //= sizes[axis]
                 parts = _split(parts, sizes[axis], run, width, axis in fine._backwards)
@@ -108,6 +115,19 @@ class Arrangement:
             elif not direct:
                 part.copy_(fine._flipped(found, outer))
         return codes.view(shape)
+
+    def _compiled(self, codes: Tensor, words: Tensor, inner: list[int], bits: int) -> tuple[Any, Any, Any] | None:
+        """Return compiled loops, the tensors as they see them, and the places they go through; None without a way."""
+        compiled = loops.for_(codes)
+        if compiled is None or words.storage_offset() % 2:
+            return None
+        sizes, rows = self._sizes(*codes.shape), len(self.rows.split())
+        axes = tuple(sizes[:rows]), tuple(sizes[rows:]), tuple(self._permutation), tuple(inner)
+        if (found := tiles(*axes, frozenset(self._backwards), bits)) is None:
+            return None
+        shape = len(codes), codes.shape[1] // 8
+        seen = loops.seen(codes, 64), loops.seen(words, 64), shape, found.block, found.joins, found.stages
+        return compiled, seen, (found.source, found.target, found.steps)
 
     @cached_property
     def _names(self) -> list[str]:
@@ -186,38 +206,6 @@ def _runs(inner: list[int], sizes: list[int]) -> list[tuple[int, int]]:
 
 def _rising(axes: list[int]) -> list[int]:
     return sorted(range(len(axes)), key=axes.__getitem__)
-
-
-def _permuted(words: Tensor, axes: list[int]) -> Tensor:
-    """Return what `words.permute(axes)` does; on a CPU by a list of places where it would be many short copies."""
-    if words.device.type != "cpu" or axes == sorted(axes):
-        return words.permute(axes)
-    shape, (split, length) = tuple(words.shape), _lines(tuple(words.shape))
-    spread = torch.empty(prod(shape[:split]), length + _LINE, dtype=torch.int32)
-    apart = spread[:, :length].view(shape)
-    apart.copy_(words)
-    if shape[axes[-1]] >= _LONG:
-        return apart.permute(axes).contiguous()  # of which torch makes a transposition block by block
-    together, places = _places(shape, tuple(axes))
-    moved = torch.index_select(spread.view(-1).view(_AS_ONE[together]), 0, places)
-    return moved.view(torch.int32).view([shape[axis] for axis in axes])
-
-
-def _lines(shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return how many axes make the lines that words are spread in, about as many as they are long, and this length."""
-    lines = [(split, prod(shape[split:])) for split in range(1, len(shape))]
-    return min(lines, key=lambda line: abs(prod(shape[: line[0]]) - line[1]))
-
-
-@lru_cache(maxsize=32)
-def _places(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, Tensor]:
-    """Return how many words stay together in `permute(axes)`, and where each such piece lies in what is spread."""
-    split, length = _lines(shape)
-    kept = prod(size for i, size in enumerate(shape) if axes[i:] == tuple(range(i, len(shape))))
-    together = next(count for count in _AS_ONE if kept % count == 0 and length % count == 0)
-    places = torch.arange(prod(shape[:split]) * (length + _LINE), dtype=torch.int32).view(-1, length + _LINE)
-    moved = places[:, :length].view(shape).permute(axes).reshape(-1, together)
-    return together, moved[:, 0] // together
 
 
 def _joined(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit import room
+from quantkit import loops, room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import INT4, Format
 from quantkit.layouts import checks
@@ -240,6 +240,9 @@ def _translated(codes: Tensor, table: Tensor) -> Tensor:
     if len(flat) % 2:
         return _translated(pad(flat, (0, 1)), table)[:-1].view(codes.shape)
     out = room.empty(codes.shape, torch.uint8, codes.device)
+    if compiled := loops.for_(flat):
+        compiled.looked_up(loops.seen(room.aligned(flat), 16), loops.seen(table, 16), loops.seen(out, 16))
+        return out
     for some, slot in zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True):
         pairs = room.aligned(some, torch.uint16).view(torch.uint16)
         torch.index_select(table, 0, pairs.int(), out=slot.view(torch.int16))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import room
+from quantkit import loops, room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import FP5, FP6
 from quantkit.layouts import checks
@@ -60,6 +60,9 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     bits = q.scheme.format.bits
     words = room.empty((n, k * bits // 32), torch.int32, q.codes.device)
     count, places = _places(bits)
+    if compiled := loops.for_(q.codes):
+        compiled.stream(loops.seen(room.aligned(q.codes), 64), loops.seen(words, 32), bits)
+        return {"weight": words, "weight_scale": checks.half(q.scales)}
     for some, out in pieces(k, q.codes, words):
         eights = _together(_seen(some, 8 * count), bits).view(-1, count)
         stream = _seen(out, count * bits // 4)
@@ -83,6 +86,9 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     words, bits = tensors["weight"], scheme.format.bits
     codes = room.empty((n, k), torch.uint8, words.device)
     count, places = _places(bits)
+    if compiled := loops.for_(codes):
+        compiled.unstream(loops.seen(codes, 64), loops.seen(words.contiguous(), 32), bits)
+        return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
     for some, out in pieces(k, words, codes):
         seen = _seen(out, 8 * count)
         eights = seen.view(-1, count)

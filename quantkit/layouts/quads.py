@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantkit import room, sparsity
+from quantkit import loops, room, sparsity
 from quantkit.errors import LayoutError
 from quantkit.layouts.arrange import Arrangement, pieces
 
@@ -97,6 +97,11 @@ def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     kept = room.empty((n, k // 2), torch.uint8, values.device)
     codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
     table = _compressed(zero, values.device)
+    if compiled := loops.for_(values):
+        places = loops.seen(room.aligned(values, torch.int32), 32), loops.seen(table, 32)
+        if not compiled.sparse(*places, loops.seen(kept, 16), loops.seen(codes, 8)):
+            sparsity.check(values, zero)  # which names the first one
+        return kept, codes
     for some, two, code in pieces(k, room.aligned(values), kept, codes):
         quad = some.view(-1).view(torch.int32)
         quad = (quad >> 12).bitwise_or_(quad).bitwise_and_(0xFFFF)
@@ -112,6 +117,10 @@ def expand4(kept: Tensor, codes: Tensor, zero: int) -> Tensor:
     n, k = kept.shape[0], 2 * kept.shape[1]
     values = room.empty((n, k), torch.uint8, kept.device)
     table = _expanded(zero, kept.device)
+    if compiled := loops.for_(kept):
+        places = loops.seen(room.aligned(kept, torch.int16), 16), loops.seen(codes.contiguous(), 8)
+        compiled.dense(*places, loops.seen(table, 32), loops.seen(values, 32))
+        return values
     for some, code, out in pieces(k, room.aligned(kept), codes, values):
         index = code.to(torch.int16).bitwise_left_shift_(4).view(-1)
         index |= some.view(-1).view(torch.int16)

@@ -15,6 +15,8 @@ from quantkit.formats import INT4
 from quantkit.layouts import LAYOUTS, marlin
 from quantkit.tensor import QuantizedTensor, Scheme
 
+pytestmark = pytest.mark.usefixtures("both_loops")
+
 
 class Golden:
     """One golden file: its cases, and tensors by case and name."""

@@ -20,6 +20,8 @@ from quantkit.tensor import QuantizedTensor, Scheme
 from tests.layouts import oracle
 from tests.layouts.samples import CASES, HELD, record
 
+pytestmark = pytest.mark.usefixtures("both_loops")
+
 #: layout -> (n, k) units of legal shapes.
 UNITS = {
     "compressed-tensors": (1, 1),

@@ -1,0 +1,39 @@
+"""Where loops that a CPU runs as machine code are to be used: for large tensors, if numba is there to compile them."""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+#: Bytes from which on they are worth their loading.
+LARGE = 2**20
+
+
+def for_(tensor: Tensor) -> Any:
+    """Return the module of compiled loops, or None where torch does as well: on a GPU, and for small tensors."""
+    return _compiled() if tensor.device.type == "cpu" and tensor.nbytes >= LARGE else None
+
+
+def seen(tensor: Tensor, bits: int) -> NDArray[Any]:
+    """Return the memory of a contiguous tensor as flat unsigned integers of `bits`, of which it must be whole ones."""
+    dtype = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32, 64: torch.uint64}[bits]
+    return tensor.view(-1).view(dtype).numpy()
+
+
+def word(value: int) -> Any:
+    """Return an integer that loops take for one of 64 bits without a sign."""
+    return np.uint64(value)
+
+
+@cache
+def _compiled() -> Any:
+    try:
+        return importlib.import_module("quantkit.compiled")
+    except ImportError:  # numba has no version for this Python or this machine
+        return None
