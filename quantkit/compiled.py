@@ -178,8 +178,9 @@ def unpack(codes, words, shape, block, joins, stages, above, onto, source, targe
     if len(source) == 0:
         apart, turned, width = joins[0]
         _parted(words.reshape(rows, -1), rows, columns, codes, 0, columns, apart, turned, width, above, onto)
-        return
+        return _ZERO
     given, taken = np.empty((high, pitch), np.uint64), np.empty((high, pitch), np.uint64)
+    asked = _ZERO
     for top in range(0, rows, high):
         done = 0
         for begin in range(0, columns, wide):
@@ -189,6 +190,8 @@ def unpack(codes, words, shape, block, joins, stages, above, onto, source, targe
             flat = given.reshape(-1)
             for step in range(line // steps[0]):
                 at, out = uint64(step * steps[0]), uint64(top // high * steps[2] + (done + step) * steps[1])
+                for i in range(0, len(source), 8):  # memory brings all lines of a step at once
+                    asked |= words[out + target[i]]
                 for i in range(len(source)):
                     flat[at + source[i]] = words[out + target[i]]
             done += line // steps[0]
@@ -202,6 +205,7 @@ def unpack(codes, words, shape, block, joins, stages, above, onto, source, targe
                 else:
                     _parted(given, left, line, taken.reshape(-1), 0, pitch, apart, turned, width, _ZERO, False)
                 given, taken = taken, given
+    return asked  # else nobody would ask
 
 
 @_compiled
