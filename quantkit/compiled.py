@@ -284,10 +284,25 @@ def sparse(quads, table, kept, codes):
 
 
 @_compiled
-def dense(kept, codes, table, quads):
-    """Fill `quads` with what `table` has for two `kept` values, four bits of each byte, and a code between them."""
+def dense(kept, codes, zero, quads):
+    """Fill `quads` (uint32) with two `kept` bytes (uint16) each where `codes` say; the other bytes are `zero`'s."""
     for i in range(len(quads)):
-        quads[i] = table[uint32(codes[i]) << uint32(4) | uint32(kept[i])]
+        two, code = uint64(kept[i]) ^ zero & uint64(0xFFFF), uint64(codes[i])
+        first, second = (
+            (two & uint64(0xFF)) << ((code & uint64(3)) << uint64(3)),
+            two >> uint64(8) << ((code >> uint64(2)) << uint64(3)),
+        )
+        quads[i] = uint32((first | second) ^ zero)
+
+
+@_compiled
+def all_rise(words):
+    """Return whether the upper two bits of each four of `words` (uint64) are a larger number than the lower two."""
+    low, high = uint64(0x3333333333333333), uint64(0x4444444444444444)
+    rising = high
+    for i in range(len(words)):
+        rising &= ((words[i] >> uint64(2)) & low) + low - (words[i] & low)
+    return rising == high
 
 
 @_compiled

@@ -116,11 +116,11 @@ def expand4(kept: Tensor, codes: Tensor, zero: int) -> Tensor:
     """Return what `expand` makes of `kept` uint8 `[n, k/2]` below 16 and valid `codes` `[n, k/4]`."""
     n, k = kept.shape[0], 2 * kept.shape[1]
     values = room.empty((n, k), torch.uint8, kept.device)
-    table = _expanded(zero, kept.device)
     if compiled := loops.for_(kept):
         places = loops.seen(room.aligned(kept, torch.int16), 16), loops.seen(codes.contiguous(), 8)
-        compiled.dense(*places, loops.seen(table, 32), loops.seen(values, 32))
+        compiled.dense(*places, loops.word(zero * 0x01010101), loops.seen(values, 32))
         return values
+    table = _expanded(zero, kept.device)
     for some, code, out in pieces(k, room.aligned(kept), codes, values):
         index = code.to(torch.int16).bitwise_left_shift_(4).view(-1)
         index |= some.view(-1).view(torch.int16)
@@ -152,8 +152,9 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
 
 def _all_rise(words: Tensor) -> bool:
     """Return whether the second place is above the first in all codes of flat int32 `words`, wherever these lie."""
+    if len(words) % 2 == 0 and (compiled := loops.for_(words)):
+        return bool(compiled.all_rise(loops.seen(room.aligned(words), 64)))
     low = 0x33333333
-
     for (some,) in pieces(8, words):  # eight codes in a word
         rising = ((some >> 2) & low).add_(low).sub_(some & low)  # 3 + second - first is at least 4
         if rising.numel() and int(rising.bitwise_and_(0x44444444).min()) != 0x44444444:
