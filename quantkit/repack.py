@@ -69,7 +69,7 @@ def repacked(
     layout, rows = LAYOUTS[planned.layout], {row.module: row for row in planned.rows}
     modules = {f"{module}.weight": module for module in src.modules()}
     sizes = {name: sum(map(src.nbytes, src.parts(module).values())) for name, module in modules.items()}
-    count = 1 if requantize else packers(planned)
+    count = 1 if requantize else packers()
     ahead = (count + 1) * max(sizes.values(), default=0)
 
     def read(name: str) -> list[Any]:
@@ -114,14 +114,9 @@ def repacked(
     src.require_unchanged()  # so these are the hashes of what was read
 
 
-def packers(planned: Plan) -> int:
-    """Return how many threads pack beside those that read, hash and write, which have as much to do.
-
-    With two cores one, or for 2:4 weights, which take longer to pack, two.
-    """
-    cores = torch.get_num_threads()
-    sparse = any(Scheme.parse(row.scheme).sparsity for row in planned.quantized if row.scheme is not None)
-    return min(max(1, cores // 2, min(cores, 2) if sparse else 1), MOST)
+def packers() -> int:
+    """Return how many threads pack: half as many as there are cores, since those that read and write do as much."""
+    return min(max(1, torch.get_num_threads() // 2), MOST)
 
 
 @contextmanager

@@ -22,6 +22,8 @@ from torch import Tensor
 
 #: Below this, the allocator reuses what it has.
 LARGE = 4 * 2**20
+#: How much may be kept with what is in use, as a multiple of the most that was: at no moment are all sizes in use.
+SPARE = 1.5
 #: The largest block whose return teaches the C library to keep smaller ones.
 _LESSON = 31 * 2**20
 #: What memory of its own comes in multiples of: a huge page, and sizes that differ by little are one.
@@ -68,7 +70,7 @@ def aligned(tensor: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Inside, large memory that is given back is kept for the next tensors, never more than was in use at once."""
+    """Inside, large memory that is given back is kept for the next tensors, up to SPARE times what was in use."""
     global _kept
     if _kept is not None:
         yield
@@ -101,7 +103,7 @@ def _kept_one(size: int) -> mmap.mmap | None:
         else:
             kept.total += size
         kept.most = max(kept.most, kept.total - sum(map(len, kept.blocks)))
-        while kept.blocks and kept.total > kept.most:
+        while kept.blocks and kept.total > SPARE * kept.most:
             kept.total -= len(kept.blocks.pop(0))
         return fitting
 

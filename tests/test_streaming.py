@@ -236,17 +236,26 @@ def test_memory_that_is_given_back_goes_to_the_next_and_never_to_two() -> None:
     assert [bool((tensor == i).all()) for i, tensor in enumerate(now)] == [True, True]
 
 
-def test_no_more_memory_is_kept_than_was_in_use() -> None:
+def test_half_as_much_again_is_kept_as_was_in_use_at_once() -> None:
     with room.kept():
-        three = [room.empty([room.LARGE], torch.uint8) for _ in range(3)]
+        six = [room.empty([room.LARGE], torch.uint8) for _ in range(6)]
         assert room._kept.blocks == []
-        del three
-        assert [len(block) for block in room._kept.blocks] == [room.LARGE] * 3
-        one = room.empty([3 * room.LARGE], torch.uint8)
-        assert room._kept.blocks == []
-        del one
+        del six
+        assert [len(block) for block in room._kept.blocks] == [room.LARGE] * 6
+        four = room.empty([4 * room.LARGE], torch.uint8)
+        assert [len(block) for block in room._kept.blocks] == [room.LARGE] * 5
+        del four
+        seven = room.empty([7 * room.LARGE], torch.uint8)
+        assert room._kept.blocks == [] and len(seven) == 7 * room.LARGE  # 7 and 4 would be more
+
+
+def test_a_small_tensor_takes_no_memory_of_a_large_one() -> None:
+    with room.kept():
+        large = room.empty([3 * room.LARGE], torch.uint8)
+        del large
         small = room.empty([room.LARGE], torch.uint8)  # would waste two thirds of what is kept
-        assert room._kept.blocks == [] and small.untyped_storage().nbytes() == room.LARGE
+        assert [len(block) for block in room._kept.blocks] == [3 * room.LARGE]
+        assert small.untyped_storage().nbytes() == room.LARGE
 
 
 def test_threads_that_share_what_is_kept_do_not_meet() -> None:
