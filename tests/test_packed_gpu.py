@@ -239,7 +239,7 @@ def test_weights_become_one_in_the_room_of_one_family_more() -> None:
     torch.cuda.reset_peak_memory_stats()
     assert Joint(linears).settle()
     assert torch.cuda.max_memory_allocated() - before < 1.03 * held
-    assert abs(torch.cuda.memory_allocated() - before) < 0.03 * held
+    assert torch.cuda.memory_allocated() - before < 0.03 * held  # less if what an earlier test had goes meanwhile
 
 
 @pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("tcfpx", "fp6:channel")])
