@@ -288,10 +288,8 @@ def dense(kept, codes, zero, quads):
     """Fill `quads` (uint32) with two `kept` bytes (uint16) each where `codes` say; the other bytes are `zero`'s."""
     for i in range(len(quads)):
         two, code = uint64(kept[i]) ^ zero & uint64(0xFFFF), uint64(codes[i])
-        first, second = (
-            (two & uint64(0xFF)) << ((code & uint64(3)) << uint64(3)),
-            two >> uint64(8) << ((code >> uint64(2)) << uint64(3)),
-        )
+        first = (two & uint64(0xFF)) << ((code & uint64(3)) << uint64(3))
+        second = (two >> uint64(8)) << ((code >> uint64(2)) << uint64(3))
         quads[i] = uint32((first | second) ^ zero)
 
 
