@@ -1,15 +1,15 @@
 """How fast layouts are packed, unpacked and converted: in memory by weight, and whole folders beside copies of them.
 
-Prints one JSON object. `memory`: bytes of float16 weights a second for one `[14336, 4096]` record, on one thread.
-`folders`: bytes of packed weights read a second, from one interchange layout into each other and back, each in a fresh
-process, so that the peak memory is its own, after it has loaded what packing needs; `busy` is how much of the time of
-all processors that it may use (`threads`) it took. What is read lies on the disk and not in the page cache, like a
-model that is larger than the memory; what is written is synced. `copy` does no more than that with the same bytes,
-through the page cache as `cp` does; so does `copy into touched memory`, right after as much memory was used and given
-back, since the host of a virtual machine gives it slowly; `disk` does it past the cache, which is what the disk itself
-gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a report's hashes demand.
-All are measured between the others. Folders are medians of five, since what a disk and a host give changes from one
-second to the next.
+Prints one JSON object. `first_use`: seconds that a process' first large weight takes longer. `memory`: bytes of float16
+weights a second for one `[14336, 4096]` record, on one thread. `folders`: bytes of packed weights read a second, from
+one interchange layout into each other and back, each in a fresh process, so that the peak memory is its own, after it
+has loaded what packing needs; `busy` is how much of the time of all processors that it may use (`threads`) it took.
+What is read lies on the disk and not in the page cache, like a model that is larger than the memory; what is written is
+synced. `copy` does no more than that with the same bytes, through the page cache as `cp` does; so does `copy into
+touched memory`, right after as much memory was used and given back, since the host of a virtual machine gives it
+slowly; `disk` does it past the cache, which is what the disk itself gives; `disk with SHA-256` also hashes what it
+reads and what it writes, each in a thread, as a report's hashes demand. All are measured between the others. Folders
+are medians of five, since what a disk and a host give changes from one second to the next.
 """
 
 from __future__ import annotations
@@ -157,6 +157,28 @@ def _median(work: Callable[[], object]) -> float:
     return statistics.median(_timed(work) for _ in range(5))
 
 
+def first_use() -> dict[str, float]:
+    """Return what the first large weight of a process takes, beside packing it: seconds where loops are to be compiled.
+
+    And where they were, and the megabytes that the compiler takes.
+    """
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as kept:
+        argv, env = [sys.executable, __file__, "--first"], os.environ | {"NUMBA_CACHE_DIR": kept}
+        for name in ("compiled_s", "loaded_s"):
+            done = subprocess.run(argv, check=True, capture_output=True, text=True, env=env)
+            seconds, kilobytes = map(float, done.stdout.split())
+            found |= {name: round(seconds, 1), "mb": round(kilobytes / 1e3)}
+    return found
+
+
+def _first() -> None:
+    """Pack and unpack a weight that is just large enough; print seconds, and kilobytes that stay resident."""
+    layout, q = LAYOUTS["marlin"], record("int4:g128", 256, 4096)
+    before = _resident("VmRSS")
+    print(_timed(lambda: layout.unpack(layout.pack(q), q.scheme)), _resident("VmRSS") - before)
+
+
 def _timed(work: Callable[[], object]) -> float:
     started = time.perf_counter()
     work()
@@ -249,6 +271,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--convert", nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--work", type=Path, help="folder on the disk to measure; a few gigabytes")
+    parser.add_argument("--first", action="store_true", help=argparse.SUPPRESS)
     every = list(dict.fromkeys(label for labels in LABELS.values() for label in labels))
     parser.add_argument("--schemes", nargs="+", choices=every, default=every, help="what is measured (all)")
     parser.add_argument("--modules", type=int, default=32, help="weights of a folder (32, some gigabyte)")
@@ -256,10 +279,14 @@ def main() -> None:
     if args.convert:
         _convert(*args.convert)
         return
+    if args.first:
+        _first()
+        return
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         result = {
             "threads": torch.get_num_threads(),
             "modules": args.modules,
+            "first_use": first_use(),
             "memory": in_memory(args.schemes),
             "folders": folders(Path(folder), args.schemes, args.modules),
         }

@@ -9,10 +9,12 @@ is not a plain one, since numba asks of signed integers whether they are below 0
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 from numba import njit, uint32, uint64
+from numba.core.caching import FunctionCache
 
 _ZERO, _EVERY = np.uint64(0), np.uint64(2**64 - 1)
 #: The first of each two bytes, pairs of bytes, and fours.
@@ -21,11 +23,27 @@ _BYTES, _PAIRS, _FOURS = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000
 _MANY = 1 << 10
 
 
+class _Kept(FunctionCache):
+    """What was compiled, on the disk. Where that is full or a file is damaged, a loop is compiled again, no more."""
+
+    def load_overload(self, *args: Any) -> Any:
+        try:
+            return super().load_overload(*args)
+        except Exception:
+            with suppress(Exception):
+                self.flush()  # else it could not be kept either
+            return None
+
+    def save_overload(self, *args: Any) -> None:
+        with suppress(Exception):
+            super().save_overload(*args)
+
+
 def _compiled(loop: Callable[..., Any]) -> Any:
-    try:
-        return njit(nogil=True, cache=True)(loop)
-    except RuntimeError:  # there is no folder to keep it in
-        return njit(nogil=True)(loop)
+    found: Any = njit(nogil=True)(loop)
+    with suppress(RuntimeError):  # which says that there is no folder for it
+        found._cache = _Kept(loop)
+    return found
 
 
 @_compiled
@@ -133,7 +151,7 @@ def _exchanged(eights, rows, line, stages, backwards):
 
 
 @_compiled
-def pack(codes, words, shape, block, joins, stages, above, mask, source, target, steps):
+def pack(codes, words, shape, block, joins, stages, source, target, steps, above, mask):
     """Fill `words` with `codes`, both flat uint64, `shape` rows and eights; `mask` above `above` bits of a code counts.
 
     `block` rows and eights at a time, with a pitch for what is made of them, are joined as `joins` say (apart, turned,
@@ -171,7 +189,7 @@ def pack(codes, words, shape, block, joins, stages, above, mask, source, target,
 
 
 @_compiled
-def unpack(codes, words, shape, block, joins, stages, above, onto, source, target, steps):
+def unpack(codes, words, shape, block, joins, stages, source, target, steps, above, onto):
     """Fill `codes` with what `pack` made `words` of; with `onto` add their bits to those there."""
     rows, columns = shape
     high, wide, pitch = block

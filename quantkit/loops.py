@@ -15,18 +15,18 @@ from torch import Tensor
 LARGE = 2**20
 
 
-def for_(tensor: Tensor) -> Any:
+def compiled_for(tensor: Tensor) -> Any:
     """Return the module of compiled loops, or None where torch does as well: on a GPU, and for small tensors."""
     return _compiled() if tensor.device.type == "cpu" and tensor.nbytes >= LARGE else None
 
 
-def seen(tensor: Tensor, bits: int) -> NDArray[Any]:
+def unsigned(tensor: Tensor, bits: int) -> NDArray[Any]:
     """Return the memory of a contiguous tensor as flat unsigned integers of `bits`, of which it must be whole ones."""
     dtype = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32, 64: torch.uint64}[bits]
     return tensor.view(-1).view(dtype).numpy()
 
 
-def word(value: int) -> Any:
+def uint64(value: int) -> Any:
     """Return an integer that loops take for one of 64 bits without a sign."""
     return np.uint64(value)
 

@@ -67,9 +67,9 @@ def check(values: Tensor, zero: int = 0) -> None:
     """Raise LayoutError, with row and columns, unless at most two of each quad of `values` `[n, k]` are not `zero`."""
     n, k = values.shape
     total = n * quads(k)
-    if values.dtype == torch.uint8 and k % 8 == 0 and (compiled := loops.for_(values)):
-        eights = loops.seen(room.aligned(values), 64)
-        if compiled.at_most_two(eights, loops.word(zero * 0x01010101_01010101)):
+    if values.dtype == torch.uint8 and k % 8 == 0 and (compiled := loops.compiled_for(values)):
+        eights = loops.unsigned(room.aligned(values), 64)
+        if compiled.at_most_two(eights, loops.uint64(zero * 0x01010101_01010101)):
             return
     rows = max(1, n if values.device.type != "cpu" else _CACHED // max(1, k))
     found: list[tuple[int, int, int]] = []

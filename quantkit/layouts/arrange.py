@@ -66,8 +66,8 @@ class Arrangement:
         words = room.empty(shape, torch.int32, codes.device) if out is None else out.view(shape)
         codes = room.aligned(codes)
         if (how := fine._compiled(codes, words, inner, bits)) is not None:
-            compiled, seen, places = how
-            compiled.pack(*seen, loops.word(above or 0), loops.word(_lanes(bits, torch.int64)), *places)
+            compiled, places = how
+            compiled.pack(*places, loops.uint64(above or 0), loops.uint64(_lanes(bits, torch.int64)))
             return words.view(-1)
         for part, some in _slices(codes.view(sizes), words, outer):
             parts, width = fine._flipped(part, outer).contiguous().view(-1), bits
@@ -96,8 +96,8 @@ class Arrangement:
         codes = room.empty(sizes, torch.uint8, words.device) if onto is None else onto.view(sizes)
         words = room.aligned(words)
         if (how := fine._compiled(codes.view(shape), words, inner, bits)) is not None:
-            compiled, seen, places = how
-            compiled.unpack(*seen, loops.word(above), onto is not None, *places)
+            compiled, places = how
+            compiled.unpack(*places, loops.uint64(above), onto is not None)
             return codes.view(shape)
         direct = onto is None and not fine._backwards.intersection(outer)
         last, *runs = _runs(inner, sizes)
@@ -116,9 +116,11 @@ class Arrangement:
                 part.copy_(fine._flipped(found, outer))
         return codes.view(shape)
 
-    def _compiled(self, codes: Tensor, words: Tensor, inner: list[int], bits: int) -> tuple[Any, Any, Any] | None:
-        """Return compiled loops, the tensors as they see them, and the places they go through; None without a way."""
-        compiled = loops.for_(codes)
+    def _compiled(
+        self, codes: Tensor, words: Tensor, inner: list[int], bits: int
+    ) -> tuple[Any, tuple[Any, ...]] | None:
+        """Return compiled loops, and what they are given first: both tensors, and their places; None without a way."""
+        compiled = loops.compiled_for(codes)
         if compiled is None or words.storage_offset() % 2:
             return None
         sizes, rows = self._sizes(*codes.shape), len(self.rows.split())
@@ -126,8 +128,7 @@ class Arrangement:
         if (found := tiles(*axes, frozenset(self._backwards), bits)) is None:
             return None
         shape = len(codes), codes.shape[1] // 8
-        seen = loops.seen(codes, 64), loops.seen(words, 64), shape, found.block, found.joins, found.stages
-        return compiled, seen, (found.source, found.target, found.steps)
+        return compiled, (loops.unsigned(codes, 64), loops.unsigned(words, 64), shape, *found)
 
     @cached_property
     def _names(self) -> list[str]:

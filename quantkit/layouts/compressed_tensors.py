@@ -240,8 +240,8 @@ def _translated(codes: Tensor, table: Tensor) -> Tensor:
     if len(flat) % 2:
         return _translated(pad(flat, (0, 1)), table)[:-1].view(codes.shape)
     out = room.empty(codes.shape, torch.uint8, codes.device)
-    if compiled := loops.for_(flat):
-        compiled.looked_up(loops.seen(room.aligned(flat), 16), loops.seen(table, 16), loops.seen(out, 16))
+    if compiled := loops.compiled_for(flat):
+        compiled.looked_up(loops.unsigned(room.aligned(flat), 16), loops.unsigned(table, 16), loops.unsigned(out, 16))
         return out
     for some, slot in zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True):
         pairs = room.aligned(some, torch.uint16).view(torch.uint16)

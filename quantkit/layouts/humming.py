@@ -60,8 +60,8 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     bits = q.scheme.format.bits
     words = room.empty((n, k * bits // 32), torch.int32, q.codes.device)
     count, places = _places(bits)
-    if compiled := loops.for_(q.codes):
-        compiled.stream(loops.seen(room.aligned(q.codes), 64), loops.seen(words, 32), bits)
+    if compiled := loops.compiled_for(q.codes):
+        compiled.stream(loops.unsigned(room.aligned(q.codes), 64), loops.unsigned(words, 32), bits)
         return {"weight": words, "weight_scale": checks.half(q.scales)}
     for some, out in pieces(k, q.codes, words):
         eights = _together(_seen(some, 8 * count), bits).view(-1, count)
@@ -86,8 +86,8 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     words, bits = tensors["weight"], scheme.format.bits
     codes = room.empty((n, k), torch.uint8, words.device)
     count, places = _places(bits)
-    if compiled := loops.for_(codes):
-        compiled.unstream(loops.seen(codes, 64), loops.seen(words.contiguous(), 32), bits)
+    if compiled := loops.compiled_for(codes):
+        compiled.unstream(loops.unsigned(codes, 64), loops.unsigned(words.contiguous(), 32), bits)
         return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
     for some, out in pieces(k, words, codes):
         seen = _seen(out, 8 * count)

@@ -97,9 +97,9 @@ def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     kept = room.empty((n, k // 2), torch.uint8, values.device)
     codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
     table = _compressed(zero, values.device)
-    if compiled := loops.for_(values):
-        places = loops.seen(room.aligned(values, torch.int32), 32), loops.seen(table, 32)
-        if not compiled.sparse(*places, loops.seen(kept, 16), loops.seen(codes, 8)):
+    if compiled := loops.compiled_for(values):
+        places = loops.unsigned(room.aligned(values, torch.int32), 32), loops.unsigned(table, 32)
+        if not compiled.sparse(*places, loops.unsigned(kept, 16), loops.unsigned(codes, 8)):
             sparsity.check(values, zero)  # which names the first one
         return kept, codes
     for some, two, code in pieces(k, room.aligned(values), kept, codes):
@@ -116,9 +116,9 @@ def expand4(kept: Tensor, codes: Tensor, zero: int) -> Tensor:
     """Return what `expand` makes of `kept` uint8 `[n, k/2]` below 16 and valid `codes` `[n, k/4]`."""
     n, k = kept.shape[0], 2 * kept.shape[1]
     values = room.empty((n, k), torch.uint8, kept.device)
-    if compiled := loops.for_(kept):
-        places = loops.seen(room.aligned(kept, torch.int16), 16), loops.seen(codes.contiguous(), 8)
-        compiled.dense(*places, loops.word(zero * 0x01010101), loops.seen(values, 32))
+    if compiled := loops.compiled_for(kept):
+        places = loops.unsigned(room.aligned(kept, torch.int16), 16), loops.unsigned(codes.contiguous(), 8)
+        compiled.dense(*places, loops.uint64(zero * 0x01010101), loops.unsigned(values, 32))
         return values
     table = _expanded(zero, kept.device)
     for some, code, out in pieces(k, room.aligned(kept), codes, values):
@@ -152,8 +152,8 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
 
 def _all_rise(words: Tensor) -> bool:
     """Return whether the second place is above the first in all codes of flat int32 `words`, wherever these lie."""
-    if len(words) % 2 == 0 and (compiled := loops.for_(words)):
-        return bool(compiled.all_rise(loops.seen(room.aligned(words), 64)))
+    if len(words) % 2 == 0 and (compiled := loops.compiled_for(words)):
+        return bool(compiled.all_rise(loops.unsigned(room.aligned(words), 64)))
     low = 0x33333333
     for (some,) in pieces(8, words):  # eight codes in a word
         rising = ((some >> 2) & low).add_(low).sub_(some & low)  # 3 + second - first is at least 4

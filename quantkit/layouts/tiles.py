@@ -29,7 +29,7 @@ Bit = tuple[int, int]
 
 
 class Tiles(NamedTuple):
-    """What `compiled.pack` and `compiled.unpack` ask for; they say what each is."""
+    """What `compiled.pack` and `compiled.unpack` ask for behind the shape, in their order; they say what each is."""
 
     block: tuple[int, int, int]
     joins: NDArray[np.int64]

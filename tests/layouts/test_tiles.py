@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -190,7 +191,7 @@ def test_threads_that_pack_at_once_do_not_meet(layout: str) -> None:
         assert all(pool.map(both, range(40)))
 
 
-@pytest.mark.parametrize("missing", ["numba", "a folder to keep loops in"])
+@pytest.mark.parametrize("missing", ["numba", "a folder to keep loops in", "room on the disk"])
 def test_without_a_compiler_or_a_place_for_what_it_makes(missing: str, tmp_path: Path) -> None:
     """Torch packs; or what is compiled is not kept."""
     code = """
@@ -199,19 +200,41 @@ if sys.argv[1] == "numba":
     sys.modules["numba"] = None
 else:
     from numba.core import caching
-    caching.CacheImpl._locator_classes = []
+    def full(*args):
+        raise OSError(28, "No space left on device")
+    if sys.argv[1] == "room on the disk":
+        caching.IndexDataCacheFile.save = full
+    else:
+        caching.CacheImpl._locator_classes = []
 from quantkit import loops
-from quantkit.layouts import marlin
+from quantkit.layouts import compressed_tensors
 loops.LARGE = 0
-codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
-words = marlin.CODES.pack(codes, 4)
-assert torch.equal(marlin.CODES.unpack(words, 4, (64, 128)), codes)
-loops.LARGE = 2**60
-assert torch.equal(marlin.CODES.pack(codes, 4), words)
+codes = torch.arange(64, dtype=torch.uint8).view(4, 16)
+found = compressed_tensors._translated(codes, compressed_tensors._in_pairs(torch.arange(256).flip(0).byte()))
+assert torch.equal(found, 255 - codes)
 print(loops._compiled() is None)
 """
-    done = subprocess.run([sys.executable, "-c", code, missing], cwd=ROOT, capture_output=True, text=True, check=True)
+    argv, env = [sys.executable, "-c", code, missing], os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
     assert done.stdout.split() == [str(missing == "numba")]
+    assert not list(tmp_path.rglob("*.nbi"))
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+def test_a_file_of_compiled_loops_that_is_cut_off_is_written_again(kind: str, tmp_path: Path) -> None:
+    """As a machine that loses its power leaves one."""
+    code = """
+import numpy as np
+from quantkit import compiled
+assert compiled.all_rise(np.zeros(4, np.uint64)) == False
+"""
+    argv, env = [sys.executable, "-c", code], os.environ | {"NUMBA_CACHE_DIR": str(tmp_path)}
+    subprocess.run(argv, cwd=ROOT, check=True, env=env)
+    (cut,) = tmp_path.rglob(f"*.{kind}")
+    whole = cut.stat().st_size
+    cut.write_bytes(b"")
+    subprocess.run(argv, cwd=ROOT, check=True, env=env)
+    assert cut.stat().st_size == whole
 
 
 def test_few_codes_are_packed_without_loading_a_compiler() -> None:
