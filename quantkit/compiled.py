@@ -13,14 +13,21 @@ from contextlib import suppress
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, uint32, uint64
+from numba.core import cgutils, types
 from numba.core.caching import FunctionCache
+from numba.extending import intrinsic
 
 _ZERO, _EVERY = np.uint64(0), np.uint64(2**64 - 1)
 #: The first of each two bytes, pairs of bytes, and fours.
 _BYTES, _PAIRS, _FOURS = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFFFFFF)
 #: Eights that go through two steps of a loop at a time.
 _MANY = 1 << 10
+#: Rows that memory is asked for before their turn.
+_ROWS = 3
+#: Eights in a line of a processor's cache.
+_LINE = 8
 
 
 class _Kept(FunctionCache):
@@ -46,6 +53,26 @@ def _compiled(loop: Callable[..., Any]) -> Any:
     return found
 
 
+@intrinsic
+def _ahead(context: Any, array: Any, index: Any) -> Any:
+    """Ask memory for the line of a flat array's entry, or one past its end, before it is read.
+
+    Processors do that by themselves in memory that is read without a pause: not behind the end of a row or a page.
+    """
+
+    def generated(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+        kind, number, byte = signature.args[0], ir.IntType(32), ir.IntType(8).as_pointer()
+        found = context.make_array(kind)(context, builder, values[0])
+        place = cgutils.get_item_pointer(context, builder, kind, found, values[1:])
+        ask = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        to_read, to_all_caches, data = number(0), number(3), number(1)
+        prefetch = builder.module.declare_intrinsic("llvm.prefetch", [byte], ask)
+        builder.call(prefetch, [builder.bitcast(place, byte), to_read, to_all_caches, data])
+        return context.get_dummy_value()
+
+    return types.none(array, index), generated
+
+
 @_compiled
 def _lanes(width):
     """Return the lowest `width` bits of every byte."""
@@ -67,18 +94,25 @@ def _joined(given, begin, pitch, rows, line, out, apart, turned, width, above, m
             low, high, both = given[at : at + line], given[at + apart * pitch :][:line], out[row]
             if turned:
                 low, high = high, low
+            for i in range(0, line, _LINE):
+                _ahead(given, at + _ROWS * pitch + i)
+                _ahead(given, at + (apart + _ROWS) * pitch + i)
             for i in range(line):
                 both[i] = low[i] >> above & mask | (high[i] >> above & mask) << up
     elif apart == 0:
         first, second = (1, 0) if turned else (0, 1)
         for row in range(rows):
             some, both = given[begin + row * pitch :][:line], out[row]
+            for i in range(0, line, _LINE):
+                _ahead(given, begin + (row + _ROWS) * pitch + i)
             for i in range(line // 2):
                 both[i] = some[2 * i + first] >> above & mask | (some[2 * i + second] >> above & mask) << up
     else:
         back = uint64(8 - width)
         for row in range(rows):
             some, both = given[begin + row * pitch :][:line], out[row].view(np.uint32)
+            for i in range(0, line, _LINE):
+                _ahead(given, begin + (row + _ROWS) * pitch + i)
             for i in range(line):
                 x = some[i] >> above & mask
                 x = (x << up | x >> uint64(8)) if turned else (x | x >> back)
@@ -196,9 +230,8 @@ def unpack(codes, words, shape, block, joins, stages, source, target, steps, abo
     if len(source) == 0:
         apart, turned, width = joins[0]
         _parted(words.reshape(rows, -1), rows, columns, codes, 0, columns, apart, turned, width, above, onto)
-        return _ZERO
+        return
     given, taken = np.empty((high, pitch), np.uint64), np.empty((high, pitch), np.uint64)
-    asked = _ZERO
     for top in range(0, rows, high):
         done = 0
         for begin in range(0, columns, wide):
@@ -208,8 +241,8 @@ def unpack(codes, words, shape, block, joins, stages, source, target, steps, abo
             flat = given.reshape(-1)
             for step in range(line // steps[0]):
                 at, out = uint64(step * steps[0]), uint64(top // high * steps[2] + (done + step) * steps[1])
-                for i in range(0, len(source), 8):  # memory brings all lines of a step at once
-                    asked |= words[out + target[i]]
+                for i in range(0, len(source), _LINE):
+                    _ahead(words, out + uint64(steps[1]) + target[i])
                 for i in range(len(source)):
                     flat[at + source[i]] = words[out + target[i]]
             done += line // steps[0]
@@ -223,7 +256,6 @@ def unpack(codes, words, shape, block, joins, stages, source, target, steps, abo
                 else:
                     _parted(given, left, line, taken.reshape(-1), 0, pitch, apart, turned, width, _ZERO, False)
                 given, taken = taken, given
-    return asked  # else nobody would ask
 
 
 @_compiled
@@ -237,8 +269,8 @@ def looked_up(index, table, out):
 def stream(codes, words, bits):
     """Fill the uint32 `words` with `bits` of each code, one behind the other; `codes` are a multiple of four eights."""
     one, two, four, length = uint64(8 - bits), uint64(16 - 2 * bits), uint64(32 - 4 * bits), uint64(8 * bits)
-    eights = np.empty(_MANY, np.uint64)
-    at = 0
+    eights, wide = np.empty(_MANY, np.uint64), words[: len(words) // 2 * 2].view(np.uint64)
+    at, held, filled = 0, _ZERO, _ZERO
     for begin in range(0, len(codes), _MANY):
         some = codes[begin : begin + _MANY]
         for i in range(len(some)):
@@ -246,15 +278,16 @@ def stream(codes, words, bits):
             x = x & _BYTES | (x & ~_BYTES) >> one
             x = x & _PAIRS | (x & ~_PAIRS) >> two
             eights[i] = x & _FOURS | (x & ~_FOURS) >> four
-        held, filled = _ZERO, _ZERO
         for i in range(len(some)):
             held |= eights[i] << filled
             filled += length
-            while filled >= uint64(32):
-                words[at] = uint32(held & _FOURS)
-                held >>= uint64(32)
-                filled -= uint64(32)
+            if filled >= uint64(64):
+                wide[at] = held
+                filled -= uint64(64)
+                held = eights[i] >> (length - filled)
                 at += 1
+    if filled:
+        words[-1] = uint32(held)
 
 
 @_compiled
@@ -264,18 +297,21 @@ def unstream(codes, words, bits):
     first = uint64((1 << bits) - 1) * uint64(0x0001000100010001)
     pair = uint64((1 << 2 * bits) - 1) * uint64(0x0000000100000001)
     fours = uint64((1 << 4 * bits) - 1)
-    at = 0
+    wide = words[: len(words) // 2 * 2].view(np.uint64)
+    at, held, filled = 0, _ZERO, _ZERO
     for begin in range(0, len(codes), _MANY):
         some = codes[begin : begin + _MANY]
-        held, filled = _ZERO, _ZERO
         for i in range(len(some)):
-            while filled < length:
-                held |= uint64(words[at]) << filled
-                filled += uint64(32)
+            if filled < length:
+                more = wide[at] if at < len(wide) else uint64(words[-1])
+                some[i] = held | more << filled
+                held = more >> (length - filled)
+                filled += uint64(64) - length
                 at += 1
-            some[i] = held
-            held >>= length
-            filled -= length
+            else:
+                some[i] = held
+                held >>= length
+                filled -= length
         for i in range(len(some)):
             x = some[i]
             x = x & fours | x << four & fours << uint64(32)

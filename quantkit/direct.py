@@ -29,7 +29,7 @@ from quantkit.errors import CheckpointError
 #: Bytes of one request to the disk: as many as `room` gives pages of their own, whose addresses suit every disk.
 PIECE = room.LARGE
 #: Pieces that are read before they are asked for, and pieces that are still to be written.
-PIECES = 6
+AHEAD, PIECES = 2, 6
 #: What offsets and sizes of requests are multiples of; disks ask for 512 or 4096 bytes, a few for more.
 BLOCK = 2**16
 
@@ -203,7 +203,7 @@ class Inlet:
         self._sources = {name: _Source(path) for name, path in paths.items()}
         self._disk = disk
         self._small = room.empty([PIECE], torch.uint8)
-        self._free = [room.empty([PIECE], torch.uint8) for _ in range(PIECES)]
+        self._free = [room.empty([PIECE], torch.uint8) for _ in range(AHEAD)]
         self._ahead: deque[_Piece] = deque()
 
     def read(self, name: str, start: int, size: int) -> Tensor:
@@ -223,16 +223,26 @@ class Inlet:
         return {name: source.seen.hexdigest() for name, source in self._sources.items()}
 
     def _bring(self, source: _Source, start: int, end: int, memory: Tensor) -> None:
-        """Fill `memory` with a file's bytes from the block of offset `start` to `end`, and hash them in passing."""
+        """Fill `memory` with a file's bytes from the block of offset `start` to `end`, and hash them in passing.
+
+        What was not read ahead the disk reads to its place, all of it asked for at once.
+        """
         at = first = start - start % BLOCK
+        held = any(piece.holds(source, first) for piece in self._ahead)
+        begin = self._ahead[-1].start + PIECE if held else first
+        asked = {
+            offset: self._disk.submit(source.read, offset, memory[offset - first :][:PIECE])
+            for offset in range(begin, end, PIECE)
+        }
         while at < end:
             rest = memory[at - first :]
-            got = self._from_ahead(source, at, rest) or source.read(at, rest[:PIECE])
+            got = asked.pop(at).result() if at in asked else self._from_ahead(source, at, rest)
+            got = got or source.read(at, rest[: PIECE - (at - begin) % PIECE])  # if less than a piece had come
             if not got:
                 raise CheckpointError(f"{source.path}: ends {end - at} bytes too early: download it again")
             since, at = max(at, start), at + got
-            if source.follow(since, memory[since - first : min(at, end) - first]):
-                self._read_on(source, min(at, end))
+            if source.follow(since, memory[since - first : min(at, end) - first]) and at >= min(begin, end):
+                self._read_on(source, end)
 
     def _read_on(self, source: _Source, end: int) -> None:
         """Let the disk read from offset `end` on as far as there is memory."""

@@ -103,11 +103,11 @@ def repacked(
 
         for name in names:
             size = sizes[name] if name in modules else src.nbytes(name)
-            while len(waiting) > count or (waiting and size + sum(some for _, some, _ in waiting) > ahead):
-                yield next_one()
             coming = reading.submit(read, name)
             waiting.append((name, size, packing.submit(packed, name, coming) if name in modules else coming))
             del coming
+            while len(waiting) > count + 1 or sum(some for _, some, _ in waiting) > ahead:
+                yield next_one()
         while waiting:
             yield next_one()
         hashes |= inlet.hashes()

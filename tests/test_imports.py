@@ -126,6 +126,7 @@ FRONT_DOORS = {
     "tqdm": {"progress"},
     "xxhash": {"tensor"},
     "numba": {"compiled"},
+    "llvmlite": {"compiled"},
     "numpy": {"compiled", "loops", "layouts"},
     "click": {"cli"},
 }
