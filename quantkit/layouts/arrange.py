@@ -6,7 +6,7 @@ fast), and their order in memory. The inverse is computed, never written, so bot
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -23,6 +23,9 @@ from quantkit.layouts.tiles import tiles
 _CACHED = 1 << 20
 #: Neighbours from which on it is quicker to widen all than to move each.
 _LONG = 32
+
+#: What takes or fills some rows of a matrix, given the number of the first.
+RowsOf = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -50,85 +53,81 @@ class Arrangement:
         arranged = flat.reshape([sizes[p] for p in self._permutation])
         return self._flipped(arranged.permute(_rising(self._permutation)), self._permutation).reshape(shape)
 
-    def pack(self, codes: Tensor, bits: int, above: int | None = None, out: Tensor | None = None) -> Tensor:
-        """Return uint8 `codes` `[rows, cols]` of `bits` each in memory order as flat int32 words, the first lowest.
+    def pack(self, codes: Tensor, bits: int) -> Tensor:
+        """Return uint8 `codes` `[rows, cols]` of `bits` each in memory order as flat int32 words, the first lowest."""
+        words = room.empty([codes.numel() * bits // 32], torch.int32, codes.device)
+        self.packing(words, bits, (len(codes), codes.shape[1]))(0, codes)
+        return words
 
-        With `above`, only the `bits` above that many of each code; with `out`, flat words, in those.
+    def unpack(self, words: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
+        """Return the uint8 codes `[rows, cols]` of `shape` that `pack` made the int32 `words` (any shape) of."""
+        codes = room.empty(shape, torch.uint8, words.device)
+        self.unpacking(words, bits, shape)(0, codes)
+        return codes
+
+    def packing(self, words: Tensor, bits: int, shape: tuple[int, int], above: int | None = None) -> RowsOf:
+        """Return what packs rows of a matrix of `shape` into its flat int32 `words`, given the number of the first.
+
+        Rows are uint8 codes `[some, cols]`; their number and that of the first are multiples of what the sizes of the
+        rows' axes make. With `above`, only the `bits` above that many of each code.
 
         The last axes of the order must fill a word. They are joined one by one while everything else still lies where
         `codes` has it, so that a processor's word of codes is joined at a time and only words are permuted, not codes.
         On a CPU compiled loops do that for large matrices.
         """
-        fine, inner = _within(self, bits)
-        sizes = fine._sizes(*codes.shape)
-        outer = [axis for axis in fine._permutation if axis not in inner]
-        shape = [sizes[axis] for axis in outer]
-        words = room.empty(shape, torch.int32, codes.device) if out is None else out.view(shape)
-        codes = room.aligned(codes)
-        if (how := fine._compiled(codes, words, inner, bits)) is not None:
-            compiled, places = how
-            compiled.pack(*places, loops.uint64(above or 0), loops.uint64(_lanes(bits, torch.int64)))
-            return words.view(-1)
-        for part, some in _slices(codes.view(sizes), words, outer):
-            parts, width = fine._flipped(part, outer).contiguous().view(-1), bits
-            if above is not None:
-                eights = _eights(parts) >> above if above else _eights(parts)
-                parts = (eights & _lanes(bits, torch.int64)).view(torch.uint8)
-            for axis, run in _runs(inner, sizes):
-                parts = _joined(parts, sizes[axis], run, width, axis in fine._backwards)
-                width *= sizes[axis]
-            back = _rising(outer)
-            some.copy_(parts.view([some.shape[axis] for axis in back]).permute(_rising(back)))
-        return words.view(-1)
+        places = _Words.of(self, bits, words, shape)
+        order, outer = places.order, places.outer
 
-    def unpack(
-        self, words: Tensor, bits: int, shape: tuple[int, int], onto: Tensor | None = None, above: int = 0
-    ) -> Tensor:
-        """Return the uint8 codes `[rows, cols]` of `shape` that `pack` made the int32 `words` (any shape) of.
+        def packed(first: int, codes: Tensor) -> None:
+            codes = room.aligned(codes)
+            sizes, those = places.rows(codes, first)
+            if (how := places.compiled(codes, sizes, those)) is not None:
+                compiled, given = how
+                compiled.pack(*given, loops.uint64(above or 0), loops.uint64(_lanes(bits, torch.int64)))
+                return
+            for part, some in _slices(codes.view(sizes), those, outer):
+                parts, width = order._flipped(part, outer).contiguous().view(-1), bits
+                if above is not None:
+                    eights = _eights(parts) >> above if above else _eights(parts)
+                    parts = (eights & _lanes(bits, torch.int64)).view(torch.uint8)
+                for axis, run in _runs(places.inner, sizes):
+                    parts = _joined(parts, sizes[axis], run, width, axis in order._backwards)
+                    width *= sizes[axis]
+                back = _rising(outer)
+                some.copy_(parts.view([some.shape[axis] for axis in back]).permute(_rising(back)))
 
-        With `onto`, contiguous codes of that shape, their bits are added to those there, above as many as `above`.
+        return packed
+
+    def unpacking(self, words: Tensor, bits: int, shape: tuple[int, int], onto: bool = False, above: int = 0) -> RowsOf:
+        """Return what fills rows of contiguous uint8 codes with what `packing` made `words` (any shape) of.
+
+        With `onto`, their bits are added to those there, above as many as `above`.
         """
-        fine, inner = _within(self, bits)
-        sizes = fine._sizes(*shape)
-        if words.numel() * 32 != prod(sizes) * bits:
-            raise LayoutError(f"{words.numel()} packed words do not fill a {shape[0]} x {shape[1]} matrix")
-        outer = [axis for axis in fine._permutation if axis not in inner]
-        codes = room.empty(sizes, torch.uint8, words.device) if onto is None else onto.view(sizes)
-        words = room.aligned(words)
-        if (how := fine._compiled(codes.view(shape), words, inner, bits)) is not None:
-            compiled, places = how
-            compiled.unpack(*places, loops.uint64(above), onto is not None)
-            return codes.view(shape)
-        direct = onto is None and not fine._backwards.intersection(outer)
-        last, *runs = _runs(inner, sizes)
+        places = _Words.of(self, bits, room.aligned(words).view(-1), shape)
+        order, outer = places.order, places.outer
+        direct = not onto and not order._backwards.intersection(outer)
 
-        for part, some in _slices(codes, words.reshape([sizes[axis] for axis in outer]), outer):
-            parts, width = some.permute(_rising(outer)).contiguous().view(-1), 32
-            for axis, run in reversed(runs):
-                width //= sizes[axis]
-                parts = _split(parts, sizes[axis], run, width, axis in fine._backwards)
-            found = part if direct else torch.empty_like(part)
-            _split(parts, sizes[last[0]], last[1], bits, last[0] in fine._backwards, out=found.view(-1))
-            if onto is not None:
-                _eights(found).bitwise_left_shift_(above)
-                _eights(part).bitwise_or_(_eights(fine._flipped(found, outer)))
-            elif not direct:
-                part.copy_(fine._flipped(found, outer))
-        return codes.view(shape)
+        def unpacked(first: int, codes: Tensor) -> None:
+            sizes, those = places.rows(codes, first)
+            if (how := places.compiled(codes, sizes, those)) is not None:
+                compiled, given = how
+                compiled.unpack(*given, loops.uint64(above), onto)
+                return
+            last, *runs = _runs(places.inner, sizes)
+            for part, some in _slices(codes.view(sizes), those, outer):
+                parts, width = some.permute(_rising(outer)).contiguous().view(-1), 32
+                for axis, run in reversed(runs):
+                    width //= sizes[axis]
+                    parts = _split(parts, sizes[axis], run, width, axis in order._backwards)
+                found = part if direct else torch.empty_like(part)
+                _split(parts, sizes[last[0]], last[1], bits, last[0] in order._backwards, out=found.view(-1))
+                if onto:
+                    _eights(found).bitwise_left_shift_(above)
+                    _eights(part).bitwise_or_(_eights(order._flipped(found, outer)))
+                elif not direct:
+                    part.copy_(order._flipped(found, outer))
 
-    def _compiled(
-        self, codes: Tensor, words: Tensor, inner: list[int], bits: int
-    ) -> tuple[Any, tuple[Any, ...]] | None:
-        """Return compiled loops, and what they are given first: both tensors, and their places; None without a way."""
-        compiled = loops.compiled_for(codes)
-        if compiled is None or words.storage_offset() % 2:
-            return None
-        sizes, rows = self._sizes(*codes.shape), len(self.rows.split())
-        axes = tuple(sizes[:rows]), tuple(sizes[rows:]), tuple(self._permutation), tuple(inner)
-        if (found := tiles(*axes, frozenset(self._backwards), bits)) is None:
-            return None
-        shape = len(codes), codes.shape[1] // 8
-        return compiled, (loops.unsigned(codes, 64), loops.unsigned(words, 64), shape, *found)
+        return unpacked
 
     @cached_property
     def _names(self) -> list[str]:
@@ -155,6 +154,48 @@ class Arrangement:
                 raise LayoutError(f"{total} is not a multiple of {prod(inner)}, as the layout needs")
             sizes += [total // prod(inner), *inner]
         return sizes
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The words of a matrix, `split` into axes of `order`: those of `outer`, slowest first; `inner` lie within one."""
+
+    order: Arrangement
+    bits: int
+    inner: list[int]
+    outer: list[int]
+    split: Tensor
+
+    @staticmethod
+    def of(whole: Arrangement, bits: int, words: Tensor, shape: tuple[int, int]) -> _Words:
+        """Return the flat `words` of a matrix of `shape`; LayoutError if they are not as many."""
+        order, inner = _within(whole, bits)
+        sizes = order._sizes(*shape)
+        if words.numel() * 32 != prod(sizes) * bits:
+            raise LayoutError(f"{words.numel()} packed words do not fill a {shape[0]} x {shape[1]} matrix")
+        outer = [axis for axis in order._permutation if axis not in inner]
+        return _Words(order, bits, inner, outer, words.view([sizes[axis] for axis in outer]))
+
+    def rows(self, codes: Tensor, first: int) -> tuple[list[int], Tensor]:
+        """Return the sizes of the axes of the rows `codes` from `first` on, and those of the words that are theirs."""
+        sizes = self.order._sizes(*codes.shape)
+        return sizes, self.split.narrow(self.outer.index(0), first * sizes[0] // len(codes), sizes[0])
+
+    def compiled(self, codes: Tensor, sizes: list[int], those: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+        """Return compiled loops, and what they are given first: both tensors, and their places; None without a way."""
+        if (compiled := loops.compiled_for(codes)) is None:
+            return None
+        begin = those.storage_offset() - self.split.storage_offset()
+        words = those.view(-1) if those.is_contiguous() else self.split.view(-1)[begin:]
+        if words.storage_offset() % 2 or len(words) % 2:
+            return None
+        order, rows = self.order, len(self.order.rows.split())
+        lines = tuple(sizes[:rows]), tuple(sizes[rows:]), tuple(order._permutation), tuple(self.inner)
+        total = self.split.shape[self.outer.index(0)]
+        if (found := tiles(*lines, frozenset(order._backwards), self.bits, total)) is None:
+            return None
+        shape = len(codes), codes.shape[1] // 8
+        return compiled, (loops.unsigned(codes, 64), loops.unsigned(words, 64), shape, *found)
 
 
 def pieces(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -66,8 +66,8 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     bits = q.scheme.format.bits
     words = room.empty([n * k * bits // 32], torch.int32, q.codes.device)
     high = n * k * (bits - 4) // 32
-    HIGH[bits].pack(q.codes, bits - 4, above=4, out=words[:high])
-    LOW.pack(q.codes, 4, above=0, out=words[high:])
+    HIGH[bits].packing(words[:high], bits - 4, (n, k), above=4)(0, q.codes)
+    LOW.packing(words[high:], 4, (n, k), above=0)(0, q.codes)
     return {"weight": words.view(n, -1), "scales": checks.half(q.scales).view(n)}
 
 
@@ -84,7 +84,7 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     words = tensors["weight"].reshape(-1)
     high = n * k * (bits - 4) // 32
     codes = LOW.unpack(words[high:], 4, (n, k))
-    HIGH[bits].unpack(words[:high], bits - 4, (n, k), onto=codes, above=4)
+    HIGH[bits].unpacking(words[:high], bits - 4, (n, k), onto=True, above=4)(0, codes)
     return QuantizedTensor(scheme, codes, checks.half(tensors["scales"].view(n, 1)))
 
 

@@ -47,8 +47,11 @@ def tiles(
     inner: tuple[int, ...],
     backwards: frozenset[int],
     bits: int,
+    total: int,
 ) -> Tiles | None:
     """Return how a matrix with axes of sizes `rows` and `columns`, numbered through, slowest first, is packed.
+
+    It may be some rows of a larger one, whose first axis has the size `total`.
 
     Words lie in memory as the axes `order`, slowest first, has them, and hold `inner`, fastest first, of `bits` each;
     those of `backwards` run backwards. None where the loops have no way: bytes that hold one code, axes whose
@@ -59,7 +62,7 @@ def tiles(
     shared = [axis for i, axis in enumerate(inner) if bits << i < 8]
     outer = [axis for axis in order if axis not in inner]
     joins = _joins(sizes, k, shared, backwards, bits)
-    in_words = dict(zip(outer, _strides([sizes[axis] for axis in outer]), strict=True))
+    in_words = dict(zip(outer, _strides([sizes[axis] if axis else total for axis in outer]), strict=True))
 
     # Of the first axes, what is worked on at once has as many bits as whole eights ask for, and a run of words.
     halvings = sum(axis >= k for axis in shared)

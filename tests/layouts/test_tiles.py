@@ -61,10 +61,16 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     tiles.tiles.cache_clear()
 
 
+def packed(order: Arrangement, codes: torch.Tensor, bits: int, above: int | None = None) -> torch.Tensor:
+    words = torch.empty(codes.numel() * bits // 32, dtype=torch.int32)
+    order.packing(words, bits, (len(codes), codes.shape[1]), above)(0, codes)
+    return words
+
+
 def by_torch(order: Arrangement, codes: torch.Tensor, bits: int, above: int | None = None) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loops, "LARGE", 2**60)
-        return order.pack(codes, bits, above)
+        return packed(order, codes, bits, above)
 
 
 @pytest.mark.parametrize(("high", "wide"), [(128, 1024), (1, 1), (32, 24)])
@@ -96,10 +102,10 @@ def test_bits_above_others_are_added_to_those_there(order: Arrangement, bits: in
     random = torch.Generator().manual_seed(4)
     codes = torch.randint(0, 256, (256, 384), generator=random, dtype=torch.uint8)
     for above in range(0, 9 - bits):
-        words = order.pack(codes, bits, above)
+        words = packed(order, codes, bits, above)
         assert torch.equal(words, by_torch(order, codes, bits, above))
         there = codes & ~(((1 << bits) - 1) << above)
-        order.unpack(words, bits, (256, 384), onto=there, above=above)
+        order.unpacking(words, bits, (256, 384), onto=True, above=above)(0, there)
         assert torch.equal(there, codes)
     assert set(used) == {"pack", "unpack"}
 
@@ -135,7 +141,7 @@ def test_any_order_is_the_one_of_torch(case: tuple[Arrangement, int, tuple[int, 
 def test_words_that_begin_between_wide_ones_are_filled_by_torch(used: list[str]) -> None:
     codes = torch.randint(0, 16, (64, 128), dtype=torch.uint8)
     out = torch.zeros(1 + 64 * 16, dtype=torch.int32)
-    marlin.CODES.pack(codes, 4, out=out[1:])
+    marlin.CODES.packing(out[1:], 4, (64, 128))(0, codes)
     assert used == [] and torch.equal(out[1:], marlin.CODES.pack(codes, 4)) and out[0] == 0
     assert torch.equal(marlin.CODES.unpack(out[1:], 4, (64, 128)), codes)
     assert used == ["pack", "unpack"]  # what is read may be copied
