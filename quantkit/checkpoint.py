@@ -23,7 +23,7 @@ from quantkit.items import Item
 from quantkit.layouts import LAYOUTS, read_config, stored_as
 from quantkit.layouts.checks import DAMAGED
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Layout
+from quantkit.layouts.protocol import Layout, Unpacking
 from quantkit.restate import broken_rule, check_padding, restated
 from quantkit.tensor import FLOATS, QuantizedTensor, Scheme, dtype_name
 
@@ -195,12 +195,22 @@ class Checkpoint:
             q = layout.unpack(tensors, scheme)
             if module in self._padded:
                 check_padding(q, *self._padded[module])
+        self._tell(layout, tensors, scheme, self.notices if notices is None else notices)
+        return q
+
+    def unpacking(self, module: str, tensors: Mapping[str, Tensor], notices: list[str]) -> Unpacking:
+        """Return what fills rows of the codes of a module without padding; else as `record`."""
+        layout, scheme, _ = self._packed(module)
+        with _of_file(self.path, module):
+            found = layout.unpacking(tensors, scheme)
+        self._tell(layout, tensors, scheme, notices)
+        return found
+
+    def _tell(self, layout: Layout, tensors: Mapping[str, Tensor], scheme: Scheme, notices: list[str]) -> None:
         found = stored_as(layout, tensors, scheme)
         line = f"labelled {layout.NAME}, stored as {found}: the data was trusted"
-        notices = self.notices if notices is None else notices
         if found != layout.NAME and line not in notices:
             notices.append(line)
-        return q
 
     def unpadded(self, module: str) -> QuantizedTensor:
         """Read a packed module without its padding, but with those columns that its last group needs."""

@@ -30,6 +30,8 @@ from quantkit.errors import CheckpointError
 PIECE = room.LARGE
 #: Pieces that are read before they are asked for, and pieces that are still to be written.
 AHEAD, PIECES = 2, 6
+#: Bytes that are copied and hashed at a time: what stays in a processor's cache.
+CACHED = 2**18
 #: What offsets and sizes of requests are multiples of; disks ask for 512 or 4096 bytes, a few for more.
 BLOCK = 2**16
 
@@ -78,25 +80,24 @@ class Outlet:
     def __init__(self, hasher: Executor, disk: Executor) -> None:
         self.hasher, self.disk = hasher, disk
         self._free = [room.empty([PIECE], torch.uint8) for _ in range(PIECES)]
-        self._busy: deque[tuple[Tensor, Future[None], Future[None]]] = deque()
+        self._busy: deque[tuple[Tensor, Future[None]]] = deque()
 
     def take(self) -> Tensor:
         """Return memory, uint8 `[PIECE]`, when there is some; raises what went wrong behind the writing."""
         return self._free.pop() if self._free else self._done()
 
-    def give(self, memory: Tensor, hashed: Future[None], written: Future[None]) -> None:
-        """Give memory back, which is free when it is hashed and written."""
-        self._busy.append((memory, hashed, written))
+    def give(self, memory: Tensor, written: Future[None]) -> None:
+        """Give memory back, which is free when it is written."""
+        self._busy.append((memory, written))
 
     def settle(self) -> None:
-        """Wait until all is hashed and written; raises what went wrong there."""
+        """Wait until all is written; raises what went wrong there."""
         while self._busy:
             self._free.append(self._done())
 
     def _done(self) -> Tensor:
-        memory, *waiting = self._busy.popleft()
-        for future in waiting:
-            future.result()
+        memory, written = self._busy.popleft()
+        written.result()
         return memory
 
 
@@ -107,7 +108,7 @@ class Written:
         self._file, self._path, self._outlet = file, path, outlet
         self._seen = hashlib.sha256()
         self._memory, self._filled = outlet.take(), 0
-        self._copied: Future[Tensor] | None = None
+        self._taken: Future[None] | None = None
         bypass(file)
 
     def write(self, data: Tensor) -> None:
@@ -118,14 +119,14 @@ class Written:
         while len(data):
             size = min(len(data), PIECE - self._filled)
             some = self._memory[self._filled : self._filled + size]
-            self._copied = self._outlet.hasher.submit(some.copy_, data[:size])
+            self._taken = self._outlet.hasher.submit(self._take, some, data[:size])
             self._filled += size
             data = data[size:]
             if self._filled == PIECE:
                 self._send()
                 self._memory, self._filled = self._outlet.take(), 0
-        if self._copied is not None:
-            self._copied.result()
+        if self._taken is not None:
+            self._taken.result()
 
     def finish(self) -> str:
         """Return the SHA-256 of all that was appended, when it is written; what follows goes through the cache."""
@@ -136,12 +137,15 @@ class Written:
 
     def _send(self) -> None:
         data = self._memory[: self._filled].numpy().data
-        written = self._outlet.disk.submit(self._append, data, self._copied)
-        self._outlet.give(self._memory, self._outlet.hasher.submit(self._seen.update, data), written)
+        self._outlet.give(self._memory, self._outlet.disk.submit(self._append, data, self._taken))
 
-    def _append(self, data: memoryview, copied: Future[Tensor] | None) -> None:
-        if copied is not None:
-            copied.result()
+    def _take(self, memory: Tensor, data: Tensor) -> None:
+        for copy, some in zip(memory.split(CACHED), data.split(CACHED), strict=True):
+            self._seen.update(copy.copy_(some).numpy().data)
+
+    def _append(self, data: memoryview, taken: Future[None] | None) -> None:
+        if taken is not None:
+            taken.result()
         append(self._file, data, self._path)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from functools import cache
 from typing import Any
 
@@ -11,13 +12,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-#: Bytes from which on they are worth their loading.
+#: Bytes from which on they are worth their loading; of a sixteenth, once they are loaded, their use.
 LARGE = 2**20
+_MODULE = "quantkit.compiled"
 
 
 def compiled_for(tensor: Tensor) -> Any:
     """Return the module of compiled loops, or None where torch does as well: on a GPU, and for small tensors."""
-    return _compiled() if tensor.device.type == "cpu" and tensor.nbytes >= LARGE else None
+    least = LARGE // 16 if _MODULE in sys.modules else LARGE
+    return _compiled() if tensor.device.type == "cpu" and tensor.nbytes >= least else None
 
 
 def unsigned(tensor: Tensor, bits: int) -> NDArray[Any]:
@@ -34,6 +37,6 @@ def uint64(value: int) -> Any:
 @cache
 def _compiled() -> Any:
     try:
-        return importlib.import_module("quantkit.compiled")
+        return importlib.import_module(_MODULE)
     except ImportError:  # numba has no version for this Python or this machine
         return None

@@ -9,28 +9,32 @@ import re
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit import direct, rtn
 from quantkit.checkpoint import Checkpoint
-from quantkit.errors import CheckpointError, LayoutError, about
+from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
 from quantkit.formats import INT4
 from quantkit.items import Item, Packed
 from quantkit.layouts import LAYOUTS, family, gptq
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Stored
+from quantkit.layouts.protocol import Layout, Stored
 from quantkit.plan import Plan, Row
 from quantkit.report import REPORT
 from quantkit.restate import broken_rule, restated
 from quantkit.solve import relative_error
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.tensor import Digest, QuantizedTensor, Scheme
 
 #: Beyond this many threads that pack, one that reads and one that writes, both with a SHA-256, are no faster.
 MOST = 3
+
+#: Codes that are unpacked and packed at a time, or some more: what stays in a processor's cache. In multiples of rows.
+ROWS, TILE = 2**21, 128
 
 #: What a report said of a weight that is no longer so once it was rounded again.
 OUTDATED = ("relative_error", "loss", "rtn_loss", "norm", "guard_rows", "rungs", "reason", "fallback", "dead_columns")
@@ -77,8 +81,12 @@ def repacked(
 
     def packed(name: str, coming: Future[list[Any]]) -> tuple[Item, list[str]]:
         notices: list[str] = []
-        q = src.record(modules[name], coming.result().pop(), notices)  # a future keeps what it gave
+        tensors = coming.result().pop()  # a future keeps what it gave
         row, before = rows[modules[name]], recorded.get(modules[name], {})
+        if (same := _by_rows(src, tensors, before.get("digest"), row, layout, notices)) is not None:
+            return Item(name, same, {key: value for key, value in before.items() if key != "true_shape"}), notices
+        q = src.record(modules[name], tensors, notices)
+        del tensors
         digest = _intact(name, q, before.get("digest"))
         with about(name):
             value, facts = _as_planned(src, q, before, row, requantize)
@@ -131,6 +139,40 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(threads)
+
+
+def _by_rows(
+    src: Checkpoint,
+    tensors: Mapping[str, Tensor],
+    recorded: str | None,
+    row: Row,
+    layout: Layout,
+    notices: list[str],
+) -> Packed | None:
+    """Return a weight packed as it is, without all of its codes in memory: those of some rows stay in the cache.
+
+    None where it is to be stated otherwise, or anything is not as it should be: to say what, and where, takes all.
+    """
+    scheme = src.scheme(row.module)
+    if src.is_padded(row.module) or row.padded or row.scheme not in (None, scheme.label):
+        return None
+    with suppress(QuantkitError):
+        given = src.unpacking(row.module, tensors, notices)
+        (n, k), scales, zeros = given.shape, given.scales, given.zeros
+        made, digest = layout.packing(scheme, given.shape, scales, zeros), Digest(scheme, given.shape)
+        step = TILE * -(-ROWS // (TILE * k))
+        memory = torch.empty((min(n, step), k), dtype=torch.uint8)
+        for first in range(0, n, step):
+            some = slice(first, min(n, first + step))
+            codes = memory[: some.stop - first]
+            given.fill(first, codes)
+            QuantizedTensor(scheme, codes, scales[some], None if zeros is None else zeros[some])  # which checks them
+            digest.update(codes)
+            made.add(first, codes)
+        found = digest.finish(scales, zeros)
+        if recorded in (None, found) and not bool((scales == 0).any()):
+            return Packed(scheme, given.shape, made.tensors, found)
+    return None
 
 
 def _intact(name: str, q: QuantizedTensor, recorded: str | None) -> str:

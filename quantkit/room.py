@@ -23,7 +23,7 @@ from torch import Tensor
 #: Below this, the allocator reuses what it has.
 LARGE = 4 * 2**20
 #: How much may be kept with what is in use, as a multiple of the most that was: at no moment are all sizes in use.
-SPARE = 1.5
+SPARE = 1.25
 #: The largest block whose return teaches the C library to keep smaller ones.
 _LESSON = 31 * 2**20
 #: What memory of its own comes in multiples of: a huge page, and sizes that differ by little are one.

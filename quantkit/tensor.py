@@ -154,24 +154,43 @@ class QuantizedTensor:
 
         It finds damage, at the speed of memory; against intent stand the SHA-256 of the files.
         """
-        return f"{DIGEST}:{self._hashed(xxh3_128())}"
+        return self._hashed(Digest(self.scheme, self.shape))
 
     def matches(self, recorded: object) -> bool:
         """Return whether a report recorded the digest of this record; older ones have a SHA-256, without a prefix."""
         if isinstance(recorded, str) and re.fullmatch("[0-9a-f]{64}", recorded):
-            return self._hashed(hashlib.sha256()) == recorded
+            return self._hashed(Digest(self.scheme, self.shape, hashlib.sha256(), "")) == recorded
         return self.digest() == recorded
 
-    def _hashed(self, seen: _Hash) -> str:
-        seen.update(f"{self.scheme.label} {list(self.shape)}".encode())
-        for part in (self.codes, self.scales, self.zeros):
-            for piece in _pieces(part) if part is not None else ():
-                seen.update(piece)
-        return seen.hexdigest()
+    def _hashed(self, seen: Digest) -> str:
+        seen.update(self.codes)
+        return seen.finish(self.scales, self.zeros)
 
     def equal(self, other: QuantizedTensor) -> bool:
         """Return whether both records hold the same scheme and the same bits (negative zeros count)."""
         return self.scheme == other.scheme and self.digest() == other.digest()
+
+
+class Digest:
+    """The digest of a record whose codes come some rows at a time."""
+
+    def __init__(
+        self, scheme: Scheme, shape: tuple[int, int], seen: _Hash | None = None, prefix: str = f"{DIGEST}:"
+    ) -> None:
+        self._seen, self._prefix = seen or xxh3_128(), prefix
+        self._seen.update(f"{scheme.label} {list(shape)}".encode())
+
+    def update(self, codes: Tensor) -> None:
+        """Take the next rows."""
+        for piece in _pieces(codes):
+            self._seen.update(piece)
+
+    def finish(self, scales: Tensor, zeros: Tensor | None) -> str:
+        """Return what `QuantizedTensor.digest` returns."""
+        for part in (scales, zeros):
+            if part is not None:
+                self.update(part)
+        return f"{self._prefix}{self._seen.hexdigest()}"
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:

@@ -86,9 +86,9 @@ NEIGHBOURS = {
 #: The files of layouts/: each imports only from those left of it.
 LAYOUT_FILES = [
     "config",
-    "protocol",
     "tiles",
     "arrange",
+    "protocol",
     "checks",
     "quads",
     "compressed_tensors",

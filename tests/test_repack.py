@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantkit import repack
 from quantkit.checkpoint import Checkpoint
 from quantkit.conversions import SCHEMES
 from quantkit.errors import QuantkitError
@@ -328,6 +329,45 @@ def test_asymmetric_zero_points_that_only_a_label_explains_are_told(small_llama:
     assert printed.stderr.count(line) == 1 and line in printed.stdout
     call("convert", "awq-to-gptq-v2", tmp_path / "b", "-o", tmp_path / "c", "-q")
     assert line not in call("convert", "gptq-to-awq", tmp_path / "c", "-o", tmp_path / "d").stderr  # a report says it
+
+
+ROW_BY_ROW = [
+    ("compressed-tensors", "fp6:channel", "humming"),
+    ("compressed-tensors", "int4:g32:asym", "awq"),
+    ("humming", "fp5:channel", "compressed-tensors"),
+    ("gptq", "int4:channel", "compressed-tensors"),
+]
+
+
+@pytest.mark.parametrize(("source", "scheme", "target"), ROW_BY_ROW)
+def test_a_weight_that_passes_some_rows_at_a_time_is_the_same(
+    source: str, scheme: str, target: str, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """224 rows are 128 and 96."""
+    write_folder(odd, tmp_path / "a", source, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
+    call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "b", "-q")
+    monkeypatch.setattr(repack, "ROWS", 1)
+    with monkeypatch.context() as patch:
+        patch.delattr(Checkpoint, "record")  # which takes all rows
+        call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "c", "-q")
+    monkeypatch.setattr(repack, "_by_rows", lambda *args: None)
+    call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "d", "-q")
+    assert tensors(tmp_path / "b") == tensors(tmp_path / "c") == tensors(tmp_path / "d")
+    texts = [json.loads((tmp_path / name / REPORT).read_text())["layers"] for name in "bcd"]
+    assert texts[0] == texts[1] == texts[2] and all("digest" in layer for layer in texts[0])
+
+
+def test_what_is_wrong_behind_the_first_rows_is_told_as_of_all(
+    odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(odd, tmp_path / "a", "compressed-tensors", Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",)))
+    shard = tmp_path / "a" / "model.safetensors"
+    found = load_file(shard)
+    found["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[200, 3] = 1  # 2**-9, no value of FP6
+    save_file(found, shard, metadata={"format": "pt"})
+    monkeypatch.setattr(repack, "ROWS", 1)
+    error = refused("pack", tmp_path / "a", "--layout", "humming", out=tmp_path / "b")
+    assert "mlp.up_proj" in error and "holds 0.001953125 at [200, 3], which is no fp6 value" in error
 
 
 def test_a_key_with_true_shapes_is_read_back() -> None:

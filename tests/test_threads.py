@@ -160,12 +160,11 @@ def test_notices_come_in_the_order_of_the_weights(
 ) -> None:
     """Not in that in which threads have found them."""
     modules = Checkpoint(packed).modules()
-    record = Checkpoint.record
+    unpacking = Checkpoint.unpacking
     turn = threading.Condition()
     last = [len(modules)]
 
-    def late(self: Checkpoint, module: str, tensors: Any, notices: list[str] | None = None) -> Any:
-        assert notices is not None
+    def late(self: Checkpoint, module: str, tensors: Any, notices: list[str]) -> Any:
         notices.append(f"found in {module}")
         if modules.index(module) == 0:
             with turn:
@@ -174,9 +173,9 @@ def test_notices_come_in_the_order_of_the_weights(
             with turn:
                 last[0] -= 1
                 turn.notify_all()
-        return record(self, module, tensors, notices)
+        return unpacking(self, module, tensors, notices)
 
-    monkeypatch.setattr(Checkpoint, "record", late)
+    monkeypatch.setattr(Checkpoint, "unpacking", late)
     monkeypatch.setattr(repack, "packers", lambda: 3)
     pack(packed, tmp_path / "out", "gptq")
     found = [line for line in load(tmp_path / "out")["notices"] if line.startswith("found in")]

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import INT4
 from quantkit.layouts import checks, gptq
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import SideFile, Stored
+from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "awq"
@@ -59,26 +60,35 @@ def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, in
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return `qweight` int32 `[k, n/8]`, `qzeros` int32 `[g, n/8]` (8s when symmetric), `scales` float16 `[g, n]`."""
-    n, k = q.shape
-    check(q.scheme, n, k)
-    return {
-        "qweight": WORDS.pack(q.codes, 4).view(k, n // 8),
-        "qzeros": WORDS.pack(gptq.zero_points(q), 4).view(-1, n // 8),
-        "scales": checks.half(q.scales).t().contiguous(),
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    n, k = shape
+    check(scheme, n, k)
+    words = room.empty([n * k // 8], torch.int32, scales.device)
+    tensors = {
+        "qweight": words.view(k, n // 8),
+        "qzeros": WORDS.pack(gptq.zero_points(scales, zeros), 4).view(-1, n // 8),
+        "scales": checks.half(scales).t().contiguous(),
     }
+    return Packing(tensors, WORDS.packing(words, 4, shape))
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     """Return the record; LayoutError for malformed tensors, or zero points that are not 8 in a symmetric scheme."""
+    return unpacking(tensors, scheme).record()
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
-    return QuantizedTensor(
-        scheme,
-        WORDS.unpack(tensors["qweight"], 4, (n, k)),
-        checks.half(tensors["scales"].t()),
-        zeros=zeros_of(WORDS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme),
-    )
+    zeros = zeros_of(WORDS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme)
+    fill = WORDS.unpacking(tensors["qweight"], 4, (n, k))
+    return Unpacking(scheme, (n, k), checks.half(tensors["scales"].t()), zeros, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:

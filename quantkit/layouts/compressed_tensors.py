@@ -21,7 +21,7 @@ from quantkit.formats import INT4, Format
 from quantkit.layouts import checks
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import SideFile, Stored
+from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "compressed-tensors"
@@ -76,28 +76,50 @@ def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, in
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return the tensors of LAYOUTS 9; places past `n` and `k` in the last words are 0."""
-    n, k = q.shape
-    check(q.scheme, n, k)
-    scales = checks.half(q.scales)
-    if q.scheme.format.is_float:
-        carried = _translated(q.codes, _carrier(q.scheme.format, q.codes.device))
-        return {"weight": carried.view(torch.float8_e4m3fn), "weight_scale": scales}
-    codes = pad(q.codes, (0, -k % 8)) if k % 8 else q.codes
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    n, k = shape
+    check(scheme, n, k)
+    halves = checks.half(scales)
+    if scheme.format.is_float:
+        carrier, table = room.empty(shape, torch.uint8, scales.device), _carrier(scheme.format, scales.device)
+
+        def carry(first: int, codes: Tensor) -> None:
+            _translate(codes, table, carrier[first : first + len(codes)])
+
+        return Packing({"weight": carrier.view(torch.float8_e4m3fn), "weight_scale": halves}, carry)
+    wide = k + -k % 8
+    words = room.empty([n * wide // 8], torch.int32, scales.device)
     tensors = {
-        "weight_packed": CODES.pack(codes, 4).view(n, -1),
-        "weight_scale": scales,
+        "weight_packed": words.view(n, -1),
+        "weight_scale": halves,
         "weight_shape": torch.tensor([n, k], dtype=torch.int64),
     }
-    if q.zeros is not None:
-        packed = ZEROS.pack(pad(q.zeros, (0, 0, 0, -n % 8)), 4)
-        tensors["weight_zero_point"] = packed.view(-1, q.zeros.shape[1])
-    return tensors
+    if zeros is not None:
+        points = ZEROS.pack(pad(zeros, (0, 0, 0, -n % 8)), 4)
+        tensors["weight_zero_point"] = points.view(-1, zeros.shape[1])
+    packed = CODES.packing(words, 4, (n, wide))
+    return Packing(tensors, packed if wide == k else lambda first, codes: packed(first, pad(codes, (0, wide - k))))
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     """Return the record; LayoutError for act-order, FP8 values that are not of the format, or malformed tensors."""
+    found = unpacking(tensors, scheme)
+    try:
+        return found.record()
+    except LayoutError:
+        if scheme.format.is_float:
+            _require_codes(found.codes(), tensors["weight"], scheme.format)  # the better reason
+        raise
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time: FP8 values that are not of the format become NO_CODE."""
     if scheme.format.is_float:
-        return _unpack_carrier(tensors, scheme)
+        return _unpacking_carrier(tensors, scheme)
     n, k = _true_shape(tensors, scheme)
     expected = stored(scheme, n, k)
     if "weight_g_idx" in tensors:
@@ -108,14 +130,22 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
         natural = torch.arange(k, dtype=torch.int32, device=order.device) // (scheme.group_size or k)
         if not torch.equal(order, natural):
             raise LayoutError("weight_g_idx is not k // group_size: act-ordered groups are not read")
-    codes = CODES.unpack(tensors["weight_packed"], 4, (n, k + -k % 8))
     zeros = None
     if not scheme.symmetric:
         zeros = ZEROS.unpack(tensors["weight_zero_point"], 4, (n + -n % 8, scheme.groups(k)))
         _nothing_in(zeros[n:], "weight_zero_point")
         zeros = zeros[:n].contiguous()
-    _nothing_in(codes[:, k:], "weight_packed")
-    return QuantizedTensor(scheme, codes[:, :k].contiguous(), checks.half(tensors["weight_scale"]), zeros)
+    wide = k + -k % 8
+    unpacked = CODES.unpacking(tensors["weight_packed"], 4, (n, wide))
+
+    def fill_some(first: int, codes: Tensor) -> None:
+        padded = codes.new_empty(len(codes), wide)
+        unpacked(first, padded)
+        _nothing_in(padded[:, k:], "weight_packed")
+        codes.copy_(padded[:, :k])
+
+    fill = unpacked if wide == k else fill_some
+    return Unpacking(scheme, (n, k), checks.half(tensors["weight_scale"]), zeros, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -194,17 +224,17 @@ def _check_scheme(scheme: Scheme) -> None:
         )
 
 
-def _unpack_carrier(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
+def _unpacking_carrier(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
     carried = tensors["weight"].contiguous().view(torch.uint8)
-    codes = _translated(carried, _codes_of_carrier(scheme.format, carried.device))
-    try:
-        return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
-    except LayoutError:
-        _require_codes(codes, tensors["weight"], scheme.format)  # the better reason
-        raise
+    table = _codes_of_carrier(scheme.format, carried.device)
+
+    def fill(first: int, codes: Tensor) -> None:
+        _translate(carried[first : first + len(codes)], table, codes)
+
+    return Unpacking(scheme, (n, k), checks.half(tensors["weight_scale"]), None, fill)
 
 
 def _require_codes(codes: Tensor, carrier: Tensor, fmt: Format) -> None:
@@ -234,19 +264,20 @@ def _nothing_in(padding: Tensor, name: str) -> None:
         raise LayoutError(f"{name!r} holds codes past its true shape, where it must be 0: the file is damaged")
 
 
-def _translated(codes: Tensor, table: Tensor) -> Tensor:
-    """Return what `table` (of `_in_pairs`) has for every byte of `codes`."""
-    flat = codes.reshape(-1)
-    if len(flat) % 2:
-        return _translated(pad(flat, (0, 1)), table)[:-1].view(codes.shape)
-    out = room.empty(codes.shape, torch.uint8, codes.device)
+def _translate(codes: Tensor, table: Tensor, out: Tensor) -> None:
+    """Fill contiguous `out` with what `table` (of `_in_pairs`) has for every byte of `codes`."""
+    flat, found = codes.reshape(-1), out.view(-1)
+    if len(flat) % 2 or found.storage_offset() % 2:
+        both = torch.empty_like(pad(flat, (0, len(flat) % 2)))
+        _translate(pad(flat, (0, len(flat) % 2)), table, both)
+        found.copy_(both[: len(flat)])
+        return
     if compiled := loops.compiled_for(flat):
-        compiled.looked_up(loops.unsigned(room.aligned(flat), 16), loops.unsigned(table, 16), loops.unsigned(out, 16))
-        return out
-    for some, slot in zip(flat.split(CHUNK), out.view(-1).split(CHUNK), strict=True):
+        compiled.looked_up(loops.unsigned(room.aligned(flat), 16), loops.unsigned(table, 16), loops.unsigned(found, 16))
+        return
+    for some, slot in zip(flat.split(CHUNK), found.split(CHUNK), strict=True):
         pairs = room.aligned(some, torch.uint16).view(torch.uint16)
         torch.index_select(table, 0, pairs.int(), out=slot.view(torch.int16))
-    return out
 
 
 @lru_cache(maxsize=16)

@@ -13,12 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import INT4
 from quantkit.layouts import checks
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import SideFile, Stored
+from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "gptq"
@@ -64,7 +65,12 @@ def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, in
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return the tensors of LAYOUTS 1.2; LayoutError for a zero point of 0, which v1 cannot store."""
-    return pack_zeros_less(q, OFFSET)
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    return packing_less(scheme, shape, scales, zeros, OFFSET)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -73,7 +79,12 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     Symmetric files are read by their data: all zero points 7 is v1 and all 8 is v2, whatever the label (LAYOUTS 1.4).
     A missing `g_idx` counts as `k // g`.
     """
-    return unpack_zeros_plus(tensors, scheme, OFFSET)
+    return unpacking(tensors, scheme).record()
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time."""
+    return unpacking_plus(tensors, scheme, OFFSET)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -86,41 +97,38 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     return schemes_of(config, NAME)
 
 
-def pack_zeros_less(q: QuantizedTensor, offset: int) -> dict[str, Tensor]:
-    """Return the GPTQ tensors of a record with zero points stored less `offset` (1: v1, 0: v2)."""
-    n, k = q.shape
-    check(q.scheme, n, k)
-    zeros = zero_points(q)
-    if bool((zeros < offset).any()):
+def packing_less(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None, offset: int) -> Packing:
+    """Return the packing of a record into GPTQ tensors, zero points stored less `offset` (1: v1, 0: v2)."""
+    n, k = shape
+    check(scheme, n, k)
+    points = zero_points(scales, zeros)
+    if bool((points < offset).any()):
         raise LayoutError("a zero point of 0 cannot be stored in GPTQ v1 (LAYOUTS 1.4): use --layout gptq-v2")
-    shapes = {name: shape for name, (_, shape) in stored(q.scheme, n, k).items()}
-    return {
-        "qweight": CODES.pack(q.codes, 4).view(shapes["qweight"]),
-        "qzeros": ZEROS.pack(zeros - offset, 4).view(shapes["qzeros"]),
-        "scales": checks.half(q.scales).t().contiguous(),
-        "g_idx": _natural_order(q.scheme, k, q.codes.device),
+    words = room.empty([n * k // 8], torch.int32, scales.device)
+    tensors = {
+        "qweight": words.view(k // 8, n),
+        "qzeros": ZEROS.pack(points - offset, 4).view(-1, n // 8),
+        "scales": checks.half(scales).t().contiguous(),
+        "g_idx": _natural_order(scheme, k, scales.device),
     }
+    return Packing(tensors, CODES.packing(words, 4, shape))
 
 
-def zero_points(q: QuantizedTensor) -> Tensor:
+def zero_points(scales: Tensor, zeros: Tensor | None) -> Tensor:
     """Return the zero points uint8 `[n, g]` of a record, which are all 8 when it is symmetric."""
-    return torch.full_like(q.scales, INT4.zero_code, dtype=torch.uint8) if q.zeros is None else q.zeros
+    return torch.full_like(scales, INT4.zero_code, dtype=torch.uint8) if zeros is None else zeros
 
 
-def unpack_zeros_plus(tensors: Mapping[str, Tensor], scheme: Scheme, offset: int) -> QuantizedTensor:
-    """Return the record of GPTQ tensors whose zero points are stored less `offset`."""
+def unpacking_plus(tensors: Mapping[str, Tensor], scheme: Scheme, offset: int) -> Unpacking:
+    """Return the unpacking of GPTQ tensors whose zero points are stored less `offset`."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k), optional=OPTIONAL)
     if "g_idx" in tensors and not torch.equal(tensors["g_idx"], _natural_order(scheme, k, tensors["g_idx"].device)):
         raise LayoutError("g_idx is not k // group_size: the checkpoint is act-ordered, and only static order is read")
-    raw = ZEROS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k)))
-    return QuantizedTensor(
-        scheme,
-        CODES.unpack(tensors["qweight"], 4, (n, k)),
-        checks.half(tensors["scales"].t()),
-        zeros=_zero_codes(raw, scheme, offset),
-    )
+    zeros = _zero_codes(ZEROS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme, offset)
+    fill = CODES.unpacking(tensors["qweight"], 4, (n, k))
+    return Unpacking(scheme, (n, k), checks.half(tensors["scales"].t()), zeros, fill)
 
 
 def config_of(schemes: Schemes, name: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from quantkit.layouts import gptq
 from quantkit.layouts.config import Schemes
+from quantkit.layouts.protocol import Packing, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "gptq-v2"
@@ -23,12 +24,22 @@ size = gptq.size
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return the tensors of LAYOUTS 1.2 with zero points 0 to 15 stored as they are."""
-    return gptq.pack_zeros_less(q, 0)
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    return gptq.packing_less(scheme, shape, scales, zeros, 0)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     """Return the record; LayoutError and the reading of symmetric zero points as in GPTQ v1."""
-    return gptq.unpack_zeros_plus(tensors, scheme, 0)
+    return unpacking(tensors, scheme).record()
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time."""
+    return gptq.unpacking_plus(tensors, scheme, 0)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:

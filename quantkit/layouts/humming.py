@@ -20,7 +20,7 @@ from quantkit.formats import FP5, FP6
 from quantkit.layouts import checks
 from quantkit.layouts.arrange import pieces
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import SideFile, Stored
+from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "humming"
@@ -55,52 +55,37 @@ def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, in
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return `weight` int32 `[n, k*bits/32]` and `weight_scale` float16 `[n, 1]`."""
-    n, k = q.shape
-    check(q.scheme, n, k)
-    bits = q.scheme.format.bits
-    words = room.empty((n, k * bits // 32), torch.int32, q.codes.device)
-    count, places = _places(bits)
-    if compiled := loops.compiled_for(q.codes):
-        compiled.stream(loops.unsigned(room.aligned(q.codes), 64), loops.unsigned(words, 32), bits)
-        return {"weight": words, "weight_scale": checks.half(q.scales)}
-    for some, out in pieces(k, q.codes, words):
-        eights = _together(_seen(some, 8 * count), bits).view(-1, count)
-        stream = _seen(out, count * bits // 4)
-        wide = stream.view(len(eights), -1)
-        joined = eights[:, 0]
-        for i, word, shift, rest in places[1:]:
-            joined = (eights[:, i] << shift).bitwise_or_(joined)
-            if rest >= 0:
-                wide[:, word] = joined
-            if rest > 0:
-                joined = eights[:, i] >> (WIDE - shift)
-        _filled(out, stream)
-    return {"weight": words, "weight_scale": checks.half(q.scales)}
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    n, k = shape
+    check(scheme, n, k)
+    words = room.empty((n, k * scheme.format.bits // 32), torch.int32, scales.device)
+
+    def add(first: int, codes: Tensor) -> None:
+        _stream(codes, words[first : first + len(codes)], scheme.format.bits)
+
+    return Packing({"weight": words, "weight_scale": checks.half(scales)}, add)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     """Return the record; LayoutError for malformed tensors."""
+    return unpacking(tensors, scheme).record()
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
-    words, bits = tensors["weight"], scheme.format.bits
-    codes = room.empty((n, k), torch.uint8, words.device)
-    count, places = _places(bits)
-    if compiled := loops.compiled_for(codes):
-        compiled.unstream(loops.unsigned(codes, 64), loops.unsigned(words.contiguous(), 32), bits)
-        return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
-    for some, out in pieces(k, words, codes):
-        seen = _seen(out, 8 * count)
-        eights = seen.view(-1, count)
-        stream = _seen(some, count * bits // 4).view(len(eights), -1)
-        for i, word, shift, rest in places:
-            eight = stream[:, word] >> shift if shift else stream[:, word]
-            if rest > 0:
-                eight &= (1 << (WIDE - shift)) - 1
-                eight |= stream[:, word + 1] << (WIDE - shift)
-            eights[:, i] = eight
-        _filled(out, _apart(seen, bits))
-    return QuantizedTensor(scheme, codes, checks.half(tensors["weight_scale"]))
+    words = tensors["weight"].contiguous()
+
+    def fill(first: int, codes: Tensor) -> None:
+        _unstream(words[first : first + len(codes)], codes, scheme.format.bits)
+
+    return Unpacking(scheme, (n, k), checks.half(tensors["weight_scale"]), None, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -128,6 +113,45 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     if group != 0:
         raise CheckpointError(f"a humming checkpoint with groups of {group}: quantkit reads one scale per row (0)")
     return Schemes(Scheme(DTYPES[dtype]), ignore=checks.strings(config, "ignore"))
+
+
+def _stream(codes: Tensor, words: Tensor, bits: int) -> None:
+    """Fill rows of `words` with rows of codes."""
+    if compiled := loops.compiled_for(codes):
+        compiled.stream(loops.unsigned(room.aligned(codes), 64), loops.unsigned(words, 32), bits)
+        return
+    count, places = _places(bits)
+    for some, out in pieces(codes.shape[1], codes, words):
+        eights = _together(_seen(some, 8 * count), bits).view(-1, count)
+        stream = _seen(out, count * bits // 4)
+        wide = stream.view(len(eights), -1)
+        joined = eights[:, 0]
+        for i, word, shift, rest in places[1:]:
+            joined = (eights[:, i] << shift).bitwise_or_(joined)
+            if rest >= 0:
+                wide[:, word] = joined
+            if rest > 0:
+                joined = eights[:, i] >> (WIDE - shift)
+        _filled(out, stream)
+
+
+def _unstream(words: Tensor, codes: Tensor, bits: int) -> None:
+    """Fill rows of `codes` with what `_stream` made `words` of."""
+    if compiled := loops.compiled_for(codes):
+        compiled.unstream(loops.unsigned(codes, 64), loops.unsigned(words, 32), bits)
+        return
+    count, places = _places(bits)
+    for some, out in pieces(codes.shape[1], words, codes):
+        seen = _seen(out, 8 * count)
+        eights = seen.view(-1, count)
+        stream = _seen(some, count * bits // 4).view(len(eights), -1)
+        for i, word, shift, rest in places:
+            eight = stream[:, word] >> shift if shift else stream[:, word]
+            if rest > 0:
+                eight &= (1 << (WIDE - shift)) - 1
+                eight |= stream[:, word + 1] << (WIDE - shift)
+            eights[:, i] = eight
+        _filled(out, _apart(seen, bits))
 
 
 @cache

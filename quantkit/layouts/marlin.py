@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import INT4
 from quantkit.layouts import checks, gptq
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import SideFile, Stored
+from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "marlin"
@@ -46,20 +47,32 @@ def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, in
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return `B` int32 `[k/16, 2n]` and `s` float16 `[g, n]`, permuted (LAYOUTS 3.2, 3.3)."""
-    n, k = q.shape
-    check(q.scheme, n, k)
-    g = q.scales.shape[1]
-    return {"B": CODES.pack(q.codes, 4).view(k // 16, 2 * n), "s": _scales(g)(checks.half(q.scales).t()).view(g, n)}
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    n, k = shape
+    check(scheme, n, k)
+    g = scales.shape[1]
+    words = room.empty([n * k // 8], torch.int32, scales.device)
+    tensors = {"B": words.view(k // 16, 2 * n), "s": _scales(g)(checks.half(scales).t()).view(g, n)}
+    return Packing(tensors, CODES.packing(words, 4, shape))
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     """Return the record; LayoutError for malformed tensors."""
+    return unpacking(tensors, scheme).record()
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
     g = scheme.groups(k)
-    scales = _scales(g).inverse(tensors["s"], (g, n)).t()
-    return QuantizedTensor(scheme, CODES.unpack(tensors["B"], 4, (n, k)), checks.half(scales))
+    scales = checks.half(_scales(g).inverse(tensors["s"], (g, n)).t())
+    return Unpacking(scheme, (n, k), scales, None, CODES.unpacking(tensors["B"], 4, (n, k)))
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import INT4
 from quantkit.layouts import checks, gptq, quads
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import SideFile, Stored
+from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "marlin24"
@@ -56,28 +57,53 @@ def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, in
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return `B_24` int32 and `B_meta` int16 `[k/32, 2n]`, and `s` float16 `[g, n]` (LAYOUTS 5.2)."""
-    n, k = q.shape
-    check(q.scheme, n, k)
-    scales = checks.half(q.scales).t()
-    kept, codes = quads.compress4(q.codes, INT4.zero_code)
-    return {
-        "B_24": KEPT.pack(kept, 4).view(k // 32, 2 * n),
-        "B_meta": quads.pack_codes(codes, quads.SPARSE_MARLIN, torch.int16).view(k // 32, 2 * n),
-        "s": GROUPED_SCALES(scales).view(scales.shape) if len(scales) > 1 else scales.contiguous(),
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    n, k = shape
+    check(scheme, n, k)
+    rows = checks.half(scales).t()
+    words, meta = (room.empty([n * k // size], torch.int32, scales.device) for size in (16, 32))
+    values, places = KEPT.packing(words, 4, (n, k // 2)), quads.SPARSE_MARLIN.packing(meta, 4, (n, k // 4))
+
+    def add(first: int, codes: Tensor) -> None:
+        kept, where = quads.compress4(codes, INT4.zero_code)
+        values(first, kept)
+        places(first, where)
+
+    tensors = {
+        "B_24": words.view(k // 32, 2 * n),
+        "B_meta": meta.view(torch.int16).view(k // 32, 2 * n),
+        "s": GROUPED_SCALES(rows).view(rows.shape) if len(rows) > 1 else rows.contiguous(),
     }
+    return Packing(tensors, add)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     """Return the record; LayoutError for malformed tensors and metadata that does not describe two of four."""
+    return unpacking(tensors, scheme).record()
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
-    codes = quads.unpack_codes(tensors["B_meta"], quads.SPARSE_MARLIN, (n, k))
-    values = quads.expand4(KEPT.unpack(tensors["B_24"], 4, (n, k // 2)), codes, INT4.zero_code)
+    places = quads.unpacking_codes(tensors["B_meta"], quads.SPARSE_MARLIN, (n, k))
+    values = KEPT.unpacking(tensors["B_24"], 4, (n, k // 2))
+
+    def fill(first: int, codes: Tensor) -> None:
+        kept, where = (codes.new_empty(len(codes), k // size) for size in (2, 4))
+        values(first, kept)
+        places(first, where)
+        quads.expand4(kept, where, INT4.zero_code, out=codes)
+
     scales = tensors["s"]
     if len(scales) > 1:  # the number of rows decides, as in MARLIN (LAYOUTS 5.2)
         scales = GROUPED_SCALES.inverse(scales, (len(scales), n))
-    return QuantizedTensor(scheme, values, checks.half(scales.t()))
+    return Unpacking(scheme, (n, k), checks.half(scales.t()), None, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:

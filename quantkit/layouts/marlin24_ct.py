@@ -11,7 +11,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import checks, compressed_tensors, marlin24
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import SideFile, Stored
+from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "marlin24-ct"
@@ -40,8 +40,13 @@ def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, in
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return the tensors of LAYOUTS 5.2, renamed."""
-    other = marlin24.pack(q)
-    return {name: other[OTHER[name]] for name in TENSORS}
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    other = marlin24.packing(scheme, shape, scales, zeros)
+    return Packing({name: other.tensors[OTHER[name]] for name in TENSORS}, other.add)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -50,10 +55,15 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     The library's own writer left the scales of k = 256 in groups of 128 unpermuted, which nothing in the file tells
     from permuted ones; they are read as the kernel reads them, permuted (LAYOUTS 5.5).
     """
+    return unpacking(tensors, scheme).record()
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
-    return marlin24.unpack({OTHER[name]: tensor for name, tensor in tensors.items()}, scheme)
+    return marlin24.unpacking({OTHER[name]: tensor for name, tensor in tensors.items()}, scheme)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:

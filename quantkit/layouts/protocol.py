@@ -8,6 +8,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from quantkit import room
+from quantkit.layouts.arrange import RowsOf
 from quantkit.layouts.config import Schemes
 from quantkit.tensor import QuantizedTensor, Scheme
 
@@ -19,6 +21,41 @@ class SideFile(NamedTuple):
 
     name: str
     contents: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
+
+
+class Packing(NamedTuple):
+    """A weight on its way into a file: what is stored of it, and what packs rows of its codes into that.
+
+    `add` is given the number of the first row, a multiple of 128, and uint8 codes `[some, k]`: as many, or the last.
+    """
+
+    tensors: dict[str, Tensor]
+    add: RowsOf
+
+    def whole(self, codes: Tensor) -> dict[str, Tensor]:
+        """Return the tensors with all codes `[n, k]` in them."""
+        self.add(0, codes)
+        return self.tensors
+
+
+class Unpacking(NamedTuple):
+    """A weight on its way from a file: its record but for the codes, and what fills rows of them, as `Packing.add`."""
+
+    scheme: Scheme
+    shape: tuple[int, int]
+    scales: Tensor
+    zeros: Tensor | None
+    fill: RowsOf
+
+    def codes(self) -> Tensor:
+        """Return all codes, uint8 `[n, k]`."""
+        codes = room.empty(self.shape, torch.uint8, self.scales.device)
+        self.fill(0, codes)
+        return codes
+
+    def record(self) -> QuantizedTensor:
+        """Return the record; LayoutError for codes that the scheme does not have."""
+        return QuantizedTensor(self.scheme, self.codes(), self.scales, self.zeros)
 
 
 class Layout(Protocol):
@@ -44,8 +81,14 @@ class Layout(Protocol):
     def pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
         """Return suffix -> tensor; LayoutError for what `check` refuses or a value that cannot be stored."""
 
+    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+        """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
+
     def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
         """Return the record of suffix -> tensor; LayoutError for wrong dtypes, shapes or contents."""
+
+    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+        """Return what `unpack` does, rows of codes at a time; LayoutError for all that shows before the codes."""
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Return the `quantization_config` that the layout's public readers expect."""

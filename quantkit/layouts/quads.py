@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit import loops, room, sparsity
 from quantkit.errors import LayoutError
-from quantkit.layouts.arrange import Arrangement, pieces
+from quantkit.layouts.arrange import Arrangement, RowsOf, pieces
 
 #: Index: bit i says that value i of the quad is not zero; entry: i0 | i1 << 2, or REFUSED for three and four (4.1).
 REFUSED = 0
@@ -112,20 +112,17 @@ def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     return kept, codes
 
 
-def expand4(kept: Tensor, codes: Tensor, zero: int) -> Tensor:
-    """Return what `expand` makes of `kept` uint8 `[n, k/2]` below 16 and valid `codes` `[n, k/4]`."""
-    n, k = kept.shape[0], 2 * kept.shape[1]
-    values = room.empty((n, k), torch.uint8, kept.device)
+def expand4(kept: Tensor, codes: Tensor, zero: int, out: Tensor) -> None:
+    """Fill uint8 `out` `[n, k]` with what `expand` makes of `kept` uint8 `[n, k/2]` below 16 and valid `codes`."""
     if compiled := loops.compiled_for(kept):
         places = loops.unsigned(room.aligned(kept, torch.int16), 16), loops.unsigned(codes.contiguous(), 8)
-        compiled.dense(*places, loops.uint64(zero * 0x01010101), loops.unsigned(values, 32))
-        return values
+        compiled.dense(*places, loops.uint64(zero * 0x01010101), loops.unsigned(out, 32))
+        return
     table = _expanded(zero, kept.device)
-    for some, code, out in pieces(k, room.aligned(kept), codes, values):
+    for some, code, part in pieces(out.shape[1], room.aligned(kept), codes, out):
         index = code.to(torch.int16).bitwise_left_shift_(4).view(-1)
         index |= some.view(-1).view(torch.int16)
-        torch.index_select(table, 0, index.to(torch.int32), out=out.view(-1).view(torch.int32))
-    return values
+        torch.index_select(table, 0, index.to(torch.int32), out=part.view(-1).view(torch.int32))
 
 
 def pack_codes(codes: Tensor, order: Arrangement, dtype: torch.dtype) -> Tensor:
@@ -142,12 +139,21 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
     They are as the file has them, so a quad's code need not be the one that its values give: metadata made from a
     pruning mask means the same values. LayoutError for a code that is none.
     """
+    codes = room.empty((shape[0], shape[1] // 4), torch.uint8, words.device)
+    unpacking_codes(words, order, shape)(0, codes)
+    return codes
+
+
+def unpacking_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> RowsOf:
+    """Return what fills rows of what `unpack_codes` returns; LayoutError as there, for all codes."""
     n, k = shape
     words = room.aligned(words).view(-1).view(torch.int32)
-    codes = order.unpack(words, 4, (n, k // 4))
+    fill = order.unpacking(words, 4, (n, k // 4))
     if not _all_rise(words):
+        codes = words.new_empty((n, k // 4), dtype=torch.uint8)
+        fill(0, codes)
         check(codes)  # which names the first one
-    return codes
+    return fill
 
 
 def _all_rise(words: Tensor) -> bool:

@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import room
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.formats import INT4
 from quantkit.layouts import awq, checks, gptq
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import SideFile, Stored
+from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "quick"
@@ -72,31 +73,40 @@ def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, in
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return `qweight` int32 `[k/4, n/2]`, `qzeros` int32 `[g, n/4]`, `scales` float16 `[g, 2n]` (LAYOUTS 8.2)."""
-    n, k = q.shape
-    check(q.scheme, n, k)
-    g = q.scales.shape[1]
-    zeros = ONCE(gptq.zero_points(q).t()).view(g, n // 4, 1, 4).repeat(1, 1, 2, 1)
-    return {
-        "qweight": CODES.pack(q.codes, 4).view(k // 4, n // 2),
-        "qzeros": WORDS.pack(zeros.view(g, 2 * n), 4).view(g, n // 4),
-        "scales": ONCE(checks.half(q.scales).t()).view(g, n, 1).repeat(1, 1, 2).view(g, 2 * n),
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    n, k = shape
+    check(scheme, n, k)
+    g = scales.shape[1]
+    points = ONCE(gptq.zero_points(scales, zeros).t()).view(g, n // 4, 1, 4).repeat(1, 1, 2, 1)
+    words = room.empty([n * k // 8], torch.int32, scales.device)
+    tensors = {
+        "qweight": words.view(k // 4, n // 2),
+        "qzeros": WORDS.pack(points.view(g, 2 * n), 4).view(g, n // 4),
+        "scales": ONCE(checks.half(scales).t()).view(g, n, 1).repeat(1, 1, 2).view(g, 2 * n),
     }
+    return Packing(tensors, CODES.packing(words, 4, shape))
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
     """Return the record; LayoutError for malformed tensors, copies that differ, or a symmetric zero point but 8."""
+    return unpacking(tensors, scheme).record()
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
     g = scheme.groups(k)
     scales = _one_of(tensors["scales"].contiguous().view(g, n, 2, 1), "scales")
-    zeros = _one_of(WORDS.unpack(tensors["qzeros"], 4, (g, 2 * n)).view(g, n // 4, 2, 4), "qzeros")
-    return QuantizedTensor(
-        scheme,
-        CODES.unpack(tensors["qweight"], 4, (n, k)),
-        checks.half(ONCE.inverse(scales, (g, n)).t()),
-        zeros=awq.zeros_of(ONCE.inverse(zeros, (g, n)).t(), scheme),
-    )
+    points = _one_of(WORDS.unpack(tensors["qzeros"], 4, (g, 2 * n)).view(g, n // 4, 2, 4), "qzeros")
+    zeros = awq.zeros_of(ONCE.inverse(points, (g, n)).t(), scheme)
+    fill = CODES.unpacking(tensors["qweight"], 4, (n, k))
+    return Unpacking(scheme, (n, k), checks.half(ONCE.inverse(scales, (g, n)).t()), zeros, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:

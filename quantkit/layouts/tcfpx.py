@@ -20,7 +20,7 @@ from quantkit.formats import FORMATS, Format
 from quantkit.layouts import checks
 from quantkit.layouts.arrange import Arrangement
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import SideFile, Stored
+from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
 from quantkit.tensor import QuantizedTensor, Scheme
 
 NAME = "tcfpx"
@@ -61,14 +61,24 @@ def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, in
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
     """Return `weight` int32 `[n, k*bits/32]`, one flat buffer of two planes, and `scales` float16 `[n]`."""
-    n, k = q.shape
-    check(q.scheme, n, k)
-    bits = q.scheme.format.bits
-    words = room.empty([n * k * bits // 32], torch.int32, q.codes.device)
-    high = n * k * (bits - 4) // 32
-    HIGH[bits].packing(words[:high], bits - 4, (n, k), above=4)(0, q.codes)
-    LOW.packing(words[high:], 4, (n, k), above=0)(0, q.codes)
-    return {"weight": words.view(n, -1), "scales": checks.half(q.scales).view(n)}
+    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+
+
+def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    n, k = shape
+    check(scheme, n, k)
+    bits = scheme.format.bits
+    words = room.empty([n * k * bits // 32], torch.int32, scales.device)
+    high, low = _planes(words, bits)
+    upper = HIGH[bits].packing(high, bits - 4, shape, above=4)
+    lower = LOW.packing(low, 4, shape, above=0)
+
+    def add(first: int, codes: Tensor) -> None:
+        upper(first, codes)
+        lower(first, codes)
+
+    return Packing({"weight": words.view(n, -1), "scales": checks.half(scales).view(n)}, add)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -76,16 +86,25 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
 
     `weight` may also be the same bytes as uint8 `[n, k*bits/8]`, as torchao has them, and `scales` be `[n, 1]`.
     """
+    return unpacking(tensors, scheme).record()
+
+
+def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+    """Return what `unpack` does, rows of codes at a time."""
     tensors = {**tensors, **_as_stored(tensors)}
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k))
     bits = scheme.format.bits
-    words = tensors["weight"].reshape(-1)
-    high = n * k * (bits - 4) // 32
-    codes = LOW.unpack(words[high:], 4, (n, k))
-    HIGH[bits].unpacking(words[:high], bits - 4, (n, k), onto=True, above=4)(0, codes)
-    return QuantizedTensor(scheme, codes, checks.half(tensors["scales"].view(n, 1)))
+    high, low = _planes(tensors["weight"].reshape(-1), bits)
+    lower = LOW.unpacking(low, 4, (n, k))
+    upper = HIGH[bits].unpacking(high, bits - 4, (n, k), onto=True, above=4)
+
+    def fill(first: int, codes: Tensor) -> None:
+        lower(first, codes)
+        upper(first, codes)
+
+    return Unpacking(scheme, (n, k), checks.half(tensors["scales"].view(n, 1)), None, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -108,6 +127,12 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     if bits != fmt.bits:
         raise CheckpointError(f"a TC-FPx config with format {split} and bits {bits}: {split} has {fmt.bits}")
     return Schemes(Scheme(fmt), ignore=checks.strings(config, "ignore"))
+
+
+def _planes(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the plane of the bits above the low four, and theirs, of flat words."""
+    high = len(words) * (bits - 4) // bits
+    return words[:high], words[high:]
 
 
 def _as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -77,6 +77,8 @@ def tiles(
         sizes[axis] = min(size, sizes[axis] & -sizes[axis])
     if not joins or any(sizes[axis] < needed[axis] for axis in needed) or any(size & size - 1 for size in sizes):
         return None
+    if any(in_words[axis] % 2 for axis in outer[:-1]):  # words of some rows that begin inside eights
+        return None
 
     left = [axis for axis in range(len(sizes)) if axis not in shared]
     by_column = _bits([axis for axis in reversed(left) if axis >= k], sizes)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts import LAYOUTS, quads, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.tensor import QuantizedTensor, Scheme
 
@@ -101,3 +101,10 @@ def write_folder(
     if side:
         (out / side.name).write_text(json.dumps(side.contents(public)))
     return records
+
+
+def expanded(kept: torch.Tensor, codes: torch.Tensor, zero: int) -> torch.Tensor:
+    """Return the values of quads of four bits each, of which `kept` stayed."""
+    values = torch.empty(len(kept), 2 * kept.shape[1], dtype=torch.uint8)
+    quads.expand4(kept, codes, zero, out=values)
+    return values

@@ -88,6 +88,26 @@ def test_pieces_and_ways_to_move_them_do_not_show(
     assert LAYOUTS[layout].unpack(expected, q.scheme).equal(q)
 
 
+@pytest.mark.parametrize(("layout", "label"), [(layout, label) for layout, held in HELD.items() for label in held[0]])
+def test_rows_in_any_turn_make_what_all_at_once_make(layout: str, label: str) -> None:
+    """Also the last ones, which may be fewer; and nothing but what is of them is written."""
+    module, scheme, unit = LAYOUTS[layout], Scheme.parse(label), UNITS[layout][0]
+    k = 253 if layout == "compressed-tensors" and label.startswith("int4:channel") else 256
+    n = 384 + (unit if unit < 128 else 0)
+    q = record(scheme, n, k, lowest_zero=1)
+    expected = module.pack(q)
+    packing, turns = module.packing(scheme, (n, k), q.scales, q.zeros), [(256, n), (0, 128), (128, 256)]
+    for start, end in turns:
+        packing.add(start, q.codes[start:end])
+    assert same_bytes(packing.tensors, expected)
+    unpacking = module.unpacking(expected, scheme)
+    assert unpacking.scheme == scheme and unpacking.shape == (n, k) and unpacking.record().equal(q)
+    for start, end in turns:
+        around = torch.full((end - start + 2, k), 99, dtype=torch.uint8)
+        unpacking.fill(start, around[1:-1])
+        assert torch.equal(around[1:-1], q.codes[start:end]) and bool((around[[0, -1]] == 99).all())
+
+
 @pytest.mark.parametrize("label", ["fp6:channel", "fp5:channel"])
 @pytest.mark.parametrize(("n", "k", "rows_at_once"), [(7, 96, 3), (9, 32, 1), (5, 160, 5)])
 def test_a_stream_that_ends_or_begins_inside_wide_integers_is_whole(

@@ -18,7 +18,7 @@ from quantkit.layouts import LAYOUTS, marlin24, quads, read_config
 from quantkit.layouts.config import Schemes
 from quantkit.tensor import QuantizedTensor, Scheme
 from tests.layouts import oracle
-from tests.layouts.samples import record
+from tests.layouts.samples import expanded, record
 from tests.layouts.test_golden import both_ways, golden
 
 pytestmark = pytest.mark.usefixtures("both_loops")
@@ -156,7 +156,7 @@ def test_the_table_of_four_bit_quads_has_what_is_computed_and_nothing_for_three_
     codes = quads.encode(every[legal], zero)
     kept, found = quads.compress4(every[legal], zero)
     assert torch.equal(found, codes) and torch.equal(kept, quads.compress(every[legal], codes))
-    assert torch.equal(quads.expand4(kept, codes, zero), every[legal])
+    assert torch.equal(expanded(kept, codes, zero), every[legal])
     with pytest.raises(
         LayoutError,
         match=f"{int((~legal).sum())} of {len(every)} quads .* row {int((~legal).int().argmax())}, columns 0 to 3",
@@ -165,7 +165,7 @@ def test_the_table_of_four_bit_quads_has_what_is_computed_and_nothing_for_three_
     pairs = torch.cartesian_prod(torch.arange(16), torch.arange(16)).to(torch.uint8)
     for code in VALID:  # also where a kept value is zero, so that the code is not the one of the values
         codes = torch.full((256, 1), code, dtype=torch.uint8)
-        assert torch.equal(quads.expand4(pairs, codes, zero), quads.expand(pairs, codes, zero))
+        assert torch.equal(expanded(pairs, codes, zero), quads.expand(pairs, codes, zero))
 
 
 def test_four_bit_quads_that_are_no_memory_of_their_own() -> None:

@@ -32,7 +32,7 @@ from quantkit.layouts import (
 )
 from quantkit.layouts.arrange import Arrangement
 from quantkit.tensor import Scheme
-from tests.layouts.samples import record
+from tests.layouts.samples import expanded, record
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Every order of codes that a layout has, and their width.
@@ -170,7 +170,7 @@ def test_every_quad_of_four_bits_is_judged_as_torch_does() -> None:
     kept, codes = quads.compress4(quad[legal], 8)
     assert torch.equal(codes, quads.encode(quad[legal], 8))
     assert torch.equal(kept, quads.compress(quad[legal], codes))
-    assert torch.equal(quads.expand4(kept, codes, 8), quad[legal])
+    assert torch.equal(expanded(kept, codes, 8), quad[legal])
     for one in quad[~legal][::97]:
         with pytest.raises(LayoutError, match="quads have more than two values"):
             quads.compress4(torch.cat((quad[legal][:8], one[None])), 8)
@@ -216,7 +216,8 @@ from quantkit import loops
 from quantkit.layouts import compressed_tensors
 loops.LARGE = 0
 codes = torch.arange(64, dtype=torch.uint8).view(4, 16)
-found = compressed_tensors._translated(codes, compressed_tensors._in_pairs(torch.arange(256).flip(0).byte()))
+found = torch.empty_like(codes)
+compressed_tensors._translate(codes, compressed_tensors._in_pairs(torch.arange(256).flip(0).byte()), found)
 assert torch.equal(found, 255 - codes)
 print(loops._compiled() is None)
 """
