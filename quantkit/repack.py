@@ -23,7 +23,7 @@ from quantkit.formats import INT4
 from quantkit.items import Item, Packed
 from quantkit.layouts import LAYOUTS, family, gptq
 from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Layout, Stored
+from quantkit.layouts.protocol import TILE, Layout, Stored
 from quantkit.plan import Plan, Row
 from quantkit.report import REPORT
 from quantkit.restate import broken_rule, restated
@@ -33,8 +33,8 @@ from quantkit.tensor import Digest, QuantizedTensor, Scheme
 #: Beyond this many threads that pack, one that reads and one that writes, both with a SHA-256, are no faster.
 MOST = 3
 
-#: Codes that are unpacked and packed at a time, or some more: what stays in a processor's cache. In multiples of rows.
-ROWS, TILE = 2**21, 128
+#: Codes that are unpacked and packed at a time, or some more: what stays in a processor's cache.
+CODES = 2**21
 
 #: What a report said of a weight that is no longer so once it was rounded again.
 OUTDATED = ("relative_error", "loss", "rtn_loss", "norm", "guard_rows", "rungs", "reason", "fallback", "dead_columns")
@@ -160,7 +160,7 @@ def _by_rows(
         given = src.unpacking(row.module, tensors, notices)
         (n, k), scales, zeros = given.shape, given.scales, given.zeros
         made, digest = layout.packing(scheme, given.shape, scales, zeros), Digest(scheme, given.shape)
-        step = TILE * -(-ROWS // (TILE * k))
+        step = TILE * -(-CODES // (TILE * k))
         memory = torch.empty((min(n, step), k), dtype=torch.uint8)
         for first in range(0, n, step):
             some = slice(first, min(n, first + step))

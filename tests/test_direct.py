@@ -46,13 +46,20 @@ def file(data: bytes, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture(params=["as it is", "through the cache", "larger blocks"])
+@pytest.fixture(params=["as it is", "through the cache", "larger blocks", "little at once"])
 def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A disk that is passed to, one whose file system does not do that, and one that refuses what we send."""
-    if request.param == "through the cache":
+    """A disk that is passed to, one whose file system does not do that, one that refuses what we send.
+
+    And one that gives less than is asked for, as a network may.
+    """
+    real = os.preadv
+    if request.param in ("through the cache", "little at once"):
         monkeypatch.delattr(os, "O_DIRECT", raising=False)
+    if request.param == "little at once":
+        monkeypatch.setattr(os, "preadv", lambda fd, into, start: real(fd, [into[0][:250]], start))
+        monkeypatch.setattr(direct, "PIECE", 1000)
+        monkeypatch.setattr(direct, "BLOCK", 100)
     elif request.param == "larger blocks":
-        real = os.preadv
 
         def preadv(fd: int, into: list[memoryview], start: int) -> int:
             if hasattr(os, "O_DIRECT") and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:

@@ -51,7 +51,7 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
 
 
 def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
-    """Return what `pack` does with rows of codes, and the tensors, of which the others are filled."""
+    """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
     n, k = shape
     check(scheme, n, k)
     g = scales.shape[1]

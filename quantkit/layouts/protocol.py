@@ -14,6 +14,8 @@ from quantkit.layouts.config import Schemes
 from quantkit.tensor import QuantizedTensor, Scheme
 
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+#: Rows of codes that are whole tiles in every layout.
+TILE = 128
 
 
 class SideFile(NamedTuple):
@@ -26,7 +28,7 @@ class SideFile(NamedTuple):
 class Packing(NamedTuple):
     """A weight on its way into a file: what is stored of it, and what packs rows of its codes into that.
 
-    `add` is given the number of the first row, a multiple of 128, and uint8 codes `[some, k]`: as many, or the last.
+    `add` is given the number of the first row and uint8 codes `[some, k]`, both multiples of TILE, or all that follow.
     """
 
     tensors: dict[str, Tensor]
