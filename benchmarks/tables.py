@@ -15,6 +15,7 @@ STREAMING = {
     "GB/s": "gb_s",
     "of a plain copy": "of copy",
     "of one into touched memory": "of copy into touched memory",
+    "of cp into touched memory": "of cp into touched memory",
     "of the disk": "of disk",
     "of that with SHA-256": "of disk with SHA-256",
     "cores busy": "busy",
