@@ -70,7 +70,7 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
 
 def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
     """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
-    return packing_less(scheme, shape, scales, zeros, OFFSET)
+    return packing_zeros_less(scheme, shape, scales, zeros, OFFSET)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -84,7 +84,7 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
 
 def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     """Return what `unpack` does, rows of codes at a time."""
-    return unpacking_plus(tensors, scheme, OFFSET)
+    return unpacking_zeros_plus(tensors, scheme, OFFSET)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -97,7 +97,9 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     return schemes_of(config, NAME)
 
 
-def packing_less(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None, offset: int) -> Packing:
+def packing_zeros_less(
+    scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None, offset: int
+) -> Packing:
     """Return the packing of a record into GPTQ tensors, zero points stored less `offset` (1: v1, 0: v2)."""
     n, k = shape
     check(scheme, n, k)
@@ -119,7 +121,7 @@ def zero_points(scales: Tensor, zeros: Tensor | None) -> Tensor:
     return torch.full_like(scales, INT4.zero_code, dtype=torch.uint8) if zeros is None else zeros
 
 
-def unpacking_plus(tensors: Mapping[str, Tensor], scheme: Scheme, offset: int) -> Unpacking:
+def unpacking_zeros_plus(tensors: Mapping[str, Tensor], scheme: Scheme, offset: int) -> Unpacking:
     """Return the unpacking of GPTQ tensors whose zero points are stored less `offset`."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)

@@ -29,7 +29,7 @@ def pack(q: QuantizedTensor) -> dict[str, Tensor]:
 
 def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
     """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
-    return gptq.packing_less(scheme, shape, scales, zeros, 0)
+    return gptq.packing_zeros_less(scheme, shape, scales, zeros, 0)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -39,7 +39,7 @@ def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
 
 def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     """Return what `unpack` does, rows of codes at a time."""
-    return gptq.unpacking_plus(tensors, scheme, 0)
+    return gptq.unpacking_zeros_plus(tensors, scheme, 0)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
