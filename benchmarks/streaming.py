@@ -49,6 +49,8 @@ from quantkit.tensorfile import TensorFile
 
 N, K = 14336, 4096
 REPEATS = 5
+#: Requests of a copy that are under way at once.
+PIECES = 6
 #: What ends the name of a copy before which as much memory is touched as it reads and writes, and a third more.
 TOUCHING = " into touched memory"
 #: What of each layout is measured.
@@ -189,7 +191,7 @@ def _timed(work: Callable[[], object]) -> float:
 def _copied(source: Path, out: Path, *, past: bool, hashed: bool = False) -> None:
     """Copy files, reading and writing at once; `past` the page cache, or through it."""
     out.mkdir()
-    free = deque((room.empty([direct.PIECE], torch.uint8).numpy().data, []) for _ in range(direct.PIECES))
+    free = deque((room.empty([direct.PIECE], torch.uint8).numpy().data, []) for _ in range(PIECES))
     with ExitStack() as stack:
         disk, *hashers = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3 if hashed else 1))
         for path in source.iterdir():

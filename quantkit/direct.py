@@ -28,12 +28,12 @@ from quantkit.errors import CheckpointError
 
 #: Bytes of one request to the disk: as many as `room` gives pages of their own, whose addresses suit every disk.
 PIECE = room.LARGE
-#: Pieces that are read before they are asked for, and pieces that are still to be written.
-AHEAD, PIECES = 2, 6
-#: Bytes that are copied and hashed at a time: what stays in a processor's cache.
-CACHED = 2**18
-#: What offsets and sizes of requests are multiples of; disks ask for 512 or 4096 bytes, a few for more.
+#: Pieces that are read before they are asked for.
+AHEAD = 2
+#: What offsets and sizes of what is read are multiples of; disks ask for 512 or 4096 bytes, a few for more.
 BLOCK = 2**16
+#: What offsets, sizes and places of what is written are multiples of: tensors lie between larger ones.
+PAGE = 2**12
 
 
 def bypass(file: BinaryIO | FileIO, on: bool = True) -> None:
@@ -60,8 +60,8 @@ def read_at(file: FileIO, start: int, into: memoryview, path: Path) -> int:
 
 
 def append(file: BinaryIO, data: memoryview, path: Path) -> None:
-    """Write bytes as `storage.write` does, what is not one of whole blocks through the cache; it is a file's end."""
-    if len(data) % BLOCK:
+    """Write bytes as `storage.write` does, what is not one of whole pages through the cache; it is a file's end."""
+    if len(data) % PAGE:
         bypass(file, False)
     start = file.tell()
     try:
@@ -74,79 +74,67 @@ def append(file: BinaryIO, data: memoryview, path: Path) -> None:
         storage.write(file, data, path)
 
 
-class Outlet:
-    """Threads and memory for files that are written one after another."""
+class Outlet(NamedTuple):
+    """Threads and memory, uint8 `[PIECE]`, for files that are written one after another."""
 
-    def __init__(self, hasher: Executor, disk: Executor) -> None:
-        self.hasher, self.disk = hasher, disk
-        self._free = [room.empty([PIECE], torch.uint8) for _ in range(PIECES)]
-        self._busy: deque[tuple[Tensor, Future[None]]] = deque()
-
-    def take(self) -> Tensor:
-        """Return memory, uint8 `[PIECE]`, when there is some; raises what went wrong behind the writing."""
-        return self._free.pop() if self._free else self._done()
-
-    def give(self, memory: Tensor, written: Future[None]) -> None:
-        """Give memory back, which is free when it is written."""
-        self._busy.append((memory, written))
-
-    def settle(self) -> None:
-        """Wait until all is written; raises what went wrong there."""
-        while self._busy:
-            self._free.append(self._done())
-
-    def _done(self) -> Tensor:
-        memory, written = self._busy.popleft()
-        written.result()
-        return memory
+    hasher: Executor
+    disk: Executor
+    memory: Tensor
 
 
 class Written:
-    """What a new file is filled with from its beginning on, one file at a time in an Outlet."""
+    """What a new file is filled with from its beginning on, one file at a time in an Outlet.
+
+    The disk takes it from where it lies, if that is a place and an offset that suit it; the rest is gathered.
+    """
 
     def __init__(self, file: BinaryIO, path: Path, outlet: Outlet) -> None:
         self._file, self._path, self._outlet = file, path, outlet
         self._seen = hashlib.sha256()
-        self._memory, self._filled = outlet.take(), 0
-        self._taken: Future[None] | None = None
+        self._gathered = 0
+        self._busy: list[Future[None]] = []
         bypass(file)
 
     def write(self, data: Tensor) -> None:
-        """Append bytes, uint8 `[size]`, which are the caller's again when this returns.
+        """Append bytes, uint8 `[size]`, which must stay as they are until the next call, or `finish`, returns.
 
-        The thread that hashes them copies them: then they are in the cache of its processor.
+        Both raise what went wrong behind the writing.
         """
-        while len(data):
-            size = min(len(data), PIECE - self._filled)
-            some = self._memory[self._filled : self._filled + size]
-            self._taken = self._outlet.hasher.submit(self._take, some, data[:size])
-            self._filled += size
-            data = data[size:]
-            if self._filled == PIECE:
-                self._send()
-                self._memory, self._filled = self._outlet.take(), 0
-        if self._taken is not None:
-            self._taken.result()
+        self._settle()
+        for piece in data.split(PIECE):
+            self._busy.append(self._outlet.hasher.submit(self._seen.update, piece.numpy().data))
+            self._busy.append(self._outlet.disk.submit(self._store, piece))
 
     def finish(self) -> str:
         """Return the SHA-256 of all that was appended, when it is written; what follows goes through the cache."""
+        self._settle()
         self._send()
-        self._outlet.settle()
         bypass(self._file, False)
         return self._seen.hexdigest()
 
+    def _settle(self) -> None:
+        for future in self._busy:
+            future.result()
+        self._busy.clear()
+
+    def _store(self, data: Tensor) -> None:
+        while len(data):
+            if len(data) >= BLOCK and not self._gathered % PAGE and not data.data_ptr() % PAGE:
+                self._send()
+                size = len(data) - len(data) % PAGE
+                append(self._file, data[:size].numpy().data, self._path)
+            else:
+                size = min(len(data), PIECE - self._gathered)
+                self._outlet.memory[self._gathered : self._gathered + size].copy_(data[:size])
+                self._gathered += size
+                if self._gathered == PIECE:
+                    self._send()
+            data = data[size:]
+
     def _send(self) -> None:
-        data = self._memory[: self._filled].numpy().data
-        self._outlet.give(self._memory, self._outlet.disk.submit(self._append, data, self._taken))
-
-    def _take(self, memory: Tensor, data: Tensor) -> None:
-        for copy, some in zip(memory.split(CACHED), data.split(CACHED), strict=True):
-            self._seen.update(copy.copy_(some).numpy().data)
-
-    def _append(self, data: memoryview, taken: Future[None] | None) -> None:
-        if taken is not None:
-            taken.result()
-        append(self._file, data, self._path)
+        if self._gathered:
+            append(self._file, self._outlet.memory[: self._gathered].numpy().data, self._path)
+            self._gathered = 0
 
 
 class _Source:
@@ -272,7 +260,7 @@ class Inlet:
 def outlet() -> Iterator[Outlet]:
     """Yield an Outlet; what is not written when it is left is given up."""
     with threads(hash_result=1, disk_result=1) as (hasher, disk):
-        yield Outlet(hasher, disk)
+        yield Outlet(hasher, disk, room.empty([PIECE], torch.uint8))
 
 
 @contextmanager

@@ -58,7 +58,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     with suppress(OSError):  # a system without them has the constant all the same
         memory.madvise(mmap.MADV_HUGEPAGE)
     view = memoryview(memory)  # lives as long as the tensor
-    weakref.finalize(view, _given_back, memory).atexit = False
+    weakref.finalize(view, _given_back, memory, _kept).atexit = False
     return torch.frombuffer(view, dtype=dtype, count=count).view(shape)
 
 
@@ -75,11 +75,12 @@ def kept() -> Iterator[None]:
     if _kept is not None:
         yield
         return
-    _kept = _Kept()
+    _kept = mine = _Kept()
     try:
         yield
     finally:
         _kept = None
+        mine.blocks.clear()  # what is still in use knows it, and may live on
 
 
 def _anew() -> None:
@@ -108,8 +109,8 @@ def _kept_one(size: int) -> mmap.mmap | None:
         return fitting
 
 
-def _given_back(memory: mmap.mmap) -> None:
-    if (kept := _kept) is not None:  # without the lock: this may run anywhere, in the midst of the above too
+def _given_back(memory: mmap.mmap, kept: _Kept | None) -> None:
+    if kept is not None and kept is _kept:  # without the lock: this may run anywhere, in the midst of the above too
         kept.blocks.append(memory)
 
 

@@ -9,15 +9,17 @@ import os
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit import direct, storage
+from quantkit import direct, room, storage
 from quantkit.checkpoint import Checkpoint
-from quantkit.direct import BLOCK, PIECE, PIECES
+from quantkit.direct import BLOCK, PAGE, PIECE
 from quantkit.errors import CheckpointError
 from quantkit.headers import dump_json, read_header
 from quantkit.layouts import LAYOUTS
@@ -28,8 +30,8 @@ from quantkit.tensor import QuantizedTensor, Scheme
 from quantkit.tensorfile import RESERVED, TensorFile
 from tests.faults import faults
 
-SIZE = (PIECES + 2) * PIECE + 12345
-EDGES = [0, 1, BLOCK - 1, BLOCK, PIECE - 1, PIECE, PIECE + 1, PIECES * PIECE, SIZE - PIECE, SIZE - 1, SIZE]
+SIZE = 8 * PIECE + 12345
+EDGES = [0, 1, BLOCK - 1, BLOCK, PIECE - 1, PIECE, PIECE + 1, 6 * PIECE, SIZE - PIECE, SIZE - 1, SIZE]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +71,7 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(os, "preadv", preadv)
         monkeypatch.setattr(direct, "PIECE", 1000)  # which no disk writes
         monkeypatch.setattr(direct, "BLOCK", 100)
+        monkeypatch.setattr(direct, "PAGE", 100)
     yield
 
 
@@ -107,22 +110,72 @@ def test_every_disk_gives_the_same_bytes(size: int, tmp_path: Path, data: bytes)
     taken(tmp_path / "x", some, [(i * size // 5, (i + 1) * size // 5 - i * size // 5) for i in range(5)])
 
 
-@pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1, PIECES * PIECE, SIZE])
+def filled(path: Path, outlet: direct.Outlet, parts: list[torch.Tensor]) -> str:
+    """Write `parts` to a new file, each made useless as soon as it is the caller's again; return its SHA-256."""
+    with storage.create(path) as made:
+        written, before = direct.Written(made, path, outlet), torch.empty(0)
+        for part in parts:
+            written.write(part)
+            before.zero_()
+            before = part
+        return written.finish()
+
+
+@pytest.mark.parametrize("size", [PIECE - 1, PIECE, PIECE + 1, 6 * PIECE, SIZE])
 def test_whole_pieces_and_a_rest_are_written(size: int, tmp_path: Path, data: bytes) -> None:
     with direct.outlet() as outlet:
         for name in "xy":  # the same memory again
-            with storage.create(tmp_path / name) as made:
-                written = direct.Written(made, tmp_path / name, outlet)
-                for start in range(0, size, 3_000_000):
-                    part = torch.frombuffer(bytearray(data[start : min(size, start + 3_000_000)]), dtype=torch.uint8)
-                    written.write(part)
-                    part.zero_()  # it is the caller's again
-                assert written.finish() == hashlib.sha256(data[:size]).hexdigest()
+            ends = range(3_000_000, size + 3_000_000, 3_000_000)
+            parts = [bytearray(data[end - 3_000_000 : min(size, end)]) for end in ends]
+            tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+            assert filled(tmp_path / name, outlet, tensors) == hashlib.sha256(data[:size]).hexdigest()
             assert (tmp_path / name).read_bytes() == data[:size]
 
 
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([0, 1, 3, PAGE - 1, PAGE, 7 * PAGE, BLOCK, PIECE - PAGE, PIECE, 2 * PIECE + PAGE + 5]),
+            st.sampled_from([0, 0, 0, 1, PAGE]),
+        ),
+        max_size=12,
+    )
+)
+def test_what_lies_where_the_disk_takes_it_and_what_does_not(
+    tmp_path: Path, data: bytes, parts: list[tuple[int, int]]
+) -> None:
+    """Sizes, and how far behind the beginning of a page the tensor lies."""
+    tensors, start = [], 0
+    for size, behind in parts:
+        size = min(size, SIZE - start)
+        memory = room.empty([PIECE + behind + size], torch.uint8)
+        assert memory.data_ptr() % PAGE == 0
+        given = torch.frombuffer(bytearray(data[start : start + size]) or bytearray(1), dtype=torch.uint8)
+        tensors.append(memory[behind:][:size].copy_(given[:size]))
+        start += size
+    with direct.outlet() as outlet:
+        assert filled(tmp_path / "x", outlet, tensors) == hashlib.sha256(data[:start]).hexdigest()
+    assert (tmp_path / "x").read_bytes() == data[:start]
+
+
+def test_a_tensor_of_whole_pages_is_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[int] = []
+    real = direct.append
+
+    def append(file: BinaryIO, some: memoryview, path: Path) -> None:
+        taken.append(np.frombuffer(some, np.uint8).ctypes.data)
+        real(file, some, path)
+
+    monkeypatch.setattr(direct, "append", append)
+    first, weight = torch.ones(7 * PAGE, dtype=torch.uint8), room.empty([2 * PIECE], torch.uint8).fill_(2)
+    with direct.outlet() as outlet:
+        filled(tmp_path / "x", outlet, [first, weight])
+        assert taken == [outlet.memory.data_ptr(), weight.data_ptr(), weight.data_ptr() + PIECE]
+
+
 def test_a_full_disk_is_told_by_the_next_piece_or_at_the_end(tmp_path: Path, data: bytes) -> None:
-    for pieces in (1, PIECES + 3):
+    for pieces in (1, 2, 9):
         writes = 0
 
         def full(operation: str, path: Path) -> None:
