@@ -61,7 +61,7 @@ def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, 
         with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder:
             _write_texts(Path(folder))
             return _run(Path(folder), progress)
-    with storage.staging(out) as partial:
+    with storage.staging(out, resume=None) as partial:
         _write_texts(partial)
         storage.publish(partial, out)
     return _run(out, progress)

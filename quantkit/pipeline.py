@@ -187,7 +187,7 @@ def pack(
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
     schemes, known = schemes_of(src, planned), list(src.notices)
     with (
-        storage.staging(Path(out), overwrite=overwrite, source=src.path) as partial,
+        storage.staging(Path(out), resume=None, overwrite=overwrite, source=src.path) as partial,
         direct.outlet() as outlet,
         room.kept(),
     ):

@@ -88,6 +88,7 @@ def repacked(
         q = src.record(modules[name], tensors, notices)
         del tensors
         digest = _intact(name, q, before.get("digest"))
+        notices += _rows_lost(name, q)
         with about(name):
             value, facts = _as_planned(src, q, before, row, requantize)
             digest = digest if value is q else value.digest()
@@ -273,6 +274,15 @@ def _rounded(
     value, facts = rtn.quantize(weight.to(dtype), scheme, clip="none" if scheme.format.is_float else "search")
     error = relative_error(weight, value)
     return value, {**facts, "method": "rtn", "requantized_from": q.scheme.label, "requantized_error": error}
+
+
+def _rows_lost(name: str, q: QuantizedTensor) -> list[str]:
+    """Return a notice of FPx rows with a scale of zero over values that are not, as tiny ones are rounded to."""
+    rows = (q.scales == 0).all(1).nonzero().flatten()
+    if q.scheme.format == INT4 or not len(rows):
+        return []
+    lost = int((q.scheme.format.decode(q.codes[rows]) != 0).any(1).sum())
+    return [f"{name}: {lost} of {len(q.codes)} rows have a stored scale of 0: their weights are zeros"] if lost else []
 
 
 def _check_scales(q: QuantizedTensor) -> None:

@@ -158,19 +158,20 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
 
 
 @contextmanager
-def staging(out: Path, *, resume: bool = False, overwrite: bool = False, source: Path | None = None) -> Iterator[Path]:
+def staging(
+    out: Path, *, resume: bool | None = False, overwrite: bool = False, source: Path | None = None
+) -> Iterator[Path]:
     """Yield the locked partial folder of `out`; `publish` turns it into `out`.
 
     With `resume` it may hold an earlier run's committed work, otherwise it is empty. However the block ends, the
-    folder stays if it has committed work that can be resumed, and is removed if not. CheckpointError if `out` may not
-    be written (it exists, is no folder, lies in `source` ...), another run holds it, or an interrupted run left work
-    behind and neither `resume` nor `overwrite` is given.
+    folder stays if it has committed work that can be resumed (None: never), and is removed if not. CheckpointError if
+    `out` may not be written (it exists, is no folder, lies in `source` ...), another run holds it, or an interrupted
+    run left work behind and neither `resume` nor `overwrite` is given.
     """
     with guarded(out):
         _check_target(out, overwrite, source)
     partial, old = _beside(out, "partial"), _beside(out, "old")
-    lock = _take(partial, out)
-    with lock, _cleared_up(partial, lock):
+    with _take(partial, out) as lock, _cleared_up(partial, lock):
         with guarded(partial):
             _fault("write", partial / LOCK)
             os.ftruncate(lock.fileno(), 0)
@@ -180,14 +181,20 @@ def staging(out: Path, *, resume: bool = False, overwrite: bool = False, source:
             _check_target(out, overwrite, source)
         kept = _worth_keeping(partial)
         if kept and not (resume or overwrite):
-            raise CheckpointError(
-                f"{partial} holds an interrupted run's work: continue it with --resume, or discard it with --overwrite"
-            )
+            ways = "continue it with the command that began it and --resume, or discard it with --overwrite"
+            raise CheckpointError(f"{partial} holds an interrupted run's work: {ways}")
         # config.json goes first: with it and without a journal, a half emptied folder would look complete.
         for path in sorted(partial.iterdir(), key=lambda p: (p.name != "config.json", p.name)):
             if path.name != LOCK and (not (kept and resume) or path.suffix == ".tmp"):
                 remove(path)
-        yield partial
+        try:
+            yield partial
+        except BaseException:
+            if resume is None and _same_file(lock, partial / LOCK):
+                with suppress(CheckpointError):
+                    remove(partial / "config.json")
+                    remove(partial / JOURNAL)  # now nothing there is worth keeping
+            raise
 
 
 def is_complete(partial: Path) -> bool:

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import re
-from functools import cache
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit import rtn
 from quantkit.checkpoint import Checkpoint
+from quantkit.cli.commands import quantkit
 from quantkit.conversions import OF_TARGETS, PRUNED, RECENTRED, SCHEMES, Conversion, conversions, markdown, parse
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.layouts import LAYOUTS
@@ -21,8 +27,8 @@ from quantkit.layouts.config import Schemes
 from quantkit.report import REPORT
 from quantkit.restate import broken_rule, restated, target
 from quantkit.tensor import QuantizedTensor, Scheme
-from tests.command_line import ROOT, call
-from tests.faults import memory_path
+from tests.command_line import ROOT, call, refused
+from tests.faults import Killed, count, failing, faults, killer, memory_path
 from tests.layouts.samples import record, write_folder
 from tests.models import FAMILIES, write_model
 from tests.test_pipeline import tensors
@@ -225,3 +231,69 @@ def test_shards_are_cut_where_asked(small_llama: Path, tmp_path: Path) -> None:
     for path in files:
         sizes = [tensor.nbytes for tensor in load_file(path).values()]
         assert sum(sizes) <= 50_000 or len(sizes) == 1
+
+
+# ------------------------------------------------------------------------------------------------ stopped at the end
+
+
+@pytest.mark.parametrize("fault", ["killed", "failing", "interrupted"])
+def test_a_conversion_that_is_stopped_at_its_end_names_a_way_that_it_has(
+    fault: str, small_llama: Path, tmp_path: Path
+) -> None:
+    """It cannot be resumed, and its folder may be complete by then."""
+    write_folder(small_llama, tmp_path / "a", "gptq", INT4)
+    command = ("convert", "gptq-to-marlin", tmp_path / "a", "-q", "-o")
+    operations = count(lambda: call(*command, tmp_path / "good"))
+    hooks = {"killed": killer, "failing": partial(failing, error=errno.EIO, once=True), "interrupted": interrupting}
+    out, left = tmp_path / "out", 0
+    for step in range(operations - 16, operations + 1):
+        with faults(hooks[fault](step)), suppress(Killed):
+            ended = CliRunner().invoke(quantkit, [str(arg) for arg in (*command, out)])
+            assert isinstance(ended.exception, SystemExit | None)
+        found = [path.name.partition("-")[0] for path in tmp_path.glob("out*")]
+        if found == ["out.partial"]:
+            left += 1
+            assert fault == "killed" or "--overwrite discards it" in ended.output or "input/output" in ended.output
+            again = CliRunner().invoke(quantkit, [str(arg) for arg in (*command, out)])
+            assert again.exit_code == 0 or "or discard it with --overwrite" in again.output
+            call(*command, out, "--overwrite")
+        elif not found:
+            call(*command, out)
+        assert tensors(out) == tensors(tmp_path / "good") and not list(tmp_path.glob("out.*"))
+        shutil.rmtree(out)
+    assert fault == "killed" or left <= 2  # between the last two renames nobody knows whose the folder is
+
+
+def interrupting(step: int) -> Callable[[str, Path], None]:
+    seen = 0
+
+    def hook(operation: str, path: Path) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == step:
+            raise KeyboardInterrupt
+
+    return hook
+
+
+# ------------------------------------------------------------------------------------------------ what is lost is said
+
+
+def test_rows_that_rounded_to_zeros_are_told_of_any_writers_folder(small_llama: Path, tmp_path: Path) -> None:
+    schemes = Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",))
+    records = write_folder(small_llama, tmp_path / "a", "humming", schemes, key=False)
+    module = list(records)[2]
+    found = load_file(tmp_path / "a" / "model.safetensors")
+    found[f"{module}.weight_scale"][3:5] = 0
+    save_file(found, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    told = f"{module}.weight: 2 of {len(records[module].codes)} rows have a stored scale of 0: their weights are zeros"
+    printed = call("convert", "humming-to-tcfpx", tmp_path / "a", "-o", tmp_path / "b")
+    assert printed.stderr.count(told) == 1
+    assert told in json.loads((tmp_path / "b" / REPORT).read_text())["notices"]
+
+
+def test_what_a_conversion_advises_is_a_conversion(small_llama: Path, tmp_path: Path) -> None:
+    schemes = Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",))
+    write_folder(small_llama, tmp_path / "a", "humming", schemes)
+    error = refused("convert", "humming-to-gptq", tmp_path / "a", out=tmp_path / "b")
+    assert "use convert humming-to-compressed-tensors" in error and "--layout" not in error

@@ -238,3 +238,23 @@ def test_umask_is_respected(tmp_path: Path) -> None:
         os.umask(before)
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
     assert (tmp_path / "out" / "block-0").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_of_work_that_no_command_continues_nothing_stays(tmp_path: Path, complete: bool) -> None:
+    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out", resume=None) as partial:
+        for line in range(0 if complete else 2):
+            append_journal(partial / JOURNAL, {"line": line})
+        write_atomic(partial / "config.json", b"{}")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_cannot_continue_another_run_does_not_throw_it_away(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out") as partial:
+        for line in range(2):
+            append_journal(partial / JOURNAL, {"line": line})
+        raise KeyboardInterrupt
+    with pytest.raises(CheckpointError, match="the command that began it"), staging(tmp_path / "out", resume=None):
+        pass
+    assert len(read_journal(partial / JOURNAL)) == 2

@@ -26,7 +26,7 @@ from quantkit import (
 from quantkit.checkpoint import Checkpoint, resolve
 from quantkit.cli import options, show
 from quantkit.cli.exits import FAILED, MISSED, UNVERIFIED, emit, leave
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.inspection import describe
 from quantkit.progress import Progress
 from quantkit.recipe import Recipe
@@ -170,7 +170,11 @@ def convert(
     if pair is None or checkpoint is None or out is None:
         raise click.UsageError("Missing one of 'A-to-B', 'CHECKPOINT', '-o'.")
     source, target = conversions.parse(pair)
-    _report(pipeline.pack(checkpoint, out, target, expect=source, progress=progress, **asked), as_json)
+    try:
+        report = pipeline.pack(checkpoint, out, target, expect=source, progress=progress, **asked)
+    except QuantkitError as error:  # which names another target as the options of `pack` do
+        raise type(error)(str(error).replace("--layout ", f"convert {source}-to-")) from error
+    _report(report, as_json)
 
 
 @options.command(quantkit, "verify", "quantkit verify ./model-marlin --against ./model-int4", as_json=True)

@@ -102,8 +102,10 @@ def _discard(descriptor: int) -> None:
 def _what_remains() -> str:
     context = click.get_current_context(silent=True)
     out = context.params.get("out") if context else None
-    if out and glob.glob(f"{glob.escape(str(Path(out).absolute()))}.partial-*"):
-        return "the finished part is kept, the same command with --resume continues"
+    if context and out and glob.glob(f"{glob.escape(str(Path(out).absolute()))}.partial-*"):
+        if "resume" in context.params:
+            return "the finished part is kept, the same command with --resume continues"
+        return "something is left beside the output, the same command with --overwrite discards it"
     return "nothing was written, run the same command again"
 
 
