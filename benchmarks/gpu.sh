@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All GPU tests and benchmarks: results and logs go to benchmarks/h200/. Stages by name, all of them without arguments.
+# GPU tests and benchmarks: results and logs go to benchmarks/h200/. Stages by name; without arguments those of the last line.
 # REFERENCE is the folder that holds models/ and data/.
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -43,7 +43,7 @@ SIZE = 1024
 PAGE = """# Which layout can become which
 
 Made by `quantkit.conversions.markdown` from the layouts' own checks; a test holds this page to it, and another one does
-every conversion of the table. `quantkit convert --list` prints the same, with `--json` for programs.
+every conversion of the table. `quantkit convert --list` prints the verdicts, with `--json` all of it.
 
 *Lossless* means that every weight decodes to the same bits. A conversion that is lossless under a condition is tried:
 the weight that breaks the condition is named, and nothing is written. `--requantize` rounds such weights again, which
