@@ -119,9 +119,9 @@ class Written:
 
     def _store(self, data: Tensor) -> None:
         while len(data):
-            if len(data) >= BLOCK and not self._gathered % PAGE and not data.data_ptr() % PAGE:
+            size = len(data) - len(data) % PAGE
+            if size >= BLOCK and not self._gathered % PAGE and not data.data_ptr() % PAGE:
                 self._send()
-                size = len(data) - len(data) % PAGE
                 append(self._file, data[:size].numpy().data, self._path)
             else:
                 size = min(len(data), PIECE - self._gathered)

@@ -99,13 +99,15 @@ def test_any_parts_in_any_order(file: Path, data: bytes, parts: list[tuple[int, 
 
 
 @pytest.mark.usefixtures("disk")
+@pytest.mark.parametrize("behind", [0, 1], ids=["from a page on", "from its second byte on"])
 @pytest.mark.parametrize("size", [0, 1, 999, 54321])
-def test_every_disk_gives_the_same_bytes(size: int, tmp_path: Path, data: bytes) -> None:
+def test_every_disk_gives_the_same_bytes(size: int, behind: int, tmp_path: Path, data: bytes) -> None:
     some = data[:size]
     with direct.outlet() as outlet, storage.create(tmp_path / "x") as made:
         written = direct.Written(made, tmp_path / "x", outlet)
         for start in range(0, size, 777):
-            written.write(torch.frombuffer(bytearray(some[start : start + 777]), dtype=torch.uint8))
+            part = torch.frombuffer(bytearray(some[start : start + 777]), dtype=torch.uint8)
+            written.write(room.empty([room.LARGE], torch.uint8)[behind:][: len(part)].copy_(part))
         assert written.finish() == hashlib.sha256(some).hexdigest()
     taken(tmp_path / "x", some, [(i * size // 5, (i + 1) * size // 5 - i * size // 5) for i in range(5)])
 
