@@ -18,13 +18,16 @@ from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from io import FileIO
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from threading import Lock
+from typing import BinaryIO, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from quantkit import room, storage
 from quantkit.errors import CheckpointError
+
+T = TypeVar("T")
 
 #: Bytes of one request to the disk: as many as `room` gives pages of their own, whose addresses suit every disk.
 PIECE = room.LARGE
@@ -114,7 +117,7 @@ class Written:
 
     def _settle(self) -> None:
         for future in self._busy:
-            future.result()
+            outcome(future)
         self._busy.clear()
 
     def _store(self, data: Tensor) -> None:
@@ -268,6 +271,18 @@ def inlet(paths: Mapping[str, Path]) -> Iterator[Inlet]:
     """Yield an Inlet for the files at `paths`, by name."""
     with threads(disk_source=1) as (disk,):
         yield Inlet(paths, disk)
+
+
+def outcome(future: Future[T]) -> T:
+    """Return what `future.result()` does; to be used where the main thread may wait.
+
+    There a signal's exception would leave `result` at any line, perhaps with a lock taken that a thread waits for.
+    """
+    done = Lock()
+    done.acquire()
+    future.add_done_callback(lambda _: done.release())
+    done.acquire()
+    return future.result()
 
 
 @contextmanager

@@ -6,11 +6,12 @@ its exit code and the arithmetic is set to repeat exactly from the first import 
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Sequence
 
-from quantkit.cli.exits import catch_signals, exits
+from quantkit.cli.exits import catch_signals, exits, ignore_signals
 
 #: Read by libraries when they are imported or first used; what the user has set stands.
 ENVIRONMENT = {
@@ -34,6 +35,7 @@ def main(args: Sequence[str] | None = None) -> None:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name need not be text in the user's locale
     catch_signals()
+    atexit.register(ignore_signals)
     with exits():
         from quantkit.cli.commands import quantkit
 

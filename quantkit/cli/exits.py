@@ -11,9 +11,11 @@ import glob
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn
 
 import click
@@ -26,6 +28,14 @@ ENVIRONMENTAL = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EMFILE", "ENFILE", "EIO", "ENOMEM")
 }
+#: Modules that take locks of threads line by line, or run finalizers, whose exceptions Python drops.
+DELICATE = {"threading", "concurrent.futures._base", "concurrent.futures.thread", "weakref"}
+#: Seconds after which a signal that came in the midst of those is tried again, and how long, until it stops them too.
+SOON, PATIENCE = 0.001, 3.0
+
+
+class Interrupted(KeyboardInterrupt):
+    """SIGINT: after a KeyboardInterrupt itself that went through `exec`, `python -m` ends with another code."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -39,13 +49,42 @@ def catch_signals() -> None:
             signal.signal(number, _handler(code))
 
 
+def ignore_signals() -> None:
+    """Let the interpreter end in peace: what the command did is done, and its exit code says what it was."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _handler(code: int) -> Any:
-    def handle(number: int, frame: object) -> NoReturn:
+    stop = Interrupted if code == INTERRUPTED else Stopped
+    last = 0.0
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        nonlocal last
+        last = time.monotonic() + PATIENCE
         for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(other, lambda *_: os._exit(code))  # what lies on the disk is resumable at any moment
-        raise KeyboardInterrupt if code == INTERRUPTED else Stopped
+        signal.signal(signal.SIGALRM, stop_or_wait)
+        stop_or_wait(number, frame)
+
+    def stop_or_wait(number: int, frame: FrameType | None) -> None:
+        if not _delicate(frame) or time.monotonic() > last:
+            raise stop
+        signal.setitimer(signal.ITIMER_REAL, SOON)
 
     return handle
+
+
+def _delicate(frame: FrameType | None) -> bool:
+    """Return whether code is in the midst of a lock, a finalizer, or entering or leaving a `with`.
+
+    An exception there could leave a lock taken that other threads wait for, or be dropped.
+    """
+    while frame is not None:
+        if frame.f_globals.get("__name__") in DELICATE or frame.f_code.co_name in ("__enter__", "__exit__", "__del__"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextmanager
