@@ -131,7 +131,8 @@ def compile(name: str, instances: Sequence[str], arch: str, folder: Path | None 
     try:
         for instance in instances:
             nvrtc.addNameExpression(program, instance)
-        nvrtc.compileProgram(program, [f"--gpu-architecture={arch}", *OPTIONS])
+        anew = ["--no-cache"] if nvrtc.getVersion() >= (13, 0) else []  # the driver's cache keeps no log, ours does
+        nvrtc.compileProgram(program, [f"--gpu-architecture={arch}", *OPTIONS, *anew])
         names = {instance: nvrtc.getLoweredName(program, instance) for instance in instances}
         return Binary(nvrtc.getCUBIN(program), names, nvrtc.getProgramLog(program).strip("\0 \n"))
     except nvrtc.NVRTCError as error:

@@ -125,5 +125,6 @@ def test_a_spill_is_seen(tmp_path: Path) -> None:
     }
     """
     (tmp_path / "crowded.cu").write_text(source)
-    binary = loader.compile("crowded", ("crowded",), "sm_90a", tmp_path)
-    assert binary.usage()["crowded"].spills > 0
+    for _ in range(2):  # where there is a GPU, the driver's cache has the second one, but no log
+        binary = loader.compile("crowded", ("crowded",), "sm_90a", tmp_path)
+        assert binary.usage()["crowded"].spills > 0
