@@ -109,6 +109,30 @@ main(["convert", "--list"])
 """
 
 
+EARLY = """
+import os, signal, sys
+import click
+from quantkit.cli import main
+
+make = click.Group.make_context
+
+def make_context(*args, **options):
+    os.kill(os.getpid(), int(sys.argv[1]))
+    return make(*args, **options)
+
+click.Group.make_context = make_context
+main(["convert", "--list"])
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
+def test_a_signal_before_a_command_begins_has_its_exit_code(number: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-c", EARLY, str(int(number))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    assert "nothing was written" in done.stderr and "Traceback" not in done.stderr and "Aborted" not in done.stderr
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_behind_the_end_does_not_change_the_exit_code(number: signal.Signals) -> None:
     command = [sys.executable, "-c", ENDING, str(int(number))]

@@ -11,6 +11,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import click
+
 from quantkit.cli.exits import catch_signals, exits, ignore_signals
 
 #: Read by libraries when they are imported or first used; what the user has set stands.
@@ -39,4 +41,11 @@ def main(args: Sequence[str] | None = None) -> None:
     with exits():
         from quantkit.cli.commands import quantkit
 
-        quantkit(args=args, prog_name="quantkit")
+        try:
+            code = quantkit(args=args, prog_name="quantkit", standalone_mode=False)
+        except click.ClickException as error:
+            error.show()
+            code = error.exit_code
+        except click.Abort as error:  # what click makes of a signal before a command begins, or behind it
+            raise (error.__cause__ or error) from None
+        sys.exit(code)
