@@ -117,7 +117,7 @@ class Written:
 
     def _settle(self) -> None:
         for future in self._busy:
-            outcome(future)
+            result_of(future)
         self._busy.clear()
 
     def _store(self, data: Tensor) -> None:
@@ -273,10 +273,10 @@ def inlet(paths: Mapping[str, Path]) -> Iterator[Inlet]:
         yield Inlet(paths, disk)
 
 
-def outcome(future: Future[T]) -> T:
-    """Return what `future.result()` does; to be used where the main thread may wait.
+def result_of(future: Future[T]) -> T:
+    """Return what `future.result()` does; for the main thread, which a signal's exception may meet as it waits.
 
-    There a signal's exception would leave `result` at any line, perhaps with a lock taken that a thread waits for.
+    It waits for a lock of its own: `result` holds one that the future's thread needs too, and might leave it taken.
     """
     done = Lock()
     done.acquire()

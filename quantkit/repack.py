@@ -104,7 +104,7 @@ def repacked(
 
         def next_one() -> Item:
             name, _, done = waiting.popleft()
-            found = direct.outcome(done)
+            found = direct.result_of(done)
             if name not in modules:
                 return Item(name, found.pop())
             src.notices.extend(line for line in found[1] if line not in src.notices)

@@ -133,7 +133,7 @@ def test_a_signal_before_a_command_begins_has_its_exit_code(number: signal.Signa
     assert "nothing was written" in done.stderr and "Traceback" not in done.stderr and "Aborted" not in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGALRM])
 def test_a_signal_behind_the_end_does_not_change_the_exit_code(number: signal.Signals) -> None:
     command = [sys.executable, "-c", ENDING, str(int(number))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)

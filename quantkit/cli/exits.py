@@ -23,6 +23,8 @@ import click
 from quantkit.errors import QuantkitError
 
 FAILED, UNVERIFIED, MISSED, STOPPED, INTERRUPTED = 1, 3, 4, 75, 130
+#: What asks a command to end, and the code that it then ends with.
+SIGNALS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: STOPPED, signal.SIGHUP: STOPPED}
 #: What the machine, not the program, can be blamed for.
 ENVIRONMENTAL = {
     getattr(errno, name)
@@ -44,31 +46,31 @@ class Stopped(KeyboardInterrupt):
 
 def catch_signals() -> None:
     """Turn the first SIGINT, SIGTERM or SIGHUP into an exception; a second one ends the process at once."""
-    for number, code in ((signal.SIGINT, INTERRUPTED), (signal.SIGTERM, STOPPED), (signal.SIGHUP, STOPPED)):
+    for number, code in SIGNALS.items():
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _handler(code))
 
 
 def ignore_signals() -> None:
     """Let the interpreter end in peace: what the command did is done, and its exit code says what it was."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (*SIGNALS, signal.SIGALRM):  # the last is ours: a signal that was to be tried again
         signal.signal(number, signal.SIG_IGN)
 
 
 def _handler(code: int) -> Any:
     stop = Interrupted if code == INTERRUPTED else Stopped
-    last = 0.0
+    deadline = 0.0
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal last
-        last = time.monotonic() + PATIENCE
-        for other in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        nonlocal deadline
+        deadline = time.monotonic() + PATIENCE
+        for other in SIGNALS:
             signal.signal(other, lambda *_: os._exit(code))  # what lies on the disk is resumable at any moment
         signal.signal(signal.SIGALRM, stop_or_wait)
         stop_or_wait(number, frame)
 
     def stop_or_wait(number: int, frame: FrameType | None) -> None:
-        if not _delicate(frame) or time.monotonic() > last:
+        if not _delicate(frame) or time.monotonic() > deadline:
             raise stop
         signal.setitimer(signal.ITIMER_REAL, SOON)
 
