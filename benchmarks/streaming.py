@@ -8,15 +8,14 @@ What is read lies on the disk and not in the page cache, like a model that is la
 synced. `copy` does no more than that with the same bytes, through the page cache, reading and writing at once; so does
 `copy into touched memory`, right after as much memory was used and given back, since the host of a virtual machine
 gives it slowly, and the system's own command, `cp into touched memory`. `disk` does it past the cache, which is what
-the disk itself gives; `disk with SHA-256` also hashes what it reads and what it writes, each in a thread, as a report's
-hashes demand. All are measured between the others. Folders are medians of five, since what a disk and a host give
-changes from one second to the next.
+the disk itself gives; `disk with hashes` also hashes what it reads and what it writes, each in a thread, as a report
+demands. All are measured between the others. Folders are medians of five, since what a disk and a host give changes
+from one second to the next.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import os
 import re
@@ -39,6 +38,7 @@ import torch
 
 from quantkit import direct, room, storage
 from quantkit.checkpoint import Checkpoint
+from quantkit.hashing import Hash
 from quantkit.headers import dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
@@ -195,7 +195,7 @@ def _copied(source: Path, out: Path, *, past: bool, hashed: bool = False) -> Non
     with ExitStack() as stack:
         disk, *hashers = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3 if hashed else 1))
         for path in source.iterdir():
-            hashes = [hashlib.sha256() for _ in hashers]
+            hashes = [Hash() for _ in hashers]
             with storage.open_regular(path) as read, storage.create(out / path.name) as written:
                 direct.bypass(read, past)
                 direct.bypass(written, past)
@@ -227,7 +227,7 @@ COPIES: dict[str, Callable[[Path, Path], None]] = {
     f"copy{TOUCHING}": partial(_copied, past=False),
     f"cp{TOUCHING}": _cp,
     "disk": partial(_copied, past=True),
-    "disk with SHA-256": partial(_copied, past=True, hashed=True),
+    "disk with hashes": partial(_copied, past=True, hashed=True),
 }
 
 

@@ -17,7 +17,7 @@ STREAMING = {
     "of one into touched memory": "of copy into touched memory",
     "of cp into touched memory": "of cp into touched memory",
     "of the disk": "of disk",
-    "of that with SHA-256": "of disk with SHA-256",
+    "of that with hashes": "of disk with hashes",
     "cores busy": "busy",
     "peak memory MB": "peak_mb",
 }

@@ -97,7 +97,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
     config = {**CONFIG, "num_hidden_layers": layers, "quantization_config": quantization}
     (out / "config.json").write_bytes(dump_json(config))
     (out / INDEX).write_bytes(dump_json({"metadata": {}, "weight_map": weight_map}))
-    files |= {name: hashing.sha256_of(out / name) for name in ("config.json", INDEX)}
+    files |= {name: hashing.hash_of_file(out / name) for name in ("config.json", INDEX)}
     (out / REPORT).write_bytes(dump_json({"quantkit": quantkit.__version__, "files": files, "layers": named}))
 
 

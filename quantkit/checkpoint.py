@@ -251,17 +251,18 @@ class Checkpoint:
         """Return the paths of the weight shards in the folder."""
         return [self.path / shard.name for shard in self._shards]
 
-    def hashes(self) -> dict[str, str]:
-        """Return file name -> SHA-256 of the shards and config.json."""
-        return {name: hashing.sha256_of(path) for name, path in self.sources().items()}
+    def hashes(self, recorded: Mapping[str, object] | None = None) -> dict[str, str]:
+        """Return file name -> hash of the shards and config.json, each of the kind that was `recorded` of it."""
+        like = recorded or {}
+        return {name: hashing.hash_of_file(path, like.get(name)) for name, path in self.sources().items()}
 
     @contextmanager
-    def in_passing(self) -> Iterator[direct.Inlet]:
+    def in_passing(self, recorded: Mapping[str, object]) -> Iterator[direct.Inlet]:
         """Inside, tensors are read past the page cache; yields what reads them.
 
-        Its `hashes` are what those here are, and of what was read, so that a disk gives each byte once.
+        Its `hashes` are what those here are, and of what was read: a disk gives each byte once.
         """
-        with direct.inlet(self.sources()) as self._inlet:
+        with direct.inlet(self.sources(), recorded) as self._inlet:
             try:
                 yield self._inlet
             finally:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from quantkit import room, storage
 from quantkit.errors import CheckpointError
+from quantkit.hashing import Hash
 
 T = TypeVar("T")
 
@@ -93,7 +93,7 @@ class Written:
 
     def __init__(self, file: BinaryIO, path: Path, outlet: Outlet) -> None:
         self._file, self._path, self._outlet = file, path, outlet
-        self._seen = hashlib.sha256()
+        self._seen = Hash()
         self._gathered = 0
         self._busy: list[Future[None]] = []
         bypass(file)
@@ -109,11 +109,11 @@ class Written:
             self._busy.append(self._outlet.disk.submit(self._store, piece))
 
     def finish(self) -> str:
-        """Return the SHA-256 of all that was appended, when it is written; what follows goes through the cache."""
+        """Return the hash of all that was appended, when it is written; what follows goes through the cache."""
         self._settle()
         self._send()
         bypass(self._file, False)
-        return self._seen.hexdigest()
+        return self._seen.text()
 
     def _settle(self) -> None:
         for future in self._busy:
@@ -143,8 +143,8 @@ class Written:
 class _Source:
     """A file that is read, and hashed from its beginning on."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.seen = path, hashlib.sha256()
+    def __init__(self, path: Path, like: object) -> None:
+        self.path, self.seen = path, Hash(like)
         with storage.guarded(path):
             self.size = path.stat().st_size
         self._hashed = 0
@@ -189,13 +189,13 @@ class _Piece(NamedTuple):
 
 
 class Inlet:
-    """Reads parts of files, best in their order, and finds the SHA-256 of whole files on the way.
+    """Reads parts of files, best in their order, and finds the hashes of whole files on the way.
 
     The thread that asks does both, one at a time: what it copied is in the cache of its processor.
     """
 
-    def __init__(self, paths: Mapping[str, Path], disk: Executor) -> None:
-        self._sources = {name: _Source(path) for name, path in paths.items()}
+    def __init__(self, paths: Mapping[str, Path], disk: Executor, recorded: Mapping[str, object]) -> None:
+        self._sources = {name: _Source(path, recorded.get(name)) for name, path in paths.items()}
         self._disk = disk
         self._small = room.empty([PIECE], torch.uint8)
         self._free = [room.empty([PIECE], torch.uint8) for _ in range(AHEAD)]
@@ -212,10 +212,10 @@ class Inlet:
         return data.clone() if span <= PIECE else data
 
     def hashes(self) -> dict[str, str]:
-        """Return file name -> SHA-256; what was not read, or not in its order, is read now."""
+        """Return file name -> hash; what was not read, or not in its order, is read now."""
         for source in self._sources.values():
             source.catch_up(source.size)
-        return {name: source.seen.hexdigest() for name, source in self._sources.items()}
+        return {name: source.seen.text() for name, source in self._sources.items()}
 
     def _bring(self, source: _Source, start: int, end: int, memory: Tensor) -> None:
         """Fill `memory` with a file's bytes from the block of offset `start` to `end`, and hash them in passing.
@@ -267,10 +267,10 @@ def outlet() -> Iterator[Outlet]:
 
 
 @contextmanager
-def inlet(paths: Mapping[str, Path]) -> Iterator[Inlet]:
-    """Yield an Inlet for the files at `paths`, by name."""
+def inlet(paths: Mapping[str, Path], recorded: Mapping[str, object]) -> Iterator[Inlet]:
+    """Yield an Inlet for the files at `paths`, by name; those of `recorded` are hashed as the hash there is."""
     with threads(disk_source=1) as (disk,):
-        yield Inlet(paths, disk)
+        yield Inlet(paths, disk, recorded)
 
 
 def result_of(future: Future[T]) -> T:

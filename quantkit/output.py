@@ -33,9 +33,17 @@ def require_unchanged(sources: Mapping[str, str], before: Mapping[str, Any]) -> 
     for name, digest in sources.items():
         if name.endswith(".safetensors") and before.get("files", {}).get(name, digest) != digest:
             raise CheckpointError(
-                f"{name}: SHA-256 is not the one that {REPORT} lists, the file was changed: restore it, or remove the "
+                f"{name}: its hash is not the one that {REPORT} lists, the file was changed: restore it, or remove the "
                 "report if that was meant"
             )
+
+
+def source_hashes(src: Checkpoint) -> dict[str, str]:
+    """Return the hashes of a source's files, after `require_unchanged`."""
+    before = load_report(src.path)
+    hashes = src.hashes(before.get("files"))
+    require_unchanged(hashes, before)
+    return hashes
 
 
 def write(
@@ -140,7 +148,7 @@ def publish_complete(
 ) -> dict[str, Any]:
     """Publish what a run that was stopped in its last instant left, if it is what is asked for now."""
     report = load_report(partial)
-    if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != src.hashes():
+    if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != source_hashes(src):
         raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
     storage.publish(partial, out, overwrite=overwrite)
     return report

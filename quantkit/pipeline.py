@@ -26,7 +26,7 @@ from quantkit.items import Commit, Item
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.config import Schemes
 from quantkit.models import Model, tokenizer
-from quantkit.output import finish, publish_complete, require_unchanged, write
+from quantkit.output import finish, publish_complete, require_unchanged, source_hashes, write
 from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
 from quantkit.recipe import Goal, Pruning, Recipe, label
@@ -132,7 +132,7 @@ def quantize(
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
         sequences, facts = _sequences(job, recipe)
         report = {
-            **heading(command, _name_of(model), _revision(src, revision), src.hashes()),
+            **heading(command, _name_of(model), _revision(src, revision), source_hashes(src)),
             **_known(job, recipe),
             "calibration": facts,
         }
@@ -202,9 +202,8 @@ def pack(
         sources: dict[str, str] = {}
         report = _restated_facts(checkpoint, before, planned, schemes, known, sources)
         names = src.logical()
-        with closing(
-            repacked(src, progress.bar(names, "pack", len(names)), planned, recorded, requantize, sources)
-        ) as items:
+        bar = progress.bar(names, "pack", len(names))
+        with closing(repacked(src, bar, planned, recorded, requantize, before.get("files", {}), sources)) as items:
             layers = write(items, writer, src, report)
         report["layers"], report["source"]["files"] = layers, sources
         require_unchanged(sources, before)

@@ -30,7 +30,7 @@ from quantkit.restate import broken_rule, restated
 from quantkit.solve import relative_error
 from quantkit.tensor import Digest, QuantizedTensor, Scheme
 
-#: Beyond this many threads that pack, one that reads and one that writes, both with a SHA-256, are no faster.
+#: Beyond this many threads that pack, one that reads and one that writes, both with a hash, are no faster.
 MOST = 3
 
 #: Codes that are unpacked and packed at a time, or some more: what stays in a processor's cache.
@@ -59,14 +59,16 @@ def repacked(
     planned: Plan,
     recorded: Mapping[str, Mapping[str, Any]],
     requantize: bool,
+    files: Mapping[str, object],
     hashes: dict[str, str],
 ) -> Generator[Item, None, None]:
     """Yield the tensors `names` (`src.logical()`, in that order), packed ones as `planned`.
 
     Until the next is asked for, one thread reads what follows and others pack it, a weight each. `recorded` has the
-    facts of each linear from the source's report. `hashes` becomes what `src.hashes()` returns: the files are hashed
-    piece by piece behind the reading, so that a disk gives each byte once. LayoutError, naming the weight, where its
-    data cannot be stated so and `requantize` does not allow to round it again; CheckpointError for a damaged one.
+    facts of each linear from the source's report, `files` the hashes there. `hashes` becomes what `src.hashes(files)`
+    returns: files are hashed piece by piece behind the reading, so that a disk gives each byte once. LayoutError,
+    naming the weight, where its data cannot be stated so and `requantize` does not allow to round it again;
+    CheckpointError for a damaged one.
     """
     if not recorded:
         src.notices.extend(_trusted(src))
@@ -97,7 +99,7 @@ def repacked(
     with (
         # What is rounded again wants torch's threads, and numbers that do not depend on how they are shared.
         nullcontext() if requantize else one_thread(),
-        src.in_passing() as inlet,
+        src.in_passing(files) as inlet,
         direct.threads(pack=count, read=1) as (packing, reading),
     ):
         waiting: deque[tuple[str, int, Future[Any]]] = deque()

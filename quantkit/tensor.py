@@ -152,7 +152,7 @@ class QuantizedTensor:
     def digest(self) -> str:
         """Return `xxh3_128:<hex>` over scheme, shape, codes, scales and zeros, the same from every layout.
 
-        It finds damage, at the speed of memory; against intent stand the SHA-256 of the files.
+        It finds damage, at the speed of memory; against intent stand the hashes of the files.
         """
         return self._hashed(Digest(self.scheme, self.shape))
 

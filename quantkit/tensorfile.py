@@ -99,7 +99,7 @@ class TensorFile:
             self._append(tensor)
 
     def close(self) -> str:
-        """Write the header, make the file durable and return the SHA-256 of all of it."""
+        """Write the header, make the file durable and return the hash of all of it."""
         for name in self.contents.waiting():
             self._append(self._waiting[name])
         header = self.contents.header()
@@ -109,7 +109,7 @@ class TensorFile:
             if header != self._header:
                 self._file.seek(0)
                 storage.write(self._file, memoryview(header), self.path)
-                found = pool.submit(hashing.sha256_of, self.path)  # from the page cache, while the disk works
+                found = pool.submit(hashing.hash_of_file, self.path)  # from the page cache, while the disk works
             storage.sync(self._file, self.path)
             storage.sync_folder(self.path.parent)
             return digest if found is None else found.result()

@@ -52,7 +52,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verification:
-    """The outcome: `rows` of weights, `files` (name -> sha256), `failures` and `notices` as lines of text.
+    """The outcome: `rows` of weights, `files` (name -> hash), `failures` and `notices` as lines of text.
 
     `weights` counts the elements whose codes were unpacked, repacked and compared. `kernel` is the layout whose kernels
     multiplied on `device`, with `bound` for the `errors`; where it is None no kernel ran, and `unrun` says why.
@@ -228,7 +228,7 @@ def _files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, str], l
         return {}, [f"{report.REPORT}: lists no files, so it is damaged or not quantkit's"]
     found, failures = {}, []
     with ThreadPoolExecutor() as pool:
-        hashed = {name: pool.submit(_sha256, folder, name) for name in listed}
+        hashed = {name: pool.submit(_hash, folder, name, expected) for name, expected in listed.items()}
     for name, expected in listed.items():
         try:
             found[name] = hashed[name].result()
@@ -236,12 +236,12 @@ def _files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, str], l
             failures.append(str(error))
         else:
             if found[name] != expected:
-                failures.append(f"{name}: SHA-256 is not the one that {report.REPORT} lists, the file was changed")
+                failures.append(f"{name}: its hash is not the one that {report.REPORT} lists, the file was changed")
     return found, failures
 
 
-def _sha256(folder: Path, name: str) -> str:
-    return hashing.sha256_of(headers.inside(folder.resolve(), name))
+def _hash(folder: Path, name: str, like: object) -> str:
+    return hashing.hash_of_file(headers.inside(folder.resolve(), name), like)
 
 
 def _missing(modules: list[str], layers: Mapping[str, Any] | None, other: Checkpoint | None) -> list[str]:

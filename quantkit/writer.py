@@ -5,7 +5,6 @@ One tensor and one shard's header are in memory. Nothing looks like a model befo
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from itertools import dropwhile
@@ -64,7 +63,7 @@ class CheckpointWriter:
             if path.name not in committed:
                 storage.remove(path)
         for name, digest in committed.items():
-            if hashing.sha256_of(partial / name) != digest:
+            if hashing.hash_of_file(partial / name, digest) != digest:
                 raise CheckpointError(f"{partial / name}: changed since it was written: start over with --overwrite")
 
     def items_done(self) -> set[str]:
@@ -72,7 +71,7 @@ class CheckpointWriter:
         return set(self._written)
 
     def hashes(self) -> dict[str, str]:
-        """Return file name -> SHA-256 of the committed shards."""
+        """Return file name -> hash of the committed shards."""
         return {name: digest for line in self.done for name, digest in line["files"].items()}
 
     @property
@@ -127,7 +126,7 @@ class CheckpointWriter:
         extra: dict[str, bytes],
         sealed: Callable[[dict[str, str]], dict[str, bytes]] = lambda written: {},
     ) -> dict[str, str]:
-        """Write index, companions of the source, `extra` files, side file and last config.json; name -> SHA-256.
+        """Write index, companions of the source, `extra` files, side file and last config.json; name -> hash.
 
         `sealed` is given the hash of all of these and returns what is written just before config.json.
         """
@@ -142,9 +141,9 @@ class CheckpointWriter:
         for name in self._companions:
             if name not in texts:
                 storage.copy_atomic(inside(self.like.path, name), self.partial / name)
-                written[name] = hashing.sha256_of(self.partial / name)
-        written |= {name: hashlib.sha256(text).hexdigest() for name, text in texts.items()}
-        written[CONFIG] = hashlib.sha256(dump_json(config)).hexdigest()
+                written[name] = hashing.hash_of_file(self.partial / name)
+        written |= {name: hashing.hash_of(text) for name, text in texts.items()}
+        written[CONFIG] = hashing.hash_of(dump_json(config))
         for name, text in {**texts, **sealed(written), CONFIG: dump_json(config)}.items():
             storage.write_atomic(self.partial / name, text)
         return written

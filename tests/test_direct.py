@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import os
 from collections.abc import Iterator
 from itertools import pairwise
@@ -21,6 +20,7 @@ from quantkit import direct, room, storage
 from quantkit.checkpoint import Checkpoint
 from quantkit.direct import BLOCK, PAGE, PIECE
 from quantkit.errors import CheckpointError
+from quantkit.hashing import hash_of
 from quantkit.headers import dump_json, read_header
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.config import Schemes
@@ -76,10 +76,10 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 
 def taken(file: Path, data: bytes, parts: list[tuple[int, int]]) -> None:
-    with direct.inlet({"x": file, "same": file}) as inlet:
+    with direct.inlet({"x": file, "same": file}, {}) as inlet:
         for start, size in parts:
             assert inlet.read("x", start, size).numpy().tobytes() == data[start : start + size]
-        assert inlet.hashes() == dict.fromkeys(("x", "same"), hashlib.sha256(data).hexdigest())
+        assert inlet.hashes() == dict.fromkeys(("x", "same"), hash_of(data))
 
 
 @pytest.mark.parametrize(
@@ -108,12 +108,12 @@ def test_every_disk_gives_the_same_bytes(size: int, behind: int, tmp_path: Path,
         for start in range(0, size, 777):
             part = torch.frombuffer(bytearray(some[start : start + 777]), dtype=torch.uint8)
             written.write(room.empty([room.LARGE], torch.uint8)[behind:][: len(part)].copy_(part))
-        assert written.finish() == hashlib.sha256(some).hexdigest()
+        assert written.finish() == hash_of(some)
     taken(tmp_path / "x", some, [(i * size // 5, (i + 1) * size // 5 - i * size // 5) for i in range(5)])
 
 
 def filled(path: Path, outlet: direct.Outlet, parts: list[torch.Tensor]) -> str:
-    """Write `parts` to a new file, each made useless as soon as it is the caller's again; return its SHA-256."""
+    """Write `parts` to a new file, each made useless as soon as it is the caller's again; return its hash."""
     with storage.create(path) as made:
         written, before = direct.Written(made, path, outlet), torch.empty(0)
         for part in parts:
@@ -130,7 +130,7 @@ def test_whole_pieces_and_a_rest_are_written(size: int, tmp_path: Path, data: by
             ends = range(3_000_000, size + 3_000_000, 3_000_000)
             parts = [bytearray(data[end - 3_000_000 : min(size, end)]) for end in ends]
             tensors = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
-            assert filled(tmp_path / name, outlet, tensors) == hashlib.sha256(data[:size]).hexdigest()
+            assert filled(tmp_path / name, outlet, tensors) == hash_of(data[:size])
             assert (tmp_path / name).read_bytes() == data[:size]
 
 
@@ -157,7 +157,7 @@ def test_what_lies_where_the_disk_takes_it_and_what_does_not(
         tensors.append(memory[behind:][:size].copy_(given[:size]))
         start += size
     with direct.outlet() as outlet:
-        assert filled(tmp_path / "x", outlet, tensors) == hashlib.sha256(data[:start]).hexdigest()
+        assert filled(tmp_path / "x", outlet, tensors) == hash_of(data[:start])
     assert (tmp_path / "x").read_bytes() == data[:start]
 
 
@@ -198,7 +198,7 @@ def test_a_full_disk_is_told_by_the_next_piece_or_at_the_end(tmp_path: Path, dat
 def test_a_file_that_is_cut_off_is_an_error_not_zeros(left: int, tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "x"
     path.write_bytes(data)
-    with direct.inlet({"x": path}) as inlet:
+    with direct.inlet({"x": path}, {}) as inlet:
         os.truncate(path, left)
         for start in (0, left):
             with pytest.raises(CheckpointError, match=f"x: ends {SIZE - left} bytes too early"):

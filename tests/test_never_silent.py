@@ -170,7 +170,7 @@ def test_damage_outside_the_packed_weights_is_not_packed_further(tiny_llama: Pat
     data = bytearray(shard.read_bytes())
     data[read_header(shard)[0]["model.norm.weight"].start] ^= 1
     shard.write_bytes(data)
-    with pytest.raises(CheckpointError, match=rf"{shard.name}: SHA-256 .* restore it"):
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: its hash .* restore it"):
         pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
     assert not any(tmp_path.glob("marlin*"))
     (tmp_path / "ct" / report.REPORT).unlink()  # then nothing says what the file was

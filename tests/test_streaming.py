@@ -19,6 +19,7 @@ import torch
 from quantkit import direct, room
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.hashing import hash_of
 from quantkit.headers import dump_json, read_header
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
@@ -102,7 +103,7 @@ def test_files_are_hashed_on_the_way_and_hold_what_was_planned(
     out, files = Checkpoint(tmp_path / "out"), load(tmp_path / "out")["files"]
     assert files["config.json"] and {p.name for p in out.files()} <= files.keys()
     for name, digest in files.items():
-        assert hashlib.sha256((tmp_path / "out" / name).read_bytes()).hexdigest() == digest, name
+        assert hash_of((tmp_path / "out" / name).read_bytes()) == digest, name
     src = Checkpoint(packed)
     planned = outcome(src, plan_pack(src, LAYOUTS[layout], pad=True, requantize=not plain))
     for path in out.files():  # else each was read a second time, at the end
@@ -183,7 +184,7 @@ def another(shard: Path) -> None:
 def test_a_source_that_changes_behind_its_last_weight_is_refused(what: str, packed: Path, tmp_path: Path) -> None:
     call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     src = Checkpoint(tmp_path / "ct")
-    items = repacked(src, src.logical(), plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out"), {}, False, {})
+    items = repacked(src, src.logical(), plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out"), {}, False, {}, {})
     for _ in src.logical():
         next(items)
     another(src.files()[-1] if what == "the last shard" else src.path / "config.json")

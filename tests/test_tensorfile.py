@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ from safetensors.torch import load_file
 
 from quantkit import direct
 from quantkit.errors import CheckpointError
+from quantkit.hashing import hash_of
 from quantkit.headers import DTYPES, read_header
 from quantkit.tensorfile import Contents, TensorFile
 
@@ -37,8 +37,7 @@ def test_odd_sizes_stay_aligned_for_every_reader(tmp_path: Path) -> None:
     file = TensorFile(tmp_path / "x")
     for name, tensor in tensors.items():
         file.add(name, tensor)
-    sha256 = file.close()
-    assert sha256 == hashlib.sha256((tmp_path / "x").read_bytes()).hexdigest()
+    assert file.close() == hash_of((tmp_path / "x").read_bytes())
     loaded = load_file(tmp_path / "x")
     infos, metadata = read_header(tmp_path / "x")
     assert metadata == {"format": "pt"} and loaded.keys() == tensors.keys()
@@ -92,6 +91,6 @@ def test_a_plan_that_comes_true_or_not_gives_the_same_file_and_hash(tmp_path: Pa
         for file in (TensorFile(tmp_path / "x"), TensorFile(tmp_path / "y", planned, outlet)):
             for name, tensor in tensors.items():
                 file.add(name, tensor)
-            hashes |= {file.close(), hashlib.sha256(file.path.read_bytes()).hexdigest()}
+            hashes |= {file.close(), hash_of(file.path.read_bytes())}
     assert len(hashes) == 1
     assert load_file(tmp_path / "y").keys() == tensors.keys()

@@ -122,7 +122,7 @@ def test_no_more_is_read_than_what_can_be_packed_meanwhile(
 
     monkeypatch.setattr(Checkpoint, "get", spied)
     planned = plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out")
-    items = repack.repacked(src, src.logical(), planned, {}, False, {})
+    items = repack.repacked(src, src.logical(), planned, {}, False, {}, {})
     most = 0
     for yielded, item in enumerate(items, 1):
         for thread in threading.enumerate():  # those that read and pack have nothing left to do

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 import shutil
@@ -17,6 +16,7 @@ from torch import Tensor
 
 from quantkit import pipeline
 from quantkit.errors import CheckpointError
+from quantkit.hashing import hash_of_file
 from quantkit.recipe import from_mapping
 from quantkit.report import REPORT
 from quantkit.verify import VERIFICATION, Verification, verify, write
@@ -146,7 +146,7 @@ def test_a_flipped_bit_in_a_packed_tensor_is_found_by_the_digest_alone(name: str
 
         edit(broken, module, change)
         report = recorded(broken)
-        report["files"] |= {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in broken.glob("*.safetensors")}
+        report["files"] |= {p.name: hash_of_file(p) for p in broken.glob("*.safetensors")}
         (broken / REPORT).write_text(json.dumps(report))
         found = verify(broken)
         assert not found.ok, suffix

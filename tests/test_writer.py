@@ -183,7 +183,7 @@ def test_a_copied_model_is_the_same_model(tmp_path: Path, family: str) -> None:
     for name in source.names():
         assert torch.equal(copy.get(name).view(torch.uint8), source.get(name).view(torch.uint8))
     assert len(copy.files()) > 3
-    assert hashes == {p.name: hashing.sha256_of(p) for p in (tmp_path / "out").iterdir()}
+    assert hashes == {p.name: hashing.hash_of_file(p) for p in (tmp_path / "out").iterdir()}
     before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (folder, tmp_path / "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     assert (

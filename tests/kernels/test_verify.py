@@ -5,7 +5,6 @@ On a GPU the bits are unpacked, packed and multiplied there; on a CPU unpacked a
 
 from __future__ import annotations
 
-import hashlib
 import json
 import random
 from pathlib import Path
@@ -16,6 +15,7 @@ from torch import Tensor
 
 from quantkit import pipeline
 from quantkit.checkpoint import Checkpoint
+from quantkit.hashing import hash_of_file
 from quantkit.kernels import loader
 from quantkit.recipe import from_mapping
 from quantkit.report import REPORT
@@ -69,7 +69,7 @@ def with_flipped(folder: Path, suffix: str, place: float, device: str) -> Verifi
     before = (folder / REPORT).read_bytes()
     edit(folder, MODULE, change)
     report = recorded(folder)
-    report["files"] |= {p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in folder.glob("*.safetensors")}
+    report["files"] |= {p.name: hash_of_file(p) for p in folder.glob("*.safetensors")}
     (folder / REPORT).write_text(json.dumps(report))
     found = verify(folder, device=device)
     edit(folder, MODULE, change)
