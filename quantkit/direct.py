@@ -29,7 +29,8 @@ from quantkit.hashing import Hash
 
 T = TypeVar("T")
 
-#: Bytes of one request to the disk: as many as `room` gives pages of their own, whose addresses suit every disk.
+#: Bytes that are asked for at once, or gathered to be written: as many as `room` gives pages of their own, whose
+#: addresses suit every disk.
 PIECE = room.LARGE
 #: Pieces that are read before they are asked for.
 AHEAD = 2
@@ -104,9 +105,8 @@ class Written:
         Both raise what went wrong behind the writing.
         """
         self._settle()
-        for piece in data.split(PIECE):
-            self._busy.append(self._outlet.hasher.submit(self._seen.update, piece.numpy().data))
-            self._busy.append(self._outlet.disk.submit(self._store, piece))
+        self._busy.append(self._outlet.disk.submit(self._store, data))
+        self._busy.append(self._outlet.hasher.submit(self._seen.update, data.numpy().data))
 
     def finish(self) -> str:
         """Return the hash of all that was appended, when it is written; what follows goes through the cache."""
@@ -269,7 +269,7 @@ def outlet() -> Iterator[Outlet]:
 @contextmanager
 def inlet(paths: Mapping[str, Path], recorded: Mapping[str, object]) -> Iterator[Inlet]:
     """Yield an Inlet for the files at `paths`, by name; those of `recorded` are hashed as the hash there is."""
-    with threads(disk_source=1) as (disk,):
+    with threads(disk_source=2) as (disk,):  # one asks the disk for more as the other takes what it gave
         yield Inlet(paths, disk, recorded)
 
 

@@ -32,7 +32,7 @@ FAULT: Callable[[str, Path], None] | None = None
 
 JOURNAL = "journal.jsonl"
 LOCK = "lock"
-CHUNK = 16 * 2**20
+CHUNK = 64 * 2**20
 
 
 def write_atomic(path: Path, data: bytes) -> None:

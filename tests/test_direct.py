@@ -173,7 +173,7 @@ def test_a_tensor_of_whole_pages_is_not_copied(tmp_path: Path, monkeypatch: pyte
     first, weight = torch.ones(7 * PAGE, dtype=torch.uint8), room.empty([2 * PIECE], torch.uint8).fill_(2)
     with direct.outlet() as outlet:
         filled(tmp_path / "x", outlet, [first, weight])
-        assert taken == [outlet.memory.data_ptr(), weight.data_ptr(), weight.data_ptr() + PIECE]
+        assert taken == [outlet.memory.data_ptr(), weight.data_ptr()]
 
 
 def test_a_full_disk_is_told_by_the_next_piece_or_at_the_end(tmp_path: Path, data: bytes) -> None:
