@@ -4,8 +4,9 @@ Prints one JSON object. `first_use`: seconds that a process' first large weight 
 weights a second for one `[14336, 4096]` record, on one thread. `folders`: bytes of packed weights read a second, from
 one interchange layout into each other and back, each in a fresh process, so that the peak memory is its own, after it
 has loaded what packing needs; `busy` is how much of the time of all processors that it may use (`threads`) it took.
-What is read lies on the disk and not in the page cache, like a model that is larger than the memory; what is written is
-synced. `copy` does no more than that with the same bytes, through the page cache, reading and writing at once; so does
+`larger_gb_s` counts the larger of what is read and what is written, and so do the shares of copies, which write what
+they read. What is read lies on the disk and not in the page cache, like a model that is larger than the memory; what is
+written is synced. `copy` does no more than that with the same bytes, through the page cache, reading and writing at once; so does
 `copy into touched memory`, right after as much memory was used and given back, since the host of a virtual machine
 gives it slowly, and the system's own command, `cp into touched memory`. `disk` does it past the cache, which is what
 the disk itself gives; `disk with hashes` also hashes what it reads and what it writes, each in a thread, as a report
@@ -115,7 +116,7 @@ def folders(work: Path, wanted: list[str], modules: int) -> dict[str, dict[str, 
             found[key] = {unit: statistics.median(one[unit] for one in same) for unit in same[0]}
         for key in [key for key in found if key.endswith(f" {label}") and "-to-" in key]:
             for copy in COPIES:
-                share = found[key]["gb_s"] / found[f"{copy} {label}"]["gb_s"]
+                share = found[key]["larger_gb_s"] / found[f"{copy} {label}"]["gb_s"]
                 found[key][f"of {copy}"] = round(share, 2)
         shutil.rmtree(hub)
     return found
@@ -247,8 +248,8 @@ def _converted(source: Path, out: Path, target: str) -> dict[str, float]:
     argv = [sys.executable, __file__, "--convert", str(source), str(out), target]
     done = subprocess.run(argv, check=True, capture_output=True, text=True)
     seconds, busy, before, peak = map(float, done.stdout.split())
-    found = {"gb_s": round(_size(source) / 1e9 / seconds, 3), "busy": round(busy, 2)}
-    found["peak_mb"] = round((peak - before) / 1e3)
+    rates = [round(size / 1e9 / seconds, 3) for size in (_size(source), max(_size(source), _size(out)))]
+    found = {"gb_s": rates[0], "larger_gb_s": rates[1], "busy": round(busy, 2), "peak_mb": round((peak - before) / 1e3)}
     print(source.name, target, found, file=sys.stderr)
     return found
 

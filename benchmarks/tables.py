@@ -13,6 +13,7 @@ from pathlib import Path
 #: What of a copy and of a conversion is printed: a column, and the figure in it.
 STREAMING = {
     "GB/s": "gb_s",
+    "of the larger folder": "larger_gb_s",
     "of a plain copy": "of copy",
     "of one into touched memory": "of copy into touched memory",
     "of cp into touched memory": "of cp into touched memory",

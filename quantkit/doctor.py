@@ -27,6 +27,7 @@ PYTHON = ((3, 10), (3, 14))
 #: What quantkit does not work without, with the lowest version of each; pyproject.toml says the same (a test compares).
 REQUIRED = {
     "accelerate": "1.1",
+    "blake3": "1.0",
     "click": "8.1",
     "datasets": "3.2",
     "huggingface-hub": "1.0",

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from quantkit import hashing, storage
-from quantkit.direct import Outlet, Written
+from quantkit.direct import PAGE, Outlet, Written
 from quantkit.errors import CheckpointError
 from quantkit.headers import DTYPE_NAMES
 
-#: Bytes of a header with its length, padded with spaces.
+#: Bytes of a header with its length, padded with spaces; and of a tensor that is not small.
 RESERVED = 64 * 2**10
 _METADATA = {"__metadata__": {"format": "pt"}}
 
@@ -29,8 +29,9 @@ _METADATA = {"__metadata__": {"format": "pt"}}
 class Contents:
     """Dtypes and shapes of a file's tensors by name, in the order of `add`, and the bytes that they take (`size`).
 
-    Tensors lie gap-free in this order, but for those whose size is not a multiple of 8 bytes: these (small ones, in
-    practice) come last, by their dtypes' sizes, because readers need every tensor aligned to its dtype.
+    Tensors lie gap-free in this order, but for these, which come last, by their dtypes' sizes: those whose size is not
+    a multiple of 8 bytes (small ones, in practice), because readers need every tensor aligned to its dtype; and small
+    ones that are not whole pages, because behind them a disk takes no tensor from where it lies.
     """
 
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
@@ -49,8 +50,8 @@ class Contents:
 
     def waiting(self) -> list[str]:
         """Return the names of the tensors that come last, in their order."""
-        odd = [name for name, (dtype, shape) in self.tensors.items() if prod(shape) * dtype.itemsize % 8]
-        return sorted(odd, key=lambda name: -self.tensors[name][0].itemsize)
+        late = [name for name, (dtype, shape) in self.tensors.items() if _comes_last(prod(shape) * dtype.itemsize)]
+        return sorted(late, key=lambda name: -self.tensors[name][0].itemsize)
 
     def header(self) -> bytes:
         """Return the file's first `RESERVED` bytes."""
@@ -93,7 +94,7 @@ class TensorFile:
             what = "already has" if name in self.contents.tensors else "has no room in its header for"
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         self.contents.add(name, tensor.dtype, tuple(tensor.shape))
-        if tensor.numel() * tensor.dtype.itemsize % 8:
+        if _comes_last(tensor.numel() * tensor.dtype.itemsize):
             self._waiting[name] = tensor.detach().cpu().clone()
         else:
             self._append(tensor)
@@ -120,6 +121,10 @@ class TensorFile:
             self._written.write(data)
         else:
             storage.write(self._file, data.numpy().data, self.path)
+
+
+def _comes_last(size: int) -> bool:
+    return size % 8 > 0 or (size % PAGE > 0 and size < RESERVED)
 
 
 def _entry_room(name: str) -> int:

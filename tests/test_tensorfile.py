@@ -9,10 +9,11 @@ import torch
 from safetensors.torch import load_file
 
 from quantkit import direct
+from quantkit.direct import PAGE
 from quantkit.errors import CheckpointError
 from quantkit.hashing import hash_of
 from quantkit.headers import DTYPES, read_header
-from quantkit.tensorfile import Contents, TensorFile
+from quantkit.tensorfile import RESERVED, Contents, TensorFile
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -44,6 +45,19 @@ def test_odd_sizes_stay_aligned_for_every_reader(tmp_path: Path) -> None:
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor)
         assert infos[name].start % tensor.dtype.itemsize == 0
+
+
+def test_small_tensors_do_not_push_large_ones_off_the_places_a_disk_takes(tmp_path: Path) -> None:
+    file, large = TensorFile(tmp_path / "x"), torch.zeros(30 * PAGE, dtype=torch.uint8)
+    sizes = {"shape": 2, "norm": 896, "scales": 2 * PAGE // 8, "gate": RESERVED // 8 + 1}
+    for name, size in sizes.items():
+        file.add(name, torch.full((size,), size))
+        file.add(f"{name} behind", large)
+    file.close()
+    start = {name: info.start for name, info in read_header(tmp_path / "x")[0].items()}
+    assert [start[f"{name} behind"] % PAGE for name in sizes] == [0, 0, 0, 8]
+    assert start["scales"] < start["scales behind"] < start["gate behind"] < start["norm"] == start["shape"] + 16
+    assert all(torch.equal(load_file(tmp_path / "x")[name], torch.full((n,), n)) for name, n in sizes.items())
 
 
 def test_a_waiting_tensor_is_not_changed_from_outside(tmp_path: Path) -> None:
