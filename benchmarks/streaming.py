@@ -6,12 +6,12 @@ one interchange layout into each other and back, each in a fresh process, so tha
 has loaded what packing needs; `busy` is how much of the time of all processors that it may use (`threads`) it took.
 `larger_gb_s` counts the larger of what is read and what is written, and so do the shares of copies, which write what
 they read. What is read lies on the disk and not in the page cache, like a model that is larger than the memory; what is
-written is synced. `copy` does no more than that with the same bytes, through the page cache, reading and writing at once; so does
-`copy into touched memory`, right after as much memory was used and given back, since the host of a virtual machine
-gives it slowly, and the system's own command, `cp into touched memory`. `disk` does it past the cache, which is what
-the disk itself gives; `disk with hashes` also hashes what it reads and what it writes, each in a thread, as a report
-demands. All are measured between the others. Folders are medians of five, since what a disk and a host give changes
-from one second to the next.
+written is synced. `copy` does no more than that with the same bytes, through the page cache, reading and writing at
+once; so does `copy into touched memory`, right after as much memory was used and given back, since the host of a
+virtual machine gives it slowly, and the system's own command, `cp into touched memory`. `disk` does it past the cache,
+which is what the disk itself gives; `disk with hashes` also hashes what it reads and what it writes, each in a thread,
+as a report demands. All are measured between the others. Folders are medians of five, since what a disk and a host give
+changes from one second to the next.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, uint32, uint64
+from numba import njit, uint8, uint16, uint32, uint64
 from numba.core import cgutils, types
 from numba.core.caching import FunctionCache
 from numba.extending import intrinsic
 
-_ZERO, _EVERY = np.uint64(0), np.uint64(2**64 - 1)
+_ZERO, _NONE, _EVERY = np.uint64(0), np.uint32(0), np.uint64(2**64 - 1)
 #: The first of each two bytes, pairs of bytes, and fours.
 _BYTES, _PAIRS, _FOURS = np.uint64(0x00FF00FF00FF00FF), np.uint64(0x0000FFFF0000FFFF), np.uint64(0xFFFFFFFF)
 #: Eights that go through two steps of a loop at a time.
@@ -320,21 +320,27 @@ def unstream(codes, words, bits):
 
 
 @_compiled
-def sparse(quads, table, kept, codes):
-    """Fill `kept` (uint16) and `codes` (uint8) with what `table` has for `quads`, four values below 16 as a uint32.
+def sparse(quads, zero, cases, kept, codes):
+    """Fill `kept` (uint16) with two bytes of each of `quads`, four below 16 as a uint32, and `codes` (uint8).
 
-    By these values, the third before the second, the table has the two that are kept, and the code above them. Return
-    whether all codes are other than 0.
+    Bit i of a number says that byte i is not that of `zero` (uint32); the code, which says what is kept, is the
+    number's four bits of `cases` (uint64). Return whether all codes are other than 0. In 32 bits, and without a table
+    in memory, so that one instruction does as much for several quads.
     """
-    wrong = 0
+    wrong, low, high = _NONE, uint32(cases & _FOURS), uint32(cases >> uint64(32))
     for i in range(len(quads)):
         quad = quads[i]
-        found = table[(quad >> uint32(12) | quad) & uint32(0xFFFF)]
-        kept[i] = found & uint32(0xFFFF)
-        code = found >> uint32(16)
-        codes[i] = code
-        wrong += code == 0
-    return wrong == 0
+        which = uint32(uint32((quad ^ zero) + uint32(0x7F7F7F7F)) >> uint32(7)) & uint32(0x01010101)
+        which = uint32(which | which >> uint32(7))
+        which = uint32((which | which >> uint32(14)) & uint32(15))
+        eight = high if which & uint32(8) else low
+        code = uint32(eight >> uint32(uint32(which & uint32(7)) << uint32(2))) & uint32(15)
+        first = uint32(quad >> uint32(uint32(code & uint32(3)) << uint32(3))) & uint32(0xFF)
+        second = uint32(quad >> uint32(uint32(code >> uint32(2)) << uint32(3)))
+        kept[i] = uint16(first | second << uint32(8))
+        codes[i] = uint8(code)
+        wrong |= uint32(code == _NONE)
+    return wrong == _NONE
 
 
 @_compiled

@@ -34,6 +34,11 @@ def uint64(value: int) -> Any:
     return np.uint64(value)
 
 
+def uint32(value: int) -> Any:
+    """Return an integer that loops take for one of 32 bits without a sign."""
+    return np.uint32(value)
+
+
 @cache
 def _compiled() -> Any:
     try:

@@ -96,12 +96,13 @@ def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     n, k = values.shape
     kept = room.empty((n, k // 2), torch.uint8, values.device)
     codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
-    table = _compressed(zero, values.device)
     if compiled := loops.compiled_for(values):
-        places = loops.unsigned(room.aligned(values, torch.int32), 32), loops.unsigned(table, 32)
-        if not compiled.sparse(*places, loops.unsigned(kept, 16), loops.unsigned(codes, 8)):
+        quads, places = loops.unsigned(room.aligned(values, torch.int32), 32), loops.unsigned(codes, 8)
+        cases = loops.uint64(sum(code << 4 * case for case, code in enumerate(CODES)))
+        if not compiled.sparse(quads, loops.uint32(zero * 0x01010101), cases, loops.unsigned(kept, 16), places):
             sparsity.check(values, zero)  # which names the first one
         return kept, codes
+    table = _compressed(zero, values.device)
     for some, two, code in pieces(k, room.aligned(values), kept, codes):
         quad = some.view(-1).view(torch.int32)
         quad = (quad >> 12).bitwise_or_(quad).bitwise_and_(0xFFFF)
