@@ -22,28 +22,11 @@ from quantkit.headers import RECIPE, dump_json
 from quantkit.items import Commit, Item, Packed
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.config import Schemes
+from quantkit.provenance import source_hashes
 from quantkit.recipe import Pruning, Recipe
 from quantkit.report import REPORT, model_card, peak_memory
 from quantkit.report import load as load_report
 from quantkit.writer import CheckpointWriter
-
-
-def require_unchanged(sources: Mapping[str, str], before: Mapping[str, Any]) -> None:
-    """Refuse weight files that are not those of the report beside them: dense tensors have no digest of their own."""
-    for name, digest in sources.items():
-        if name.endswith(".safetensors") and before.get("files", {}).get(name, digest) != digest:
-            raise CheckpointError(
-                f"{name}: its hash is not the one that {REPORT} lists, the file was changed: restore it, or remove the "
-                "report if that was meant"
-            )
-
-
-def source_hashes(src: Checkpoint) -> dict[str, str]:
-    """Return the hashes of a source's files, after `require_unchanged`."""
-    before = load_report(src.path)
-    hashes = src.hashes(before.get("files"))
-    require_unchanged(hashes, before)
-    return hashes
 
 
 def write(

@@ -26,9 +26,10 @@ from quantkit.items import Commit, Item
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.config import Schemes
 from quantkit.models import Model, tokenizer
-from quantkit.output import finish, publish_complete, require_unchanged, source_hashes, write
+from quantkit.output import finish, publish_complete, write
 from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
+from quantkit.provenance import kinds, require_unchanged, source_hashes, stated
 from quantkit.recipe import Goal, Pruning, Recipe, label
 from quantkit.repack import outcome, repacked, rounded_again, schemes_of
 from quantkit.report import heading, phases
@@ -183,7 +184,7 @@ def pack(
     planned.require()
     for notice in planned.notices:
         progress.note(notice)
-    before = load_report(src.path)
+    before, known_files = load_report(src.path), stated(src)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
     schemes, known = schemes_of(src, planned), list(src.notices)
     with (
@@ -203,10 +204,10 @@ def pack(
         report = _restated_facts(checkpoint, before, planned, schemes, known, sources)
         names = src.logical()
         bar = progress.bar(names, "pack", len(names))
-        with closing(repacked(src, bar, planned, recorded, requantize, before.get("files", {}), sources)) as items:
+        with closing(repacked(src, bar, planned, recorded, requantize, kinds(known_files), sources)) as items:
             layers = write(items, writer, src, report)
         report["layers"], report["source"]["files"] = layers, sources
-        require_unchanged(sources, before)
+        require_unchanged(sources, known_files)
         for line in [line for line in src.notices if line not in known]:  # found in the data
             progress.note(line)
         for line in (lost := rounded_again(layers, recorded)):

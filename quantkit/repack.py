@@ -65,10 +65,10 @@ def repacked(
     """Yield the tensors `names` (`src.logical()`, in that order), packed ones as `planned`.
 
     Until the next is asked for, one thread reads what follows and others pack it, a weight each. `recorded` has the
-    facts of each linear from the source's report, `files` the hashes there. `hashes` becomes what `src.hashes(files)`
-    returns: files are hashed piece by piece behind the reading, so that a disk gives each byte once. LayoutError,
-    naming the weight, where its data cannot be stated so and `requantize` does not allow to round it again;
-    CheckpointError for a damaged one.
+    facts of each linear from the source's report, `files` the hashes stated of its files. `hashes` becomes what
+    `src.hashes(files)` returns: files are hashed piece by piece behind the reading, so that a disk gives each byte
+    once. LayoutError, naming the weight, where its data cannot be stated so and `requantize` does not allow to round
+    it again; CheckpointError for a damaged one.
     """
     if not recorded:
         src.notices.extend(_trusted(src))

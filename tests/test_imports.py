@@ -33,7 +33,7 @@ ROWS = [
     ["skeleton", "models"],
     [
         *("memory", "misfits", "plan", "inspection", "solve", "calibrate", "output", "repack", "verify", "evaluate"),
-        *("packed", "hf", "loading"),
+        *("packed", "hf", "loading", "provenance"),
     ],
     ["pipeline", "api", "bench", "outline", "turns", "decoding"],
     ["demo", "doctor", "cli", "__main__"],
@@ -72,6 +72,7 @@ NEIGHBOURS = {
         ("loading", "hf"),
         ("plan", "memory"),
         ("plan", "misfits"),
+        ("output", "provenance"),
         ("repack", "plan"),
         ("repack", "output"),
         ("repack", "solve"),
