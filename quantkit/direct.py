@@ -155,9 +155,13 @@ class _Source:
             bypass(file)
             return read_at(file, at, memory.numpy().data, self.path)
 
+    def is_far(self, start: int) -> bool:
+        """Return whether at least a piece lies between what is hashed and offset `start`."""
+        return start >= self._hashed + PIECE
+
     def follow(self, start: int, data: Tensor) -> bool:
         """Hash bytes from offset `start` on and return whether this was done: if less than a piece lies before them."""
-        if start >= self._hashed + PIECE or start + len(data) <= self._hashed:
+        if self.is_far(start) or start + len(data) <= self._hashed:
             return False
         self.catch_up(start)
         self.seen.update(data[self._hashed - start :].numpy().data)
@@ -197,7 +201,8 @@ class Inlet:
     def __init__(self, paths: Mapping[str, Path], disk: Executor, recorded: Mapping[str, object]) -> None:
         self._sources = {name: _Source(path, recorded.get(name)) for name, path in paths.items()}
         self._disk = disk
-        self._small = room.empty([PIECE], torch.uint8)
+        self._small, self._far = room.empty([PIECE + BLOCK], torch.uint8).split(PIECE)
+        self._far_from: tuple[_Source, int] | None = None
         self._free = [room.empty([PIECE], torch.uint8) for _ in range(AHEAD)]
         self._ahead: deque[_Piece] = deque()
 
@@ -206,6 +211,8 @@ class Inlet:
         source, end = self._sources[name], start + size
         first = start - start % BLOCK
         span = -(-(end - first) // BLOCK) * BLOCK
+        if span == BLOCK and source.is_far(first):
+            return self._far_block(source, first, end)[start - first : end - first].clone()
         memory = self._small[:span] if span <= PIECE else room.empty([span], torch.uint8)
         self._bring(source, start, end, memory)
         data = memory[start - first : end - first]
@@ -216,6 +223,14 @@ class Inlet:
         for source in self._sources.values():
             source.catch_up(source.size)
         return {name: source.seen.text() for name, source in self._sources.items()}
+
+    def _far_block(self, source: _Source, first: int, end: int) -> Tensor:
+        """Return a block that does not come next, `[BLOCK]`; it is kept, since small tensors lie there side by side."""
+        if self._far_from != (source, first) or end > source.size:
+            self._far_from = None
+            self._bring(source, first, max(end, min(first + BLOCK, source.size)), self._far)
+            self._far_from = source, first
+        return self._far
 
     def _bring(self, source: _Source, start: int, end: int, memory: Tensor) -> None:
         """Fill `memory` with a file's bytes from the block of offset `start` to `end`, and hash them in passing.

@@ -29,7 +29,7 @@ from quantkit.models import Model, tokenizer
 from quantkit.output import finish, publish_complete, write
 from quantkit.plan import Plan, plan_pack, plan_quantize
 from quantkit.progress import Progress
-from quantkit.provenance import kinds, require_unchanged, source_hashes, stated
+from quantkit.provenance import digests, require_unchanged, source_hashes, stated
 from quantkit.recipe import Goal, Pruning, Recipe, label
 from quantkit.repack import outcome, repacked, rounded_again, schemes_of
 from quantkit.report import heading, phases
@@ -204,7 +204,7 @@ def pack(
         report = _restated_facts(checkpoint, before, planned, schemes, known, sources)
         names = src.logical()
         bar = progress.bar(names, "pack", len(names))
-        with closing(repacked(src, bar, planned, recorded, requantize, kinds(known_files), sources)) as items:
+        with closing(repacked(src, bar, planned, recorded, requantize, digests(known_files), sources)) as items:
             layers = write(items, writer, src, report)
         report["layers"], report["source"]["files"] = layers, sources
         require_unchanged(sources, known_files)

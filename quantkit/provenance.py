@@ -45,7 +45,7 @@ def stated(src: Checkpoint) -> dict[str, Stated]:
     return found
 
 
-def kinds(known: Mapping[str, Stated]) -> dict[str, object]:
+def digests(known: Mapping[str, Stated]) -> dict[str, object]:
     """Return the hashes alone, for `Checkpoint.hashes` and what else takes recorded ones."""
     return {name: entry.digest for name, entry in known.items()}
 
@@ -62,7 +62,7 @@ def require_unchanged(sources: Mapping[str, str], known: Mapping[str, Stated]) -
 def source_hashes(src: Checkpoint) -> dict[str, str]:
     """Return the hashes of a source's files, after `require_unchanged`."""
     known = stated(src)
-    hashes = src.hashes(kinds(known))
+    hashes = src.hashes(digests(known))
     require_unchanged(hashes, known)
     return hashes
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 from collections.abc import Iterator
+from io import FileIO
 from itertools import pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -192,6 +193,32 @@ def test_a_full_disk_is_told_by_the_next_piece_or_at_the_end(tmp_path: Path, dat
                 for _ in range(pieces):
                     written.write(torch.zeros(PIECE, dtype=torch.uint8))
                 written.finish()
+
+
+def test_small_parts_side_by_side_far_behind_are_read_once_and_again_after_an_error(
+    file: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    real = direct.read_at
+
+    def read_at(opened: FileIO, start: int, into: memoryview, path: Path) -> int:
+        asked.append(start)
+        if len(asked) == 2:
+            raise CheckpointError("the disk fails")
+        return real(opened, start, into, path)
+
+    monkeypatch.setattr(direct, "read_at", read_at)
+    first, second = 3 * PIECE, 3 * PIECE + BLOCK
+    with direct.inlet({"x": file}, {}) as inlet:
+        for start in (first, first + 16, first + BLOCK - 16):
+            assert inlet.read("x", start, 16).numpy().tobytes() == data[start : start + 16]
+        assert asked == [first]
+        with pytest.raises(CheckpointError, match="the disk fails"):
+            inlet.read("x", second, 16)
+        for start in (second + 16, first + 32, second):
+            assert inlet.read("x", start, 16).numpy().tobytes() == data[start : start + 16]
+        assert asked == [first, second, second, first, second]
+        assert inlet.hashes() == {"x": hash_of(data)}
 
 
 @pytest.mark.parametrize("left", [0, 5, PIECE, PIECE + 5])
