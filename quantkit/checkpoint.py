@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit import direct, hashing, headers, storage
+from quantkit import hashing, headers, inlet, storage
 from quantkit.errors import CheckpointError, LayoutError, reason
 from quantkit.headers import AGAIN, TensorInfo, inside, read_header, shown
 from quantkit.items import Item
@@ -84,7 +84,7 @@ class Checkpoint:
 
     def __init__(self, folder: Path | str, trust_remote_code: bool = False) -> None:
         self.path = Path(os.path.realpath(folder))
-        self._inlet: direct.Inlet | None = None
+        self._inlet: inlet.Inlet | None = None
         self.notices: list[str] = []
         if not self.path.is_dir():
             raise CheckpointError(f"{folder} is no folder: give a model's folder or hub id")
@@ -103,6 +103,7 @@ class Checkpoint:
         stated, where = self._quantization_config(listing)
         self.stated = stated
         self.layout, self.schemes = dense if stated is None else read_config(stated, self.path / where)
+        self._sizes: dict[str, tuple[int, int]] = {}
         self._modules = self._find_modules()
         self._owner = {name: m for m, parts in self._modules.items() for name in parts.values()}
         self._padded = self._true_shapes()
@@ -128,12 +129,11 @@ class Checkpoint:
         """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened."""
         shard, info = self._at(name)
         if self._inlet is not None:
-            self._unchanged(shard)
             data = self._inlet.read(shard.name, info.start, info.end - info.start)
             data = data.clone() if info.start % _ALIGNED else data
         else:
             with storage.open_regular(shard.path) as file:
-                self._same(shard, _stamp(os.fstat(file.fileno())))
+                self._same(shard, inlet.stamp(os.fstat(file.fileno())))
                 data = storage.read_exactly(file, info.start, info.end - info.start, shard.path)
         return data.view(info.dtype).reshape(info.shape)
 
@@ -154,6 +154,8 @@ class Checkpoint:
 
         CheckpointError if these are not all of one weight in the layout that config.json states.
         """
+        if module in self._sizes:
+            return self._sizes[module]
         layout, scheme, parts = self._packed(module)
         shapes = {suffix: self._in_words(name) for suffix, name in parts.items()}
         with _of_file(self.path, module):
@@ -166,6 +168,7 @@ class Checkpoint:
                     raise LayoutError(
                         f"tensor {suffix!r} must have shape {list(shape)}, it has {list(found)}: {DAMAGED}"
                     )
+        self._sizes[module] = n, k
         return n, k
 
     def true_size(self, module: str) -> tuple[int, int]:
@@ -257,13 +260,14 @@ class Checkpoint:
         return {name: hashing.hash_of_file(path, like.get(name)) for name, path in self.sources().items()}
 
     @contextmanager
-    def in_passing(self, recorded: Mapping[str, object]) -> Iterator[direct.Inlet]:
+    def in_passing(self, recorded: Mapping[str, object]) -> Iterator[inlet.Inlet]:
         """Inside, tensors are read past the page cache; yields what reads them.
 
         Its `hashes` are what those here are, and of what was read: a disk gives each byte once.
         """
-        with direct.inlet(self.sources(), recorded) as self._inlet:
+        with inlet.opened(self.sources(), recorded) as self._inlet:
             try:
+                self.require_unchanged()
                 yield self._inlet
             finally:
                 self._inlet = None
@@ -274,8 +278,8 @@ class Checkpoint:
             self._unchanged(shard)
 
     def sources(self) -> dict[str, Path]:
-        """Return file name -> real path of the shards and config.json."""
-        return {shard.name: shard.path for shard in (self._config_file, *self._shards)}
+        """Return file name -> real path of the shards, in their order, and config.json."""
+        return {shard.name: shard.path for shard in (*self._shards, self._config_file)}
 
     @property
     def dtype_of_model(self) -> torch.dtype:
@@ -372,7 +376,7 @@ class Checkpoint:
 
     def _same(self, shard: _File, stamp: tuple[int, ...]) -> None:
         if stamp != shard.stamp:
-            raise CheckpointError(f"{self.path / shard.name}: changed while it was in use: run again")
+            raise CheckpointError(f"{self.path / shard.name}: {inlet.CHANGED}")
 
     def _at(self, name: str) -> tuple[_File, TensorInfo]:
         if name not in self._where:
@@ -392,8 +396,4 @@ def _of_file(folder: Path, module: str) -> Iterator[None]:
 def _stamped(folder: Path, name: str) -> _File:
     path = inside(folder, name)
     with storage.guarded(path):
-        return _File(name, path, _stamp(os.stat(path)))
-
-
-def _stamp(found: os.stat_result) -> tuple[int, ...]:
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        return _File(name, path, inlet.stamp(os.stat(path)))

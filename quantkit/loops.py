@@ -8,13 +8,13 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 #: Bytes from which on they are worth their loading; of a sixteenth, once they are loaded, their use.
 LARGE = 2**20
 _MODULE = "quantkit.compiled"
+_UNSIGNED = {8: np.uint8, 16: np.uint16, 32: np.uint32, 64: np.uint64}
 
 
 def compiled_for(tensor: Tensor) -> Any:
@@ -25,8 +25,8 @@ def compiled_for(tensor: Tensor) -> Any:
 
 def unsigned(tensor: Tensor, bits: int) -> NDArray[Any]:
     """Return the memory of a contiguous tensor as flat unsigned integers of `bits`, of which it must be whole ones."""
-    dtype = {8: torch.uint8, 16: torch.uint16, 32: torch.uint32, 64: torch.uint64}[bits]
-    return tensor.view(-1).view(dtype).numpy()
+    assert tensor.is_contiguous()  # else this would be a copy
+    return tensor.numpy().reshape(-1).view(_UNSIGNED[bits])
 
 
 def uint64(value: int) -> Any:

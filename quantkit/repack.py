@@ -33,6 +33,10 @@ from quantkit.tensor import Digest, QuantizedTensor, Scheme
 #: Beyond this many threads that pack, one that reads and one that writes, both with a hash, are no faster.
 MOST = 3
 
+#: Bytes of small tensors that are read, or packed, at a time: each handing over to another thread takes as long as
+#: packing some ten thousand codes.
+TOGETHER = 4 * 2**20
+
 #: Codes that are unpacked and packed at a time, or some more: what stays in a processor's cache.
 CODES = 2**21
 
@@ -64,11 +68,11 @@ def repacked(
 ) -> Generator[Item, None, None]:
     """Yield the tensors `names` (`src.logical()`, in that order), packed ones as `planned`.
 
-    Until the next is asked for, one thread reads what follows and others pack it, a weight each. `recorded` has the
-    facts of each linear from the source's report, `files` the hashes stated of its files. `hashes` becomes what
-    `src.hashes(files)` returns: files are hashed piece by piece behind the reading, so that a disk gives each byte
-    once. LayoutError, naming the weight, where its data cannot be stated so and `requantize` does not allow to round
-    it again; CheckpointError for a damaged one.
+    Until the next is asked for, one thread reads what follows and others pack it, a weight or several small ones each.
+    `recorded` has the facts of each linear from the source's report, `files` the hashes stated of its files. `hashes`
+    becomes what `src.hashes(files)` returns: files are hashed piece by piece behind the reading, so that a disk gives
+    each byte once. LayoutError, naming the weight, where its data cannot be stated so and `requantize` does not allow
+    to round it again; CheckpointError for a damaged one.
     """
     if not recorded:
         src.notices.extend(_trusted(src))
@@ -76,25 +80,41 @@ def repacked(
     modules = {f"{module}.weight": module for module in src.modules()}
     sizes = {name: sum(map(src.nbytes, src.parts(module).values())) for name, module in modules.items()}
     count = 1 if requantize else packers()
-    ahead = (count + 1) * max(sizes.values(), default=0)
+    ahead = (count + 1) * max(TOGETHER, *sizes.values())
 
-    def read(name: str) -> list[Any]:
-        return [src.stored(modules[name]) if name in modules else src.get(name)]
+    def read(some: list[str]) -> deque[Any]:
+        found = deque[Any]()
+        for name in some:
+            try:
+                found.append(src.stored(modules[name]) if name in modules else src.get(name))
+            except QuantkitError as error:  # told in its turn
+                found.append(error)
+                break
+        return found
 
-    def packed(name: str, coming: Future[list[Any]]) -> tuple[Item, list[str]]:
+    def packed(some: list[str], coming: Future[deque[Any]]) -> tuple[deque[Item], list[str]]:
         notices: list[str] = []
-        tensors = coming.result().pop()  # a future keeps what it gave
+        items, found = deque[Item](), coming.result()
+        for name in some:
+            value = found.popleft()  # a future keeps what it gave
+            if isinstance(value, QuantkitError):
+                raise value
+            items.append(one(name, value, notices) if name in modules else Item(name, value))
+            del value
+        return items, notices
+
+    def one(name: str, tensors: dict[str, Tensor], notices: list[str]) -> Item:
         row, before = rows[modules[name]], recorded.get(modules[name], {})
         if (same := _by_rows(src, tensors, before.get("digest"), row, layout, notices)) is not None:
-            return Item(name, same, {key: value for key, value in before.items() if key != "true_shape"}), notices
+            return Item(name, same, {key: value for key, value in before.items() if key != "true_shape"})
         q = src.record(modules[name], tensors, notices)
-        del tensors
+        tensors.clear()
         digest = _intact(name, q, before.get("digest"))
         notices += _rows_lost(name, q)
         with about(name):
             value, facts = _as_planned(src, q, before, row, requantize)
             digest = digest if value is q else value.digest()
-            return Item(name, Packed(value.scheme, value.shape, layout.pack(value), digest), facts), notices
+            return Item(name, Packed(value.scheme, value.shape, layout.pack(value), digest), facts)
 
     with (
         # What is rounded again wants torch's threads, and numbers that do not depend on how they are shared.
@@ -102,27 +122,36 @@ def repacked(
         src.in_passing(files) as inlet,
         direct.threads(pack=count, read=1) as (packing, reading),
     ):
-        waiting: deque[tuple[str, int, Future[Any]]] = deque()
+        waiting: deque[tuple[int, Future[tuple[deque[Item], list[str]]]]] = deque()
 
-        def next_one() -> Item:
-            name, _, done = waiting.popleft()
-            found = direct.result_of(done)
-            if name not in modules:
-                return Item(name, found.pop())
-            src.notices.extend(line for line in found[1] if line not in src.notices)
-            return found[0]
+        def next_ones() -> Iterator[Item]:
+            found, notices = direct.result_of(waiting.popleft()[1])
+            src.notices.extend(line for line in notices if line not in src.notices)
+            while found:
+                yield found.popleft()
 
-        for name in names:
-            size = sizes[name] if name in modules else src.nbytes(name)
-            coming = reading.submit(read, name)
-            waiting.append((name, size, packing.submit(packed, name, coming) if name in modules else coming))
-            del coming
-            while len(waiting) > count + 1 or sum(some for _, some, _ in waiting) > ahead:
-                yield next_one()
+        for size, some in _together((sizes.get(name) or src.nbytes(name), name) for name in names):
+            waiting.append((size, packing.submit(packed, some, reading.submit(read, some))))
+            while len(waiting) > count + 1 or sum(some for some, _ in waiting) > ahead:
+                yield from next_ones()
         while waiting:
-            yield next_one()
+            yield from next_ones()
         hashes |= inlet.hashes()
     src.require_unchanged()  # so these are the hashes of what was read
+
+
+def _together(sized: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]]:
+    """Yield names in their order, as many as have TOGETHER bytes or one that has more, and these bytes before them."""
+    some: list[str] = []
+    total = 0
+    for size, name in sized:
+        if some and total + size > TOGETHER:
+            yield total, some
+            some, total = [], 0
+        some.append(name)
+        total += size
+    if some:
+        yield total, some
 
 
 def packers() -> int:

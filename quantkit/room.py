@@ -7,6 +7,7 @@ other, what one gave back is kept for the next, since huge pages too are found a
 
 from __future__ import annotations
 
+import gc
 import mmap
 import os
 import weakref
@@ -62,6 +63,12 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     return torch.frombuffer(view, dtype=dtype, count=count).view(shape)
 
 
+def raw(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, uint8 `[bytes]` on the CPU, in the order of its elements."""
+    tensor = tensor if tensor.is_cpu and not tensor.requires_grad else tensor.detach().cpu()
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def aligned(tensor: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
     """Return a tensor contiguous, and so that integers of `dtype` can be seen in it: copied if it lies between them."""
     tensor = tensor.contiguous()
@@ -70,15 +77,20 @@ def aligned(tensor: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Inside, large memory that is given back is kept for the next tensors, up to SPARE times what was in use."""
+    """Inside, large memory that is given back is kept for the next tensors, up to SPARE times what was in use.
+
+    And Python does not look through all that was there before, again and again, for what nobody refers to any more.
+    """
     global _kept
     if _kept is not None:
         yield
         return
     _kept = mine = _Kept()
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         _kept = None
         mine.blocks.clear()  # what is still in use knows it, and may live on
 

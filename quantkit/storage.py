@@ -60,7 +60,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 def save_tensor(path: Path, tensor: Tensor) -> str:
     """Write the raw bytes of a tensor as `write_atomic` does; returns their SHA-256, which `load_tensor` asks for."""
-    data = raw(tensor).numpy().data
+    data = room.raw(tensor).numpy().data
     seen = hashlib.sha256()
     with _replacing(path, needed=len(data)) as file:
         for i in range(0, len(data), CHUNK):
@@ -366,11 +366,6 @@ def remove(path: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """Return the bytes of a tensor, uint8 `[bytes]` on the CPU, in the order of its elements."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextmanager

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from xxhash import xxh3_128
 
-from quantkit import sparsity
+from quantkit import room, sparsity
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.formats import FORMATS, Format
 
@@ -195,10 +195,10 @@ class Digest:
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in order; from a GPU through a small buffer that it writes to by itself."""
-    data = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if data.device.type == "cpu":
-        yield data.numpy().data
+    if tensor.device.type == "cpu":
+        yield room.raw(tensor).numpy().data
         return
+    data = tensor.detach().contiguous().flatten().view(torch.uint8)
     buffer = torch.empty(min(PIECE, data.numel()), dtype=torch.uint8, pin_memory=True)
     for part in data.split(PIECE):
         yield buffer[: len(part)].copy_(part).numpy().data

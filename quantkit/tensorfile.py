@@ -15,13 +15,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from quantkit import hashing, storage
+from quantkit import hashing, room, storage
 from quantkit.direct import PAGE, Outlet, Written
 from quantkit.errors import CheckpointError
 from quantkit.headers import DTYPE_NAMES
 
-#: Bytes of a header with its length, padded with spaces; and of a tensor that is not small.
+#: What the bytes of a header with its length are a multiple of, padded with spaces, and all that is reserved for one
+#: that is not known before; and the bytes of a tensor that is not small.
 RESERVED = 64 * 2**10
+#: The most bytes of a header that is known before, and of the tensors that come last, which are in memory until then.
+HEADER = 4 * 2**20
+LAST = 32 * 2**20
 _METADATA = {"__metadata__": {"format": "pt"}}
 
 
@@ -34,18 +38,23 @@ class Contents:
     ones that are not whole pages, because behind them a disk takes no tensor from where it lies.
     """
 
+    most: int = RESERVED
     tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = field(default_factory=dict)
     size: int = 0
+    _last: int = 0
     _header: int = len(json.dumps(_METADATA))
 
-    def fits(self, name: str) -> bool:
-        """Return whether the header has room for one more tensor of this name."""
-        return self._header + _entry_room(name) <= RESERVED - 8
+    def fits(self, name: str, size: int) -> bool:
+        """Return whether the header has room for one more tensor of this name, and memory if it is to come last."""
+        waits = self._last + size if self._last and _comes_last(size) else 0
+        return self._header + _entry_room(name) <= self.most - 8 and waits <= LAST
 
     def add(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         """Append a tensor."""
+        size = prod(shape) * dtype.itemsize
         self.tensors[name] = dtype, shape
-        self.size += prod(shape) * dtype.itemsize
+        self.size += size
+        self._last += size if _comes_last(size) else 0
         self._header += _entry_room(name)
 
     def waiting(self) -> list[str]:
@@ -54,14 +63,15 @@ class Contents:
         return sorted(late, key=lambda name: -self.tensors[name][0].itemsize)
 
     def header(self) -> bytes:
-        """Return the file's first `RESERVED` bytes."""
+        """Return the file's first bytes, a multiple of `RESERVED`."""
         entries, end, last = {}, 0, dict.fromkeys(self.waiting())
         for name in (*(name for name in self.tensors if name not in last), *last):
             dtype, shape = self.tensors[name]
             start, end = end, end + prod(shape) * dtype.itemsize
             entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(_METADATA | entries, ensure_ascii=False, separators=(",", ":")).encode()
-        return (RESERVED - 8).to_bytes(8, "little") + text.ljust(RESERVED - 8)
+        size = -(-(8 + len(text)) // RESERVED) * RESERVED - 8
+        return size.to_bytes(8, "little") + text.ljust(size)
 
 
 class TensorFile:
@@ -73,7 +83,7 @@ class TensorFile:
 
     def __init__(self, path: Path, planned: Contents | None = None, outlet: Outlet | None = None) -> None:
         self.path = path
-        self.contents = Contents()
+        self.contents = Contents(RESERVED if planned is None else planned.most)
         self._waiting: dict[str, Tensor] = {}
         self._header = b""
         self._written: Written | None = None
@@ -90,11 +100,12 @@ class TensorFile:
         """Append a tensor; CheckpointError for a second one of its name, an unknown dtype or a full header."""
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name}: safetensors files here do not hold {tensor.dtype}: convert it first")
-        if name in self.contents.tensors or not self.contents.fits(name):
+        size = tensor.numel() * tensor.dtype.itemsize
+        if name in self.contents.tensors or not self.contents.fits(name, size):
             what = "already has" if name in self.contents.tensors else "has no room in its header for"
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         self.contents.add(name, tensor.dtype, tuple(tensor.shape))
-        if _comes_last(tensor.numel() * tensor.dtype.itemsize):
+        if _comes_last(size):
             self._waiting[name] = tensor.detach().cpu().clone()
         else:
             self._append(tensor)
@@ -104,6 +115,8 @@ class TensorFile:
         for name in self.contents.waiting():
             self._append(self._waiting[name])
         header = self.contents.header()
+        if len(header) != (len(self._header) or RESERVED):
+            raise CheckpointError(f"{self.path.name}: holds other tensors than were planned: a bug, please report it")
         with self._file, ThreadPoolExecutor(1, "quantkit-hash") as pool:
             digest = self._written.finish() if self._written is not None else ""
             found = None
@@ -116,7 +129,7 @@ class TensorFile:
             return digest if found is None else found.result()
 
     def _append(self, tensor: Tensor) -> None:
-        data = storage.raw(tensor)
+        data = room.raw(tensor)
         if self._written is not None:
             self._written.write(data)
         else:
@@ -128,5 +141,5 @@ def _comes_last(size: int) -> bool:
 
 
 def _entry_room(name: str) -> int:
-    """An upper bound of a header entry's bytes: the quoted name, a rank of at most 8, two offsets."""
-    return len(json.dumps(name, ensure_ascii=False).encode()) + 64 + 10 * 20
+    """An upper bound of a header entry's bytes: the quoted name, escaped here, a rank of at most 8, two offsets."""
+    return len(json.dumps(name)) + 64 + 10 * 20

@@ -6,8 +6,8 @@ One tensor and one shard's header are in memory. Nothing looks like a model befo
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
-from itertools import dropwhile
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.headers import INDEX, dump_json, inside, read_header
 from quantkit.items import Item, Packed
 from quantkit.layouts.protocol import Layout, Stored
-from quantkit.tensorfile import Contents, TensorFile
+from quantkit.tensorfile import HEADER, Contents, TensorFile
 
 #: The most bytes of tensors in one file, if it is not a single one.
 SHARD_BYTES = 2 * 2**30
@@ -48,7 +48,7 @@ class CheckpointWriter:
         if max_shard_bytes < 1:
             raise RecipeError(f"max_shard_size is {max_shard_bytes}: give the most bytes of one weight file, like 2GiB")
         self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
-        self._planned, self._outlet = planned, outlet
+        self._planned, self._outlet = None if planned is None else deque(planned.items()), outlet
         self._journal = partial / storage.JOURNAL
         lines = storage.read_journal(self._journal)
         self._identity = lines[0] if lines else None
@@ -166,16 +166,17 @@ class CheckpointWriter:
         return self._file
 
     def _full(self, contents: Contents, name: str, size: int) -> bool:
-        return not contents.fits(name) or 0 < contents.size > self.max_shard_bytes - size
+        return not contents.fits(name, size) or 0 < contents.size > self.max_shard_bytes - size
 
     def _contents_from(self, first: str) -> Contents | None:
         """Return what the file that begins with the tensor `first` will hold, if that was planned."""
         if self._planned is None:
             return None
-        contents = Contents()
-        for name, (dtype, shape) in dropwhile(lambda item: item[0] != first, self._planned.items()):
-            if self._full(contents, name, prod(shape) * dtype.itemsize):
-                break
+        contents, left = Contents(HEADER), self._planned
+        while left and left[0][0] != first:
+            left.popleft()
+        while left and not self._full(contents, left[0][0], prod(left[0][1][1]) * left[0][1][0].itemsize):
+            name, (dtype, shape) = left.popleft()
             contents.add(name, dtype, shape)
         return contents
 

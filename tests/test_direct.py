@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from io import FileIO
 from itertools import pairwise
 from pathlib import Path
+from threading import Event, current_thread
 from typing import BinaryIO
 
 import numpy as np
@@ -17,12 +18,13 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from quantkit import direct, room, storage
+from quantkit import direct, inlet, room, storage
 from quantkit.checkpoint import Checkpoint
 from quantkit.direct import BLOCK, PAGE, PIECE
 from quantkit.errors import CheckpointError
 from quantkit.hashing import hash_of
 from quantkit.headers import dump_json, read_header
+from quantkit.inlet import WINDOW
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.config import Schemes
 from quantkit.pipeline import pack
@@ -62,6 +64,7 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(os, "preadv", lambda fd, into, start: real(fd, [into[0][:250]], start))
         monkeypatch.setattr(direct, "PIECE", 1000)
         monkeypatch.setattr(direct, "BLOCK", 100)
+        monkeypatch.setattr(inlet, "WINDOW", 300)
     elif request.param == "larger blocks":
 
         def preadv(fd: int, into: list[memoryview], start: int) -> int:
@@ -72,15 +75,16 @@ def disk(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
         monkeypatch.setattr(os, "preadv", preadv)
         monkeypatch.setattr(direct, "PIECE", 1000)  # which no disk writes
         monkeypatch.setattr(direct, "BLOCK", 100)
+        monkeypatch.setattr(inlet, "WINDOW", 300)
         monkeypatch.setattr(direct, "PAGE", 100)
     yield
 
 
 def taken(file: Path, data: bytes, parts: list[tuple[int, int]]) -> None:
-    with direct.inlet({"x": file, "same": file}, {}) as inlet:
+    with inlet.opened({"x": file, "same": file}, {}) as reading:
         for start, size in parts:
-            assert inlet.read("x", start, size).numpy().tobytes() == data[start : start + size]
-        assert inlet.hashes() == dict.fromkeys(("x", "same"), hash_of(data))
+            assert reading.read("x", start, size).numpy().tobytes() == data[start : start + size]
+        assert reading.hashes() == dict.fromkeys(("x", "same"), hash_of(data))
 
 
 @pytest.mark.parametrize(
@@ -174,7 +178,7 @@ def test_a_tensor_of_whole_pages_is_not_copied(tmp_path: Path, monkeypatch: pyte
     first, weight = torch.ones(7 * PAGE, dtype=torch.uint8), room.empty([2 * PIECE], torch.uint8).fill_(2)
     with direct.outlet() as outlet:
         filled(tmp_path / "x", outlet, [first, weight])
-        assert taken == [outlet.memory.data_ptr(), weight.data_ptr()]
+        assert taken == [outlet.memories[0].ctypes.data, weight.data_ptr()]
 
 
 def test_a_full_disk_is_told_by_the_next_piece_or_at_the_end(tmp_path: Path, data: bytes) -> None:
@@ -195,43 +199,124 @@ def test_a_full_disk_is_told_by_the_next_piece_or_at_the_end(tmp_path: Path, dat
                 written.finish()
 
 
+def watched(monkeypatch: pytest.MonkeyPatch, seen: Callable[[Path, int], None]) -> None:
+    """Call `seen` with path and offset before each request to a disk."""
+    real = direct.read_at
+
+    def read_at(opened: FileIO, start: int, into: memoryview, path: Path) -> int:
+        seen(path, start)
+        return real(opened, start, into, path)
+
+    monkeypatch.setattr(direct, "read_at", read_at)
+
+
 def test_small_parts_side_by_side_far_behind_are_read_once_and_again_after_an_error(
     file: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
+
+    def seen(path: Path, start: int) -> None:
+        asked.append(start)
+        if asked.count(second) == 1 and start == second:
+            raise CheckpointError("the disk fails")
+
+    watched(monkeypatch, seen)
+    first, second = 3 * PIECE, 3 * PIECE + WINDOW
+    with inlet.opened({"x": file}, {}) as reading:
+        for start in (first + 16, first, first + WINDOW - 16):
+            assert reading.read("x", start, 16).numpy().tobytes() == data[start : start + 16]
+        with pytest.raises(CheckpointError, match="the disk fails"):
+            reading.read("x", second, 16)
+        for start in (second + 16, first + 32, second):
+            assert reading.read("x", start, 16).numpy().tobytes() == data[start : start + 16]
+        assert [start for start in asked if start >= first] == [first, second, second]
+        assert reading.hashes() == {"x": hash_of(data)}
+
+
+def test_files_whose_tensors_lie_by_dtype_are_read_once_but_for_the_small_ones(
+    file: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The public library sorts tensors by dtype: shapes of all weights, then the codes of all, then all scales."""
+    asked: list[int] = []
+    watched(monkeypatch, lambda path, start: asked.append(start))
+    shapes, codes, scales = 0, BLOCK + 7, 7 * PIECE
+    with inlet.opened({"x": file}, {}) as reading:
+        for i in range(100):
+            size = (scales - codes) // 100
+            for start, some in ((shapes + 16 * i, 16), (codes + i * size, size), (scales + 9000 * i, 9000)):
+                assert reading.read("x", start, some).numpy().tobytes() == data[start : start + some]
+        assert reading.hashes() == {"x": hash_of(data)}
+    pieces, windows = [start for start in asked if start % PIECE == 0], [start for start in asked if start % PIECE]
+    assert sorted(set(pieces)) == list(range(0, SIZE, PIECE))
+    assert len(asked) <= len(range(0, SIZE, PIECE)) + 3 and len(windows) <= 1
+
+
+def test_what_a_slow_disk_still_brings_of_one_file_does_not_get_into_another(
+    tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory of a piece that is no longer wanted must not be given to the next before the disk is done with it."""
+    size = 3 * PIECE
+    for name, start in (("a", 0), ("b", size)):
+        (tmp_path / name).write_bytes(data[start : start + size])
+    other_is_there, late_is_there = Event(), Event()
     real = direct.read_at
 
     def read_at(opened: FileIO, start: int, into: memoryview, path: Path) -> int:
-        asked.append(start)
-        if len(asked) == 2:
-            raise CheckpointError("the disk fails")
-        return real(opened, start, into, path)
+        late = path.name == "a" and start == 2 * PIECE
+        if late:
+            other_is_there.wait(0.5)
+        got = real(opened, start, into, path)
+        if late:
+            late_is_there.set()
+        elif current_thread().name.startswith("quantkit") and path.name == "b":  # read before it is asked for
+            other_is_there.set()
+            late_is_there.wait(1)
+        return got
 
     monkeypatch.setattr(direct, "read_at", read_at)
-    first, second = 3 * PIECE, 3 * PIECE + BLOCK
-    with direct.inlet({"x": file}, {}) as inlet:
-        for start in (first, first + 16, first + BLOCK - 16):
-            assert inlet.read("x", start, 16).numpy().tobytes() == data[start : start + 16]
-        assert asked == [first]
-        with pytest.raises(CheckpointError, match="the disk fails"):
-            inlet.read("x", second, 16)
-        for start in (second + 16, first + 32, second):
-            assert inlet.read("x", start, 16).numpy().tobytes() == data[start : start + 16]
-        assert asked == [first, second, second, first, second]
-        assert inlet.hashes() == {"x": hash_of(data)}
+    with inlet.opened({name: tmp_path / name for name in "ab"}, {}) as reading:
+        assert reading.read("a", 0, PIECE + 1).numpy().tobytes() == data[: PIECE + 1]  # and now the rest is on its way
+        for start in range(0, size, PIECE // 4):
+            assert reading.read("b", start, PIECE // 4).numpy().tobytes() == data[size + start :][: PIECE // 4]
+        assert reading.hashes() == {"a": hash_of(data[:size]), "b": hash_of(data[size : 2 * size])}
+
+
+def test_the_next_file_is_read_before_it_is_asked_for(file: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    watched(monkeypatch, lambda path, start: asked.append(path.name))
+    other = file.with_name("y")
+    other.write_bytes(data[: 3 * PIECE])
+    with inlet.opened({"x": file, "y": other}, {}) as reading:
+        for start in range(0, SIZE, PIECE):
+            reading.read("x", start, min(PIECE, SIZE - start))
+        before = asked.count("y")
+        assert reading.read("y", 100, PIECE).numpy().tobytes() == data[100 : 100 + PIECE]
+        assert reading.hashes() == {"x": hash_of(data), "y": hash_of(data[: 3 * PIECE])}
+    assert before >= 1 and asked.count("y") == 3 and asked.count("x") == 9
 
 
 @pytest.mark.parametrize("left", [0, 5, PIECE, PIECE + 5])
-def test_a_file_that_is_cut_off_is_an_error_not_zeros(left: int, tmp_path: Path, data: bytes) -> None:
+def test_a_file_that_is_cut_off_is_an_error_not_zeros(
+    left: int, tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = tmp_path / "x"
     path.write_bytes(data)
-    with direct.inlet({"x": path}, {}) as inlet:
+    with inlet.opened({"x": path}, {}) as reading:
         os.truncate(path, left)
         for start in (0, left):
-            with pytest.raises(CheckpointError, match=f"x: ends {SIZE - left} bytes too early"):
-                inlet.read("x", start, SIZE - start)
-        with pytest.raises(CheckpointError, match="cut off while it was read"):
-            inlet.hashes()
+            with pytest.raises(CheckpointError, match="x: changed while it was in use"):
+                reading.read("x", start, SIZE - start)
+        with pytest.raises(CheckpointError, match="changed while it was in use"):
+            reading.hashes()
+    monkeypatch.setattr(inlet, "stamp", lambda found: ())  # a file system that tells nothing of it
+    path.write_bytes(data)
+    with inlet.opened({"x": path}, {}) as reading:
+        os.truncate(path, left)
+        for start in (SIZE - 100, 0):
+            with pytest.raises(CheckpointError, match=r"x: ends .* bytes too early"):
+                reading.read("x", start, SIZE - start)
+        with pytest.raises(CheckpointError, match=r"x: ends .* bytes too early"):
+            reading.hashes()
 
 
 def folder(path: Path, scheme: Scheme, shift: int = 0) -> Path:

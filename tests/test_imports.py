@@ -21,6 +21,7 @@ ROWS = [
         "errors",
         "formats",
         "hashing",
+        "inlet",
         "loops",
         "sparsity",
         "storage",
@@ -46,6 +47,11 @@ NEIGHBOURS = {
         ("direct", "room"),
         ("direct", "errors"),
         ("direct", "hashing"),
+        ("inlet", "direct"),
+        ("inlet", "storage"),
+        ("inlet", "room"),
+        ("inlet", "errors"),
+        ("inlet", "hashing"),
         ("hashing", "storage"),
         ("items", "tensor"),
         ("tensorfile", "headers"),
@@ -130,7 +136,7 @@ FRONT_DOORS = {
     "xxhash": {"tensor"},
     "numba": {"compiled"},
     "llvmlite": {"compiled"},
-    "numpy": {"compiled", "loops", "layouts"},
+    "numpy": {"compiled", "direct", "inlet", "layouts", "loops"},
     "click": {"cli"},
 }
 #: Imported inside functions; `hf` derives classes from those of transformers, and nobody imports it before that.

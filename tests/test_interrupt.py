@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from quantkit import repack
 from quantkit.cli.exits import Stopped, catch_signals
 from tests import command_line
 from tests.command_line import ROOT, RTN, call
@@ -196,6 +197,7 @@ def test_a_signal_while_a_lock_of_threads_is_taken_ends_a_conversion(
     int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any of the first times that the main thread takes one of `threading` there."""
+    monkeypatch.setattr(repack, "TOGETHER", 1)
     enter = threading.Condition.__enter__
     seen = 0
 

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from quantkit import direct, room
+from quantkit import direct, repack, room
 from quantkit.checkpoint import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.hashing import hash_of
@@ -69,7 +70,11 @@ def damage(folder: Path, name: str) -> None:
             path.write_bytes(bytes(data))
 
 
-def test_order_and_hashes_are_those_of_one_thing_after_another(packed: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("together", [1, 50_000, repack.TOGETHER], ids=["each alone", "some", "all at once"])
+def test_order_and_hashes_are_those_of_one_thing_after_another(
+    together: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repack, "TOGETHER", together)
     pack(packed, tmp_path / "out", "gptq", max_shard_size=40_000)
     src, out = Checkpoint(packed), Checkpoint(tmp_path / "out")
     assert len(out.files()) > 5
@@ -171,6 +176,41 @@ def test_converting_holds_one_weight_in_each_thread(threads: int, packers: int, 
     packed = n * k + max(read, written)  # and a byte of each
     buffers = 20 * direct.PIECE
     assert packed <= int(done.stdout) < read + packers * packed + written + buffers
+
+
+def experts(folder: Path, count: int) -> Path:
+    """Write a folder of small packed weights, in files of the public library, which sorts tensors by dtype."""
+    folder.mkdir()
+    scheme, layout, index = Scheme.parse("int4:g128"), LAYOUTS["compressed-tensors"], {}
+    random = torch.Generator().manual_seed(0)
+    for shard in range(2):
+        name, tensors = f"model-{shard + 1:05}-of-00002.safetensors", {}
+        for i in range(count // 2):
+            codes = torch.randint(0, 16, (128, 256), dtype=torch.uint8, generator=random)
+            q = QuantizedTensor(scheme, codes, torch.rand(128, 2, generator=random).half())
+            parts = layout.pack(q).items()
+            tensors |= {f"model.layers.{shard}.mlp.experts.{i}.up_proj.{suffix}": tensor for suffix, tensor in parts}
+        save_file(tensors, folder / name)
+        index |= dict.fromkeys(tensors, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    config = {"dtype": "float16", "quantization_config": layout.write_config(Schemes(scheme))}
+    (folder / "config.json").write_bytes(dump_json(config))
+    return folder
+
+
+def test_many_small_weights_come_back_and_are_one_file(tmp_path: Path) -> None:
+    source = experts(tmp_path / "m", 600)
+    pack(source, tmp_path / "out", "marlin")
+    pack(tmp_path / "out", tmp_path / "back", "compressed-tensors")
+    src, out, back = (Checkpoint(path) for path in (source, tmp_path / "out", tmp_path / "back"))
+    assert len(out.files()) == len(back.files()) == 1 and len(out.modules()) == 600
+    for module in src.modules():
+        for name in src.parts(module).values():
+            assert torch.equal(back.get(name), src.get(name))
+        assert out.quantized(module).equal(src.quantized(module))
+    report = load(tmp_path / "out")
+    assert report["source"]["files"] == src.hashes()
+    assert report["files"].items() >= out.hashes().items()
 
 
 def another(shard: Path) -> None:

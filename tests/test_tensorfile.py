@@ -13,7 +13,7 @@ from quantkit.direct import PAGE
 from quantkit.errors import CheckpointError
 from quantkit.hashing import hash_of
 from quantkit.headers import DTYPES, read_header
-from quantkit.tensorfile import RESERVED, Contents, TensorFile
+from quantkit.tensorfile import HEADER, LAST, RESERVED, Contents, TensorFile
 
 
 @pytest.mark.parametrize("name", DTYPES)
@@ -72,7 +72,7 @@ def test_a_waiting_tensor_is_not_changed_from_outside(tmp_path: Path) -> None:
 def test_a_header_that_is_full_refuses_before_it_breaks(tmp_path: Path) -> None:
     file = TensorFile(tmp_path / "x")
     number = 0
-    while file.contents.fits(name := f"model.layers.{number}.ü" + "x" * 400):
+    while file.contents.fits(name := f"model.layers.{number}.ü" + "x" * 400, 8):
         file.add(name, torch.zeros(2, dtype=torch.float32))
         number += 1
     with pytest.raises(CheckpointError, match="no room"):
@@ -108,3 +108,47 @@ def test_a_plan_that_comes_true_or_not_gives_the_same_file_and_hash(tmp_path: Pa
             hashes |= {file.close(), hash_of(file.path.read_bytes())}
     assert len(hashes) == 1
     assert load_file(tmp_path / "y").keys() == tensors.keys()
+
+
+def planned_of(tensors: dict[str, torch.Tensor], most: int = HEADER) -> Contents:
+    planned = Contents(most)
+    for name, tensor in tensors.items():
+        assert planned.fits(name, tensor.nbytes)
+        planned.add(name, tensor.dtype, tuple(tensor.shape))
+    return planned
+
+
+def test_thousands_of_tensors_are_one_file_where_they_are_known_before(tmp_path: Path) -> None:
+    tensors = {f"model.layers.0.mlp.experts.{i}.up_proj.weight": torch.full((9,), i) for i in range(3000)}
+    with direct.outlet() as outlet:
+        file = TensorFile(tmp_path / "x", planned_of(tensors), outlet)
+        for name, tensor in tensors.items():
+            file.add(name, tensor)
+        digest = file.close()
+    data = (tmp_path / "x").read_bytes()
+    assert digest == hash_of(data)
+    header = 8 + int.from_bytes(data[:8], "little")
+    assert header % RESERVED == 0 and RESERVED < header < HEADER  # so a disk takes what comes behind it
+    loaded = load_file(tmp_path / "x")
+    assert loaded.keys() == tensors.keys() and all(torch.equal(loaded[name], tensors[name]) for name in tensors)
+
+
+def test_what_does_not_fit_the_header_that_was_planned_is_refused(tmp_path: Path) -> None:
+    tensors = {f"model.layers.{i}.norm.weight": torch.zeros(2) for i in range(1000)}
+    with direct.outlet() as outlet:
+        file = TensorFile(tmp_path / "x", planned_of(dict(list(tensors.items())[:10])), outlet)
+        for name, tensor in tensors.items():
+            file.add(name, tensor)
+        with pytest.raises(CheckpointError, match="x: holds other tensors than were planned"):
+            file.close()
+
+
+def test_small_tensors_that_wait_for_the_end_of_a_file_do_not_fill_the_memory() -> None:
+    contents, small, large = Contents(HEADER), torch.zeros(60_000, dtype=torch.uint8), torch.zeros(2 * RESERVED)
+    number = 0
+    while contents.fits(name := f"t{number}", small.nbytes):
+        contents.add(name, small.dtype, tuple(small.shape))
+        number += 1
+    assert LAST - small.nbytes < number * small.nbytes <= LAST
+    assert contents.fits("large", large.nbytes)  # this one goes to the disk at once
+    assert Contents().fits("odd", LAST + 1)  # a file holds at least one tensor, whatever its size

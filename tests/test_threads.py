@@ -34,6 +34,12 @@ def packers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     yield request.param
 
 
+@pytest.fixture(autouse=True)
+def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small weights pass from thread to thread as large ones do."""
+    monkeypatch.setattr(repack, "TOGETHER", 1)
+
+
 def files(folder: Path) -> dict[str, bytes]:
     """All but the report, which has times in it."""
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.name not in (REPORT, "README.md")}
@@ -48,13 +54,16 @@ def test_many_threads_write_the_same_files(
         source = tmp_path / "source"
         held = "humming" if layout in ("humming", "tcfpx") else "marlin24-ct"
         pack(packed, source, held, requantize=True, pad=True)
-    for count in (1, 5):
+    for name, count, together in (("one", 1, 1), ("five", 5, 1), ("by some", 5, 60_000)):
         monkeypatch.setattr(repack, "packers", lambda count=count: count)
-        pack(source, tmp_path / str(count), layout, pad=True, max_shard_size=40_000)
-    assert files(tmp_path / "1") == files(tmp_path / "5")
-    one, five = load(tmp_path / "1"), load(tmp_path / "5")
-    for key in ("layers", "notices", "files", "source"):
-        assert one[key] == five[key]
+        monkeypatch.setattr(repack, "TOGETHER", together)
+        pack(source, tmp_path / name, layout, pad=True, max_shard_size=40_000)
+    one = load(tmp_path / "one")
+    for name in ("five", "by some"):
+        other = load(tmp_path / name)
+        assert files(tmp_path / "one") == files(tmp_path / name)
+        for key in ("layers", "notices", "files", "source"):
+            assert one[key] == other[key]
 
 
 @pytest.mark.parametrize("which", [0, 1, -2, -1])
@@ -136,6 +145,35 @@ def test_no_more_is_read_than_what_can_be_packed_meanwhile(
     assert 1 <= most <= packers + 1
 
 
+@pytest.mark.parametrize("together", [1, 30_000, 100_000, 2**30])
+def test_small_weights_are_read_ahead_by_their_bytes(
+    together: int, packed: Path, tmp_path: Path, packers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(repack, "TOGETHER", together)
+    src, read, get = Checkpoint(packed), 0, Checkpoint.get
+
+    def counted(self: Checkpoint, name: str) -> torch.Tensor:
+        nonlocal read
+        read += self.nbytes(name)
+        return get(self, name)
+
+    monkeypatch.setattr(Checkpoint, "get", counted)
+    planned = plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out")
+    total = sum(map(src.nbytes, src.names()))
+    largest = max(sum(map(src.nbytes, src.parts(module).values())) for module in src.modules())
+    items, given, most = repack.repacked(src, src.logical(), planned, {}, False, {}, {}), 0, 0
+    for item in items:
+        for thread in threading.enumerate():  # those that read and pack have nothing left to do
+            if thread.name.startswith(("quantkit-read", "quantkit-pack")):
+                thread.join(0.01)
+        most = max(most, read - given)
+        module = item.name.removesuffix(".weight")
+        given += sum(map(src.nbytes, src.parts(module).values() if module in src.modules() else [item.name]))
+    assert given == read == total
+    dense = max(src.nbytes(name) for name in src.names() if name in src.logical())
+    assert min(together, total) // 2 <= most <= (packers + 2) * max(together, largest) + dense
+
+
 def test_conversions_in_two_threads_leave_torch_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [4]
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
@@ -182,10 +220,12 @@ def test_notices_come_in_the_order_of_the_weights(
     assert found == [f"found in {module}" for module in modules]
 
 
+@pytest.mark.parametrize("together", [1, 2**20], ids=["each alone", "both at once"])
 def test_an_unreadable_weight_is_named_in_its_turn(
-    packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    together: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reading thread fails behind a weight that does not pack: the first of both is said."""
+    monkeypatch.setattr(repack, "TOGETHER", together)
     call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     modules = Checkpoint(tmp_path / "ct").modules()
     damage(tmp_path / "ct", f"{modules[0]}.weight_packed")

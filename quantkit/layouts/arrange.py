@@ -12,12 +12,13 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from quantkit import loops, room
 from quantkit.errors import LayoutError
-from quantkit.layouts.tiles import tiles
+from quantkit.layouts.tiles import Tiles, tiles
 
 #: Codes that torch packs or unpacks at a time on a CPU, so that what becomes of them takes little memory.
 _CACHED = 1 << 20
@@ -75,16 +76,17 @@ class Arrangement:
         `codes` has it, so that a processor's word of codes is joined at a time and only words are permuted, not codes.
         On a CPU compiled loops do that for large matrices.
         """
-        places = _Words.of(self, bits, words, shape)
+        places = _places(self, bits, shape)
         order, outer = places.order, places.outer
+        places.require(words)
 
         def packed(first: int, codes: Tensor) -> None:
             codes = room.aligned(codes)
-            sizes, those = places.rows(codes, first)
-            if (how := places.compiled(codes, sizes, those)) is not None:
+            if (how := places.compiled(words, first, codes)) is not None:
                 compiled, given = how
                 compiled.pack(*given, loops.uint64(above or 0), loops.uint64(_lanes(bits, torch.int64)))
                 return
+            sizes, those = places.split(words, first, codes)
             for part, some in _slices(codes.view(sizes), those, outer):
                 parts, width = order._flipped(part, outer).contiguous().view(-1), bits
                 if above is not None:
@@ -103,16 +105,17 @@ class Arrangement:
 
         With `onto`, their bits are added to those there, above as many as `above`.
         """
-        places = _Words.of(self, bits, room.aligned(words).view(-1), shape)
+        places, words = _places(self, bits, shape), room.aligned(words).view(-1)
         order, outer = places.order, places.outer
+        places.require(words)
         direct = not onto and not order._backwards.intersection(outer)
 
         def unpacked(first: int, codes: Tensor) -> None:
-            sizes, those = places.rows(codes, first)
-            if (how := places.compiled(codes, sizes, those)) is not None:
+            if (how := places.compiled(words, first, codes)) is not None:
                 compiled, given = how
                 compiled.unpack(*given, loops.uint64(above), onto)
                 return
+            sizes, those = places.split(words, first, codes)
             last, *runs = _runs(places.inner, sizes)
             for part, some in _slices(codes.view(sizes), those, outer):
                 parts, width = some.permute(_rising(outer)).contiguous().view(-1), 32
@@ -156,46 +159,64 @@ class Arrangement:
         return sizes
 
 
-@dataclass(frozen=True)
-class _Words:
-    """The words of a matrix, `split` into axes of `order`: those of `outer`, slowest first; `inner` lie within one."""
+@dataclass(frozen=True, eq=False)
+class _Places:
+    """Where the codes of a matrix with axes of `sizes` by `order` lie in its words.
+
+    These have the axes `outer`, slowest first; those of `inner`, of `bits` each, lie within one. From one place on the
+    first axis of the rows to the next it is `step` words.
+    """
 
     order: Arrangement
     bits: int
     inner: list[int]
     outer: list[int]
-    split: Tensor
+    sizes: list[int]
+    step: int
 
-    @staticmethod
-    def of(whole: Arrangement, bits: int, words: Tensor, shape: tuple[int, int]) -> _Words:
-        """Return the flat `words` of a matrix of `shape`; LayoutError if they are not as many."""
-        order, inner = _within(whole, bits)
-        sizes = order._sizes(*shape)
-        if words.numel() * 32 != prod(sizes) * bits:
-            raise LayoutError(f"{words.numel()} packed words do not fill a {shape[0]} x {shape[1]} matrix")
-        outer = [axis for axis in order._permutation if axis not in inner]
-        return _Words(order, bits, inner, outer, words.view([sizes[axis] for axis in outer]))
+    def require(self, words: Tensor) -> None:
+        """Raise LayoutError if `words` are not as many as the matrix has."""
+        if words.numel() * 32 != prod(self.sizes) * self.bits:
+            rows = len(self.order.rows.split())
+            n, k = prod(self.sizes[:rows]), prod(self.sizes[rows:])
+            raise LayoutError(f"{words.numel()} packed words do not fill a {n} x {k} matrix")
 
-    def rows(self, codes: Tensor, first: int) -> tuple[list[int], Tensor]:
-        """Return the sizes of the axes of the rows `codes` from `first` on, and those of the words that are theirs."""
+    def split(self, words: Tensor, first: int, codes: Tensor) -> tuple[list[int], Tensor]:
+        """Return the sizes of the axes of the rows `codes` from `first` on, and those of the flat `words` for them."""
         sizes = self.order._sizes(*codes.shape)
-        return sizes, self.split.narrow(self.outer.index(0), first * sizes[0] // len(codes), sizes[0])
+        axes = words.view([self.sizes[axis] for axis in self.outer])
+        return sizes, axes.narrow(self.outer.index(0), first * sizes[0] // len(codes), sizes[0])
 
-    def compiled(self, codes: Tensor, sizes: list[int], those: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
+    def compiled(self, words: Tensor, first: int, codes: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
         """Return compiled loops, and what they are given first: both tensors, and their places; None without a way."""
         if (compiled := loops.compiled_for(codes)) is None:
             return None
-        begin = those.storage_offset() - self.split.storage_offset()
-        words = those.view(-1) if those.is_contiguous() else self.split.view(-1)[begin:]
-        if words.storage_offset() % 2 or len(words) % 2:
+        (rows, columns), total = codes.shape, words.numel()
+        count, found = _tiles(self, rows, columns)
+        begin = first * count // rows * self.step
+        together = self.step * self.sizes[0] == total  # the words of some rows lie in a row
+        end = begin + self.step * count if together else total
+        if found is None or (words.storage_offset() + begin) % 2 or (end - begin) % 2:
             return None
-        order, rows = self.order, len(self.order.rows.split())
-        lines = tuple(sizes[:rows]), tuple(sizes[rows:]), tuple(order._permutation), tuple(self.inner)
-        total = self.split.shape[self.outer.index(0)]
-        if (found := tiles(*lines, frozenset(order._backwards), self.bits, total)) is None:
-            return None
-        shape = len(codes), codes.shape[1] // 8
-        return compiled, (loops.unsigned(codes, 64), loops.unsigned(words, 64), shape, *found)
+        some = loops.unsigned(words, 32)[begin:end].view(np.uint64)
+        return compiled, (loops.unsigned(codes, 64), some, (rows, columns // 8), *found)
+
+
+@lru_cache(maxsize=64)
+def _places(whole: Arrangement, bits: int, shape: tuple[int, int]) -> _Places:
+    """Return where the codes of a matrix of `shape` lie; LayoutError if the order's axes do not divide it."""
+    order, inner = _within(whole, bits)
+    sizes, outer = order._sizes(*shape), [axis for axis in order._permutation if axis not in inner]
+    return _Places(order, bits, inner, outer, sizes, prod(sizes[axis] for axis in outer[outer.index(0) + 1 :]))
+
+
+@lru_cache(maxsize=64)
+def _tiles(places: _Places, rows: int, columns: int) -> tuple[int, Tiles | None]:
+    """Return how many places on the first axis some rows are, and how compiled loops pack them."""
+    order, high = places.order, len(places.order.rows.split())
+    sizes = order._sizes(rows, columns)
+    lines = tuple(sizes[:high]), tuple(sizes[high:]), tuple(order._permutation), tuple(places.inner)
+    return sizes[0], tiles(*lines, frozenset(order._backwards), places.bits, places.sizes[0])
 
 
 def pieces(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from math import isfinite
 from typing import Any
 
 import torch
@@ -33,12 +34,12 @@ def half(scales: Tensor) -> Tensor:
 
     LayoutError for NaN, infinity, and values that float16 would change (LAYOUTS 11).
     """
-    if scales.numel() and not bool(torch.isfinite(scales.abs().amax())):  # in which a NaN comes out too
+    if scales.numel() and not isfinite(float(scales.abs().amax())):  # in which a NaN comes out too
         row, group = (~torch.isfinite(scales)).nonzero()[0].tolist()
         raise LayoutError(f"the scale of row {row}, group {group} is {float(scales[row, group])}: quantize again")
-    exact = scales.to(torch.float16).clone(memory_format=torch.contiguous_format)
     if scales.dtype == torch.float16:
-        return exact
+        return scales.clone(memory_format=torch.contiguous_format)
+    exact = scales.to(torch.float16, memory_format=torch.contiguous_format)
     changed = exact.float() != scales.float()
     if bool(changed.any()):
         row, group = changed.nonzero()[0].tolist()

@@ -8,7 +8,6 @@ between two eights (Warren, Hacker's Delight, 2nd edition, 7-3); when all bytes 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import product
 from math import prod
 from typing import NamedTuple
@@ -39,7 +38,6 @@ class Tiles(NamedTuple):
     steps: tuple[int, int, int]
 
 
-@lru_cache(maxsize=64)
 def tiles(
     rows: tuple[int, ...],
     columns: tuple[int, ...],

@@ -20,6 +20,7 @@ from quantkit import loops, sparsity
 from quantkit.errors import LayoutError
 from quantkit.layouts import (
     LAYOUTS,
+    arrange,
     awq,
     compressed_tensors,
     gptq,
@@ -56,9 +57,9 @@ def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     monkeypatch.setattr(loops, "LARGE", 0)
     monkeypatch.setattr(loops, "_compiled", Spied)
-    tiles.tiles.cache_clear()
+    arrange._tiles.cache_clear()
     yield names
-    tiles.tiles.cache_clear()
+    arrange._tiles.cache_clear()
 
 
 def packed(order: Arrangement, codes: torch.Tensor, bits: int, above: int | None = None) -> torch.Tensor:
