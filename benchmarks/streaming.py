@@ -5,13 +5,13 @@ weights a second for one `[14336, 4096]` record, on one thread. `folders`: bytes
 one interchange layout into each other and back, each in a fresh process, so that the peak memory is its own, after it
 has loaded what packing needs; `busy` is how much of the time of all processors that it may use (`threads`) it took.
 `larger_gb_s` counts the larger of what is read and what is written, and so do the shares of copies, which write what
-they read. What is read lies on the disk and not in the page cache, like a model that is larger than the memory; what is
-written is synced. `copy` does no more than that with the same bytes, through the page cache, reading and writing at
-once; so does `copy into touched memory`, right after as much memory was used and given back, since the host of a
-virtual machine gives it slowly, and the system's own command, `cp into touched memory`. `disk` does it past the cache,
-which is what the disk itself gives; `disk with hashes` also hashes what it reads and what it writes, each in a thread,
-as a report demands. All are measured between the others. Folders are medians of five, since what a disk and a host give
-changes from one second to the next.
+they read. Files are as the public library writes them, sorted by dtype. What is read lies on the disk and not in the
+page cache, like a model that is larger than the memory; what is written is synced. `copy` does no more than that with
+the same bytes, through the page cache, reading and writing at once; so does `copy into touched memory`, right after as
+much memory was used and given back, since the host of a virtual machine gives it slowly, and the system's own command,
+`cp into touched memory`. `disk` does it past the cache, which is what the disk itself gives; `disk with hashes` also
+hashes what it reads and what it writes, each in a thread, as a report demands. All are measured between the others.
+Folders are medians of five, since what a disk and a host give changes from one second to the next.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ from itertools import combinations
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from quantkit import direct, room, storage
 from quantkit.checkpoint import Checkpoint
 from quantkit.hashing import Hash
-from quantkit.headers import dump_json
+from quantkit.headers import INDEX, dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.config import Schemes
 from quantkit.layouts.protocol import Layout
 from quantkit.pipeline import pack
 from quantkit.tensor import QuantizedTensor, Scheme
-from quantkit.tensorfile import TensorFile
 
 N, K = 14336, 4096
 REPEATS = 5
+#: Bytes from which on a folder's weights go on in another file.
+FILE = 2**28
 #: Requests of a copy that are under way at once.
 PIECES = 6
 #: What ends the name of a copy before which as much memory is touched as it reads and writes, and a third more.
@@ -103,12 +105,12 @@ def in_memory(wanted: list[str]) -> dict[str, dict[str, int]]:
     return found
 
 
-def folders(work: Path, wanted: list[str], modules: int) -> dict[str, dict[str, float]]:
+def folders(work: Path, wanted: list[str], modules: int, shape: tuple[int, int]) -> dict[str, dict[str, float]]:
     """Return, by source, target and scheme, gigabytes of packed weights a second and the peak memory in megabytes."""
     found: dict[str, dict[str, float]] = {}
     for label in wanted:
         hub = work / "hub"
-        write_folder(hub, label, modules)
+        write_folder(hub, label, modules, shape)
         names = [name for name, labels in LABELS.items() if label in labels and name != HUB]
         runs = [run for _ in range(REPEATS) for run in _once(work, hub, label, names)]
         for key in dict.fromkeys(key for key, _ in runs):
@@ -139,15 +141,21 @@ def _once(work: Path, hub: Path, label: str, names: list[str]) -> Iterator[tuple
         shutil.rmtree(back)
 
 
-def write_folder(out: Path, label: str, modules: int) -> None:
+def write_folder(out: Path, label: str, modules: int, shape: tuple[int, int]) -> None:
     """Write a folder of packed linears, with as little around them as a conversion needs."""
     out.mkdir()
     schemes = Schemes(Scheme.parse(label), ignore=("lm_head",))
-    file = TensorFile(out / "model.safetensors")
+    index: dict[str, str] = {}
+    tensors: dict[str, torch.Tensor] = {}
     for i in range(modules):
-        for suffix, tensor in LAYOUTS[HUB].pack(record(label, seed=i)).items():
-            file.add(f"model.layers.{i}.mlp.up_proj.{suffix}", tensor)
-    file.close()
+        for suffix, tensor in LAYOUTS[HUB].pack(record(label, *shape, seed=i)).items():
+            tensors[f"model.layers.{i}.mlp.up_proj.{suffix}"] = tensor
+        if i == modules - 1 or sum(tensor.nbytes for tensor in tensors.values()) > FILE:
+            name = f"model-{len(set(index.values())) + 1:05}.safetensors"
+            save_file(tensors, out / name)
+            index |= dict.fromkeys(tensors, name)
+            tensors.clear()
+    (out / INDEX).write_bytes(dump_json({"weight_map": index}))
     public = LAYOUTS[HUB].write_config(schemes) | {"quantkit": quantkit_key(HUB, schemes, "0", None)}
     (out / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
 
@@ -287,6 +295,7 @@ def main() -> None:
     every = list(dict.fromkeys(label for labels in LABELS.values() for label in labels))
     parser.add_argument("--schemes", nargs="+", choices=every, default=every, help="what is measured (all)")
     parser.add_argument("--modules", type=int, default=32, help="weights of a folder (32, some gigabyte)")
+    parser.add_argument("--shape", nargs=2, type=int, default=[N, K], help=f"of each of them ({N} {K})")
     args = parser.parse_args()
     if args.convert:
         _convert(*args.convert)
@@ -298,9 +307,10 @@ def main() -> None:
         result = {
             "threads": torch.get_num_threads(),
             "modules": args.modules,
+            "shape": args.shape,
             "first_use": first_use(),
             "memory": in_memory(args.schemes),
-            "folders": folders(Path(folder), args.schemes, args.modules),
+            "folders": folders(Path(folder), args.schemes, args.modules, tuple(args.shape)),
         }
     print(json.dumps(result, indent=1))
 

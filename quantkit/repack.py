@@ -6,6 +6,7 @@ The plan has chosen scheme and shape from headers; here the data decide whether 
 from __future__ import annotations
 
 import re
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future
@@ -173,6 +174,22 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
+class _Codes(threading.local):
+    """Memory of each thread for the codes that it works on, kept: among others it would leave gaps in the allocator's."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, rows: int, k: int) -> Tensor:
+        """Return `[rows, k]` of it, uint8, where the codes before were."""
+        if self._flat.numel() < rows * k:
+            self._flat = torch.empty(rows * k, dtype=torch.uint8)
+        return self._flat[: rows * k].view(rows, k)
+
+
+_codes = _Codes()
+
+
 def _by_rows(
     src: Checkpoint,
     tensors: Mapping[str, Tensor],
@@ -193,10 +210,9 @@ def _by_rows(
         (n, k), scales, zeros = given.shape, given.scales, given.zeros
         made, digest = layout.packing(scheme, given.shape, scales, zeros), Digest(scheme, given.shape)
         step = TILE * -(-CODES // (TILE * k))
-        memory = torch.empty((min(n, step), k), dtype=torch.uint8)
         for first in range(0, n, step):
             some = slice(first, min(n, first + step))
-            codes = memory[: some.stop - first]
+            codes = _codes.of(some.stop - first, k)
             given.fill(first, codes)
             QuantizedTensor(scheme, codes, scales[some], None if zeros is None else zeros[some])  # which checks them
             digest.update(codes)

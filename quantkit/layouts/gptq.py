@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ ZEROS = Arrangement("N i:8", "G", "G N i")
 
 #: Stored zero point + this = zero code.
 OFFSET = 1
-#: A word of symmetric zero points as v2 stores them, all 8, in two's complement.
-SYMMETRIC_V2 = 0x88888888 - 2**32
+#: A word of symmetric zero points as v1 and v2 store them, all 7 and all 8, in two's complement.
+SYMMETRIC_V1, SYMMETRIC_V2 = 0x77777777, 0x88888888 - 2**32
 
 
 def check(scheme: Scheme, n: int, k: int) -> None:
@@ -103,15 +104,19 @@ def packing_zeros_less(
     """Return the packing of a record into GPTQ tensors, zero points stored less `offset` (1: v1, 0: v2)."""
     n, k = shape
     check(scheme, n, k)
-    points = zero_points(scales, zeros)
-    if bool((points < offset).any()):
+    if zeros is not None and bool((zeros < offset).any()):
         raise LayoutError("a zero point of 0 cannot be stored in GPTQ v1 (LAYOUTS 1.4): use --layout gptq-v2")
+    if zeros is None:
+        same = SYMMETRIC_V1 if offset else SYMMETRIC_V2
+        points = scales.new_full((scheme.groups(k), n // 8), same, dtype=torch.int32)
+    else:
+        points = ZEROS.pack(zeros - offset, 4).view(-1, n // 8)
     words = room.empty([n * k // 8], torch.int32, scales.device)
     tensors = {
         "qweight": words.view(k // 8, n),
-        "qzeros": ZEROS.pack(points - offset, 4).view(-1, n // 8),
+        "qzeros": points,
         "scales": checks.half(scales).t().contiguous(),
-        "g_idx": _natural_order(scheme, k, scales.device),
+        "g_idx": _natural_order(scheme.group_size or k, k, scales.device).clone(),
     }
     return Packing(tensors, CODES.packing(words, 4, shape))
 
@@ -126,9 +131,11 @@ def unpacking_zeros_plus(tensors: Mapping[str, Tensor], scheme: Scheme, offset: 
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
     checks.match(tensors, stored(scheme, n, k), optional=OPTIONAL)
-    if "g_idx" in tensors and not torch.equal(tensors["g_idx"], _natural_order(scheme, k, tensors["g_idx"].device)):
+    if "g_idx" in tensors and not torch.equal(
+        tensors["g_idx"], _natural_order(scheme.group_size or k, k, tensors["g_idx"].device)
+    ):
         raise LayoutError("g_idx is not k // group_size: the checkpoint is act-ordered, and only static order is read")
-    zeros = _zero_codes(ZEROS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme, offset)
+    zeros = _zero_codes(tensors["qzeros"], scheme, (n, scheme.groups(k)), offset)
     fill = CODES.unpacking(tensors["qweight"], 4, (n, k))
     return Unpacking(scheme, (n, k), checks.half(tensors["scales"].t()), zeros, fill)
 
@@ -194,11 +201,12 @@ def _check_scheme(scheme: Scheme) -> None:
         raise LayoutError(f"the GPTQ layout holds int4, not {scheme.format.name}: use --layout compressed-tensors")
 
 
-def _zero_codes(raw: Tensor, scheme: Scheme, offset: int) -> Tensor | None:
+def _zero_codes(words: Tensor, scheme: Scheme, shape: tuple[int, int], offset: int) -> Tensor | None:
     if scheme.symmetric:
-        if not (bool((raw == 7).all()) or bool((raw == 8).all())):
+        if not any(bool((words == same).all()) for same in (SYMMETRIC_V1, SYMMETRIC_V2)):
             raise LayoutError("the config says symmetric, but qzeros are neither all 7 (v1) nor all 8 (v2)")
         return None
+    raw = ZEROS.unpack(words, 4, shape)
     if offset and bool((raw == 15).any()):
         raise LayoutError(
             "a stored zero point of 15 means 16 in GPTQ v1, and readers disagree on it (LAYOUTS 1.4): if these are "
@@ -207,8 +215,9 @@ def _zero_codes(raw: Tensor, scheme: Scheme, offset: int) -> Tensor | None:
     return raw + offset
 
 
-def _natural_order(scheme: Scheme, k: int, device: torch.device) -> Tensor:
-    return torch.arange(k, dtype=torch.int32, device=device) // (scheme.group_size or k)
+@lru_cache(maxsize=16)
+def _natural_order(group: int, k: int, device: torch.device) -> Tensor:
+    return torch.arange(k, dtype=torch.int32, device=device) // group
 
 
 def _entries(scheme: Scheme) -> dict[str, Any]:
