@@ -175,7 +175,7 @@ def one_thread() -> Iterator[None]:
 
 
 class _Codes(threading.local):
-    """Memory of each thread for the codes that it works on, kept: among others it would leave gaps in the allocator's."""
+    """Memory of each thread for codes, kept from weight to weight: it would leave gaps in the allocator's."""
 
     def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
