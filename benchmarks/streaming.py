@@ -11,7 +11,7 @@ the same bytes, through the page cache, reading and writing at once; so does `co
 much memory was used and given back, since the host of a virtual machine gives it slowly, and the system's own command,
 `cp into touched memory`. `disk` does it past the cache, which is what the disk itself gives; `disk with hashes` also
 hashes what it reads and what it writes, each in a thread, as a report demands. All are measured between the others.
-Folders are medians of five, since what a disk and a host give changes from one second to the next.
+Folders are medians of some (`repeats`), since what a disk and a host give changes from one second to the next.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ from quantkit.pipeline import pack
 from quantkit.tensor import QuantizedTensor, Scheme
 
 N, K = 14336, 4096
-REPEATS = 5
 #: Bytes from which on a folder's weights go on in another file.
 FILE = 2**28
 #: Requests of a copy that are under way at once.
@@ -105,14 +104,16 @@ def in_memory(wanted: list[str]) -> dict[str, dict[str, int]]:
     return found
 
 
-def folders(work: Path, wanted: list[str], modules: int, shape: tuple[int, int]) -> dict[str, dict[str, float]]:
+def folders(
+    work: Path, wanted: list[str], modules: int, shape: tuple[int, int], repeats: int
+) -> dict[str, dict[str, float]]:
     """Return, by source, target and scheme, gigabytes of packed weights a second and the peak memory in megabytes."""
     found: dict[str, dict[str, float]] = {}
     for label in wanted:
         hub = work / "hub"
         write_folder(hub, label, modules, shape)
         names = [name for name, labels in LABELS.items() if label in labels and name != HUB]
-        runs = [run for _ in range(REPEATS) for run in _once(work, hub, label, names)]
+        runs = [run for _ in range(repeats) for run in _once(work, hub, label, names)]
         for key in dict.fromkeys(key for key, _ in runs):
             same = [figures for name, figures in runs if name == key]
             found[key] = {unit: statistics.median(one[unit] for one in same) for unit in same[0]}
@@ -296,6 +297,7 @@ def main() -> None:
     parser.add_argument("--schemes", nargs="+", choices=every, default=every, help="what is measured (all)")
     parser.add_argument("--modules", type=int, default=32, help="weights of a folder (32, some gigabyte)")
     parser.add_argument("--shape", nargs=2, type=int, default=[N, K], help=f"of each of them ({N} {K})")
+    parser.add_argument("--repeats", type=int, default=5, help="times that each is measured (5)")
     args = parser.parse_args()
     if args.convert:
         _convert(*args.convert)
@@ -308,9 +310,10 @@ def main() -> None:
             "threads": torch.get_num_threads(),
             "modules": args.modules,
             "shape": args.shape,
+            "repeats": args.repeats,
             "first_use": first_use(),
             "memory": in_memory(args.schemes),
-            "folders": folders(Path(folder), args.schemes, args.modules, tuple(args.shape)),
+            "folders": folders(Path(folder), args.schemes, args.modules, tuple(args.shape), args.repeats),
         }
     print(json.dumps(result, indent=1))
 

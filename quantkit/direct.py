@@ -36,6 +36,8 @@ Bytes = NDArray[np.uint8]
 #: Bytes that are asked for at once, or gathered to be written: as many as `room` gives pages of their own, whose
 #: addresses suit every disk.
 PIECE = room.LARGE
+#: Bytes from which on a request of its own is quicker than copying.
+WORTH = 2**21
 #: Pieces that small tensors are gathered in: one fills as the other is written.
 GATHERED = 2
 #: What offsets and sizes of what is read are multiples of; disks ask for 512 or 4096 bytes, a few for more.
@@ -113,7 +115,7 @@ class Written:
         left = data.numpy()
         while len(left):
             size = len(left) - len(left) % PAGE
-            if size >= BLOCK and not self._gathered % PAGE and not left.ctypes.data % PAGE:
+            if size >= WORTH and not self._gathered % PAGE and not left.ctypes.data % PAGE:
                 self._send()
                 self._busy = self._begin(left[:size])
             else:

@@ -116,7 +116,7 @@ class Inlet:
             self._turn_to(source)
             self._catch_up(source, start)
             if size <= direct.PIECE:
-                data = torch.empty(size, dtype=torch.uint8)
+                data = room.empty([size], torch.uint8)
                 self._catch_up(source, end, data.numpy())
                 return data
         elif size <= WINDOW - direct.BLOCK:

@@ -23,6 +23,9 @@ from torch import Tensor
 
 #: Below this, the allocator reuses what it has.
 LARGE = 4 * 2**20
+#: The same where weights follow each other: what one thread takes and another gives back leaves gaps in the allocator's
+#: memory that small tensors, which stay, keep open, some more with each weight.
+SMALL = 2**17
 #: How much may be kept with what is in use, as a multiple of the most that was: at no moment are all sizes in use.
 SPARE = 1.25
 #: The largest block whose return teaches the C library to keep smaller ones.
@@ -48,10 +51,11 @@ def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str =
     """Return a tensor as `torch.empty` does; on a CPU, a large one lies in huge pages of its own."""
     count = prod(shape)
     size = count * dtype.itemsize
-    if size < LARGE or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    least = LARGE if _kept is None else SMALL
+    if size < least or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(shape, dtype=dtype, device=device)
     _keep_small()
-    size += -size % _PAGE
+    size += -size % (_PAGE if size >= LARGE else least)
     try:
         memory = _kept_one(size) or mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except (OSError, OverflowError):
@@ -77,7 +81,7 @@ def aligned(tensor: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
 
 @contextmanager
 def kept() -> Iterator[None]:
-    """Inside, large memory that is given back is kept for the next tensors, up to SPARE times what was in use.
+    """Inside, memory of some size that is given back is kept for the next tensors, up to SPARE times what was in use.
 
     And Python does not look through all that was there before, again and again, for what nobody refers to any more.
     """

@@ -84,7 +84,7 @@ class TensorFile:
     def __init__(self, path: Path, planned: Contents | None = None, outlet: Outlet | None = None) -> None:
         self.path = path
         self.contents = Contents(RESERVED if planned is None else planned.most)
-        self._waiting: dict[str, Tensor] = {}
+        self._waiting: dict[str, bytes] = {}  # not tensors, which would keep gaps in the allocator's memory open
         self._header = b""
         self._written: Written | None = None
         with storage.guarded(path):
@@ -106,14 +106,14 @@ class TensorFile:
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         self.contents.add(name, tensor.dtype, tuple(tensor.shape))
         if _comes_last(size):
-            self._waiting[name] = tensor.detach().cpu().clone()
+            self._waiting[name] = room.raw(tensor).numpy().tobytes()
         else:
-            self._append(tensor)
+            self._append(room.raw(tensor))
 
     def close(self) -> str:
         """Write the header, make the file durable and return the hash of all of it."""
-        for name in self.contents.waiting():
-            self._append(self._waiting[name])
+        if rest := bytearray().join(self._waiting[name] for name in self.contents.waiting()):
+            self._append(torch.frombuffer(rest, dtype=torch.uint8))
         header = self.contents.header()
         if len(header) != (len(self._header) or RESERVED):
             raise CheckpointError(f"{self.path.name}: holds other tensors than were planned: a bug, please report it")
@@ -128,8 +128,7 @@ class TensorFile:
             storage.sync_folder(self.path.parent)
             return digest if found is None else found.result()
 
-    def _append(self, tensor: Tensor) -> None:
-        data = room.raw(tensor)
+    def _append(self, data: Tensor) -> None:
         if self._written is not None:
             self._written.write(data)
         else:
