@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -11,10 +12,11 @@ import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quantkit import repack
+from quantkit import pipeline, repack
 from quantkit.cli.exits import Stopped, catch_signals
 from tests import command_line
 from tests.command_line import ROOT, RTN, call
@@ -217,6 +219,34 @@ def test_a_signal_while_a_lock_of_threads_is_taken_ends_a_conversion(
         shown = call("pack", int4, "--layout", "gptq", "-o", tmp_path / "out", code=130).stderr
         assert "run the same command again" in shown and not list(tmp_path.iterdir())
         assert seen >= at
+
+
+@pytest.mark.usefixtures("handlers")
+@pytest.mark.filterwarnings("error")  # an exception that Python drops is a warning
+def test_a_signal_while_garbage_is_collected_ends_a_conversion(
+    int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A library may have asked to be called then."""
+    finish, collected = pipeline.finish, []
+
+    def collecting(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and not collected:
+            collected.append(info)
+            signal.raise_signal(signal.SIGINT)
+
+    def collect(*args: Any, **options: Any) -> Any:
+        gc.callbacks.append(collecting)
+        gc.collect()
+        time.sleep(1)
+        return finish(*args, **options)
+
+    monkeypatch.setattr(pipeline, "finish", collect)
+    try:
+        catch_signals()
+        call("pack", int4, "--layout", "gptq", "-o", tmp_path / "out", code=130)
+    finally:
+        gc.callbacks.remove(collecting)
+    assert collected and not list(tmp_path.iterdir())
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:

@@ -7,6 +7,7 @@ resumed, 130 interrupted. An exception that is not listed here is a bug and show
 from __future__ import annotations
 
 import errno
+import gc
 import glob
 import os
 import signal
@@ -80,10 +81,14 @@ def _handler(code: int) -> Any:
 def _delicate(frame: FrameType | None) -> bool:
     """Return whether code is in the midst of a lock, a finalizer, or entering or leaving a `with`.
 
-    An exception there could leave a lock taken that other threads wait for, or be dropped.
+    An exception there could leave a lock taken that other threads wait for, or be dropped, as are those of what a
+    library lets Python call when it collects garbage.
     """
+    called = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
         if frame.f_globals.get("__name__") in DELICATE or frame.f_code.co_name in ("__enter__", "__exit__", "__del__"):
+            return True
+        if frame.f_code in called:
             return True
         frame = frame.f_back
     return False
