@@ -95,7 +95,7 @@ class Outlet(NamedTuple):
 class Written:
     """What a new file is filled with from its beginning on, one file at a time in an Outlet.
 
-    The disk takes it from where it lies, if that is a place and an offset that suit it; the rest is gathered.
+    The disk takes what is large from where it lies, if place and offset suit it; the rest is gathered.
     """
 
     def __init__(self, file: BinaryIO, path: Path, outlet: Outlet) -> None:

@@ -173,9 +173,9 @@ def pack(
     `expect` is the layout that the source must be in (`convert A-to-B`). Where the layout does not hold a weight's
     scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
     shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
-    weight file. Only config.json and the weight files are read; at a time one weight is read, one written, and one
-    packed by each of one to three threads. LayoutError lists every weight that the layout cannot hold, or names the one
-    whose data it cannot; CheckpointError if a weight's codes are not those that its report recorded.
+    weight file. Only config.json and the weight files are read; at a time one weight, or some small ones, is read, one
+    written, and one packed by each of one to three threads. LayoutError lists every weight that the layout cannot hold,
+    or names the one whose data it cannot; CheckpointError if a weight's codes are not those that its report recorded.
     """
     progress = progress or Progress(quiet=True)
     started = time.perf_counter()

@@ -90,11 +90,13 @@ def kept() -> Iterator[None]:
         yield
         return
     _kept = mine = _Kept()
-    gc.freeze()
+    if ours := not gc.get_freeze_count():  # else what was frozen by a program that calls us would not stay so
+        gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()
+        if ours:
+            gc.unfreeze()
         _kept = None
         mine.blocks.clear()  # what is still in use knows it, and may live on
 

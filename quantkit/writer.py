@@ -32,7 +32,7 @@ class CheckpointWriter:
 
     On a folder with a journal it continues after the last commit: `done` has the lines of earlier commits, files that
     none of them lists are deleted. Where all is in one commit, and known before (`planned`, in the order of coming),
-    `hasher`, a thread, hashes files on the way. CheckpointError if a committed file is not what the journal says.
+    `outlet` writes and hashes files on the way. CheckpointError if a committed file is not what the journal says.
     """
 
     def __init__(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import os
@@ -362,3 +363,17 @@ def test_more_memory_than_there_is_is_the_error_that_it_was() -> None:
     for size in (2**50, 2**62):
         with pytest.raises(RuntimeError):
             room.empty([size], torch.float32)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_program_keeps_from_the_garbage_collector_stays_so(frozen: bool) -> None:
+    before = gc.get_freeze_count()
+    if frozen:
+        gc.freeze()
+    try:
+        with room.kept():
+            assert gc.get_freeze_count() > 0
+        assert (gc.get_freeze_count() > 0) == (frozen or before > 0)
+    finally:
+        if not before:
+            gc.unfreeze()
