@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint import Checkpoint
-from quantkit.evaluate import kld, perplexity
-from quantkit.models import dense_model, tokenizer
-from quantkit.pipeline import quantize
-from quantkit.recipe import Pruning, Recipe, from_mapping, merge, pruning
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.evaluation.perplexity import kld, perplexity
+from quantkit.models.block_runner import dense_model, tokenizer
+from quantkit.pipeline.quantize import quantize
+from quantkit.pipeline.recipe import Pruning, Recipe, from_mapping, merge, pruning
 
 INT4_ABSMAX = {"scheme": {"format": "int4"}, "clip": "none"}
 #: The published loop: natural order, absmax scales, mean damping, windows of fixed length, unquantized inputs.

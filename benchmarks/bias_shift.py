@@ -11,7 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantkit import bench, speeds, storage
+from quantkit.bench import kernels, roofline
+from quantkit.io import files
 
 
 def main() -> None:
@@ -21,25 +22,25 @@ def main() -> None:
     parser.add_argument("--m", nargs="+", type=int, default=[1, 16, 32, 64, 128, 1024])
     parser.add_argument("--csv", type=Path)
     args = parser.parse_args()
-    rows = [row for layer in speeds.layers([], args.shape) for row in measure(args.scheme, layer.n, layer.k, args.m)]
+    rows = [row for layer in roofline.layers([], args.shape) for row in measure(args.scheme, layer.n, layer.k, args.m)]
     for row in rows:
         print(row)
     if args.csv:
-        storage.write_atomic(args.csv, speeds.table(rows))
+        files.write_atomic(args.csv, roofline.table(rows))
 
 
 def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any]]:
     """Return a row for each number of float16 tokens by one random weight."""
     import torch
 
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.kernels import tcfpx_hopper
     from quantkit.layouts import tcfpx
-    from quantkit.tensor import Scheme
 
     scheme, cuda = Scheme.parse(label), torch.device("cuda")
-    one = tcfpx.pack(bench.record(scheme, n, k, cuda))
+    one = tcfpx.pack(kernels.record(scheme, n, k, cuda))
     size = sum(part.nbytes for part in one.values())
-    count = bench.copies(size, torch.cuda.get_device_properties(cuda).L2_cache_size)
+    count = kernels.copies(size, torch.cuda.get_device_properties(cuda).L2_cache_size)
     packed = [{name: part.clone() for name, part in one.items()} for _ in range(count)]
     plain = tcfpx_hopper.instance
 
@@ -56,8 +57,8 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
         random = torch.Generator(cuda).manual_seed(m)
         x = torch.randn(m, k, device=cuda, generator=random).half()
         out = torch.empty(m, n, dtype=x.dtype, device=cuda)
-        both = [bench.prepared(partial(call, x=x, out=out, instance=i), 20.0, count) for i in (plain, converted)]
-        shifted, not_shifted = bench.medians(both)
+        both = [kernels.prepared(partial(call, x=x, out=out, instance=i), 20.0, count) for i in (plain, converted)]
+        shifted, not_shifted = kernels.medians(both)
         ratio = not_shifted / shifted
         rows.append(
             {"scheme": label, "N": n, "K": k, "M": m, "us": shifted, "converted_us": not_shifted, "ratio": ratio}

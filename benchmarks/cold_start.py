@@ -18,7 +18,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quantkit import speeds, storage
+from quantkit.bench import roofline
+from quantkit.io import files
 
 N = K = 4096
 #: How a start is called, how many processes it has, and whether the cache was filled before.
@@ -43,7 +44,7 @@ def main() -> None:
     for row in rows:
         print(", ".join(f"{key} {value:.3f}" if isinstance(value, float) else str(value) for key, value in row.items()))
     if args.csv:
-        storage.write_atomic(args.csv, speeds.table(rows))
+        files.write_atomic(args.csv, roofline.table(rows))
 
 
 def together(processes: int, cache: Path) -> list[list[dict[str, Any]]]:
@@ -65,9 +66,9 @@ def products(began: float) -> list[dict[str, Any]]:
     """Return a row for each layout; this process was started at the second `began`."""
     import torch
 
-    from quantkit import bench
+    from quantkit.bench import kernels
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.kernels import loader
-    from quantkit.tensor import Scheme
 
     imported = time.time() - began
     start = time.perf_counter()
@@ -86,7 +87,7 @@ def products(began: float) -> list[dict[str, Any]]:
         return binary
 
     loader.compile = timed
-    schemes = {layout: Scheme.parse(bench.SCHEMES[layout][0]) for layout in bench.default_layouts()}
+    schemes = {layout: Scheme.parse(kernels.SCHEMES[layout][0]) for layout in kernels.default_layouts()}
     return [{"layout": layout, **_products(layout, scheme, compiled), **once} for layout, scheme in schemes.items()]
 
 
@@ -94,14 +95,14 @@ def _products(layout: str, scheme: Any, compiled: list[float]) -> dict[str, Any]
     """Time the first product of a layout, and then one with every number of tokens and dtype."""
     import torch
 
-    from quantkit import bench
+    from quantkit.bench import kernels
     from quantkit.kernels import MATMULS
     from quantkit.kernels.contract import ACTIVATIONS
     from quantkit.layouts import LAYOUTS
 
-    q = bench.record(scheme, N, K, torch.device("cuda"))
+    q = kernels.record(scheme, N, K, torch.device("cuda"))
     tensors = LAYOUTS[layout].pack(q)
-    inputs = [torch.ones(m, K, dtype=dtype, device="cuda") for dtype in ACTIVATIONS for m in speeds.TOKENS]
+    inputs = [torch.ones(m, K, dtype=dtype, device="cuda") for dtype in ACTIVATIONS for m in roofline.TOKENS]
     torch.cuda.synchronize()
 
     def multiply(some: list[torch.Tensor]) -> tuple[float, float, int]:

@@ -21,7 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from quantkit import speeds, storage
+from quantkit.bench import roofline
+from quantkit.io import files
 
 #: Column -> counter. Names that this chip or this ncu lacks are left out, and said.
 COUNTERS = {
@@ -80,24 +81,24 @@ def main() -> None:
     for row in rows:
         print(line(row))
     if args.csv:
-        storage.write_atomic(args.csv, speeds.table(rows))
+        files.write_atomic(args.csv, roofline.table(rows))
 
 
 def multiply(args: argparse.Namespace) -> None:
     """Make each product once unseen, so that nothing is compiled later, and once for the profiler."""
     import torch
 
-    from quantkit import bench
+    from quantkit.bench import kernels
+    from quantkit.core.quantized_tensor import Scheme
     from quantkit.kernels import MATMULS
     from quantkit.kernels.proof import activations
     from quantkit.layouts import LAYOUTS
-    from quantkit.tensor import Scheme
 
     dtype = getattr(torch, args.dtype)
     cuda = torch.device("cuda")
-    for layout, layer in product(args.layout, speeds.layers([], args.shape)):
-        scheme = Scheme.parse(args.scheme or bench.SCHEMES[layout][0])
-        q = bench.record(scheme, layer.n, layer.k, cuda)
+    for layout, layer in product(args.layout, roofline.layers([], args.shape)):
+        scheme = Scheme.parse(args.scheme or kernels.SCHEMES[layout][0])
+        q = kernels.record(scheme, layer.n, layer.k, cuda)
         dense = q.dequantize()
         ours = partial(MATMULS[layout], tensors=LAYOUTS[layout].pack(q), scheme=scheme, n=layer.n, k=layer.k)
         calls: dict[str, Callable[..., Any]] = {layout: ours}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
-from quantkit.speeds import MODELS, read_peers
+from quantkit.bench.roofline import MODELS, read_peers
 
 #: Scheme -> the published kernels of it.
 PEERS = {

@@ -22,12 +22,13 @@ from typing import Any
 import torch
 
 import quantkit
-from quantkit import speeds, storage
 from quantkit.api import eval_ppl
-from quantkit.checkpoint import Checkpoint
-from quantkit.data import evaluation_text
-from quantkit.evaluate import Perplexity, perplexity
-from quantkit.models import dense_model, tokenizer
+from quantkit.bench import roofline
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.evaluation.perplexity import Perplexity, perplexity
+from quantkit.io import files
+from quantkit.models.block_runner import dense_model, tokenizer
+from quantkit.models.calibration_data import evaluation_text
 
 #: Layout, scheme, and how it is asked for: first those that have kernels, then those that are repacked for them.
 CASES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
@@ -71,7 +72,7 @@ def main() -> None:
                 rows.append({"layout": layout, "scheme": scheme} | measure(out, name, path, args.window, name in short))
                 print(rows[-1], flush=True)
             if args.csv:
-                storage.write_atomic(args.csv, speeds.table(rows))
+                files.write_atomic(args.csv, roofline.table(rows))
 
 
 def cut(args: argparse.Namespace, texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:
@@ -86,7 +87,7 @@ def cut(args: argparse.Namespace, texts: Mapping[str, Path], folder: Path) -> di
             found[name] = path
             continue
         found[f"{name}, first {args.windows} windows"] = short = folder / f"{name}.txt"
-        storage.write_atomic(short, text[: ends[last][1]].encode())
+        files.write_atomic(short, text[: ends[last][1]].encode())
     return found
 
 

@@ -6,7 +6,8 @@ import argparse
 import csv
 from pathlib import Path
 
-from quantkit import drawing, speeds
+from quantkit.bench import roofline
+from quantkit.reporting import plots
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
     for path in args.csv:
         with path.open(newline="") as file:
             rows += list(csv.DictReader(file))
-    drawing.speedups(speeds.panels(rows), args.out)
+    plots.speedups(roofline.panels(rows), args.out)
 
 
 if __name__ == "__main__":

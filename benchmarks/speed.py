@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from quantkit import rtn
-from quantkit.formats import INT4
+from quantkit.algorithms import rtn
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.layouts import LAYOUTS
-from quantkit.pipeline import quantize
-from quantkit.recipe import from_mapping
-from quantkit.tensor import Scheme
+from quantkit.pipeline.quantize import quantize
+from quantkit.pipeline.recipe import from_mapping
 
 N, K = 14336, 4096
 

@@ -38,15 +38,15 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from quantkit import direct, room, storage
-from quantkit.checkpoint import Checkpoint
-from quantkit.hashing import Hash
-from quantkit.headers import INDEX, dump_json
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.io import direct, files, room
+from quantkit.io.hashing import Hash
+from quantkit.io.safetensors_header import INDEX, dump_json
 from quantkit.layouts import LAYOUTS, quantkit_key
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Layout
-from quantkit.pipeline import pack
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.layouts.base import Layout
+from quantkit.layouts.schemes import Schemes
+from quantkit.pipeline.quantize import pack
 
 N, K = 14336, 4096
 #: Bytes from which on a folder's weights go on in another file.
@@ -206,7 +206,7 @@ def _copied(source: Path, out: Path, *, past: bool, hashed: bool = False) -> Non
         disk, *hashers = (stack.enter_context(ThreadPoolExecutor(1)) for _ in range(3 if hashed else 1))
         for path in source.iterdir():
             hashes = [Hash() for _ in hashers]
-            with storage.open_regular(path) as read, storage.create(out / path.name) as written:
+            with files.open_regular(path) as read, files.create(out / path.name) as written:
                 direct.bypass(read, past)
                 direct.bypass(written, past)
                 for at in range(0, path.stat().st_size, direct.PIECE):

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
-from quantkit.bench import copies, flops, medians, prepared, record
+from quantkit.bench.kernels import copies, flops, medians, prepared, record
+from quantkit.bench.roofline import MODELS, TOKENS, floor
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import hopper, marlin24_hopper, marlin_hopper, quick_hopper, tcfpx_hopper
 from quantkit.kernels.hopper import Tile
 from quantkit.kernels.proof import activations, amiss, reference
 from quantkit.layouts import LAYOUTS
-from quantkit.speeds import MODELS, TOKENS, floor
-from quantkit.tensor import Scheme
 
 RESULTS = Path(__file__).parent / "h200"
 SCHEMES = {

@@ -21,15 +21,16 @@ from typing import Any
 import torch
 
 import quantkit
-from quantkit import bench, hashing, storage
-from quantkit.headers import INDEX, dump_json, read_header
+from quantkit.bench import kernels
+from quantkit.checkpoint.writer import SHARD_BYTES
+from quantkit.core.quantized_tensor import Scheme
+from quantkit.evaluation.verify import VERIFICATION
+from quantkit.io import files, hashing
+from quantkit.io.safetensors_header import INDEX, dump_json, read_header
+from quantkit.io.safetensors_writer import TensorFile
 from quantkit.layouts import LAYOUTS, quantkit_key
-from quantkit.layouts.config import Schemes
-from quantkit.report import REPORT
-from quantkit.tensor import Scheme
-from quantkit.tensorfile import TensorFile
-from quantkit.verify import VERIFICATION
-from quantkit.writer import SHARD_BYTES
+from quantkit.layouts.schemes import Schemes
+from quantkit.reporting.report import REPORT
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -59,17 +60,17 @@ DENSE = {"model.embed_tokens.weight": (128256, 4096), "lm_head.weight": (128256,
 def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
     """Write a folder of random packed weights with report and config, one layer in memory, into the folder `out`."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    files: dict[str, str] = {}
+    shards: dict[str, str] = {}
     weight_map: dict[str, str] = {}
     file: TensorFile | None = None
 
     def add(name: str, tensor: torch.Tensor) -> None:
         nonlocal file
         if file is not None and (not file.contents.fits(name) or file.contents.size + tensor.nbytes > SHARD_BYTES):
-            files[file.path.name] = file.close()
+            shards[file.path.name] = file.close()
             file = None
         if file is None:
-            file = TensorFile(out / f"model-{len(files) + 1:05}.safetensors")
+            file = TensorFile(out / f"model-{len(shards) + 1:05}.safetensors")
         file.add(name, tensor)
         weight_map[name] = file.path.name
 
@@ -78,7 +79,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
         for i in range(layers):
             digests = []
             for linear, (n, k) in LINEARS.items():
-                q = bench.record(scheme, n, k, device, seed=len(named))
+                q = kernels.record(scheme, n, k, device, seed=len(named))
                 module = f"model.layers.{i}.{linear}"
                 named.append({"name": module, "shape": [n, k], "scheme": scheme.label, "layout": layout})
                 digests.append((named[-1], pool.submit(q.digest)))
@@ -89,7 +90,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
     for name, shape in DENSE.items():
         add(name, torch.zeros(shape, dtype=torch.bfloat16))
     assert file is not None
-    files[file.path.name] = file.close()
+    shards[file.path.name] = file.close()
     schemes = Schemes(scheme, ignore=("lm_head",))
     quantization = LAYOUTS[layout].write_config(schemes) | {
         "quantkit": quantkit_key(layout, schemes, quantkit.__version__, None)
@@ -97,8 +98,8 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
     config = {**CONFIG, "num_hidden_layers": layers, "quantization_config": quantization}
     (out / "config.json").write_bytes(dump_json(config))
     (out / INDEX).write_bytes(dump_json({"metadata": {}, "weight_map": weight_map}))
-    files |= {name: hashing.hash_of_file(out / name) for name in ("config.json", INDEX)}
-    (out / REPORT).write_bytes(dump_json({"quantkit": quantkit.__version__, "files": files, "layers": named}))
+    shards |= {name: hashing.hash_of_file(out / name) for name in ("config.json", INDEX)}
+    (out / REPORT).write_bytes(dump_json({"quantkit": quantkit.__version__, "files": shards, "layers": named}))
 
 
 def verified(folder: Path, cache: Path) -> tuple[float, int, dict[str, Any]]:
@@ -127,12 +128,12 @@ def flip(folder: Path, name: str, bit: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layout", default="marlin", choices=list(bench.SCHEMES))
+    parser.add_argument("--layout", default="marlin", choices=list(kernels.SCHEMES))
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--work", type=Path, help="folder for six gigabytes")
     parser.add_argument("-o", "--out", type=Path, help="write the JSON here too")
     args = parser.parse_args()
-    scheme = Scheme.parse(bench.SCHEMES[args.layout][0])
+    scheme = Scheme.parse(kernels.SCHEMES[args.layout][0])
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         folder, cache = Path(work) / "model", Path(work) / "cache"
         folder.mkdir()
@@ -167,7 +168,7 @@ def main() -> None:
         },
     }
     if args.out:
-        storage.write_atomic(args.out, dump_json(result))
+        files.write_atomic(args.out, dump_json(result))
     print(json.dumps(result, indent=1))
     failed = {row["module"] for row in after["rows"] if row["problem"]}
     if not result["ok"] or code_after != 3 or failed != set(broken):

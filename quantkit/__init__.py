@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.api import prune, quantize
-    from quantkit.loading import load
-    from quantkit.pipeline import pack
-    from quantkit.tensor import QuantizedTensor, Scheme
-    from quantkit.verify import verify
+    from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+    from quantkit.evaluation.verify import verify
+    from quantkit.inference.load import load
+    from quantkit.pipeline.quantize import pack
 
 __version__ = "0.1.0"
 __all__ = ["QuantizedTensor", "Scheme", "__version__", "load", "pack", "prune", "quantize", "verify"]
 
 _HOME = {
-    "QuantizedTensor": "quantkit.tensor",
-    "Scheme": "quantkit.tensor",
-    "load": "quantkit.loading",
-    "pack": "quantkit.pipeline",
+    "QuantizedTensor": "quantkit.core.quantized_tensor",
+    "Scheme": "quantkit.core.quantized_tensor",
+    "load": "quantkit.inference.load",
+    "pack": "quantkit.pipeline.quantize",
     "prune": "quantkit.api",
     "quantize": "quantkit.api",
-    "verify": "quantkit.verify",
+    "verify": "quantkit.evaluation.verify",
 }
 
 
@@ -72,13 +72,13 @@ class _WhenImported:
             def then_register(module: ModuleType) -> None:
                 run(module)
                 sys.meta_path.remove(self)
-                import_module("quantkit.hf")
+                import_module("quantkit.inference.transformers_plugin")
 
             spec.loader.exec_module = then_register  # type: ignore[method-assign]
         return spec
 
 
 if _TABLE in sys.modules:
-    import_module("quantkit.hf")
+    import_module("quantkit.inference.transformers_plugin")
 else:
     sys.meta_path.insert(0, _WhenImported())

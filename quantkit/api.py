@@ -11,17 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from quantkit import pipeline
-from quantkit import recipe as recipes
-from quantkit.checkpoint import Checkpoint, resolve
-from quantkit.data import evaluation_text
+from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.errors import RecipeError
-from quantkit.evaluate import Divergence, Perplexity, kld, perplexity
-from quantkit.loading import opened
-from quantkit.models import tokenizer
-from quantkit.packed import way
+from quantkit.evaluation.perplexity import Divergence, Perplexity, kld, perplexity
+from quantkit.inference.load import opened
+from quantkit.inference.swap_linears import way
+from quantkit.models.block_runner import tokenizer
+from quantkit.models.calibration_data import evaluation_text
+from quantkit.pipeline import quantize as pipeline
+from quantkit.pipeline import recipe as recipes
+from quantkit.pipeline.recipe import Pruning, Recipe
 from quantkit.progress import Progress
-from quantkit.recipe import Pruning, Recipe
 
 #: option -> where its value stands in a recipe's mapping. `asym`, `skip` and `override` are treated by hand.
 KEYS: dict[str, tuple[str, ...]] = {

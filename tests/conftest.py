@@ -30,7 +30,7 @@ def shared() -> Path:
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A two-block Llama with random weights (hidden 256, intermediate 512) in several fp16 shards, with a tokenizer."""
-    from tests.models import write_model
+    from tests.tiny_models import write_model
 
     return write_model("llama", tmp_path_factory.mktemp("models") / "llama")
 
@@ -38,7 +38,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As `tiny_llama`, with an eighth of its weights (hidden 128, intermediate 256): for tests of many whole runs."""
-    from tests.models import write_model
+    from tests.tiny_models import write_model
 
     changes = {"hidden_size": 128, "intermediate_size": 256}
     return write_model("llama", tmp_path_factory.mktemp("models") / "small", **changes)
@@ -47,7 +47,7 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """One model folder a family, written when first asked for; nobody changes them."""
-    from tests.models import write_model
+    from tests.tiny_models import write_model
 
     root = tmp_path_factory.mktemp("families")
 

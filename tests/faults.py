@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit import storage
+from quantkit.io import files
 
 
 @pytest.fixture
@@ -31,11 +31,11 @@ class Killed(BaseException):
 
 @contextmanager
 def faults(hook: Callable[[str, Path], None] | None) -> Iterator[None]:
-    storage.FAULT = hook
+    files.FAULT = hook
     try:
         yield
     finally:
-        storage.FAULT = None
+        files.FAULT = None
 
 
 def killer(step: int) -> Callable[[str, Path], None]:

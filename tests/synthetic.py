@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit import gptq, rtn
-from quantkit.gptq import Options
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.algorithms import gptq, rtn
+from quantkit.algorithms.gptq import Options
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 
 #: Held-out loss relative to plain RTN, as ALGORITHMS 14 states it (mean of the draws of seeds 0 and 1).
 EXPECTED = {

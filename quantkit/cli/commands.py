@@ -8,30 +8,24 @@ from typing import Any
 
 import click
 
-from quantkit import (
-    __version__,
-    api,
-    bench,
-    conversions,
-    decoding,
-    demo,
-    doctor,
-    drawing,
-    loading,
-    pipeline,
-    report,
-    speeds,
-    storage,
-)
-from quantkit.checkpoint import Checkpoint, resolve
-from quantkit.cli import options, show
+from quantkit import __version__, api
+from quantkit.bench import generate as bench_generate
+from quantkit.bench import kernels as bench_kernels
+from quantkit.bench import roofline
+from quantkit.checkpoint.inspection import describe
+from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.cli import demo, doctor, options, show
 from quantkit.cli.exits import FAILED, MISSED, UNVERIFIED, emit, leave
 from quantkit.errors import CheckpointError, QuantkitError
-from quantkit.inspection import describe
+from quantkit.evaluation.verify import verify as prove
+from quantkit.evaluation.verify import write as write_proof
+from quantkit.inference import load
+from quantkit.io import files
+from quantkit.layouts import compatibility
+from quantkit.pipeline import quantize as pipeline
+from quantkit.pipeline.recipe import Recipe
 from quantkit.progress import Progress
-from quantkit.recipe import Recipe
-from quantkit.verify import verify as prove
-from quantkit.verify import write as write_proof
+from quantkit.reporting import plots, report
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
@@ -164,12 +158,12 @@ def convert(
 
     As pack, and CHECKPOINT must be in layout A."""
     if listing:
-        found = conversions.conversions()
+        found = compatibility.conversions()
         emit(show.as_json({"conversions": [asdict(c) for c in found]}) if as_json else show.matrix(found))
         return
     if pair is None or checkpoint is None or out is None:
         raise click.UsageError("Missing one of 'A-to-B', 'CHECKPOINT', '-o'.")
-    source, target = conversions.parse(pair)
+    source, target = compatibility.parse(pair)
     try:
         report = pipeline.pack(checkpoint, out, target, expect=source, progress=progress, **asked)
     except QuantkitError as error:  # which names another target as the options of `pack` do
@@ -249,7 +243,7 @@ def generate(checkpoint: str, prompt: str, as_json: bool, progress: Progress, **
     """Write on after PROMPT.
 
     CHECKPOINT may be dense or quantized; the likeliest token is taken each time."""
-    found = loading.generate(checkpoint, prompt, progress=progress, **asked)
+    found = load.generate(checkpoint, prompt, progress=progress, **asked)
     emit(show.as_json(asdict(found)) if as_json else show.generated(found))
     rate = found.tokens / found.seconds
     progress.note(f"{found.tokens} tokens in {found.seconds:.1f} s, {rate:.1f} a second; {found.weights}")
@@ -284,17 +278,17 @@ def kernels(
     options.writable(csv, ".csv")
     options.writable(png, ".png")
     if png is not None:
-        drawing.pictures()  # missing is better known before than after
+        plots.pictures()  # missing is better known before than after
     if peer and against is None:
         raise click.UsageError("--peer names a kernel of --against: give both")
-    peers = speeds.read_peers(against, peer) if against is not None else None
-    measured = bench.kernels(**options.timed(asked), progress=progress)
+    peers = roofline.read_peers(against, peer) if against is not None else None
+    measured = bench_kernels.kernels(**options.timed(asked), progress=progress)
     rows = measured.rows()
-    found = measured.to_dict() | ({"against": speeds.compare(measured.cells, peers)} if peers is not None else {})
+    found = measured.to_dict() | ({"against": roofline.compare(measured.cells, peers)} if peers is not None else {})
     if csv is not None:
-        storage.write_atomic(csv, speeds.table(rows))
+        files.write_atomic(csv, roofline.table(rows))
     if png is not None:
-        drawing.speedups(speeds.panels(rows), png)
+        plots.speedups(roofline.panels(rows), png)
     emit(show.as_json(found) if as_json else show.speeds(found))
 
 
@@ -308,9 +302,9 @@ def paces(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) -> 
 
     Prompts and new tokens a second and GPU memory, packed beside dense, with random weights: nothing is downloaded."""
     options.writable(csv, ".csv")
-    found = decoding.measure(*options.generated(asked), progress)
+    found = bench_generate.measure(*options.generated(asked), progress)
     if csv is not None:
-        storage.write_atomic(csv, speeds.table(found.rows()))
+        files.write_atomic(csv, roofline.table(found.rows()))
     emit(show.as_json(found.to_dict()) if as_json else show.paces(found.to_dict()))
 
 
@@ -329,7 +323,7 @@ def show_report(folder: Path, html: Path | None, png: Path | None, as_json: bool
         if path is not None and path.suffix != suffix:
             raise click.UsageError(f"{path}: the file name must end in {suffix}")
         if path is not None:
-            drawing.draw(found, path)
+            plots.draw(found, path)
             progress.note(f"drawn: {path}")
     _report(found, as_json)
 

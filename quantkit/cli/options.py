@@ -15,23 +15,23 @@ from typing import Any, get_args, get_type_hints
 import click
 import torch
 
-from quantkit import outline
+from quantkit.algorithms.gptq import Options
 from quantkit.api import build_recipe
-from quantkit.bench import default_layouts
+from quantkit.bench import random_model
+from quantkit.bench.generate import BATCHES
+from quantkit.bench.kernels import default_layouts
+from quantkit.bench.random_model import CONFIGS, Load, Outline, Variant
+from quantkit.bench.roofline import MODELS, TOKENS, layers
 from quantkit.cli.exits import exits
-from quantkit.data import NAMED
-from quantkit.decoding import BATCHES
-from quantkit.formats import FORMATS
-from quantkit.gptq import Options
+from quantkit.core.formats import FORMATS
+from quantkit.core.quantized_tensor import Scheme, dtype_name
+from quantkit.core.sparsity import Rule
 from quantkit.kernels import MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
-from quantkit.outline import CONFIGS, Load, Outline, Variant
+from quantkit.models.calibration_data import NAMED
+from quantkit.pipeline.recipe import Calib, Clip, Method, Metric, Recipe
 from quantkit.progress import Progress
-from quantkit.recipe import Calib, Clip, Method, Metric, Recipe
-from quantkit.sparsity import Rule
-from quantkit.speeds import MODELS, TOKENS, layers
-from quantkit.tensor import Scheme, dtype_name
 
 Command = Callable[..., Any]
 
@@ -273,8 +273,8 @@ def timed(asked: dict[str, Any]) -> dict[str, Any]:
 
 def generated(asked: dict[str, Any]) -> tuple[Outline, list[Variant], Load]:
     """Return what `decoding.measure` takes, of the options `generating`."""
-    named = outline.read(asked["model"])
-    found = outline.variants(named, list(dict.fromkeys(asked["layout"])), _schemes(asked), asked["skip"])
+    named = random_model.read(asked["model"])
+    found = random_model.variants(named, list(dict.fromkeys(asked["layout"])), _schemes(asked), asked["skip"])
     batches = tuple(sorted(set(asked["batch"] or BATCHES)))
     return named, found, Load(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked), asked["eager"])
 

@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quantkit.conversions import Conversion
-from quantkit.evaluate import Divergence, Perplexity
-from quantkit.loading import Generated
-from quantkit.plan import Plan
-from quantkit.report import size
-from quantkit.verify import Verification
+from quantkit.evaluation.perplexity import Divergence, Perplexity
+from quantkit.evaluation.verify import Verification
+from quantkit.inference.load import Generated
+from quantkit.layouts.compatibility import Conversion
+from quantkit.pipeline.plan import Plan
+from quantkit.reporting.report import size
 
 MOST_ROWS = 40
 TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import dtype_name
 from quantkit.errors import KernelError
-from quantkit.tensor import dtype_name
 
 #: dtype of activations and outputs -> its name in the sources.
 TYPES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}

@@ -25,8 +25,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import storage
 from quantkit.errors import KernelError, QuantkitError, reason
+from quantkit.io import files
 from quantkit.kernels import driver
 from quantkit.kernels.driver import Function, Place
 
@@ -152,13 +152,13 @@ def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None =
     """
     path = cache_dir() / f"{name}-{arch}-{_key(name, instances, arch, folder)}"
     try:
-        with storage.open_regular(path) as file:
+        with files.open_regular(path) as file:
             return _decoded(file.read())
     except (QuantkitError, OSError, ValueError):
         binary = compile(name, instances, arch, folder)
     try:
-        storage.make_folder(path.parent, parents=True)
-        storage.write_atomic(path, _encoded(binary))
+        files.make_folder(path.parent, parents=True)
+        files.write_atomic(path, _encoded(binary))
     except (QuantkitError, OSError):
         _warn_once(path.parent)
     return binary
@@ -250,7 +250,7 @@ def _headers(folder: Path) -> dict[str, str]:
 
 
 def _text(path: Path) -> str:
-    with storage.open_regular(path) as file:
+    with files.open_regular(path) as file:
         return file.read().decode()
 
 

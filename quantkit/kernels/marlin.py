@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import loader, marlin_hopper, marlin_portable
 from quantkit.kernels.naive import instances, multiply
 from quantkit.kernels.weights import marlin_weight
-from quantkit.tensor import Scheme
 
 INSTANCES = instances("marlin_naive")
 

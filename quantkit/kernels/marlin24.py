@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import loader, marlin24_hopper, marlin24_portable
 from quantkit.kernels.naive import instances, multiply
 from quantkit.kernels.weights import marlin24_weight
-from quantkit.tensor import Scheme
 
 INSTANCES = instances("marlin24_naive")
 

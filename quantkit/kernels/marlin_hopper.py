@@ -12,12 +12,12 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import hopper
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
 from quantkit.kernels.hopper import K_STEP, MANY, Tile, ceil
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import MARLIN_GROUPS, marlin_weight
-from quantkit.tensor import Scheme
 
 SOURCE = "marlin_hopper"
 #: Columns of a tile -> GB/s that weights are read with.

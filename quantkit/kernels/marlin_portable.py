@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels.portable import Kernel, Tile, multiply
 from quantkit.kernels.weights import marlin_weight
-from quantkit.tensor import Scheme
 
 #: Few tokens are spread along k, so that there is work for all multiprocessors.
 TILES = (

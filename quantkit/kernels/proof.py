@@ -15,10 +15,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import QuantizedTensor, dtype_name
 from quantkit.kernels import JUDGES, MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.progress import Clock
-from quantkit.tensor import QuantizedTensor, dtype_name
 
 #: mean|y - reference| / mean|reference| must stay below (ARCHITECTURE 11).
 BOUND = 1e-3

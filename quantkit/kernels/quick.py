@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import loader, quick_hopper, quick_portable
 from quantkit.kernels.naive import instances, multiply
 from quantkit.kernels.weights import quick_weight
-from quantkit.tensor import Scheme
 
 INSTANCES = instances("quick_naive")
 

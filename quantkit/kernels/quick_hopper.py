@@ -12,13 +12,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import hopper
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
 from quantkit.kernels.hopper import K_STEP, MANY, Tile, ceil
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import quick_weight
-from quantkit.tensor import Scheme
 
 SOURCE = "quick_hopper"
 #: Groups that a step of k is whole ones of.

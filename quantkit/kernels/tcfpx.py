@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import loader, tcfpx_hopper, tcfpx_portable
 from quantkit.kernels.naive import instances, multiply
 from quantkit.kernels.weights import SPLITS, tcfpx_weight
-from quantkit.tensor import Scheme
 
 INSTANCES = instances("tcfpx_naive", *SPLITS.values())
 

@@ -12,13 +12,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from quantkit.formats import FP5, FP6, Format
+from quantkit.core.formats import FP5, FP6, Format
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import hopper
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, check, same_dtype
 from quantkit.kernels.hopper import K_STEP, MANY, Tile
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.weights import SPLITS, tcfpx_weight
-from quantkit.tensor import Scheme
 
 SOURCE = "tcfpx_hopper"
 #: Columns of a tile -> GB/s that weights are read with.

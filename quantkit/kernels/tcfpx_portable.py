@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from quantkit.formats import FP5, FP6, Format
+from quantkit.core.formats import FP5, FP6, Format
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels.portable import Kernel, Tile, multiply
 from quantkit.kernels.weights import SPLITS, tcfpx_weight
-from quantkit.tensor import Scheme
 
 #: Few tokens are spread along k, so that there is work for all multiprocessors.
 TILES = (

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from quantkit.core.formats import FORMATS, INT4
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
-from quantkit.formats import FORMATS, INT4
 from quantkit.kernels.contract import Weight
-from quantkit.tensor import Scheme
 
 #: Floating format -> its exponent and mantissa bits as template arguments.
 SPLITS = {fmt: f"{fmt.ebits}, {fmt.mbits}" for fmt in FORMATS.values() if fmt.is_float}

@@ -11,10 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
 from quantkit.layouts import (
     awq,
-    checks,
     compressed_tensors,
     gptq,
     gptq_v2,
@@ -24,10 +24,10 @@ from quantkit.layouts import (
     marlin24_ct,
     quick,
     tcfpx,
+    validation,
 )
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Layout
-from quantkit.tensor import Scheme
+from quantkit.layouts.base import Layout
+from quantkit.layouts.schemes import Schemes
 
 LAYOUTS: dict[str, Layout] = {
     compressed_tensors.NAME: compressed_tensors,
@@ -105,21 +105,21 @@ def quantkit_key(layout_name: str, schemes: Schemes, version: str, recipe_sha256
 
 
 def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
-    own = checks.entry(config, "quantkit", dict)
+    own = validation.entry(config, "quantkit", dict)
     unknown = own.keys() - OWN_KEYS
     if unknown:
         raise CheckpointError(f"unknown entries {sorted(unknown)!s:.80} in the 'quantkit' key: use a newer quantkit")
-    checks.entry(own, "version", str)
-    checks.entry(own, "recipe_sha256", str, type(None), default=None)
-    name = checks.entry(own, "layout", str)
+    validation.entry(own, "version", str)
+    validation.entry(own, "recipe_sha256", str, type(None), default=None)
+    name = validation.entry(own, "layout", str)
     if name not in LAYOUTS:
         raise CheckpointError(f"layout {name!r:.40} is not one of {', '.join(LAYOUTS)}: a newer quantkit may read it")
-    overrides = checks.entry(own, "overrides", dict, default={})
+    overrides = validation.entry(own, "overrides", dict, default={})
     schemes = Schemes(
-        _parse(checks.entry(own, "scheme", str)),
-        tuple((checks.pattern(key), _parse(checks.entry(overrides, key, str))) for key in overrides),
-        checks.strings(own, "ignore"),
-        _true_shapes(checks.entry(own, "padded", dict, default={})),
+        _parse(validation.entry(own, "scheme", str)),
+        tuple((validation.pattern(key), _parse(validation.entry(overrides, key, str))) for key in overrides),
+        validation.strings(own, "ignore"),
+        _true_shapes(validation.entry(own, "padded", dict, default={})),
     )
     try:
         public = LAYOUTS[name].write_config(schemes)

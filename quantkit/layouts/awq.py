@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import room
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.formats import INT4
-from quantkit.layouts import checks, gptq
-from quantkit.layouts.arrange import Arrangement
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.io import room
+from quantkit.layouts import gptq, validation
+from quantkit.layouts.arrangement import Arrangement
+from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "awq"
 TENSORS: tuple[str, ...] = ("qweight", "qzeros", "scales")
@@ -38,7 +38,7 @@ def check(scheme: Scheme, n: int, k: int) -> None:
     """
     _check_scheme(scheme)
     way_out = "use --layout compressed-tensors, or --skip the weight"
-    checks.multiples("the AWQ layout", n, k, of_n=8, of_k=1, way_out=way_out)
+    validation.multiples("the AWQ layout", n, k, of_n=8, of_k=1, way_out=way_out)
     scheme.groups(k)
 
 
@@ -54,7 +54,7 @@ def stored(scheme: Scheme, n: int, k: int) -> Stored:
 
 def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
     """Return `(n, k)` from the shape of `qweight`."""
-    k, words = checks.matrix(shapes, "qweight")
+    k, words = validation.matrix(shapes, "qweight")
     return 8 * words, k
 
 
@@ -71,7 +71,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     tensors = {
         "qweight": words.view(k, n // 8),
         "qzeros": WORDS.pack(gptq.zero_points(scales, zeros), 4).view(-1, n // 8),
-        "scales": checks.half(scales).t().contiguous(),
+        "scales": validation.half(scales).t().contiguous(),
     }
     return Packing(tensors, WORDS.packing(words, 4, shape))
 
@@ -85,10 +85,10 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k))
+    validation.match(tensors, stored(scheme, n, k))
     zeros = zeros_of(WORDS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme)
     fill = WORDS.unpacking(tensors["qweight"], 4, (n, k))
-    return Unpacking(scheme, (n, k), checks.half(tensors["scales"].t()), zeros, fill)
+    return Unpacking(scheme, (n, k), validation.half(tensors["scales"].t()), zeros, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -150,21 +150,21 @@ def version_of(config: Mapping[str, Any]) -> str | None:
     """Return the version in an AWQ config in small letters (`gemm` where none is stated), None for other methods."""
     if config.get("quant_method") != "awq":
         return None
-    older, newer = (checks.entry(config, key, str, type(None), default=None) for key in ("version", "format"))
+    older, newer = (validation.entry(config, key, str, type(None), default=None) for key in ("version", "format"))
     return (older or newer or "gemm").lower()
 
 
 def schemes_of(config: Mapping[str, Any]) -> Schemes:
     """Return the schemes of an AWQ config, also with the older keys `w_bit` and `q_group_size`."""
-    bits = checks.entry(config, "w_bit" if "w_bit" in config else "bits", int)
-    group = checks.entry(config, "q_group_size" if "q_group_size" in config else "group_size", int)
+    bits = validation.entry(config, "w_bit" if "w_bit" in config else "bits", int)
+    group = validation.entry(config, "q_group_size" if "q_group_size" in config else "group_size", int)
     if bits != 4:
         raise CheckpointError(f"an AWQ checkpoint of {bits} bits: quantkit reads 4")
     if group < 1 and group != -1:
         raise CheckpointError(f"AWQ group_size {group}: it must be positive, or -1 for one scale per row")
-    dense = [part for part in checks.strings(config, "modules_to_not_convert") if part != "lm_head"]
-    head = [] if checks.entry(config, "lm_head", bool, default=False) else ["lm_head"]
-    symmetric = not checks.entry(config, "zero_point", bool, default=True)
+    dense = [part for part in validation.strings(config, "modules_to_not_convert") if part != "lm_head"]
+    head = [] if validation.entry(config, "lm_head", bool, default=False) else ["lm_head"]
+    symmetric = not validation.entry(config, "zero_point", bool, default=True)
     return Schemes(
         Scheme(INT4, None if group == -1 else group, symmetric=symmetric),
         ignore=(*head, *(f"re:.*{re.escape(part)}.*" for part in dense)),
@@ -181,4 +181,6 @@ def _substring(module: str) -> str | None:
     if not module.startswith("re:"):
         return module
     inner = module.removeprefix("re:")
-    return checks.literal(inner[2:-2]) if inner.startswith(".*") and inner.endswith(".*") and len(inner) > 4 else None
+    return (
+        validation.literal(inner[2:-2]) if inner.startswith(".*") and inner.endswith(".*") and len(inner) > 4 else None
+    )

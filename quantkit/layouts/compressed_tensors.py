@@ -15,14 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit import loops, room
+from quantkit.core import cpu_dispatch as dispatch
+from quantkit.core.formats import INT4, Format
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.formats import INT4, Format
-from quantkit.layouts import checks
-from quantkit.layouts.arrange import Arrangement
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.io import room
+from quantkit.layouts import validation
+from quantkit.layouts.arrangement import Arrangement
+from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "compressed-tensors"
 TENSORS: tuple[str, ...] = (
@@ -49,7 +50,7 @@ MARLIN24 = "marlin-24"
 def check(scheme: Scheme, n: int, k: int) -> None:
     """Raise LayoutError unless INT4, or FP6 or FP5 with one scale per row; any `n`, and any `k` the groups divide."""
     _check_scheme(scheme)
-    checks.multiples("compressed-tensors", n, k, of_n=1, of_k=1, way_out="--skip the weight")
+    validation.multiples("compressed-tensors", n, k, of_n=1, of_k=1, way_out="--skip the weight")
     scheme.groups(k)
 
 
@@ -67,11 +68,11 @@ def stored(scheme: Scheme, n: int, k: int) -> Stored:
 def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
     """Return `(n, k)`; with one scale per row `k` comes out as the next multiple of 8, since shapes say no more."""
     if scheme.format.is_float:
-        return checks.matrix(shapes, "weight")
-    n, words = checks.matrix(shapes, "weight_packed")
+        return validation.matrix(shapes, "weight")
+    n, words = validation.matrix(shapes, "weight_packed")
     if scheme.group_size is None:
         return n, 8 * words
-    return n, checks.matrix(shapes, "weight_scale")[1] * scheme.group_size
+    return n, validation.matrix(shapes, "weight_scale")[1] * scheme.group_size
 
 
 def pack(q: QuantizedTensor) -> dict[str, Tensor]:
@@ -83,7 +84,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
     n, k = shape
     check(scheme, n, k)
-    halves = checks.half(scales)
+    halves = validation.half(scales)
     if scheme.format.is_float:
         carrier, table = room.empty(shape, torch.uint8, scales.device), _carrier(scheme.format, scales.device)
 
@@ -124,7 +125,7 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     expected = stored(scheme, n, k)
     if "weight_g_idx" in tensors:
         expected["weight_g_idx"] = (torch.int32, (k,))
-    checks.match(tensors, expected)
+    validation.match(tensors, expected)
     if "weight_g_idx" in tensors:
         order = tensors["weight_g_idx"]
         natural = torch.arange(k, dtype=torch.int32, device=order.device) // (scheme.group_size or k)
@@ -145,7 +146,7 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         codes.copy_(padded[:, :k])
 
     fill = unpacked if wide == k else fill_some
-    return Unpacking(scheme, (n, k), checks.half(tensors["weight_scale"]), zeros, fill)
+    return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), zeros, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -158,12 +159,12 @@ def write_config(schemes: Schemes) -> dict[str, Any]:
     targets: dict[Scheme, list[str]] = {schemes.default: ["Linear"]}
     before = ""
     for pattern, scheme in schemes.overrides:
-        name = checks.literal(pattern)
+        name = validation.literal(pattern)
         if name is not None and "." in name:  # without a dot it might be read as a class
             targets.setdefault(schemes.of(name), []).append(name)
         else:
-            targets.setdefault(scheme, []).append(f"re:{before}{checks.whole(pattern)}")
-            before += f"(?!{checks.whole(pattern)})"
+            targets.setdefault(scheme, []).append(f"re:{before}{validation.whole(pattern)}")
+            before += f"(?!{validation.whole(pattern)})"
     for scheme in (schemes.default, *(scheme for _, scheme in schemes.overrides)):
         _check_scheme(scheme)
     formats = sorted({_public_format(scheme) for scheme in targets})
@@ -194,26 +195,28 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
 def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
     """Return the INT4 schemes of a config whose groups have the format `packed`; CheckpointError as `read_config`."""
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
-        if checks.entry(config, key, dict, type(None), default=None):
+        if validation.entry(config, key, dict, type(None), default=None):
             raise CheckpointError(f"a compressed-tensors checkpoint with {key!r}: only plain weights are read")
-    groups = checks.entry(config, "config_groups", dict)
+    groups = validation.entry(config, "config_groups", dict)
     by_target: dict[str, Scheme] = {}
     for name in groups:
-        group = checks.entry(groups, name, dict)
+        group = validation.entry(groups, name, dict)
         if any(group.get(key) is not None for key in ("input_activations", "output_activations")):
             raise CheckpointError(f"config group {name!r:.40} quantizes activations: only weights are read")
-        fmt = checks.entry(group, "format", str, type(None), default=None) or checks.entry(config, "format", str)
-        scheme = _scheme_of(checks.entry(group, "weights", dict), fmt, packed)
-        by_target |= dict.fromkeys(checks.strings(group, "targets"), scheme)
+        fmt = validation.entry(group, "format", str, type(None), default=None) or validation.entry(
+            config, "format", str
+        )
+        scheme = _scheme_of(validation.entry(group, "weights", dict), fmt, packed)
+        by_target |= dict.fromkeys(validation.strings(group, "targets"), scheme)
     if not by_target:
         raise CheckpointError("'config_groups' names no target: nothing is quantized")
     # The library's own order: names, then patterns as text, then classes.
     exact = [(re.escape(t), s) for t, s in sorted(by_target.items()) if t != "Linear" and not t.startswith("re:")]
     patterns = [(f"(?:{t[3:]}).*", s) for t, s in sorted(by_target.items()) if t.startswith("re:")]
     for pattern, _ in patterns:
-        checks.pattern(pattern)
+        validation.pattern(pattern)
     default = by_target.get("Linear", next(iter(by_target.values())))
-    return Schemes(default, (*exact, *patterns), checks.strings(config, "ignore"))
+    return Schemes(default, (*exact, *patterns), validation.strings(config, "ignore"))
 
 
 def _check_scheme(scheme: Scheme) -> None:
@@ -227,14 +230,14 @@ def _check_scheme(scheme: Scheme) -> None:
 def _unpacking_carrier(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k))
+    validation.match(tensors, stored(scheme, n, k))
     carried = tensors["weight"].contiguous().view(torch.uint8)
     table = _codes_of_carrier(scheme.format, carried.device)
 
     def fill(first: int, codes: Tensor) -> None:
         _translate(carried[first : first + len(codes)], table, codes)
 
-    return Unpacking(scheme, (n, k), checks.half(tensors["weight_scale"]), None, fill)
+    return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), None, fill)
 
 
 def _require_codes(codes: Tensor, carrier: Tensor, fmt: Format) -> None:
@@ -249,7 +252,7 @@ def _require_codes(codes: Tensor, carrier: Tensor, fmt: Format) -> None:
 
 
 def _true_shape(tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
-    checks.match({k: v for k, v in tensors.items() if k == "weight_shape"}, {"weight_shape": (torch.int64, (2,))})
+    validation.match({k: v for k, v in tensors.items() if k == "weight_shape"}, {"weight_shape": (torch.int64, (2,))})
     n, k = tensors["weight_shape"].tolist()
     try:
         check(scheme, n, k)
@@ -272,8 +275,10 @@ def _translate(codes: Tensor, table: Tensor, out: Tensor) -> None:
         _translate(pad(flat, (0, len(flat) % 2)), table, both)
         found.copy_(both[: len(flat)])
         return
-    if compiled := loops.compiled_for(flat):
-        compiled.looked_up(loops.unsigned(room.aligned(flat), 16), loops.unsigned(table, 16), loops.unsigned(found, 16))
+    if compiled := dispatch.compiled_for(flat):
+        compiled.looked_up(
+            dispatch.unsigned(room.aligned(flat), 16), dispatch.unsigned(table, 16), dispatch.unsigned(found, 16)
+        )
         return
     for some, slot in zip(flat.split(CHUNK), found.split(CHUNK), strict=True):
         pairs = room.aligned(some, torch.uint16).view(torch.uint16)
@@ -326,16 +331,19 @@ def _group(targets: list[str], scheme: Scheme, mixed: bool) -> dict[str, Any]:
 
 
 def _scheme_of(weights: Mapping[str, Any], fmt: str, packed: str) -> Scheme:
-    bits, kind = checks.entry(weights, "num_bits", int, default=8), checks.entry(weights, "type", str, default="int")
+    bits, kind = (
+        validation.entry(weights, "num_bits", int, default=8),
+        validation.entry(weights, "type", str, default="int"),
+    )
     if fmt != packed or kind != "int" or bits != 4:
         raise CheckpointError(
             f"a compressed-tensors checkpoint of {kind}{bits} in format {fmt!r:.40}, not written by quantkit: "
             f"read are int4 in {packed!r}, and fp6 and fp5 in FP8 with the 'quantkit' key"
         )
-    strategy = checks.entry(weights, "strategy", str)
-    group = checks.entry(weights, "group_size", int, type(None), default=None)
+    strategy = validation.entry(weights, "strategy", str)
+    group = validation.entry(weights, "group_size", int, type(None), default=None)
     if strategy == "group" and group is not None and group > 0:
-        return Scheme(INT4, group, symmetric=checks.entry(weights, "symmetric", bool, default=True))
+        return Scheme(INT4, group, symmetric=validation.entry(weights, "symmetric", bool, default=True))
     if strategy == "channel":
-        return Scheme(INT4, None, symmetric=checks.entry(weights, "symmetric", bool, default=True))
+        return Scheme(INT4, None, symmetric=validation.entry(weights, "symmetric", bool, default=True))
     raise CheckpointError(f"strategy {strategy!r:.40} with group_size {group}: quantkit reads 'group' and 'channel'")

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import room
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.formats import INT4
-from quantkit.layouts import checks
-from quantkit.layouts.arrange import Arrangement
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.io import room
+from quantkit.layouts import validation
+from quantkit.layouts.arrangement import Arrangement
+from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "gptq"
 TENSORS: tuple[str, ...] = ("qweight", "qzeros", "scales", "g_idx")
@@ -43,7 +43,7 @@ def check(scheme: Scheme, n: int, k: int) -> None:
     """Raise LayoutError unless the scheme is INT4 and `n` and `k` are multiples of 32 (LAYOUTS 1.2)."""
     _check_scheme(scheme)
     way_out = "use --layout compressed-tensors, or --skip the weight"
-    checks.multiples("the GPTQ layout", n, k, of_n=32, of_k=32, way_out=way_out)
+    validation.multiples("the GPTQ layout", n, k, of_n=32, of_k=32, way_out=way_out)
     scheme.groups(k)
 
 
@@ -60,7 +60,7 @@ def stored(scheme: Scheme, n: int, k: int) -> Stored:
 
 def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
     """Return `(n, k)` from the shape of `qweight`."""
-    words, n = checks.matrix(shapes, "qweight")
+    words, n = validation.matrix(shapes, "qweight")
     return n, 8 * words
 
 
@@ -115,7 +115,7 @@ def packing_zeros_less(
     tensors = {
         "qweight": words.view(k // 8, n),
         "qzeros": points,
-        "scales": checks.half(scales).t().contiguous(),
+        "scales": validation.half(scales).t().contiguous(),
         "g_idx": _natural_order(scheme.group_size or k, k, scales.device).clone(),
     }
     return Packing(tensors, CODES.packing(words, 4, shape))
@@ -130,14 +130,14 @@ def unpacking_zeros_plus(tensors: Mapping[str, Tensor], scheme: Scheme, offset: 
     """Return the unpacking of GPTQ tensors whose zero points are stored less `offset`."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k), optional=OPTIONAL)
+    validation.match(tensors, stored(scheme, n, k), optional=OPTIONAL)
     if "g_idx" in tensors and not torch.equal(
         tensors["g_idx"], _natural_order(scheme.group_size or k, k, tensors["g_idx"].device)
     ):
         raise LayoutError("g_idx is not k // group_size: the checkpoint is act-ordered, and only static order is read")
     zeros = _zero_codes(tensors["qzeros"], scheme, (n, scheme.groups(k)), offset)
     fill = CODES.unpacking(tensors["qweight"], 4, (n, k))
-    return Unpacking(scheme, (n, k), checks.half(tensors["scales"].t()), zeros, fill)
+    return Unpacking(scheme, (n, k), validation.half(tensors["scales"].t()), zeros, fill)
 
 
 def config_of(schemes: Schemes, name: str) -> dict[str, Any]:
@@ -152,7 +152,7 @@ def config_of(schemes: Schemes, name: str) -> dict[str, Any]:
             dynamic[f"-:^(?:{re.escape(module)})$"] = {}
     for pattern, scheme in schemes.overrides:
         _check_scheme(scheme)
-        dynamic.setdefault(f"+:^{checks.whole(pattern)}", _entries(scheme))
+        dynamic.setdefault(f"+:^{validation.whole(pattern)}", _entries(scheme))
     config = {
         "quant_method": "gptq",
         **_entries(schemes.default),
@@ -169,21 +169,23 @@ def schemes_of(config: Mapping[str, Any], name: str) -> Schemes | None:
     """Return the schemes of a GPTQ config whose checkpoint format is `name`, None for another."""
     if config.get("quant_method") != "gptq" or config.get("is_marlin_format") is True:
         return None
-    older, newer = (checks.entry(config, key, str, type(None), default=None) for key in ("checkpoint_format", "format"))
+    older, newer = (
+        validation.entry(config, key, str, type(None), default=None) for key in ("checkpoint_format", "format")
+    )
     if older and newer and older != newer:
         raise CheckpointError(f"checkpoint_format {older!r:.40} contradicts format {newer!r:.40}: keep the right one")
     if (newer or older or NAME) != name.replace("-", "_"):
         return None
-    if checks.entry(config, "pack_dtype", str, default="int32") != "int32":
+    if validation.entry(config, "pack_dtype", str, default="int32") != "int32":
         raise CheckpointError(f"GPTQ words of pack_dtype {config['pack_dtype']!r:.40}: only int32 is read")
-    ignore = [] if checks.entry(config, "lm_head", bool, default=False) else ["lm_head"]
+    ignore = [] if validation.entry(config, "lm_head", bool, default=False) else ["lm_head"]
     overrides: list[tuple[str, Scheme]] = []
-    for key, changes in (checks.entry(config, "dynamic", dict, type(None), default=None) or {}).items():
+    for key, changes in (validation.entry(config, "dynamic", dict, type(None), default=None) or {}).items():
         start = key.removeprefix("+:").removeprefix("-:")
         own = re.fullmatch(r"\^\(\?:(.*)\)\$", start)
-        pattern = own[1] if own and checks.compiles(own[1]) else checks.pattern(f"(?:{start}).*")
+        pattern = own[1] if own and validation.compiles(own[1]) else validation.pattern(f"(?:{start}).*")
         if key.startswith("-:"):
-            ignore.append(checks.literal(pattern) or f"re:{pattern}")
+            ignore.append(validation.literal(pattern) or f"re:{pattern}")
         elif type(changes) is not dict:
             raise CheckpointError(f"{key!r:.80} in 'dynamic' must be an object")
         else:
@@ -225,9 +227,9 @@ def _entries(scheme: Scheme) -> dict[str, Any]:
 
 
 def _scheme(config: Mapping[str, Any]) -> Scheme:
-    bits, group = checks.entry(config, "bits", int), checks.entry(config, "group_size", int)
+    bits, group = validation.entry(config, "bits", int), validation.entry(config, "group_size", int)
     if bits != 4:
         raise CheckpointError(f"a GPTQ checkpoint of {bits} bits: quantkit reads 4")
     if group < 1 and group != -1:
         raise CheckpointError(f"GPTQ group_size {group}: it must be positive, or -1 for one scale per row")
-    return Scheme(INT4, None if group == -1 else group, symmetric=checks.entry(config, "sym", bool))
+    return Scheme(INT4, None if group == -1 else group, symmetric=validation.entry(config, "sym", bool))

@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.layouts import gptq
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.layouts.base import Packing, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "gptq-v2"
 TENSORS: tuple[str, ...] = gptq.TENSORS

@@ -14,14 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import loops, room
+from quantkit.core import cpu_dispatch as dispatch
+from quantkit.core.formats import FP5, FP6
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.formats import FP5, FP6
-from quantkit.layouts import checks
-from quantkit.layouts.arrange import pieces
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.io import room
+from quantkit.layouts import validation
+from quantkit.layouts.arrangement import pieces
+from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "humming"
 TENSORS: tuple[str, ...] = ("weight", "weight_scale")
@@ -37,7 +38,7 @@ def check(scheme: Scheme, n: int, k: int) -> None:
     """Raise LayoutError unless FP6 or FP5 with one scale per row and k % 32 == 0."""
     _check_scheme(scheme)
     way_out = "use --layout compressed-tensors, or --skip the weight"
-    checks.multiples("humming", n, k, of_n=1, of_k=32, way_out=way_out)
+    validation.multiples("humming", n, k, of_n=1, of_k=32, way_out=way_out)
 
 
 def stored(scheme: Scheme, n: int, k: int) -> Stored:
@@ -47,7 +48,7 @@ def stored(scheme: Scheme, n: int, k: int) -> Stored:
 
 def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
     """Return `(n, k)` from the shape of `weight`; LayoutError if its words are no whole number of codes."""
-    n, words = checks.matrix(shapes, "weight")
+    n, words = validation.matrix(shapes, "weight")
     if words % scheme.format.bits:
         raise LayoutError(f"{words} words a row are no multiple of {scheme.format.bits}, as {scheme.format.name} has")
     return n, words // scheme.format.bits * 32
@@ -67,7 +68,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     def add(first: int, codes: Tensor) -> None:
         _stream(codes, words[first : first + len(codes)], scheme.format.bits)
 
-    return Packing({"weight": words, "weight_scale": checks.half(scales)}, add)
+    return Packing({"weight": words, "weight_scale": validation.half(scales)}, add)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -79,13 +80,13 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k))
+    validation.match(tensors, stored(scheme, n, k))
     words = tensors["weight"].contiguous()
 
     def fill(first: int, codes: Tensor) -> None:
         _unstream(words[first : first + len(codes)], codes, scheme.format.bits)
 
-    return Unpacking(scheme, (n, k), checks.half(tensors["weight_scale"]), None, fill)
+    return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), None, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -105,20 +106,20 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     """Return the schemes of a humming config, also with the older keys `dtype` and `group_size`; else None."""
     if config.get("quant_method") != "humming":
         return None
-    dtype = checks.entry(config, "b_dtype" if "b_dtype" in config else "dtype", str)
+    dtype = validation.entry(config, "b_dtype" if "b_dtype" in config else "dtype", str)
     key = "weight_scale_group_size" if "weight_scale_group_size" in config else "group_size"
-    group = checks.entry(config, key, int, default=0)
+    group = validation.entry(config, key, int, default=0)
     if dtype not in DTYPES:
         raise CheckpointError(f"a humming checkpoint of {dtype!r:.40}: quantkit reads {' and '.join(DTYPES)}")
     if group != 0:
         raise CheckpointError(f"a humming checkpoint with groups of {group}: quantkit reads one scale per row (0)")
-    return Schemes(Scheme(DTYPES[dtype]), ignore=checks.strings(config, "ignore"))
+    return Schemes(Scheme(DTYPES[dtype]), ignore=validation.strings(config, "ignore"))
 
 
 def _stream(codes: Tensor, words: Tensor, bits: int) -> None:
     """Fill rows of `words` with rows of codes."""
-    if compiled := loops.compiled_for(codes):
-        compiled.stream(loops.unsigned(room.aligned(codes), 64), loops.unsigned(words, 32), bits)
+    if compiled := dispatch.compiled_for(codes):
+        compiled.stream(dispatch.unsigned(room.aligned(codes), 64), dispatch.unsigned(words, 32), bits)
         return
     count, places = _places(bits)
     for some, out in pieces(codes.shape[1], codes, words):
@@ -137,8 +138,8 @@ def _stream(codes: Tensor, words: Tensor, bits: int) -> None:
 
 def _unstream(words: Tensor, codes: Tensor, bits: int) -> None:
     """Fill rows of `codes` with what `_stream` made `words` of."""
-    if compiled := loops.compiled_for(codes):
-        compiled.unstream(loops.unsigned(codes, 64), loops.unsigned(words, 32), bits)
+    if compiled := dispatch.compiled_for(codes):
+        compiled.unstream(dispatch.unsigned(codes, 64), dispatch.unsigned(words, 32), bits)
         return
     count, places = _places(bits)
     for some, out in pieces(codes.shape[1], words, codes):

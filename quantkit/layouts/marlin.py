@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import room
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.formats import INT4
-from quantkit.layouts import checks, gptq
-from quantkit.layouts.arrange import Arrangement
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.io import room
+from quantkit.layouts import gptq, validation
+from quantkit.layouts.arrangement import Arrangement
+from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "marlin"
 TENSORS: tuple[str, ...] = ("B", "s")
@@ -31,7 +31,7 @@ def check(scheme: Scheme, n: int, k: int) -> None:
     """Raise LayoutError unless INT4, symmetric, group 128 or one scale per row, n % 64 == 0 and k % 128 == 0."""
     _check_scheme(scheme)
     way_out = "--skip the weight, or use --layout compressed-tensors"
-    checks.multiples("MARLIN", n, k, of_n=64, of_k=128, way_out=way_out)
+    validation.multiples("MARLIN", n, k, of_n=64, of_k=128, way_out=way_out)
 
 
 def stored(scheme: Scheme, n: int, k: int) -> Stored:
@@ -41,7 +41,7 @@ def stored(scheme: Scheme, n: int, k: int) -> Stored:
 
 def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
     """Return `(n, k)` from the shape of `B`."""
-    rows, columns = checks.matrix(shapes, "B")
+    rows, columns = validation.matrix(shapes, "B")
     return columns // 2, 16 * rows
 
 
@@ -56,7 +56,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     check(scheme, n, k)
     g = scales.shape[1]
     words = room.empty([n * k // 8], torch.int32, scales.device)
-    tensors = {"B": words.view(k // 16, 2 * n), "s": _scales(g)(checks.half(scales).t()).view(g, n)}
+    tensors = {"B": words.view(k // 16, 2 * n), "s": _scales(g)(validation.half(scales).t()).view(g, n)}
     return Packing(tensors, CODES.packing(words, 4, shape))
 
 
@@ -69,9 +69,9 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k))
+    validation.match(tensors, stored(scheme, n, k))
     g = scheme.groups(k)
-    scales = checks.half(_scales(g).inverse(tensors["s"], (g, n)).t())
+    scales = validation.half(_scales(g).inverse(tensors["s"], (g, n)).t())
     return Unpacking(scheme, (n, k), scales, None, CODES.unpacking(tensors["B"], 4, (n, k)))
 
 
@@ -103,15 +103,15 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     )
     if method != "marlin" and not (method == "gptq" and marked):
         return None
-    bits = checks.entry(config, "bits", int, default=4)
-    group = checks.entry(config, "group_size", int)
-    symmetric = checks.entry(config, "sym", bool, default=True)
+    bits = validation.entry(config, "bits", int, default=4)
+    group = validation.entry(config, "group_size", int)
+    symmetric = validation.entry(config, "sym", bool, default=True)
     if bits != 4 or group not in (128, -1) or not symmetric:
         raise CheckpointError(
             f"a MARLIN config with bits {bits}, group_size {group}, sym {symmetric}: "
             "it can only be 4, 128 or -1, and true"
         )
-    lm_head = checks.entry(config, "lm_head", bool, default=False)
+    lm_head = validation.entry(config, "lm_head", bool, default=False)
     return Schemes(Scheme(INT4, None if group == -1 else group), ignore=() if lm_head else ("lm_head",))
 
 

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import room
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.formats import INT4
-from quantkit.layouts import checks, gptq, quads
-from quantkit.layouts.arrange import Arrangement
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.io import room
+from quantkit.layouts import gptq, sparse24, validation
+from quantkit.layouts.arrangement import Arrangement
+from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "marlin24"
 TENSORS: tuple[str, ...] = ("B_24", "B_meta", "s")
@@ -37,7 +37,7 @@ def check(scheme: Scheme, n: int, k: int) -> None:
     """Raise LayoutError unless INT4, 2:4, group 128 or one scale per row, n % 128 == 0 and k % 128 == 0."""
     check_scheme(scheme)
     way_out = "--skip the weight, or use --layout compressed-tensors"
-    checks.multiples("Sparse-MARLIN", n, k, of_n=128, of_k=128, way_out=way_out)
+    validation.multiples("Sparse-MARLIN", n, k, of_n=128, of_k=128, way_out=way_out)
 
 
 def stored(scheme: Scheme, n: int, k: int) -> Stored:
@@ -51,7 +51,7 @@ def stored(scheme: Scheme, n: int, k: int) -> Stored:
 
 def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
     """Return `(n, k)` from the shape of `B_24`."""
-    rows, columns = checks.matrix(shapes, "B_24")
+    rows, columns = validation.matrix(shapes, "B_24")
     return columns // 2, 32 * rows
 
 
@@ -64,12 +64,12 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
     n, k = shape
     check(scheme, n, k)
-    rows = checks.half(scales).t()
+    rows = validation.half(scales).t()
     words, meta = (room.empty([n * k // size], torch.int32, scales.device) for size in (16, 32))
-    values, places = KEPT.packing(words, 4, (n, k // 2)), quads.SPARSE_MARLIN.packing(meta, 4, (n, k // 4))
+    values, places = KEPT.packing(words, 4, (n, k // 2)), sparse24.SPARSE_MARLIN.packing(meta, 4, (n, k // 4))
 
     def add(first: int, codes: Tensor) -> None:
-        kept, where = quads.compress4(codes, INT4.zero_code)
+        kept, where = sparse24.compress4(codes, INT4.zero_code)
         values(first, kept)
         places(first, where)
 
@@ -90,20 +90,20 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k))
-    places = quads.unpacking_codes(tensors["B_meta"], quads.SPARSE_MARLIN, (n, k))
+    validation.match(tensors, stored(scheme, n, k))
+    places = sparse24.unpacking_codes(tensors["B_meta"], sparse24.SPARSE_MARLIN, (n, k))
     values = KEPT.unpacking(tensors["B_24"], 4, (n, k // 2))
 
     def fill(first: int, codes: Tensor) -> None:
         kept, where = (codes.new_empty(len(codes), k // size) for size in (2, 4))
         values(first, kept)
         places(first, where)
-        quads.expand4(kept, where, INT4.zero_code, out=codes)
+        sparse24.expand4(kept, where, INT4.zero_code, out=codes)
 
     scales = tensors["s"]
     if len(scales) > 1:  # the number of rows decides, as in MARLIN (LAYOUTS 5.2)
         scales = GROUPED_SCALES.inverse(scales, (len(scales), n))
-    return Unpacking(scheme, (n, k), checks.half(scales.t()), None, fill)
+    return Unpacking(scheme, (n, k), validation.half(scales.t()), None, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -130,15 +130,15 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     marked = FORMAT in (config.get("checkpoint_format"), config.get("format"))
     if method != METHOD and not (method == "gptq" and marked):
         return None
-    bits = checks.entry(config, "bits", int, default=4)
-    group = checks.entry(config, "group_size", int)
-    symmetric = checks.entry(config, "sym", bool, default=True)
+    bits = validation.entry(config, "bits", int, default=4)
+    group = validation.entry(config, "group_size", int)
+    symmetric = validation.entry(config, "sym", bool, default=True)
     if bits != 4 or group not in (128, -1) or not symmetric:
         raise CheckpointError(
             f"a Sparse-MARLIN config with bits {bits}, group_size {group}, sym {symmetric}: "
             "quantkit reads 4, 128 or -1, and true"
         )
-    lm_head = checks.entry(config, "lm_head", bool, default=False)
+    lm_head = validation.entry(config, "lm_head", bool, default=False)
     return Schemes(Scheme(INT4, None if group == -1 else group, True, "2:4"), ignore=() if lm_head else ("lm_head",))
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.layouts import checks, compressed_tensors, marlin24
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.layouts import compressed_tensors, marlin24, validation
+from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "marlin24-ct"
 TENSORS: tuple[str, ...] = ("weight_packed", "meta", "scale_packed")
@@ -34,7 +34,7 @@ def stored(scheme: Scheme, n: int, k: int) -> Stored:
 
 def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
     """Return `(n, k)` from the shape of `weight_packed`."""
-    rows, columns = checks.matrix(shapes, "weight_packed")
+    rows, columns = validation.matrix(shapes, "weight_packed")
     return marlin24.size({"B_24": (rows, columns)}, scheme)
 
 
@@ -62,7 +62,7 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k))
+    validation.match(tensors, stored(scheme, n, k))
     return marlin24.unpacking({OTHER[name]: tensor for name, tensor in tensors.items()}, scheme)
 
 
@@ -86,7 +86,7 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     """
     if config.get("quant_method") != compressed_tensors.NAME or config.get("format") != FORMAT:
         return None
-    sparsity = checks.entry(config, "sparsity_config", dict, type(None), default=None) or {}
+    sparsity = validation.entry(config, "sparsity_config", dict, type(None), default=None) or {}
     if sparsity.get("format", "dense") not in ("dense", FORMAT):  # it may say 2:4, and that nothing more was packed
         raise CheckpointError(
             f"a {FORMAT} checkpoint with sparsity {str(sparsity['format'])!r:.40}: only dense is read"

@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import room
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.formats import INT4
-from quantkit.layouts import awq, checks, gptq
-from quantkit.layouts.arrange import Arrangement
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.io import room
+from quantkit.layouts import awq, gptq, validation
+from quantkit.layouts.arrangement import Arrangement
+from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "quick"
 TENSORS: tuple[str, ...] = awq.TENSORS
@@ -51,7 +51,7 @@ def check(scheme: Scheme, n: int, k: int) -> None:
     The published packer fails when n / 128 is odd and not 1; the formulas of LAYOUTS 8.2 do not.
     """
     _check_scheme(scheme)
-    checks.multiples("QUICK", n, k, of_n=128, of_k=32, way_out="--skip the weight, or use --layout awq")
+    validation.multiples("QUICK", n, k, of_n=128, of_k=32, way_out="--skip the weight, or use --layout awq")
     scheme.groups(k)
 
 
@@ -67,7 +67,7 @@ def stored(scheme: Scheme, n: int, k: int) -> Stored:
 
 def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
     """Return `(n, k)` from the shape of `qweight`."""
-    rows, columns = checks.matrix(shapes, "qweight")
+    rows, columns = validation.matrix(shapes, "qweight")
     return 2 * columns, 4 * rows
 
 
@@ -86,7 +86,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     tensors = {
         "qweight": words.view(k // 4, n // 2),
         "qzeros": WORDS.pack(points.view(g, 2 * n), 4).view(g, n // 4),
-        "scales": ONCE(checks.half(scales).t()).view(g, n, 1).repeat(1, 1, 2).view(g, 2 * n),
+        "scales": ONCE(validation.half(scales).t()).view(g, n, 1).repeat(1, 1, 2).view(g, 2 * n),
     }
     return Packing(tensors, CODES.packing(words, 4, shape))
 
@@ -100,13 +100,13 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     """Return what `unpack` does, rows of codes at a time."""
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k))
+    validation.match(tensors, stored(scheme, n, k))
     g = scheme.groups(k)
     scales = _one_of(tensors["scales"].contiguous().view(g, n, 2, 1), "scales")
     points = _one_of(WORDS.unpack(tensors["qzeros"], 4, (g, 2 * n)).view(g, n // 4, 2, 4), "qzeros")
     zeros = awq.zeros_of(ONCE.inverse(points, (g, n)).t(), scheme)
     fill = CODES.unpacking(tensors["qweight"], 4, (n, k))
-    return Unpacking(scheme, (n, k), checks.half(ONCE.inverse(scales, (g, n)).t()), zeros, fill)
+    return Unpacking(scheme, (n, k), validation.half(ONCE.inverse(scales, (g, n)).t()), zeros, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:

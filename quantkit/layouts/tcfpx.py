@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit import room
+from quantkit.core.formats import FORMATS, Format
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.formats import FORMATS, Format
-from quantkit.layouts import checks
-from quantkit.layouts.arrange import Arrangement
-from quantkit.layouts.config import Schemes
-from quantkit.layouts.protocol import Packing, SideFile, Stored, Unpacking
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.io import room
+from quantkit.layouts import validation
+from quantkit.layouts.arrangement import Arrangement
+from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.schemes import Schemes
 
 NAME = "tcfpx"
 TENSORS: tuple[str, ...] = ("weight", "scales")
@@ -43,7 +43,9 @@ SPLITS = {f"e{fmt.ebits}m{fmt.mbits}": fmt for fmt in FORMATS.values() if fmt.is
 def check(scheme: Scheme, n: int, k: int) -> None:
     """Raise LayoutError unless a floating format of 5 or 6 bits with one scale per row, n % 64 == 0 and k % 64 == 0."""
     _check_scheme(scheme)
-    checks.multiples("TC-FPx", n, k, of_n=64, of_k=64, way_out="--skip the weight, or use --layout compressed-tensors")
+    validation.multiples(
+        "TC-FPx", n, k, of_n=64, of_k=64, way_out="--skip the weight, or use --layout compressed-tensors"
+    )
 
 
 def stored(scheme: Scheme, n: int, k: int) -> Stored:
@@ -53,7 +55,7 @@ def stored(scheme: Scheme, n: int, k: int) -> Stored:
 
 def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
     """Return `(n, k)` from the shape of `weight` in words; LayoutError if they are no whole number of codes."""
-    n, words = checks.matrix(shapes, "weight")
+    n, words = validation.matrix(shapes, "weight")
     if words % scheme.format.bits:
         raise LayoutError(f"{words} words a row are no multiple of {scheme.format.bits}, as {scheme.format.name} has")
     return n, words // scheme.format.bits * 32
@@ -78,7 +80,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
         upper(first, codes)
         lower(first, codes)
 
-    return Packing({"weight": words.view(n, -1), "scales": checks.half(scales).view(n)}, add)
+    return Packing({"weight": words.view(n, -1), "scales": validation.half(scales).view(n)}, add)
 
 
 def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -94,7 +96,7 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
     tensors = {**tensors, **_as_stored(tensors)}
     n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
     check(scheme, n, k)
-    checks.match(tensors, stored(scheme, n, k))
+    validation.match(tensors, stored(scheme, n, k))
     bits = scheme.format.bits
     high, low = _planes(tensors["weight"].reshape(-1), bits)
     lower = LOW.unpacking(low, 4, (n, k))
@@ -104,7 +106,7 @@ def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         lower(first, codes)
         upper(first, codes)
 
-    return Unpacking(scheme, (n, k), checks.half(tensors["scales"].view(n, 1)), None, fill)
+    return Unpacking(scheme, (n, k), validation.half(tensors["scales"].view(n, 1)), None, fill)
 
 
 def write_config(schemes: Schemes) -> dict[str, Any]:
@@ -119,14 +121,14 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
     """Return the schemes of a config as `write_config` makes it, None for another method."""
     if config.get("quant_method") != NAME:
         return None
-    split = checks.entry(config, "format", str)
+    split = validation.entry(config, "format", str)
     if split not in SPLITS:
         raise CheckpointError(f"a TC-FPx checkpoint of {split!r:.40}: quantkit reads {', '.join(SPLITS)}")
     fmt = SPLITS[split]
-    bits = checks.entry(config, "bits", int, default=fmt.bits)
+    bits = validation.entry(config, "bits", int, default=fmt.bits)
     if bits != fmt.bits:
         raise CheckpointError(f"a TC-FPx config with format {split} and bits {bits}: {split} has {fmt.bits}")
-    return Schemes(Scheme(fmt), ignore=checks.strings(config, "ignore"))
+    return Schemes(Scheme(fmt), ignore=validation.strings(config, "ignore"))
 
 
 def _planes(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.layouts import LAYOUTS, marlin
-from quantkit.tensor import QuantizedTensor, Scheme
 from tests.layouts.samples import record, tame
 
 #: layout -> schemes and shapes; some that are no checkpoint's, see `packed`.

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.kernels import JUDGES
-from quantkit.tensor import QuantizedTensor, Scheme
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import CASES, TAKEN, packed
 from tests.layouts.samples import record

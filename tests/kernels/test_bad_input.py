@@ -15,10 +15,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit import pipeline, verify
 from quantkit.errors import KernelError, QuantkitError
+from quantkit.evaluation import verify
 from quantkit.kernels import MATMULS, loader, missing, proof
-from quantkit.recipe import from_mapping
+from quantkit.pipeline import quantize
+from quantkit.pipeline.recipe import from_mapping
 from tests.command_line import refused
 from tests.kernels.operands import ONE_EACH, weight
 from tests.kernels.test_contract import KERNELS, LAYOUTS, calls, unfit
@@ -118,7 +119,7 @@ def test_on_an_old_gpu_verify_proves_the_bits_and_bench_refuses(
     gpu: None, old: None, tiny_llama: Path, tmp_path: Path
 ) -> None:
     recipe = from_mapping({"scheme": {"format": "int4"}, "method": "rtn", "clip": "none", "layout": "marlin"})
-    pipeline.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
+    quantize.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
     found = verify(tmp_path / "out")
     assert found.ok and found.kernel is None and "compute capability 7.5" in found.note
     with pytest.raises(KernelError, match=r"cannot be multiplied on cuda: this GPU has compute capability 7.5"):

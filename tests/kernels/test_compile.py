@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import ONLY, SOURCES, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES
 from quantkit.kernels.weights import SPLITS
-from quantkit.tensor import Scheme
 from tests.kernels.test_hopper import CASES
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError, QuantkitError
 from quantkit.kernels import JUDGES, MATMULS
-from quantkit.tensor import Scheme
 from tests.kernels.operands import ONE_EACH, packed, weight
 
 KERNELS = pytest.mark.parametrize("table", [MATMULS, JUDGES], ids=["fast", "naive"])

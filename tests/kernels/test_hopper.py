@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import hopper, loader, marlin24_hopper, marlin_hopper, proof, quick_hopper, tcfpx_hopper
 from quantkit.kernels.hopper import K_STEP, MANY, Tile, ceil
-from quantkit.tensor import QuantizedTensor, Scheme
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import weight
 from tests.kernels.test_naive import on_gpu, poisoned

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit import storage
 from quantkit.errors import KernelError
+from quantkit.io import files
 from quantkit.kernels import MATMULS, loader, missing
 
 SOURCE = '#include "shared.cuh"\ntemplate <int N> __global__ void f(float *y) { *y = N + SHARED; }\n'
@@ -145,7 +145,7 @@ def test_a_writer_that_dies_leaves_no_entry(sources: Path, monkeypatch: pytest.M
         if operation == "rename":
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(storage, "FAULT", killed)
+    monkeypatch.setattr(files, "FAULT", killed)
     with pytest.raises(KeyboardInterrupt):
         loader.cached("f", INSTANCES, "sm_80", sources)
     assert entries() == []

@@ -7,10 +7,10 @@ import itertools
 import pytest
 import torch
 
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import marlin24_hopper as hopper
 from quantkit.kernels.weights import marlin24_weight
-from quantkit.tensor import Scheme
 from tests.kernels import sweeps
 from tests.kernels.test_hopper import H200, LAYERS, TYPES, gpu
 

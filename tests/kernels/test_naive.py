@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit import pipeline, verify
+from quantkit.core.formats import FORMATS
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError
-from quantkit.formats import FORMATS
+from quantkit.evaluation import verify
 from quantkit.kernels import JUDGES, MATMULS, SOURCES, loader, proof
-from quantkit.recipe import from_mapping
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.pipeline import quantize
+from quantkit.pipeline.recipe import from_mapping
 from tests.kernels.operands import CASES, ONE_EACH, packed, weight
 from tests.kernels.test_addressing import is_second_copy
 from tests.kernels.test_proof import differs
@@ -183,7 +184,7 @@ for name in SOURCES:  # of those with many instances each is compiled when it is
 )
 def test_verify_runs_the_kernels(layout: str, scheme: dict[str, object], tiny_llama: Path, tmp_path: Path) -> None:
     recipe = from_mapping({"scheme": scheme, "method": "rtn", "clip": "none", "layout": layout})
-    pipeline.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
+    quantize.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
     found = verify(tmp_path / "out")
     assert found.ok, found.failures
     assert found.kernel == layout and found.device == torch.cuda.get_device_name()
@@ -198,7 +199,7 @@ def test_verify_fails_where_a_kernel_is_wrong(
     tiny_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = from_mapping({"scheme": {"format": "int4"}, "method": "rtn", "clip": "none", "layout": "marlin"})
-    pipeline.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
+    quantize.quantize(tiny_llama, tmp_path / "out", recipe, device="cpu")
 
     def wrong(x: Tensor, *rest: object, out: Tensor) -> Tensor:
         y = JUDGES["marlin"](x, *rest, out=out)

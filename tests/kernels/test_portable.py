@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.core.formats import FORMATS
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError, QuantkitError
-from quantkit.formats import FORMATS
 from quantkit.kernels import (
     MATMULS,
     loader,
@@ -25,7 +26,6 @@ from quantkit.kernels import (
     workspace,
 )
 from quantkit.kernels.portable import Kernel, Tile
-from quantkit.tensor import QuantizedTensor, Scheme
 from tests.kernels.operands import packed, weight
 from tests.kernels.test_naive import on_gpu, poisoned
 

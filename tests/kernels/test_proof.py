@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from quantkit.cli import show
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError
+from quantkit.evaluation.verify import Row, Verification
 from quantkit.kernels import JUDGES, MATMULS, none_for, proof
 from quantkit.layouts import LAYOUTS
-from quantkit.tensor import QuantizedTensor, Scheme
-from quantkit.verify import Row, Verification
 from tests.kernels.operands import ONE_EACH, packed, weight
 from tests.layouts.samples import record
 

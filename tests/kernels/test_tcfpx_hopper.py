@@ -8,11 +8,11 @@ import itertools
 import pytest
 import torch
 
-from quantkit.formats import FP5, FP6, Format
+from quantkit.core.formats import FP5, FP6, Format
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.kernels import proof, tcfpx
 from quantkit.kernels import tcfpx_hopper as hopper
 from quantkit.kernels.weights import SPLITS
-from quantkit.tensor import QuantizedTensor, Scheme
 from tests.kernels import sweeps
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight

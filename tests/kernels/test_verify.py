@@ -13,15 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit import pipeline
-from quantkit.checkpoint import Checkpoint
-from quantkit.hashing import hash_of_file
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.evaluation.verify import Verification, verify
+from quantkit.io.hashing import hash_of_file
 from quantkit.kernels import loader
-from quantkit.recipe import from_mapping
-from quantkit.report import REPORT
-from quantkit.verify import Verification, verify
-from tests.models import write_model
-from tests.test_verify import edit, recorded
+from quantkit.pipeline import quantize
+from quantkit.pipeline.recipe import from_mapping
+from quantkit.reporting.report import REPORT
+from tests.evaluation.test_verify import edit, recorded
+from tests.tiny_models import write_model
 
 RECIPES: dict[str, dict[str, object]] = {
     "marlin": {"scheme": {"format": "int4"}},
@@ -53,7 +53,7 @@ def run(request: pytest.FixtureRequest) -> str:
 
 def packed(layout: str, model: Path, out: Path) -> Path:
     recipe = from_mapping({**RECIPES[layout], "method": "rtn", "clip": "none", "layout": layout})
-    pipeline.quantize(model, out, recipe, device="cpu")
+    quantize.quantize(model, out, recipe, device="cpu")
     return out
 
 
@@ -98,7 +98,7 @@ def test_a_flipped_bit_of_any_packed_tensor_fails_its_weight(
 def test_records_are_compared_whichever_device_holds_them(run: str, model: Path, tmp_path: Path) -> None:
     """`--against` reads the other side from its own files, in another layout."""
     folder = packed("marlin", model, tmp_path / "out")
-    pipeline.pack(folder, tmp_path / "other", "gptq")
+    quantize.pack(folder, tmp_path / "other", "gptq")
     found = verify(folder, against=tmp_path / "other", device=run)
     assert found.ok, found.failures
     assert all(row.against for row in found.rows)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from quantkit import loops
+from quantkit.core import cpu_dispatch as dispatch
 
 
 @pytest.fixture(scope="module", params=["torch", "compiled"])
 def both_loops(request: pytest.FixtureRequest) -> Iterator[None]:
     """However small or large a tensor is."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loops, "LARGE", 2**60 if request.param == "torch" else 0)
+        patch.setattr(dispatch, "LARGE", 2**60 if request.param == "torch" else 0)
         yield

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.layouts import LAYOUTS, quads, quantkit_key
-from quantkit.layouts.config import Schemes
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.layouts import LAYOUTS, quantkit_key, sparse24
+from quantkit.layouts.schemes import Schemes
 
 #: layout -> schemes that it holds, with shapes [n, k] that it holds them in.
 HELD = {
@@ -106,5 +106,5 @@ def write_folder(
 def expanded(kept: torch.Tensor, codes: torch.Tensor, zero: int) -> torch.Tensor:
     """Return the values of quads of four bits each, of which `kept` stayed."""
     values = torch.empty(len(kept), 2 * kept.shape[1], dtype=torch.uint8)
-    quads.expand4(kept, codes, zero, out=values)
+    sparse24.expand4(kept, codes, zero, out=values)
     return values

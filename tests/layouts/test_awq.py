@@ -10,12 +10,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint import Checkpoint
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import LAYOUTS, awq, quantkit_key, quick, read_config
-from quantkit.layouts.arrange import Arrangement
-from quantkit.layouts.config import Schemes
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.layouts.arrangement import Arrangement
+from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import record
 from tests.layouts.test_golden import both_ways, golden, scheme_of
 

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quantkit.core.formats import FP5, FP6, INT4
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
-from quantkit.formats import FP5, FP6, INT4
 from quantkit.layouts import LAYOUTS, family, quantkit_key, read_config
-from quantkit.layouts.config import Schemes
-from quantkit.tensor import Scheme
+from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import HELD
 
 PATH = "somewhere/config.json"

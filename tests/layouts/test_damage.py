@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS
-from quantkit.tensor import QuantizedTensor, Scheme
 from tests.layouts.samples import CASES, record
 
 Change = Callable[[Tensor], Tensor]

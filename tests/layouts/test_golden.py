@@ -10,10 +10,10 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError
-from quantkit.formats import INT4
 from quantkit.layouts import LAYOUTS, marlin
-from quantkit.tensor import QuantizedTensor, Scheme
 
 pytestmark = pytest.mark.usefixtures("both_loops")
 

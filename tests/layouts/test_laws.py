@@ -13,10 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError
-from quantkit.layouts import LAYOUTS, arrange, compressed_tensors
-from quantkit.layouts.arrange import Arrangement
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.layouts import LAYOUTS, arrangement, compressed_tensors
+from quantkit.layouts.arrangement import Arrangement
 from tests.layouts import oracle
 from tests.layouts.samples import CASES, HELD, record
 
@@ -81,8 +81,8 @@ def test_pieces_and_ways_to_move_them_do_not_show(
     """A weight is worked on in pieces of which the last is smaller, and moved in one of two ways."""
     q = record(Scheme.parse(label), n, k, lowest_zero=1)
     expected = LAYOUTS[layout].pack(q)
-    monkeypatch.setattr(arrange, "_LONG", long)
-    monkeypatch.setattr(arrange, "_CACHED", k * max(1, n // 5))
+    monkeypatch.setattr(arrangement, "_LONG", long)
+    monkeypatch.setattr(arrangement, "_CACHED", k * max(1, n // 5))
     monkeypatch.setattr(compressed_tensors, "CHUNK", 1000)
     assert same_bytes(LAYOUTS[layout].pack(q), expected)
     assert LAYOUTS[layout].unpack(expected, q.scheme).equal(q)
@@ -114,7 +114,7 @@ def test_a_stream_that_ends_or_begins_inside_wide_integers_is_whole(
     label: str, n: int, k: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of an odd number of words are worked on as integers of two."""
-    monkeypatch.setattr(arrange, "_CACHED", rows_at_once * k)
+    monkeypatch.setattr(arrangement, "_CACHED", rows_at_once * k)
     q = record(Scheme.parse(label), n, k, lowest_zero=1)
     packed = LAYOUTS["humming"].pack(q)
     assert rows(packed["weight"]) == oracle.humming_words(q.codes.tolist(), q.scheme.format.bits)
@@ -303,20 +303,20 @@ def test_an_arrangement_packs_as_it_permutes_with_flipped_axes_and_every_width()
         (("N", "K i:16", "K N i", "i"), 2),  # neighbours that share a byte, backwards
         (("N", "K i:2 j:2 l:2", "N K l j i", "j"), 4),  # in runs of four and of two
     ):
-        arrangement = Arrangement(*line)
+        order = Arrangement(*line)
         codes = torch.randint(0, 2**bits, (128, 64), generator=random, dtype=torch.uint8)
-        words = arrangement.pack(codes, bits)
+        words = order.pack(codes, bits)
         expected = [
             sum(int(code) << (bits * i) for i, code in enumerate(group))
-            for group in arrangement(codes).view(-1, 32 // bits).tolist()
+            for group in order(codes).view(-1, 32 // bits).tolist()
         ]
         assert rows(words)[0] == expected
-        assert torch.equal(arrangement.unpack(words, bits, (128, 64)), codes)
-        assert torch.equal(arrangement.inverse(arrangement(codes), (128, 64)), codes)
+        assert torch.equal(order.unpack(words, bits, (128, 64)), codes)
+        assert torch.equal(order.inverse(order(codes), (128, 64)), codes)
         for held in (codes.t().contiguous().t(), torch.cat((codes[:1, :1].view(-1), codes.view(-1)))[1:].view(128, 64)):
-            assert torch.equal(arrangement.pack(held, bits), words)  # in any memory: transposed, at an odd address
+            assert torch.equal(order.pack(held, bits), words)  # in any memory: transposed, at an odd address
         with pytest.raises(LayoutError, match="do not fill"):
-            arrangement.unpack(words[1:], bits, (128, 64))
+            order.unpack(words[1:], bits, (128, 64))
 
 
 def test_wrong_sizes_of_an_arrangement_are_refused() -> None:

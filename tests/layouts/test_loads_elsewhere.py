@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from quantkit.layouts.config import Schemes
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import write_folder
-from tests.models import write_model
+from tests.tiny_models import write_model
 
 pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
 

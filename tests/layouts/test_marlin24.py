@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.formats import INT4
-from quantkit.layouts import LAYOUTS, marlin24, quads, read_config
-from quantkit.layouts.config import Schemes
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.layouts import LAYOUTS, marlin24, read_config, sparse24
+from quantkit.layouts.schemes import Schemes
 from tests.layouts import oracle
 from tests.layouts.samples import expanded, record
 from tests.layouts.test_golden import both_ways, golden
@@ -68,14 +68,14 @@ def test_the_standard_encoding_and_metadata_order_of_pytorch_in_both_directions(
         dense, values, meta = (file(case, name) for name in ("dense", "values", "meta"))
         dtype = getattr(torch, info["meta"])
         assert meta.dtype == dtype
-        codes = quads.encode(dense)
-        kept = quads.compress(dense, codes)
+        codes = sparse24.encode(dense)
+        kept = sparse24.compress(dense, codes)
         assert torch.equal(bits(kept), bits(values)), case
-        words = quads.pack_codes(codes, quads.CUTLASS[dtype], dtype).view(meta.shape)
+        words = sparse24.pack_codes(codes, sparse24.CUTLASS[dtype], dtype).view(meta.shape)
         assert torch.equal(words, meta) and words.dtype == meta.dtype, case
-        found = quads.unpack_codes(meta, quads.CUTLASS[dtype], tuple(dense.shape))
+        found = sparse24.unpack_codes(meta, sparse24.CUTLASS[dtype], tuple(dense.shape))
         assert torch.equal(found, codes)
-        back = quads.expand(values, found)
+        back = sparse24.expand(values, found)
         assert torch.equal(back, dense)
         survivors = back != 0
         assert torch.equal(bits(back[survivors]), bits(dense[survivors]))
@@ -105,9 +105,9 @@ def test_every_pattern_of_a_quad_follows_the_table_and_three_or_four_are_refused
         values[1, [4 + i for i in places]] = -1.5
         if len(places) > 2:
             with pytest.raises(LayoutError, match=r"1 of 6 quads .* row 1, columns 4 to 7.* prune"):
-                quads.encode(values)
+                sparse24.encode(values)
         else:
-            assert quads.encode(values).tolist() == [[0xE, 0xE], [0xE, TABLE[places]], [0xE, 0xE]]
+            assert sparse24.encode(values).tolist() == [[0xE, 0xE], [0xE, TABLE[places]], [0xE, 0xE]]
 
 
 @st.composite
@@ -131,10 +131,10 @@ def sparse(draw: st.DrawFn) -> Tensor:
 @settings(max_examples=150)
 @given(sparse())
 def test_random_sparse_values_follow_the_table_and_come_back_to_the_bit(values: Tensor) -> None:
-    codes = quads.encode(values)
-    kept = quads.compress(values, codes)
-    back = quads.expand(kept, codes)
-    quads.check(codes)
+    codes = sparse24.encode(values)
+    kept = sparse24.compress(values, codes)
+    back = sparse24.expand(kept, codes)
+    sparse24.check(codes)
     rows, found, chosen = values.tolist(), codes.tolist(), torch.empty_like(kept)
     for n, row in enumerate(rows):
         for t in range(len(row) // 4):
@@ -145,7 +145,7 @@ def test_random_sparse_values_follow_the_table_and_come_back_to_the_bit(values: 
     assert torch.equal(bits(kept), bits(chosen))  # a kept -0.0 and the payload of a NaN too
     alive = values != 0
     assert torch.equal(bits(back[alive]), bits(values[alive])) and not bool((back[~alive] != 0).any())
-    assert torch.equal(quads.encode(back), codes)
+    assert torch.equal(sparse24.encode(back), codes)
 
 
 @pytest.mark.parametrize("zero", [0, 8])
@@ -153,19 +153,19 @@ def test_the_table_of_four_bit_quads_has_what_is_computed_and_nothing_for_three_
     number = torch.arange(1 << 16)
     every = torch.stack([number >> 4 * i & 15 for i in range(4)], 1).to(torch.uint8)
     legal = (every != zero).sum(1) <= 2
-    codes = quads.encode(every[legal], zero)
-    kept, found = quads.compress4(every[legal], zero)
-    assert torch.equal(found, codes) and torch.equal(kept, quads.compress(every[legal], codes))
+    codes = sparse24.encode(every[legal], zero)
+    kept, found = sparse24.compress4(every[legal], zero)
+    assert torch.equal(found, codes) and torch.equal(kept, sparse24.compress(every[legal], codes))
     assert torch.equal(expanded(kept, codes, zero), every[legal])
     with pytest.raises(
         LayoutError,
         match=f"{int((~legal).sum())} of {len(every)} quads .* row {int((~legal).int().argmax())}, columns 0 to 3",
     ):
-        quads.compress4(every, zero)
+        sparse24.compress4(every, zero)
     pairs = torch.cartesian_prod(torch.arange(16), torch.arange(16)).to(torch.uint8)
     for code in VALID:  # also where a kept value is zero, so that the code is not the one of the values
         codes = torch.full((256, 1), code, dtype=torch.uint8)
-        assert torch.equal(expanded(pairs, codes, zero), quads.expand(pairs, codes, zero))
+        assert torch.equal(expanded(pairs, codes, zero), sparse24.expand(pairs, codes, zero))
 
 
 def test_four_bit_quads_that_are_no_memory_of_their_own() -> None:
@@ -173,12 +173,12 @@ def test_four_bit_quads_that_are_no_memory_of_their_own() -> None:
     inside = torch.full((130, 261), 3, dtype=torch.uint8)
     inside[1:129, 5:] = q
     for values in (inside[1:129, 5:], q.t().contiguous().t()):
-        for found, expected in zip(quads.compress4(values, 8), quads.compress4(q, 8), strict=True):
+        for found, expected in zip(sparse24.compress4(values, 8), sparse24.compress4(q, 8), strict=True):
             assert torch.equal(found, expected)
 
 
 @settings(max_examples=60)
-@given(st.sampled_from([*quads.CUTLASS, None]), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
+@given(st.sampled_from([*sparse24.CUTLASS, None]), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32))
 def test_metadata_words_hold_the_codes_where_the_formulas_say(
     standard: torch.dtype | None, rows: int, columns: int, seed: int
 ) -> None:
@@ -203,10 +203,10 @@ def test_metadata_words_hold_the_codes_where_the_formulas_say(
                 flat = (c // 2) * 2 * m_all + 2 * place + b[3]
             quad = codes[r, c * per_word : (c + 1) * per_word].tolist()
             expected[flat] = sum(code << 4 * i for i, code in enumerate(quad))
-    order = quads.SPARSE_MARLIN if standard is None else quads.CUTLASS[dtype]
-    words = quads.pack_codes(codes, order, dtype)
+    order = sparse24.SPARSE_MARLIN if standard is None else sparse24.CUTLASS[dtype]
+    words = sparse24.pack_codes(codes, order, dtype)
     assert words.dtype == dtype and [w & (1 << 4 * per_word) - 1 for w in words.tolist()] == expected
-    assert torch.equal(quads.unpack_codes(words, order, (m_all, 4 * c_all * per_word)), codes)
+    assert torch.equal(sparse24.unpack_codes(words, order, (m_all, 4 * c_all * per_word)), codes)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_metadata_words_hold_the_codes_where_the_formulas_say(
 )
 def test_sizes_that_the_standard_order_cannot_move_are_refused(dtype: torch.dtype, m: int, k: int) -> None:
     with pytest.raises(LayoutError, match="multiple of"):
-        quads.pack_codes(torch.full((m, k // 4), 0xE, dtype=torch.uint8), quads.CUTLASS[dtype], dtype)
+        sparse24.pack_codes(torch.full((m, k // 4), 0xE, dtype=torch.uint8), sparse24.CUTLASS[dtype], dtype)
     with pytest.raises(LayoutError, match="multiple of 4"):
-        quads.encode(torch.zeros(m, k + 2))
+        sparse24.encode(torch.zeros(m, k + 2))
 
 
 # -------------------------------------------------------------------------------------------------- damage and reading
@@ -246,10 +246,10 @@ def test_a_wrong_code_is_seen_in_every_place_of_a_word(place: int) -> None:
         words = torch.full((64,), -0x77777778, dtype=torch.int32)  # eight times the code 8
         words[63] = words[63] & ~(15 << 4 * place) | code << 4 * place
         if code in VALID:
-            quads.unpack_codes(words, quads.SPARSE_MARLIN, shape)
+            sparse24.unpack_codes(words, sparse24.SPARSE_MARLIN, shape)
         else:
             with pytest.raises(LayoutError, match=f"1 codes are none .* first {code:X} at row"):
-                quads.unpack_codes(words, quads.SPARSE_MARLIN, shape)
+                sparse24.unpack_codes(words, sparse24.SPARSE_MARLIN, shape)
 
 
 @pytest.mark.parametrize("layout", SPELLINGS)
@@ -257,14 +257,14 @@ def test_metadata_made_from_a_pruning_mask_gives_the_same_values(layout: str) ->
     """A kept code that is zero leaves several pairs of places; readers go by the one that is stored."""
     q = record(ROWS, 128, 128, seed=3)
     values = q.codes ^ 8
-    ours = quads.encode(values)
+    ours = sparse24.encode(values)
     mask = torch.zeros_like(values)
     mask.view(-1, 4).scatter_(1, (values.view(-1, 4) != 0).int().argsort(-1, descending=True)[:, :2], 1)
-    theirs = quads.encode(mask)
+    theirs = sparse24.encode(mask)
     assert not torch.equal(ours, theirs)
-    kept = quads.compress(values, theirs) ^ 8
+    kept = sparse24.compress(values, theirs) ^ 8
     b_24 = marlin24.KEPT.pack(kept, 4).view(4, 256)
-    meta = quads.pack_codes(theirs, quads.SPARSE_MARLIN, torch.int16).view(4, 256)
+    meta = sparse24.pack_codes(theirs, sparse24.SPARSE_MARLIN, torch.int16).view(4, 256)
     foreign = tensors_of(layout, b_24, meta, q.scales.t().contiguous())
     back = LAYOUTS[layout].unpack(foreign, q.scheme)
     assert back.equal(q)

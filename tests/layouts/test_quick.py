@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, marlin, quick
-from quantkit.layouts.config import Schemes
-from quantkit.tensor import QuantizedTensor, Scheme
+from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import record
 from tests.layouts.test_golden import both_ways, golden, same, scheme_of
 from tests.layouts.test_laws import rows

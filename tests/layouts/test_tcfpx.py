@@ -9,16 +9,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit import rtn
-from quantkit.checkpoint import Checkpoint
+from quantkit.algorithms import rtn
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
+from quantkit.evaluation.verify import verify
 from quantkit.layouts import LAYOUTS, tcfpx
-from quantkit.layouts.config import Schemes
-from quantkit.tensor import QuantizedTensor, Scheme
-from quantkit.verify import verify
+from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import record, write_folder
 from tests.layouts.test_golden import both_ways, golden, same
-from tests.models import write_model
+from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.usefixtures("both_loops")
 

@@ -16,30 +16,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit import loops, sparsity
+from quantkit.core import cpu_dispatch as dispatch
+from quantkit.core import sparsity
+from quantkit.core.quantized_tensor import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import (
     LAYOUTS,
-    arrange,
+    arrangement,
     awq,
     compressed_tensors,
     gptq,
     marlin,
     marlin24,
-    quads,
     quick,
+    sparse24,
     tcfpx,
-    tiles,
 )
-from quantkit.layouts.arrange import Arrangement
-from quantkit.tensor import Scheme
+from quantkit.layouts.arrangement import Arrangement
+from quantkit.layouts.cpu import tiles
 from tests.layouts.samples import expanded, record
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Every order of codes that a layout has, and their width.
 ORDERS = [
     *((order, 4) for order in (compressed_tensors.CODES, gptq.CODES, awq.WORDS, marlin.CODES, quick.CODES)),
-    *((order, 4) for order in (tcfpx.LOW, marlin24.KEPT, quads.SPARSE_MARLIN, *quads.CUTLASS.values())),
+    *((order, 4) for order in (tcfpx.LOW, marlin24.KEPT, sparse24.SPARSE_MARLIN, *sparse24.CUTLASS.values())),
     *((tcfpx.HIGH[bits], bits - 4) for bits in (6, 5)),
 ]
 
@@ -48,18 +49,18 @@ ORDERS = [
 def used(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Loops for all tensors; yields the names of those that ran."""
     names: list[str] = []
-    module = loops._compiled()
+    module = dispatch._compiled()
 
     class Spied:
         def __getattr__(self, name: str) -> Any:
             names.append(name)
             return getattr(module, name)
 
-    monkeypatch.setattr(loops, "LARGE", 0)
-    monkeypatch.setattr(loops, "_compiled", Spied)
-    arrange._tiles.cache_clear()
+    monkeypatch.setattr(dispatch, "LARGE", 0)
+    monkeypatch.setattr(dispatch, "_compiled", Spied)
+    arrangement._tiles.cache_clear()
     yield names
-    arrange._tiles.cache_clear()
+    arrangement._tiles.cache_clear()
 
 
 def packed(order: Arrangement, codes: torch.Tensor, bits: int, above: int | None = None) -> torch.Tensor:
@@ -70,7 +71,7 @@ def packed(order: Arrangement, codes: torch.Tensor, bits: int, above: int | None
 
 def by_torch(order: Arrangement, codes: torch.Tensor, bits: int, above: int | None = None) -> torch.Tensor:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loops, "LARGE", 2**60)
+        patch.setattr(dispatch, "LARGE", 2**60)
         return packed(order, codes, bits, above)
 
 
@@ -168,13 +169,13 @@ def test_every_quad_of_four_bits_is_judged_as_torch_does() -> None:
     every = torch.arange(1 << 16, dtype=torch.int32)
     quad = torch.stack([every >> shift & 15 for shift in (0, 4, 8, 12)], 1).to(torch.uint8)
     legal = (quad != 8).sum(1) <= 2
-    kept, codes = quads.compress4(quad[legal], 8)
-    assert torch.equal(codes, quads.encode(quad[legal], 8))
-    assert torch.equal(kept, quads.compress(quad[legal], codes))
+    kept, codes = sparse24.compress4(quad[legal], 8)
+    assert torch.equal(codes, sparse24.encode(quad[legal], 8))
+    assert torch.equal(kept, sparse24.compress(quad[legal], codes))
     assert torch.equal(expanded(kept, codes, 8), quad[legal])
     for one in quad[~legal][::97]:
         with pytest.raises(LayoutError, match="quads have more than two values"):
-            quads.compress4(torch.cat((quad[legal][:8], one[None])), 8)
+            sparse24.compress4(torch.cat((quad[legal][:8], one[None])), 8)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,0 +1,1 @@
+"""The arithmetic: Hessians, rounding, scale search, GPTQ, coordinate descent."""

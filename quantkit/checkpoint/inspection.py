@@ -1,0 +1,46 @@
+"""What the headers of a checkpoint say, whoever wrote it (`inspect`)."""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import Any
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import dtype_name
+from quantkit.reporting.report import READERS
+
+
+def describe(src: Checkpoint) -> dict[str, Any]:
+    """Return layout, schemes, counts, sizes and shapes of any checkpoint, from its headers alone (`inspect`)."""
+    modules = {module: (src.scheme(module), src.true_size(module)) for module in src.modules()}
+    padded = {module: f" in {list(src.size(module))}" if src.is_padded(module) else "" for module in modules}
+    packed = {name: suffix for module in modules for suffix, name in src.parts(module).items()}
+    every = {name: src.nbytes(name) for name in src.names()}
+    suffixes: Counter[str] = Counter()
+    for name, suffix in packed.items():
+        suffixes[suffix] += every[name]
+    dense = [name for name in every if name not in packed]
+    weights = sum(n * k for _, (n, k) in modules.values())
+    shapes = Counter(f"[{n}, {k}]{padded[module]} {scheme.label}" for module, (scheme, (n, k)) in modules.items())
+    shapes.update(f"{list(src.shape(name))} {dtype_name(src.dtype(name))}" for name in dense)
+    parameters = weights + sum(prod(src.shape(name)) for name in dense)
+    return {
+        "path": str(src.path),
+        "model_type": src.config.get("model_type"),
+        "dtype": dtype_name(src.dtype_of_model),
+        "layout": src.layout.NAME if src.layout else None,
+        "schemes": dict(Counter(scheme.label for scheme, _ in modules.values())),
+        "quantized_linears": len(modules),
+        "padded_linears": sum(map(bool, padded.values())),
+        "dense_tensors": len(dense),
+        "parameters": parameters,
+        "quantized_weights": weights,
+        "bits_per_weight": 8 * sum(suffixes.values()) / weights if weights else None,
+        "bits_per_parameter": 8 * sum(every.values()) / parameters if parameters else None,
+        "bytes": {"total": sum(every.values()), "dense": sum(every[name] for name in dense), "packed": dict(suffixes)},
+        "shapes": dict(shapes),
+        "files": {path.name: path.stat().st_size for path in src.files()},
+        "readers": READERS[src.layout.NAME] if src.layout else "anything that reads Hugging Face folders",
+        "notices": list(src.notices),
+    }

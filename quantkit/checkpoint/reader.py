@@ -1,0 +1,404 @@
+"""Model folders as they are read: tensor by tensor, from headers and slices (`writer` makes new ones).
+
+A folder is input from strangers: which files are read follows RELIABILITY 2, and what a header or an index says is
+checked before it is used. One tensor is in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.items import Item
+from quantkit.core.quantized_tensor import FLOATS, QuantizedTensor, Scheme, dtype_name
+from quantkit.errors import CheckpointError, LayoutError, reason
+from quantkit.io import files, hashing, inlet, safetensors_header
+from quantkit.io.safetensors_header import AGAIN, TensorInfo, inside, read_header, shown
+from quantkit.layouts import LAYOUTS, read_config, stored_as
+from quantkit.layouts.base import Layout, Unpacking
+from quantkit.layouts.recast import broken_rule, check_padding, restated
+from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.validation import DAMAGED
+
+CONFIG = "config.json"
+#: What early folders say in a file of its own, without the method: file -> method, and a key by which it is known.
+SIDE_FILES = {"quantize_config.json": ("gptq", None), "quant_config.json": ("awq", "w_bit")}
+
+#: What codes are packed into, and no dense weight of a causal LM is stored as.
+PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
+
+#: What a tensor's place in a file must be a multiple of, to be taken for integers of any width where it was read.
+_ALIGNED = 8
+
+
+class _File(NamedTuple):
+    name: str
+    path: Path
+    stamp: tuple[int, ...]
+
+
+def resolve(model: str, revision: str | None = None) -> Path:
+    """Return the folder of a model: `model` itself, or for a hub id its snapshot in the cache, fetched if need be.
+
+    Only safetensors, JSON and tokenizer files are fetched. CheckpointError if it is neither; what looks like a path
+    never reaches the network.
+    """
+    folder = Path(model)
+    if model and folder.is_dir():
+        if revision is not None:
+            raise CheckpointError(f"{model} is a folder, which has no revisions: drop --revision")
+        return folder
+    if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
+        what = "a file, not a folder" if folder.is_file() else "no such folder"
+        raise CheckpointError(f"{model or repr(model)}: {what}: check the path")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    wanted = [
+        "*.safetensors",
+        "*.json",
+        *safetensors_header.COMPANIONS,
+        *(pattern.upper() for pattern in safetensors_header.COMPANIONS),
+    ]
+    unwanted = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*", "*.py"]
+    try:
+        return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
+    except Exception as error:  # of the hub's client, its HTTP library, or the disk: none of them is ours to know
+        raise CheckpointError(
+            f"{model}: no folder here, and the hub does not give it ({reason(error)}): check the name, the network, "
+            "and whether HF_HUB_OFFLINE is set"
+        ) from error
+
+
+class Checkpoint:
+    """A folder of safetensors shards with config.json, dense or packed in a layout; reads one tensor at a time.
+
+    `path` is the real folder; `stated` is its `quantization_config`, `layout` and `schemes` what that means, None for a
+    dense model; `notices` say what was ignored.
+    CheckpointError for every folder that is incomplete, damaged, hostile or contradicts itself.
+    """
+
+    def __init__(self, folder: Path | str, trust_remote_code: bool = False) -> None:
+        self.path = Path(os.path.realpath(folder))
+        self._inlet: inlet.Inlet | None = None
+        self.notices: list[str] = []
+        if not self.path.is_dir():
+            raise CheckpointError(f"{folder} is no folder: give a model's folder or hub id")
+        with files.guarded(self.path):
+            listing = sorted(os.listdir(self.path))
+        if CONFIG not in listing:
+            hint = "merge the adapter into its base model" if "adapter_config.json" in listing else "check the path"
+            raise CheckpointError(f"{folder} is no model folder, {CONFIG} is missing: {hint}")
+        self._config_file = _stamped(self.path, CONFIG)
+        self.config = safetensors_header.load_json(self._config_file.path)
+        safetensors_header.check_config(self.config, self.path / CONFIG, trust_remote_code)
+        self._shards: list[_File] = []
+        self._where: dict[str, tuple[_File, TensorInfo]] = {}
+        self._open_shards(*safetensors_header.shards(self.path, listing, self.notices))
+        dense: tuple[Layout | None, Schemes | None] = (None, None)
+        stated, where = self._quantization_config(listing)
+        self.stated = stated
+        self.layout, self.schemes = dense if stated is None else read_config(stated, self.path / where)
+        self._sizes: dict[str, tuple[int, int]] = {}
+        self._modules = self._find_modules()
+        self._owner = {name: m for m, parts in self._modules.items() for name in parts.values()}
+        self._padded = self._true_shapes()
+
+    def names(self) -> list[str]:
+        """Return the stored tensors' names, in the order of the shards' names and of the bytes in them."""
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor, from the header."""
+        return self._at(name)[1].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype of a stored tensor, from the header."""
+        return self._at(name)[1].dtype
+
+    def nbytes(self, name: str) -> int:
+        """Return the bytes of a stored tensor, from the header."""
+        info = self._at(name)[1]
+        return info.end - info.start
+
+    def get(self, name: str) -> Tensor:
+        """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened."""
+        shard, info = self._at(name)
+        if self._inlet is not None:
+            data = self._inlet.read(shard.name, info.start, info.end - info.start)
+            data = data.clone() if info.start % _ALIGNED else data
+        else:
+            with files.open_regular(shard.path) as file:
+                self._same(shard, inlet.stamp(os.fstat(file.fileno())))
+                data = files.read_exactly(file, info.start, info.end - info.start, shard.path)
+        return data.view(info.dtype).reshape(info.shape)
+
+    def modules(self) -> list[str]:
+        """Return the names of the packed modules, in file order."""
+        return list(self._modules)
+
+    def parts(self, module: str) -> dict[str, str]:
+        """Return suffix -> stored name of the tensors that a packed module consists of."""
+        return self._packed(module)[2]
+
+    def scheme(self, module: str) -> Scheme:
+        """Return the scheme of a packed module."""
+        return self._packed(module)[1]
+
+    def size(self, module: str) -> tuple[int, int]:
+        """Return `(n, k)` of a packed module as it is stored, padding included, from the headers' shapes.
+
+        CheckpointError if these are not all of one weight in the layout that config.json states.
+        """
+        if module in self._sizes:
+            return self._sizes[module]
+        layout, scheme, parts = self._packed(module)
+        shapes = {suffix: self._in_words(name) for suffix, name in parts.items()}
+        with _of_file(self.path, module):
+            n, k = layout.size(shapes, scheme)
+            if rule := broken_rule(layout, scheme, n, k):
+                raise LayoutError(f"{rule}: its tensors are not those of the layout that {CONFIG} states")
+            for suffix, (_, shape) in layout.stored(scheme, n, k).items():
+                found = shapes.get(suffix, shape)
+                if [size for size in found if size != 1] != [size for size in shape if size != 1]:
+                    raise LayoutError(
+                        f"tensor {suffix!r} must have shape {list(shape)}, it has {list(found)}: {DAMAGED}"
+                    )
+        self._sizes[module] = n, k
+        return n, k
+
+    def true_size(self, module: str) -> tuple[int, int]:
+        """Return `(n, k)` of a packed module without its padding."""
+        return self._padded.get(module) or self.size(module)
+
+    def is_padded(self, module: str) -> bool:
+        """Return whether a packed module is stored with rows or columns of zeros past its true shape."""
+        return module in self._padded
+
+    def stored(self, module: str) -> dict[str, Tensor]:
+        """Read the tensors that a packed module consists of, by suffix."""
+        return {suffix: self.get(name) for suffix, name in self.parts(module).items()}
+
+    def quantized(self, module: str) -> QuantizedTensor:
+        """Read a packed module as it is stored, padding included; see `record`."""
+        return self.record(module, self.stored(module))
+
+    def record(self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None) -> QuantizedTensor:
+        """Return what the `stored` tensors of a module hold, on the device where they are.
+
+        CheckpointError names it if a part is missing or malformed, or its padding is not zero. To `notices`, by
+        default the checkpoint's, is added if GPTQ's zero points are not of the version that the label says.
+        """
+        layout, scheme, _ = self._packed(module)
+        with _of_file(self.path, module):
+            q = layout.unpack(tensors, scheme)
+            if module in self._padded:
+                check_padding(q, *self._padded[module])
+        self._tell(layout, tensors, scheme, self.notices if notices is None else notices)
+        return q
+
+    def unpacking(self, module: str, tensors: Mapping[str, Tensor], notices: list[str]) -> Unpacking:
+        """Return what fills rows of the codes of a module without padding; else as `record`."""
+        layout, scheme, _ = self._packed(module)
+        with _of_file(self.path, module):
+            found = layout.unpacking(tensors, scheme)
+        self._tell(layout, tensors, scheme, notices)
+        return found
+
+    def _tell(self, layout: Layout, tensors: Mapping[str, Tensor], scheme: Scheme, notices: list[str]) -> None:
+        found = stored_as(layout, tensors, scheme)
+        line = f"labelled {layout.NAME}, stored as {found}: the data was trusted"
+        if found != layout.NAME and line not in notices:
+            notices.append(line)
+
+    def unpadded(self, module: str) -> QuantizedTensor:
+        """Read a packed module without its padding, but with those columns that its last group needs."""
+        q = self.quantized(module)
+        if module not in self._padded:
+            return q
+        n, k = self._padded[module]
+        return restated(q, q.scheme, (n, q.scheme.whole(k)))
+
+    def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the tensor `name`, or a packed module's weight decoded (to the model's dtype if none is given).
+
+        A padded one comes in its true shape.
+        """
+        if (module := self._module_of(name)) is not None:
+            weight = self.quantized(module).dequantize(dtype or self.dtype_of_model)
+            if module not in self._padded:
+                return weight
+            n, k = self._padded[module]
+            return weight[:n, :k].contiguous()
+        tensor = self.get(name)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def logical(self) -> list[str]:
+        """Return every tensor's name with each packed module as its `....weight`, in file order."""
+        return list(dict.fromkeys(f"{self._owner[n]}.weight" if n in self._owner else n for n in self._where))
+
+    def item(self, name: str) -> Item:
+        """Read a tensor of `logical`, a packed module as QuantizedTensor."""
+        module = self._module_of(name)
+        return Item(name, self.get(name) if module is None else self.quantized(module))
+
+    def items(self) -> Iterator[Item]:
+        """Yield every tensor once, packed modules as QuantizedTensor in the place of their first part."""
+        yield from map(self.item, self.logical())
+
+    def files(self) -> list[Path]:
+        """Return the paths of the weight shards in the folder."""
+        return [self.path / shard.name for shard in self._shards]
+
+    def hashes(self, recorded: Mapping[str, object] | None = None) -> dict[str, str]:
+        """Return file name -> hash of the shards and config.json, each of the kind that was `recorded` of it."""
+        like = recorded or {}
+        return {name: hashing.hash_of_file(path, like.get(name)) for name, path in self.sources().items()}
+
+    @contextmanager
+    def in_passing(self, recorded: Mapping[str, object]) -> Iterator[inlet.Inlet]:
+        """Inside, tensors are read past the page cache; yields what reads them.
+
+        Its `hashes` are what those here are, and of what was read: a disk gives each byte once.
+        """
+        with inlet.opened(self.sources(), recorded) as self._inlet:
+            try:
+                self.require_unchanged()
+                yield self._inlet
+            finally:
+                self._inlet = None
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError if config.json or a weight file is not what it was when the checkpoint was opened."""
+        for shard in (self._config_file, *self._shards):
+            self._unchanged(shard)
+
+    def sources(self) -> dict[str, Path]:
+        """Return file name -> real path of the shards, in their order, and config.json."""
+        return {shard.name: shard.path for shard in (*self._shards, self._config_file)}
+
+    @property
+    def dtype_of_model(self) -> torch.dtype:
+        """The dtype that config.json states, or without one that of the largest float tensor."""
+        stated = self.config.get("dtype") or self.config.get("torch_dtype")
+        for dtype in FLOATS:
+            if stated in (dtype_name(dtype), str(dtype)):
+                return dtype
+        floats = [info for _, info in self._where.values() if info.dtype in FLOATS]
+        return max(floats, key=lambda info: info.end - info.start).dtype if floats else torch.float32
+
+    def _open_shards(self, names: list[str], weight_map: dict[str, str] | None) -> None:
+        for shard_name in names:
+            self._shards.append(shard := _stamped(self.path, shard_name))
+            for name, info in read_header(shard.path)[0].items():
+                if weight_map is not None and weight_map.get(name) != shard_name:
+                    raise CheckpointError(f"{self.path}: {name} is in {shard_name}, the index does not say so: {AGAIN}")
+                self._where[name] = (shard, info)
+        absent = [name for name in weight_map or {} if name not in self._where]
+        if absent:
+            raise CheckpointError(f"{self.path}: the index lists {shown(absent[0])}, its shard has not: {AGAIN}")
+
+    def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:
+        """Return what is stated of the quantization, None for a dense model, and the file that states it."""
+        stated = self.config.get("quantization_config")
+        if stated is not None and not isinstance(stated, dict):
+            raise CheckpointError(f"{self.path / CONFIG}: quantization_config is no object: remove it or mend it")
+        for name, (method, key) in SIDE_FILES.items():
+            if stated is None and name in listing:
+                found = safetensors_header.load_json(inside(self.path, name))
+                if key is None or key in found:
+                    return {"quant_method": method, **found}, name
+        return stated, CONFIG
+
+    def _find_modules(self) -> dict[str, dict[str, str]]:
+        if self.layout is None or self.schemes is None:
+            return {}
+        found: dict[str, dict[str, str]] = {}
+        for name in self._where:
+            module, _, suffix = name.rpartition(".")
+            if module and suffix in self.layout.TENSORS:
+                found.setdefault(module, {})[suffix] = name
+        packed = {module: parts for module, parts in found.items() if self.layout.MARKER in parts}
+        for module, parts in found.items():
+            stray = [name for suffix, name in parts.items() if suffix != "weight" or self.dtype(name) not in FLOATS]
+            if module not in packed and stray:
+                raise CheckpointError(
+                    f"{self.path}: {stray[0]} is there, {module}.{self.layout.MARKER} is missing: {AGAIN}"
+                )
+            if module in packed and "weight" not in parts and f"{module}.weight" in self._where:
+                raise CheckpointError(f"{self.path}: {module} is there twice, packed and as {module}.weight")
+            if module in packed and module in self.schemes.ignore:
+                raise CheckpointError(f"{self.path}: {module} is packed, and {CONFIG} says that it is not")
+        ours = {name for parts in packed.values() for name in parts.values()}
+        suffixes = {suffix for layout in LAYOUTS.values() for suffix in layout.TENSORS}
+        for name, (_, info) in self._where.items():
+            if name not in ours and name.rpartition(".")[2] in suffixes and info.dtype in PACKED:
+                raise CheckpointError(
+                    f"{self.path}: {name} is packed and no part of the {self.layout.NAME} layout that {CONFIG} states: "
+                    "a folder holds one layout, convert each on its own"
+                )
+        if not packed:
+            self.notices.append(f"{CONFIG} states the {self.layout.NAME} layout, no tensor is packed in it")
+        return packed
+
+    def _true_shapes(self) -> dict[str, tuple[int, int]]:
+        """Return the true shapes that the `quantkit` key states; CheckpointError for one that cannot be."""
+        padded = dict(self.schemes.padded) if self.schemes is not None else {}
+        for module, (n, k) in padded.items():
+            stored = self.size(module) if module in self._modules else None
+            if stored is None or n > stored[0] or k > stored[1]:
+                what = "no packed module" if stored is None else f"stored as {list(stored)}"
+                raise CheckpointError(
+                    f"{self.path}: {shown(module)} is 'padded' from {[n, k]} in {CONFIG} and is {what}: mend the entry"
+                )
+        return padded
+
+    def _module_of(self, name: str) -> str | None:
+        module = name.removesuffix(".weight")
+        return module if module != name and module in self._modules else None
+
+    def _packed(self, module: str) -> tuple[Layout, Scheme, dict[str, str]]:
+        if module not in self._modules or self.layout is None or self.schemes is None:
+            raise CheckpointError(f"{self.path}: {shown(module)} is no packed module: quantkit inspect lists them")
+        return self.layout, self.schemes.of(module), self._modules[module]
+
+    def _in_words(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a stored tensor; one that holds packed words as bytes counts in words (LAYOUTS 7.1)."""
+        shape = self.shape(name)
+        return (*shape[:-1], shape[-1] // 4) if shape and self.dtype(name) == torch.uint8 else shape
+
+    def _unchanged(self, shard: _File) -> None:
+        self._same(shard, _stamped(self.path, shard.name).stamp)
+
+    def _same(self, shard: _File, stamp: tuple[int, ...]) -> None:
+        if stamp != shard.stamp:
+            raise CheckpointError(f"{self.path / shard.name}: {inlet.CHANGED}")
+
+    def _at(self, name: str) -> tuple[_File, TensorInfo]:
+        if name not in self._where:
+            raise CheckpointError(f"{self.path}: has no tensor {shown(name)}: quantkit inspect lists them")
+        return self._where[name]
+
+
+@contextmanager
+def _of_file(folder: Path, module: str) -> Iterator[None]:
+    """A layout's complaint about stored tensors is one about a file."""
+    try:
+        yield
+    except LayoutError as error:
+        raise CheckpointError(f"{folder}: {module}: {error}") from error
+
+
+def _stamped(folder: Path, name: str) -> _File:
+    path = inside(folder, name)
+    with files.guarded(path):
+        return _File(name, path, inlet.stamp(os.stat(path)))

@@ -1,0 +1,193 @@
+"""Writing model folders so that a stopped run can continue: shards as items come, one journal line a commit.
+
+One tensor and one shard's header are in memory. Nothing looks like a model before the last file, config.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.checkpoint.items import Item, Packed
+from quantkit.checkpoint.reader import CONFIG, Checkpoint
+from quantkit.errors import CheckpointError, RecipeError, about
+from quantkit.io import files, hashing, safetensors_header
+from quantkit.io.direct import Outlet
+from quantkit.io.safetensors_header import INDEX, dump_json, inside, read_header
+from quantkit.io.safetensors_writer import HEADER, Contents, TensorFile
+from quantkit.layouts.base import Layout, Stored
+
+#: The most bytes of tensors in one file, if it is not a single one.
+SHARD_BYTES = 2 * 2**30
+
+
+class CheckpointWriter:
+    """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
+
+    On a folder with a journal it continues after the last commit: `done` has the lines of earlier commits, files that
+    none of them lists are deleted. Where all is in one commit, and known before (`planned`, in the order of coming),
+    `outlet` writes and hashes files on the way. CheckpointError if a committed file is not what the journal says.
+    """
+
+    def __init__(
+        self,
+        partial: Path,
+        like: Checkpoint,
+        layout: Layout | None,
+        *,
+        max_shard_bytes: int = SHARD_BYTES,
+        planned: Stored | None = None,
+        outlet: Outlet | None = None,
+    ) -> None:
+        if max_shard_bytes < 1:
+            raise RecipeError(f"max_shard_size is {max_shard_bytes}: give the most bytes of one weight file, like 2GiB")
+        self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
+        self._planned, self._outlet = None if planned is None else deque(planned.items()), outlet
+        self._journal = partial / files.JOURNAL
+        lines = files.read_journal(self._journal)
+        self._identity = lines[0] if lines else None
+        self.done = lines[1:]
+        self._written = {name for line in self.done for name in line["items"]}
+        self._companions = safetensors_header.companions(
+            like.path
+        )  # found now, so that a bad link does not stop a finished run
+        self._file: TensorFile | None = None
+        self._start_unit()
+        files.remove(partial / CONFIG)  # until the last step the folder must not look like a model
+        committed = self.hashes()
+        for path in sorted(partial.glob("*.safetensors")):
+            if path.name not in committed:
+                files.remove(path)
+        for name, digest in committed.items():
+            if hashing.hash_of_file(partial / name, digest) != digest:
+                raise CheckpointError(f"{partial / name}: changed since it was written: start over with --overwrite")
+
+    def items_done(self) -> set[str]:
+        """Return the logical names of all committed tensors."""
+        return set(self._written)
+
+    def hashes(self) -> dict[str, str]:
+        """Return file name -> hash of the committed shards."""
+        return {name: digest for line in self.done for name, digest in line["files"].items()}
+
+    @property
+    def bytes_written(self) -> int:
+        """The bytes of all committed tensors."""
+        return sum(line["bytes"] for line in self.done)
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of the committed tensors that packed weights consist of."""
+        return sum(line["packed_bytes"] for line in self.done)
+
+    def identify(self, identity: dict[str, Any]) -> None:
+        """Record what the run depends on; on a resumed one CheckpointError names the fields that differ."""
+        stated = json.loads(json.dumps(identity))
+        if self._identity is None:
+            files.append_journal(self._journal, stated)
+            self._identity = stated
+        elif self._identity != stated:
+            before = self._identity
+            differing = [key for key in sorted({*before, *stated}) if before.get(key) != stated.get(key)]
+            raise CheckpointError(
+                f"{self.partial} was begun with another {', '.join(differing)}: run as then, or use --overwrite"
+            )
+
+    def add(self, item: Item) -> None:
+        """Store an item, in the layout if it is quantized; CheckpointError if it was stored before."""
+        if item.name in self._written or item.name in self._pending:
+            raise CheckpointError(f"{item.name}: is written twice: a bug, please report it")
+        for name, tensor in self._tensors(item).items():
+            size = tensor.numel() * tensor.dtype.itemsize
+            self._file_for(name, size).add(name, tensor)
+            self._bytes += size
+            self._packed_bytes += 0 if isinstance(item.value, Tensor) else size
+        self._pending[item.name] = None
+
+    def commit(self, facts: dict[str, Any]) -> None:
+        """Make all items so far durable: their shards are closed, their names and `facts` go into the journal."""
+        if not self._pending and not any(facts.values()):
+            return
+        self._close_file()
+        sizes = {"bytes": self._bytes, "packed_bytes": self._packed_bytes}
+        line = {"files": self._files, "items": list(self._pending), "facts": facts, **sizes}
+        files.append_journal(self._journal, line)
+        self.done.append(json.loads(json.dumps(line)))
+        self._written.update(self._pending)
+        self._start_unit()
+
+    def finish(
+        self,
+        config: dict[str, Any],
+        extra: dict[str, bytes],
+        sealed: Callable[[dict[str, str]], dict[str, bytes]] = lambda written: {},
+    ) -> dict[str, str]:
+        """Write index, companions of the source, `extra` files, side file and last config.json; name -> hash.
+
+        `sealed` is given the hash of all of these and returns what is written just before config.json.
+        """
+        self.commit({})
+        written = self.hashes()
+        weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
+        texts = {INDEX: dump_json({"metadata": {"total_size": self.bytes_written}, "weight_map": weight_map})}
+        if self.layout is not None and self.layout.SIDE_FILE is not None:
+            name, contents = self.layout.SIDE_FILE
+            texts[name] = dump_json(contents(config["quantization_config"]))
+        texts |= extra
+        for name in self._companions:
+            if name not in texts:
+                files.copy_atomic(inside(self.like.path, name), self.partial / name)
+                written[name] = hashing.hash_of_file(self.partial / name)
+        written |= {name: hashing.hash_of(text) for name, text in texts.items()}
+        written[CONFIG] = hashing.hash_of(dump_json(config))
+        for name, text in {**texts, **sealed(written), CONFIG: dump_json(config)}.items():
+            files.write_atomic(self.partial / name, text)
+        return written
+
+    def _tensors(self, item: Item) -> dict[str, Tensor]:
+        if isinstance(item.value, Tensor):
+            return {item.name: item.value}
+        if self.layout is None:
+            raise CheckpointError(f"{item.name}: is quantized, and no layout was chosen: add --layout")
+        with about(item.name):
+            parts = item.value.tensors if isinstance(item.value, Packed) else self.layout.pack(item.value)
+        return {f"{item.name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in parts.items()}
+
+    def _file_for(self, name: str, size: int) -> TensorFile:
+        if self._file is not None and self._full(self._file.contents, name, size):
+            self._close_file()
+        if self._file is None:
+            path = self.partial / f"model-{len(self.hashes()) + len(self._files) + 1:05}.safetensors"
+            self._file = TensorFile(path, self._contents_from(name), self._outlet)
+        return self._file
+
+    def _full(self, contents: Contents, name: str, size: int) -> bool:
+        return not contents.fits(name, size) or 0 < contents.size > self.max_shard_bytes - size
+
+    def _contents_from(self, first: str) -> Contents | None:
+        """Return what the file that begins with the tensor `first` will hold, if that was planned."""
+        if self._planned is None:
+            return None
+        contents, left = Contents(HEADER), self._planned
+        while left and left[0][0] != first:
+            left.popleft()
+        while left and not self._full(contents, left[0][0], prod(left[0][1][1]) * left[0][1][0].itemsize):
+            name, (dtype, shape) = left.popleft()
+            contents.add(name, dtype, shape)
+        return contents
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            self._files[self._file.path.name] = self._file.close()
+            self._file = None
+
+    def _start_unit(self) -> None:
+        self._pending: dict[str, None] = {}
+        self._files: dict[str, str] = {}
+        self._bytes = self._packed_bytes = 0

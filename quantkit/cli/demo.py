@@ -1,0 +1,143 @@
+"""The whole job in a minute, without network or GPU: quantize three ways, repack, verify, compare perplexities.
+
+The model comes with the package (`demo_model/README.md` says from what it was made). The text is Python's own
+documentation strings, which every installation carries: some modules' calibrate, others' are evaluated on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from quantkit import api
+from quantkit.checkpoint.inspection import describe
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.evaluation.verify import verify
+from quantkit.io import files
+from quantkit.pipeline import quantize as pipeline
+from quantkit.progress import Progress
+
+MODEL = Path(__file__).parents[1] / "demo_model"
+
+CALIBRATION = """
+    argparse bdb calendar cmd codecs collections collections.abc concurrent.futures configparser contextlib copy csv
+    datetime decimal difflib dis doctest email.message enum fileinput fractions ftplib functools gettext glob gzip
+    heapq html.parser http.client http.cookiejar imaplib inspect io ipaddress json logging mailbox numbers
+"""
+EVALUATION = """
+    pathlib pickle random re statistics tempfile textwrap traceback urllib.request zipfile
+"""
+#: Documentation strings of fewer characters say little.
+SHORTEST = 100
+SAMPLES = 128
+WINDOW = 512
+
+CALIBRATED_ON, EVALUATED_ON = "calibration.jsonl", "evaluation.txt"
+
+#: Folder -> options of `quantkit.quantize`; PACKED is made of the second.
+RECIPES: dict[str, dict[str, Any]] = {
+    "int4-rtn": {"format": "int4", "method": "rtn"},
+    "int4-gptq": {"format": "int4", "method": "gptq"},
+    "fp6-rtn": {"format": "fp6", "method": "rtn"},
+}
+SOURCE, PACKED = "int4-gptq", "int4-gptq-marlin"
+
+
+def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, Any]:
+    """Do the main job on the packaged model; return `rows` of the comparison, and the `protocol` of its perplexities.
+
+    With `out`, a new folder, the checkpoints stay there; else they are made in a temporary one. CheckpointError if
+    `out` cannot be made, if Python has no documentation strings, or if a checkpoint does not verify.
+    """
+    progress = progress or Progress(quiet=True)
+    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is first imported, which only commands do
+    if out is None:
+        with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder:
+            _write_texts(Path(folder))
+            return _run(Path(folder), progress)
+    with files.staging(out, resume=None) as partial:
+        _write_texts(partial)
+        files.publish(partial, out)
+    return _run(out, progress)
+
+
+def texts() -> tuple[list[str], str]:
+    """Return the calibration documents (one a class or function) and the evaluation text; they share no string."""
+    first = list(_documents(CALIBRATION))
+    seen = {string for strings in first for string in strings}
+    second = [string for strings in _documents(EVALUATION) for string in strings if string not in seen]
+    if not first or not second:
+        raise CheckpointError("this Python runs without documentation strings: run it without -OO")
+    return ["\n\n".join(strings) for strings in first], "\n\n".join(second)
+
+
+def _write_texts(folder: Path) -> None:
+    documents, text = texts()
+    files.write_atomic(folder / CALIBRATED_ON, "".join(json.dumps({"text": d}) + "\n" for d in documents).encode())
+    files.write_atomic(folder / EVALUATED_ON, text.encode())
+
+
+def _run(folder: Path, progress: Progress) -> dict[str, Any]:
+    calibration, evaluation = folder / CALIBRATED_ON, folder / EVALUATED_ON
+    for name, recipe in RECIPES.items():
+        progress.note(f"quantize  {name}")
+        options = {**recipe, "calib": str(calibration), "samples": SAMPLES, "max_length": WINDOW}
+        api.quantize(MODEL, folder / name, device="cpu", **options)
+    progress.note(f"pack      {SOURCE} -> {PACKED}")
+    pipeline.pack(folder / SOURCE, folder / PACKED, "marlin")
+    methods = {**{name: options["method"] for name, options in RECIPES.items()}, PACKED: "as above, repacked"}
+    for name in methods:
+        progress.note(f"verify    {name}")
+        proof = verify(folder / name, folder / SOURCE if name == PACKED else None)
+        if not proof.ok:
+            raise CheckpointError(f"{name}: does not verify: {proof.failures[0]}")
+    rows = [_row(MODEL, "as it is", evaluation, None, progress)]
+    for name in ("int4-rtn", SOURCE, PACKED, "fp6-rtn"):
+        rows.append(_row(folder / name, methods[name], evaluation, rows[0], progress))
+    protocol = (
+        f"perplexity on the documentation strings of {len(EVALUATION.split())} Python modules, windows and stride "
+        f"{WINDOW}; calibrated on {SAMPLES} classes and functions of {len(CALIBRATION.split())} other modules. The "
+        "model was trained on the standard library's sources: the figures flatter it, the changes are what is compared."
+    )
+    return {"rows": rows, "protocol": protocol}
+
+
+def _row(folder: Path, method: str, text: Path, before: dict[str, Any] | None, progress: Progress) -> dict[str, Any]:
+    progress.note(f"evaluate  {folder.name}")
+    found = describe(Checkpoint(folder))
+    ppl = api.eval_ppl(folder, data=str(text), window=WINDOW, device="cpu", progress=progress)
+    bits = found["bits_per_weight"]
+    return {
+        "format": next(iter(found["schemes"]), found["dtype"]),
+        "method": method,
+        "layout": found["layout"] or "-",
+        "bits_per_weight": 16.0 if bits is None else bits,
+        "bytes": found["bytes"]["total"],
+        "perplexity": ppl.perplexity,
+        "change": None if before is None else ppl.perplexity / before["perplexity"] - 1,
+    }
+
+
+def _documents(modules: str) -> Iterator[list[str]]:
+    """Yield the documentation strings of each module, class with its methods, and function, in their order there."""
+    for name in modules.split():
+        module = import_module(name)
+        yield from filter(None, [_strings([module])])
+        for value in vars(module).values():
+            if getattr(value, "__module__", None) == name:
+                members = [value, *vars(value).values()] if inspect.isclass(value) else [value]
+                yield from filter(None, [_strings(members)])
+
+
+def _strings(objects: list[Any]) -> list[str]:
+    documented = (o for o in objects if isinstance(o, ModuleType | property | type) or inspect.isroutine(o))
+    strings = [inspect.cleandoc(o.__doc__) for o in documented if isinstance(o.__doc__, str)]
+    return [string for string in strings if len(string) >= SHORTEST]

@@ -1,0 +1,1 @@
+"""Files: atomic writes, staging folders, journals, hashes, and safetensors headers and shards."""

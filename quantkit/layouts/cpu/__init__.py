@@ -1,0 +1,1 @@
+"""Packing loops for a CPU."""

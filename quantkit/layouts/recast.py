@@ -1,0 +1,182 @@
+"""The same values in another scheme or shape, for a layout that does not hold them as they are (LAYOUTS 11).
+
+`target` says from headers alone what a layout would be given, `restated` does it to the data, bit for bit in values, or
+says what in the data forbids it. Nothing is rounded here; `nearest` only names the scheme to round to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quantkit.core.formats import FORMATS, INT4, Format
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import LayoutError
+from quantkit.layouts.base import Layout
+
+#: A scheme and the shape `[n, k]` that is stored in it.
+Target = tuple[Scheme, tuple[int, int]]
+Sparsity = Literal["2:4"] | None
+
+#: Columns per scale that scales are repeated onto, the coarsest first.
+GROUP_SIZES = (128, 64, 32)
+#: No layout asks for a multiple of more rows, or of more columns times the group size.
+FAR = 4096
+
+
+def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
+    """Return the rule that a weight breaks in a layout, without its way out; None if it fits."""
+    try:
+        layout.check(scheme, n, k)
+    except LayoutError as error:
+        return str(error).split(": ")[0]
+    return None
+
+
+def target(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> Target | None:
+    """Return the scheme and the shape in which a layout holds an `[n, k]` weight of another scheme, the least changed.
+
+    None if there is none. Whether the data allow it is found by `restated`. With `pad` the shape may be a larger one
+    where none fits as it is (`padded_shape`).
+    """
+    return _first(layout, list(candidates(scheme)), n, k, pad)
+
+
+def nearest(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> Target | None:
+    """Return the scheme to round a decoded weight to where `target` or the data say no: lossy, and only if asked for.
+
+    The format stays if the layout holds it; 128 columns per scale come before fewer, and those before one per row.
+    """
+    own = scheme.format
+    formats = sorted(FORMATS.values(), key=lambda f: (f != own, f.is_float != own.is_float, -f.bits))
+    sparsities: list[Sparsity] = [scheme.sparsity, None, "2:4"]
+    found = [
+        Scheme(fmt, size, symmetric, sparsity)
+        for fmt, sparsity, symmetric in product(formats, sparsities, (scheme.symmetric, True))
+        if (symmetric or not fmt.is_float) and (sparsity is None or (symmetric and not fmt.is_float))
+        for size in (*([scheme.group_size] if fmt == own else []), *GROUP_SIZES, None)
+    ]
+    return _first(layout, found, n, k, pad)
+
+
+def fitting(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> tuple[int, int] | None:
+    """Return the shape in which a layout holds an `[n, k]` weight, with `pad` maybe a larger one; None if in none."""
+    if broken_rule(layout, scheme, n, k) is None:
+        return n, k
+    return padded_shape(layout, scheme, n, k) if pad else None
+
+
+def padded_shape(layout: Layout, scheme: Scheme, n: int, k: int) -> tuple[int, int] | None:
+    """Return the smallest shape of at least `[n, k]` that a layout holds a scheme in, None if no shape helps."""
+    group = scheme.group_size or 1
+    if broken_rule(layout, scheme, FAR, FAR * group) is not None:
+        return None
+    first = scheme.whole(k)
+    rows = (size for size in range(n, n + FAR) if broken_rule(layout, scheme, size, FAR * group) is None)
+    columns = range(first, first + FAR * group, group)
+    found = next(rows, 0), next((size for size in columns if broken_rule(layout, scheme, FAR, size) is None), 0)
+    return found if broken_rule(layout, scheme, *found) is None else None
+
+
+def restated(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> QuantizedTensor:
+    """Return a record of `scheme` and `shape` that decodes to the values of `q` bit for bit; past them it holds zeros.
+
+    A smaller shape cuts rows and columns off, which must be zeros. LayoutError, with a count and the first place, where
+    the data forbid it: codes that do not fit around a zero point of 8, quads of more than two values (LAYOUTS 11).
+    """
+    if scheme == q.scheme and shape == q.shape:
+        return q
+    if scheme not in candidates(q.scheme):
+        raise LayoutError(f"{q.scheme.label} cannot be stated as {scheme.label}: values would change")
+    if scheme.format != q.scheme.format:
+        table = scheme.format.encode(torch.tensor(q.scheme.format.values)).to(q.codes.device)
+        codes = table.index_select(0, q.codes.reshape(-1).int()).view(q.shape)
+        q = QuantizedTensor(replace(q.scheme, format=scheme.format), codes, q.scales)
+    if scheme.symmetric and q.zeros is not None:
+        q = _recentred(q, q.zeros)
+    if q.scheme.group_size is None:  # the scale of a row is that of its new columns too
+        q = _reshaped(q, *shape)
+    if scheme.group_size != q.scheme.group_size:
+        q = _regrouped(q, scheme.group_size)
+    q = _reshaped(q, *shape)
+    return q if scheme == q.scheme else QuantizedTensor(scheme, q.codes, q.scales, q.zeros)
+
+
+def check_padding(q: QuantizedTensor, n: int, k: int) -> None:
+    """Raise LayoutError unless everything past `[n, k]` decodes to zero."""
+    values = q.dequantize() != 0
+    values[:n, :k] = False
+    if bool(values.any()):
+        row, column = values.nonzero()[0].tolist()
+        raise LayoutError(
+            f"{int(values.sum())} weights past its true shape [{n}, {k}] are not zero, first row {row}, column "
+            f"{column}: the file is damaged, or its 'padded' entry is wrong"
+        )
+
+
+def candidates(scheme: Scheme) -> Iterator[Scheme]:
+    """Yield every scheme that may hold the values of another, the least changed first and itself before all."""
+    values = set(scheme.format.values)
+    wider = [f for f in FORMATS.values() if f.is_float and scheme.format.is_float and values < set(f.values)]
+    formats: list[Format] = [scheme.format, *wider]
+    size = scheme.group_size
+    sizes = [size, *(g for g in GROUP_SIZES if size is None or (size > g and size % g == 0))]
+    sparsities: list[Sparsity] = [scheme.sparsity] if scheme.sparsity or scheme.format.is_float else [None, "2:4"]
+    for sparsity, symmetric, fmt, g in product(sparsities, dict.fromkeys((scheme.symmetric, True)), formats, sizes):
+        if symmetric or sparsity is None:
+            yield Scheme(fmt, g, symmetric, sparsity)
+
+
+def _first(layout: Layout, schemes: list[Scheme], n: int, k: int, pad: bool) -> Target | None:
+    for padding in (False, True) if pad else (False,):
+        for scheme in schemes:
+            shape = fitting(layout, scheme, n, k, pad=padding)
+            if shape is not None:
+                return scheme, shape
+    return None
+
+
+def _recentred(q: QuantizedTensor, zeros: Tensor) -> QuantizedTensor:
+    """Return the symmetric record of the same values; LayoutError unless `0 <= code - zero point + 8 <= 15`."""
+    n, k = q.shape
+    g = zeros.shape[1]
+    codes = q.codes.view(n, g, -1).short().sub_(zeros.unsqueeze(-1)).add_(INT4.zero_code)
+    outside = (codes < 0) | (codes > 15)
+    bad = outside.any(-1)
+    if bool(bad.any()):
+        row, group = bad.nonzero()[0].tolist()
+        column = group * (k // g) + int(outside[row, group].nonzero()[0])
+        raise LayoutError(
+            f"{int(bad.sum())} of {bad.numel()} zero points cannot be re-centred to 8: first row {row}, group {group}, "
+            f"zero point {int(zeros[row, group])} and code {int(q.codes[row, column])} of column {column}"
+        )
+    return QuantizedTensor(replace(q.scheme, symmetric=True), codes.to(torch.uint8).view(n, k), q.scales)
+
+
+def _regrouped(q: QuantizedTensor, size: int | None) -> QuantizedTensor:
+    """Return the record with each scale and zero point repeated onto groups of `size` columns."""
+    times = q.shape[1] // q.scales.shape[1] // (size or q.shape[1])
+    zeros = None if q.zeros is None else q.zeros.repeat_interleave(times, 1)
+    return QuantizedTensor(replace(q.scheme, group_size=size), q.codes, q.scales.repeat_interleave(times, 1), zeros)
+
+
+def _reshaped(q: QuantizedTensor, n: int, k: int) -> QuantizedTensor:
+    """Return the record cut or filled up with zeros to `[n, k]`; new groups have scales of 1 and zero points of 8."""
+    if q.shape == (n, k):
+        return q
+    if q.shape[0] > n or q.shape[1] > k:
+        check_padding(q, min(n, q.shape[0]), min(k, q.shape[1]))
+    groups = q.scheme.groups(k)
+    zero, more = q.scheme.format.zero_code, (0, max(0, groups - q.scales.shape[1]), 0, max(0, n - q.shape[0]))
+    codes = pad(q.codes[:n, :k], (0, max(0, k - q.shape[1]), 0, max(0, n - q.shape[0])), value=zero)
+    scales = pad(q.scales[:n, :groups], more, value=1.0)
+    zeros = None if q.zeros is None else pad(q.zeros[:n, :groups], more, value=zero)
+    if zeros is not None and groups == 1:
+        codes[:, q.shape[1] :] = zeros
+    return QuantizedTensor(q.scheme, codes.contiguous(), scales.contiguous(), zeros)

@@ -1,0 +1,1 @@
+"""The jobs: plan, calibrate, quantize, prune, convert, publish."""

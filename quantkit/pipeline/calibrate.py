@@ -1,0 +1,319 @@
+"""The loop over blocks that quantizes with activations: GPTQ, and scale searches that weigh errors by the Hessian.
+
+One block is in memory. Its linears are taken in groups that share an input, in the order in which the block calls them:
+a group's Hessian is summed over all documents, its rows are solved together, and the dequantized weights go back into
+the block before the next group's Hessian is taken (ALGORITHMS 2 and 12). The finished block then turns the stored
+activations into the inputs of the next. Every finished block is a commit; its activations are saved before it, so that
+a stopped run continues after the last commit with the same bits (RELIABILITY 1.2, 1.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.hessian import Hessian
+from quantkit.checkpoint.items import Commit, Item, Packed
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, dtype_name
+from quantkit.errors import CheckpointError, RecipeError, about
+from quantkit.io import files
+from quantkit.io.safetensors_header import read_header
+from quantkit.layouts import LAYOUTS
+from quantkit.models.block_runner import Model
+from quantkit.models.calibration_data import check_tokens
+from quantkit.pipeline.layer_solver import alone, solve
+from quantkit.pipeline.recipe import Goal, Pruning, Recipe
+from quantkit.progress import Clock, Progress
+
+#: What a commit outside the blocks calls itself.
+REST = "rest"
+
+
+@dataclass(frozen=True)
+class Group:
+    """Linears that receive the same tensor, in the order of their first call; `once` if a document calls them once."""
+
+    linears: tuple[str, ...]
+    once: bool = True
+
+
+@dataclass
+class Run:
+    """What one calibrated run holds: the source, the model, the documents and their activations between blocks.
+
+    `hidden` `[T, h]`, in the model's compute dtype, has the hidden states of all documents behind one another.
+    """
+
+    src: Checkpoint
+    recipe: Recipe | Pruning
+    model: Model
+    sequences: Sequence[Tensor]
+    work: Path
+    act_budget: int | None
+    progress: Progress
+    clock: Clock
+    hidden: Tensor | None = None
+
+    def goal(self, linear: str) -> Goal:
+        """Return what a linear that is not left alone becomes."""
+        goal = self.model.scheme_of(linear, self.recipe)
+        assert goal is not None
+        return goal
+
+    def documents(self) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yield number, tokens `[t]` and the stored hidden state `[t, h]` (a view) of every document."""
+        assert self.hidden is not None
+        start = 0
+        for number, tokens in enumerate(self.sequences):
+            yield number, tokens, self.hidden[start : start + len(tokens)]
+            start += len(tokens)
+
+    def forward(self, block: int) -> None:
+        """Run the loaded block on every document and keep what it returns in the place of what went in."""
+        with self.clock.phase("forward"):
+            for _, tokens, hidden in self.documents():
+                out = self.model.run(block, tokens, hidden)
+                assert out is not None
+                hidden.copy_(out)
+
+
+def calibrated(
+    src: Checkpoint,
+    recipe: Recipe | Pruning,
+    model: Model,
+    sequences: Sequence[Tensor],
+    work: Path,
+    done: Sequence[Mapping[str, Any]],
+    *,
+    progress: Progress | None = None,
+    act_budget: int | None = None,
+) -> Iterator[Item | Commit]:
+    """Yield every tensor of a dense checkpoint once, its linears quantized or pruned on `sequences` (int64 `[t]`).
+
+    Blocks come first, each followed by a Commit, then all that lies outside them. `work` is the run's folder: it keeps
+    the activations after the last two blocks, and past `act_budget` bytes the current ones. `done` has the journal
+    lines of an interrupted run, which is continued. Facts of a quantized or pruned item: method, relative_error, loss,
+    rtn_loss (if quantized), norm (proxy losses, ALGORITHMS 1), tokens, seconds and what the solver reports; of a
+    commit: block, phases, activations. Raises RecipeError for sequences that the model cannot take and for a tied
+    linear that is not skipped, NumericError for activations, Hessians or weights that cannot be used, CheckpointError
+    for a model that cannot be run block by block.
+    """
+    run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), Clock(model.device))
+    _check(run)
+    facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
+    finished = [f for f in facts if f["block"] != REST]
+    last = len(model.blocks)
+    if len(finished) < last:
+        _start(run, finished, done)
+    for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
+        yield from _block(run, block)
+        kept = _save(run, block) if block + 1 < last else None
+        yield Commit({"block": block, "phases": run.clock.take(), "activations": kept, "extras": model.extras})
+    if len(facts) == len(finished):
+        yield from _rest(run)
+        yield Commit({"block": REST, "phases": run.clock.take()})
+
+
+def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
+    """Return the groups of a loaded block's `targets` that receive the same tensor object, in order of first call.
+
+    Documents are run until every target was called, so one unless experts are chosen by token. A target that no
+    document reaches becomes a group of its own, at the end.
+    """
+    groups: list[Group] = []
+    waiting = set(targets)
+    for _, tokens, hidden in run.documents():
+        inputs: dict[str, list[Tensor]] = {}  # held, so that no two of them can have one identity
+
+        def see(linear: str, x: Tensor, inputs: dict[str, list[Tensor]] = inputs) -> bool:
+            inputs.setdefault(linear, []).append(x)
+            return False
+
+        with run.model.watching(sorted(waiting), see):
+            run.model.run(block, tokens, hidden)
+        shared: dict[tuple[int, ...], list[str]] = {}
+        for linear, seen in inputs.items():
+            shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
+        groups += [Group(tuple(linears), once=len(calls) == 1) for calls, linears in shared.items()]
+        waiting.difference_update(inputs)
+        if not waiting:
+            break
+    return groups + [Group((linear,)) for linear in targets if linear in waiting]
+
+
+def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
+    """Return the Hessian of each group's input over all documents, from one pass through the loaded block.
+
+    The pass of a single group ends where its first linear would run.
+    """
+    model = run.model
+    hessians = {g.linears[0]: Hessian(model.linears[g.linears[0]][1], model.device) for g in groups}
+    stop = len(groups) == 1 and groups[0].once
+    document = 0
+
+    def see(linear: str, x: Tensor) -> bool:
+        with run.clock.phase("hessian"), about(f"{linear}, calibration document {document}"):
+            hessians[linear].add(x)
+        return stop
+
+    with run.clock.phase("forward"), model.watching(hessians, see):
+        for document, tokens, hidden in run.documents():  # noqa: B007 - read by `see`
+            model.run(block, tokens, hidden)
+    return list(hessians.values())
+
+
+def _check(run: Run) -> None:
+    longest = max((len(s) for s in run.sequences), default=0)
+    if not longest:
+        way = "--method magnitude" if isinstance(run.recipe, Pruning) else "--method rtn --clip none"
+        raise RecipeError(f"no calibration sequences: give calibration data, or use {way}")
+    if longest > run.model.max_length:
+        raise RecipeError(
+            f"a calibration sequence has {longest} tokens, the model takes {run.model.max_length}: use --max-length "
+            f"{run.model.max_length}"
+        )
+    embeddings = run.model.module.get_input_embeddings().get_parameter("weight")
+    check_tokens(max(int(s.max()) for s in run.sequences), len(embeddings))
+    for linear in sorted(run.model.tied):
+        if run.model.scheme_of(linear, run.recipe) is not None:
+            raise RecipeError(f"{linear} shares its weight with the embeddings, which stay dense: add --skip {linear}")
+
+
+def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]) -> None:
+    """Fill `run.hidden` with what enters the first block that is not finished."""
+    model = run.model
+    if finished:
+        kept = finished[-1]["activations"]
+        try:
+            shape, dtype = tuple(kept["shape"]), getattr(torch, kept["dtype"])
+            found = files.load_tensor(_snapshot(run, len(finished) - 1), shape, dtype, kept["sha256"])
+            run.hidden = _allocate(run, shape).copy_(found)
+            model.extras = finished[-1]["extras"]
+            with run.clock.phase("load"):
+                model.prepare(embeddings=False)
+            return
+        except CheckpointError as error:
+            run.progress.warn(f"{error}: the activations of {len(finished)} finished blocks are computed again")
+    with run.clock.phase("load"):
+        model.prepare(embeddings=True)
+    with run.clock.phase("forward"):
+        entered = [model.embed(tokens) for tokens in run.sequences[:1]]
+        run.hidden = _allocate(run, (sum(len(s) for s in run.sequences), entered[0].shape[-1]))
+        for _, tokens, hidden in run.documents():
+            hidden.copy_(model.embed(tokens))
+    model.drop_embeddings()
+    for block in range(len(finished)):
+        with run.clock.phase("load"):
+            model.load_block(block)
+            for linear, value in _committed(run, block, done):
+                _put_back(model, linear, value)
+        run.forward(block)
+        model.unload_block(block)
+
+
+def _block(run: Run, block: int) -> Iterator[Item]:
+    """Quantize one block and yield its tensors in the order of the source; `run.hidden` moves on to the next block."""
+    model = run.model
+    with run.clock.phase("load"):
+        model.load_block(block)
+    targets = _targets(run, block)
+    with run.clock.phase("forward"):
+        groups = find_groups(run, block, targets) if targets else []
+    solved: dict[str, Item] = {}
+    # One pass for each group, with the groups before it quantized; or one pass for all of them.
+    for passed in [[group] for group in groups] if run.recipe.true_sequential else [groups]:
+        for group, hessian in zip(passed, collect(run, block, passed), strict=True):
+            with run.clock.phase("solve"):
+                weights = {name: run.src.get(f"{name}.weight").to(model.device) for name in group.linears}
+                items = solve(weights, {name: run.goal(name) for name in weights}, hessian, run.recipe, run.progress)
+            for item in items:
+                assert not isinstance(item.value, Packed)  # that comes of files alone
+                _put_back(model, item.name.removesuffix(".weight"), item.value)
+                solved[item.name] = item
+                run.progress.detail(_detail(item))
+    if block + 1 < len(model.blocks):
+        run.forward(block)
+    model.unload_block(block)
+    for name in model.stored(block):
+        yield solved.pop(name) if name in solved else Item(name, run.src.get(name))
+
+
+def _detail(item: Item) -> str:
+    facts = item.facts or {}
+    found = [(key, facts.get(key)) for key in ("method", "relative_error", "loss", "rtn_loss", "damp", "tokens")]
+    return f"{item.name}: " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found)
+
+
+def _rest(run: Run) -> Iterator[Item]:
+    """Yield what lies outside the blocks; a linear there that is not skipped has no Hessian."""
+    for name in run.model.stored(None):
+        tensor = run.src.get(name)
+        linear = name.removesuffix(".weight")
+        goal = run.model.scheme_of(linear, run.recipe) if linear in run.model.linears else None
+        if linear == name or goal is None:
+            yield Item(name, tensor)
+            continue
+        with run.clock.phase("solve"):
+            item = alone(linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks")
+        yield item
+
+
+def _targets(run: Run, block: int) -> list[str]:
+    return [name for name in run.model.targets(block) if run.model.scheme_of(name, run.recipe) is not None]
+
+
+def _allocate(run: Run, shape: tuple[int, ...]) -> Tensor:
+    """Return an empty tensor for the activations, in RAM or past the budget in a file that is mapped."""
+    size = prod(shape) * run.model.dtype.itemsize
+    if run.act_budget is not None and size > run.act_budget:
+        return files.mapped_tensor(run.work / "activations-live.bin", shape, run.model.dtype)
+    return torch.empty(shape, dtype=run.model.dtype)
+
+
+def _snapshot(run: Run, block: int) -> Path:
+    # Two generations: while one is written the other belongs to the last committed block.
+    return run.work / f"activations-{block % 2}.bin"
+
+
+def _save(run: Run, block: int) -> dict[str, Any]:
+    assert run.hidden is not None
+    with run.clock.phase("save"):
+        digest = files.save_tensor(_snapshot(run, block), run.hidden)
+    return {"sha256": digest, "shape": list(run.hidden.shape), "dtype": dtype_name(run.hidden.dtype)}
+
+
+def _put_back(model: Model, linear: str, value: QuantizedTensor | Tensor) -> None:
+    """Put what a linear of a loaded block became in the place of its weight, without padding."""
+    n, k = model.linears[linear]
+    dense = value.dequantize(model.dtype) if isinstance(value, QuantizedTensor) else value
+    model.replace(linear, dense[:n, :k].contiguous())
+
+
+def _committed(
+    run: Run, block: int, done: Sequence[Mapping[str, Any]]
+) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
+    """Yield what became of a finished block's linears, read back from the files that the journal lists."""
+    layout = None if isinstance(run.recipe, Pruning) else LAYOUTS[run.recipe.layout]
+    paths = [run.work / name for line in done for name in line.get("files", {})]
+    where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
+    for linear in _targets(run, block):
+        parts: dict[str, Tensor] = {}
+        for suffix in layout.TENSORS if layout else ("weight",):
+            if f"{linear}.{suffix}" in where:
+                path, info = where[f"{linear}.{suffix}"]
+                with files.open_regular(path) as file:
+                    data = files.read_exactly(file, info.start, info.end - info.start, path)
+                parts[suffix] = data.view(info.dtype).reshape(info.shape)
+        goal = run.goal(linear)
+        with about(linear):
+            if layout is not None and isinstance(goal, Scheme):
+                yield linear, layout.unpack(parts, goal)
+            else:
+                yield linear, parts["weight"]

@@ -1,0 +1,158 @@
+"""How much memory a run will need at its peak: an estimate from shapes alone, with its parts.
+
+The peak of a calibrated run is in the largest block: its weights, the calibration activations, one Hessian with its
+factor, and the solver's copies of the rows that share that Hessian. Factors are the number of arrays of a kind that are
+alive together; they were set by measured runs and lean upwards, so that a run that fits on paper fits.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.pipeline.recipe import Pruning, Recipe
+
+MIB = 2**20
+#: Python, torch, transformers, datasets and numba imported, and the skeleton of the model (measured: 540 MB).
+PROGRAM = 600 * MIB
+#: What the CUDA runtime and its libraries add, on the host and on the device.
+CUDA_HOST, CUDA_DEVICE = 2500 * MIB, 800 * MIB
+#: Bytes for each weight of the largest linear while it is rounded, packed or unpacked: the source, its float32 copy,
+#: the scale search's scratch, the codes, the words (measured: 11.4).
+STREAMED = 12
+#: float32 matrices `[k, k]` alive while a factor is made: the sum, H, its damped copy, the factor, scratch.
+SQUARES = 5
+#: float32 matrices `[rows, k]` alive while rows are solved: weights, targets, errors, the result, RTN's, scratch.
+SOLVED = 7
+#: The head of a block in a module path: everything up to the first number.
+BLOCK = re.compile(r"(.*?\.\d+)\.")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`, empty without one)."""
+
+    ram: dict[str, int]
+    vram: dict[str, int] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"ram": sum(self.ram.values()), "ram_parts": self.ram, "estimate": True}
+        if self.vram:
+            found |= {"vram": sum(self.vram.values()), "vram_parts": self.vram}
+        return found
+
+    def notices(self) -> list[str]:
+        """Return a line for each kind of memory of which the run may need more than is free here."""
+        found = []
+        free = free_memory()
+        if free is not None and sum(self.ram.values()) > free:
+            found.append(f"peak memory is estimated at {_gb(sum(self.ram.values()))}, {_gb(free)} are free here")
+        if self.vram and torch.cuda.is_available():
+            free = torch.cuda.mem_get_info()[0]
+            if sum(self.vram.values()) > free:
+                found.append(
+                    f"peak GPU memory is estimated at {_gb(sum(self.vram.values()))}, {_gb(free)} are free here"
+                )
+        return found
+
+
+def streamed_memory(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> Memory:
+    """Return the peak of rounding to nearest or repacking, where one tensor is in memory at a time."""
+    copied = max((prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names()), default=0)
+    largest = max((n * k for n, k in linears.values()), default=0)
+    return Memory({"program": PROGRAM, "largest weight": max(STREAMED * largest, 2 * copied)})
+
+
+def calibrated_memory(
+    src: Checkpoint,
+    linears: Mapping[str, tuple[int, int]],
+    recipe: Recipe | Pruning,
+    device: str | None = None,
+    act_budget: int | None = None,
+) -> Memory:
+    """Return the peak of a run with activations, for the device that `auto` (None) would choose or the one given.
+
+    The tokens are an upper bound: documents keep their own length, which is known only once they are drawn.
+    """
+    cuda = torch.cuda.is_available() if device in (None, "auto") else str(device).startswith("cuda")
+    width = src.dtype_of_model.itemsize if cuda else 4  # a CPU computes in float32
+    inside = {module: (n, k) for module, (n, k) in linears.items() if BLOCK.match(module)}
+    tokens = min(
+        recipe.calibration.max_length, _stated(src, "max_position_embeddings") or recipe.calibration.max_length
+    )
+    hidden = _stated(src, "hidden_size") or max((min(n, k) for n, k in inside.values()), default=0)
+    activations = recipe.calibration.samples * tokens * hidden * width
+    solve = {
+        "block": width * max(_blocks(src).values(), default=0),
+        "Hessian and factor": 4 * SQUARES * max((k * k for _, k in inside.values()), default=0),
+        "rows being solved": 4 * SOLVED * max(_sharing(inside).values(), default=0),
+        # While a document runs, a block holds the outputs of its linears, about twice over.
+        "one document": 2 * width * tokens * max(_outputs(inside).values(), default=0),
+    }
+    # The embeddings are in memory only while documents enter the first block, before anything is solved.
+    outside = width * max((prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)), default=0)
+    solve["embeddings, before the blocks"] = max(0, outside - sum(solve.values()))
+    kept = min(activations, act_budget) if act_budget is not None else activations
+    if not cuda:
+        return Memory({"program": PROGRAM, "activations": kept, **solve})
+    host = {"program": PROGRAM + CUDA_HOST, "activations": kept, "loading": 2 * solve["block"]}
+    return Memory(host, {"CUDA": CUDA_DEVICE, **solve})
+
+
+def free_memory() -> int | None:
+    """Return the bytes of RAM that can be used without swapping, None where the system does not say."""
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        names = getattr(os, "sysconf_names", {})
+        if "SC_AVPHYS_PAGES" not in names:
+            return None
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _stated(src: Checkpoint, key: str) -> int | None:
+    """Return a size that config.json states for the text model, None if it does not state a number."""
+    text = src.config.get("text_config")
+    value = (text if isinstance(text, dict) else src.config).get(key)
+    return value if type(value) is int and value > 0 else None
+
+
+def _blocks(src: Checkpoint) -> dict[str, int]:
+    """Return block path -> the number of its parameters."""
+    found: dict[str, int] = {}
+    for name in src.names():
+        if block := BLOCK.match(name):
+            found[block[1]] = found.get(block[1], 0) + prod(src.shape(name))
+    return found
+
+
+def _sharing(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[str, int], int]:
+    """Return the weights that may share one Hessian: those of one parent with equal k (an upper bound)."""
+    found: dict[tuple[str, int], int] = {}
+    for module, (n, k) in linears.items():
+        key = (module.rpartition(".")[0], k)
+        found[key] = found.get(key, 0) + n * k
+    return found
+
+
+def _outputs(linears: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return block path -> the output features of all its linears."""
+    found: dict[str, int] = {}
+    for module, (n, _) in linears.items():
+        block = BLOCK.match(module)
+        if block is not None:
+            found[block[1]] = found.get(block[1], 0) + n
+    return found
+
+
+def _gb(count: int) -> str:
+    return f"{count / 1e9:.1f} GB"

@@ -1,0 +1,358 @@
+"""What a run will write, need and refuse, from config.json and safetensors headers alone.
+
+Every misfit is found here, all at once and before any work. Byte counts are exact because they come from the layout's
+own `stored`; memory is an estimate, said as such, with its parts listed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import FLOATS, Scheme, dtype_name
+from quantkit.core.sparsity import quads
+from quantkit.errors import LayoutError
+from quantkit.kernels import MATMULS, none_for
+from quantkit.layouts import LAYOUTS, family
+from quantkit.layouts.base import Layout
+from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
+from quantkit.pipeline.memory_estimate import Memory, calibrated_memory, streamed_memory
+from quantkit.pipeline.misfits import Misfit, ways_out
+from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
+from quantkit.reporting.report import READERS, size
+
+#: Linears that engines multiply as one: these must share a scheme.
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+#: What is to be known of 2:4 without training (ALGORITHMS 9).
+ONE_SHOT = (
+    "2:4 without training costs quality: published 7B and 8B models about double their perplexity, and recover by "
+    "fine-tuning with the mask held; late layers are the sensitive ones: --skip them first"
+)
+#: What the layout of a pruned model that is not quantized is called.
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One linear of the plan: shape `[n, k]`, its scheme's label (None: stays dense), its bytes in the output.
+
+    `padded` is the shape that it is stored in where that is a larger one, filled up with zeros.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    scheme: str | None
+    bytes: int
+    padded: tuple[int, int] | None = None
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        return self.padded or self.shape
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `quantize` or `pack` would write; `bytes` are exactly those of the output's tensors.
+
+    A weight that does not fit is counted as if left dense. `ways_out` has one line for each rule that is broken,
+    `problems` are reasons to refuse that are no weight's. `remarks` are worth knowing of this model in any layout,
+    `layout_remarks` of what reads this layout.
+    """
+
+    layout: str
+    scheme: str
+    rows: tuple[Row, ...]
+    bytes: int
+    source_bytes: int
+    memory: Memory
+    misfits: tuple[Misfit, ...] = ()
+    ways_out: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    layout_remarks: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    disk_free: int | None = None
+
+    @property
+    def notices(self) -> list[str]:
+        """All remarks, and what the free memory of this machine makes doubtful."""
+        return [*self.layout_remarks, *self.remarks, *self.memory.notices()]
+
+    @property
+    def quantized(self) -> list[Row]:
+        return [row for row in self.rows if row.scheme is not None]
+
+    @property
+    def packed_bytes(self) -> int:
+        return sum(row.bytes for row in self.quantized)
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Stored bits for each quantized weight, scales and zero points included; None when there is none."""
+        weights = sum(prod(row.shape) for row in self.quantized)
+        return 8 * self.packed_bytes / weights if weights else None
+
+    def require(self) -> None:
+        """Raise one LayoutError with a line for each broken rule and problem; nothing if the plan can be done."""
+        lines = [*self.ways_out, *self.problems]
+        if lines:
+            raise LayoutError("\n".join(lines))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, the `--json` of `plan`."""
+        return {
+            "layout": self.layout,
+            "scheme": self.scheme,
+            "bytes": self.bytes,
+            "packed_bytes": self.packed_bytes,
+            "dense_bytes": self.bytes - self.packed_bytes,
+            "source_bytes": self.source_bytes,
+            "bits_per_weight": self.bits_per_weight,
+            "peak_memory": self.memory.to_dict(),
+            "disk_free": self.disk_free,
+            "readers": READERS[self.layout],
+            "kernel": self.layout if self.layout in MATMULS else None,
+            "misfits": [asdict(misfit) for misfit in self.misfits],
+            "ways_out": list(self.ways_out),
+            "problems": list(self.problems),
+            "notices": self.notices,
+            "linears": [asdict(row) for row in self.rows],
+        }
+
+
+def plan_quantize(
+    src: Checkpoint,
+    linears: Mapping[str, tuple[int, int]],
+    recipe: Recipe | Pruning,
+    *,
+    schemes: Mapping[str, Goal | None] | None = None,
+    tied: Collection[str] = (),
+    out: Path | None = None,
+    device: str | None = None,
+    act_budget: int | None = None,
+) -> Plan:
+    """Return the plan of quantizing or pruning the `linears` (name -> `(n, k)`) of a dense checkpoint.
+
+    `schemes` has the scheme of each where the recipe's own reading of its name is not meant; `tied` are those that
+    share their weight with the embeddings; `out` is where free disk space is looked up; `device` is where the run
+    would compute (None: a GPU if there is one). A recipe that pads gives a shape that does not fit a larger one.
+    """
+    layout = None if isinstance(recipe, Pruning) else LAYOUTS[recipe.layout]
+    schemes = {module: recipe.scheme_of(module) for module in linears} if schemes is None else schemes
+    stored = set(src.names())
+    rows, misfits = [], []
+    for module, (n, k) in linears.items():
+        scheme = schemes[module]
+        here = f"{module}.weight" in stored
+        rule, shape = None, (n, k)
+        if scheme is not None:
+            shape = stored_shape(recipe, scheme, n, k)
+            tied_here = module in tied or not here
+            rule = _source_rule(src, module, (n, k), tied_here) or _misfit_rule(layout, scheme, *shape)
+        if scheme is not None and rule is not None:
+            misfits.append(Misfit(module, (n, k), label(scheme), rule))
+        kept = scheme if rule is None else None
+        size_ = src.nbytes(f"{module}.weight") if here else 0
+        if layout is not None and isinstance(kept, Scheme):
+            size_ = stored_bytes(layout, kept, *shape)
+        padded = shape if kept and shape != (n, k) else None
+        rows.append(Row(module, (n, k), label(kept) if kept else None, size_, padded))
+    sizes = {row.module: row.stored for row in rows}
+    if recipe.calibrated:
+        memory = calibrated_memory(src, sizes, recipe, device, act_budget)
+    else:
+        memory = streamed_memory(src, sizes)
+    plan = _assembled(src, layout, recipe.scheme, rows, misfits, memory, out)
+    ways = ways_out(misfits, schemes, layout, recipe, None)
+    told = [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in schemes.values()) else []
+    told += _fused(schemes) if layout is not None else []
+    return replace(plan, ways_out=ways, remarks=(*plan.remarks, *told))
+
+
+def plan_pack(
+    src: Checkpoint, layout: Layout, *, out: Path | None = None, pad: bool = False, requantize: bool = False
+) -> Plan:
+    """Return the plan of rewriting a quantized checkpoint in another layout; values are looked at only by the run.
+
+    A weight whose scheme the layout does not hold gets one that holds the same values, with `requantize` the nearest
+    one where there is none; with `pad` a shape that does not fit gets a larger one (LAYOUTS 11).
+    """
+    rows, misfits = [], []
+    changes: Counter[str] = Counter()
+    sizes = {module: src.size(module) for module in src.modules()}
+    schemes: dict[str, Scheme | None] = {module: src.scheme(module) for module in sizes}
+    for module in sizes:
+        scheme, (n, k) = src.scheme(module), src.true_size(module)
+        found = _destination(src, module, layout, pad, requantize)
+        if found is None:
+            rule = broken_rule(layout, scheme, n, k) or f"{layout.NAME} does not hold it"
+            misfits.append(Misfit(module, (n, k), scheme.label, rule))
+            rows.append(Row(module, (n, k), None, n * k * src.dtype_of_model.itemsize))
+            continue
+        now, shape = found
+        if now != scheme:
+            changes[_change(scheme, now)] += 1
+        padded = None if shape == (n, k) else shape
+        rows.append(Row(module, (n, k), now.label, stored_bytes(layout, now, *shape), padded))
+    assert src.schemes is not None
+    labels = Counter(row.scheme for row in rows if row.scheme is not None)
+    default = Scheme.parse(labels.most_common(1)[0][0]) if labels else src.schemes.default
+    plan = _assembled(src, layout, default, rows, misfits, streamed_memory(src, sizes), out)
+    told = tuple(f"{count} of {len(rows)} linears: {change}" for change, count in changes.items())
+    ways = ways_out(misfits, schemes, layout, None, src.layout)
+    return replace(plan, ways_out=ways, remarks=(*plan.remarks, *told))
+
+
+def _destination(src: Checkpoint, module: str, layout: Layout, pad: bool, requantize: bool) -> Target | None:
+    """Return the scheme and the shape that a packed weight is to be stored in, the least changed; None: it cannot be.
+
+    Padding is left away where the last group of columns is a whole one, and kept where the layout needs it.
+    """
+    scheme, true, stored = src.scheme(module), src.true_size(module), src.size(module)
+    shapes = [true, stored] if scheme.whole(true[1]) == true[1] else [stored]
+    asked = [(target, shape, False) for shape in dict.fromkeys(shapes)]
+    asked += [(target, true, True)] if pad else []
+    asked += [(nearest, true, False)] if requantize else []
+    asked += [(nearest, true, True)] if requantize and pad else []
+    found = (find(layout, scheme, *shape, pad=padding) for find, shape, padding in asked)
+    return next((place for place in found if place is not None), None)
+
+
+def _change(scheme: Scheme, now: Scheme) -> str:
+    """Return what is done to a weight whose scheme changes, and what its data must be like for that."""
+    if now not in candidates(scheme):
+        return f"{scheme.label} is rounded again to {now.label}, which is lossy"
+    needs = [] if scheme.symmetric == now.symmetric else ["codes fit around zero points of 8"]
+    needs += [] if scheme.sparsity == now.sparsity else ["the weight is 2:4"]
+    return f"{scheme.label} restated as {now.label}, the same values" + (f", if {' and '.join(needs)}" if needs else "")
+
+
+def stored_bytes(layout: Layout, scheme: Scheme, n: int, k: int) -> int:
+    """Return the bytes of all tensors that a layout stores for an `[n, k]` weight."""
+    return sum(dtype.itemsize * prod(shape) for dtype, shape in layout.stored(scheme, n, k).values())
+
+
+def _misfit_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | None:
+    """Return the rule that a weight breaks in a layout or, where it stays dense, as a 2:4 weight."""
+    if layout is not None and isinstance(goal, Scheme):
+        return broken_rule(layout, goal, n, k)
+    try:
+        quads(k)
+    except LayoutError as error:
+        return str(error).split(": ")[0]
+    return None
+
+
+def _assembled(
+    src: Checkpoint,
+    layout: Layout | None,
+    scheme: Goal,
+    rows: list[Row],
+    misfits: list[Misfit],
+    memory: Memory,
+    out: Path | None,
+) -> Plan:
+    """Add everything else that the output holds, and what is worth knowing before it is made."""
+    ours = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
+    others = sum(src.nbytes(name) for name in src.names() if name not in ours)
+    total = others + sum(row.bytes for row in rows)
+    free = _free_disk(out)
+    problems = []
+    if free is not None and free < total:
+        problems.append(f"{out}: the output takes {size(total)} and {size(free)} are free: free some or use another -o")
+    return Plan(
+        layout=layout.NAME if layout else DENSE,
+        scheme=label(scheme),
+        rows=tuple(rows),
+        bytes=total,
+        source_bytes=sum(src.nbytes(name) for name in src.names()),
+        memory=memory,
+        misfits=tuple(misfits),
+        remarks=tuple(src.notices),
+        layout_remarks=tuple(_layout_remarks(src, layout, rows)) if layout else (),
+        problems=tuple(problems),
+        disk_free=free,
+    )
+
+
+def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], tied: bool) -> str | None:
+    """Return what makes a weight no source to quantize, before any layout is asked."""
+    name = f"{module}.weight"
+    if tied or (src.config.get("tie_word_embeddings") is True and shape[0] == src.config.get("vocab_size")):
+        return "a linear tied to the embeddings has no weight of its own, and those stay dense"
+    if src.dtype(name) not in FLOATS:
+        return (
+            f"weights stored as {dtype_name(src.dtype(name))} are not quantized, only "
+            f"{', '.join(map(dtype_name, FLOATS))} are"
+        )
+    if src.shape(name) != shape:
+        return f"config.json says {list(shape)}, the checkpoint has {list(src.shape(name))}"
+    return None
+
+
+def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row]) -> list[str]:
+    """Return what readers of the layout will want to know of this output (LAYOUTS 3.1, 3.5, 9 and 10)."""
+    quantized = [row for row in rows if row.scheme is not None]
+    asymmetric = any(row.scheme is not None and row.scheme.endswith(":asym") for row in quantized)
+    found = []
+    left = [row.module for row in rows if row.scheme is None] + list(src.schemes.ignore if src.schemes else ())
+    dense = any(module != "lm_head" for module in left)
+    mixed = len({row.scheme for row in quantized}) > 1
+    if (layout.NAME == "marlin" and (dense or mixed)) or (layout.NAME == "humming" and mixed):
+        what = "linears with a scheme of their own" if mixed else "dense linears besides lm_head"
+        found.append(f"the public {layout.NAME} config has no place for {what}: only quantkit reads this folder right")
+    if layout.NAME == "marlin":
+        odd = [row for row in quantized if row.stored[0] % 256]
+        if odd:
+            found.append(
+                f"{len(odd)} weights have n % 256 != 0 (first {odd[0].module} {list(odd[0].stored)}): the published"
+                " MARLIN kernel does not take them, readers that ask n % 64 do"
+            )
+        if src.dtype_of_model != torch.float16:
+            found.append("published MARLIN readers run float16 only: load this model with dtype float16")
+    if family(layout.NAME) == "gptq":
+        if src.dtype_of_model != torch.float16:
+            found.append("GPTQ kernels other than MARLIN's run float16 only: load this model with dtype float16 there")
+        if asymmetric and layout.NAME == "gptq":
+            found.append("gptq (v1) cannot store a zero point of 0: use gptq-v2 if the run stops at one")
+    if layout.NAME == "compressed-tensors" and asymmetric:
+        found.append("transformers loads asymmetric weights only with CompressedTensorsConfig(dequantize=True)")
+    padded = [row for row in quantized if row.padded]
+    if padded:
+        found.append(
+            f"{len(padded)} weights are padded with zeros (first {padded[0].module} {list(padded[0].shape)} to "
+            f"{list(padded[0].stored)}): only quantkit reads their true shapes, and this folder right"
+        )
+    if layout.NAME not in MATMULS:
+        found.append(f"{none_for(layout.NAME)}: it is loaded by {READERS[layout.NAME]}")
+    return found
+
+
+def _fused(schemes: Mapping[str, Goal | None]) -> list[str]:
+    """Return a notice for linears that engines fuse and that would have different schemes."""
+    found = []
+    for parts in FUSED:
+        for module in schemes:
+            parent, _, leaf = module.rpartition(".")
+            together = {schemes[f"{parent}.{part}"] for part in parts if f"{parent}.{part}" in schemes}
+            if leaf == parts[0] and len(together) > 1:
+                labels = " and ".join(sorted(label(goal) if goal else "dense" for goal in together))
+                found.append(f"{parent}: {', '.join(parts)} mix {labels}; engines that fuse them will not load this")
+    if len(found) > 1:
+        return [f"{found[0]} (and {len(found) - 1} more such groups)"]
+    return found
+
+
+def _free_disk(out: Path | None) -> int | None:
+    if out is None:
+        return None
+    existing = next((folder for folder in out.absolute().parents if folder.is_dir()), None)
+    return shutil.disk_usage(existing).free if existing else None

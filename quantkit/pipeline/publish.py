@@ -1,0 +1,138 @@
+"""From items to a published folder: pack, store, commit, report, and one rename at the end.
+
+An output folder appears complete or not at all; a run that fails leaves what can be resumed, with its report so far.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+import quantkit
+from quantkit.algorithms import rtn
+from quantkit.checkpoint.items import Commit, Item, Packed
+from quantkit.checkpoint.provenance import source_hashes
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.errors import CheckpointError, about
+from quantkit.io import files
+from quantkit.io.safetensors_header import RECIPE, dump_json
+from quantkit.layouts import quantkit_key
+from quantkit.layouts.schemes import Schemes
+from quantkit.pipeline.recipe import Pruning, Recipe
+from quantkit.reporting.report import REPORT, model_card, peak_memory
+from quantkit.reporting.report import load as load_report
+
+
+def write(
+    items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """Pack and store every item, committing where the loop says so; return the facts of every layer that changed.
+
+    A run that fails leaves `report` and the layers so far beside what can be resumed (RELIABILITY 1.8). NumericError
+    also for a tensor that is only copied and not finite.
+    """
+    layers: list[dict[str, Any]] = []
+    try:
+        for item in items:
+            if isinstance(item, Commit):
+                writer.commit({**item.facts, "layers": layers})
+                layers = []
+                continue
+            if isinstance(item.value, Tensor):
+                with about(item.name):
+                    rtn.check_finite(item.value)
+            writer.add(item)
+            if item.facts or not isinstance(item.value, Tensor):
+                layers.append(_layer(item, writer))
+            del item  # before the next one is made
+        writer.commit({"layers": layers})
+    except Exception as error:
+        if writer.done:
+            failed = {**report, "failed": str(error) or type(error).__name__, "layers": _layers(writer)}
+            with suppress(CheckpointError):  # the reason that brought us here matters more
+                files.write_atomic(writer.partial / REPORT, dump_json(failed))
+        raise
+    missing = set(src.logical()) - writer.items_done()
+    if missing:
+        raise CheckpointError(f"{min(missing)}: was not written ({len(missing)} tensors): a bug, please report it")
+    return _layers(writer)
+
+
+def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
+    return [layer for line in writer.done for layer in line.get("facts", {}).get("layers", [])]
+
+
+def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:
+    q = item.value
+    known: dict[str, Any] = {"name": item.name.removesuffix(".weight"), "shape": list(q.shape)}
+    if isinstance(q, Tensor):
+        known |= {"scheme": "2:4", "layout": None}
+    else:
+        known |= {"scheme": q.scheme.label, "layout": writer.layout.NAME if writer.layout else None}
+        known["digest"] = q.digest if isinstance(q, Packed) else q.digest()
+    return {**known, **{key: value for key, value in (item.facts or {}).items() if key not in known}}
+
+
+def finish(
+    writer: CheckpointWriter,
+    src: Checkpoint,
+    partial: Path,
+    out: Path,
+    schemes: Schemes | None,
+    report: dict[str, Any],
+    started: float,
+    overwrite: bool,
+    recipe: Recipe | None = None,
+) -> dict[str, Any]:
+    """Write what describes the tensors (config, report, recipe, model card), then publish the folder.
+
+    A dense model has no `schemes`, and the config of its source. True shapes of padded weights are those of the layers.
+    """
+    layout = writer.layout
+    config = {key: value for key, value in src.config.items() if key != "quantization_config"}
+    if layout is not None and schemes is not None:
+        true = ((layer["name"], layer.get("true_shape")) for layer in report["layers"])
+        schemes = replace(schemes, padded=tuple((name, tuple(shape)) for name, shape in true if shape))
+        config["quantization_config"] = {
+            **layout.write_config(schemes),
+            "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
+        }
+    weights = sum(n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"]))
+    report["totals"] = {
+        "quantized_weights": weights if layout else 0,
+        "bytes": writer.bytes_written,
+        "source_bytes": sum(path.stat().st_size for path in src.files()),
+        "bits_per_weight": 8 * writer.packed_bytes / weights if weights and layout else None,
+        "peak_memory": peak_memory(),
+        "seconds": time.perf_counter() - started,
+    }
+
+    def sealed(written: dict[str, str]) -> dict[str, bytes]:
+        # The model card is for people to edit, so it is not part of what verify holds the folder to.
+        report["files"] = {name: digest for name, digest in written.items() if name != "README.md"}
+        return {REPORT: dump_json(report)}
+
+    extra = {"README.md": model_card(report).encode()}
+    if recipe is not None:
+        extra[RECIPE] = recipe.to_yaml().encode()
+    writer.finish(config, extra, sealed)
+    files.publish(partial, out, overwrite=overwrite)
+    return report
+
+
+def publish_complete(
+    partial: Path, out: Path, recipe: Recipe | Pruning, src: Checkpoint, overwrite: bool
+) -> dict[str, Any]:
+    """Publish what a run that was stopped in its last instant left, if it is what is asked for now."""
+    report = load_report(partial)
+    if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != source_hashes(src):
+        raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
+    files.publish(partial, out, overwrite=overwrite)
+    return report

@@ -1,0 +1,340 @@
+"""The whole job: plan, one of two loops, one writer.
+
+There are only two kinds of work. `streamed` needs no activations and walks the shards, one tensor in memory;
+`calibrated` (in `calibrate`) walks the blocks. Both are generators of items, `_write` consumes them: it packs, commits
+to the journal, and collects what the report says. An output folder appears complete, by one rename, or not at all.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from quantkit.algorithms import rtn
+from quantkit.checkpoint.items import Commit, Item
+from quantkit.checkpoint.provenance import digests, require_unchanged, source_hashes, stated
+from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from quantkit.core.quantized_tensor import Scheme, dtype_name
+from quantkit.errors import CheckpointError, RecipeError, about
+from quantkit.io import direct, files, room
+from quantkit.layouts import LAYOUTS, family
+from quantkit.layouts.schemes import Schemes
+from quantkit.models.block_runner import Model, tokenizer
+from quantkit.models.calibration_data import calibration
+from quantkit.pipeline.calibrate import calibrated
+from quantkit.pipeline.convert import outcome, repacked, rounded_again, schemes_of
+from quantkit.pipeline.layer_solver import alone
+from quantkit.pipeline.plan import Plan, plan_pack, plan_quantize
+from quantkit.pipeline.publish import finish, publish_complete, write
+from quantkit.pipeline.recipe import Goal, Pruning, Recipe, label
+from quantkit.progress import Progress
+from quantkit.reporting.report import heading, phases
+from quantkit.reporting.report import load as load_report
+
+#: Streamed work is committed to the journal in steps of about this many source bytes.
+COMMIT_BYTES = 2 * 2**30
+
+
+class _Job(NamedTuple):
+    """A source, its skeleton, what each of its linears becomes (None: left as it is), and what will come of it."""
+
+    src: Checkpoint
+    model: Model
+    chosen: dict[str, Goal | None]
+    plan: Plan
+
+
+def plan(
+    model: str | Path,
+    recipe: Recipe,
+    *,
+    out: str | Path | None = None,
+    revision: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    act_budget: int | None = None,
+) -> Plan:
+    """Return what `quantize` would write, from config and headers alone; misfits are listed in it, not raised."""
+    src = _dense_source(model, revision, trust_remote_code)
+    return _survey(src, recipe, out, device, trust_remote_code, act_budget).plan
+
+
+def _survey(
+    src: Checkpoint,
+    recipe: Recipe | Pruning,
+    out: str | Path | None,
+    device: str,
+    trust_remote_code: bool,
+    act_budget: int | None,
+) -> _Job:
+    skeleton = Model(src, device=device, trust_remote_code=trust_remote_code)
+    chosen = {module: skeleton.scheme_of(module, recipe) for module in skeleton.linears}
+    planned = plan_quantize(
+        src,
+        skeleton.linears,
+        recipe,
+        schemes=chosen,
+        tied=skeleton.tied,
+        out=None if out is None else Path(out),
+        device=skeleton.device.type,
+        act_budget=act_budget,
+    )
+    planned = replace(planned, remarks=(*planned.remarks, *skeleton.notices, *_without_effect(recipe, skeleton)))
+    return _Job(src, skeleton, chosen, planned)
+
+
+def prune(model: str | Path, out: str | Path, recipe: Pruning, **running: Any) -> dict[str, Any]:
+    """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
+
+    Dtypes and config stay; `running` and everything else is as for `quantize` (ALGORITHMS 9).
+    """
+    return quantize(model, out, recipe, **running)
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe | Pruning,
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    resume: bool = False,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    act_budget: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Quantize, or with a Pruning prune, a causal LM (folder or hub id) into a new folder `out`; return its report.
+
+    `act_budget` is the bytes of calibration activations held in RAM before they go to disk. Raises QuantkitError for
+    anything that cannot be done; an interrupted run leaves `out.partial-*`, which `resume` continues.
+    """
+    progress = progress or Progress(quiet=True)
+    started = time.perf_counter()
+    out, quantizing = Path(out), None if isinstance(recipe, Pruning) else recipe
+    command = "quantize" if quantizing else "prune"
+    src = _dense_source(model, revision, trust_remote_code)
+    job = _survey(src, recipe, out, device, trust_remote_code, act_budget)
+    job.plan.require()
+    for notice in job.plan.notices:
+        progress.note(notice)
+    if not any(job.chosen.values()):
+        raise RecipeError(f"every linear is skipped: nothing to {command}, loosen --skip")
+    with files.staging(out, resume=resume, overwrite=overwrite, source=src.path) as partial:
+        if files.is_complete(partial):
+            return publish_complete(partial, out, recipe, src, overwrite)
+        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
+        sequences, facts = _sequences(job, recipe)
+        report = {
+            **heading(command, _name_of(model), _revision(src, revision), source_hashes(src)),
+            **_known(job, recipe),
+            "calibration": facts,
+        }
+        writer.identify(_identity(report))
+        if resume and not writer.done:
+            progress.note("there is nothing to resume: the run begins at its start")
+        if recipe.calibrated and not writer.done:  # found in the last block, it would have cost the whole run
+            for name in progress.bar(src.names(), "check", len(src.names())):
+                with about(name):
+                    rtn.check_finite(src.get(name))
+        if recipe.calibrated:
+            items = calibrated(
+                src, recipe, job.model, sequences, partial, writer.done, progress=progress, act_budget=act_budget
+            )
+        else:
+            items = streamed(src, recipe, job.chosen, writer.items_done(), progress)
+        report["layers"] = write(items, writer, src, report)
+        report["phases"] = phases(writer.done)
+        schemes = _schemes(job, quantizing) if quantizing else None
+        return finish(writer, src, partial, out, schemes, report, started, overwrite, quantizing)
+
+
+def pack(
+    checkpoint: str | Path,
+    out: str | Path,
+    layout: str,
+    *,
+    expect: str | None = None,
+    pad: bool = False,
+    requantize: bool = False,
+    max_shard_size: int = SHARD_BYTES,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`; return its report.
+
+    `expect` is the layout that the source must be in (`convert A-to-B`). Where the layout does not hold a weight's
+    scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
+    shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
+    weight file. Only config.json and the weight files are read; at a time one weight, or some small ones, is read, one
+    written, and one packed by each of one to three threads. LayoutError lists every weight that the layout cannot hold,
+    or names the one whose data it cannot; CheckpointError if a weight's codes are not those that its report recorded.
+    """
+    progress = progress or Progress(quiet=True)
+    started = time.perf_counter()
+    src = _packed_source(checkpoint, layout, expect)
+    planned = plan_pack(src, LAYOUTS[layout], out=Path(out), pad=pad, requantize=requantize)
+    planned.require()
+    for notice in planned.notices:
+        progress.note(notice)
+    before, known_files = load_report(src.path), stated(src)
+    recorded = {layer["name"]: layer for layer in before.get("layers", [])}
+    schemes, known = schemes_of(src, planned), list(src.notices)
+    with (
+        files.staging(Path(out), resume=None, overwrite=overwrite, source=src.path) as partial,
+        direct.outlet() as outlet,
+        room.kept(),
+    ):
+        writer = CheckpointWriter(
+            partial,
+            like=src,
+            layout=LAYOUTS[layout],
+            max_shard_bytes=max_shard_size,
+            planned=outcome(src, planned),
+            outlet=outlet,
+        )
+        sources: dict[str, str] = {}
+        report = _restated_facts(checkpoint, before, planned, schemes, known, sources)
+        names = src.logical()
+        bar = progress.bar(names, "pack", len(names))
+        with closing(repacked(src, bar, planned, recorded, requantize, digests(known_files), sources)) as items:
+            layers = write(items, writer, src, report)
+        report["layers"], report["source"]["files"] = layers, sources
+        require_unchanged(sources, known_files)
+        for line in [line for line in src.notices if line not in known]:  # found in the data
+            progress.note(line)
+        for line in (lost := rounded_again(layers, recorded)):
+            progress.warn(line)
+        report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
+        return finish(writer, src, partial, Path(out), schemes, report, started, overwrite)
+
+
+def streamed(
+    src: Checkpoint, recipe: Recipe | Pruning, chosen: Mapping[str, Goal | None], done: set[str], progress: Progress
+) -> Iterator[Item | Commit]:
+    """Yield every tensor of a dense checkpoint once, its linears rounded or pruned; one weight in memory at a time."""
+    names = [name for name in src.names() if name not in done]
+    pending = 0
+    for name in progress.bar(names, "prune" if isinstance(recipe, Pruning) else "quantize", len(names)):
+        module = name.removesuffix(".weight")
+        scheme = chosen.get(module) if module != name else None
+        pending += src.nbytes(name)
+        # No name is given to the weight: its memory is free when the next one is read.
+        yield Item(name, src.get(name)) if scheme is None else alone(module, src.get(name), scheme, recipe)
+        if pending >= COMMIT_BYTES:
+            yield Commit({})
+            pending = 0
+
+
+def _dense_source(model: str | Path, revision: str | None, trust_remote_code: bool) -> Checkpoint:
+    src = Checkpoint(resolve(str(model), revision), trust_remote_code)
+    if src.layout is not None:
+        raise CheckpointError(f"{model}: is quantized already ({src.layout.NAME}): use quantkit pack or convert")
+    return src
+
+
+def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> Checkpoint:
+    src = Checkpoint(Path(checkpoint))
+    if src.layout is None:
+        raise CheckpointError(f"{checkpoint}: holds no quantized weights: use quantkit quantize first")
+    if expect is not None and family(src.layout.NAME) != family(expect):
+        raise CheckpointError(
+            f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"
+        )
+    return src
+
+
+def _without_effect(recipe: Recipe | Pruning, model: Model) -> list[str]:
+    """Return a line for every wish of the recipe that this model cannot follow."""
+    found = recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
+    if recipe.calibrated and recipe.calibration.max_length > model.max_length:
+        asked = recipe.calibration.max_length
+        found.append(f"calibration sequences end at the model's {model.max_length} positions, {asked} were asked for")
+    return found
+
+
+def _schemes(job: _Job, recipe: Recipe) -> Schemes:
+    """Return the checkpoint's schemes, with every exception under its exact name.
+
+    A few families call a linear otherwise in the model than in the checkpoint; public readers go by the model's name.
+    """
+    named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, job.model.paths[m]))]
+    overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != recipe.scheme)
+    return Schemes(recipe.scheme, overrides, ignore=tuple(name for name, s in named if s is None))
+
+
+def _name_of(model: str | Path) -> str:
+    """Return a hub id as it is, of a folder its last name."""
+    return Path(model).resolve().name if Path(model).is_dir() else str(model)
+
+
+def _revision(src: Checkpoint, asked: str | None) -> str | None:
+    """Return the commit of a snapshot in the hub's cache, which says more than the branch that was asked for."""
+    return src.path.name if src.path.parent.name == "snapshots" else asked
+
+
+def _sequences(job: _Job, recipe: Recipe | Pruning) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Return the calibration sequences and what is to be reported of them; nothing if the recipe needs none."""
+    if not recipe.calibrated:
+        return [], {}
+    calib = recipe.calibration
+    text = calibration(
+        calib.data,
+        tokenizer(job.src.path),
+        samples=calib.samples,
+        max_length=min(calib.max_length, job.model.max_length),
+        seed=calib.seed,
+        lengths=calib.lengths,
+    )
+    return text.sequences, text.facts
+
+
+def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
+    """Return what the report says of a run before its work."""
+    return {
+        "recipe": recipe.to_mapping(),
+        "recipe_sha256": recipe.sha256(),
+        "device": job.model.device_name,
+        "compute_dtype": dtype_name(job.model.dtype),
+        "layout": job.plan.layout,
+        "scheme": label(recipe.scheme),
+        "dense": [module for module, goal in job.chosen.items() if goal is None],
+        "notices": list(job.plan.remarks),
+        "layout_notices": list(job.plan.layout_remarks),
+    }
+
+
+def _restated_facts(
+    checkpoint: str | Path,
+    before: Mapping[str, Any],
+    planned: Plan,
+    schemes: Schemes,
+    notices: list[str],
+    sources: dict[str, str],
+) -> dict[str, Any]:
+    """Return what the report of a rewritten checkpoint says before the work; `before` is that of its source."""
+    carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype")
+    return {
+        **{key: before[key] for key in carried if key in before},
+        **heading("pack", _name_of(checkpoint), None, sources, before.get("base")),
+        "layout": planned.layout,
+        "scheme": schemes.default.label,
+        "dense": list(schemes.ignore),
+        "notices": list(dict.fromkeys([*before.get("notices", []), *notices])),
+        "layout_notices": list(planned.layout_remarks),
+    }
+
+
+def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides the bytes of a run: a run that is resumed must have the same."""
+    same = {key: report[key] for key in ("quantkit", "recipe_sha256", "device", "compute_dtype")}
+    same |= {name: report["environment"][name] for name in ("torch", "transformers")}
+    return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}

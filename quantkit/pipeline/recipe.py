@@ -1,0 +1,393 @@
+"""A recipe is the `Recipe` dataclass written as YAML, nothing more.
+
+Command-line flags are merged over a recipe's mapping before it is read, so a flag overrides its key and one function
+(`from_mapping`) checks both. Unknown keys are errors. Defaults depend on the format (ALGORITHMS 0).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+import yaml
+
+from quantkit.algorithms.gptq import Options
+from quantkit.algorithms.rtn import Clip, Metric, check_fixed, check_signed
+from quantkit.core.formats import FORMATS
+from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.sparsity import Rule
+from quantkit.errors import RecipeError, reason
+from quantkit.layouts import LAYOUTS, humming
+from quantkit.layouts.recast import fitting
+
+Method = Literal["gptq", "rtn"]
+#: What becomes of a linear: codes of a scheme, or a dense weight of which two in four are kept.
+Goal = Scheme | Literal["2:4"]
+SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
+#: Keys of the `gptq` section; the scale search and sign are the recipe's own, since RTN uses them too.
+GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
+#: Keys of that section that pruning has a use for.
+PRUNING_KEYS = ("damp", "damp_kind", "block", "act_order")
+
+
+@dataclass(frozen=True)
+class Calib:
+    """Which text calibrates: a data set name or file, how many sequences, their longest length in tokens, the seed.
+
+    `lengths` is `own` (each document at its own length, unpadded: ALGORITHMS 2) or `fixed` (windows of `max_length`).
+    """
+
+    data: str = "c4"
+    samples: int = 256
+    max_length: int = 4096
+    seed: int = 0
+    lengths: Literal["own", "fixed"] = "own"
+
+    def __post_init__(self) -> None:
+        for name in ("samples", "max_length"):
+            if getattr(self, name) < 1:
+                raise RecipeError(f"calibration {name} is {getattr(self, name)}: use a positive number")
+        if not 0 <= self.seed < 2**63:
+            raise RecipeError(f"calibration seed is {self.seed}: use a number from 0 to 2^63 - 1")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides the bytes of a quantized checkpoint, besides its source.
+
+    `skip` are regular expressions of linears left dense, matched against the whole module name or its end after a dot;
+    `overrides` give other linears a scheme of their own, matched the same way, the first match wins. `prune` chooses
+    the masks of 2:4 schemes and is None without any. `pad` fills weights up with zeros to shapes that the layout holds.
+    """
+
+    scheme: Scheme
+    method: Method
+    clip: Clip
+    metric: Metric
+    gptq: Options
+    layout: str
+    pad: bool = False
+    signed: bool = False
+    prune: Rule | None = None
+    true_sequential: bool = True
+    calibration: Calib = field(default_factory=Calib)
+    skip: tuple[str, ...] = ("lm_head",)
+    overrides: tuple[tuple[str, Scheme], ...] = ()
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether activations are needed: GPTQ, a scale search that weighs errors by the Hessian, or wanda's mask."""
+        return self.factored or (self.clip == "search" and self.metric != "mse") or self.prune == "wanda"
+
+    @property
+    def factored(self) -> bool:
+        """Whether the Hessian is factored."""
+        return self.method == "gptq"
+
+    def scheme_of(self, module: str) -> Scheme | None:
+        """Return the scheme of the linear called `module`, None if it is skipped."""
+        if any(matches(pattern, module) for pattern in self.skip):
+            return None
+        return next((scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme)
+
+    def unmatched(self, modules: Collection[str]) -> list[str]:
+        """Return a line for every pattern that, of these linears, changes none."""
+        found = _idle_skips(self.skip, modules)
+        kept = [m for m in modules if not any(matches(p, m) for p in self.skip)]
+        for pattern, scheme in self.overrides:
+            if not any(matches(pattern, module) for module in kept):
+                found.append(f"override {pattern!r} to {scheme.label} matches no linear that is quantized")
+        return found
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the mapping that `from_mapping` reads back to an equal recipe."""
+        return {
+            "scheme": {
+                "format": self.scheme.format.name,
+                "group_size": self.scheme.group_size or "channel",
+                "symmetric": self.scheme.symmetric,
+                **({"sparsity": self.scheme.sparsity} if self.scheme.sparsity else {}),
+            },
+            **({"prune": self.prune} if self.prune else {}),
+            "method": self.method,
+            "clip": self.clip,
+            "metric": self.metric,
+            "signed": self.signed,
+            "gptq": {name: getattr(self.gptq, name) for name in GPTQ_KEYS},
+            "true_sequential": self.true_sequential,
+            "calibration": dataclasses.asdict(self.calibration),
+            "layout": self.layout,
+            "pad": self.pad,
+            "skip": list(self.skip),
+            "overrides": {pattern: scheme.label for pattern, scheme in self.overrides},
+        }
+
+    def to_yaml(self) -> str:
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False)
+
+    def sha256(self) -> str:
+        """Return the hash that names this recipe in reports and journals."""
+        return hashlib.sha256(self.to_yaml().encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class Pruning:
+    """Everything that decides the bytes of a model pruned 2:4 and kept dense, besides its source.
+
+    `gptq` has the rule (`prune`), damping and order of columns; `skip` is as in a Recipe.
+    """
+
+    gptq: Options = field(default_factory=Options)
+    true_sequential: bool = True
+    calibration: Calib = field(default_factory=Calib)
+    skip: tuple[str, ...] = ("lm_head",)
+    scheme: Literal["2:4"] = "2:4"
+
+    @property
+    def method(self) -> Rule:
+        """The rule by which weights stay: magnitude, wanda or sparsegpt."""
+        return self.gptq.prune
+
+    @property
+    def calibrated(self) -> bool:
+        """Whether activations are needed."""
+        return self.method != "magnitude"
+
+    @property
+    def factored(self) -> bool:
+        """Whether the Hessian is factored."""
+        return self.method == "sparsegpt"
+
+    def scheme_of(self, module: str) -> Literal["2:4"] | None:
+        """Return what becomes of the linear called `module`, None if it is skipped."""
+        return None if any(matches(pattern, module) for pattern in self.skip) else self.scheme
+
+    def unmatched(self, modules: Collection[str]) -> list[str]:
+        """Return a line for every pattern that, of these linears, skips none."""
+        return _idle_skips(self.skip, modules)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the mapping that `pruning` reads back to an equal one."""
+        return {
+            "method": self.method,
+            "gptq": {name: getattr(self.gptq, name) for name in PRUNING_KEYS},
+            "true_sequential": self.true_sequential,
+            "calibration": dataclasses.asdict(self.calibration),
+            "skip": list(self.skip),
+        }
+
+    def sha256(self) -> str:
+        """Return the hash that names this pruning in reports and journals."""
+        return hashlib.sha256(yaml.safe_dump(self.to_mapping(), sort_keys=False).encode()).hexdigest()
+
+
+def label(goal: Goal) -> str:
+    """Return the short name of what becomes of a linear: `int4:g128`, `2:4`."""
+    return goal.label if isinstance(goal, Scheme) else goal
+
+
+def is_sparse(goal: Goal) -> bool:
+    """Return whether a linear becomes 2:4, with codes or without."""
+    return not isinstance(goal, Scheme) or goal.sparsity is not None
+
+
+def stored_shape(recipe: Recipe | Pruning, goal: Goal, n: int, k: int) -> tuple[int, int]:
+    """Return the shape that an `[n, k]` weight is stored in: its own, or one filled up as its layout needs, if asked.
+
+    A weight that fits in no shape, which the plan refuses, keeps its own.
+    """
+    if not isinstance(recipe, Recipe) or not isinstance(goal, Scheme):
+        return n, k
+    return fitting(LAYOUTS[recipe.layout], goal, n, k, pad=recipe.pad) or (n, k)
+
+
+def matches(pattern: str, module: str) -> bool:
+    """Return whether a skip or override pattern means `module`: its whole name, or a part of it that ends it."""
+    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module) is not None
+
+
+def _idle_skips(skip: Collection[str], modules: Collection[str]) -> list[str]:
+    return [f"skip {p!r} matches no linear" for p in skip if not any(matches(p, m) for m in modules)]
+
+
+def pruning(mapping: Mapping[str, Any]) -> Pruning:
+    """Read what is to be pruned; RecipeError names an unknown key or a misplaced value."""
+    _no_strangers(mapping, ("method", "gptq", "true_sequential", "calibration", "skip"), "the options of prune")
+    rule = _choice(mapping, "method", Rule, "sparsegpt")
+    return Pruning(
+        gptq=_build(Options, _section(mapping, "gptq"), PRUNING_KEYS, "gptq", prune=rule),
+        **_shared(mapping),
+    )
+
+
+def _shared(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what quantizing and pruning have in common: the order of work, the text, the linears left alone."""
+    calibration = _section(mapping, "calibration")
+    return {
+        "true_sequential": _typed(mapping.get("true_sequential", True), bool, "true_sequential"),
+        "calibration": _build(Calib, calibration, [f.name for f in dataclasses.fields(Calib)], "calibration"),
+        "skip": tuple(_pattern(p) for p in _typed(mapping.get("skip", ["lm_head"]), list, "skip")),
+    }
+
+
+def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme]) -> Rule | None:
+    """Return the rule for 2:4 masks, None if no scheme asks for them."""
+    if not any(is_sparse(scheme) for scheme in schemes):
+        if mapping.get("prune") is not None:
+            raise RecipeError("prune chooses the masks of 2:4 schemes, and there is none: add --prune 2:4, or drop it")
+        return None
+    rule: Rule = _choice(mapping, "prune", Rule, "sparsegpt" if method == "gptq" else "magnitude")
+    if method == "rtn":
+        check_fixed(rule)
+    return rule
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
+    """Read a recipe, filling in its format's defaults; RecipeError names an unknown key or a misplaced value."""
+    known = [f.name for f in dataclasses.fields(Recipe)]
+    _no_strangers(mapping, known, "the recipe")
+    scheme = _scheme(_section(mapping, "scheme"))
+    integer = not scheme.format.is_float
+    method = _choice(mapping, "method", Method, "gptq" if integer else "rtn")
+    clip = _choice(mapping, "clip", Clip, "search" if integer or method == "gptq" else "none")
+    metric = _choice(mapping, "metric", Metric, "block" if method == "gptq" else "mse")
+    signed = _typed(mapping.get("signed", False), bool, "signed")
+    overrides = tuple((_pattern(p), Scheme.parse(_typed(s, str, p))) for p, s in _section(mapping, "overrides").items())
+    schemes = [scheme, *(other for _, other in overrides)]
+    prune = _prune_rule(mapping, method, schemes)
+    fixed = {"clip": clip, "metric": metric, "signed": signed, **({"prune": prune} if prune else {})}
+    gptq = _build(Options, _section(mapping, "gptq"), GPTQ_KEYS, "gptq", **fixed)
+    if not 0 < gptq.damp <= 1:
+        raise RecipeError(f"gptq damp is {gptq.damp}: use a number above 0 and up to 1")
+    if method != "gptq" and (gptq.refit or gptq.descent):
+        raise RecipeError(f"refit and descent refine what gptq made, the method is {method}: drop them or use gptq")
+    # In true bits where an engine of today reads them so.
+    layout = mapping.get("layout", "humming" if scheme.format in humming.DTYPES.values() else "compressed-tensors")
+    if not isinstance(layout, str) or layout not in LAYOUTS:
+        raise RecipeError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
+    for each in schemes:
+        check_signed(each, signed)
+    return Recipe(
+        scheme=scheme,
+        method=method,
+        clip=clip,
+        metric=metric,
+        gptq=gptq,
+        layout=layout,
+        pad=_typed(mapping.get("pad", False), bool, "pad"),
+        signed=signed,
+        prune=prune,
+        overrides=overrides,
+        **_shared(mapping),
+    )
+
+
+def load(path: Path) -> dict[str, Any]:
+    """Read a recipe file's mapping; RecipeError if it is no YAML mapping or repeats a key."""
+    try:
+        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise RecipeError(f"{path}: cannot read the recipe ({error.strerror}): give the path of a YAML file") from error
+    except Exception as error:  # besides its own errors, yaml passes on those of int(), date(), recursion
+        raise RecipeError(
+            f"{path}: not a YAML recipe ({reason(error)}): compare with quantize --print-recipe"
+        ) from error
+    if not isinstance(mapping, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of keys: compare with quantize --print-recipe")
+    return mapping
+
+
+def merge(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `base` with `flags` laid over it, section by section; flags that are None leave their key alone."""
+    merged = dict(base)
+    for key, value in flags.items():
+        if isinstance(value, Mapping):
+            inner = merge(_section(merged, key), value)
+            if inner:
+                merged[key] = inner
+        elif value is not None:
+            merged[key] = value
+    return merged
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without repeated keys, which the standard loader resolves silently."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        mapping = super().construct_mapping(node, deep=deep)
+        if len(mapping) != len(node.value):
+            raise yaml.constructor.ConstructorError(None, None, "a key is repeated", node.start_mark)
+        return mapping
+
+
+def _scheme(section: Mapping[str, Any]) -> Scheme:
+    _no_strangers(section, SCHEME_KEYS, "scheme")
+    name = section.get("format", "int4")
+    if not isinstance(name, str) or name not in FORMATS:
+        raise RecipeError(f"unknown format {name!r}: use one of {', '.join(FORMATS)}")
+    fmt = FORMATS[name]
+    group_size = section.get("group_size", "channel" if fmt.is_float else 128)
+    group_size = None if group_size in ("channel", None) else _typed(group_size, int, "group_size")
+    symmetric = _typed(section.get("symmetric", True), bool, "symmetric")
+    sparsity = section.get("sparsity")
+    if sparsity not in (None, "2:4"):
+        raise RecipeError(f"sparsity is {sparsity!r}: use '2:4' (quoted, YAML reads 2:4 as a number), or leave it out")
+    return Scheme(fmt, group_size, symmetric, sparsity)
+
+
+def _build(cls: Any, section: Mapping[str, Any], keys: Any, where: str, **fixed: Any) -> Any:
+    """Return dataclass `cls` from a section, each value checked against the type of its field."""
+    _no_strangers(section, keys, where)
+    hints = get_type_hints(cls)
+    values = {}
+    for key, value in section.items():
+        choices = get_args(hints[key])
+        values[key] = (
+            _choice(section, key, hints[key], value) if choices else _typed(value, hints[key], f"{where}.{key}")
+        )
+    return cls(**values, **fixed)
+
+
+def _choice(mapping: Mapping[str, Any], key: str, choices: Any, default: str) -> Any:
+    value = mapping.get(key, default)
+    if value is False and "off" in get_args(choices):
+        return "off"  # what YAML makes of an unquoted off
+    if value not in get_args(choices):
+        raise RecipeError(f"{key} is {value!r}: use one of {', '.join(get_args(choices))}")
+    return value
+
+
+def _typed(value: Any, kind: type, where: str) -> Any:
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+        raise RecipeError(f"{where} is {value!r}: it must be of type {kind.__name__}")
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # a file name that is no text
+        raise RecipeError(f"{where} is {value!r}: it goes into the report, which is UTF-8: rename it")
+    return value
+
+
+def _pattern(pattern: Any) -> str:
+    try:
+        matches(_typed(pattern, str, "a skip or override pattern"), "")
+    except (re.error, OverflowError, RecursionError) as error:
+        raise RecipeError(f"{pattern!r} is not a regular expression ({error}): write it like '.*k_proj'") from error
+    return str(pattern)
+
+
+def _section(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = {} if mapping.get(key) is None else mapping[key]
+    if not isinstance(section, Mapping):
+        raise RecipeError(f"{key} is {section!r}: it must be a section of keys")
+    return section
+
+
+def _no_strangers(mapping: Mapping[str, Any], known: Any, where: str) -> None:
+    strangers = [str(key) for key in mapping if key not in known]
+    if strangers:
+        raise RecipeError(f"unknown key {strangers[0]!r} in {where}: known are {', '.join(known)}")

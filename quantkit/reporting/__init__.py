@@ -1,0 +1,1 @@
+"""The report of a run: reading it, the model card, the closing table, and drawings."""

@@ -1,0 +1,328 @@
+"""Signed scales, descent and refit: laws on hostile Hessians, slow references, options that must reach the bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.algorithms import coordinate_descent, gptq, rtn
+from quantkit.algorithms.gptq import Options
+from quantkit.algorithms.hessian import Hessian
+from quantkit.api import build_recipe
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import NumericError, RecipeError
+from quantkit.layouts import LAYOUTS
+from quantkit.pipeline.layer_solver import solve
+from quantkit.pipeline.recipe import from_mapping
+from quantkit.progress import Progress
+from quantkit.reporting import report
+from tests import synthetic
+from tests.algorithms.test_gptq import hostile, loss
+from tests.algorithms.test_rtn import correlated, gauss
+from tests.command_line import call
+from tests.tiny_models import write_model
+
+LABELS = ["int4:g32", "int4:channel", "int4:g64:asym", "int4:g32:24", "fp6:channel", "fp5:channel"]
+HOSTILE = ["rank 1", "rank k/4", "duplicates", "massive channel", "dead column"]
+
+
+def rounded(w: Tensor, label: str, signed: bool = False) -> QuantizedTensor:
+    """Plain rounding, with every third and fourth weight of a quad pruned where the scheme is sparse."""
+    scheme = Scheme.parse(label)
+    if scheme.sparsity is not None:
+        w = w * torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=w.dtype).repeat(w.shape[1] // 4)
+    grid = rtn.choose(w, scheme, "none", None, signed)
+    return QuantizedTensor(scheme, rtn.encode(w, scheme, grid), *grid)
+
+
+# Descent --------------------------------------------------------------------------------------------------------------
+
+
+def slow_pass(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
+    """One pass of coordinate descent as ALGORITHMS 8 has it, a column at a time, in float64; dequantized values."""
+    n, k = w.shape
+    scales = tensor.scales.double().repeat_interleave(k // tensor.scales.shape[1], 1)
+    values = torch.tensor(tensor.scheme.format.values, dtype=torch.float64)
+    zeros = values.new_zeros(n, k)
+    if tensor.zeros is not None:
+        zeros = values[tensor.zeros.long()].repeat_interleave(k // tensor.zeros.shape[1], 1)
+    q = tensor.dequantize(torch.float64)
+    for j in (h.diagonal() > 0).nonzero().flatten().tolist():
+        t = q[:, j] + ((w.double() - q) @ h)[:, j] / h[j, j]
+        grid = (values - zeros[:, j : j + 1]) * scales[:, j : j + 1]
+        best = grid.gather(1, (grid - t[:, None]).abs().argmin(1, keepdim=True))[:, 0]
+        pruned = (q[:, j] == 0) & (tensor.scheme.sparsity is not None)
+        q[:, j] = torch.where(pruned, q[:, j], best)
+    return q
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("k", [64, 320])
+def test_a_pass_is_the_slow_loop(label: str, k: int) -> None:
+    w, h = gauss(24, k), correlated(k)
+    h[5] = h[:, 5] = 0
+    tensor = rounded(w, label)
+    expected = slow_pass(w, tensor, h)
+    found, changes = coordinate_descent.refine(w, tensor, h, descent=1)
+    fell = loss(w, found, h) < loss(w, tensor, h)
+    assert fell.all()
+    assert torch.equal(found.dequantize(torch.float64), expected)
+    assert torch.equal(found.scales, tensor.scales) and torch.equal(found.codes[:, 5], tensor.codes[:, 5])
+    assert torch.equal(changes["descent_changed"], (found.codes != tensor.codes).sum(1)) and changes.keys() == {
+        "descent_changed"
+    }
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("label", LABELS)
+def test_no_pass_and_no_refit_ever_raises_the_loss_of_a_row(name: str, dtype: torch.dtype, label: str) -> None:
+    w, h = gauss(48, 128).to(dtype), hostile(name, 128)
+    h = h if dtype == torch.float64 else h.float()
+    tensor = rounded(w, label)
+    last = rtn.losses(w, tensor, h)
+    for step in ({"descent": 1}, {"descent": 1}, {"refit": True}, {"descent": 3}):
+        tensor, _ = coordinate_descent.refine(w, tensor, h, **step)
+        now = rtn.losses(w, tensor, h)
+        assert (now <= last).all(), step
+        last = now
+        assert torch.isfinite(tensor.dequantize(torch.float16)).all() and (tensor.scales > 0).all()
+    twice, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=2)
+    once, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=1)
+    assert (rtn.losses(w, twice, h) <= rtn.losses(w, once, h)).all()
+
+
+def test_nothing_moves_where_nothing_can_be_gained() -> None:
+    w, tensor = gauss(8, 64), rounded(gauss(8, 64), "fp6:channel")
+    tensor.codes[0, :8] = 32  # negative zeros
+    for h in (torch.zeros(64, 64), torch.eye(64)):
+        same, changes = coordinate_descent.refine(w[1:], rounded(w[1:], "int4:g32"), h, descent=3)
+        assert same.equal(rounded(w[1:], "int4:g32")) and not changes["descent_changed"].any()
+    exact, h = tensor.dequantize(torch.float64), correlated(64)
+    kept, changes = coordinate_descent.refine(exact, tensor, h, descent=3, refit=True)
+    assert kept.equal(tensor) and not changes["descent_changed"].any() and not changes["refit_rows"].any()
+
+
+def test_a_tiny_channel_with_a_huge_slope_gives_no_code_that_is_no_number() -> None:
+    w, h = gauss(4, 64).float(), correlated(64).float()
+    h[7, 7] = 1e-42  # its target is infinite
+    tensor = rounded(w, "int4:g32")
+    found, _ = coordinate_descent.refine(w, tensor, h, descent=2, refit=True)
+    assert torch.isfinite(found.dequantize()).all()
+    assert (rtn.losses(w, found, h) <= rtn.losses(w, tensor, h)).all()
+
+
+# Refit ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("label", ["int4:g16", "int4:g16:asym", "int4:g16:24", "fp6:channel"])
+def test_refitted_scales_are_those_of_least_squares(label: str) -> None:
+    x = gauss(256, 64, seed=4)
+    w, h = gauss(40, 64), x.T @ x * (2 / len(x))
+    tensor = rounded(w, label)
+    found, changes = coordinate_descent.refine(w, tensor, h, refit=True)
+    assert changes.keys() == {"refit_rows"} and changes["refit_rows"].sum() > 30
+    assert torch.equal(found.codes, tensor.codes)
+    groups = tensor.scales.shape[1]
+    ones = QuantizedTensor(tensor.scheme, tensor.codes, torch.ones_like(tensor.scales), tensor.zeros)
+    for row in changes["refit_rows"].nonzero().flatten().tolist():
+        values = ones.dequantize(torch.float64)[row].view(groups, -1)
+        inputs = (x.view(len(x), groups, -1) * values).sum(-1)  # what one step of each scale adds to the output
+        best = torch.linalg.lstsq(inputs, (x @ w[row])[:, None]).solution[:, 0]
+        assert torch.equal(found.scales[row], best.half()), row
+    kept = ~changes["refit_rows"]
+    assert torch.equal(found.scales[kept], tensor.scales[kept])
+
+
+def test_a_refit_that_would_store_a_bad_scale_keeps_the_row() -> None:
+    h = torch.eye(32)
+    scheme = Scheme.parse("int4:channel")
+    codes = torch.full((5, 32), 9, dtype=torch.uint8)  # every value is one step
+    codes[4] = 8
+    tensor = QuantizedTensor(scheme, codes, torch.full((5, 1), 0.5).half())
+    # The best scales: of the other sign, zero, so large that -8 steps would overflow, a good one, and none at all.
+    w = torch.tensor([-1.0, 0.0, 30000.0, 0.75, 1.0])[:, None].expand(5, 32).contiguous()
+    found, changes = coordinate_descent.refine(w, tensor, h, refit=True)
+    assert found.scales.flatten().tolist() == [0.5, 0.5, 0.5, 0.75, 0.5]
+    assert changes["refit_rows"].tolist() == [False, False, False, True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_refitted_scales_of_bfloat16_weights_are_bfloat16_values(dtype: torch.dtype) -> None:
+    w, h = gauss(16, 128).to(dtype), correlated(128).float()
+    found, changes = coordinate_descent.refine(w, rounded(w, "int4:g32", signed=True), h, refit=True)
+    assert changes["refit_rows"].any() and (found.scales < 0).any()
+    exact = torch.equal(found.scales.float(), found.scales.bfloat16().float())
+    assert exact == (dtype == torch.bfloat16)
+
+
+# Signed scales --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_the_extreme_of_each_group_meets_the_code_of_minus_eight(dtype: torch.dtype) -> None:
+    w = gauss(64, 128).to(dtype)
+    tensor, _ = rtn.quantize(w, Scheme.parse("int4:g32"), signed=True)
+    groups = w.float().view(64, 4, 32)
+    low, high = groups.aminmax(dim=-1)
+    extreme = torch.where(high > -low, high, low)  # of two as large, the negative one
+    assert not tensor.codes.view(64, 4, 32)[groups == extreme.unsqueeze(-1)].any()
+    assert torch.equal(tensor.scales, rtn.stored_scale(extreme / -8, dtype).half())
+    assert (tensor.scales < 0).any() and (tensor.scales > 0).any()
+    plain, _ = rtn.quantize(w, Scheme.parse("int4:g32"))
+    gains = [(t.dequantize() - w.float()).square().sum() for t in (tensor, plain)]
+    assert gains[0] < 0.9 * gains[1]
+    searched, _ = rtn.quantize(w, Scheme.parse("int4:g32"), clip="search", signed=True)
+    assert (searched.dequantize() - w.float()).square().sum() < gains[0]
+    untied = high != -low
+    negated, _ = rtn.quantize(-w, Scheme.parse("int4:g32"), clip="search", signed=True)
+    assert torch.equal(negated.codes.view(64, 4, 32)[untied], searched.codes.view(64, 4, 32)[untied])
+    assert torch.equal(negated.scales[untied], -searched.scales[untied])
+
+
+def test_signed_scales_at_the_edges() -> None:
+    scheme = Scheme.parse("int4:channel")
+    w = torch.zeros(6, 32)
+    w[1, 3], w[2, 3], w[3, 3], w[4, :2] = 1e-7, -1e-7, 60000.0, torch.tensor([2.0, -2.0])
+    tensor, facts = rtn.quantize(w, scheme, signed=True)
+    assert tensor.scales.flatten().tolist() == [1.0, -(2.0**-20), 2.0**-20, -7500.0, 0.25, 1.0]
+    assert (facts["floored_scales"], facts["subnormal_scales"], facts["zero_scales"]) == (2, 2, 0)
+    assert torch.isfinite(tensor.dequantize(torch.float16)).all() and tensor.dequantize()[3, 3] == 60000
+    w[3, 3] = 65520.0 * 1.001
+    with pytest.raises(NumericError, match="row 3 "):
+        rtn.quantize(w, scheme, signed=True)
+
+
+@pytest.mark.parametrize("label", ["int4:g32:asym", "fp6:channel", "fp5:channel"])
+def test_a_sign_where_it_means_nothing_is_refused(label: str) -> None:
+    w, h, scheme = gauss(4, 64), correlated(64), Scheme.parse(label)
+    for clip in ("none", "search"):
+        with pytest.raises(RecipeError, match="signed"):
+            rtn.quantize(w, scheme, clip=clip, signed=True)
+        with pytest.raises(RecipeError, match="signed"):
+            gptq.quantize(w, scheme, h, Options(clip=clip, signed=True))
+    with pytest.raises(RecipeError, match="signed"):
+        build_recipe(override={"k_proj": label}, signed=True)
+
+
+def test_layouts_hold_what_signed_scales_and_refinements_make() -> None:
+    w, h = gauss(256, 256).half(), correlated(256).float()
+    solution = gptq.quantize(w, Scheme.parse("int4:g128"), h, Options(signed=True, descent=1, refit=True))
+    assert (solution.tensor.scales < 0).any() and (solution.tensor.scales > 0).any()
+    for name in ("compressed-tensors", "gptq", "gptq-v2", "marlin"):
+        layout = LAYOUTS[name]
+        back = layout.unpack(layout.pack(solution.tensor), solution.tensor.scheme)
+        assert back.equal(solution.tensor), name
+
+
+# In GPTQ and in runs --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["static", "off"])
+def test_refined_gptq_keeps_the_guard_and_reports_the_final_tensor(order: Any) -> None:
+    w, h = gauss(96, 128), correlated(128)
+    for label in ("int4:g32", "int4:g64:asym", "fp6:channel"):
+        scheme = Scheme.parse(label)
+        signed = label == "int4:g32"
+        options = Options(act_order=order, signed=signed, descent=2, refit=True)
+        solution = gptq.quantize(w, scheme, h, options)
+        plain = gptq.quantize(w, scheme, h, Options(act_order=order, signed=signed))
+        assert (solution.loss <= torch.minimum(plain.loss, solution.rtn_loss) * (1 + 1e-12)).all()
+        assert torch.allclose(solution.loss, loss(w, solution.tensor, h), rtol=1e-9)
+        parts = gptq.split(solution, [40, 56])
+        for fact in ("descent_changed", "refit_rows"):
+            assert solution.facts[fact] == sum(part.facts[fact] for part in parts) > 0
+            assert fact not in plain.facts
+        assert (solution.tensor.scales < 0).any() == signed
+
+
+def test_same_bits_twice_and_on_one_thread() -> None:
+    w, h = gauss(64, 256).half(), correlated(256).float()
+    threads = torch.get_num_threads()
+    found = []
+    for count in (threads, threads, 1):
+        torch.set_num_threads(count)
+        try:
+            found.append(gptq.quantize(w, Scheme.parse("int4:g64"), h, Options(signed=True, descent=2, refit=True)))
+        finally:
+            torch.set_num_threads(threads)
+    assert found[0].tensor.equal(found[1].tensor)
+    assert (found[0].tensor.codes == found[2].tensor.codes).double().mean() >= 0.999
+
+
+def test_the_refinements_lower_the_held_out_loss_of_the_synthetic_layer() -> None:
+    layer = synthetic.layer(0, n=128, k=512)
+    for label, least in (("int4:g128", 0.8), ("fp6:channel", 0.95)):
+        signed = label.startswith("int4")
+        found = [
+            layer.loss(gptq.quantize(layer.weight, Scheme.parse(label), layer.h, options).tensor)
+            for options in (Options(), Options(signed=signed, descent=1), Options(signed=signed, descent=3, refit=True))
+        ]
+        assert found[1] < least * found[0] and found[2] < found[1], label
+
+
+def test_descent_is_left_out_where_tokens_are_few_and_the_report_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {"proj": gauss(16, 64).float()}
+    recipe = build_recipe(group_size=32, descent=2, refit=True)
+    items = []
+    for tokens in (16 * 64 - 1, 16 * 64):
+        hessian = Hessian(64, "cpu")
+        hessian.add(gauss(tokens, 64, seed=7).float() @ correlated(64).float())
+        (item,) = solve(weights, {"proj": recipe.scheme}, hessian, recipe, Progress(quiet=True))
+        items.append(item.facts)
+        assert ("proj: no descent: 1023 tokens" in capsys.readouterr().err) == (tokens == 1023)
+    few, enough = items
+    assert few is not None and enough is not None
+    assert few["descent_skipped"] == "1023 tokens for 64 input channels" and "descent_changed" not in few
+    assert enough["descent_changed"] > 0 and "descent_skipped" not in enough and "refit_rows" in few
+    assert "1023 tokens" in report.summary({"layers": [{"name": "proj", **few}]})
+
+
+def test_recipes_refuse_refinements_of_what_is_not_there() -> None:
+    for key, value in (("descent", -1), ("descent", 1.0), ("descent", True), ("refit", 1), ("refit", "yes")):
+        with pytest.raises(RecipeError, match=key):
+            from_mapping({"gptq": {key: value}})
+    for wrong in (1, "true", None):
+        with pytest.raises(RecipeError, match="signed"):
+            from_mapping({"signed": wrong})
+    for options in ({"descent": 1}, {"refit": True}):
+        with pytest.raises(RecipeError, match="method is rtn"):
+            build_recipe(method="rtn", **options)
+    best = build_recipe("int4-best")
+    assert build_recipe("int4-best", signed=False, refit=False, descent=0) == build_recipe()
+    assert build_recipe(signed=True, refit=True, descent=3) == best and best.gptq.signed
+    assert from_mapping(best.to_mapping()) == best
+
+
+def test_the_options_reach_the_bytes(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", num_hidden_layers=1, hidden_size=128, intermediate_size=128)
+    (tmp_path / "text.txt").write_text("\n\n".join(f"{i} the quick brown fox jumps over {i * i}" for i in range(100)))
+    calib = ("--calib", tmp_path / "text.txt", "--samples", 10, "--max-length", 256, "--lengths", "fixed")
+    runs: dict[str, tuple[Any, ...]] = {
+        "rtn": ("--method", "rtn"),
+        "rtn signed": ("--method", "rtn", "--signed"),
+        "gptq": calib,
+        "signed": (*calib, "--signed"),
+        "descent": (*calib, "--descent", 1),
+        "refit": (*calib, "--refit"),
+    }
+    digests, negative = {}, {}
+    for name, options in runs.items():
+        call("quantize", model, "-o", tmp_path / name, "-q", *options)
+        folder = Checkpoint(tmp_path / name)
+        scales = [folder.get(key) for key in folder.names() if key.endswith("weight_scale")]
+        negative[name] = any(bool((s < 0).any()) for s in scales)
+        layers = report.load(tmp_path / name)["layers"]
+        digests[name] = [layer["digest"] for layer in layers]
+        assert ("descent_changed" in layers[0]) == (name == "descent") and ("refit_rows" in layers[0]) == (
+            name == "refit"
+        )
+    assert negative == {name: name in ("rtn signed", "signed") for name in runs}
+    assert len({str(found) for found in digests.values()}) == len(digests)
+    call("quantize", model, "-o", tmp_path / "no", "--format", "fp6", "--signed", code=2)
+    assert not (tmp_path / "no").exists()

@@ -1,0 +1,364 @@
+"""GPTQ: against the published loop, its laws, hostile Hessians, and the synthetic layer that ranks the variants."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.algorithms import gptq, hessian, rtn
+from quantkit.algorithms.gptq import Options
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import LayoutError, NumericError
+from tests import synthetic
+from tests.algorithms.test_hessian import damped
+from tests.algorithms.test_rtn import LABELS, correlated, gauss
+
+EVERY_ORDER = [Options(act_order=o, clip=c) for o in ("static", "off") for c in ("none", "search")]
+
+
+def label(options: Options) -> str:
+    return f"{options.act_order}-{options.clip}-{options.damp_kind}"
+
+
+def loss(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
+    d = w.double() - tensor.dequantize(torch.float64)
+    return ((d @ h.double()) * d).sum(1)
+
+
+def broken_hessians(k: int) -> dict[str, Tensor]:
+    nan, infinite, large, star = correlated(k), correlated(k), correlated(k), torch.eye(k, dtype=torch.float64)
+    nan[3, 5] = nan[5, 3] = torch.nan
+    infinite[2, 2] = torch.inf
+    large[3, 5] = large[5, 3] = 2 * (large[3, 3] * large[5, 5]).sqrt()
+    star[0, 1:] = star[1:, 0] = 0.9  # passes every test of two channels, and is far from positive
+    negative = -torch.eye(k, dtype=torch.float64)
+    return {"NaN": nan, "infinite": infinite, "diagonal allows": large, "damping 1": star, "negative": negative}
+
+
+@pytest.mark.parametrize("words", ["NaN", "infinite", "diagonal allows", "damping 1", "negative", "ever moved"])
+def test_broken_hessians_stop_the_run_or_mean_rtn_if_allowed(words: str) -> None:
+    w, scheme = gauss(8, 64), Scheme.parse("int4:g32")
+    h = broken_hessians(64).get(words, torch.zeros(64, 64))
+    with pytest.raises(NumericError, match=words):
+        gptq.quantize(w, scheme, h, Options())
+    solution = gptq.quantize(w, scheme, h, Options(on_unsolvable="rtn"))
+    assert solution.facts["fallback"] == "rtn" and words in solution.facts["reason"]
+    assert solution.tensor.equal(rtn.quantize(w, scheme, clip="search")[0])
+    if words == "ever moved":
+        assert not solution.loss.any() and not solution.norm.any()
+
+
+# The sweep ------------------------------------------------------------------------------------------------------------
+
+
+def tame(k: int) -> Tensor:
+    """A Hessian on which natural order does not let targets run away, so that rounding of float64 decides nothing."""
+    x = gauss(4 * k, k, seed=1) @ (gauss(k, k, seed=2) / k**0.5 + torch.eye(k) + 0.05)
+    return x.T @ x * (2 / len(x))
+
+
+def published_loop(w: Tensor, h: Tensor, scales: Tensor | None, size: int, order: Tensor) -> Tensor:
+    """Right-looking GPTQ with the inverse Cholesky factor, as published; absmax scales as it goes if none are given."""
+    w, result = w[:, order].clone(), torch.empty_like(w)
+    u = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h[order][:, order])), upper=True)
+    for j in range(w.shape[1]):
+        if scales is None and j % size == 0:
+            s = (w[:, j : j + size].abs().amax(1) / 7.5).half().double()
+        elif scales is not None:
+            s = scales[:, order[j] // size].double()
+        q = s * (w[:, j] / s).round().clamp(-8, 7)
+        result[:, order[j]] = q
+        w[:, j:] -= torch.outer((w[:, j] - q) / u[j, j], u[j, j:])
+    return result
+
+
+@pytest.mark.parametrize("kind", ["own", "mean"])
+@pytest.mark.parametrize("order", ["static", "off"])
+@pytest.mark.parametrize("label", ["int4:g32", "int4:g64", "int4:channel"])
+@pytest.mark.parametrize("block", [7, 128, 1000])
+def test_sweep_is_the_published_loop_code_for_code(kind: str, order: str, label: str, block: int) -> None:
+    w, h = gauss(256, 192), tame(192)
+    options = Options(damp_kind=kind, act_order=order, clip="none", block=block)
+    scheme = Scheme.parse(label)
+    solution = gptq.quantize(w, scheme, h, options)
+    dynamic = order == "off" and label != "int4:channel"
+    scales = None if dynamic else rtn.choose(w, scheme, "none", None).scales
+    columns = gptq.factorize(h, options).order
+    expected = published_loop(w, damped(h, options), scales, 192 // scheme.groups(192), columns)
+    kept = ~solution.guard_rows
+    assert kept.sum() > 0.9 * len(kept)
+    assert torch.equal(solution.tensor.dequantize(torch.float64)[kept], expected[kept])
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
+def test_each_column_is_the_nearest_to_its_target_and_the_losses_add_up(label: str, options: Options) -> None:
+    w, h = gauss(64, 256), correlated(256)
+    solution = gptq.quantize(w, Scheme.parse(label), h, options)
+    kept, tensor = ~solution.guard_rows, solution.tensor
+    factor = gptq.factorize(h, options)
+    d = (w - tensor.dequantize(torch.float64))[kept][:, factor.order]
+    misses = d @ factor.v(torch.float64)  # t_j - what it was rounded to
+    running = (misses * factor.r.diagonal()).square().sum(1)
+    whole = damped(h, options)[factor.order][:, factor.order]
+    assert torch.allclose(running, ((d @ whole) * d).sum(1), rtol=1e-9)
+    if tensor.zeros is None and not tensor.scheme.format.is_float:
+        size = 256 // tensor.scales.shape[1]
+        scale = tensor.scales[kept].double().repeat_interleave(size, 1)[:, factor.order]
+        inner = (tensor.codes[kept][:, factor.order] > 0) & (tensor.codes[kept][:, factor.order] < 15)
+        assert (misses.abs() <= scale * (0.5 + 1e-9))[inner].all()
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
+def test_diagonal_hessian_means_rtn(label: str, options: Options) -> None:
+    w, scheme = gauss(32, 256), Scheme.parse(label)
+    h = torch.exp(gauss(256, seed=9)).diag()
+    solution = gptq.quantize(w, scheme, h, options)
+    expected, _ = rtn.quantize(w, scheme, clip=options.clip, metric="block", hessian=h)
+    if scheme.format.is_float and options.clip == "none":  # RTN takes its codes from the unrounded scale: LAYOUTS 6.3
+        nearest = rtn.encode(w, scheme, grid := rtn.choose(w, scheme, "none", None))
+        assert (expected.codes == nearest).double().mean() > 0.99
+        codes = torch.where(solution.guard_rows.unsqueeze(-1), expected.codes, nearest)
+        expected = QuantizedTensor(scheme, codes, *grid)
+    assert solution.tensor.equal(expected)
+
+
+def test_static_order_of_equal_channels_is_natural_order_with_frozen_scales() -> None:
+    h = correlated(256)
+    d = h.diagonal().sqrt()
+    h = (h / d / d[:, None]).fill_diagonal_(1.0)
+    w, scheme = gauss(64, 256), Scheme.parse("int4:g64")
+    static = gptq.quantize(w, scheme, h, Options())
+    factor = gptq.factorize(h, Options(act_order="off"))
+    grid = rtn.choose(w, scheme, "search", rtn.group_errors(h, factor.diagonal, 4, "block", torch.float64))
+    frozen = gptq._sweep(w, scheme, factor, Options(act_order="off"), grid)
+    assert not static.facts["guard_rows"]
+    assert static.tensor.equal(frozen)
+
+
+@pytest.mark.parametrize("metric", ["mse", "diag", "block"])
+@pytest.mark.parametrize("order", ["static", "off"])
+@pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel", "fp6-e2m3:channel"])
+def test_guard_law_and_gain_for_every_metric(metric: str, order: str, label: str) -> None:
+    w, h = gauss(128, 256), correlated(256)
+    options = Options(metric=metric, act_order=order)
+    solution = gptq.quantize(w, Scheme.parse(label), h, options)
+    assert (solution.loss <= solution.rtn_loss).all()
+    assert torch.allclose(solution.loss, loss(w, solution.tensor, h), rtol=1e-9)
+    assert torch.allclose(solution.norm, ((w @ h) * w).sum(1), rtol=1e-9)
+    assert solution.loss.sum() < 0.9 * solution.rtn_loss.sum()
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("options", [*EVERY_ORDER, Options(damp_kind="mean", damp=0.1)], ids=label)
+def test_no_row_is_worse_than_plain_rounding(label: str, options: Options) -> None:
+    layer = synthetic.layer(3, n=256, k=256)
+    solution = gptq.quantize(layer.weight, Scheme.parse(label), layer.h, options)
+    assert (solution.loss <= solution.rtn_loss).all()
+    assert torch.allclose(solution.loss, loss(layer.weight, solution.tensor, layer.h), rtol=1e-9)
+    if options.clip == "none":
+        plain, _ = rtn.quantize(layer.weight, Scheme.parse(label))
+        assert torch.allclose(solution.rtn_loss, loss(layer.weight, plain, layer.h), rtol=1e-9)
+        assert (loss(layer.weight, solution.tensor, layer.h) <= loss(layer.weight, plain, layer.h) * (1 + 1e-9)).all()
+    assert solution.loss.sum() < 0.9 * solution.rtn_loss.sum()
+    if options.act_order == "static" and options.damp_kind == "own":
+        assert solution.guard_rows.double().mean() < 0.01
+    assert solution.facts["guard_rows"] == int(solution.guard_rows.sum())
+
+
+def test_guard_keeps_rounding_where_inputs_are_hardly_correlated() -> None:
+    h = torch.eye(128, dtype=torch.float64) + 0.02 * correlated(128) / correlated(128).diagonal().mean()
+    w, scheme, options = gauss(300, 128), Scheme.parse("int4:g32"), Options(act_order="off", clip="none")
+    solution = gptq.quantize(w, scheme, h, options)
+    plain, _ = rtn.quantize(w, scheme)
+    kept = solution.guard_rows
+    assert 0 < kept.sum() < 300
+    assert torch.equal(solution.tensor.codes[kept], plain.codes[kept])
+    assert torch.equal(solution.tensor.scales[kept], plain.scales[kept])
+    assert torch.equal(solution.loss[kept], solution.rtn_loss[kept])
+
+
+# Hostile Hessians -----------------------------------------------------------------------------------------------------
+
+
+def hostile(name: str, k: int) -> Tensor:
+    if name.startswith("rank"):
+        return correlated(k, rank={"rank 1": 1, "rank k/4": k // 4}[name])
+    h = correlated(k)
+    if name == "duplicates":
+        h[:, 1::2], h[1::2] = h[:, ::2], h[::2]
+        return (h + h.T) / 2
+    factors = torch.ones(k, dtype=torch.float64)
+    factors[17] = {"massive": 3000.0, "dead": 0.0}[name.split(" ")[0]]
+    return h * factors * factors[:, None]
+
+
+@pytest.mark.parametrize("name", ["rank 1", "rank k/4", "duplicates", "massive channel", "dead column"])
+@pytest.mark.parametrize("options", [*EVERY_ORDER, Options(damp_kind="mean")], ids=label)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_hostile_hessians_never_lose_to_rtn(name: str, options: Options, dtype: torch.dtype) -> None:
+    w = gauss(64, 128).to(dtype)
+    h = hostile(name, 128)
+    h = h if dtype == torch.float64 else h.float()
+    for label in ("int4:g32", "int4:g64:asym", "fp6:channel"):
+        solution = gptq.quantize(w, Scheme.parse(label), h, options)
+        assert (solution.loss <= solution.rtn_loss).all()
+        assert torch.allclose(
+            solution.loss, loss(w, solution.tensor, h).clamp(min=0), rtol=1e-6, atol=1e-9 * float(h.max())
+        )
+        assert solution.facts["dead_columns"] == int(name == "dead column")
+
+
+@pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
+@pytest.mark.parametrize("label", ["int4:g32", "int4:g64:asym", "fp6:channel"])
+def test_dead_columns_are_rounded_to_nearest_and_change_nothing_else(options: Options, label: str) -> None:
+    w, h, scheme = gauss(64, 128), correlated(128), Scheme.parse(label)
+    dead = torch.tensor([0, 17, 18, 127])
+    h[:, dead] = h[dead] = 0
+    tensor = gptq.quantize(w, scheme, h, options).tensor
+    nearest = rtn.encode(w, scheme, rtn.Grid(tensor.scales, tensor.zeros))
+    assert torch.equal(tensor.codes[:, dead], nearest[:, dead])
+    assert not torch.equal(tensor.codes, nearest)
+    if options.clip == "search":  # small activations must not make dead channels count
+        assert gptq.quantize(w, scheme, h * 2.0**-40, options).tensor.equal(tensor)
+
+
+@pytest.mark.parametrize("size", [1e3, 1e5])
+def test_one_massive_channel_does_not_turn_the_others_into_rtn(size: float) -> None:
+    h = synthetic.layer(5, n=1, k=256).h
+    others = torch.arange(256) != 100
+    h[100, others] = h[others, 100] = 0  # it fires by itself, as the first token's does
+    w, scheme = gauss(128, 256), Scheme.parse("int4:g64")
+    plain = loss(w, rtn.quantize(w, scheme)[0], h * others * others[:, None]).sum()
+    massive = h + (size**2 - 1) * h[100, 100] * (~others).double().diag()
+    gains = {}
+    for kind in ("own", "mean"):
+        solution = gptq.quantize(w, scheme, massive, Options(clip="none", damp_kind=kind))
+        gains[kind] = loss(w, solution.tensor, h * others * others[:, None]).sum() / plain
+    assert gains["own"] < 0.5
+    assert gains["own"] < gains["mean"] and (gains["mean"] > 0.9 or size < 1e5), "what damping by the mean would do"
+
+
+# Shapes, dtypes, and what the pipeline relies on ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [1, 2, 127, 128, 129])
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
+def test_odd_shapes(k: int, n: int, options: Options) -> None:
+    w, h = gauss(n, k).float(), correlated(k).float()
+    for label in ("int4:channel", "int4:channel:asym", "fp6:channel", "int4:g128"):
+        if label == "int4:g128" and k != 128:
+            with pytest.raises(LayoutError, match="does not divide"):
+                gptq.quantize(w, Scheme.parse(label), h, options)
+            continue
+        solution = gptq.quantize(w, Scheme.parse(label), h, options)
+        assert solution.tensor.shape == (n, k)
+        assert (solution.loss <= solution.rtn_loss).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
+def test_float32_arithmetic_costs_a_thousandth_at_most(dtype: torch.dtype, options: Options) -> None:
+    layer = synthetic.layer(4, n=256, k=256)
+    w, scheme = layer.weight.to(dtype), Scheme.parse("int4:g64")
+    solution = gptq.quantize(w, scheme, layer.h.float(), options)
+    if dtype == torch.bfloat16:
+        scales = solution.tensor.scales.float()
+        assert torch.equal(scales.to(torch.bfloat16).float(), scales)
+        return  # its scales differ from those of the float64 weight
+    exact = gptq.quantize(w.double(), scheme, layer.h.float(), options)
+    assert float(solution.loss.sum()) == pytest.approx(float(exact.loss.sum()), rel=3e-3)
+    assert (solution.tensor.codes == exact.tensor.codes).double().mean() > 0.99
+
+
+def test_weights_with_nan_and_scales_that_overflow_are_refused() -> None:
+    w, h = gauss(4, 64), correlated(64)
+    w[2, 3] = torch.nan
+    with pytest.raises(NumericError, match=r"\[2, 3\]"):
+        gptq.quantize(w, Scheme.parse("int4:g32"), h, Options())
+    w[2, 3] = 65504
+    for options in EVERY_ORDER:
+        with pytest.raises(NumericError, match="row 2 "):
+            gptq.quantize(w, Scheme.parse("int4:g32"), h, options)
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
+def test_zero_rows_stay_exact_zeros(label: str, options: Options) -> None:
+    w = gauss(6, 256).half()
+    w[3] = 0
+    tensor = gptq.quantize(w, Scheme.parse(label), correlated(256).float(), options).tensor
+    assert (tensor.dequantize()[3] == 0).all() and (tensor.dequantize()[2] != 0).any()
+    assert (tensor.scales[3] == 1).all()
+
+
+@pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel", "fp6-e2m3:channel"])
+@pytest.mark.parametrize("options", [Options(), Options(act_order="off")], ids=label)
+def test_linears_solved_together_are_those_solved_alone(label: str, options: Options) -> None:
+    w, h = gauss(192, 128), correlated(128)
+    h[:, 5] = h[5] = 0
+    scheme, rows = Scheme.parse(label), [96, 32, 64]
+    together = gptq.quantize(w, scheme, h, options)
+    parts = gptq.split(together, rows)
+    factor = gptq.factorize(h, options)
+    for part, weight in zip(parts, w.split(rows), strict=True):
+        alone = gptq.quantize(weight, scheme, h, options, factor)
+        assert part.tensor.equal(alone.tensor)
+        assert part.facts == alone.facts and part.facts["dead_columns"] == 1
+        for field in ("loss", "rtn_loss", "norm"):
+            assert torch.allclose(getattr(part, field), getattr(alone, field), rtol=1e-9)
+    with pytest.raises(ValueError, match="128 rows"):
+        gptq.split(together, [96, 32])
+
+
+@pytest.mark.parametrize("options", [Options(), Options(act_order="off")], ids=["static", "off"])
+def test_same_bits_twice_and_same_codes_on_one_thread(options: Options) -> None:
+    w, h = gauss(256, 128).half(), correlated(128).float()
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (2, 2, 1):
+            torch.set_num_threads(count)
+            results.append(gptq.quantize(w, Scheme.parse("int4:g64"), h, options))
+    finally:
+        torch.set_num_threads(threads)
+    one, same, single = results
+    assert one.tensor.equal(same.tensor) and torch.equal(one.loss, same.loss)
+    assert (one.tensor.codes == single.tensor.codes).double().mean() >= 0.999
+    assert float(single.loss.sum()) == pytest.approx(float(one.loss.sum()), rel=1e-3)
+
+
+def test_the_order_of_documents_hardly_matters() -> None:
+    x = (gauss(16, 512, 128) @ (gauss(128, 128, seed=3) / 12 + 0.1)).float()
+    w, hessians = gauss(256, 128).half(), []
+    for order in (torch.arange(16), torch.arange(15, -1, -1)):
+        h = gptq.Hessian(128, "cpu")
+        for document in x[order]:
+            h.add(document)
+        hessians.append(h.matrix())
+    one, other = (gptq.quantize(w, Scheme.parse("int4:g32"), h, Options()).tensor for h in hessians)
+    assert (one.codes == other.codes).double().mean() >= 0.999
+
+
+# The synthetic layer --------------------------------------------------------------------------------------------------
+
+
+def test_synthetic_layer_ranks_the_variants() -> None:
+    draws = [synthetic.table(synthetic.layer(seed)) for seed in (0, 1)]
+    found = {name: (draws[0][name] + draws[1][name]) / 2 for name in synthetic.EXPECTED}
+    assert sorted(found, key=found.__getitem__) == sorted(synthetic.EXPECTED, key=synthetic.EXPECTED.__getitem__), found
+    for name, expected in synthetic.EXPECTED.items():
+        assert expected / 1.5 < found[name] < expected * 1.5, (name, found)
+
+
+def test_synthetic_layer_is_the_same_every_time() -> None:
+    one, same, other = (synthetic.layer(seed, n=4, k=32) for seed in (0, 0, 1))
+    assert torch.equal(one.weight, same.weight) and torch.equal(one.h, same.h)
+    assert not torch.equal(one.h, other.h)
+    assert not torch.equal(one.h, one.held_out)
+    assert dataclasses.is_dataclass(one) and hessian.live_diagonal(one.h)[1].sum() == 0

@@ -1,0 +1,335 @@
+"""Plain rounding: the published FPx rule bit for bit, hostile weights, and searches that must never lose."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from quantkit.algorithms import rtn
+from quantkit.core.formats import FORMATS
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import LayoutError, NumericError, RecipeError
+
+FP_LABELS = ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"]
+LABELS = ["int4:g32", "int4:g128", "int4:channel", "int4:g32:asym", "int4:channel:asym", *FP_LABELS]
+INT4, ASYM, FP6 = Scheme.parse("int4:channel"), Scheme.parse("int4:channel:asym"), Scheme.parse("fp6:channel")
+FLOATS = {"e3m2": "fp6", "e3m1": "fp5", "e2m2": "fp5-e2m2", "e2m3": "fp6-e2m3"}
+
+
+def gauss(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def correlated(k: int, rank: int | None = None) -> Tensor:
+    """A Hessian whose channels differ in size by three orders of magnitude and are correlated."""
+    x = gauss(rank or 4 * k, k, seed=1) @ (gauss(k, k, seed=2) / k**0.5 + 0.2) * torch.exp(1.5 * gauss(k, seed=3))
+    return x.T @ x * (2 / len(x))
+
+
+def golden_cases(shared: Path) -> list[tuple[str, dict[str, Tensor]]]:
+    with safe_open(shared / "golden" / "fpx_quant.safetensors", "pt") as file:
+        names = json.loads(file.metadata()["cases"])
+        keys = ("weight", "scales", "scales_fp32", "codes", "dequant")
+        return [(name, {key: file.get_tensor(f"{name}.{key}") for key in keys}) for name in names]
+
+
+def test_published_fpx_rule_bit_for_bit(shared: Path) -> None:
+    for name, case in golden_cases(shared):
+        codes, scales = rtn.published_codes(case["weight"].float(), FORMATS[FLOATS[name[:4]]])
+        assert torch.equal(scales, case["scales_fp32"].view(-1)), name
+        assert torch.equal(codes, case["codes"]), name
+
+
+def test_fpx_quantize_matches_golden_and_refuses_rows_that_dequantize_to_infinity(shared: Path) -> None:
+    for name, case in golden_cases(shared):
+        scheme = Scheme(FORMATS[FLOATS[name[:4]]])
+        overflow = ~(case["scales"].float() * scheme.format.largest <= 65504).view(-1)
+        assert overflow.any()
+        with pytest.raises(NumericError, match=rf"row {int(overflow.nonzero()[0])}\b"):
+            rtn.quantize(case["weight"], scheme)
+        tensor, facts = rtn.quantize(case["weight"][~overflow], scheme)
+        assert torch.equal(tensor.scales.view(-1), case["scales"].view(-1)[~overflow])
+        assert torch.equal(tensor.codes, case["codes"][~overflow])
+        assert torch.equal(
+            tensor.dequantize(torch.float16).view(torch.int16), case["dequant"][~overflow].view(torch.int16)
+        )
+        assert facts["zero_scales"] == int((tensor.scales == 0).sum()) > 0
+
+
+# The published rule of FP6 and FP5 takes codes from the unrounded scale.
+@pytest.mark.parametrize(
+    ("label", "clip"), [(x, c) for x in LABELS for c in ("none", "search") if x[0] == "i" or c != "none"]
+)
+def test_every_code_is_the_nearest_on_the_stored_scale(label: str, clip: rtn.Clip) -> None:
+    w = gauss(16, 256)
+    tensor, _ = rtn.quantize(w, Scheme.parse(label), clip=clip)
+    scale = tensor.scales.double().repeat_interleave(256 // tensor.scales.shape[1], 1)
+    values = torch.tensor(tensor.scheme.format.values, dtype=torch.float64)
+    zero = 0.0
+    if tensor.zeros is not None:
+        zero = tensor.scheme.format.decode(tensor.zeros).double().repeat_interleave(256 // tensor.zeros.shape[1], 1)
+    every = (values.view(-1, 1, 1) - zero) * scale
+    nearest = (w - every).abs().amin(0)
+    assert torch.allclose((w - tensor.dequantize(torch.float64)).abs(), nearest, rtol=0, atol=1e-12)
+
+
+def test_base_scales_are_those_of_the_table() -> None:
+    w = torch.tensor([[3.0, -1.5, 0.75, 1.0]])
+    assert rtn.quantize(w, INT4)[0].scales.item() == torch.tensor(3 / 7.5).half()
+    assert rtn.quantize(w, FP6)[0].scales.item() == torch.tensor(3 / 28).half()
+    tensor, _ = rtn.quantize(w, ASYM)
+    assert tensor.scales.item() == torch.tensor(4.5 / 15).half()
+    assert tensor.zeros is not None and tensor.zeros.item() == 5
+    positive, _ = rtn.quantize(torch.tensor([[1.0, 2.0, 3.0, 4.0]]), ASYM)
+    assert positive.zeros is not None and positive.zeros.item() == 0, "the range must include zero"
+    assert positive.codes.tolist() == [[4, 8, 11, 15]]
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("clip", ["none", "search"])
+def test_zero_rows_and_groups(label: str, clip: rtn.Clip) -> None:
+    w = gauss(4, 256).half()
+    w[1] = 0
+    w[2, :128] = -0.0
+    tensor, facts = rtn.quantize(w, Scheme.parse(label), clip=clip)
+    published = label.startswith("fp") and clip == "none"
+    assert (tensor.scales[1] == (0 if published else 1)).all()
+    assert facts["zero_scales"] == int(published)
+    dequantized = tensor.dequantize()
+    assert (dequantized[1] == 0).all() and (dequantized[2, :128] == 0).all()
+    assert (dequantized[0] != 0).any()
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("value", [1.0, -1.0, 0.37, -3e-3, 41.0])
+def test_a_lone_value_keeps_half_a_step(label: str, value: float) -> None:
+    w = torch.zeros(2, 128)
+    w[0, 77] = value
+    w[1] = value
+    signs = torch.cat([w[1:], -w[1:]], 1).reshape(1, -1)[:, ::2]
+    # Of the largest value, at the top.
+    steps = {"int4": 2 / 15, "fp6": 4 / 28, "fp5": 8 / 24, "fp6-e2m3": 0.5 / 7.5, "fp5-e2m2": 1 / 7}
+    step = steps[label.split(":")[0]]
+    for clip in ("none", "search"):
+        tensor, _ = rtn.quantize(torch.cat([w, signs]), Scheme.parse(label), clip=clip)
+        error = (tensor.dequantize() - torch.cat([w, signs])).abs().max()
+        assert error <= step / 2 * abs(value) * 1.1 + abs(value) * 2**-10, (clip, tensor.scales)
+
+
+def test_subnormal_weights_are_not_flushed_and_low_scales_are_counted() -> None:
+    w = torch.zeros(3, 32, dtype=torch.float16)
+    w[0], w[1], w[2] = 2**-24, 2**-16, 2**-10
+    tensor, facts = rtn.quantize(w, INT4)
+    assert facts["floored_scales"] == 1 and facts["subnormal_scales"] == 2
+    assert tensor.scales[0].item() == 2**-20
+    assert (tensor.dequantize()[0] == 0).all(), "under half a step of the smallest scale"
+    assert torch.allclose(tensor.dequantize()[1], w[1].float(), rtol=0.15)
+    tiny = torch.full((1, 32), 1e-40, dtype=torch.bfloat16)
+    assert (rtn.quantize(tiny, INT4)[0].dequantize() == 0).all()
+
+
+def test_one_huge_weight_is_right_and_small_ones_are_zero() -> None:
+    w = gauss(2, 128).float() * 1e-4
+    w[:, 5] = 1e4
+    for scheme in (INT4, ASYM, FP6):
+        values = rtn.quantize(w, scheme)[0].dequantize()
+        assert torch.allclose(values[:, 5], w[:, 5], rtol=0.07)
+        assert (values.masked_fill(torch.arange(128) == 5, 0) == 0).all()
+
+
+@pytest.mark.parametrize("label", ["int4:channel", "int4:g32", "int4:channel:asym", "fp6:channel", "fp5:channel"])
+@pytest.mark.parametrize("clip", ["none", "search"])
+@pytest.mark.parametrize(("dtype", "top"), [(torch.float16, 65504), (torch.bfloat16, 3e38), (torch.float32, 3e38)])
+def test_overflowing_scale_is_refused_by_row(label: str, clip: rtn.Clip, dtype: torch.dtype, top: float) -> None:
+    w = gauss(7, 64).to(dtype)
+    w[5, 3], w[5, 4] = top, -top
+    with pytest.raises(NumericError, match=r"row 5 .*65504"):
+        rtn.quantize(w, Scheme.parse(label), clip=clip)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_the_largest_weights_that_pass_stay_finite_in_float16(label: str) -> None:
+    w = gauss(8, 128).half()
+    w[:, 0] = 59000
+    for clip in ("none", "search"):
+        assert torch.isfinite(rtn.quantize(w, Scheme.parse(label), clip=clip)[0].dequantize(torch.float16)).all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_non_finite_weights_are_refused_with_place_and_count(bad: float, dtype: torch.dtype) -> None:
+    w = gauss(600, 512).to(dtype)  # several chunks
+    w[577, 3] = w[578, 9] = w[599, 511] = bad
+    with pytest.raises(
+        NumericError, match=rf"3 of {600 * 512} .*\[577, 3\] = {str(bad).lstrip('-')}".replace("= ", "= -?")
+    ):
+        rtn.check_weight(w)
+    with pytest.raises(NumericError, match="NaN or infinite"):
+        rtn.quantize(w, INT4)
+
+
+@pytest.mark.parametrize(
+    "bad", [torch.zeros(4), torch.zeros(2, 4, dtype=torch.int8), torch.zeros(0, 4), torch.zeros(4, 0)]
+)
+def test_what_is_no_weight_is_refused(bad: Tensor) -> None:
+    with pytest.raises(NumericError, match="convert it"):
+        rtn.quantize(bad, INT4)
+    with pytest.raises(NumericError, match="convert it"):
+        rtn.quantize(torch.zeros(4, 4).to(torch.float8_e4m3fn), INT4)
+
+
+@pytest.mark.parametrize("k", [1, 2, 127, 128, 129])
+@pytest.mark.parametrize("n", [1, 3])
+def test_odd_shapes_are_whole_or_refused(k: int, n: int) -> None:
+    w = gauss(n, k).float()
+    h = correlated(k)
+    for label in ("int4:channel", "int4:channel:asym", "fp6:channel", "fp5:channel", "int4:g128"):
+        scheme = Scheme.parse(label)
+        if label == "int4:g128" and k != 128:
+            with pytest.raises(LayoutError, match="does not divide"):
+                rtn.quantize(w, scheme)
+            continue
+        for metric in ("mse", "diag", "block"):
+            tensor, _ = rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h)
+            assert tensor.shape == (n, k)
+            assert torch.equal(tensor.codes, rtn.encode(w, scheme, rtn.Grid(tensor.scales, tensor.zeros)))
+        assert float((rtn.quantize(w, scheme)[0].dequantize() - w).abs().max()) < 0.17 * float(w.abs().max())
+
+
+def test_transposed_weight_gives_the_same_codes() -> None:
+    w = gauss(96, 64).float()
+    for label in ("int4:g32", "fp6:channel"):
+        assert rtn.quantize(w.T.contiguous().T, Scheme.parse(label))[0].equal(rtn.quantize(w, Scheme.parse(label))[0])
+
+
+def group_loss(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
+    """`delta H_gg delta^T` of each row and group, in float64."""
+    groups = tensor.scales.shape[1]
+    delta = (w.double() - tensor.dequantize(torch.float64)).view(len(w), groups, -1)
+    g = delta.shape[2]
+    blocks = torch.stack([h[a : a + g, a : a + g] for a in range(0, groups * g, g)])
+    return torch.einsum("ngi,gij,ngj->ng", delta, blocks, delta)
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("metric", ["mse", "diag", "block"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_a_search_never_loses_to_the_base_scale(label: str, metric: rtn.Metric, dtype: torch.dtype) -> None:
+    w = gauss(48, 256).mul(torch.exp(gauss(48, 1, seed=5))).to(dtype)
+    w[3, 7], w[4, :128] = 40, 0
+    scheme, h = Scheme.parse(label), correlated(256)
+    judge = {"mse": torch.eye(256, dtype=torch.float64), "diag": h.diagonal().diag(), "block": h}[metric]
+    base = rtn.choose(w, scheme, "none", None)
+    plain = QuantizedTensor(scheme, rtn.encode(w, scheme, base), *base)
+    found, _ = rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h)
+    before, after = group_loss(w, plain, judge), group_loss(w, found, judge)
+    assert (after <= before * (1 + 1e-5) + 1e-9).all()
+    assert after.sum() < 0.96 * before.sum(), "the search finds something"
+    scales = found.scales.float()
+    assert torch.isfinite(scales).all() and (scales > 0).all()
+    if dtype == torch.bfloat16:
+        assert torch.equal(scales.to(torch.bfloat16).float(), scales)
+
+
+def test_the_metric_that_knows_more_does_better() -> None:
+    w, h = gauss(64, 256), correlated(256)
+    scheme = Scheme.parse("int4:g64")
+    losses = [rtn.quantize(w, scheme)[0]]
+    losses += [rtn.quantize(w, scheme, clip="search", metric=m, hessian=h)[0] for m in ("mse", "diag", "block")]
+    none, mse, diag, block = (float(group_loss(w, q, h).sum()) for q in losses)
+    assert block < diag < none and block < mse
+
+
+def test_the_search_finds_the_best_candidate_and_the_larger_on_ties() -> None:
+    w, h = gauss(8, 32).float(), correlated(32)
+    found, _ = rtn.quantize(w, INT4, clip="search", metric="block", hessian=h)
+    base = w.abs().amax(1) / 7.5
+    losses = []
+    for i in range(76):
+        scales = ((1 - i / 100) * base).half().unsqueeze(1)
+        grid = rtn.Grid(scales, None)
+        losses.append((group_loss(w, QuantizedTensor(INT4, rtn.encode(w, INT4, grid), scales), h).view(-1), scales))
+    best = torch.stack([loss for loss, _ in losses]).amin(0)
+    assert torch.allclose(group_loss(w, found, h).view(-1), best, rtol=1e-4)
+    halves = torch.tensor([[1.0, -0.5, 0.25, 0.0]])  # the same values of FP6 at 1/28 as at 2/28
+    assert rtn.quantize(halves, FP6, clip="search")[0].scales.item() == torch.tensor(2 / 28).half()
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_bfloat16_weights_get_scales_that_bfloat16_can_hold(label: str, dtype: torch.dtype) -> None:
+    w = gauss(64, 128).to(dtype)
+    for clip in ("none", "search"):
+        scales = rtn.quantize(w, Scheme.parse(label), clip=clip)[0].scales.float()
+        exact = torch.equal(scales.to(torch.bfloat16).float(), scales)
+        assert exact if dtype == torch.bfloat16 else not exact
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("clip", ["none", "search"])
+@pytest.mark.parametrize("exponent", [-9, -3, 1, 6])
+def test_scaling_by_a_power_of_two_keeps_every_code(label: str, clip: rtn.Clip, exponent: int) -> None:
+    w = gauss(32, 256).float()
+    one, _ = rtn.quantize(w, Scheme.parse(label), clip=clip)
+    other, facts = rtn.quantize(w * 2.0**exponent, Scheme.parse(label), clip=clip)
+    assert not facts["subnormal_scales"]
+    assert torch.equal(one.codes, other.codes)
+    assert torch.equal(one.scales.float() * 2.0**exponent, other.scales.float())
+
+
+@pytest.mark.parametrize("metric", ["diag", "block"])
+def test_size_of_the_activations_and_dead_channels_do_not_matter(metric: rtn.Metric) -> None:
+    w, h = gauss(32, 128).float(), correlated(128).float()
+    h[:, 40:60] = h[40:60] = 0
+    scheme = Scheme.parse("int4:g32")
+    tensors = [rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h * 2.0**e)[0] for e in (-60, 0, 60)]
+    assert tensors[0].equal(tensors[1]) and tensors[2].equal(tensors[1])
+    dead, _ = rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h * 0)
+    assert dead.equal(rtn.quantize(w, scheme, clip="search")[0]), "all dead: the weights alone count"
+
+
+def test_broken_hessians_and_missing_ones_are_refused() -> None:
+    w = gauss(4, 64)
+    with pytest.raises(RecipeError, match="calibration"):
+        rtn.quantize(w, INT4, clip="search", metric="block")
+    for broken, words in ((torch.full((64, 64), torch.nan), "NaN"), (-torch.eye(64), "covariance")):
+        with pytest.raises(NumericError, match=words):
+            rtn.quantize(w, INT4, clip="search", metric="block", hessian=broken)
+    indefinite = torch.ones(64, 64) * 3 - 2 * torch.eye(64)
+    with pytest.raises(NumericError, match="indefinite"):
+        rtn.quantize(w, INT4, clip="search", metric="block", hessian=indefinite)
+
+
+def test_singular_hessian_is_searched_without_complaint() -> None:
+    w = gauss(16, 128)
+    for rank in (1, 7):
+        h = correlated(128, rank).float()
+        h = (h + h.T) / 2
+        tensor, _ = rtn.quantize(w, INT4, clip="search", metric="block", hessian=h)
+        assert group_loss(w, tensor, h.double()).sum() < group_loss(w, rtn.quantize(w, INT4)[0], h.double()).sum()
+
+
+def test_rows_wider_than_a_whole_block_use_blocks_on_the_diagonal() -> None:
+    k = 4096 + 130  # a tail that is no block of 128
+    w = gauss(4, k).float()
+    h = torch.eye(k) * torch.exp(gauss(k, seed=4)).float()
+    wide, _ = rtn.quantize(w, FP6, clip="search", metric="block", hessian=h)
+    assert wide.equal(rtn.quantize(w, FP6, clip="search", metric="diag", hessian=h)[0])
+
+
+def test_same_bits_twice_and_on_one_thread() -> None:
+    w, h = gauss(300, 256).half(), correlated(256).float()
+    threads = torch.get_num_threads()
+    results = []
+    try:
+        for count in (2, 2, 1):
+            torch.set_num_threads(count)
+            results.append(rtn.quantize(w, Scheme.parse("int4:g64"), clip="search", metric="block", hessian=h)[0])
+    finally:
+        torch.set_num_threads(threads)
+    assert results[0].equal(results[1]) and results[0].equal(results[2])

@@ -1,0 +1,301 @@
+"""A model's speed is easily that of another forward: other tokens, a cache that is not rewound, the wrong ratio."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quantkit.bench import decode_graphs, generate, kernels, roofline
+from quantkit.bench.generate import Decoding, Pace
+from quantkit.bench.random_model import DENSE, Load, Outline, Sizes, Variant, build, variants
+from quantkit.bench.roofline import Device
+from quantkit.cli import show
+from quantkit.errors import RecipeError
+from quantkit.kernels import missing
+from quantkit.models.block_runner import blocks
+from tests.bench.test_random_model import FAMILIES, LLAMA, QUIET, built, tiny
+from tests.command_line import call, refused
+
+H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4e12, rate=740e12)
+
+
+# ------------------------------------------------------------------------------------------------ what is timed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("length", [1, 11])
+def test_prompts_and_steps_write_what_the_plain_model_writes(family: str, length: int) -> None:
+    model = Outline(family, Path(family), FAMILIES[family])
+    made, plain = (built(model, Variant(DENSE, {})) for _ in range(2))
+    wanted = ids = torch.randint(257, (3, length), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        for _ in range(6):
+            wanted = torch.cat([wanted, plain(wanted, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+        turn = decode_graphs.turns(made, ids, 6)
+        for _ in range(2):  # the cache is rewound, not new
+            turn.rewind(0)
+            turn.prompt()
+            found = [turn.token.clone()]
+            turn.rewind(length)
+            for _ in range(5):
+                turn.step()
+                found.append(turn.token.clone())
+            assert torch.equal(torch.cat(found, 1), wanted[:, length:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fused_blocks_write_the_same_and_are_compiled_once_for_all(family: str) -> None:
+    """A model of 80 blocks would be compiled 80 times if anything of a block's number were looked at."""
+    counts = [_graphs_that_write_the_same(FAMILIES[family] | {"num_hidden_layers": layers}) for layers in (3, 6)]
+    assert 1 <= counts[0] == counts[1] <= 6
+
+
+def test_fused_blocks_hold_attention_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    apart = _graphs_that_write_the_same(LLAMA)
+    monkeypatch.setattr(decode_graphs, "CROWD", 1)
+    assert _graphs_that_write_the_same(LLAMA) == apart
+
+
+def _graphs_that_write_the_same(config: dict[str, Any]) -> int:
+    made = built(Outline("some", Path("some"), config), Variant(DENSE, {}))
+    ids = torch.randint(257, (3, 11), generator=torch.Generator().manual_seed(1))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def counted(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    def written() -> torch.Tensor:
+        turn = decode_graphs.turns(made, ids, 6)
+        found = []
+        for tokens, calls in ((0, [turn.prompt]), (11, [turn.step] * 4)):
+            turn.rewind(tokens)
+            for each in calls:
+                each()
+                found.append(turn.token.clone())
+        return torch.cat(found, 1)
+
+    with torch.inference_mode():
+        wanted = written()
+        with decode_graphs.fused(made, blocks(made), counted):
+            assert torch.equal(written(), wanted)
+        count = len(graphs)
+        assert torch.equal(written(), wanted) and len(graphs) == count, "what was compiled is left behind"
+    return count
+
+
+class _Uncapturable(TorchDispatchMode):
+    """Lists operators that a CUDA graph cannot hold: those that tell the CPU a value, or bring one from there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket.__name__ in ("_local_scalar_dense", "nonzero", "lift_fresh", "is_nonzero", "unique"):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_captured_call_waits_for_nothing(family: str) -> None:
+    model = Outline(family, Path(family), FAMILIES[family])
+    made = built(model, Variant(DENSE, {}))
+    ids = torch.arange(22).view(2, 11)
+    with torch.inference_mode():
+        turn = decode_graphs.turns(made, ids, 6)
+        turn.rewind(0)
+        turn.prompt()  # the call before the capture makes the cache
+        for tokens, each in ((0, turn.prompt), (11, turn.step)):
+            turn.rewind(tokens)
+            with _Uncapturable() as mode:
+                each()
+            assert mode.found == []
+
+
+def test_a_model_that_keeps_its_own_attention_is_not_measured() -> None:
+    config = {"model_type": "bloom", "hidden_size": 128, "n_layer": 1, "n_head": 2, "vocab_size": 257}
+    made = built(Outline("bloom", Path("bloom"), config), Variant(DENSE, {}))
+    with pytest.raises(RecipeError, match="bloom: its attention is its own"):
+        decode_graphs.turns(made, torch.arange(6)[None], 2)
+
+
+@pytest.mark.parametrize("name", decode_graphs.PECULIAR)
+def test_an_attention_with_more_to_it_is_not_taken_for_a_plain_one(name: str) -> None:
+    x = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(RecipeError, match=name):
+        decode_graphs.attention(nn.Module(), x, x, x, torch.ones(1, 1, 1, 3), **{name: 1.0})
+
+
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_attention_in_one_kernel_is_that_of_two_products(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 8, 1, 16, generator=random)
+    key, value = (torch.randn(3, kv_heads, 11, 16, generator=random) for _ in range(2))
+    mask = torch.where(torch.arange(11) < 7, 0.0, float("-inf")).view(1, 1, 1, -1)
+    found = []
+    for crowd in (1, 1000):
+        monkeypatch.setattr(decode_graphs, "CROWD", crowd)
+        found.append(decode_graphs.attention(nn.Module(), query, key, value, mask)[0])
+    assert found[0].shape == (3, 1, 8, 16)
+    torch.testing.assert_close(found[0], found[1])
+
+
+@pytest.mark.parametrize("vocabulary", [257, 512, 1000])
+def test_the_likeliest_token_is_that_of_an_argmax_and_the_first_of_equals(vocabulary: int) -> None:
+    random = torch.Generator().manual_seed(0)
+    logits = torch.randint(40, (64, vocabulary), generator=random).float()
+    assert torch.equal(decode_graphs.likeliest(logits), logits.argmax(-1, keepdim=True))
+
+
+# ------------------------------------------------------------------------------------------------ what it means
+
+SIZES = Sizes(6_000_000_000, 4_000_000_000)
+PACE = Pace("marlin", "int4:g128", "weights by the marlin kernel, float16", 16, 0.5, 2e-3, 6_000_100_000, 7**11, SIZES)
+PLAIN = replace(PACE, layout=DENSE, scheme="", prompt_s=0.25, step_s=5e-3)
+FOUND = Decoding(
+    "llama3-8b",
+    Load((1, 16), 512, 64, torch.float16),
+    H200,
+    (PLAIN, PACE, replace(PACE, batch=1, prompt_s=0.1)),
+    ("something is left out",),
+)
+
+
+def test_figures_come_from_times_and_ratios_from_the_dense_model_in_the_same_batch() -> None:
+    dense, row, alone = FOUND.rows()
+    assert dense["decode_vs_dense"] == dense["prompt_vs_dense"] == 1
+    assert (row["prompt_tokens_per_s"], row["decode_tokens_per_s"]) == (16 * 512 / 0.5, 8000)
+    assert (row["prompt_vs_dense"], row["decode_vs_dense"]) == (0.5, 2.5)
+    assert row["floor_tokens_per_s"] == pytest.approx(16_000) and row["pct_of_floor"] == pytest.approx(50)
+    assert (row["weight_bytes"], row["packed_bytes"]) == (6_000_100_000, 6_000_000_000)
+    assert alone["decode_vs_dense"] is None and alone["floor_tokens_per_s"] == pytest.approx(1000)
+
+
+def test_the_table_the_csv_and_the_json_say_the_same() -> None:
+    found = FOUND.to_dict()
+    text = show.paces(found)
+    line = next(line for line in text.splitlines() if line.startswith("marlin  int4:g128     16"))
+    assert line.split()[3:10] == ["16384", "0.50", "8000.0", "2.50", "16000.0", "50", "%"]
+    assert "note: something is left out" in text and "4000 GB/s" in text and "prompts of 512 tokens" in text
+    assert "marlin int4:g128: weights by the marlin kernel, float16" in text
+    back = list(csv.DictReader(io.StringIO(roofline.table(FOUND.rows()).decode())))
+    assert [row["decode_vs_dense"] for row in back] == ["1", "2.5", ""]
+    again = json.loads(show.as_json(found))
+    assert again["rows"][2]["decode_vs_dense"] is None and again["device"]["copy"] == 4e12
+    assert back[0].keys() == again["rows"][0].keys()
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_without_a_gpu_no_model_is_timed() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a CUDA GPU")
+    assert "torch sees no CUDA GPU" in refused("bench", "generate", "--json")
+
+
+@pytest.mark.parametrize(
+    ("args", "said", "code"),
+    [
+        ("--model llama9", "unknown model 'llama9': use llama3-8b, llama2-70b, or a config.json", 2),
+        ("--model {tmp}/none/config.json", "unknown model", 2),
+        ("--layout tcfpx --scheme int4:g128", "TC-FPx holds fp6 and fp5, not int4: use --layout marlin", 1),
+        ("--layout marlin --scheme int4:g96", "MARLIN has groups of 128", 1),
+        ("--layout quick --scheme int4:g96", "group size 96 does not divide", 1),
+        ("--model {tmp}/odd", "use --skip 'gate_proj|up_proj|down_proj' to leave 6 of 14 dense", 1),
+        ("--model {tmp}/odd --layout marlin --skip gate_proj|up_proj", "down_proj is 128x200", 1),
+        ("--model {tmp}/narrow", "no kernel's layout holds its linears, use another model", 1),
+        ("--model {tmp}/window --prompt-tokens 9", "a sliding window", 2),
+        ("--skip (", "is no regular expression", 2),
+        ("--skip qkv", "matches no linear", 2),
+        ("--skip .*", "no nn.Linear is left", 2),
+        ("--scheme int9", "unknown format 'int9'", 2),
+        ("--new-tokens 8000", "more than the 8192 positions of llama3-8b", 2),
+        ("--model {tmp}/code", "auto_map", 1),
+        ("--model {tmp}/unknown", "'nonsense' is unknown to transformers", 1),
+        ("--model {tmp}/broken", "config.json", 1),
+    ],
+)
+def test_what_cannot_be_measured_is_one_line(args: str, said: str, code: int, tmp_path: Path) -> None:
+    changes = {
+        "odd": {"intermediate_size": 200},
+        "narrow": {"hidden_size": 100, "intermediate_size": 200, "head_dim": 20},
+        "window": {"model_type": "mistral", "sliding_window": 64},
+        "code": {"auto_map": {"AutoModelForCausalLM": "x.Y"}},
+        "unknown": {"model_type": "nonsense"},
+    }
+    for name in (*changes, "broken"):
+        (tmp_path / name).mkdir()
+        config = json.dumps(LLAMA | changes.get(name, {}))
+        (tmp_path / name / "config.json").write_text(config if name != "broken" else config[:-1])
+    assert said in refused("bench", "generate", *args.format(tmp=tmp_path).split(), code=code)
+
+
+@pytest.mark.parametrize("args", ["--batch 0", "--csv {tmp}/none/g.csv", "--csv {tmp}/g.txt", "--dtype float32"])
+def test_wrong_usage_is_found_first(args: str, tmp_path: Path) -> None:
+    result = call("bench", "generate", *args.format(tmp=tmp_path).split(), code=2)
+    assert "Error: " in result.stderr and result.stdout == "" and list(tmp_path.iterdir()) == []
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+@pytest.fixture
+def gpu() -> torch.device:
+    reason = missing("marlin", torch.device("cuda")) if torch.cuda.is_available() else "torch sees no CUDA GPU"
+    if reason is not None:
+        pytest.skip(reason)
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_all_layouts_are_timed_on_a_gpu(dtype: str, gpu: torch.device, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | {"hidden_size": 512, "intermediate_size": 1024}))
+    options = ("--batch", 1, "--batch", 3, "--prompt-tokens", 33, "--new-tokens", 7, "--dtype", dtype)
+    found = json.loads(call("bench", "generate", "--model", tmp_path, *options, "--json", "-q").stdout)
+    layouts = [DENSE, *kernels.default_layouts()]
+    assert [(row["layout"], row["batch"]) for row in found["rows"]] == [(name, b) for name in layouts for b in (1, 3)]
+    for row in found["rows"]:
+        assert 0.01 < row["step_ms"] < 1e3 and 0.01 < row["prompt_ms"] < 1e3 and row["decode_vs_dense"] > 0
+        assert row["packed_bytes"] <= row["weight_bytes"] < 1.03 * row["packed_bytes"] + 2**18
+        assert row["peak_bytes"] > row["weight_bytes"]
+        assert "decoded" not in row["weights"] and math.isfinite(row["floor_tokens_per_s"])
+    assert found["notices"] == []
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", [DENSE, *kernels.default_layouts()])
+def test_graphs_write_what_calls_write(layout: str, gpu: torch.device) -> None:
+    model = tiny(hidden_size=512, intermediate_size=1024)
+    found = Variant(DENSE, {}) if layout == DENSE else variants(model, [layout], [], [])[1]
+    made, _ = build(model, found, torch.float16, gpu, QUIET)
+    ids = torch.randint(257, (3, 11), device=gpu, generator=torch.Generator(gpu).manual_seed(1))
+
+    def written(prompt: Any, step: Any, turn: Any) -> torch.Tensor:
+        turn.rewind(0)
+        prompt()
+        tokens = [turn.token.clone()]
+        turn.rewind(11)
+        for _ in range(5):
+            step()
+            tokens.append(turn.token.clone())
+        return torch.cat(tokens, 1)
+
+    with generate._fast(), torch.inference_mode():
+        turn = decode_graphs.turns(made, ids, 6)
+        wanted = written(turn.prompt, turn.step, turn)
+        prompt = generate.graph_of(turn.prompt, lambda: turn.rewind(0))
+        step = generate.graph_of(turn.step, lambda: turn.rewind(11))
+        assert torch.equal(written(prompt.replay, step.replay, turn), wanted)

@@ -1,0 +1,385 @@
+"""A speed is easily wrong: the wrong shape compared, a weight that never left the cache, a floor too high."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from quantkit.bench import kernels, roofline
+from quantkit.bench.roofline import Cell, Device, Layer, compare, floor, layers, panels, read_peers
+from quantkit.cli import show
+from quantkit.core.quantized_tensor import Scheme
+from quantkit.errors import CheckpointError, KernelError, RecipeError
+from quantkit.kernels import MATMULS, missing, proof
+from quantkit.layouts import LAYOUTS
+from quantkit.progress import Progress
+from quantkit.reporting.plots import speedups
+from tests.command_line import call, refused
+
+ROOT = Path(__file__).resolve().parents[2]
+H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4.24e12, rate=740e12)
+MODEL = ("llama3-8b", "llama2-70b", "large")
+QKV = layers(["llama3-8b"], [])[0]
+CELL = Cell(QKV, 16, "marlin", "int4:g128", "matmul", 8.0, 16.0, 20.0, 12_976_128, 3.2, 2e-4, 26, 260, 9)
+
+
+def cell(us: float, layer: Layer = QKV, m: int = 16) -> Cell:
+    return replace(CELL, us=us, layer=layer, m=m)
+
+
+def write(path: Path, *rows: tuple[Any, ...]) -> Path:
+    head = "layer,K,N,M,kernel,time_us,speedup_vs_cublas"
+    path.write_text("\n".join([head, *(",".join(map(str, row)) for row in rows)]) + "\n")
+    return path
+
+
+# ------------------------------------------------------------------------------------------------ what is timed
+
+
+def test_the_shapes_are_those_of_the_published_figures(shared: Path) -> None:
+    with (shared / "bench" / "peers_h200.csv").open(newline="") as file:
+        published = {(int(row["N"]), int(row["K"])): row["layer"] for row in csv.DictReader(file)}
+    ours = {(layer.n, layer.k): layer.name for layer in layers(MODEL, [])}
+    assert ours.keys() == published.keys() and len(ours) == 9
+    assert all(published[shape] == name for shape, name in ours.items() if not name.startswith("large"))
+    assert max(ours) == (73728, 18432)
+
+
+def test_a_shape_is_timed_once_and_n_comes_first() -> None:
+    found = layers(["llama3-8b"], ["4096x14336", "512X128", "512x128", "8192x8192"])
+    assert [(layer.name, layer.n, layer.k) for layer in found[3:]] == [
+        ("llama3-8b down", 4096, 14336),
+        ("512x128", 512, 128),
+        ("llama2-70b o", 8192, 8192),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "4096", "4096x", "0x64", "-64x64", "64x64x64", "64 x 64", "1e3x64", "٦٤x64"])
+def test_what_is_no_shape_is_said(text: str) -> None:
+    with pytest.raises(RecipeError, match="is no shape"):
+        layers([], [text])
+
+
+def test_an_unknown_model_is_said() -> None:
+    with pytest.raises(RecipeError, match="llama3-8b"):
+        layers(["llama9"], [])
+
+
+@pytest.mark.parametrize("layout", MATMULS)
+def test_every_kernel_has_its_usual_schemes_and_they_fit_all_published_shapes(layout: str) -> None:
+    for label in kernels.SCHEMES[layout]:
+        for layer in layers(MODEL, []):
+            LAYOUTS[layout].check(Scheme.parse(label), layer.n, layer.k)
+
+
+@pytest.mark.parametrize("layout", MATMULS)
+def test_random_weights_are_legal_signed_and_the_same_again(layout: str) -> None:
+    for label in kernels.SCHEMES[layout]:
+        q, again = (kernels.record(Scheme.parse(label), 256, 512, torch.device("cpu")) for _ in range(2))
+        back = LAYOUTS[layout].unpack(LAYOUTS[layout].pack(q), q.scheme)
+        assert back.equal(q) and again.equal(q)
+        values = q.dequantize()
+        negative = (values < 0).float().mean() / (values != 0).float().mean()
+        assert 0.4 < negative < 0.6 and len(q.codes.unique()) == 2**q.scheme.format.bits
+        assert (values != 0).float().mean() > (0.4 if q.scheme.sparsity else 0.9)
+
+
+# ------------------------------------------------------------------------------------------------ how often
+
+
+@pytest.mark.parametrize("size", [1_000_000, 8_650_752, 2**25, 10**9])
+@pytest.mark.parametrize("l2", [0, 6 * 2**20, 60 * 2**20, 200 * 2**20])
+def test_copies_exceed_the_cache_and_are_not_one_too_many(size: int, l2: int) -> None:
+    count = kernels.copies(size, l2)
+    assert count * size >= max(5 * l2, 330e6) > (count - 1) * size or count == kernels.MOST_COPIES
+
+
+def test_copies_of_a_tiny_weight_end_somewhere() -> None:
+    assert kernels.copies(4096, 2**26) == kernels.MOST_COPIES
+
+
+@pytest.mark.parametrize("least", [0.001, 3.0, 400.0, 1e5])
+@pytest.mark.parametrize("factor", [1, 30, 1e4])
+@pytest.mark.parametrize("count", [1, 39, 1024])
+def test_a_fast_kernel_goes_round_all_copies_and_a_slow_one_ends(least: float, factor: float, count: int) -> None:
+    seen = max(least, 3.0) * factor
+    calls, rounds = kernels.repetitions(least, seen, count)
+    assert calls >= 1 and rounds % 2 == 1 and 1 <= rounds <= kernels.ROUNDS
+    assert calls * rounds * seen <= kernels.BUDGET_US or calls == rounds == 1
+    if calls % count:
+        assert (calls + 1) * seen > kernels.BUDGET_US, "cut short without need"
+    if factor == 1 and count * least < 1e4:
+        assert calls % count == 0 and calls * max(least, 2.0) >= 2000 and rounds >= 3
+
+
+# ------------------------------------------------------------------------------------------------ what it means
+
+
+def test_the_floor_is_the_longer_of_moving_and_multiplying() -> None:
+    assert floor(4_240_000, 0, 4.24e12, 740e12) == pytest.approx(1.0)
+    assert floor(4_240_000, 740e6 * 3, 4.24e12, 740e12) == pytest.approx(3.0)
+
+
+def test_a_compressed_weight_leaves_half_of_the_products() -> None:
+    assert kernels.flops("marlin", 64, 128, 3) == 2 * 3 * 64 * 128
+    assert kernels.flops("marlin24", 64, 128, 3) == kernels.flops("marlin24-ct", 64, 128, 3) == 3 * 64 * 128
+
+
+def test_figures_of_a_row_come_from_its_times() -> None:
+    row = CELL.row(H200)
+    assert (row["N"], row["K"], row["M"], row["layer"]) == (6144, 4096, 16, "llama3-8b qkv")
+    assert row["cublas_us"] == 16.0 and row["speedup_vs_cublas"] == 2.0, "of the faster order"
+    assert row["pct_of_floor"] == 40.0 and row["floor_speedup"] == 5.0
+    assert row["weight_GBps"] == pytest.approx(12_976_128 / 8e-6 / 1e9)
+    assert row["pct_of_copy_bandwidth"] == pytest.approx(100 * row["weight_GBps"] / 4240)
+    assert row["tflops"] == pytest.approx(2 * 16 * 6144 * 4096 / 8e-6 / 1e12)
+
+
+def test_means_are_of_whole_models_only_and_of_one_layout_and_token_count() -> None:
+    us = dict(zip(layers(["llama3-8b"], []), (8.0, 4.0, 8.0, 2.0), strict=True))
+    rows = [cell(time, layer, m).row(H200) for layer, time in us.items() for m in (1, 16)]
+    rows += [replace(CELL, scheme="int4:channel").row(H200), cell(1.0, Layer("512x512", 512, 512)).row(H200)]
+    rows += [cell(1.0, layers(["large"], [])[0]).row(H200)]
+    found = roofline.means(rows)
+    assert [(row["model"], row["M"], row["scheme"]) for row in found] == [
+        ("llama3-8b", 1, "int4:g128"),
+        ("llama3-8b", 16, "int4:g128"),
+    ]
+    assert all(row["speedup_vs_cublas"] == pytest.approx((2 * 4 * 2 * 8) ** 0.25) for row in found)
+    assert all(row["floor_speedup"] == pytest.approx(5.0) for row in found)
+
+
+def test_figures_agree_with_published_ones_of_the_same_times(shared: Path) -> None:
+    with (shared / "bench" / "peers_h200.csv").open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["kernel"] == "marlin_int4_g128"]
+    assert len(rows) == 72
+    for row in rows:
+        n, k, m = (int(row[key]) for key in "NKM")
+        size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in _stored(n, k))
+        ours = replace(CELL, layer=Layer("", n, k), m=m, us=float(row["time_us"]), bytes=size).row(H200)
+        for key in ("weight_GBps", "pct_of_copy_bandwidth", "tflops"):
+            assert ours[key] == pytest.approx(float(row[key]), rel=0.01, abs=0.06), (row, key)
+
+
+def _stored(n: int, k: int) -> Any:
+    return LAYOUTS["marlin"].stored(Scheme.parse("int4:g128"), n, k).values()
+
+
+# ------------------------------------------------------------------------------------------------ other kernels
+
+
+def test_layers_are_found_by_k_and_n_never_by_name_or_the_other_way_round(tmp_path: Path) -> None:
+    path = write(
+        tmp_path / "p.csv",
+        ("other name", 4096, 6144, 16, "a", 1.0, 2.5),
+        ("llama3-8b qkv", 6144, 4096, 16, "a", 1.0, 9.0),
+        ("llama3-8b qkv", 4096, 6144, 8, "a", 1.0, 9.0),
+    )
+    (row,) = compare([cell(8.0)], read_peers(path, ["a"]))["slower"]
+    assert (row["peer_speedup"], row["ratio"]) == (2.5, 0.8)
+
+
+def test_the_best_of_the_peers_counts_and_what_has_no_figure_is_counted(tmp_path: Path) -> None:
+    o, down = layers(["llama3-8b"], [])[1], layers(["llama3-8b"], [])[3]
+    path = write(
+        tmp_path / "p.csv",
+        ("", 4096, 6144, 16, "a", 1.0, 1.6),
+        ("", 4096, 6144, 16, "b", 1.0, 2.5),
+        ("", 4096, 6144, 16, "unasked", 1.0, 7.0),
+        ("", 4096, 4096, 16, "a", 1.0, 1.0),
+        ("", 4096, 4096, "", "plain read", 1.0, ""),
+    )
+    found = compare([cell(8.0), cell(4.0, o), cell(8.0, down)], read_peers(path, ["a", "b"]))
+    assert (found["compared"], found["missing"], len(found["slower"])) == (2, 1, 1)
+    assert found["slower"][0]["peer"] == "b" and found["mean"] == pytest.approx((0.8 * 4.0) ** 0.5)
+    assert compare([cell(8.0, down)], read_peers(path, ["a"])) == {
+        "compared": 0,
+        "missing": 1,
+        "mean": None,
+        "slower": [],
+    }
+
+
+def test_published_files_are_read(shared: Path) -> None:
+    assert len(read_peers(shared / "bench" / "humming_h200.csv", ["humming_int4_g128"])) == 72
+    found = read_peers(shared / "bench" / "peers_h200.csv", ["marlin_int4_g128", "marlin_int4_per_channel"])
+    assert len(found) == 144
+    with pytest.raises(RecipeError, match=r"no kernel 'humming'.*marlin_int4_g128"):
+        read_peers(shared / "bench" / "peers_h200.csv", ["humming"])
+
+
+def test_a_run_of_ours_can_be_compared_with_a_later_one(tmp_path: Path) -> None:
+    (tmp_path / "old.csv").write_bytes(roofline.table([CELL.row(H200)]))
+    found = compare([cell(10.0)], read_peers(tmp_path / "old.csv", ["matmul"]))
+    assert found["slower"][0]["ratio"] == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"a,b\n1,2\n",
+        b"\xff\xfe\x00",
+        b"K,N,M,kernel,speedup_vs_cublas\n1,2,x,k,1.0\n",
+        b"K,N,M,kernel,speedup_vs_cublas\n1,2,3,k,nan\n",
+        b"K,N,M,kernel,speedup_vs_cublas\n1,2,3,k,0\n",
+        b"K,N,M,kernel,speedup_vs_cublas\n1,2,3,k,inf\n",
+        b'K,N,M,kernel,speedup_vs_cublas\n1,2,3,"' + b"k" * 200_000 + b'",1\n',
+    ],
+)
+def test_a_csv_that_is_none_is_one_line(data: bytes, tmp_path: Path) -> None:
+    (tmp_path / "p.csv").write_bytes(data)
+    with pytest.raises((CheckpointError, RecipeError), match=r"p\.csv"):
+        read_peers(tmp_path / "p.csv", ["k"])
+
+
+# ------------------------------------------------------------------------------------------------ what is shown
+
+
+def test_a_csv_has_every_figure_and_where_it_was_measured(tmp_path: Path) -> None:
+    rows = [cell(8.0).row(H200), cell(9.87654321).row(H200)]
+    back = list(csv.DictReader(io.StringIO(roofline.table(rows).decode())))
+    assert [float(row["time_us"]) for row in back] == [8.0, 9.87654]
+    assert back[0]["gpu"] == "H200" and back[0]["dtype"] == "float16" and float(back[0]["copy_GBps"]) == 4240
+    assert back[0].keys() == rows[0].keys()
+
+
+def test_the_table_has_all_cells_and_names_those_behind(tmp_path: Path) -> None:
+    found = kernels.Bench(H200, (cell(8.0), cell(16.0, m=64))).to_dict()
+    text = show.speeds(found)
+    assert len([line for line in text.splitlines() if line.startswith("marlin ")]) == 2
+    assert "6144x4096" in text and "4240 GB/s" in text and "compared" not in text and "means" not in text
+    whole = kernels.Bench(H200, tuple(cell(8.0, layer) for layer in layers(["llama3-8b"], []))).to_dict()
+    assert "geometric means" in show.speeds(whole)
+    path = write(tmp_path / "p.csv", ("", 4096, 6144, 16, "theirs", 1.0, 2.5))
+    against = {"against": compare([cell(8.0), cell(16.0, m=64)], read_peers(path, ["theirs"]))}
+    text = show.speeds(found | against)
+    assert "theirs" in text and "compared: 1 cells, 1 slower" in text and "no figure: 1" in text
+    assert json.loads(show.as_json(found | against))["against"]["slower"][0]["peer"] == "theirs"
+    nothing = {"against": compare([cell(8.0, m=3)], read_peers(path, ["theirs"]))}
+    assert "compared: 0 cells, 0 slower; no figure: 1" in show.speeds(found | nothing)
+
+
+def test_a_plot_has_a_panel_for_each_layout_and_a_line_for_each_shape(tmp_path: Path) -> None:
+    o = layers(["llama3-8b"], [])[1]
+    cells = [cell(8.0, m=64), cell(8.0), cell(9.0, o), replace(CELL, layout="quick"), replace(CELL, scheme="int4:g32")]
+    found = panels(each.row(H200) for each in cells)
+    assert [len(lines) for lines in found.values()] == [2, 1, 1]
+    assert found["marlin int4:g128 (matmul)"]["llama3-8b qkv 6144x4096"] == [(16, 2.0, 5.0), (64, 2.0, 5.0)]
+    pytest.importorskip("matplotlib", reason="PNG drawings need the extra `plot`")
+    speedups(found, tmp_path / "s.png")
+    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_csv_is_drawn_as_its_figures_were(tmp_path: Path) -> None:
+    """The figures of an earlier run, on a machine without a GPU: every line, its floor, and the same bytes again."""
+    pytest.importorskip("matplotlib", reason="drawings need the extra `plot`")
+    cells = [cell(us, layer, m) for layer in layers(MODEL, []) for us, m in ((8.0, 1), (9.0, 16), (40.0, 1024))]
+    (tmp_path / "cells.csv").write_bytes(roofline.table([each.row(H200) for each in cells]))
+    drawn = []
+    for name in ("a.svg", "b.svg"):
+        command = [sys.executable, "benchmarks/plot.py", tmp_path / "cells.csv", "-o", tmp_path / name]
+        subprocess.run(command, check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        drawn.append((tmp_path / name).read_text())
+    assert drawn[0] == drawn[1]
+    assert all(f">{layer.name} {layer.n}x{layer.k}</text>" in drawn[0] for layer in layers(MODEL, [])[:-1])
+    assert "marlin int4:g128 (matmul); dashed: its floor" in drawn[0]
+    lines = ElementTree.fromstring(drawn[0]).iter("{http://www.w3.org/2000/svg}path")
+    assert sum("stroke-dasharray" in path.get("style", "") for path in lines) == len(layers(MODEL, []))
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_without_a_gpu_nothing_is_timed() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("needs a machine without a CUDA GPU")
+    assert "torch sees no CUDA GPU" in refused("bench", "kernels", "--json")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ("--shape 64x100", "64x100 in int4:g128 cannot be timed as marlin"),
+        ("--layout tcfpx --scheme int4:g128", "cannot be timed as tcfpx"),
+        ("--layout marlin24 --scheme int4:g128 --shape 128x128", "2:4"),
+    ],
+)
+def test_shapes_and_schemes_are_looked_at_before_anything_is_timed(args: str, said: str) -> None:
+    assert said in refused("bench", "kernels", *args.split())
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "--shape 4096",
+        "--scheme int9",
+        "--layout gptq",
+        "--model gpt2",
+        "--m 0",
+        "--dtype float32",
+        "--csv {tmp}/no-folder/k.csv",
+        "--csv {tmp}/k.png",
+        "--png {tmp}/k.svg",
+        "--peer marlin",
+        "--against {tmp}/p.csv",
+        "--against {tmp}/p.csv --peer nobody",
+    ],
+)
+def test_wrong_usage_is_found_before_anything_is_timed(args: str, tmp_path: Path) -> None:
+    write(tmp_path / "p.csv", ("", 4096, 6144, 16, "a", 1.0, 1.6))
+    result = call("bench", "kernels", *args.format(tmp=tmp_path).split(), code=2)
+    assert "Error: " in result.stderr and result.stdout == ""
+    assert [path.name for path in tmp_path.iterdir()] == ["p.csv"]
+
+
+# ------------------------------------------------------------------------------------------------ on a GPU
+
+
+def _needs_kernels() -> None:
+    reason = missing("marlin", torch.device("cuda")) if torch.cuda.is_available() else "torch sees no CUDA GPU"
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_all_layouts_are_timed_on_a_gpu(dtype: str, tmp_path: Path) -> None:
+    _needs_kernels()
+    options = ("--shape", "512x1024", "--m", 1, "--m", 33, "--dtype", dtype, "--csv", tmp_path / "k.csv")
+    found = json.loads(call("bench", "kernels", *options, "--json", "-q").stdout)
+    device, rows = found["device"], found["rows"]
+    pairs = [(layout, label) for layout in kernels.default_layouts() for label in kernels.SCHEMES[layout]]
+    assert [(row["layout"], row["scheme"], row["M"]) for row in rows] == [(*pair, m) for pair in pairs for m in (1, 33)]
+    assert device["copy"] > 1e10 and device["rate"] > 1e12 and device["dtype"] == dtype
+    for row in rows:
+        assert row["floor_us"] > 0 and 0.5 < row["time_us"] < 1e5 and 0.5 < row["cublas_us"] < 1e5, row
+        assert row["cublas_us"] == min(row["cublas_w_us"], row["cublas_wt_us"])
+        assert 0 <= row["relative_error"] < proof.BOUND
+    assert len((tmp_path / "k.csv").read_text().splitlines()) == len(rows) + 1
+
+
+@pytest.mark.gpu
+def test_a_wrong_product_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    _needs_kernels()
+    right = MATMULS["marlin"]
+
+    def matmul(*args: Any, out: torch.Tensor) -> torch.Tensor:
+        right(*args, out=out)[0, 0].fill_(100)  # one of 512 outputs
+        return out
+
+    monkeypatch.setitem(MATMULS, "marlin", matmul)
+    with pytest.raises(KernelError, match=r"marlin, int4:g128, 512x1024, 1 float16 tokens: the product is off"):
+        kernels.kernels(layers([], ["512x1024"]), [1], ["marlin"], [], torch.float16, Progress(quiet=True))

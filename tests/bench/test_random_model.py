@@ -1,0 +1,222 @@
+"""A model of noise is easily another one: of other sizes, weights that overflow, or one that several layers share."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from quantkit.bench import kernels, random_model, roofline
+from quantkit.bench.random_model import (
+    DENSE,
+    Load,
+    Outline,
+    Variant,
+    build,
+    noise,
+    share_room,
+    sizes,
+    variants,
+    working,
+)
+from quantkit.core.quantized_tensor import Scheme
+from quantkit.errors import CheckpointError, KernelError, LayoutError
+from quantkit.inference.packed_linear import PackedLinear
+from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts.schemes import Schemes
+from quantkit.models.meta_model import skeleton
+from quantkit.progress import Progress
+
+CPU, QUIET = torch.device("cpu"), Progress(quiet=True)
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 257,
+    "max_position_embeddings": 512,
+}
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen2 tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "gemma": {**LLAMA, "model_type": "gemma", "num_key_value_heads": 1},
+    "gpt_neox": {**LLAMA, "model_type": "gpt_neox"},
+    "opt": {**LLAMA, "model_type": "opt", "ffn_dim": 256, "word_embed_proj_dim": 128},
+}
+LAYOUT_SCHEMES = [(layout, label) for layout in kernels.default_layouts() for label in kernels.SCHEMES[layout]]
+
+
+def tiny(**changes: Any) -> Outline:
+    return Outline("tiny", Path("tiny"), LLAMA | changes)
+
+
+def variant(layout: str, label: str, model: Outline) -> Variant:
+    return variants(model, [layout], [Scheme.parse(label)], [])[1]
+
+
+def built(model: Outline, found: Variant, dtype: torch.dtype = torch.float32) -> Any:
+    made, notices = build(model, found, dtype, CPU, QUIET)
+    assert notices == []
+    return made
+
+
+def packed(path: Path, layout: str, schemes: Schemes) -> Path:
+    key = quantkit_key(layout, schemes, "1", None)
+    config = LLAMA | {"quantization_config": {**LAYOUTS[layout].write_config(schemes), "quantkit": key}}
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+# ------------------------------------------------------------------------------------------------ which model
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("llama3-8b", 8_030_261_248), ("llama2-70b", 68_976_648_192)])
+def test_the_models_by_name_have_the_published_sizes_and_layers(name: str, parameters: int) -> None:
+    model = random_model.read(name)
+    blank = skeleton(model, torch.float16, False)
+    assert sizes(blank, Variant(DENSE, {})).weights == 2 * parameters
+    fused = roofline.MODELS[name]
+    shapes = {path.rpartition(".")[2]: shape for path, shape in random_model.linears_of(blank).items()}
+    assert shapes["o_proj"] == fused["o"] and shapes["down_proj"] == fused["down"]
+    assert sum(shapes[part][0] for part in ("q_proj", "k_proj", "v_proj")) == fused["qkv"][0]
+    assert shapes["gate_proj"][0] + shapes["up_proj"][0] == fused["gate_up"][0]
+
+
+def test_a_70b_model_in_fp6_weighs_what_its_bits_say() -> None:
+    model = random_model.read("llama2-70b")
+    blank = skeleton(model, torch.float16, False)
+    shapes = random_model.linears_of(blank).values()
+    weights, rows = sum(n * k for n, k in shapes), sum(n for n, _ in shapes)
+    found = sizes(blank, variant("tcfpx", "fp6:channel", model))
+    rest = 2 * (68_976_648_192 - weights)
+    assert found.weights == weights * 6 // 8 + 2 * rows + rest and found.weights < 53e9
+    assert found.weights - found.read == 2 * 32000 * 8192, "embeddings are looked up, the head is read"
+
+
+def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    for path in (tmp_path, tmp_path / "config.json"):
+        found = random_model.read(str(path))
+        assert (found.name, found.config, found.layout) == (tmp_path.name, LLAMA, None)
+
+
+def test_a_packed_config_is_measured_as_it_is(tmp_path: Path) -> None:
+    wider = (r".*down_proj", Scheme.parse("int4:channel"))
+    schemes = Schemes(Scheme.parse("int4:g128"), (wider,), ignore=("lm_head", "model.layers.1.mlp.up_proj"))
+    model = random_model.read(str(packed(tmp_path, "marlin", schemes)))
+    dense, own = variants(model, [], [], [])
+    assert dense.layout == DENSE and own.layout == "marlin" and own.scheme == "int4:g128, int4:channel"
+    assert len(own.schemes) == 13 and "model.layers.1.mlp.up_proj" not in own.schemes
+    made = built(model, own)
+    assert made.model.layers[0].mlp.down_proj.scheme == Scheme.parse("int4:channel")
+    assert type(made.model.layers[1].mlp.up_proj) is nn.Linear and type(made.lm_head) is nn.Linear
+    other = variants(model, ["tcfpx"], [], [])[1]
+    assert other.scheme == "fp6:channel" and other.schemes.keys() == own.schemes.keys()
+
+
+def test_an_interchange_layout_is_built_as_stored(tmp_path: Path) -> None:
+    schemes = Schemes(Scheme.parse("int4:g64:asym"), ignore=("lm_head",))
+    model = random_model.read(str(packed(tmp_path, "compressed-tensors", schemes)))
+    own = variants(model, [], [], [])[1]
+    assert built(model, own).model.layers[0].mlp.up_proj.layout == own.layout == "compressed-tensors"
+
+
+# ------------------------------------------------------------------------------------------------ what is built
+
+
+@pytest.mark.parametrize(("layout", "label"), LAYOUT_SCHEMES)
+def test_a_packed_model_is_the_model_of_its_decoded_records(layout: str, label: str) -> None:
+    model = tiny()
+    found = variant(layout, label, model)
+    made, plain = built(model, found), built(model, Variant(DENSE, {}))
+    others = {name: p for name, p in made.named_parameters() if name.rpartition(".")[0] not in found.schemes}
+    assert len(found.schemes) == 14 and len(others) == 2 * 2 + 3, "norms, embeddings, head"
+    for name, parameter in others.items():
+        plain.get_parameter(name).data = parameter.data
+    for path, scheme in found.schemes.items():
+        n, k = plain.get_submodule(path).weight.shape
+        plain.get_parameter(f"{path}.weight").data = noise(scheme, n, k, CPU).dequantize()
+    ids = torch.arange(24).view(2, 12)
+    with torch.inference_mode():
+        assert torch.equal(made(ids).logits, plain(ids).logits)
+
+
+@pytest.mark.parametrize(("layout", "label"), [(DENSE, ""), *LAYOUT_SCHEMES])
+def test_sizes_on_paper_are_those_in_memory_and_no_two_layers_share_any(layout: str, label: str) -> None:
+    model = tiny()
+    found = variant(layout, label, model) if label else Variant(DENSE, {})
+    made = built(model, found, torch.float16)
+    assert sizes(skeleton(model, torch.float16, False), found).weights == sum(p.nbytes for p in made.parameters())
+    places = [p.data_ptr() for p in made.parameters()]
+    assert len(set(places)) == len(places)
+    assert {type(m) for m in made.model.layers.modules() if hasattr(m, "in_features")} == {
+        PackedLinear if label else nn.Linear
+    }
+
+
+def test_tied_embeddings_are_one_weight_and_are_read(tmp_path: Path) -> None:
+    model = Outline("tied", tmp_path, FAMILIES["qwen2 tied"])
+    found = variant("marlin", "int4:g128", model)
+    made = built(model, found, torch.float16)
+    assert made.lm_head.weight is made.model.embed_tokens.weight
+    on_paper = sizes(skeleton(model, torch.float16, False), found)
+    assert on_paper.weights == on_paper.read == sum(p.nbytes for p in made.parameters())
+    assert made.model.layers[0].self_attn.q_proj.bias.dtype == torch.float16
+
+
+@pytest.mark.parametrize(("layout", "label"), [(DENSE, ""), *LAYOUT_SCHEMES])
+def test_noise_stays_in_the_range_of_float16_in_any_depth(layout: str, label: str) -> None:
+    model = tiny(num_hidden_layers=24)
+    made = built(model, variant(layout, label, model) if label else Variant(DENSE, {}))
+    with torch.inference_mode():
+        hidden = made.model(torch.arange(8)[None]).last_hidden_state
+        seen: list[torch.Tensor] = []
+        made.model.norm.register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+        made(torch.arange(8)[None])
+    assert hidden.isfinite().all() and seen[0].abs().max() < 1000 and seen[0].std() > 0.1
+
+
+# ------------------------------------------------------------------------------------------------ what fits
+
+
+def test_a_dense_model_is_left_out_where_it_does_not_fit_and_that_is_said() -> None:
+    model = random_model.read("llama2-70b")
+    blank, load = skeleton(model, torch.float16, False), Load((1, 64), 512, 64, torch.float16)
+    found = variants(model, ["tcfpx"], [], [])
+    jobs, notices = share_room(model.name, blank, found, load, 149_500_000_000)
+    assert [(job.layout, batches) for job, batches in jobs] == [(DENSE, (1,)), ("tcfpx", (1, 64))]
+    assert len(notices) == 1 and "the dense model is left out at batch 64" in notices[0]
+    jobs, notices = share_room(model.name, blank, found, load, 85_000_000_000)
+    assert [(job.layout, batches) for job, batches in jobs] == [("tcfpx", (1, 64))]
+    assert "left out at batch 1, 64" in notices[0] and "too little" in notices[0]
+
+
+def test_a_packed_model_that_does_not_fit_says_how_much_is_missing() -> None:
+    model = random_model.read("llama2-70b")
+    blank, load = skeleton(model, torch.float16, False), Load((1, 64), 512, 64, torch.float16)
+    with pytest.raises(
+        KernelError, match=r"fp6:channel takes about 60\.\d GB at batch 1, the GPU has 24\.0 GB free, 36"
+    ):
+        share_room(model.name, blank, variants(model, ["tcfpx"], [], []), load, 24_000_000_000)
+
+
+def test_the_cache_is_counted() -> None:
+    blank = skeleton(random_model.read("llama2-70b"), torch.float16, False)
+    few, many = (working(blank, Load((64,), 512, new, torch.float16), 64) for new in (64, 576))
+    assert many - few == 64 * 512 * 2 * 80 * 8 * 128 * 2
+
+
+def test_errors_have_their_kinds(tmp_path: Path) -> None:
+    with pytest.raises(LayoutError, match="q_proj is 256x96"):
+        variants(tiny(hidden_size=96), ["marlin"], [], [])
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        random_model.read(str(tmp_path))

@@ -1,0 +1,127 @@
+"""Sources whose files' hashes are stated beside them: damage is found, and nothing is converted further."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from quantkit.checkpoint.provenance import SUMS, source_hashes, stated
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.io.hashing import hash_of_file
+from quantkit.pipeline.quantize import pack, quantize
+from quantkit.pipeline.recipe import from_mapping
+from quantkit.reporting.report import REPORT
+
+RTN = from_mapping({"method": "rtn", "clip": "none"})
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def snapshot(model: Path, tmp_path: Path) -> Path:
+    """Return a copy of a model as the hub's cache keeps it: large files named by their SHA-256, small ones not."""
+    home = tmp_path / "models--a--m"
+    folder = home / "snapshots" / "12ab"
+    folder.mkdir(parents=True)
+    (home / "blobs").mkdir()
+    for path in model.iterdir():
+        blob = home / "blobs" / (sha256(path) if path.suffix == ".safetensors" else f"{path.name:0>40}")
+        shutil.copyfile(path, blob)
+        (folder / path.name).symlink_to(blob)
+    return folder
+
+
+def listed(model: Path, tmp_path: Path) -> Path:
+    """Return a copy of a model with what `sha256sum *` prints of it, and lines of other things."""
+    folder = Path(shutil.copytree(model, tmp_path / "listed"))
+    lines = [f"{sha256(path)}  {path.name}" for path in folder.iterdir()]
+    (folder / SUMS).write_text("\n".join(["# of today", *lines, "0" * 63 + "  config.json", ""]))
+    return folder
+
+
+def reported(model: Path, tmp_path: Path) -> Path:
+    quantize(model, tmp_path / "reported", RTN)
+    return tmp_path / "reported"
+
+
+WAYS = {snapshot: "download it again", listed: f"mend {SUMS}", reported: "remove the report"}
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_every_flipped_bit_of_a_stated_file_is_found(
+    way: Callable[[Path, Path], Path], small_llama: Path, tmp_path: Path
+) -> None:
+    folder = way(small_llama, tmp_path)
+    src = Checkpoint(folder)
+    whole = source_hashes(src)
+    random.seed(way.__name__)
+    for _ in range(200):
+        shard = random.choice(src.files()).resolve()
+        with shard.open("r+b") as file:
+            at = random.randrange(shard.stat().st_size)
+            file.seek(at)
+            [byte] = file.read(1)
+            for value in (byte ^ 1 << random.randrange(8), byte):
+                file.seek(at)
+                file.write(bytes([value]))
+                file.flush()
+                if value == byte:
+                    continue
+                with pytest.raises(CheckpointError, match=f"its hash is not the one .*: .*{WAYS[way]}"):
+                    source_hashes(src)
+    assert source_hashes(src) == whole
+
+
+@pytest.mark.parametrize("way", [snapshot, listed], ids=lambda way: way.__name__)
+def test_damage_stops_a_run_and_a_conversion_and_a_whole_file_is_reported_by_its_stated_hash(
+    way: Callable[[Path, Path], Path], small_llama: Path, tmp_path: Path
+) -> None:
+    packed = tmp_path / "packed"
+    quantize(small_llama, packed, RTN)
+    (packed / REPORT).unlink()
+    for number, (model, work) in enumerate(
+        [(small_llama, lambda src, out: quantize(src, out, RTN)), (packed, lambda src, out: pack(src, out, "marlin"))]
+    ):
+        here = tmp_path / str(number)
+        here.mkdir()
+        folder = way(model, here)
+        files = work(folder, here / "whole")["source"]["files"]
+        shards = [path for path in folder.iterdir() if path.suffix == ".safetensors"]
+        assert {path.name: files[path.name] for path in shards} == {path.name: sha256(path) for path in shards}
+        data = bytearray(shards[0].read_bytes())
+        data[-1] ^= 1
+        shards[0].resolve().write_bytes(data)
+        with pytest.raises(CheckpointError, match=f"{shards[0].name}: its hash is not the one"):
+            work(folder, here / "out")
+        assert not any(here.glob("out*"))
+
+
+def test_a_report_comes_before_a_list_and_what_neither_states_is_hashed_all_the_same(
+    small_llama: Path, tmp_path: Path
+) -> None:
+    folder = reported(small_llama, tmp_path)
+    (folder / SUMS).write_text(f"{'0' * 64} *./model-00001.safetensors\n{'A' * 64}  other.safetensors\n")
+    src = Checkpoint(folder)
+    known = stated(src)
+    assert known["model-00001.safetensors"].by == f"{REPORT} lists" and known["other.safetensors"].digest == "a" * 64
+    assert source_hashes(src) == {name: hash_of_file(path) for name, path in src.sources().items()}
+    (folder / REPORT).unlink()
+    with pytest.raises(CheckpointError, match=rf"{SUMS} lists, .*: restore it, or mend {SUMS}"):
+        source_hashes(src)
+    (folder / SUMS).write_bytes(b"\xff\n\n" + b"0" * 64)
+    assert stated(src) == {}
+
+
+def test_a_list_that_leads_elsewhere_is_not_read(small_llama: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(small_llama, tmp_path / "m"))
+    (tmp_path / "theirs").write_text("")
+    (folder / SUMS).symlink_to(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="link out of the model's folder"):
+        stated(Checkpoint(folder))

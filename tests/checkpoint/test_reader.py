@@ -1,0 +1,326 @@
+"""Model folders from strangers, and writing that is stopped at any operation: one result, or one line that says why."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.errors import CheckpointError
+from quantkit.io.safetensors_header import INDEX
+from tests.faults import memory_path
+
+tmp_path = memory_path
+
+ONE = {"a.weight": torch.arange(6, dtype=torch.float16), "b.bias": torch.ones(3)}
+TWO = {"c.weight": torch.arange(4.0).view(2, 2)}
+
+
+def dense_folder(folder: Path, config: dict[str, Any] | None = None, index: bool = True) -> Path:
+    """Two shards with an index, or one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **(config or {})}))
+    (folder / "tokenizer.json").write_text("{}")
+    if not index:
+        save_file({**ONE, **TWO}, folder / "model.safetensors")
+        return folder
+    save_file(ONE, folder / "x-00001-of-00002.safetensors")
+    save_file(TWO, folder / "x-00002-of-00002.safetensors")
+    names = {name: "x-00001-of-00002.safetensors" for name in ONE} | {"c.weight": "x-00002-of-00002.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 12 + 12 + 16}, "weight_map": names}))
+    return folder
+
+
+def change_index(folder: Path, **changes: Any) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    weight_map = {k: v for k, v in {**index["weight_map"], **changes}.items() if v is not None}
+    (folder / INDEX).write_text(json.dumps({**index, "weight_map": weight_map}))
+
+
+def refusal(folder: Path) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        Checkpoint(folder)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 800
+    return str(caught.value)
+
+
+@contextmanager
+def only_opens_inside(*folders: Path) -> Iterator[list[str]]:
+    """Record every open() of a path that is in none of the folders and no part of Python."""
+    outside: list[str] = []
+    watching = True
+
+    def hook(event: str, arguments: tuple[Any, ...]) -> None:
+        if watching and event == "open" and isinstance(arguments[0], (str, Path)):
+            path = Path(arguments[0]).absolute()
+            if not any(folder in path.parents or folder == path for folder in folders) and path.suffix != ".py":
+                outside.append(str(path))
+
+    sys.addaudithook(hook)
+    try:
+        yield outside
+    finally:
+        watching = False
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+@pytest.mark.parametrize("index", [True, False])
+def test_a_folder_is_read_tensor_by_tensor(tmp_path: Path, index: bool) -> None:
+    source = Checkpoint(dense_folder(tmp_path / "m", index=index))
+    assert sorted(source.names()) == ["a.weight", "b.bias", "c.weight"] == sorted(source.logical())
+    for name, tensor in {**ONE, **TWO}.items():
+        assert torch.equal(source.get(name), tensor) and torch.equal(source.dense(name), tensor)
+        assert (source.shape(name), source.dtype(name)) == (tuple(tensor.shape), tensor.dtype)
+    assert source.dense("a.weight", torch.float64).dtype == torch.float64
+    assert source.layout is None and source.modules() == [] and source.notices == []
+    assert [item.name for item in source.items()] == source.names()
+    assert source.hashes().keys() == {"config.json", *(p.name for p in source.files())}
+    with pytest.raises(CheckpointError, match=r"no tensor 'x\.weight'"):
+        source.get("x.weight")
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"dtype": "bfloat16"}, torch.bfloat16),
+        ({"torch_dtype": "torch.float16"}, torch.float16),
+        ({"torch_dtype": "auto"}, torch.float32),
+        ({"dtype": ["bfloat16"]}, torch.float32),
+        ({}, torch.float32),
+    ],
+)
+def test_the_dtype_of_the_model(tmp_path: Path, config: dict[str, Any], expected: torch.dtype) -> None:
+    assert Checkpoint(dense_folder(tmp_path / "m", config)).dtype_of_model == expected
+
+
+@pytest.mark.parametrize("file", ["../x.safetensors", "a/../../x.safetensors", "/etc/passwd", "{}/x.safetensors"])
+def test_an_index_cannot_name_files_elsewhere(tmp_path: Path, file: str) -> None:
+    folder = dense_folder(tmp_path / "m")
+    save_file(TWO, tmp_path / "x.safetensors")
+    change_index(folder, **{"c.weight": file.format(tmp_path)})
+    with only_opens_inside(folder) as outside:
+        refusal(folder)
+    assert outside == []
+
+
+def sabotage(case: str, folder: Path) -> None:
+    one, two = folder / "x-00001-of-00002.safetensors", folder / "x-00002-of-00002.safetensors"
+    elsewhere = folder.parent / "elsewhere.safetensors"
+    if case == "shard missing":
+        two.unlink()
+    elif case == "shard truncated":
+        os.truncate(two, two.stat().st_size - 1)
+    elif case == "shard is a FIFO":
+        two.unlink()
+        os.mkfifo(two)
+    elif case == "shard is a folder":
+        two.unlink()
+        two.mkdir()
+    elif case == "shard links out":
+        two.rename(elsewhere)
+        two.symlink_to(elsewhere)
+    elif case == "shard links to a device":
+        two.unlink()
+        two.symlink_to("/dev/zero")
+    elif case == "shard links to itself":
+        two.unlink()
+        two.symlink_to(two.name)
+    elif case == "shard is a pickle":
+        two.unlink()
+        torch.save(TWO, two)
+    elif case == "tensor listed, absent":
+        change_index(folder, **{"d.weight": two.name})
+    elif case == "tensor present, unlisted":
+        change_index(folder, **{"b.bias": None})
+    elif case == "tensor in two shards":
+        save_file({**TWO, "b.bias": ONE["b.bias"]}, two)
+    elif case == "tensor in another shard":
+        change_index(folder, **{"c.weight": one.name})
+    elif case == "index names a pickle":
+        torch.save(TWO, folder / "pytorch_model.bin")
+        change_index(folder, **{"c.weight": "pytorch_model.bin"})
+    elif case == "index names a number":
+        change_index(folder, **{"c.weight": 7})
+    elif case == "index is a list":
+        (folder / INDEX).write_text("[]")
+    elif case == "weight_map is a list":
+        (folder / INDEX).write_text('{"weight_map": []}')
+    elif case == "weight_map is empty":
+        (folder / INDEX).write_text('{"weight_map": {}}')
+    elif case == "index links out":
+        (folder / INDEX).rename(elsewhere)
+        (folder / INDEX).symlink_to(elsewhere)
+    elif case == "index is deep":
+        (folder / INDEX).write_text('{"weight_map":' * 10**5)
+    elif case == "index has a key twice":
+        (folder / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}')
+    elif case == "index missing":
+        (folder / INDEX).unlink()
+    elif case == "one of two shards":
+        (folder / INDEX).unlink()
+        two.unlink()
+    elif case == "two indexes":
+        shutil.copy(folder / INDEX, folder / "other.safetensors.index.json")
+    elif case == "index and single file":
+        save_file({**ONE, **TWO}, folder / "model.safetensors")
+    elif case == "no config":
+        (folder / "config.json").unlink()
+    elif case == "config links out":
+        (folder / "config.json").rename(elsewhere)
+        (folder / "config.json").symlink_to(elsewhere)
+    elif case == "config of a stranger's code":
+        (folder / "config.json").write_text('{"text_config": {"auto_map": {"AutoConfig": "x.y"}}}')
+    elif case == "unknown quantization":
+        (folder / "config.json").write_text('{"quantization_config": {"quant_method": "hqq", "bits": 4}}')
+    elif case == "quantization no object":
+        (folder / "config.json").write_text('{"quantization_config": ["gptq"]}')
+
+
+SABOTAGE = {
+    "shard missing": "x-00002-of-00002.safetensors' is missing",
+    "shard truncated": "should end at byte",
+    "shard is a FIFO": "not a regular file",
+    "shard is a folder": "not a regular file",
+    "shard links out": "link out",
+    "shard links to a device": "link out",
+    "shard links to itself": "cannot be opened",
+    "shard is a pickle": "header",
+    "tensor listed, absent": "'d.weight'",
+    "tensor present, unlisted": "b.bias",
+    "tensor in two shards": "b.bias is in x-00002",
+    "tensor in another shard": "index lists 'c.weight'",
+    "index names a pickle": "only .safetensors",
+    "index names a number": "only .safetensors",
+    "index is a list": "no JSON object",
+    "weight_map is a list": "no weight_map",
+    "weight_map is empty": "no weight_map",
+    "index links out": "link out",
+    "index is deep": "deeper",
+    "index has a key twice": "twice",
+    "index missing": INDEX,
+    "one of two shards": INDEX,
+    "two indexes": "several indexes",
+    "index and single file": "out of date",
+    "no config": "config.json is missing",
+    "config links out": "link out",
+    "config of a stranger's code": "--trust-remote-code",
+    "unknown quantization": "'hqq'",
+    "quantization no object": "quantization_config",
+}
+
+
+@pytest.mark.parametrize("case", SABOTAGE)
+def test_hostile_and_broken_folders_are_refused(tmp_path: Path, case: str) -> None:
+    folder = dense_folder(tmp_path / "m")
+    sabotage(case, folder)
+    with only_opens_inside(folder) as outside:
+        assert SABOTAGE[case] in refusal(folder)
+    assert outside == []
+
+
+def test_what_is_ignored_is_told(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m", index=False)
+    torch.save(ONE, folder / "pytorch_model.bin")
+    save_file(ONE, folder / "consolidated.safetensors")
+    assert Checkpoint(folder).notices == ["ignored: pytorch_model.bin, consolidated.safetensors"]
+
+
+def test_pickles_alone_are_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    torch.save(ONE, tmp_path / "pytorch_model.bin")
+    assert "only pytorch_model.bin" in refusal(tmp_path) and "save_pretrained" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("config", [True, False])
+def test_an_adapter_is_refused_with_the_way_out(tmp_path: Path, config: bool) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    save_file(ONE, tmp_path / "adapter_model.safetensors")
+    if config:
+        (tmp_path / "config.json").write_text("{}")
+    assert "merge" in refusal(tmp_path)
+
+
+def test_one_file_of_any_name_is_a_model(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m", index=False)
+    (folder / "model.safetensors").rename(folder / "gptq_model-4bit-128g.safetensors")
+    assert len(Checkpoint(folder).names()) == 3
+
+
+def test_a_wrong_total_size_changes_nothing(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m")
+    index = json.loads((folder / INDEX).read_text())
+    (folder / INDEX).write_text(json.dumps({**index, "metadata": {"total_size": -1}}))
+    assert len(Checkpoint(folder).names()) == 3
+
+
+@pytest.mark.parametrize("how", ["appended", "replaced", "gone"])
+def test_a_file_that_changes_during_the_run_is_found(tmp_path: Path, how: str) -> None:
+    folder = dense_folder(tmp_path / "m", index=False)
+    path = folder / "model.safetensors"
+    source = Checkpoint(folder)
+    if how == "appended":
+        path.open("ab").write(b"x")
+    elif how == "replaced":
+        shutil.copy(path, tmp_path / "copy")
+        (tmp_path / "copy").rename(path)
+    else:
+        path.unlink()
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        source.get("a.weight")
+
+
+def test_a_hub_cache_is_read_through_its_links(tmp_path: Path) -> None:
+    plain = dense_folder(tmp_path / "m")
+    snapshot = tmp_path / "models--a--m" / "snapshots" / "12ab"
+    blobs = tmp_path / "models--a--m" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for number, path in enumerate(sorted(plain.iterdir())):
+        shutil.copy(path, blobs / f"{number:064}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number:064}")
+    (tmp_path / "link").symlink_to(snapshot)
+    source = Checkpoint(tmp_path / "link")
+    assert all(torch.equal(source.get(name), tensor) for name, tensor in {**ONE, **TWO}.items())
+
+
+@pytest.mark.parametrize(
+    "model", ["./x", "../x", "/x/y", "~/x", "a/b/c", "x\\y", "/etc/passwd", "x y", "a//b", "", "x" * 200]
+)
+def test_a_path_that_is_no_folder_never_reaches_the_network(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    calls: list[str] = []
+    watching = True
+    sys.addaudithook(lambda event, _: calls.append(event) if watching and event.startswith("socket.") else None)
+    with pytest.raises(CheckpointError) as caught:
+        resolve(model)
+    watching = False
+    assert "\n" not in str(caught.value) and calls == []
+
+
+def test_a_hub_id_without_a_network_is_one_line(tmp_path: Path) -> None:
+    code = "from quantkit.checkpoint.reader import resolve; resolve('nobody/no-model-of-this-name')"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("quantkit.errors.CheckpointError: nobody/no-model-of-this-name: no folder here")
+
+
+def test_a_folder_has_no_revision(tmp_path: Path) -> None:
+    assert resolve(str(tmp_path)) == tmp_path
+    with pytest.raises(CheckpointError, match="--revision"):
+        resolve(str(tmp_path), "main")

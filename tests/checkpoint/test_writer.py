@@ -1,0 +1,354 @@
+"""Packed weights in and out of folders, and writing that is stopped at any operation and then continued."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.core.formats import FP6, INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.io import files, hashing
+from quantkit.io.safetensors_header import INDEX, read_header
+from quantkit.io.safetensors_writer import RESERVED
+from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts.base import Layout
+from quantkit.layouts.schemes import Schemes
+from tests.checkpoint.test_reader import dense_folder
+from tests.faults import Killed, count, failing, faults, killer, memory_path, state
+from tests.tiny_models import write_model
+
+tmp_path = memory_path
+ROOT = Path(__file__).resolve().parents[2]
+
+Q = "model.layers.0.self_attn.q_proj"
+SPARSE = Scheme(INT4, 128, sparsity="2:4")
+SCHEMES = {"humming": Scheme(FP6), "tcfpx": Scheme(FP6), "marlin": Scheme(INT4, 128)}
+SCHEMES |= {"marlin24": SPARSE, "marlin24-ct": SPARSE}
+
+
+def copy_all(
+    source: Checkpoint,
+    out: Path,
+    layout: Layout | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    resume: bool = False,
+    every: int = 2,
+    shard: int = 2**20,
+) -> dict[str, str]:
+    """The smallest writer loop: every item, a commit after `every` items."""
+    with files.staging(out, resume=resume, source=source.path) as partial:
+        if files.is_complete(partial):
+            files.publish(partial, out)
+            return {}
+        writer = CheckpointWriter(partial, source, layout, max_shard_bytes=shard)
+        writer.identify({"source": source.hashes(), "version": 1})
+        done = writer.items_done()
+        for number, item in enumerate(source.items(), 1):
+            if item.name not in done:
+                writer.add(item)
+                if number % every == 0:
+                    writer.commit({"number": number})
+        writer.commit({})
+        hashes = writer.finish(config or source.config, {"README.md": b"a card\n"})
+        files.publish(partial, out)
+    return hashes
+
+
+def record(scheme: Scheme, n: int = 256, k: int = 256) -> QuantizedTensor:
+    generator = torch.Generator().manual_seed(0)
+    codes = torch.randint(0, 2**scheme.format.bits, (n, k), generator=generator).to(torch.uint8)
+    if scheme.sparsity is not None:
+        codes.view(n, -1, 4)[..., 1:3] = scheme.format.zero_code
+    scales = torch.rand(n, scheme.groups(k), generator=generator).add(0.5).half()
+    return QuantizedTensor(scheme, codes, scales)
+
+
+def packed_folder(folder: Path, name: str) -> tuple[Path, QuantizedTensor]:
+    """A packed weight with a bias, between two dense tensors, written with the library rather than with our writer."""
+    layout = LAYOUTS[name]
+    q = record(SCHEMES.get(name, Scheme(INT4, 64)))
+    schemes = Schemes(q.scheme, ignore=("lm_head",))
+    config = {**layout.write_config(schemes), "quantkit": quantkit_key(name, schemes, "1", None)}
+    tensors = {f"{Q}.{suffix}": tensor for suffix, tensor in layout.pack(q).items()}
+    dense = {
+        "model.embed_tokens.weight": torch.ones(4, 4),
+        "model.norm.weight": torch.ones(4),
+        f"{Q}.bias": torch.ones(256),
+    }
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"quantization_config": config, "dtype": "float16"}))
+    save_file({**tensors, **dense}, folder / "model.safetensors")
+    return folder, q
+
+
+# ------------------------------------------------------------------------------------------------ packed weights
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packed_weights_go_through_folders_unchanged(tmp_path: Path, name: str) -> None:
+    folder, q = packed_folder(tmp_path / "m", name)
+    source = Checkpoint(folder)
+    assert source.layout is LAYOUTS[name] and source.modules() == [Q]
+    assert source.scheme(Q) == q.scheme and source.size(Q) == (256, 256)
+    assert source.quantized(Q).equal(q)
+    assert torch.equal(source.dense(f"{Q}.weight"), q.dequantize(torch.float16))
+    assert sorted(source.logical()) == sorted(
+        ["model.embed_tokens.weight", "model.norm.weight", f"{Q}.bias", f"{Q}.weight"]
+    )
+    assert [item.name for item in source.items()] == source.logical()
+    copy_all(source, tmp_path / "out", source.layout)
+    again = Checkpoint(tmp_path / "out")
+    assert again.quantized(Q).equal(q) and again.schemes == source.schemes
+    assert {n: again.get(n).tolist() for n in again.names()} == {n: source.get(n).tolist() for n in source.names()}
+    if source.layout.SIDE_FILE is not None:
+        side = json.loads((tmp_path / "out" / source.layout.SIDE_FILE.name).read_text())
+        assert side == source.layout.SIDE_FILE.contents(source.config["quantization_config"])
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("damage", ["missing", "dtype", "shape", "stray"])
+def test_a_damaged_part_is_named(tmp_path: Path, name: str, damage: str) -> None:
+    folder, _ = packed_folder(tmp_path / "m", name)
+    source = Checkpoint(folder)
+    tensors = {n: source.get(n) for n in source.names()}
+    for suffix in LAYOUTS[name].pack(record(source.scheme(Q))):
+        broken = dict(tensors)
+        part = f"{Q}.{suffix}"
+        if damage == "missing":
+            del broken[part]
+            if suffix == "g_idx":
+                continue  # many published GPTQ files have none: it counts as static
+        elif damage == "dtype":
+            broken[part] = broken[part].double() if broken[part].is_floating_point() else broken[part].to(torch.int8)
+        elif damage == "shape":
+            broken[part] = torch.cat([broken[part], broken[part]])
+        else:
+            broken[f"other.{suffix}"] = broken[part].clone()
+            if suffix in (LAYOUTS[name].MARKER, "weight"):
+                continue
+        save_file(broken, folder / "model.safetensors")
+        with pytest.raises(CheckpointError) as caught:
+            Checkpoint(folder).quantized(Q)
+        assert (Q in str(caught.value) or damage == "stray") and "\n" not in str(caught.value), suffix
+
+
+def test_contradictions_between_config_and_tensors_are_refused(tmp_path: Path) -> None:
+    folder, q = packed_folder(tmp_path / "m", "marlin")
+    tensors = {n: Checkpoint(folder).get(n) for n in Checkpoint(folder).names()}
+    save_file({**tensors, f"{Q}.weight": q.dequantize()}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="twice"):
+        Checkpoint(folder)
+    head = {f"lm_head.{suffix}": tensors[f"{Q}.{suffix}"].clone() for suffix in ("B", "s")}
+    save_file({**tensors, **head}, folder / "model.safetensors")
+    with pytest.raises(CheckpointError, match="lm_head is packed"):
+        Checkpoint(folder)
+    save_file({"x": torch.ones(1)}, folder / "model.safetensors")
+    assert "no tensor is packed" in Checkpoint(folder).notices[0]
+
+
+def test_a_folder_that_only_the_side_file_describes(tmp_path: Path) -> None:
+    folder, q = packed_folder(tmp_path / "m", "gptq")
+    side = {"bits": 4, "group_size": 64, "desc_act": False, "sym": True, "damp_percent": 0.01}
+    (folder / "config.json").write_text("{}")
+    (folder / "quantize_config.json").write_text(json.dumps(side))
+    assert Checkpoint(folder).quantized(Q).equal(q)
+
+
+# ------------------------------------------------------------------------------------------------ writing
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_a_copied_model_is_the_same_model(tmp_path: Path, family: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = write_model(family, tmp_path / "m", torch.bfloat16)
+    source = Checkpoint(folder)
+    hashes = copy_all(source, tmp_path / "out", every=3)
+    copy = Checkpoint(tmp_path / "out")
+    assert copy.logical() and set(copy.names()) == set(source.names())
+    for name in source.names():
+        assert torch.equal(copy.get(name).view(torch.uint8), source.get(name).view(torch.uint8))
+    assert len(copy.files()) > 3
+    assert hashes == {p.name: hashing.hash_of_file(p) for p in (tmp_path / "out").iterdir()}
+    before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (folder, tmp_path / "out"))
+    assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
+    assert (
+        AutoTokenizer.from_pretrained(tmp_path / "out")("ab").input_ids
+        == AutoTokenizer.from_pretrained(folder)("ab").input_ids
+    )
+
+
+def test_only_data_goes_along(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m")
+    wanted = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "merges.txt", "LICENSE.md"]
+    wanted += ["chat_template.jinja", "generation_config.json", "special_tokens_map.json", "Notice", "USE_POLICY.md"]
+    wanted += ["added_tokens.json", "preprocessor_config.json", "additional_chat_templates/tool.jinja"]
+    unwanted = ["tokenizer.py", "tokenization_x.py", "modeling_x.py", "tokenizer.pkl", "training_args.bin", "run.sh"]
+    unwanted += ["README.md", ".gitattributes", "optimizer.pt", "original/tokenizer.model", "vocab.npz"]
+    for name in (*wanted, *unwanted):
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(b"{}")
+    (folder / "tokenizer").mkdir()
+    copy_all(Checkpoint(folder), tmp_path / "out")
+    weights = {p for p in state(tmp_path / "out") if p.endswith(".safetensors")}
+    assert set(state(tmp_path / "out")) - weights == {*wanted, "README.md", "config.json", INDEX}
+    assert (tmp_path / "out" / "README.md").read_bytes() == b"a card\n"
+
+
+def test_a_link_out_of_the_source_is_found_before_the_work(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m")
+    (folder / "vocab.json").symlink_to("/etc/passwd")
+    with pytest.raises(CheckpointError, match=r"vocab\.json"), files.staging(tmp_path / "out") as partial:
+        CheckpointWriter(partial, Checkpoint(folder), None)
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_links_of_a_hub_cache_become_files(tmp_path: Path) -> None:
+    plain = dense_folder(tmp_path / "m", index=False)
+    snapshot, blobs = tmp_path / "models--a--m" / "snapshots" / "12ab", tmp_path / "models--a--m" / "blobs"
+    snapshot.mkdir(parents=True)
+    plain.rename(blobs)
+    for path in blobs.iterdir():
+        (snapshot / path.name).symlink_to(f"../../blobs/{path.name}")
+    copy_all(Checkpoint(snapshot), tmp_path / "out")
+    assert not any(p.is_symlink() for p in (tmp_path / "out").iterdir())
+
+
+def test_shards_stay_below_their_limit(tmp_path: Path) -> None:
+    folder = write_model("llama", tmp_path / "m")
+    copy_all(Checkpoint(folder), tmp_path / "out", every=1000, shard=300_000)
+    for path in Checkpoint(tmp_path / "out").files():
+        tensors = read_header(path)[0]
+        assert path.stat().st_size - RESERVED <= 300_000 or len(tensors) == 1
+    total = json.loads((tmp_path / "out" / INDEX).read_text())["metadata"]["total_size"]
+    assert total == sum(p.stat().st_size - RESERVED for p in (tmp_path / "out").glob("*.safetensors"))
+
+
+def test_a_thousand_small_tensors_fill_several_headers(tmp_path: Path) -> None:
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "config.json").write_text("{}")
+    save_file({f"t{i}": torch.full((2,), float(i)) for i in range(1000)}, tmp_path / "m" / "model.safetensors")
+    copy_all(Checkpoint(tmp_path / "m"), tmp_path / "out", every=10**6)
+    copy = Checkpoint(tmp_path / "out")
+    assert len(copy.files()) > 1 and all(copy.get(f"t{i}").tolist() == [i, i] for i in range(1000))
+
+
+def test_a_weight_that_the_layout_cannot_hold_is_named(tmp_path: Path) -> None:
+    source = Checkpoint(dense_folder(tmp_path / "m"))
+    with pytest.raises(QuantkitError, match="x.y.weight"), files.staging(tmp_path / "out") as partial:  # noqa: RUF043
+        CheckpointWriter(partial, source, LAYOUTS["marlin"]).add(Item("x.y.weight", record(Scheme(INT4, 32))))
+    with pytest.raises(CheckpointError, match="twice"), files.staging(tmp_path / "out") as partial:
+        for _ in range(2):
+            (writer := CheckpointWriter(partial, source, None)).add(Item("x", torch.ones(1)))
+            writer.add(Item("x", torch.ones(1)))
+    assert [p.name for p in tmp_path.iterdir()] == ["m"]
+
+
+def test_a_kill_at_every_operation_then_resume_gives_the_same_bytes(tmp_path: Path) -> None:
+    source = Checkpoint(packed_folder(tmp_path / "m", "gptq")[0])
+    steps = count(lambda: copy_all(source, tmp_path / "reference", source.layout) and None)
+    expected = state(tmp_path / "reference")
+    for step in range(1, steps + 1):
+        out = tmp_path / "out"
+        with faults(killer(step)), pytest.raises(Killed):
+            copy_all(source, out, source.layout)
+        if not out.exists():
+            copy_all(source, out, source.layout, resume=True)
+        assert state(out) == expected, step
+        assert len(list(tmp_path.iterdir())) == 3, step
+        files.remove(out)
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_a_full_disk_at_every_operation_then_resume(tmp_path: Path, once: bool) -> None:
+    source = Checkpoint(dense_folder(tmp_path / "m"))
+    copy_all(source, tmp_path / "reference", every=1)
+    expected, out = state(tmp_path / "reference"), tmp_path / "out"
+    step = failures = 0
+    while True:
+        step += 1
+        try:
+            with faults(failing(step, errno.ENOSPC, once)):
+                copy_all(source, out, every=1)
+            break
+        except CheckpointError as error:
+            failures += 1
+            assert "free" in str(error) and "\n" not in str(error)
+        for partial in tmp_path.glob("out.partial-*"):
+            assert files.is_complete(partial) or len(files.read_journal(partial / files.JOURNAL)) > 1
+        if not out.exists():
+            copy_all(source, out, every=1, resume=True)
+        assert state(out) == expected, step
+        files.remove(out)
+    assert failures > 50 and state(out) == expected
+
+
+def test_a_resume_with_other_inputs_names_them(tmp_path: Path) -> None:
+    source = Checkpoint(dense_folder(tmp_path / "m"))
+    with suppress(KeyboardInterrupt), files.staging(tmp_path / "out") as partial:
+        writer = CheckpointWriter(partial, source, None)
+        writer.identify({"recipe": "a", "source": {"x": "1"}, "same": [1]})
+        writer.add(Item("x", torch.ones(1)))
+        writer.commit({"seconds": 1.5})
+        raise KeyboardInterrupt
+    with (
+        pytest.raises(CheckpointError, match="another recipe, source: "),
+        files.staging(tmp_path / "out", resume=True) as partial,
+    ):
+        writer = CheckpointWriter(partial, source, None)
+        assert writer.done[0]["facts"] == {"seconds": 1.5} and writer.items_done() == {"x"}
+        writer.identify({"recipe": "b", "source": {"x": "2"}, "same": [1]})
+    committed = partial / "model-00001.safetensors"
+    committed.write_bytes(committed.read_bytes()[:-1] + b"\1")
+    with (
+        pytest.raises(CheckpointError, match=r"model-00001\.safetensors: changed"),
+        files.staging(tmp_path / "out", resume=True) as partial,
+    ):
+        CheckpointWriter(partial, source, None)
+
+
+MEASURE = """
+import sys
+from pathlib import Path
+from quantkit.io import files
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.reporting.report import peak_memory
+from tests.test_writer import copy_all
+files.CHUNK = 2**20
+source = Checkpoint(sys.argv[1])
+before = peak_memory()["ram"]
+copy_all(source, Path(sys.argv[2]), every=1000, shard=2**31)
+print(peak_memory()["ram"] - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs a peak that a process does not inherit")
+def test_copying_holds_one_tensor_at_a_time(tmp_path: Path) -> None:
+    folder = tmp_path / "m"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    # So large that the allocator gives each back at once, and what is measured is what is held.
+    header = {f"t{i}": {"dtype": "U8", "shape": [2**25], "data_offsets": [i << 25, (i + 1) << 25]} for i in range(5)}
+    text = json.dumps(header).encode()
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + (5 << 25))  # 160 MiB that take no space
+    ours = bytearray(2**29)  # what this process holds is not what the other one does
+    command = [sys.executable, "-c", MEASURE, str(folder), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    del ours
+    assert 2**25 <= int(done.stdout) < 3 * 2**25

@@ -1,0 +1,219 @@
+"""The command line as its users meet it: help that ends in an example, JSON, recipes, conversions, exit codes."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import click
+import pytest
+import torch
+
+from quantkit.api import build_recipe, shipped_recipes
+from quantkit.cli.commands import quantkit
+from quantkit.errors import RecipeError
+from tests import command_line
+from tests.command_line import ROOT, RTN, call, commands, refused
+from tests.pipeline.test_quantize import TEXT
+
+calib, int4 = command_line.calib, command_line.int4
+
+# ------------------------------------------------------------------------------------------------ help and results
+
+
+def test_every_help_ends_with_an_example_of_its_command() -> None:
+    found = [((), quantkit), *commands(quantkit)]
+    assert len(found) > 12
+    for path, command in found:
+        last = call(*path, "--help").stdout.rstrip().splitlines()
+        assert last[-2].strip() == "Example:", path
+        assert last[-1].strip().startswith(" ".join(("quantkit", *path))), path
+        for option in command.params:
+            assert not isinstance(option, click.Option) or option.help, f"{path} {option.name} has no help"
+
+
+@pytest.mark.parametrize(
+    ("command", "keys"),
+    [
+        ("plan {model} --method rtn", {"bytes", "misfits", "peak_memory", "linears"}),
+        ("quantize {model} --method rtn --dry-run", {"bytes", "misfits", "peak_memory", "linears"}),
+        ("inspect {int4}", {"layout", "bits_per_weight", "shapes"}),
+        ("verify {int4}", {"ok", "rows", "hashes", "note"}),
+        ("report {int4}", {"layers", "totals", "recipe_sha256"}),
+        ("convert --list", {"conversions"}),
+        ("doctor", {"checks", "fixes"}),
+        ("pack {int4} --layout gptq -o {out}", {"layers", "layout"}),
+        ("run int4-rtn {model} -o {out}", {"layers", "layout"}),
+        (
+            "eval ppl {int4} --data {calib} --window 32",
+            {"perplexity", "tokens", "windows", "window", "stride", "bos", "data"},
+        ),
+        ("eval kld {int4} --against {model} --data {calib} --window 32", {"kld", "top1", "tokens", "window", "data"}),
+        ("generate {int4} abc --max-new-tokens 3", {"prompt", "text", "tokens", "seconds", "weights"}),
+    ],
+)
+def test_json_is_one_object_and_text_has_the_same_exit_code(
+    command: str, keys: set[str], tiny_llama: Path, int4: Path, calib: Path, tmp_path: Path
+) -> None:
+    args = command.format(model=tiny_llama, int4=int4, calib=calib, out=tmp_path / "out").split()
+    result = call(*args, "--json", "-q")
+    assert keys <= json.loads(result.stdout).keys()
+    assert result.stderr == ""
+    shutil.rmtree(tmp_path / "out", ignore_errors=True)
+    text = call(*args, "-q")
+    assert text.stdout.strip() and not text.stdout.startswith("{") and text.stderr == ""
+
+
+def test_a_plan_and_its_run_agree_to_the_byte(tiny_llama: Path, int4: Path) -> None:
+    planned = json.loads(call("plan", tiny_llama, *RTN, "--json").stdout)
+    written = json.loads(call("inspect", int4, "--json").stdout)
+    assert planned["bytes"] == written["bytes"]["total"]
+
+
+def test_the_protocol_stands_beside_the_perplexity(int4: Path, calib: Path) -> None:
+    text = call("eval", "ppl", int4, "--data", calib, "--window", 32, "--stride", 16).stdout
+    assert re.search(r"perplexity \d+\.\d+\n.*windows of 32 tokens, stride 16, no BOS", text)
+
+
+def test_reports_are_drawn(int4: Path, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    call("report", int4, "--html", tmp_path / "r.html", "--png", tmp_path / "r.png")
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+    call("report", int4, "--png", tmp_path / "r.jpg", code=2)
+
+
+# ------------------------------------------------------------------------------------------------ recipes
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
+def test_shipped_recipes_load_and_survive_printing(name: str, tmp_path: Path) -> None:
+    recipe = build_recipe(name)
+    (tmp_path / "printed.yaml").write_text(call("quantize", "--recipe", name, "--print-recipe").stdout)
+    assert build_recipe(tmp_path / "printed.yaml") == recipe
+    assert name in shipped_recipes()
+
+
+def test_shipped_recipes_say_what_their_names_say() -> None:
+    assert build_recipe("int4-gptq") == build_recipe()
+    assert build_recipe("fp6-humming") == build_recipe(format="fp6")
+    assert build_recipe("int4-rtn") == build_recipe(method="rtn")
+    assert build_recipe("int4-marlin") == build_recipe(layout="marlin")
+    paper = build_recipe("marlin-paper")
+    assert (paper.gptq.damp, paper.gptq.damp_kind, paper.gptq.act_order) == (0.1, "mean", "off")
+
+
+def test_flags_are_laid_over_a_recipe() -> None:
+    recipe = build_recipe("marlin-paper", damp=0.01, group_size="channel", asym=False, skip=["o_proj"], seed=None)
+    assert (recipe.gptq.damp, recipe.gptq.damp_kind, recipe.scheme.group_size) == (0.01, "mean", None)
+    assert recipe.skip == ("lm_head", "o_proj")  # naming one more linear must not quantize the output layer
+    assert recipe.calibration.seed == 0
+
+
+def test_an_override_on_the_command_line_goes_before_the_recipes() -> None:
+    base = {"overrides": {".*": "int4:g64", "v_proj": "int4:g32"}}
+    recipe = build_recipe(base, override={"v_proj": "int4:channel"})
+    scheme = recipe.scheme_of("model.layers.0.self_attn.v_proj")
+    assert scheme is not None and scheme.group_size is None
+
+
+def test_python_and_command_line_have_the_same_options() -> None:
+    params = {param.name for param in quantkit.commands["quantize"].params}
+    text = call("quantize", "--print-recipe", "--asym", "--calib", "ptb", "--samples", 5).stdout
+    assert build_recipe(asym=True, calib="ptb", samples=5).to_yaml() == text
+    given = {"asym", "calib", "damp", "format", "group_size", "lengths", "override", "recipe", "skip", "device", "out"}
+    assert given <= params
+    with pytest.raises(RecipeError, match="unknown option 'smaples'"):
+        build_recipe(smaples=5)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        "quantize",
+        "quantize {model}",
+        "quantize {model} --nonsense",
+        "quantize {model} --format int9 -o {out}",
+        "quantize {model} --format fp6 --asym -o {out}",
+        "quantize {model} --group-size many -o {out}",
+        "quantize {model} --override k_proj -o {out}",
+        "quantize {model} --override k_proj=int4:g0 -o {out}",
+        "quantize {model} --skip ( -o {out}",
+        "quantize {model} --skip .* --method rtn -o {out}",
+        "quantize {model} --damp -1 -o {out}",
+        "quantize {model} --act-budget lots -o {out}",
+        "quantize {model} --device abacus --method rtn -o {out}",
+        "quantize {model} --recipe no-such-recipe -o {out}",
+        "run no-such-recipe {model} -o {out}",
+        "run {model}/config.json {model} -o {out}",
+        "pack {model} -o {out}",
+        "pack {model} --layout exl3 -o {out}",
+        "convert",
+        "convert gptq-to-gold {model} -o {out}",
+        "convert marlin {model} -o {out}",
+        "eval ppl {model} --window 100000 --data {model}/../calib.txt",
+        "no-such-command",
+    ],
+)
+def test_wrong_usage_is_exit_code_2(args: str, tiny_llama: Path, tmp_path: Path) -> None:
+    (tiny_llama.parent / "calib.txt").write_text(TEXT)
+    result = call(*args.format(model=tiny_llama, out=tmp_path / "out").split(), code=2)
+    assert "Error: " in result.stderr and result.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------------------------ conversions
+
+
+def test_convert_checks_what_it_is_given(int4: Path, tmp_path: Path) -> None:
+    call("convert", "compressed-tensors-to-marlin", int4, "-o", tmp_path / "marlin", "-q")
+    call("convert", "marlin-to-compressed-tensors", tmp_path / "marlin", "-o", tmp_path / "back", "-q")
+    call("verify", tmp_path / "back", "--against", int4, "-q")
+    assert "compressed-tensors" in refused("convert", "gptq-to-marlin", int4, out=tmp_path / "out")
+
+
+# ------------------------------------------------------------------------------------------------ exit codes
+
+
+def test_a_damaged_weight_is_exit_code_3(int4: Path, tmp_path: Path) -> None:
+    bad = Path(shutil.copytree(int4, tmp_path / "bad"))
+    shard = next(bad.glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1000] ^= 1
+    shard.write_bytes(data)
+    result = call("verify", bad, code=3)
+    assert "FAILED" in result.stdout and shard.name in result.stdout
+    assert json.loads((bad / "verify.json").read_text())["ok"] is False
+    assert json.loads(call("verify", bad, "--json", code=3).stdout)["failures"]
+
+
+def test_a_missed_threshold_is_exit_code_4(int4: Path, tiny_llama: Path, calib: Path) -> None:
+    protocol = ("--data", calib, "--window", 32, "-q")
+    assert "perplexity" in call("eval", "ppl", int4, *protocol, "--max-perplexity", 1, code=4).stdout
+    call("eval", "ppl", int4, *protocol, "--max-perplexity", 1e9)
+    call("eval", "kld", int4, "--against", tiny_llama, *protocol, "--max-kld", 0, code=4)
+    call("eval", "kld", tiny_llama, "--against", tiny_llama, *protocol, "--max-kld", 0)
+
+
+def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.cli import commands as module
+
+    def broken() -> None:
+        raise ZeroDivisionError("a bug")
+
+    monkeypatch.setattr(module.doctor, "diagnose", broken)
+    with pytest.raises(ZeroDivisionError):
+        call("doctor")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")])
+def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    from quantkit.cli import commands as module
+
+    def greedy() -> None:
+        raise error
+
+    monkeypatch.setattr(module.doctor, "diagnose", greedy)
+    assert "out of memory" in refused("doctor")

@@ -1,0 +1,123 @@
+"""The doctor is asked when something is broken: it must not break too, and what it says to type must be exact."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from quantkit.cli import doctor, show
+from quantkit.kernels import toolchain
+
+PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
+
+
+def test_versions_are_those_of_the_project_file() -> None:
+    if sys.version_info < (3, 11):
+        pytest.skip("reading pyproject.toml needs tomllib (Python 3.11)")
+    import tomllib
+
+    project = tomllib.loads(PROJECT.read_text())["project"]
+    stated = dict(requirement.split(">=") for requirement in project["dependencies"])
+    assert {name: version.split(",")[0] for name, version in stated.items()} == doctor.REQUIRED
+    low, high = (".".join(map(str, version)) for version in doctor.PYTHON)
+    assert project["requires-python"] == f">={low},<{high}"
+    extras = project["optional-dependencies"]
+    assert {"cuda12", "cuda13", "plot"} <= extras.keys(), "the fixes name these extras"
+    for extra in ("cuda12", "cuda13"):
+        assert extras[extra] == [f"cupy-{extra}x>=13.6"]
+    assert extras["plot"] == ["matplotlib>=3.8"]
+
+
+def test_this_environment_is_complete() -> None:
+    found = doctor.diagnose()
+    assert found["ok"], found["fixes"]
+    assert json.loads(json.dumps(found)) == found
+    names = [check["name"] for check in found["checks"]]
+    assert {"python", "torch", "transformers", "datasets", "safetensors", "cupy", "compressed-tensors"} <= set(names)
+    assert found["machine"]["free_disk"] > 0 and found["machine"]["threads"] >= 1
+    assert found["kernels"]["here"] == ["marlin", "marlin24", "marlin24-ct", "quick", "tcfpx"]
+    assert "for marlin," in found["kernels"]["note"] and "other programs multiply" in found["kernels"]["note"]
+    assert bool(found["gpus"]) == torch.cuda.is_available()
+
+
+def test_a_missing_or_old_package_has_its_command() -> None:
+    missing = doctor._package("no-such-package-here", "1.2")
+    assert (missing.ok, missing.found) == (False, None)
+    assert missing.fix == "pip install --upgrade 'no-such-package-here>=1.2'"
+    old = doctor._package("torch", "999.0")
+    assert old.ok is False and old.fix == "pip install --upgrade 'torch>=999.0'"
+    assert doctor._optional("no-such-package-here", "1", "for x", "quantkit[plot]").fix == (
+        "pip install --upgrade 'quantkit[plot]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("version", "lowest", "enough"),
+    [
+        ("2.13.0+cpu", "2.10", True),
+        ("2.9.1", "2.10", False),
+        ("2.10", "2.10", True),
+        ("2.10.0rc1", "2.10", True),
+        ("5.15.0.dev0", "5.15", True),
+        ("10.0", "9.99", True),
+        ("0.4.9", "0.5", False),
+        ("2024.1+cu130.git1234567", "2024.2", False),
+    ],
+)
+def test_versions_are_compared_as_numbers(version: str, lowest: str, enough: bool) -> None:
+    assert doctor.at_least(version, lowest) is enough
+
+
+@pytest.mark.parametrize(
+    "failure", ["raise ImportError('libcuda.so.1: cannot open')", "raise RuntimeError('no driver')"]
+)
+def test_a_cupy_that_does_not_load_is_a_finding_not_a_crash(
+    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cupy").mkdir()
+    (tmp_path / "cupy" / "__init__.py").write_text(failure)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name == "cupy" or name.startswith("cupy.")]:
+        monkeypatch.delitem(sys.modules, name)
+    state = toolchain()
+    assert state["cupy"] is None and state["nvrtc"] is None
+    assert re.search(r"libcuda|no driver", str(state["problem"]))
+    check = doctor._cupy()
+    assert check.ok is (False if torch.cuda.is_available() else None)
+    assert re.search(r"quantkit\[cuda1[23]\]", str(check.fix))
+
+
+def test_a_gpu_that_is_too_old_for_the_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=16 << 30)
+    new = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 << 30)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [old, new].__getitem__)
+    found = doctor.diagnose()
+    assert [gpu["name"] for gpu in found["gpus"]] == ["Tesla T4", "A100"]
+    assert "need 8.0 (Ampere) or newer" in found["gpus"][0]["problem"] and found["gpus"][1]["problem"] is None
+    line = next(line for line in show.diagnosis(found).splitlines() if line.startswith("GPU"))
+    assert "sm_75 (this GPU has compute capability 7.5" in line and line.endswith("sm_80")
+
+
+def test_the_cuda_extra_follows_the_build_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    if toolchain()["nvrtc"]:
+        pytest.skip("CuPy works here, so nothing is to be installed")
+    for version, extra in (("12.8", "cuda12"), ("13.0", "cuda13")):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert str(doctor._cupy().fix).endswith(f"pip install 'quantkit[{extra}]'")
+
+
+def test_the_doctor_imports_nothing_heavy() -> None:
+    code = "import sys; from quantkit.cli import doctor; doctor.diagnose(); print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT.parent
+    )
+    assert not {"transformers", "datasets", "matplotlib"} & set(loaded.stdout.split())

@@ -1,0 +1,150 @@
+"""Number formats against the published cast tables and against a search through all values: every code, every tie."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from quantkit.core.formats import FORMATS, FP5, FP5_E2M2, FP6, FP6_E2M3, INT4, Cast, Format, integer
+from quantkit.errors import NumericError
+
+GOLDEN = {"e3m2": FP6, "e3m1": FP5, "e2m3": FP6_E2M3, "e2m2": FP5_E2M2}
+ALL = [*FORMATS.values(), integer("int3", 3), integer("int8", 8)]
+ids = {"ids": lambda f: f.name if isinstance(f, Format) else None}
+
+
+def bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view({torch.float32: torch.int32, torch.float64: torch.int64}[x.dtype])
+
+
+def searched(fmt: Format, x: float) -> int:
+    """The code that the rules of LAYOUTS 6.2 ask for, by looking at every value; INT4 rounds the same way."""
+    codes = range(2**fmt.bits)
+    if fmt.is_float:  # the sign is always kept
+        codes = [c for c in codes if (math.copysign(1, fmt.values[c]) < 0) == (math.copysign(1, x) < 0)]
+    x = min(max(x, min(fmt.values)), max(fmt.values))
+    nearest = min(abs(fmt.values[c] - x) for c in codes)
+    ties = [c for c in codes if abs(fmt.values[c] - x) == nearest]
+    return ties[0] if len(ties) == 1 else next(c for c in ties if c % 2 == 0)
+
+
+def hard_values(fmt: Format) -> list[float]:
+    """Every value, every midpoint, their neighbours, and the ends of the floating range."""
+    ordered = sorted(set(fmt.values))
+    middles = [(a + b) / 2 for a, b in pairwise(ordered)]
+    points = [*ordered, *middles, max(ordered) + 0.5, 1.1 * max(ordered), 1e30, math.inf, 1e-30, 1e-45, 0.0, 5e-324]
+    near = [y for x in points for y in (x, math.nextafter(x, math.inf), math.nextafter(x, -math.inf))]
+    single = [float(torch.nextafter(torch.tensor(x), torch.tensor(s * math.inf))) for x in points for s in (1, -1)]
+    return [sign * x for x in near + single for sign in (1.0, -1.0)]
+
+
+def halves() -> torch.Tensor:
+    """Every float16 pattern, in order."""
+    return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
+
+
+def cast_table(shared: Path, name: str) -> torch.Tensor:
+    with safe_open(shared / "golden" / "fpx_cast_tables.safetensors", "pt") as file:
+        table = file.get_tensor(name)
+    assert isinstance(table, torch.Tensor)
+    return table
+
+
+@pytest.mark.parametrize(("cast", "table"), [("even", "codes_rne"), ("away", "codes_half_away")])
+@pytest.mark.parametrize("name", GOLDEN)
+def test_all_fp16_patterns_get_the_codes_of_the_published_cast(name: str, cast: Cast, table: str, shared: Path) -> None:
+    expected, x = cast_table(shared, f"{name}.{table}"), halves()
+    numbers = ~x.isnan()
+    assert bool((expected[~numbers] == 255).all())
+    for dtype in (torch.float32, torch.float64):
+        codes = GOLDEN[name].encode(x[numbers].to(dtype), cast)
+        assert codes.dtype == torch.uint8 and torch.equal(codes, expected[numbers])
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_every_code_has_the_published_value(name: str, shared: Path) -> None:
+    values = cast_table(shared, f"{name}.values")
+    decoded = GOLDEN[name].decode(torch.arange(len(values), dtype=torch.uint8))
+    assert torch.equal(bits(decoded), bits(values))  # the negative zero too
+
+
+def test_the_strict_cast_takes_and_rejects_the_patterns_that_the_published_converter_does(shared: Path) -> None:
+    expected, x = cast_table(shared, "e3m2.codes_trunc"), halves().float()
+    accepted, numbers = expected != 255, ~x.isnan()
+    assert torch.equal(FP6.encode(x[accepted], "truncate"), expected[accepted])
+    rejected = x[~accepted & numbers]
+    with pytest.raises(NumericError, match=f"^{len(rejected)} of {len(rejected)} values are outside of fp6's range"):
+        FP6.encode(rejected, "truncate")
+    for value in (28.015625, -math.inf, 0.06249, -6e-8):
+        with pytest.raises(NumericError, match="1 of 3 values"):
+            FP6.encode(torch.tensor([0.0625, value, 28.0]), "truncate")
+
+
+@pytest.mark.parametrize("fmt", GOLDEN.values(), **ids)
+def test_the_other_casts_differ_from_the_nearest_value_only_as_they_say(fmt: Format) -> None:
+    x = torch.tensor(hard_values(fmt), dtype=torch.float32)
+    before = x.clone()
+    # Just under a tie is no tie: adding a half and cutting would round it up.
+    values = sorted({abs(v) for v in fmt.values})
+    for low, high in pairwise(values):
+        middle = torch.tensor([(low + high) / 2])
+        below = torch.nextafter(middle, torch.zeros(1))
+        assert fmt.decode(fmt.encode(torch.cat([below, middle]), "away")).tolist() == [low, high]
+        assert fmt.encode(-below, "away").item() == (fmt.encode(-torch.tensor([low])).item() if low else 0)
+    inside = x[(x.abs() <= fmt.largest) & ((x.abs() >= values[1]) | (x == 0))]
+    cut = fmt.decode(fmt.encode(inside, "truncate"))
+    for value, found in zip(inside.tolist(), cut.tolist(), strict=True):
+        assert abs(found) == max(v for v in values if v <= abs(value))
+        assert math.copysign(1, found) == math.copysign(1, value)
+    assert torch.equal(x, before)
+
+
+def test_integers_have_no_other_cast() -> None:
+    with pytest.raises(NumericError, match="int4 is rounded with ties to even only"):
+        INT4.encode(torch.zeros(1), "away")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("fmt", ALL, **ids)
+def test_encode_is_the_nearest_value_with_ties_to_the_even_code(fmt: Format, dtype: torch.dtype) -> None:
+    x = torch.tensor(hard_values(fmt), dtype=torch.float64).to(dtype)
+    before = x.clone()
+    expected = torch.tensor([searched(fmt, value) for value in x.tolist()], dtype=torch.uint8)
+    assert torch.equal(fmt.encode(x), expected)
+    assert torch.equal(fmt.nearest(x), fmt.decode(expected).to(dtype))
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("fmt", ALL, **ids)
+def test_every_code_is_a_fixed_point(fmt: Format) -> None:
+    codes = torch.arange(2**fmt.bits).to(torch.uint8).view(2, -1)
+    assert torch.equal(fmt.encode(fmt.decode(codes)), codes)
+    assert torch.equal(bits(fmt.nearest(fmt.decode(codes))).abs(), bits(fmt.decode(codes)).abs())
+
+
+@pytest.mark.parametrize("fmt", ALL, **ids)
+def test_encode_takes_any_shape_and_stride(fmt: Format) -> None:
+    x = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * fmt.largest
+    assert torch.equal(fmt.encode(x.t()), fmt.encode(x).t())
+    assert torch.equal(fmt.encode(x[:, ::3]), fmt.encode(x)[:, ::3])
+    assert torch.equal(fmt.decode(fmt.encode(x).t()), fmt.decode(fmt.encode(x)).t())
+    assert fmt.encode(x[:0]).shape == (0, 10) and fmt.decode(fmt.encode(x[:0])).shape == (0, 10)
+    assert fmt.encode(x[0, 0]).shape == ()
+
+
+def test_the_tables_of_the_specification() -> None:
+    for fmt, width, largest, normal, subnormal in (
+        (FP6, 6, 28.0, 0.25, 0.0625), (FP5, 5, 24.0, 0.25, 0.125),
+        (GOLDEN["e2m3"], 6, 7.5, 1.0, 0.125), (GOLDEN["e2m2"], 5, 7.0, 1.0, 0.25),
+    ):  # fmt: skip
+        positive = sorted(v for v in fmt.values if v > 0)
+        assert (fmt.bits, fmt.largest, fmt.absmax, positive[0]) == (width, largest, largest, subnormal)
+        assert normal in positive and len(set(fmt.values)) == 2**width - 1
+        assert fmt.zero_code == 0 and math.copysign(1, fmt.values[1 << (width - 1)]) == -1
+    assert INT4.values == tuple(float(v) for v in range(-8, 8))
+    assert (INT4.zero_code, INT4.absmax, INT4.largest, INT4.is_float) == (8, 7.5, 8.0, False)

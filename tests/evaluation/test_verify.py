@@ -1,0 +1,350 @@
+"""`verify` must find every flipped bit and every planted fault, name the weight, and never cry wolf."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.errors import CheckpointError
+from quantkit.evaluation.verify import VERIFICATION, Verification, verify, write
+from quantkit.io.hashing import hash_of_file
+from quantkit.pipeline import quantize
+from quantkit.pipeline.recipe import from_mapping
+from quantkit.reporting.report import REPORT
+from tests.tiny_models import write_model
+
+SCHEMES = {
+    "ct": ("compressed-tensors", {"format": "int4"}),
+    "ct-asym": ("compressed-tensors", {"format": "int4", "group_size": 32, "symmetric": False}),
+    "ct-fp6": ("compressed-tensors", {"format": "fp6"}),
+    "humming": ("humming", {"format": "fp6"}),
+    "humming-fp5": ("humming", {"format": "fp5"}),
+    "gptq": ("gptq", {"format": "int4", "group_size": 64}),
+    "gptq-v2-asym": ("gptq-v2", {"format": "int4", "group_size": "channel", "symmetric": False}),
+    "marlin": ("marlin", {"format": "int4"}),
+    "marlin-channel": ("marlin", {"format": "int4", "group_size": "channel"}),
+}
+
+
+@pytest.fixture(scope="module")
+def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A one-block model quantized into every kind of layout."""
+    folder = tmp_path_factory.mktemp("outputs")
+    shapes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 2}
+    model = write_model("llama", folder / "model", num_hidden_layers=1, **shapes)
+    for name, (layout, scheme) in SCHEMES.items():
+        recipe = from_mapping({"scheme": scheme, "method": "rtn", "clip": "none", "layout": layout})
+        quantize.quantize(model, folder / name, recipe, device="cpu")
+    return {path.name: path for path in folder.iterdir()}
+
+
+@pytest.fixture
+def copy(outputs: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
+    def make(name: str, to: str = "copy", foreign: bool = False) -> Path:
+        """Copy an output; a foreign one has nothing of quantkit's beside the tensors and the public config."""
+        out = Path(shutil.copytree(outputs[name], tmp_path / to))
+        if foreign:
+            (out / REPORT).unlink()
+        return out
+
+    return make
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << (bit % 8)
+    path.write_bytes(data)
+
+
+def outcome(folder: Path, against: Path | None = None) -> Verification | None:
+    """None where the folder cannot be read at all, and the error names it."""
+    try:
+        return verify(folder, against)
+    except CheckpointError as error:
+        assert str(folder) in str(error) or (against and str(against) in str(error))
+        return None
+
+
+def edit(folder: Path, module: str, change: Callable[[dict[str, Tensor]], None]) -> None:
+    """Rewrite the packed tensors of a module, as a program with a fault would have written them."""
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        part = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
+        if part:
+            change(part)
+            tensors.update({f"{module}.{suffix}": t.contiguous() for suffix, t in part.items()})
+            save_file(tensors, path)
+
+
+def recorded(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / REPORT).read_text())
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_false_alarm_on_a_good_checkpoint(name: str, outputs: dict[str, Path]) -> None:
+    before = sorted(outputs[name].iterdir())
+    found = verify(outputs[name], against=outputs[name])
+    assert found.ok, found.failures
+    assert len(found.rows) == 7
+    assert found.weights == 4 * 128 * 128 + 3 * 128 * 256
+    assert all((row.repack, row.digest, row.against) == (True, True, True) for row in found.rows)
+    assert sum(row.bytes for row in found.rows) > 0
+    assert sorted(outputs[name].iterdir()) == before, "verify wrote into the folder"
+    assert found.to_dict()["kernel"] is None
+    assert "no kernel ran" in found.to_dict()["note"]
+    assert found.files == {name_: digest for name_, digest in recorded(outputs[name])["files"].items()}
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_no_false_alarm_without_a_report(name: str, copy: Any) -> None:
+    found = verify(copy(name, foreign=True))
+    assert found.ok, found.failures
+    assert all((row.repack, row.digest, row.against) == (True, None, None) for row in found.rows)
+    assert any(REPORT in notice for notice in found.notices)
+    assert "config.json" in found.files
+
+
+def test_every_flipped_bit_of_a_shard_is_found(outputs: dict[str, Path], copy: Any) -> None:
+    random.seed(1)
+    folder = copy("marlin")
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        header = [random.randrange(8 * 700) for _ in range(20)]
+        for bit in [*header, *(random.randrange(8 * size) for _ in range(20))]:
+            flip(path, bit)
+            found = outcome(folder)
+            assert found is None or not found.ok, f"bit {bit} of {path.name}"
+            if found is not None:
+                assert any(path.name in failure for failure in found.failures)
+            flip(path, bit)
+    assert verify(folder).ok
+
+
+@pytest.mark.parametrize("name", SCHEMES)
+def test_a_flipped_bit_in_a_packed_tensor_is_found_by_the_digest_alone(name: str, copy: Any) -> None:
+    """As if a fault had struck before the files were hashed: the list of hashes agrees with the damaged files."""
+    random.seed(2)
+    folder = copy(name)
+    module = "model.layers.0.mlp.down_proj"
+    for suffix in sorted(p for path in folder.glob("*.safetensors") for p in load_file(path) if module in p):
+        broken = copy(name, to=suffix)
+
+        def change(part: dict[str, Tensor], suffix: str = suffix) -> None:
+            tensor = part[suffix.removeprefix(f"{module}.")]
+            data = tensor.view(torch.uint8).view(-1)
+            data[random.randrange(data.numel())] ^= 1 << random.randrange(8)
+
+        edit(broken, module, change)
+        report = recorded(broken)
+        report["files"] |= {p.name: hash_of_file(p) for p in broken.glob("*.safetensors")}
+        (broken / REPORT).write_text(json.dumps(report))
+        found = verify(broken)
+        assert not found.ok, suffix
+        assert [row.module for row in found.rows if row.problem] == [module]
+
+
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "tokenizer.json", REPORT])
+def test_a_flipped_bit_beside_the_weights_is_found_or_does_not_matter(file: str, copy: Any) -> None:
+    random.seed(3)
+    folder = copy("gptq")
+    good = recorded(folder)
+    listed = file in good["files"]
+    for _ in range(60):
+        bit = random.randrange(8 * (folder / file).stat().st_size)
+        flip(folder / file, bit)
+        found = outcome(folder)
+        if listed:
+            assert found is None or not found.ok, f"bit {bit} of {file}"
+        elif found is not None and found.ok and file == REPORT:
+            now = recorded(folder)
+            assert now["files"] == good["files"]
+            assert [layer["digest"] for layer in now["layers"]] == [layer["digest"] for layer in good["layers"]]
+        flip(folder / file, bit)
+    assert verify(folder).ok
+
+
+def test_every_file_of_an_output_is_listed_in_its_report(outputs: dict[str, Path]) -> None:
+    for name in SCHEMES:
+        files = {path.name for path in outputs[name].iterdir()} - {REPORT, "README.md"}  # a model card gets edited
+        assert files <= recorded(outputs[name])["files"].keys(), "a change in these would not be found"
+
+
+FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "rows swapped": lambda t: t.flip(0) if t.shape[0] > 1 else t.flip(-1),
+    "off by one along the last axis": lambda t: t.roll(1, -1) if t.shape[-1] > 1 else t.roll(1, 0),
+    "tile transposed": lambda t: t.reshape(2, -1).t().reshape(t.shape),
+    "one sign": lambda t: t.view(torch.uint8).bitwise_xor(0x80).view(t.dtype),
+    "low bits of one byte": lambda t: (
+        torch.cat([t.view(torch.uint8).reshape(-1)[:1] ^ 1, t.view(torch.uint8).reshape(-1)[1:]])
+        .view(t.dtype)
+        .reshape(t.shape)
+    ),
+    "zeroed": torch.zeros_like,
+    "all ones": lambda t: torch.full_like(t.view(torch.uint8), 255).view(t.dtype),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", SCHEMES)
+def test_planted_faults_of_a_packer_are_found(name: str, fault: str, outputs: dict[str, Path], copy: Any) -> None:
+    """No report to help: the other checkpoint, and the layout's own rules, have to tell."""
+    module = "model.layers.0.self_attn.v_proj"
+    files = [load_file(path) for path in outputs[name].glob("*.safetensors")]
+    for full, tensor in sorted((n, t) for f in files for n, t in f.items() if n.startswith(f"{module}.")):
+        suffix = full.removeprefix(f"{module}.")
+        bad = FAULTS[fault](tensor.clone())
+        if torch.equal(bad.view(torch.uint8), tensor.view(torch.uint8)):
+            continue  # the fault does not change this tensor: e.g. constant zero points
+        broken = copy(name, to=f"{suffix}", foreign=True)
+        edit(broken, module, lambda part, suffix=suffix, bad=bad: part.update({suffix: bad}))
+        found = outcome(broken, outputs[name])
+        assert found is None or not found.ok, suffix
+        if found is not None:
+            assert [row.module for row in found.rows if row.problem] == [module]
+            assert sum(row.against is True for row in found.rows) == 6
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_is_found(value: float, copy: Any) -> None:
+    folder = copy("marlin", foreign=True)
+    edit(folder, "model.layers.0.mlp.up_proj", lambda part: part["s"].view(-1)[5:6].fill_(value))
+    found = verify(folder)
+    assert not found.ok
+    assert "model.layers.0.mlp.up_proj" in found.failures[0] and str(value) in found.failures[0]
+
+
+def test_zero_scales_are_told(copy: Any) -> None:
+    folder = copy("marlin", foreign=True)
+    edit(folder, "model.layers.0.mlp.up_proj", lambda part: part["s"].view(-1)[5:7].fill_(0))
+    found = verify(folder)
+    assert found.ok
+    assert "model.layers.0.mlp.up_proj: 2 scales are zero" in found.notices
+
+
+def test_a_weight_that_is_missing_or_too_many_is_found(copy: Any) -> None:
+    folder = copy("marlin")
+    report = recorded(folder)
+    dropped = report["layers"].pop()
+    (folder / REPORT).write_text(json.dumps(report))
+    assert any(dropped["name"] in failure for failure in verify(folder).failures)
+    report["layers"] += [dropped, {**dropped, "name": "model.layers.7.mlp.up_proj"}]
+    (folder / REPORT).write_text(json.dumps(report))
+    assert any("model.layers.7" in failure for failure in verify(folder).failures)
+
+
+def test_a_missing_shard_is_found_and_named(copy: Any) -> None:
+    folder = copy("gptq")
+    path = sorted(folder.glob("*.safetensors"))[0]
+    path.unlink()
+    found = verify(folder)
+    assert not found.ok
+    assert any(path.name in failure for failure in found.failures)
+
+
+def test_against_compares_values_whatever_the_layout(outputs: dict[str, Path], tmp_path: Path) -> None:
+    quantize.pack(outputs["marlin"], tmp_path / "v2", "gptq-v2")
+    found = verify(tmp_path / "v2", against=outputs["ct"])
+    assert found.ok, found.failures
+    assert all((row.repack, row.digest, row.against) == (True, True, True) for row in found.rows)
+
+
+def test_against_counts_what_differs(outputs: dict[str, Path], copy: Any) -> None:
+    module = "model.layers.0.mlp.up_proj"
+    folder = copy("ct", foreign=True)
+
+    def change(part: dict[str, Tensor]) -> None:
+        part["weight_packed"][0, :3] ^= 1
+        part["weight_scale"][1, 0] *= 2
+
+    edit(folder, module, change)
+    found = verify(folder, against=outputs["ct"])
+    assert [row.module for row in found.rows if not row.against] == [module]
+    (failure,) = found.failures
+    assert "3 of 32768 codes" in failure and "1 of 256 scales" in failure
+    other = verify(outputs["marlin-channel"], against=outputs["marlin"])
+    assert not other.ok and all(row.against is False for row in other.rows)
+    assert "int4:channel" in other.failures[0] and "int4:g128" in other.failures[0]
+
+
+def test_dense_folders_are_refused_with_the_way_out(outputs: dict[str, Path]) -> None:
+    for pair in ((outputs["model"], None), (outputs["marlin"], outputs["model"])):
+        with pytest.raises(CheckpointError, match="eval kld"):
+            verify(*pair)
+
+
+def test_foreign_files_in_other_dtypes_and_with_the_other_zero_points_are_no_faults(copy: Any) -> None:
+    module = "model.layers.0.mlp.up_proj"
+    bfloat = copy("ct", to="bfloat", foreign=True)
+
+    def recast(part: dict[str, Tensor]) -> None:
+        part["weight_scale"] = torch.full_like(part["weight_scale"], 0.5).bfloat16()
+
+    edit(bfloat, module, recast)
+    found = verify(bfloat)
+    assert found.ok and any("bfloat16" in notice for notice in found.notices)
+
+    label = copy("gptq", to="label", foreign=True)
+    edit(label, module, lambda part: part["qzeros"].fill_(-2004318072))  # 0x88888888: v2 data under a v1 label
+    found = verify(label)
+    assert found.ok and any("gptq-v2" in notice for notice in found.notices)
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"../model/config.json": "0"},
+        {"/etc/passwd": "0"},
+        {"model-00001.safetensors": 5},
+        {"model-00001.safetensors": None},
+        {"": "0"},
+        {".": "0"},
+        {"a\nb": "0"},
+        {"no-such-file": "0"},
+        {},
+        [],
+        "model.safetensors",
+        None,
+    ],
+)
+def test_a_hostile_list_of_files_is_not_followed(files: Any, copy: Any) -> None:
+    folder = copy("marlin")
+    report = recorded(folder)
+    report["files"] = files
+    (folder / REPORT).write_text(json.dumps(report))
+    found = outcome(folder)
+    assert found is None or not found.ok
+    if found is not None:
+        assert not any("passwd" in name or ".." in name for name in found.files)
+
+
+def test_a_report_that_is_a_link_or_a_pipe_is_not_opened(copy: Any, tmp_path: Path) -> None:
+    import os
+
+    folder = copy("marlin")
+    (folder / REPORT).unlink()
+    os.mkfifo(folder / REPORT)
+    with pytest.raises(CheckpointError, match="regular"):
+        verify(folder)
+
+
+def test_writing_the_outcome_keeps_the_checkpoint_valid(copy: Any) -> None:
+    folder = copy("marlin")
+    path = write(verify(folder), folder)
+    assert path == folder / VERIFICATION
+    stated = json.loads(path.read_text())
+    assert stated["ok"] and stated["kernel"] is None and stated["bound"] is None and stated["errors"] == []
+    assert stated["hashes"] == recorded(folder)["files"]
+    assert len(stated["rows"]) == stated["linears"] == 7
+    again = verify(folder)
+    assert again.ok
+    assert {**again.to_dict(), "seconds": 0} == {**verify(folder).to_dict(), "seconds": 0}

@@ -1,0 +1,319 @@
+"""Packed folders as models in transformers: the decoded model's logits, the folder's bytes again, or one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import quantkit
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import Scheme
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.evaluation.perplexity import perplexity
+from quantkit.inference.load import generate
+from quantkit.inference.packed_linear import PackedLinear
+from quantkit.layouts.schemes import Schemes
+from quantkit.models.block_runner import dense_model, tokenizer
+from tests.layouts.samples import write_folder
+from tests.pipeline.test_quantize import TEXT
+from tests.tiny_models import write_model
+
+KERNELS = [
+    ("marlin", "int4:g128"),
+    ("marlin", "int4:channel"),
+    ("marlin24", "int4:g128:24"),
+    ("marlin24-ct", "int4:channel:24"),
+    ("tcfpx", "fp6:channel"),
+    ("tcfpx", "fp5-e2m2:channel"),
+    ("quick", "int4:g32"),
+    ("quick", "int4:g64:asym"),
+]
+OTHERS = [
+    ("compressed-tensors", "int4:g64:asym"),
+    ("compressed-tensors", "fp6:channel"),
+    ("gptq", "int4:g128"),
+    ("gptq-v2", "int4:g64:asym"),
+    ("awq", "int4:g64:asym"),
+    ("humming", "fp5:channel"),
+]
+IDS = torch.tensor([[5, 99, 31, 7, 256, 64, 12, 200, 1, 2, 3, 4]])
+Folders = Callable[[str, str], Path]
+
+
+@pytest.fixture(scope="module")
+def folder(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    """Random packed weights in a layout and scheme, under a folder that nobody changes."""
+    root = tmp_path_factory.mktemp("packed")
+
+    def written(layout: str, label: str, key: bool = True) -> Path:
+        out = root / f"{layout}-{label}-{key}".replace(":", "-")
+        if not out.exists():
+            schemes = Schemes(Scheme.parse(label), ignore=("lm_head",))
+            write_folder(small_llama, out, layout, schemes, key=key)
+        return out
+
+    return written
+
+
+@pytest.fixture
+def broken(folder: Folders, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(folder("marlin", "int4:g128"), tmp_path / "broken"))
+
+
+def logits(model: Any) -> Tensor:
+    with torch.no_grad():
+        return model(IDS.to(model.device)).logits.cpu()
+
+
+def decoded(path: Path, dtype: torch.dtype = torch.float32) -> Tensor:
+    return logits(dense_model(Checkpoint(path), dtype=dtype))
+
+
+def layers(model: nn.Module) -> list[PackedLinear]:
+    return [module for module in model.modules() if isinstance(module, PackedLinear)]
+
+
+def from_pretrained(path: Path, **options: Any) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(path, **options)
+
+
+def stored(path: Path) -> dict[str, Tensor]:
+    return {name: t for shard in sorted(path.glob("*.safetensors")) for name, t in load_file(shard).items()}
+
+
+def bits(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def change(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
+    tensors = stored(path)
+    edit(tensors)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(("layout", "label"), KERNELS + OTHERS)
+def test_a_loaded_model_is_the_decoded_one_and_saves_the_same_bytes(
+    layout: str, label: str, folder: Folders, tmp_path: Path
+) -> None:
+    path = folder(layout, label)
+    expected = decoded(path)
+    ours, theirs = quantkit.load(path, device="cpu"), from_pretrained(path, dtype=torch.float32, device_map="cpu")
+    for model in (ours, theirs):
+        assert torch.equal(logits(model), expected)
+        assert [layer.layout for layer in layers(model)] == 14 * [layout]
+        assert not any(name.startswith("model.layers") and p.ndim == 2 and p.dtype == torch.float32
+                       for name, p in model.named_parameters())  # fmt: skip
+    from_pretrained(path).save_pretrained(tmp_path / "saved")
+    before, after = stored(path), stored(tmp_path / "saved")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(bits(before[name]), bits(after[name])) for name in before)
+    was, now = (json.loads((p / "config.json").read_text()) for p in (path, tmp_path / "saved"))
+    assert was["quantization_config"] == now["quantization_config"]
+    assert torch.equal(logits(quantkit.load(tmp_path / "saved", device="cpu")), expected)
+
+
+def test_half_precision_models_stay_in_their_dtype_throughout(tmp_path: Path) -> None:
+    source = write_model("qwen2", tmp_path / "dense", torch.bfloat16)
+    schemes = Schemes(Scheme.parse("int4:g32"), ignore=("lm_head",))
+    write_folder(source, tmp_path / "out", "quick", schemes)
+    model = from_pretrained(tmp_path / "out", dtype="auto")
+    assert {layer.bias.dtype for layer in layers(model) if layer.bias is not None} == {torch.bfloat16}
+    found = logits(model)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, decoded(tmp_path / "out", torch.bfloat16))
+    assert model.lm_head.weight is model.model.embed_tokens.weight  # still tied
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma2"])
+def test_families_with_biases_other_names_and_tied_heads(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    quantkit.quantize(folders[family], tmp_path / "out", method="rtn", layout="quick")
+    model = quantkit.load(tmp_path / "out", device="cpu")
+    assert torch.equal(logits(model), decoded(tmp_path / "out")) and len(layers(model)) >= 8
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(logits(quantkit.load(tmp_path / "again", device="cpu")), logits(model))
+
+
+def test_padded_weights_and_dense_ones_beside_packed_ones(tmp_path: Path) -> None:
+    odd = {"hidden_size": 192, "intermediate_size": 336, "num_attention_heads": 6, "num_key_value_heads": 2}
+    source = write_model("mistral", tmp_path / "dense", **odd)
+    options = {"method": "rtn", "layout": "marlin", "pad": True, "skip": [".*o_proj"]}
+    quantkit.quantize(source, tmp_path / "out", **options)
+    model = quantkit.load(tmp_path / "out", device="cpu")
+    assert type(model.model.layers[0].self_attn.o_proj) is nn.Linear and len(layers(model)) == 12
+    assert {(layer.out_features, layer.in_features) for layer in layers(model)} == {
+        (192, 192), (64, 192), (336, 192), (192, 336)
+    }  # fmt: skip
+    assert all(layer.n % 64 == layer.k % 128 == 0 for layer in layers(model))
+    assert torch.equal(logits(model), decoded(tmp_path / "out"))
+
+
+def test_experts_that_are_linears_and_may_get_no_token(tmp_path: Path) -> None:
+    from tests.moe import TinyMoe, TinyMoeConfig
+
+    source = tmp_path / "dense"
+    torch.manual_seed(0)
+    TinyMoe(TinyMoeConfig()).half().save_pretrained(source)
+    quantkit.quantize(source, tmp_path / "out", method="rtn", layout="marlin", skip=[".*router"])
+    model = quantkit.load(tmp_path / "out", device="cpu")
+    assert len(layers(model)) == 2 * 2 * 4
+    assert torch.equal(logits(model), decoded(tmp_path / "out"))
+
+
+def test_experts_in_one_parameter_stay_dense_beside_packed_linears(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, Qwen2MoeConfig
+
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "vocab_size": 257}
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
+    ids = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
+    config = Qwen2MoeConfig(**sizes, **heads, **ids, shared_expert_intermediate_size=256, num_experts=4)
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path / "dense")
+    report = quantkit.quantize(
+        tmp_path / "dense", tmp_path / "out", method="rtn", layout="marlin", skip=[".*expert_gate"]
+    )
+    assert any("experts.gate_up_proj: parameter of Qwen2MoeExperts" in line for line in report["notices"])
+    model = quantkit.load(tmp_path / "out", device="cpu")
+    reference = from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    assert len(layers(model)) == 4 + 3 and model.model.layers[0].mlp.experts.gate_up_proj.ndim == 3
+    for path, layer in model.named_modules():
+        if isinstance(layer, PackedLinear):
+            reference.get_submodule(path).weight.data = layer.record().dequantize()
+    assert torch.equal(logits(model), logits(reference))
+
+
+def test_a_disk_or_a_cpu_may_hold_what_a_device_has_no_room_for(folder: Folders, tmp_path: Path) -> None:
+    path = folder("marlin", "int4:g128")
+    places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
+    places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
+    model = from_pretrained(path, dtype=torch.float32, device_map=places, offload_folder=tmp_path / "off")
+    far = model.model.layers[1].mlp.up_proj
+    assert far.B.device.type == "meta"  # packed words are on the disk as well, not only what is dense
+    assert torch.equal(logits(model), decoded(path))
+    assert far.B.device.type == "meta"
+    assert torch.equal(logits(quantkit.load(path, device="cpu", device_map="cpu")), decoded(path))
+
+
+def test_perplexity_and_divergence_are_those_of_the_decoded_model(folder: Folders, tmp_path: Path) -> None:
+    path = folder("tcfpx", "fp6:channel")
+    (tmp_path / "text.txt").write_text(TEXT)
+    from quantkit.api import eval_kld, eval_ppl
+
+    data = str(tmp_path / "text.txt")
+    found = eval_ppl(path, data=data, window=128, device="cpu")
+    expected = perplexity(dense_model(Checkpoint(path)), tokenizer(path), TEXT, window=128)
+    assert found.nll == expected.nll and found.weights == "weights decoded, float32"
+    itself = eval_kld(path, path, data=data, window=128, device="cpu")
+    assert (itself.kld, itself.top1) == (0, 1)
+    assert eval_kld(folder("marlin", "int4:g128"), path, data=data, window=128, device="cpu").kld > 0
+
+
+def test_text_is_the_greedy_one_and_has_its_limits(folder: Folders) -> None:
+    path = folder("quick", "int4:g32")
+    found = generate(path, "abc", max_new_tokens=7, device="cpu")
+    ids = tokenizer(path)("abc", return_tensors="pt")["input_ids"]
+    model = dense_model(Checkpoint(path))
+    for _ in range(found.tokens):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    assert found.text == tokenizer(path).decode(ids[0, 3:], skip_special_tokens=True) and 1 <= found.tokens <= 7
+    assert generate(path, "", max_new_tokens=1, device="cpu").tokens == 1  # BOS stands for no prompt
+    with pytest.raises(RecipeError, match="--max-new-tokens 509"):
+        generate(path, "abc", max_new_tokens=510, device="cpu")
+
+
+ELSEWHERE = """
+import json, sys
+{first}
+assert ("transformers" in sys.modules) == {early}
+import quantkit
+{second}
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+logging.disable_progress_bar()
+found = {{}}
+for path in sys.argv[1:]:
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path)
+        found[path] = type(model.hf_quantizer).__name__ + " " + type(model.model.layers[0].mlp.up_proj).__name__
+    except Exception as error:
+        found[path] = type(error).__name__
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_importing_quantkit_is_enough_and_foreign_folders_keep_their_owner(early: bool, folder: Folders) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    ours = [folder(*case) for case in (*KERNELS[:3], *OTHERS[:2], OTHERS[-1])]
+    foreign = [folder(layout, label, False) for layout, label in (("compressed-tensors", "int4:g128"), OTHERS[2])]  # type: ignore[call-arg]
+    kernel = folder("marlin24", "int4:g128:24", False)  # type: ignore[call-arg]
+    first = "from transformers import AutoModelForCausalLM" if early else ""
+    code = ELSEWHERE.format(first=first, second="", early=early)
+    run = subprocess.run(
+        [sys.executable, "-c", code, *map(str, [*ours, *foreign, kernel])], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode == 0, run.stderr
+    found = json.loads(run.stdout.splitlines()[-1])
+    assert {found[str(path)] for path in (*ours, kernel)} == {"QuantkitQuantizer PackedLinear"}
+    assert found[str(foreign[0])].startswith("CompressedTensorsHfQuantizer")
+    assert found[str(foreign[1])] == "ImportError"  # transformers wants another package for its gptq
+
+
+@pytest.mark.parametrize(("layout", "label"), [("gptq", "int4:g128"), ("awq", "int4:g64:asym"), OTHERS[0]])
+def test_load_takes_folders_of_other_programs(layout: str, label: str, folder: Folders) -> None:
+    path = folder(layout, label, False)  # type: ignore[call-arg]
+    model = quantkit.load(path, device="cpu")
+    assert torch.equal(logits(model), decoded(path)) and len(layers(model)) == 14
+
+
+def test_a_dense_folder_and_a_weight_file_of_any_name(small_llama: Path, broken: Path) -> None:
+    assert torch.equal(logits(quantkit.load(small_llama, device="cpu")), decoded(small_llama))
+    expected = decoded(broken)
+    (broken / "model.safetensors").rename(broken / "gptq_model-4bit-128g.safetensors")
+    model = quantkit.load(broken, device="cpu")
+    assert torch.equal(logits(model), expected) and not hasattr(model.config, "transformers_weights")
+
+
+def test_biases_that_only_the_file_knows_are_added(broken: Path) -> None:
+    bias = torch.randn(256, generator=torch.Generator().manual_seed(0)).half()
+    change(broken, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": bias}))
+    model = quantkit.load(broken, device="cpu")
+    layer = model.model.layers[1].mlp.up_proj
+    x = torch.ones(1, 128)
+    expected = torch.nn.functional.linear(x, layer.record().dequantize(), bias.float())
+    assert torch.equal(layer(x), expected)
+
+
+def test_a_model_in_several_layouts_is_not_saved_as_one(folder: Folders, tmp_path: Path) -> None:
+    model = from_pretrained(folder("gptq", "int4:g128"))
+    repacked = layers(model)
+    assert repacked[0].repack() is None  # as some weights of a model on a GPU may be, and others not
+    with pytest.raises(CheckpointError, match="gptq and marlin"):
+        model.save_pretrained(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    expected = logits(model)
+    for layer in repacked[1:]:
+        layer.repack()
+    model.save_pretrained(tmp_path / "out")
+    src = Checkpoint(tmp_path / "out")
+    assert src.layout is not None and src.layout.NAME == "marlin"
+    again = from_pretrained(tmp_path / "out")
+    assert torch.equal(logits(again), logits(model)) and torch.allclose(logits(again), expected, atol=1e-2)
+
+
+def test_nothing_is_said_where_nothing_is_slow(folder: Folders) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        quantkit.load(folder("marlin", "int4:g128"), device="cpu")

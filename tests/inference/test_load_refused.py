@@ -1,0 +1,132 @@
+"""Folders and machines from which no packed model can be made: one line each, before a weight is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import quantkit
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError, KernelError, QuantkitError, RecipeError
+from quantkit.inference import swap_linears
+from quantkit.models.meta_model import skeleton
+from tests.command_line import refused
+from tests.inference import test_load
+from tests.inference.test_load import Folders, change, from_pretrained
+from tests.pipeline.test_quantize import TEXT
+
+folder, broken = test_load.folder, test_load.broken
+
+
+def restate(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    config = json.loads((path / "config.json").read_text())
+    edit(config)
+    (path / "config.json").write_text(json.dumps(config))
+
+
+def _lose(name: str) -> Callable[[Path], None]:
+    return lambda path: change(path, lambda tensors: tensors.pop(name))
+
+
+def _lose_module(module: str) -> Callable[[Path], None]:
+    def edit(tensors: dict[str, Tensor]) -> None:
+        for suffix in ("B", "s"):
+            del tensors[f"{module}.{suffix}"]
+
+    return lambda path: change(path, edit)
+
+
+def _own(name: str, value: Any) -> Callable[[Path], None]:
+    return lambda path: restate(path, lambda config: config["quantization_config"]["quantkit"].update({name: value}))
+
+
+BAD = {
+    "a packed tensor is missing": (_lose("model.layers.1.mlp.up_proj.s"), "model.layers.1.mlp.up_proj.s is missing"),
+    "its marker is missing": (_lose("model.layers.1.mlp.up_proj.B"), "model.layers.1.mlp.up_proj.B is missing"),
+    "a whole weight is missing": (_lose_module("model.layers.0.mlp.up_proj"), "layers.0.mlp.up_proj.weight is missing"),
+    "a dense tensor is missing": (_lose("model.norm.weight"), "model.norm.weight is missing"),
+    "a stranger is there": (
+        lambda path: change(path, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)})),
+        "model.extra.weight is not part of the model",
+    ),
+    "an unknown layout": (_own("layout", "marlin9"), "'marlin9' is not one of"),
+    "a newer version": (_own("hyper", 1), "use a newer quantkit"),
+    "an unknown scheme": (_own("scheme", "int3:g128"), "int3"),
+    "another shape": (
+        lambda path: restate(path, lambda config: config.update(intermediate_size=512)),
+        "down_proj is packed from [128, 256], config.json asks for [128, 512]",
+    ),
+    "another depth": (lambda path: restate(path, lambda config: config.update(num_hidden_layers=1)), "no nn.Linear of"),
+    "an unknown model": (lambda path: restate(path, lambda config: config.update(model_type="lama")), "'lama' is unk"),
+    "a config that makes no sense": (
+        lambda path: restate(path, lambda config: config.update(hidden_act="no such")),
+        "transformers cannot build the model",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_folder_that_is_not_whole_is_one_line(case: str, broken: Path) -> None:
+    spoil, says = BAD[case]
+    spoil(broken)
+    with pytest.raises(QuantkitError, match=re.escape(says)) as caught:
+        quantkit.load(broken, device="cpu")
+    assert "\n" not in str(caught.value)
+    if case not in ("an unknown model", "a config that makes no sense"):  # those are transformers' own to say
+        with pytest.raises(QuantkitError, match=re.escape(says)):
+            from_pretrained(broken)
+
+
+def test_a_device_that_is_not_there_is_one_line(folder: Folders) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises(RecipeError, match="--device cpu"):
+        quantkit.load(folder("marlin", "int4:g128"), device="cuda")
+    swap_linears.require_kernels(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("command", [("generate", "abc"), ("eval", "ppl"), ("eval", "kld")])
+def test_the_command_line_says_the_same_in_one_line(command: tuple[str, ...], broken: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    _lose("model.layers.1.mlp.up_proj.s")(broken)
+    name, *rest = command
+    if name == "generate":
+        assert "up_proj.s is missing" in refused("generate", broken, *rest, "--device", "cpu")
+        refused("generate", tmp_path / "nowhere", "abc")
+        return
+    against = ("--against", broken) if rest == ["kld"] else ()
+    options = ("--data", tmp_path / "text.txt", "--window", 32, "--device", "cpu")
+    assert "up_proj.s is missing" in refused(*command, broken, *against, *options)
+
+
+def test_a_gpu_that_is_too_old_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy", reason="needs CuPy, which is not installed")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(
+        KernelError, match=r"on cuda:0: this GPU has compute capability 7\.5, .* --device cpu$"
+    ) as caught:
+        swap_linears.require_kernels(torch.device("cuda", 0))
+    assert "\n" not in str(caught.value)
+
+
+def test_too_little_memory_says_how_much_is_missing(folder: Folders) -> None:
+    path = folder("marlin", "int4:g128")
+    src = Checkpoint(path)
+    model = skeleton(src, torch.float16, False)
+    swap_linears.swap(model, src)
+    gpu = torch.device("cuda", 0)
+    needs = swap_linears.needs(model, {state: 0 for state in model.state_dict()})
+    stated = sum(src.nbytes(name) for name in src.names())
+    assert needs == {gpu: stated}  # what lies in the file, not what it decodes to
+    assert swap_linears.needs(model, {state: "disk" for state in model.state_dict()}) == {}
+    swap_linears.require_room(needs, lambda device: stated, path)
+    with pytest.raises(CheckpointError, match=r"take .* on cuda:0, which has .* free, 100 B too little") as caught:
+        swap_linears.require_room(needs, lambda device: stated - 100, path)
+    assert "\n" not in str(caught.value)

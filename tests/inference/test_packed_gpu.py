@@ -1,0 +1,335 @@
+"""Whole models on a GPU with their weights packed: what the kernels make of them, memory, CUDA graphs, compiling."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import quantkit
+from quantkit.api import eval_kld, eval_ppl
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import Scheme
+from quantkit.errors import CheckpointError
+from quantkit.evaluation.perplexity import perplexity
+from quantkit.inference import swap_linears
+from quantkit.inference.fused_linear import Joint
+from quantkit.inference.load import generate
+from quantkit.kernels.proof import relative_error
+from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.stacking import UNITS
+from quantkit.models.block_runner import dense_model, tokenizer
+from tests.inference.test_fused_linear import attention
+from tests.inference.test_load import bits, from_pretrained, layers, logits, stored
+from tests.inference.test_packed_linear import gauss, values
+from tests.inference.test_packed_linear import packed as packed_linear
+from tests.layouts.samples import write_folder
+from tests.tiny_models import write_model
+
+pytestmark = pytest.mark.gpu
+
+#: layout, scheme, the layout that its kernel wants.
+CASES = [
+    ("marlin", "int4:g128", "marlin"),
+    ("marlin", "int4:channel", "marlin"),
+    ("marlin24", "int4:g128:24", "marlin24"),
+    ("marlin24-ct", "int4:g128:24", "marlin24-ct"),
+    ("tcfpx", "fp6:channel", "tcfpx"),
+    ("tcfpx", "fp5:channel", "tcfpx"),
+    ("quick", "int4:g64:asym", "quick"),
+    ("compressed-tensors", "int4:g128", "marlin"),
+    ("compressed-tensors", "int4:g128:asym", "quick"),
+    ("compressed-tensors", "int4:g128:24", "marlin24"),
+    ("compressed-tensors", "fp6:channel", "tcfpx"),
+    ("humming", "fp5:channel", "tcfpx"),
+    ("gptq", "int4:g128", "marlin"),
+    ("awq", "int4:g64:asym", "quick"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]:
+    root = tmp_path_factory.mktemp("dense")
+    wide = {"hidden_size": 512, "intermediate_size": 1024}
+    return {dtype: write_model("llama", root / str(dtype), dtype, **wide) for dtype in (torch.float16, torch.bfloat16)}
+
+
+def joints(model: nn.Module) -> list[Joint]:
+    return [module for module in model.modules() if isinstance(module, Joint)]
+
+
+class Launches(TorchDispatchMode):
+    """Counts products by kernels."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += "packed_linear" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def write(source: Path, out: Path, layout: str, label: str) -> Path:
+    write_folder(source, out, layout, Schemes(Scheme.parse(label), ignore=("lm_head",)))
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("layout", "label", "kernel"), CASES)
+def test_logits_by_kernel_are_those_of_the_decoded_model(
+    layout: str, label: str, kernel: str, dtype: torch.dtype, sources: dict[torch.dtype, Path], tmp_path: Path
+) -> None:
+    path = write(sources[dtype], tmp_path / "out", layout, label)
+    exact = logits(dense_model(Checkpoint(path), dtype=torch.float32, device="cuda"))
+    rounded = relative_error(logits(dense_model(Checkpoint(path), dtype=dtype, device="cuda")), exact)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # nothing is decoded
+        models = [quantkit.load(path, device="cuda"), from_pretrained(path, device_map="cuda", dtype="auto")]
+    for model in models:
+        assert {layer.layout for layer in layers(model)} == {kernel}
+        assert [joint.united for joint in joints(model)] == 4 * [kernel in UNITS]
+        assert swap_linears.way(model) == f"weights by the {kernel} kernel, {str(dtype).removeprefix('torch.')}"
+        found = logits(model)
+        assert found.dtype == dtype
+        assert relative_error(found, exact) < 1.5 * rounded + 1e-3  # no further off than cuBLAS in this dtype
+
+
+@pytest.mark.parametrize(("layout", "label"), [case[:2] for case in CASES if case[1] != "int4:channel"])
+def test_memory_stays_packed(layout: str, label: str, sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
+    path = write(sources[torch.float16], tmp_path / "out", layout, label)
+    src = Checkpoint(path)
+    quantkit.load(path, device="cuda")  # makes tables that stay
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    model = quantkit.load(path, device="cuda")
+    gc.collect()
+    taken = torch.cuda.memory_allocated() - before
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    assert taken < 1.03 * held
+    if layout == "quick" or layers(model)[0].layout != "quick":  # QUICK stores each scale twice
+        assert held < 1.03 * sum(src.nbytes(name) for name in src.names())
+    logits(model)
+    del model
+    gc.collect()
+
+
+def test_a_decoding_step_is_captured_in_a_cuda_graph(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
+    from transformers import StaticCache
+
+    path = write(sources[torch.float16], tmp_path / "out", "marlin", "int4:g128")
+    model = quantkit.load(path, device="cuda")
+    prompt = torch.tensor([[5, 99, 31, 7]], device="cuda")
+    token, position = torch.tensor([[64]], device="cuda"), torch.tensor([[4]], device="cuda")
+    mask = torch.full((1, 1, 1, 16), -torch.inf, dtype=torch.float16, device="cuda")
+    mask[..., :5] = 0
+
+    def step(cache: Any) -> Tensor:
+        return model(token, past_key_values=cache, position_ids=position, attention_mask=mask).logits
+
+    with torch.inference_mode():
+        expected = []
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        model(prompt, past_key_values=cache)
+        for _ in range(2):
+            expected.append(step(cache).clone())
+        cache = StaticCache(config=model.config, max_cache_len=16)
+        model(prompt, past_key_values=cache)
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(3):
+                step(cache)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = step(cache)
+        for layer in cache.layers:
+            layer.cumulative_length.fill_(4)
+        for wanted in expected:
+            graph.replay()
+            torch.cuda.synchronize()
+            assert torch.equal(y, wanted)
+
+
+@pytest.mark.parametrize("layout", ["marlin", "quick"])
+def test_a_compiled_layer_calls_the_kernel(layout: str) -> None:
+    layer = packed_linear(layout, values("int4:g128", 256, 512)).cuda().half()
+    x = gauss(3, 512).cuda().half()
+    expected = layer(x)
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    with torch.inference_mode():
+        for _ in range(3):
+            assert torch.equal(compiled(x), expected)
+
+
+@pytest.mark.parametrize("layout", ["marlin", "marlin24", "tcfpx", "quick"])
+def test_activations_that_kernels_refuse_are_made_ready(layout: str) -> None:
+    label = {"marlin24": "int4:g128:24", "tcfpx": "fp6:channel"}.get(layout, "int4:g128")
+    q = values(label, 128, 256)
+    layer = packed_linear(layout, q).cuda().half()
+    weight = q.dequantize().cuda()
+    wide = gauss(8, 3, 257).cuda().half()
+    for x in (wide[::2, :, 1:], wide[..., :256], wide[0, 0, 1:], wide[:0, :, 1:], gauss(256, 5).cuda().half().t()):
+        y = layer(x)
+        expected = torch.nn.functional.linear(x.float(), weight, layer.bias.float())
+        assert y.shape == expected.shape and y.dtype == torch.float16
+        assert not y.numel() or relative_error(y, expected.half()) < 2e-3
+
+
+def test_text_is_written_by_the_kernels(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
+    path = write(sources[torch.bfloat16], tmp_path / "out", "tcfpx", "fp6:channel")
+    found = generate(path, "abc", max_new_tokens=5, device="cuda")
+    assert found.weights == "weights by the tcfpx kernel, bfloat16" and 1 <= found.tokens <= 5
+
+
+def test_float32_activations_are_exact_and_said_to_be_slow() -> None:
+    q = values("int4:g128", 128, 256)
+    layer = packed_linear("marlin", q, bias=False).cuda()
+    x = gauss(3, 256).cuda()
+    with pytest.warns(RuntimeWarning, match="float32 activations"):
+        y = layer(x)
+    assert torch.equal(y, torch.nn.functional.linear(x, q.dequantize().cuda()))
+
+
+def test_a_cpu_may_hold_what_a_gpu_multiplies(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
+    path = write(sources[torch.float16], tmp_path / "out", "marlin", "int4:g128")
+    expected = logits(quantkit.load(path, device="cuda"))
+    places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": 0, "lm_head": 0}
+    model = quantkit.load(path, device_map=places | {"model.rotary_emb": 0})
+    assert model.model.layers[1].mlp.up_proj.B.device.type == "meta"
+    assert [joint.united for joint in joints(model)] == [True, True]  # those that are offloaded stay apart
+    assert relative_error(logits(model), expected) < 5e-3  # sums of another order
+    if torch.cuda.device_count() == 1:
+        assert torch.equal(logits(quantkit.load(path, device_map="auto")), expected)
+
+
+@pytest.mark.parametrize(("layout", "label"), [case[:2] for case in CASES if case[0] in UNITS])
+def test_linears_that_are_one_on_a_gpu_are_saved_as_the_bytes_they_came_from(
+    layout: str, label: str, sources: dict[torch.dtype, Path], tmp_path: Path
+) -> None:
+    path = write(sources[torch.bfloat16], tmp_path / "out", layout, label)
+    model = quantkit.load(path, device="cuda")
+    allocated = torch.cuda.memory_allocated()
+    model.save_pretrained(tmp_path / "saved")
+    assert torch.cuda.memory_allocated() == allocated
+    was, now = stored(path), stored(tmp_path / "saved")
+    assert was.keys() == now.keys() and all(torch.equal(bits(was[name]), bits(now[name])) for name in was)
+    model.cpu().cuda()
+    assert all(joint.united for joint in joints(model))
+    assert torch.equal(logits(model), logits(quantkit.load(tmp_path / "saved", device="cuda")))
+
+
+def test_weights_become_one_in_the_room_of_one_family_more() -> None:
+    linears = [packed_linear("marlin", values("int4:g128", n, 4096), bias=False).cuda() for n in (4096, 1024, 1024)]
+    gc.collect()
+    held = sum(p.nbytes for linear in linears for p in linear.parameters())
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    assert Joint(linears).settle()
+    assert torch.cuda.max_memory_allocated() - before < 1.03 * held
+    assert torch.cuda.memory_allocated() - before < 0.03 * held  # less if what an earlier test had goes meanwhile
+
+
+@pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("tcfpx", "fp6:channel")])
+def test_linears_that_are_one_make_one_launch_compiled_and_captured(layout: str, label: str) -> None:
+    apart, united = (module.cuda().half() for module in attention(layout, label))
+    x = gauss(3, 256).cuda().half()
+    with torch.inference_mode():
+        expected = apart(x)
+        launches = Launches()
+        with launches:
+            assert all(relative_error(a, b) < 2e-3 for a, b in zip(united(x), expected, strict=True))
+        assert launches.count == 1
+        compiled = torch.compile(united, fullgraph=True, mode="reduce-overhead")
+        for _ in range(3):
+            assert all(torch.equal(a, b) for a, b in zip(compiled(x), united(x), strict=True))
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            united.q_proj(x)  # what the others would take is of this stream and time, not of the graph
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph, stream=stream):
+                y = united.k_proj(x)
+        x.copy_(gauss(3, 256, seed=5))
+        graph.replay()
+        assert relative_error(y, apart.k_proj(x)) < 2e-3
+
+
+def test_a_repacked_model_is_saved_in_the_layout_that_it_has(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
+    path = write(sources[torch.float16], tmp_path / "out", "compressed-tensors", "int4:g128")
+    model = quantkit.load(path, device="cuda")
+    model.save_pretrained(tmp_path / "saved")
+    shutil.copy(path / "tokenizer.json", tmp_path / "saved")
+    src = Checkpoint(tmp_path / "saved")
+    assert src.layout is not None and src.layout.NAME == "marlin"
+    assert torch.equal(logits(quantkit.load(tmp_path / "saved", device="cuda")), logits(model))
+    assert all(src.quantized(name).equal(Checkpoint(path).quantized(name)) for name in src.modules())
+
+
+def test_a_model_that_is_moved_to_a_gpu_later_is_multiplied_by_kernels(
+    sources: dict[torch.dtype, Path], tmp_path: Path
+) -> None:
+    path = write(sources[torch.float16], tmp_path / "out", "gptq", "int4:g128")
+    model = from_pretrained(path, dtype="auto")
+    assert {layer.layout for layer in layers(model)} == {"gptq"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)
+        model.cuda()
+    assert torch.equal(logits(model), logits(quantkit.load(path, device="cuda")))
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_read(
+    sources: dict[torch.dtype, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(sources[torch.float16], tmp_path / "out", "marlin", "int4:g128")
+    assert swap_linears.free(torch.device("cuda", 0)) > 0
+    monkeypatch.setattr(swap_linears, "free", lambda device: 1000)
+    before = torch.cuda.memory_allocated()
+    with pytest.raises(CheckpointError, match=r"cuda:0, which has 1\.0 kB free"):
+        quantkit.load(path, device="cuda")
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "layout"),
+    [
+        ({}, "marlin"),
+        ({}, "compressed-tensors"),
+        ({"asym": True}, "compressed-tensors"),
+        ({"group_size": 64, "asym": True}, "quick"),
+        ({"prune": "2:4"}, "marlin24"),
+        ({"format": "fp6"}, "tcfpx"),
+        ({"format": "fp5"}, "humming"),
+        ({}, "gptq"),
+        ({"group_size": 64, "asym": True}, "awq"),
+        ({"prune": "2:4"}, "marlin24-ct"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_perplexity_by_kernel_is_that_by_decoding(
+    options: dict[str, Any], layout: str, shared: Path, tmp_path: Path
+) -> None:
+    source, text = shared / "models" / "llama-29m", tmp_path / "text.txt"
+    text.write_text((shared / "data" / "wikitext2" / "test.txt").read_text()[:20_000])
+    quantkit.quantize(source, tmp_path / "out", method="rtn", layout=layout, device="cuda", **options)
+    found = eval_ppl(tmp_path / "out", data=str(text), window=512, device="cuda")
+    exact = perplexity(
+        dense_model(Checkpoint(tmp_path / "out"), device="cuda"), tokenizer(source), text.read_text(), window=512
+    )
+    print(f"{layout} {options}: {found.perplexity:.5f} ({found.weights}), decoded to float32 {exact.perplexity:.5f}")
+    other = eval_kld(tmp_path / "out", source, data=str(text), window=512, device="cuda")
+    assert " kernel, " in found.weights and found.weights == other.weights
+    assert 0 < other.kld < 2 and 0 < other.top1 < 1
+    assert found.perplexity == pytest.approx(exact.perplexity, rel=1e-3)

@@ -1,0 +1,214 @@
+"""One packed linear by itself: every layout, every shape of activations, casts, torch.compile, and repacking."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import KernelError, LayoutError
+from quantkit.inference.packed_linear import PackedLinear
+from quantkit.kernels import MATMULS
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.recast import restated
+from tests.layouts.samples import HELD, record, tame
+
+ALL = [(layout, label) for layout, (labels, _) in HELD.items() for label in labels]
+#: What the last dimension of activations stands in, and how many tokens that is.
+BATCHES: list[tuple[int, ...]] = [(1,), (3, 5), (0,), (2, 0), (2, 1, 3), ()]
+
+
+CASTS = [nn.Module.bfloat16, nn.Module.half, nn.Module.double, partial(nn.Module.to, dtype=torch.float16)]
+
+
+def gauss(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def values(label: str, n: int = 128, k: int = 256) -> QuantizedTensor:
+    return tame(record(Scheme.parse(label), n, k, lowest_zero=1), torch.float16)
+
+
+def packed(layout: str, q: QuantizedTensor, true: tuple[int, int] | None = None, bias: bool = True) -> PackedLinear:
+    n = (true or q.shape)[0]
+    return PackedLinear(
+        layout, q.scheme, q.shape, true or q.shape, LAYOUTS[layout].pack(q), gauss(n, seed=1) if bias else None
+    )
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(bits), b.view(bits))
+
+
+@pytest.mark.parametrize(("layout", "label"), ALL)
+def test_every_layout_multiplies_as_its_decoded_weight(layout: str, label: str) -> None:
+    q = values(label)
+    layer = packed(layout, q)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        x = gauss(3, 256).to(dtype)
+        assert same(layer(x), linear(x, q.dequantize(dtype), layer.bias.to(dtype)))
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_any_leading_dimensions_and_no_tokens_at_all(batch: tuple[int, ...]) -> None:
+    q = values("int4:g128")
+    layer = packed("marlin", q)
+    x = gauss(*batch, 256)
+    assert same(layer(x), linear(x, q.dequantize(), layer.bias))
+
+
+def test_activations_that_are_no_contiguous_aligned_matrix() -> None:
+    q = values("int4:g128")
+    layer = packed("marlin", q, bias=False)
+    weight = q.dequantize()
+    for x in (
+        gauss(256, 6).t(),
+        gauss(4, 6, 256)[:, ::2],
+        gauss(1 + 2 * 256)[1:].view(2, 256),
+        gauss(256).expand(3, 256),
+    ):
+        assert torch.allclose(layer(x), linear(x, weight), atol=1e-5)
+        assert same(layer(x), linear(x, weight))
+
+
+def test_padding_is_never_seen() -> None:
+    q = values("int4:g128", 100, 256)
+    q = QuantizedTensor(q.scheme, q.codes.clone(), q.scales)
+    q.codes[:, 200:] = INT4.zero_code
+    layer = packed("marlin", restated(q, q.scheme, (128, 256)), (100, 200))
+    x = gauss(2, 3, 200)
+    assert layer(x).shape == (2, 3, 100)
+    assert same(layer(x), linear(x, q.dequantize()[:, :200].contiguous(), layer.bias))
+
+
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("compressed-tensors", "fp6:channel")])
+def test_a_cast_of_the_model_changes_no_weight(cast: partial, layout: str, label: str) -> None:
+    layer = packed(layout, record(Scheme.parse(label), 128, 256))  # scales that bfloat16 does not hold
+    before = {suffix: tensor.clone() for suffix, tensor in layer.packed().items()}
+    cast(layer)
+    for suffix, tensor in layer.packed().items():
+        assert tensor.dtype == before[suffix].dtype
+        assert torch.equal(tensor.view(torch.uint8), before[suffix].view(torch.uint8)), suffix
+    assert layer.bias.dtype != torch.float32
+
+
+def test_packed_tensors_are_never_trained() -> None:
+    layer = packed("marlin", values("int4:g128"))
+    assert not any(parameter.requires_grad for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("x", [gauss(2, 255), gauss(256, 2), torch.zeros(2, 256, dtype=torch.int64)])
+def test_activations_of_another_layer_are_one_line(x: Tensor) -> None:
+    with pytest.raises(KernelError, match="a packed linear of 256 inputs got") as caught:
+        packed("marlin", values("int4:g128"))(x)
+    assert "\n" not in str(caught.value)
+
+
+def test_damage_that_only_the_data_show_is_an_error_not_a_number() -> None:
+    layer = packed("marlin", values("int4:g128"))
+    layer.s.data[0, 3] = torch.nan
+    with pytest.raises(LayoutError, match="nan"):
+        layer(gauss(1, 256))
+
+
+@pytest.mark.parametrize("layout", sorted(MATMULS))
+def test_a_compiler_sees_one_operator_and_no_break(layout: str) -> None:
+    q = values(HELD[layout][0][0])
+    layer = packed(layout, q)
+    seen: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for m in (2, 5):
+        x = gauss(m, 256)
+        assert same(compiled(x), linear(x, q.dequantize(), layer.bias))
+    assert [name for name in seen if "quantkit" in name] == ["quantkit.packed_linear"]
+
+
+def test_the_operator_keeps_what_it_promises_to_torch() -> None:
+    layer = packed("marlin", values("int4:g128"))
+    args = (
+        gauss(2, 3, 256),
+        list(layer.packed().values()),
+        layer.bias.detach(),
+        "B,s",
+        "marlin",
+        "int4:g128",
+        128,
+        128,
+        256,
+    )
+    torch.library.opcheck(torch.ops.quantkit.packed_linear.default, args)
+
+
+REPACKED = {
+    "compressed-tensors int4:g128": "marlin",
+    "compressed-tensors int4:channel": "marlin",
+    "compressed-tensors int4:g32": "quick",
+    "compressed-tensors int4:g128:asym": "quick",
+    "compressed-tensors int4:g128:24": "marlin24",
+    "compressed-tensors fp6:channel": "tcfpx",
+    "compressed-tensors fp5-e2m2:channel": "tcfpx",
+    "humming fp5:channel": "tcfpx",
+    "gptq int4:g128": "marlin",
+    "gptq int4:g64:asym": "quick",
+    "gptq-v2 int4:channel:asym": "quick",
+    "awq int4:g128": "marlin",
+    "awq int4:g64:asym": "quick",
+}
+
+
+@pytest.mark.parametrize("case", REPACKED)
+@pytest.mark.parametrize("fits", [True, False])
+def test_repacking_changes_no_value(case: str, fits: bool) -> None:
+    layout, label = case.split()
+    shape = (128, 256) if fits else (96, 3 * (Scheme.parse(label).group_size or 32))
+    q = values(label, *shape)
+    layer = packed(layout, q)
+    x = gauss(4, shape[1])
+    before = layer(x)
+    assert layer.repack() is None
+    assert layer.layout == REPACKED[case] and layer.layout in MATMULS
+    assert {name for name, _ in layer.named_parameters()} == {*layer.packed(), "bias"}  # nothing is left behind
+    assert torch.equal(layer.record().dequantize()[:, : shape[1]], q.dequantize())
+    assert torch.allclose(layer(x), before, atol=1e-4)
+    form = layer.packed()
+    assert layer.repack() is None and all(
+        layer.packed()[suffix].data_ptr() == form[suffix].data_ptr() for suffix in form
+    )
+
+
+def test_asymmetric_weights_go_to_marlin_if_they_can_be_recentred() -> None:
+    q = values("int4:g128:asym")
+    q = QuantizedTensor(q.scheme, q.codes.clamp(4, 11), q.scales, q.zeros.clamp(7, 9))  # type: ignore[union-attr]
+    layer = packed("awq", q)
+    assert layer.repack() is None and layer.layout == "marlin" and layer.scheme.symmetric
+    assert torch.equal(layer.record().dequantize(), q.dequantize())
+
+
+def test_scales_of_another_width_are_made_those_of_the_kernel() -> None:
+    layer = packed("marlin", tame(values("int4:g128"), torch.bfloat16))
+    x, before = gauss(2, 256), layer.packed()["s"]
+    y = layer(x)
+    layer.hold("marlin", layer.scheme, (128, 256), {"B": layer.packed()["B"], "s": before.bfloat16()})
+    assert same(layer(x), y)
+    assert layer.repack() is None
+    assert torch.equal(layer.packed()["s"], before) and layer.packed()["s"].dtype == torch.float16
+
+
+def test_what_no_kernel_takes_stays_and_says_why() -> None:
+    scheme = replace(Scheme.parse("int4:g128"), group_size=16)
+    layer = packed("compressed-tensors", tame(record(scheme, 128, 256), torch.float16))
+    why = layer.repack()
+    assert why is not None and "int4:g16" in why and layer.layout == "compressed-tensors"

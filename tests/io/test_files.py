@@ -1,0 +1,208 @@
+"""What can go wrong while writing one file: a kill, a full disk, links, a damaged journal or snapshot."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import CheckpointError
+from quantkit.io import files
+from quantkit.io.files import JOURNAL, append_journal, read_journal, write_atomic
+from tests.faults import Killed, count, failing, faults, killer, memory_path
+
+tmp_path = memory_path
+
+PACKAGE = Path(files.__file__).parents[1]
+
+
+# ------------------------------------------------------------------------------------------------ the one writer
+
+WRITERS = {
+    *("write_text", "write_bytes", "mkdir", "makedirs", "mkfifo", "mknod", "touch", "unlink", "rmdir", "removedirs"),
+    *("rename", "renames", "rmtree", "copyfile", "copytree", "copy2", "move", "symlink_to", "hardlink_to", "symlink"),
+    *("link", "truncate", "ftruncate", "save_file", "save_pretrained", "tofile", "to_csv", "fdopen"),
+}
+OWNED = {("os", "remove"), ("os", "open"), ("os", "replace"), ("torch", "save"), ("numpy", "save"), ("np", "save")}
+OWNED |= {("json", "dump"), ("pickle", "dump"), ("shutil", "copy"), ("yaml", "safe_dump_all"), ("os", "write")}
+
+
+def writing_calls(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        owner = getattr(node.func.value, "id", "") if isinstance(node.func, ast.Attribute) else ""
+        modes = [a.value for a in (*node.args, *(k.value for k in node.keywords)) if isinstance(a, ast.Constant)]
+        for_writing = any(isinstance(m, str) and set(m) <= set("rwxab+t") and set(m) & set("wxa+") for m in modes)
+        path_replace = name == "replace" and len(node.args) == 1 and not node.keywords and owner != "dataclasses"
+        if any(isinstance(a, ast.Attribute) and a.attr == "devnull" for a in node.args):
+            continue
+        if name in WRITERS or (owner, name) in OWNED or (name == "open" and for_writing) or path_replace:
+            found.append(f"line {node.lineno}: {owner}.{name}")
+    return found
+
+
+def test_no_other_module_writes() -> None:
+    others = [p for p in PACKAGE.rglob("*.py") if p != Path(files.__file__)]
+    assert len(others) > 10
+    found = {str(p.relative_to(PACKAGE)): writing_calls(ast.parse(p.read_text())) for p in others}
+    # Reading and writing through its own functions of the same names is what they are for.
+    found = {p: [c for c in calls if "files." not in c] for p, calls in found.items()}
+    assert {p: calls for p, calls in found.items() if calls} == {}
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "open(p, 'w')",
+        "open(p, mode='r+')",
+        "p.open('ab')",
+        "p.write_text('')",
+        "p.replace(q)",
+        "os.remove(p)",
+        "torch.save(x, p)",
+        "shutil.rmtree(p)",
+        "save_file(x, p)",
+        "p.mkdir()",
+    ],
+)
+def test_the_search_for_writers_finds(code: str) -> None:
+    assert writing_calls(ast.parse(code))
+
+
+@pytest.mark.parametrize("code", ["open(p)", "p.open('rb')", "s.replace('a', 'b')", "dataclasses.replace(x, a=1)"])
+def test_the_search_for_writers_leaves_readers_alone(code: str) -> None:
+    assert not writing_calls(ast.parse(code))
+
+
+# ------------------------------------------------------------------------------------------------ single files
+
+
+def test_a_kill_at_any_step_of_write_atomic_leaves_old_or_new(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    steps = count(lambda: write_atomic(path, b"new"))
+    assert steps >= 4
+    for step in range(1, steps + 1):
+        path.write_bytes(b"old")
+        with faults(killer(step)), pytest.raises(Killed):
+            write_atomic(path, b"new")
+        assert path.read_bytes() in (b"old", b"new")
+
+
+def test_copy_does_not_follow_links_or_wait_for_pipes(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"x")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe", "missing", "."):
+        with pytest.raises(CheckpointError):
+            files.copy_atomic(tmp_path / name, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_write_never_goes_through_a_link(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_bytes(b"mine")
+    (tmp_path / "link").symlink_to(target)
+    write_atomic(tmp_path / "link", b"new")
+    assert target.read_bytes() == b"mine" and not (tmp_path / "link").is_symlink()
+    (tmp_path / "other").symlink_to(target)
+    with pytest.raises(CheckpointError):
+        files.mapped_tensor(tmp_path / "other", (1,), torch.uint8)
+    assert target.read_bytes() == b"mine"
+
+
+def test_a_large_write_in_short_pieces_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "CHUNK", 7)
+    data = bytes(range(256))
+    write_atomic(tmp_path / "a", data)
+    files.copy_atomic(tmp_path / "a", tmp_path / "below" / "b")
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "below" / "b").read_bytes() == data
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.int64, torch.uint8])
+def test_saved_tensors_come_back_exactly(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensor = torch.arange(35).to(dtype).view(7, 5)
+    sha256 = files.save_tensor(tmp_path / "t", tensor.t())
+    assert torch.equal(files.load_tensor(tmp_path / "t", (5, 7), dtype, sha256), tensor.t())
+
+
+def test_a_damaged_snapshot_is_never_returned(tmp_path: Path) -> None:
+    sha256 = files.save_tensor(tmp_path / "t", torch.arange(8.0))
+    good = (tmp_path / "t").read_bytes()
+    for bad in (good[:-1], good + b"\0", b"", bytes([good[0] ^ 1]) + good[1:]):
+        (tmp_path / "t").write_bytes(bad)
+        with pytest.raises(CheckpointError, match="recompute"):
+            files.load_tensor(tmp_path / "t", (8,), torch.float32, sha256)
+    (tmp_path / "t").unlink()
+    with pytest.raises(CheckpointError):
+        files.load_tensor(tmp_path / "t", (8,), torch.float32, sha256)
+
+
+def test_a_mapped_tensor_lives_in_its_file(tmp_path: Path) -> None:
+    tensor = files.mapped_tensor(tmp_path / "t", (3, 4), torch.bfloat16)
+    tensor.copy_(torch.arange(12).view(3, 4))
+    assert (tmp_path / "t").read_bytes() == tensor.view(torch.uint8).numpy().tobytes()
+    assert (tmp_path / "t").stat().st_blocks > 0  # really reserved: a full disk must show before the mapping is used
+
+
+def test_an_error_names_path_and_bytes(tmp_path: Path) -> None:
+    with (
+        faults(failing(2, errno.ENOSPC, once=False)),
+        pytest.raises(CheckpointError, match=r"file: no space left \(12,345 more bytes needed, [\d,]+ free\)"),
+    ):
+        write_atomic(tmp_path / "file", bytes(12345))
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(CheckpointError, match="missing/file: no such file"):
+        write_atomic(tmp_path / "missing" / "file", b"")
+
+
+# ------------------------------------------------------------------------------------------------ the journal
+
+
+def test_a_torn_last_line_is_dropped_and_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL
+    append_journal(path, {"a": 1})
+    whole = path.read_bytes()
+    append_journal(path, {"b": [1.5, None, "ü\n"]})
+    both = path.read_bytes()
+    for cut in range(len(whole), len(both)):
+        path.write_bytes(both[:cut])
+        assert read_journal(path) == [{"a": 1}]
+    append_journal(path, {"b": [1.5, None, "ü\n"]})
+    assert path.read_bytes() == both
+    assert read_journal(path) == [{"a": 1}, {"b": [1.5, None, "ü\n"]}]
+    path.write_bytes(whole + b'{"sha256": "' + b"0" * 10_000)  # longer than what follows
+    append_journal(path, {"c": 2})
+    assert read_journal(path) == [{"a": 1}, {"c": 2}]
+
+
+def test_every_flipped_bit_of_a_journal_is_found_or_harmless(tmp_path: Path) -> None:
+    path = tmp_path / JOURNAL
+    lines = [{"a": 1}, {"files": {"x": "00"}, "items": ["y"]}]
+    for line in lines:
+        append_journal(path, line)
+    good = path.read_bytes()
+    found = 0
+    for bit in range(8 * len(good)):
+        bad = bytearray(good)
+        bad[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(bad)
+        try:
+            # A changed last newline makes the last line an unfinished one: that block is computed again.
+            assert read_journal(path) in (lines, lines[:1])
+        except CheckpointError:
+            found += 1
+    assert found > 7.5 * len(good)
+
+
+@pytest.mark.parametrize("text", [b"[]\n", b"null\n", b"{}\n", b'{"line": 1, "sha256": "6"}\n', b"[" * 10**5 + b"\n"])
+def test_a_strange_journal_is_refused(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / JOURNAL).write_bytes(text)
+    with pytest.raises(CheckpointError, match="line 1 is damaged"):
+        read_journal(tmp_path / JOURNAL)

@@ -1,0 +1,260 @@
+"""What can go wrong with an output folder: a kill, a full disk or an interrupt at any moment, two runs, bad targets."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.errors import CheckpointError
+from quantkit.io import files
+from quantkit.io.files import JOURNAL, append_journal, publish, read_journal, staging, write_atomic
+from tests.faults import Killed, count, failing, faults, killer, memory_path, state
+
+tmp_path = memory_path
+
+
+def small_run(out: Path, *, resume: bool = False, overwrite: bool = False, blocks: int = 3) -> None:
+    """Three units of work, each a file and a journal line, then what a finish writes."""
+    with staging(out, resume=resume, overwrite=overwrite) as partial:
+        if not files.is_complete(partial):
+            done = read_journal(partial / JOURNAL)
+            if not done:
+                append_journal(partial / JOURNAL, {"identity": 1})
+            for i in range(max(len(done) - 1, 0), blocks):
+                write_atomic(partial / f"block-{i}", bytes([i]) * 1000)
+                sha256 = files.save_tensor(partial / f"activations-{i % 2}.bin", torch.full((4, 5), float(i)))
+                append_journal(partial / JOURNAL, {"block": i, "activations": sha256})
+            write_atomic(partial / "config.json", b"{}")
+        publish(partial, out, overwrite)
+
+
+def test_a_kill_at_every_operation_then_resume_gives_the_same_bytes(tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    steps = count(lambda: small_run(reference))
+    assert steps > 40
+    expected = state(reference)
+    assert set(expected) == {"block-0", "block-1", "block-2", "config.json"}
+    for step in range(1, steps + 1):
+        out = tmp_path / f"out{step}"
+        with faults(killer(step)), pytest.raises(Killed):
+            small_run(out)
+        for path in tmp_path.glob(f"out{step}*"):
+            # A complete OUT, or a partial that does not look like a model before its last step.
+            partial = path.name.startswith(f"out{step}.partial-")
+            assert partial or state(path) == expected
+            if partial and (path / "config.json").exists():
+                assert all((path / f"block-{i}").exists() for i in range(3))
+        if not out.exists():
+            small_run(out, resume=True)
+        assert state(out) == expected, step
+        assert list(tmp_path.glob(f"out{step}.*")) == [], step
+
+
+def test_a_second_kill_during_the_resume_loses_nothing(tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    steps = count(lambda: small_run(reference))
+    for first in range(3, steps, 7):
+        for second in range(1, steps, 5):
+            out = tmp_path / f"out{first}-{second}"
+            with faults(killer(first)), pytest.raises(Killed):
+                small_run(out)
+            for hook in (killer(second), None):
+                with faults(hook), suppress(Killed):
+                    if not out.exists():
+                        small_run(out, resume=True)
+            assert state(out) == state(reference), (first, second)
+
+
+def test_a_kill_while_overwriting_leaves_old_or_new_after_the_next_run(tmp_path: Path) -> None:
+    out, reference = tmp_path / "out", tmp_path / "reference"
+    small_run(reference)
+    small_run(out)
+    steps = count(lambda: small_run(out, overwrite=True))
+    for step in range(1, steps + 1):
+        (out / "block-0").write_bytes(b"the old one")
+        old = state(out)
+        with faults(killer(step)), pytest.raises(Killed):
+            small_run(out, overwrite=True)
+        saved = [state(p) for p in tmp_path.iterdir() if p.name == "out" or p.name.startswith("out.old-")]
+        assert old in saved or state(reference) in saved, step
+        small_run(out, resume=True, overwrite=True)
+        assert state(out) == state(reference), step
+        assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "reference"], step
+
+
+@pytest.mark.parametrize("once", [True, False])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EIO])
+def test_a_full_or_broken_disk_at_every_operation(tmp_path: Path, error: int, once: bool) -> None:
+    reference = tmp_path / "reference"
+    small_run(reference)
+    for step in range(1, 200):
+        out = tmp_path / f"out{step}"
+        try:
+            with faults(failing(step, error, once)):
+                small_run(out)
+        except CheckpointError as failure:
+            assert "\n" not in str(failure) and ("free" in str(failure)) == (error == errno.ENOSPC)
+            for partial in tmp_path.glob(f"out{step}.partial-*"):
+                assert files.is_complete(partial) or len(read_journal(partial / JOURNAL)) > 1
+        else:
+            break
+        if not out.exists():
+            small_run(out, resume=True)
+        assert state(out) == state(reference)
+    assert 40 < step < 199
+
+
+@pytest.mark.parametrize("reason", [KeyboardInterrupt, CheckpointError("x"), OSError(errno.ENOSPC, "x")])
+@pytest.mark.parametrize("blocks", [0, 1])
+def test_the_partial_folder_stays_only_if_it_can_be_resumed(tmp_path: Path, reason: BaseException, blocks: int) -> None:
+    with pytest.raises(BaseException) as caught, staging(tmp_path / "out") as partial:
+        append_journal(partial / JOURNAL, {"identity": 1})
+        for i in range(blocks):
+            append_journal(partial / JOURNAL, {"block": i})
+        raise reason
+    assert isinstance(caught.value, KeyboardInterrupt) or caught.value is reason
+    assert [p.name.split("-")[0] for p in tmp_path.iterdir()] == ["out.partial"] * blocks
+
+
+def test_left_work_is_not_thrown_away_unasked(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), staging(out) as partial:
+        append_journal(partial / JOURNAL, {"identity": 1})
+        append_journal(partial / JOURNAL, {"block": 0})
+        raise KeyboardInterrupt
+    with pytest.raises(CheckpointError, match=r"--resume.*--overwrite"), staging(out):
+        pass
+    with staging(out, resume=True) as partial:
+        assert len(read_journal(partial / JOURNAL)) == 2
+    with staging(out, overwrite=True) as partial:
+        assert [p.name for p in partial.iterdir()] == ["lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_journal_is_not_thrown_away_unasked(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out") as partial:
+        append_journal(partial / JOURNAL, {"identity": 1})
+        append_journal(partial / JOURNAL, {"block": 0})
+        raise KeyboardInterrupt
+    (partial / JOURNAL).write_bytes(b"x\n" + (partial / JOURNAL).read_bytes())
+    with pytest.raises(CheckpointError, match="--overwrite"), staging(tmp_path / "out"):
+        pass
+    assert partial.exists()
+
+
+@pytest.mark.parametrize("what", ["folder", "file", "link", "dangling", "no parent", "file as parent", "in source"])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_bad_targets_are_refused_and_left_alone(tmp_path: Path, what: str, overwrite: bool) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    out = tmp_path / "out"
+    if what == "folder":
+        out.mkdir()
+        (out / "thesis.tex").write_text("no model")
+    elif what == "file":
+        out.write_text("x")
+    elif what == "link":
+        out.symlink_to(source)
+    elif what == "dangling":
+        out.symlink_to(tmp_path / "nowhere")
+    elif what == "no parent":
+        out = tmp_path / "a" / "out"
+    elif what == "file as parent":
+        out = source / "config.json" / "out"
+    else:
+        out = source / "out"
+    before = sorted(str(p) for p in tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError), staging(out, overwrite=overwrite, source=source):
+        pass
+    assert sorted(str(p) for p in tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize("out", ["/", "source", "source/../source", "link", "."])
+def test_the_source_and_the_root_are_never_targets(tmp_path: Path, out: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "link").symlink_to(source)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError), staging(Path(out), overwrite=True, source=source):
+        pass
+    assert (source / "config.json").exists()
+
+
+def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="exists"), staging(out) as partial:
+        write_atomic(partial / "config.json", b"{}")
+        out.mkdir()
+        publish(partial, out)
+    assert list(out.iterdir()) == []
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from quantkit.io import files
+with files.staging(Path(sys.argv[1])) as partial:
+    files.append_journal(partial / storage.JOURNAL, {"identity": 1})
+    files.append_journal(partial / storage.JOURNAL, {"block": 1})
+    print("ready", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_two_runs_at_once_and_the_lock_of_a_dead_one(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    environment = {**os.environ, "PYTHONPATH": str(Path(files.__file__).parents[2])}
+    first = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(out)], stdout=subprocess.PIPE, text=True, env=environment
+    )
+    try:
+        assert first.stdout is not None and first.stdout.readline() == "ready\n"
+        for options in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(CheckpointError, match=f"process {first.pid}"), staging(out, **options):
+                pass
+    finally:
+        first.kill()
+        first.wait()
+    with staging(out, resume=True) as partial:
+        assert len(read_journal(partial / JOURNAL)) == 2
+        assert (partial / "lock").read_text() == f"{os.getpid()}\n"
+
+
+def test_umask_is_respected(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        small_run(tmp_path / "out")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out").stat().st_mode & 0o777 == 0o750
+    assert (tmp_path / "out" / "block-0").stat().st_mode & 0o777 == 0o640
+
+
+@pytest.mark.parametrize("complete", [False, True])
+def test_of_work_that_no_command_continues_nothing_stays(tmp_path: Path, complete: bool) -> None:
+    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out", resume=None) as partial:
+        for line in range(0 if complete else 2):
+            append_journal(partial / JOURNAL, {"line": line})
+        write_atomic(partial / "config.json", b"{}")
+        raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+def test_who_cannot_continue_another_run_does_not_throw_it_away(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), staging(tmp_path / "out") as partial:
+        for line in range(2):
+            append_journal(partial / JOURNAL, {"line": line})
+        raise KeyboardInterrupt
+    with pytest.raises(CheckpointError, match="the command that began it"), staging(tmp_path / "out", resume=None):
+        pass
+    assert len(read_journal(partial / JOURNAL)) == 2

@@ -1,0 +1,308 @@
+"""Every pair of layouts: what the matrix calls possible gives the same bits there and back, the rest is refused."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import shutil
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.algorithms import rtn
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.cli.commands import quantkit
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import LayoutError, RecipeError
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.compatibility import (
+    OF_TARGETS,
+    PRUNED,
+    RECENTRED,
+    SCHEMES,
+    Conversion,
+    conversions,
+    markdown,
+    parse,
+)
+from quantkit.layouts.recast import broken_rule, restated, target
+from quantkit.layouts.schemes import Schemes
+from quantkit.reporting.report import REPORT
+from tests.command_line import ROOT, call, refused
+from tests.faults import Killed, count, failing, faults, killer, memory_path
+from tests.layouts.samples import record, write_folder
+from tests.pipeline.test_quantize import tensors
+from tests.tiny_models import FAMILIES, write_model
+
+tmp_path = memory_path
+FOUND = {(c.source, c.target): c for c in conversions()}
+INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g128:24"))
+
+# ------------------------------------------------------------------------------------------------ the matrix
+
+
+def test_the_page_is_what_the_layouts_say_today() -> None:
+    """To renew it, write the text of `quantkit.conversions.markdown()` to docs/conversions.md."""
+    assert (ROOT / "docs" / "conversions.md").read_text(encoding="utf-8") == markdown()
+
+
+def test_every_ordered_pair_is_in_the_matrix_and_is_a_command() -> None:
+    assert set(FOUND) == {(a, b) for a in LAYOUTS for b in LAYOUTS if a != b}
+    for source, to in FOUND:
+        assert parse(f"{source}-to-{to}") == (source, to)
+    assert parse("marlin24-to-gptq-v2") == ("marlin24", "gptq-v2")
+    for wrong in ("gptq", "gptq-to-", "gptq-to-nothing", "-to-gptq", "GPTQ-to-marlin"):
+        with pytest.raises(RecipeError, match="A-to-B"):
+            parse(wrong)
+
+
+def test_the_list_says_what_the_specification_says() -> None:
+    """LAYOUTS 11, row by row."""
+    assert FOUND["gptq-v2", "gptq"].condition == "g_idx is static (k // group size); no zero point is 0"
+    assert FOUND["marlin", "gptq"].lossless and FOUND["marlin", "compressed-tensors"].lossless
+    assert FOUND["marlin24", "marlin24-ct"].lossless and FOUND["marlin24", "marlin"].lossless
+    assert "group size is 128, 256 or channel" in FOUND["gptq", "marlin"].verdict
+    assert RECENTRED in FOUND["awq", "marlin"].verdict and PRUNED in FOUND["awq", "marlin24"].verdict
+    assert FOUND["quick", "awq"].verdict == "lossless"
+    assert FOUND["awq", "quick"].restated == "channel as 128"
+    assert FOUND["humming", "compressed-tensors"].verdict == "lossless"
+    assert "k % 64 == 0" in FOUND["humming", "tcfpx"].verdict
+    assert FOUND["tcfpx", "humming"].restated == "fp5-e2m2 as fp6"
+    assert FOUND["humming", "marlin"].verdict == "not possible because MARLIN holds int4, not fp6"
+    listed = json.loads(call("convert", "--list", "--json").stdout)["conversions"]
+    assert {(c["source"], c["target"]): Conversion(**c) for c in listed} == FOUND
+    assert "gptq-v2-to-gptq" in call("convert", "--list").stdout
+
+
+def excluded(conversion: Conversion, scheme: Scheme) -> bool:
+    """Whether the matrix itself says that a scheme is not among those converted."""
+    parts = (conversion.condition or "").split("; ")
+    for start, value in (
+        ("the format is ", scheme.format.name),
+        ("the group size is ", scheme.group_size or "channel"),
+    ):
+        listed = [re.split(", | or ", part.removeprefix(start)) for part in parts if part.startswith(start)]
+        if listed and str(value) not in listed[0]:
+            return True
+    return False
+
+
+def check_cells(records: dict[Scheme, QuantizedTensor], refusals: set[str]) -> None:
+    """Do every conversion of the matrix with one record a scheme; collect the conditions that refused some."""
+
+    @cache
+    def packed(layout: str, scheme: Scheme) -> dict[str, Tensor]:
+        return LAYOUTS[layout].pack(records[scheme])
+
+    @cache
+    def arrived(layout: str, scheme: Scheme) -> QuantizedTensor | str:
+        """What a layout gives back of a record, or why it does not take it."""
+        q = records[scheme]
+        place = target(LAYOUTS[layout], scheme, *q.shape)
+        if place is None:
+            return broken_rule(LAYOUTS[layout], scheme, *q.shape) or ""
+        try:
+            now = restated(q, *place)
+            stored = LAYOUTS[layout].pack(now)
+        except LayoutError as error:
+            return str(error)
+        back = LAYOUTS[layout].unpack(stored, now.scheme)
+        assert back.equal(now)
+        assert torch.equal(back.dequantize().view(torch.int32), q.dequantize().view(torch.int32))
+        return back
+
+    for (source, to), conversion in FOUND.items():
+        held = [scheme for scheme in records if not broken_rule(LAYOUTS[source], scheme, *records[scheme].shape)]
+        assert held
+        for scheme in held:
+            if source in OF_TARGETS and isinstance(arrived(source, scheme), str):
+                continue  # a zero point of 0, which could not have come from there
+            assert arrived(source, scheme).equal(records[scheme])  # type: ignore[union-attr]
+            there = arrived(to, scheme)
+            if isinstance(there, str):
+                assert conversion.lossless is not True, (conversion, there)
+                reasons = {RECENTRED: "re-centred", PRUNED: "quads", OF_TARGETS["gptq"]: "zero point of 0"}
+                known = [c for c, words in reasons.items() if words in there and c in conversion.verdict]
+                assert known or conversion.lossless is False or excluded(conversion, scheme), (conversion, there)
+                refusals.update(known)
+                continue
+            assert conversion.lossless is not False and not excluded(conversion, scheme), conversion
+            if there.scheme == scheme:
+                again = LAYOUTS[source].pack(there)
+                assert all(torch.equal(again[name], tensor) for name, tensor in packed(source, scheme).items())
+
+
+def test_every_cell_on_random_weights() -> None:
+    refusals: set[str] = set()
+    for lowest_zero in (0, 1):
+        records = {s: record(s, 256, 512, seed=i, lowest_zero=lowest_zero) for i, s in enumerate(SCHEMES)}
+        records = {s: q for s, q in records.items() if any(not broken_rule(x, s, 256, 512) for x in LAYOUTS.values())}
+        check_cells(records, refusals)
+    assert refusals == {RECENTRED, PRUNED, OF_TARGETS["gptq"]}
+
+
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj"])
+def test_every_cell_on_a_real_layer(name: str, shared: Path) -> None:
+    weight = Checkpoint(shared / "models" / "llama-29m").get(f"model.layers.1.{name}.weight")
+    records = {
+        scheme: rtn.quantize(weight, scheme)[0]
+        for scheme in SCHEMES
+        if any(not broken_rule(layout, scheme, *weight.shape) for layout in LAYOUTS.values())
+    }
+    check_cells(records, set())
+
+
+# ------------------------------------------------------------------------------------------------ whole folders
+
+
+def chain(start: Path, layouts: list[str], work: Path) -> Path:
+    """Convert a folder through layouts by the command line; return the last one."""
+    here = start
+    for i, layout in enumerate(layouts):
+        before = Checkpoint(here).layout
+        assert before is not None
+        call("convert", f"{before.NAME}-to-{layout}", here, "-o", work / str(i), "-q")
+        call("verify", work / str(i), "-q")
+        here = work / str(i)
+    return here
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme", "through"),
+    [
+        ("gptq", "int4:g128", ["marlin", "quick", "awq", "compressed-tensors", "gptq"]),
+        ("awq", "int4:g64:asym", ["quick", "gptq-v2", "compressed-tensors", "gptq", "awq"]),
+        ("humming", "fp6:channel", ["tcfpx", "compressed-tensors", "humming"]),
+        ("tcfpx", "fp5:channel", ["humming", "compressed-tensors", "tcfpx"]),
+        ("marlin24", "int4:channel:24", ["gptq", "marlin24-ct", "compressed-tensors", "marlin24"]),
+        ("compressed-tensors", "int4:g128:24", ["marlin24", "gptq", "marlin24", "compressed-tensors"]),
+    ],
+)
+def test_chains_end_with_the_bytes_that_they_began_with(
+    layout: str, scheme: str, through: list[str], small_llama: Path, tmp_path: Path
+) -> None:
+    write_folder(small_llama, tmp_path / "start", layout, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
+    end = chain(tmp_path / "start", through, tmp_path)
+    assert tensors(end) == tensors(tmp_path / "start")
+    assert Checkpoint(end).schemes == Checkpoint(tmp_path / "start").schemes
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_fused_and_split_projections_keep_names_and_shapes(
+    fused: bool, small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    monkeypatch.setitem(FAMILIES, "phi3", ("Phi3Config", {**sizes, "num_key_value_heads": 4, "vocab_size": 257}))
+    model = write_model("phi3", tmp_path / "model") if fused else small_llama
+    records = write_folder(model, tmp_path / "start", "gptq", Schemes(INT4.default, ignore=("lm_head",)))
+    assert any(name.endswith("gate_up_proj" if fused else "gate_proj") for name in records)
+    for layout in ("quick", "marlin", "compressed-tensors"):
+        call("pack", tmp_path / "start", "--layout", layout, "-o", tmp_path / layout, "-q")
+        out = Checkpoint(tmp_path / layout)
+        assert {module: out.size(module) for module in out.modules()} == {m: q.shape for m, q in records.items()}
+        assert all(out.quantized(module).equal(q) for module, q in records.items())
+        assert set(out.logical()) == set(Checkpoint(model).logical())
+
+
+def test_schemes_that_change_stand_in_the_config_under_exact_names(small_llama: Path, tmp_path: Path) -> None:
+    """Some modules are restated and others not; a pattern of the source can name both."""
+    schemes = Schemes(
+        Scheme.parse("int4:g32"), ((r".*\.self_attn\..*", Scheme.parse("int4:channel")),), ignore=("lm_head",)
+    )
+    records = write_folder(small_llama, tmp_path / "a", "compressed-tensors", schemes)
+    printed = call("pack", tmp_path / "a", "--layout", "quick", "-o", tmp_path / "b").stderr
+    assert "int4:channel restated as int4:g128, the same values" in printed
+    out = Checkpoint(tmp_path / "b")
+    assert out.schemes is not None and out.schemes.default.group_size == 32
+    for module, q in records.items():
+        now = out.quantized(module)
+        assert now.scheme.label == ("int4:g128" if "self_attn" in module else "int4:g32")
+        assert torch.equal(now.dequantize(), q.dequantize())
+    layers = json.loads((tmp_path / "b" / REPORT).read_text())["layers"]
+    assert {layer.get("restated_from") for layer in layers} == {None, "int4:channel"}
+
+
+def test_shards_are_cut_where_asked(small_llama: Path, tmp_path: Path) -> None:
+    write_folder(small_llama, tmp_path / "a", "gptq", Schemes(INT4.default, ignore=("lm_head",)))
+    call("pack", tmp_path / "a", "--layout", "gptq", "-o", tmp_path / "b", "--max-shard-size", "50KB", "-q")
+    files = sorted((tmp_path / "b").glob("*.safetensors"))
+    assert len(files) > 5 and tensors(tmp_path / "b") == tensors(tmp_path / "a")
+    index = json.loads((tmp_path / "b" / "model.safetensors.index.json").read_text())["weight_map"]
+    assert index == {name: path.name for path in files for name in load_file(path)}
+    for path in files:
+        sizes = [tensor.nbytes for tensor in load_file(path).values()]
+        assert sum(sizes) <= 50_000 or len(sizes) == 1
+
+
+# ------------------------------------------------------------------------------------------------ stopped at the end
+
+
+@pytest.mark.parametrize("fault", ["killed", "failing", "interrupted"])
+def test_a_conversion_that_is_stopped_at_its_end_names_a_way_that_it_has(
+    fault: str, small_llama: Path, tmp_path: Path
+) -> None:
+    """It cannot be resumed, and its folder may be complete by then."""
+    write_folder(small_llama, tmp_path / "a", "gptq", INT4)
+    command = ("convert", "gptq-to-marlin", tmp_path / "a", "-q", "-o")
+    operations = count(lambda: call(*command, tmp_path / "good"))
+    hooks = {"killed": killer, "failing": partial(failing, error=errno.EIO, once=True), "interrupted": interrupting}
+    out, left = tmp_path / "out", 0
+    for step in range(operations - 16, operations + 1):
+        with faults(hooks[fault](step)), suppress(Killed):
+            ended = CliRunner().invoke(quantkit, [str(arg) for arg in (*command, out)])
+            assert isinstance(ended.exception, SystemExit | None)
+        found = [path.name.partition("-")[0] for path in tmp_path.glob("out*")]
+        if found == ["out.partial"]:
+            left += 1
+            assert fault == "killed" or "--overwrite discards it" in ended.output or "input/output" in ended.output
+            again = CliRunner().invoke(quantkit, [str(arg) for arg in (*command, out)])
+            assert again.exit_code == 0 or "or discard it with --overwrite" in again.output
+            call(*command, out, "--overwrite")
+        elif not found:
+            call(*command, out)
+        assert tensors(out) == tensors(tmp_path / "good") and not list(tmp_path.glob("out.*"))
+        shutil.rmtree(out)
+    assert fault == "killed" or left <= 2  # between the last two renames nobody knows whose the folder is
+
+
+def interrupting(step: int) -> Callable[[str, Path], None]:
+    seen = 0
+
+    def hook(operation: str, path: Path) -> None:
+        nonlocal seen
+        seen += 1
+        if seen == step:
+            raise KeyboardInterrupt
+
+    return hook
+
+
+# ------------------------------------------------------------------------------------------------ what is lost is said
+
+
+def test_rows_that_rounded_to_zeros_are_told_of_any_writers_folder(small_llama: Path, tmp_path: Path) -> None:
+    schemes = Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",))
+    records = write_folder(small_llama, tmp_path / "a", "humming", schemes, key=False)
+    module = list(records)[2]
+    found = load_file(tmp_path / "a" / "model.safetensors")
+    found[f"{module}.weight_scale"][3:5] = 0
+    save_file(found, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
+    told = f"{module}.weight: 2 of {len(records[module].codes)} rows have a stored scale of 0: their weights are zeros"
+    printed = call("convert", "humming-to-tcfpx", tmp_path / "a", "-o", tmp_path / "b")
+    assert printed.stderr.count(told) == 1
+    assert told in json.loads((tmp_path / "b" / REPORT).read_text())["notices"]
+
+
+def test_what_a_conversion_advises_is_a_conversion(small_llama: Path, tmp_path: Path) -> None:
+    schemes = Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",))
+    write_folder(small_llama, tmp_path / "a", "humming", schemes)
+    error = refused("convert", "humming-to-gptq", tmp_path / "a", out=tmp_path / "b")
+    assert "use convert humming-to-compressed-tensors" in error and "--layout" not in error

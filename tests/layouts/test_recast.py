@@ -1,0 +1,181 @@
+"""A restated weight must decode to the same bits, be refused where it cannot, and come back from any padding."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.core.formats import FORMATS
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import LayoutError
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.recast import broken_rule, candidates, check_padding, nearest, padded_shape, restated, target
+from tests.layouts.samples import record
+
+LABELS = [
+    *(f"int4:{size}{rest}" for size, rest in product(("g32", "g128", "g256", "channel"), ("", ":asym", ":24"))),
+    *(f"{name}:channel" for name in FORMATS if name != "int4"),
+]
+
+
+def bits(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.int32)
+
+
+def willing(label: str, n: int, k: int, seed: int = 0) -> QuantizedTensor:
+    """A random record whose codes fit around zero points of 8, and of whose quads two values are zero."""
+    q = record(Scheme.parse(label), n, k, seed)
+    if q.zeros is not None:
+        zeros = q.zeros.repeat_interleave(k // q.zeros.shape[1], 1).short()
+        codes = torch.clamp(q.codes.short(), min=(zeros - 8).clamp(min=0), max=(zeros + 7).clamp(max=15))
+        codes.view(n, -1, 4)[..., 1:3] = zeros.view(n, -1, 4)[..., 1:3]
+        return QuantizedTensor(q.scheme, codes.to(torch.uint8), q.scales, q.zeros)
+    if not q.scheme.format.is_float:
+        q.codes.view(n, -1, 4)[..., 1:3] = 8
+    return q
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_every_candidate_decodes_to_the_same_bits(label: str) -> None:
+    q = willing(label, 24, 512)
+    found = list(candidates(q.scheme))
+    assert found[0] == q.scheme and len(set(found)) == len(found)
+    for scheme in found:
+        now = restated(q, scheme, q.shape)
+        assert now.scheme == scheme
+        assert torch.equal(bits(now.dequantize()), bits(q.dequantize())), scheme.label
+
+
+@pytest.mark.parametrize("label", LABELS)
+@pytest.mark.parametrize("shape", [(24, 768), (40, 512), (31, 1024)])
+def test_padding_is_zeros_and_the_way_back_gives_the_same_bits(label: str, shape: tuple[int, int]) -> None:
+    q = willing(label, 24, 512)
+    for scheme in candidates(q.scheme):
+        if shape[1] % (scheme.group_size or 1):
+            continue
+        now = restated(q, scheme, shape)
+        values = now.dequantize()
+        assert now.shape == shape and torch.isfinite(values).all()
+        assert torch.equal(bits(values[:24, :512]), bits(q.dequantize()))
+        assert int(torch.count_nonzero(values)) == int(torch.count_nonzero(q.dequantize()))
+        check_padding(now, 24, 512)
+        assert restated(now, scheme, q.shape).equal(restated(q, scheme, q.shape))
+
+
+def test_zero_points_that_cannot_move_are_counted_and_the_first_is_named() -> None:
+    for seed in range(4):
+        q = record(Scheme.parse("int4:g32:asym"), 16, 128, seed)
+        assert q.zeros is not None
+        bad = [
+            (row, g)
+            for row, g in product(range(16), range(4))
+            if any(not 0 <= c - int(q.zeros[row, g]) + 8 <= 15 for c in q.codes[row, 32 * g : 32 * g + 32].tolist())
+        ]
+        with pytest.raises(LayoutError, match=rf"^{len(bad)} of 64 .*first row {bad[0][0]}, group {bad[0][1]}, "):
+            restated(q, Scheme.parse("int4:g32"), q.shape)
+
+
+def test_one_code_too_many_is_enough() -> None:
+    """The extremes on both sides: 15 around 8 is the last that fits, one zero point lower it does not."""
+    codes = torch.full((2, 32), 8, dtype=torch.uint8)
+    codes[1, 7] = 15
+    for zero, fits in ((8, True), (7, False)):
+        zeros = torch.full((2, 1), zero, dtype=torch.uint8)
+        q = QuantizedTensor(Scheme.parse("int4:g32:asym"), codes, torch.ones(2, 1, dtype=torch.float16), zeros)
+        if fits:
+            assert torch.equal(restated(q, Scheme.parse("int4:g32"), (2, 32)).codes, codes)
+        else:
+            with pytest.raises(LayoutError, match=r"1 of 2 .*row 1, group 0, zero point 7 and code 15 of column 7"):
+                restated(q, Scheme.parse("int4:g32"), (2, 32))
+
+
+def test_a_dense_weight_does_not_pass_for_a_pruned_one() -> None:
+    q = willing("int4:g128", 8, 128)
+    q.codes[5, 12:15] = torch.tensor([1, 2, 3], dtype=torch.uint8)
+    with pytest.raises(LayoutError, match=r"1 of 256 quads .*row 5, columns 12 to 15"):
+        restated(q, Scheme.parse("int4:g128:24"), q.shape)
+
+
+@pytest.mark.parametrize("to", ["int4:g64", "int4:channel", "int4:g128:asym", "fp6:channel", "int4:g256"])
+def test_what_would_change_values_is_refused(to: str) -> None:
+    q = record(Scheme.parse("int4:g128"), 8, 256)
+    if to == "int4:g64":
+        assert restated(q, Scheme.parse(to), q.shape).scales.shape == (8, 4)
+        return
+    with pytest.raises(LayoutError, match="values would change"):
+        restated(q, Scheme.parse(to), q.shape)
+
+
+def test_padding_that_is_not_zero_is_not_cut_off() -> None:
+    q = willing("int4:g128", 8, 256)
+    q.scales.fill_(1)
+    q.codes[:, 200:] = 8
+    q.codes[3, 230] = 9
+    with pytest.raises(LayoutError, match=r"1 weights past its true shape \[8, 200\].*row 3, column 230"):
+        check_padding(q, 8, 200)
+    with pytest.raises(LayoutError, match="past its true shape"):
+        restated(q, q.scheme, (8, 128))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_padded_shapes_are_the_smallest_that_the_layout_takes(layout: str) -> None:
+    module = LAYOUTS[layout]
+    for label in LABELS:
+        scheme = Scheme.parse(label)
+        for n, k in ((1, 1), (100, 130), (128, 512), (129, 513)):
+            shape = padded_shape(module, scheme, n, k)
+            if shape is None:
+                assert broken_rule(module, scheme, 4096, 4096) is not None, label
+                continue
+            assert shape[0] >= n and shape[1] >= k and broken_rule(module, scheme, *shape) is None
+            assert all(broken_rule(module, scheme, a, shape[1]) is not None for a in range(n, shape[0]))
+            assert all(broken_rule(module, scheme, shape[0], b) is not None for b in range(k, shape[1]))
+
+
+@pytest.mark.parametrize(
+    ("layout", "label", "shape", "expected"),
+    [
+        ("marlin", "int4:g128", (256, 256), "int4:g128"),
+        ("marlin", "int4:g256", (256, 512), "int4:g128"),
+        ("marlin", "int4:channel:asym", (256, 256), "int4:channel"),
+        ("marlin", "int4:channel:24", (256, 256), "int4:channel:24"),
+        ("marlin", "int4:g64", (256, 256), None),
+        ("marlin", "int4:g128", (96, 256), None),
+        ("marlin24", "int4:g256:asym", (256, 512), "int4:g128:24"),
+        ("quick", "int4:channel:asym", (256, 256), "int4:g128:asym"),
+        ("quick", "int4:channel", (256, 192), "int4:g64"),
+        ("gptq", "int4:g128:asym", (256, 256), "int4:g128:asym"),
+        ("humming", "fp5-e2m2:channel", (64, 64), "fp6:channel"),
+        ("humming", "fp6-e2m3:channel", (64, 64), None),
+        ("tcfpx", "int4:channel", (64, 64), None),
+    ],
+)
+def test_the_least_change_is_chosen(layout: str, label: str, shape: tuple[int, int], expected: str | None) -> None:
+    found = target(LAYOUTS[layout], Scheme.parse(label), *shape)
+    assert found == (None if expected is None else (Scheme.parse(expected), shape))
+
+
+@pytest.mark.parametrize(
+    ("layout", "label", "expected"),
+    [
+        ("marlin", "int4:g64", "int4:g128"),
+        ("marlin", "int4:g32:asym", "int4:g128"),
+        ("marlin24", "int4:g32", "int4:g128:24"),
+        ("marlin", "fp6:channel", "int4:g128"),
+        ("humming", "fp6-e2m3:channel", "fp6:channel"),
+        ("humming", "int4:g128:asym", "fp6:channel"),
+        ("quick", "fp5:channel", "int4:g128"),
+        ("tcfpx", "int4:channel:24", "fp6:channel"),
+    ],
+)
+def test_rounding_again_keeps_what_it_can(layout: str, label: str, expected: str) -> None:
+    assert nearest(LAYOUTS[layout], Scheme.parse(label), 256, 256) == (Scheme.parse(expected), (256, 256))
+    assert nearest(LAYOUTS[layout], Scheme.parse(label), 250, 256, pad=True) is not None
+
+
+def test_a_group_size_that_no_shape_helps_ends_soon() -> None:
+    assert padded_shape(LAYOUTS["marlin"], Scheme.parse("int4:g999999999"), 64, 64) is None
+    assert padded_shape(LAYOUTS["compressed-tensors"], Scheme.parse("int4:g999999999"), 64, 64) == (64, 999999999)

@@ -1,0 +1,275 @@
+"""The staged model is the model: the same numbers from one block at a time, for every family, and no guessing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.models.block_runner import Model, dense_model, tokenizer
+from quantkit.pipeline.recipe import from_mapping
+from tests.tiny_models import FAMILIES
+
+LENGTHS = (2, 100, 17)  # 100 is past the sliding window of 64 that some families have
+
+
+@pytest.fixture
+def changed(folders: dict[str, Path], tmp_path: Path) -> Any:
+    """Return a function that copies a family's folder with other tensors (None: removed) or config keys."""
+
+    def change(family: str, tensors: dict[str, Tensor | None] | None = None, **config: Any) -> Path:
+        from safetensors.torch import save_file
+
+        src = Checkpoint(folders[family])
+        found: dict[str, Tensor | None] = {**{name: src.get(name) for name in src.names()}, **(tensors or {})}
+        save_file({k: v.contiguous() for k, v in found.items() if v is not None}, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text(json.dumps({**src.config, **config}))
+        return tmp_path
+
+    return change
+
+
+def documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(256, (n,), generator=generator) for n in LENGTHS]
+
+
+def plain(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def outputs(model: Any, blocks: list[str], tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+    """What each block returns in one plain forward, and the logits."""
+    found: list[Tensor] = []
+    hooks = [
+        model.get_submodule(path).register_forward_hook(
+            lambda _m, _i, out: found.append((out[0] if isinstance(out, tuple) else out)[0])
+        )
+        for path in blocks
+    ]
+    with torch.no_grad():
+        logits = model(tokens[None], use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return found, logits
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_block_at_a_time_gives_the_plain_models_activations(family: str, folders: dict[str, Path]) -> None:
+    model = Model(Checkpoint(folders[family]), device="cpu")
+    reference = plain(folders[family])
+    docs = documents()
+    expected = [outputs(reference, model.blocks, tokens)[0] for tokens in docs]
+    model.prepare(embeddings=True)
+    hidden = [model.embed(tokens) for tokens in docs]
+    model.drop_embeddings()
+    for index, path in enumerate(model.blocks):
+        model.load_block(index)
+        loaded = {n for n, p in model.module.named_parameters() if p.device.type != "meta"}
+        others = tuple(f"{other}." for other in model.blocks if other != path)
+        assert not any(name.startswith(others) for name in loaded)
+        assert model.module.get_input_embeddings().weight.device.type == "meta"
+        outs = [model.run(index, tokens, h) for tokens, h in zip(docs, hidden, strict=True)]
+        model.unload_block(index)
+        hidden = [out for out in outs if out is not None]
+        for document, out in enumerate(hidden):
+            torch.testing.assert_close(out, expected[document][index], rtol=1e-5, atol=1e-5)
+
+
+def test_a_run_can_start_in_the_middle_without_embeddings(folders: dict[str, Path]) -> None:
+    for family in ("llama", "opt", "gemma2"):
+        model = Model(Checkpoint(folders[family]), device="cpu")
+        tokens = documents()[1]
+        expected, _ = outputs(plain(folders[family]), model.blocks, tokens)
+        model.prepare(embeddings=False)
+        model.load_block(1)
+        out = model.run(1, tokens, expected[0])
+        torch.testing.assert_close(out, expected[1], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_evaluated_model_is_the_one_that_transformers_loads(family: str, folders: dict[str, Path]) -> None:
+    ours, theirs = dense_model(Checkpoint(folders[family])), plain(folders[family])
+    for tokens in documents():
+        torch.testing.assert_close(outputs(ours, [], tokens)[1], outputs(theirs, [], tokens)[1], rtol=1e-5, atol=1e-5)
+    tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
+    assert (ours.get_output_embeddings().weight is ours.get_input_embeddings().weight) == tied
+    assert not ours.training and all(p.device.type == "cpu" for p in ours.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_tensor_is_in_one_block_or_outside(family: str, folders: dict[str, Path]) -> None:
+    src = Checkpoint(folders[family])
+    model = Model(src, device="cpu")
+    parts = [model.stored(0), model.stored(1), model.stored(None)]
+    assert sorted(name for part in parts for name in part) == sorted(src.names())
+    assert len(parts[0]) == len(parts[1]) > 0 and any("embed" in name for name in parts[2])
+    for linear, shape in model.linears.items():
+        assert linear in model.tied or src.shape(f"{linear}.weight") == shape
+    assert not model.notices
+
+
+def test_a_head_is_skipped_under_either_of_its_names(folders: dict[str, Path]) -> None:
+    model = Model(Checkpoint(folders["gpt_neox"]), device="cpu")
+    assert model.paths["embed_out"] == "lm_head"
+    for pattern in ("lm_head", "embed_out"):
+        assert model.scheme_of("embed_out", from_mapping({"skip": [pattern]})) is None
+    everything = from_mapping({"skip": [], "overrides": {"lm_head": "fp6:channel"}})
+    scheme = model.scheme_of("embed_out", everything)
+    assert scheme is not None and scheme.label == "fp6:channel"
+
+
+def test_a_checkpoint_without_the_base_models_name_is_the_same_model(folders: dict[str, Path], changed: Any) -> None:
+    src = Checkpoint(folders["opt"])
+    renamed: dict[str, Tensor | None] = {name: None for name in src.names()}
+    renamed |= {name.removeprefix("model."): src.get(name) for name in src.names()}
+    other = Checkpoint(changed("opt", renamed))
+    assert "decoder.layers.0.fc1" in Model(other, device="cpu").linears
+    tokens = documents()[1]
+    assert torch.equal(outputs(dense_model(other), [], tokens)[1], outputs(dense_model(src), [], tokens)[1])
+
+
+def test_a_tied_weight_may_be_stored_as_the_head(folders: dict[str, Path], changed: Any) -> None:
+    src = Checkpoint(folders["qwen2"])
+    table = src.get("model.embed_tokens.weight")
+    other = Checkpoint(changed("qwen2", {"model.embed_tokens.weight": None, "lm_head.weight": table}))
+    tokens = documents()[1]
+    assert torch.equal(outputs(dense_model(other), [], tokens)[1], outputs(dense_model(src), [], tokens)[1])
+    ours, same = Model(other, device="cpu"), Model(src, device="cpu")
+    for model in (ours, same):
+        model.prepare(embeddings=True)
+    assert torch.equal(ours.embed(tokens), same.embed(tokens))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "says"),
+    [
+        ({"model.norm.weight": None}, {}, "model.norm.weight is missing"),
+        ({"model.layers.1.mlp.up_proj.weight": None}, {}, "up_proj.weight is missing"),
+        ({"model.layers.2.mlp.up_proj.weight": torch.zeros(2, 2)}, {}, "is not part of the model"),
+        ({"model.norm.weight": torch.zeros(255)}, {}, "asks for"),
+        ({}, {"intermediate_size": 256}, "asks for"),
+        ({}, {"num_hidden_layers": 3}, "is missing"),
+    ],
+)
+def test_loading_for_evaluation_is_strict(tensors: dict[str, Any], config: Any, says: str, changed: Any) -> None:
+    with pytest.raises(CheckpointError, match=says):
+        dense_model(Checkpoint(changed("llama", tensors, **config)))
+
+
+def test_old_rotary_tables_are_not_strangers(changed: Any) -> None:
+    dense_model(Checkpoint(changed("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)})))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "no_such_model"},
+        {"model_type": None},
+        {"hidden_size": -4},
+        {"hidden_size": "many"},
+        {"num_attention_heads": 0},
+        {"hidden_act": "os.system"},
+        {"rope_scaling": {"rope_type": "unheard_of"}},
+    ],
+)
+def test_a_config_that_cannot_be_built_is_one_line(config: dict[str, Any], changed: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        Model(Checkpoint(changed("llama", **config)), device="cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_no_linear_is_noticed_not_guessed(tmp_path: Path) -> None:
+    import transformers
+
+    gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=64)
+    transformers.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
+    with pytest.raises(CheckpointError, match=r"no list of blocks with nn\.Linear"):
+        Model(Checkpoint(tmp_path / "gpt2"), device="cpu")
+
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    mixtral = transformers.MixtralConfig(**small, num_key_value_heads=2, vocab_size=100, num_local_experts=2)
+    transformers.MixtralForCausalLM(mixtral).save_pretrained(tmp_path / "mixtral")
+    model = Model(Checkpoint(tmp_path / "mixtral"), device="cpu")
+    assert any("experts" in notice and "left dense" in notice for notice in model.notices)
+    with pytest.raises(CheckpointError, match="--method rtn"):
+        model.prepare(embeddings=True)
+
+
+def test_strangers_in_a_checkpoint_are_copied_and_said(changed: Any) -> None:
+    model = Model(Checkpoint(changed("llama", {"mtp.extra.weight": torch.zeros(3)})), device="cpu")
+    assert "mtp.extra.weight" in model.stored(None)
+    assert any("mtp.extra.weight" in notice for notice in model.notices)
+
+
+def test_unknown_devices_and_missing_tokenizers_are_said(folders: dict[str, Path], changed: Any) -> None:
+    for device in ("tpu", "meta", "cuda:99" if torch.cuda.is_available() else "cuda"):
+        with pytest.raises(RecipeError):
+            Model(Checkpoint(folders["llama"]), device=device)
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        tokenizer(changed("llama"))
+    assert tokenizer(folders["llama"])("a")["input_ids"]
+
+
+def test_a_float_model_is_computed_in_float32_on_a_cpu(folders: dict[str, Path]) -> None:
+    assert Model(Checkpoint(folders["llama"]), device="cpu").dtype == torch.float32
+
+
+@pytest.mark.parametrize("family", ["bloom", "falcon"])
+def test_blocks_that_return_more_than_their_hidden_state(family: str, tmp_path: Path) -> None:
+    import transformers
+
+    config = transformers.CONFIG_MAPPING[family](
+        hidden_size=64, num_hidden_layers=3, num_attention_heads=4, vocab_size=256
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = Model(Checkpoint(tmp_path), device="cpu")
+    tokens = documents()[1]
+    expected, _ = outputs(plain(tmp_path), model.blocks, tokens)
+    model.prepare(embeddings=True)
+    hidden: Tensor | None = model.embed(tokens)
+    for index in range(3):
+        model.load_block(index)
+        assert hidden is not None
+        hidden = model.run(index, tokens, hidden)
+        torch.testing.assert_close(hidden, expected[index], rtol=1e-5, atol=1e-5)
+    assert model.extras is not None
+
+
+def test_a_block_that_needs_more_than_a_hidden_state_is_refused(folders: dict[str, Path]) -> None:
+    model = Model(Checkpoint(folders["llama"]), device="cpu")
+    model.prepare(embeddings=False)
+    base = model.module.model
+
+    def chained(input_ids: Tensor, use_cache: bool) -> Tensor:
+        hidden = base.embed_tokens(input_ids)
+        rotary = base.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
+        hidden, extra = base.layers[0](hidden, position_embeddings=rotary)
+        return base.layers[1](hidden, attention_mask=extra, position_embeddings=rotary)
+
+    model.module.forward = chained
+    model.extras = [True]
+    model.load_block(1)
+    with pytest.raises(CheckpointError, match=r"layers\.1: takes more from the block before"):
+        model.run(1, documents()[1], torch.zeros(100, 256))
+
+
+def test_quantized_weights_are_decoded_without_a_detour_through_half(tiny_llama: Path, tmp_path: Path) -> None:
+    from quantkit.pipeline.quantize import quantize
+
+    quantize(tiny_llama, tmp_path / "out", from_mapping({"method": "rtn"}))
+    src = Checkpoint(tmp_path / "out")
+    model = dense_model(src)
+    assert len(src.modules()) == 14
+    for module in src.modules():
+        assert torch.equal(model.get_submodule(module).weight, src.quantized(module).dequantize())

@@ -1,0 +1,395 @@
+"""The loop over blocks: the Hessians of plain forwards, groups found by identity, and the same bytes after any stop."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.items import Commit, Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.errors import CheckpointError, NumericError, RecipeError
+from quantkit.layouts import LAYOUTS
+from quantkit.models.block_runner import Model, dense_model, tokenizer
+from quantkit.models.calibration_data import calibration
+from quantkit.pipeline.calibrate import Group, Run, calibrated, collect, find_groups
+from quantkit.pipeline.layer_solver import solve
+from quantkit.pipeline.recipe import Recipe, from_mapping
+from quantkit.progress import Clock as Phases
+from quantkit.progress import Progress
+from tests.tiny_models import FAMILIES, write_model
+
+COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
+
+#: The groups that share an input, by the last part of the names, in the order in which a block calls them.
+GROUPS = {
+    "llama": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "mistral": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "qwen2": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "gemma": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "gemma2": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "opt": ["q_proj k_proj v_proj", "out_proj", "fc1", "fc2"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+}
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of three small blocks."""
+    changes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256}
+    return write_model("llama", tmp_path_factory.mktemp("three") / "model", **changes)
+
+
+def sequences(lengths: tuple[int, ...] = (2, 100, 17, 80)) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(256, (n,), generator=generator) for n in lengths]
+
+
+def start(folder: Path, recipe: Recipe, work: Path) -> Run:
+    """A run with the first block loaded and the activations that enter it."""
+    src = Checkpoint(folder)
+    model = Model(src, device="cpu")
+    run = Run(src, recipe, model, sequences(), work, None, Progress(quiet=True), Phases(model.device))
+    model.prepare(embeddings=True)
+    run.hidden = torch.cat([model.embed(tokens) for tokens in run.sequences])
+    model.drop_embeddings()
+    model.load_block(0)
+    return run
+
+
+def quantized(folder: Path, recipe: Recipe, work: Path, **options: Any) -> tuple[dict[str, Item], list[dict[str, Any]]]:
+    """Everything that a whole run yields: items by name, and the facts of its commits."""
+    src = Checkpoint(folder)
+    items: dict[str, Item] = {}
+    commits: list[dict[str, Any]] = []
+    for item in calibrated(src, recipe, Model(src, device="cpu"), sequences(), work, [], **options):
+        if isinstance(item, Commit):
+            commits.append(item.facts)
+        else:
+            assert item.name not in items
+            items[item.name] = item
+    assert sorted(items) == sorted(src.names())
+    return items, commits
+
+
+def digests(items: dict[str, Item]) -> dict[str, str]:
+    return {name: item.value.digest() for name, item in items.items() if isinstance(item.value, QuantizedTensor)}
+
+
+def plain_hessian(reference: Any, linear: str, docs: list[Tensor]) -> Tensor:
+    """`2/T sum x^T x` of a linear's input in float64, from whole forwards of a whole model."""
+    seen: list[Tensor] = []
+    hook = reference.get_submodule(linear).register_forward_pre_hook(
+        lambda _m, args: seen.append(args[0].flatten(0, -2).double())
+    )
+    with torch.no_grad():
+        for tokens in docs:
+            reference(tokens[None], use_cache=False)
+    hook.remove()
+    x = torch.cat(seen)
+    return 2 / len(x) * x.T @ x
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    return float((a.double() - b.double()).norm() / b.double().norm())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_groups_and_hessians_are_those_of_plain_forwards(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    run = start(folders[family], from_mapping(COARSE), tmp_path)
+    reference = dense_model(run.src)
+    for block in (0, 1):
+        if block:
+            run.forward(0)
+            run.model.unload_block(0)
+            run.model.load_block(1)
+        targets = run.model.targets(block)
+        groups = find_groups(run, block, targets)
+        assert [" ".join(sorted(n.split(".")[-1] for n in g.linears)) for g in groups] == [
+            " ".join(sorted(g.split())) for g in GROUPS[family]
+        ]
+        assert all(g.once for g in groups)
+        together = collect(run, block, groups)
+        for group, hessian in zip(groups, together, strict=True):
+            h = hessian.matrix()
+            assert torch.equal(h, collect(run, block, [group])[0].matrix())  # stopping early changes nothing
+            assert hessian.tokens == sum(len(s) for s in run.sequences)
+            for linear in group.linears:
+                assert distance(h, plain_hessian(reference, run.model.paths[linear], sequences())) < 1e-6
+
+
+@pytest.mark.parametrize("sequential", [True, False])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "gemma2"])
+def test_each_group_sees_what_was_quantized_before_it(
+    family: str, sequential: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = from_mapping({**COARSE, "true_sequential": sequential})
+    items, _ = quantized(folders[family], recipe, tmp_path)
+    src = Checkpoint(folders[family])
+    model, reference = Model(src, device="cpu"), dense_model(src)
+    for block in (0, 1):
+        run_order = [[n for n in model.targets(block) if n.split(".")[-1] in g.split()] for g in GROUPS[family]]
+        hessians: dict[str, Tensor] = {}
+        if not sequential:
+            hessians = {g[0]: plain_hessian(reference, g[0], sequences()) for g in run_order}
+        for group in run_order:
+            h = hessians[group[0]] if group[0] in hessians else plain_hessian(reference, group[0], sequences())
+            for linear in group:
+                item = items[f"{linear}.weight"]
+                assert item.facts is not None and isinstance(item.value, QuantizedTensor)
+                w = src.get(f"{linear}.weight").double()
+                d = w - item.value.dequantize().double()
+                for name, x, within in (("norm", w, 1e-6), ("loss", d, 1e-4)):
+                    expected = float(((x @ h) * x).sum())
+                    assert item.facts[name] == pytest.approx(expected, rel=within), (linear, name)
+            for linear in group:
+                value = items[f"{linear}.weight"].value
+                assert isinstance(value, QuantizedTensor)
+                reference.get_submodule(linear).weight.data = value.dequantize()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_linears_of_blocks_change(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    items, commits = quantized(folders[family], from_mapping(COARSE), tmp_path)
+    src = Checkpoint(folders[family])
+    model = Model(src, device="cpu")
+    expected = {f"{linear}.weight" for block in (0, 1) for linear in model.targets(block)}
+    assert set(digests(items)) == expected
+    for name, item in items.items():
+        if name not in expected:
+            assert isinstance(item.value, Tensor) and torch.equal(item.value, src.get(name))
+            assert item.value.dtype == src.dtype(name)
+    assert [facts["block"] for facts in commits] == [0, 1, "rest"]
+    assert all(facts["loss"] <= facts["rtn_loss"] for facts in (items[name].facts or {} for name in expected))
+    assert {"load", "forward", "hessian", "solve"} <= set(commits[0]["phases"])
+
+
+def test_skipped_and_overridden_members_of_a_group(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = from_mapping({**COARSE, "skip": ["lm_head", "k_proj"], "overrides": {"v_proj": "int4:g64:asym"}})
+    items, _ = quantized(folders["llama"], recipe, tmp_path)
+    prefix = "model.layers.0.self_attn"
+    assert isinstance(items[f"{prefix}.k_proj.weight"].value, Tensor)
+    found = {n: items[f"{prefix}.{n}.weight"].value for n in ("q_proj", "v_proj")}
+    labels = {n: value.scheme.label for n, value in found.items() if isinstance(value, QuantizedTensor)}
+    assert labels == {"q_proj": "int4:channel", "v_proj": "int4:g64:asym"}
+
+
+def test_a_linear_solved_in_a_group_is_the_linear_solved_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+    run = start(folders["llama"], from_mapping(COARSE), tmp_path)
+    group = find_groups(run, 0, run.model.targets(0))[0]
+    hessian = collect(run, 0, [group])[0]
+    weights = {name: run.src.get(f"{name}.weight") for name in group.linears}
+    schemes = dict.fromkeys(weights, run.recipe.scheme)
+    together = solve(weights, schemes, hessian, run.recipe, run.progress)
+    for item, (name, weight) in zip(together, weights.items(), strict=True):
+        (alone,) = solve({name: weight}, {name: schemes[name]}, hessian, run.recipe, run.progress)
+        assert isinstance(item.value, QuantizedTensor) and isinstance(alone.value, QuantizedTensor)
+        same = (item.value.codes == alone.value.codes).float().mean()
+        assert item.name == alone.name == f"{name}.weight" and same >= 0.999
+
+
+def test_the_head_is_rounded_only_when_asked_for(folders: dict[str, Path], tmp_path: Path) -> None:
+    items, _ = quantized(folders["llama"], from_mapping({**COARSE, "skip": []}), tmp_path)
+    head = items["lm_head.weight"]
+    assert isinstance(head.value, QuantizedTensor) and head.facts is not None
+    assert (head.facts["method"], head.facts["reason"]) == ("rtn", "it is outside the blocks")
+    items, _ = quantized(folders["gpt_neox"], from_mapping(COARSE), tmp_path)
+    assert isinstance(items["embed_out.weight"].value, Tensor)  # its published name for the head
+    with pytest.raises(RecipeError, match="lm_head shares its weight"):
+        quantized(folders["qwen2"], from_mapping({**COARSE, "skip": []}), tmp_path)
+
+
+def test_rounding_weighed_by_activations_goes_through_the_loop(folders: dict[str, Path], tmp_path: Path) -> None:
+    losses = {}
+    for metric in ("diag", "block"):
+        recipe = from_mapping({"method": "rtn", "clip": "search", "metric": metric})
+        items, _ = quantized(folders["llama"], recipe, tmp_path)
+        facts = [item.facts for item in items.values() if item.facts]
+        assert {f["method"] for f in facts} == {"rtn"}
+        losses[metric] = sum(f["loss"] for f in facts[:3])  # the first group, whose input no quantizer touched
+    assert losses["block"] < losses["diag"]
+
+
+def interrupted(src: Checkpoint, recipe: Recipe, partial: Path, blocks: int) -> dict[str, Item]:
+    """Run into a partial folder until `blocks` commits are made; the generator is then dropped in mid-work."""
+    writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
+    writer.identify({"recipe": recipe.sha256()})
+    items: dict[str, Item] = {}
+    for item in calibrated(src, recipe, Model(src, device="cpu"), sequences(), partial, writer.done):
+        if isinstance(item, Item):
+            items[item.name] = item
+            writer.add(item)
+            continue
+        writer.commit(item.facts)
+        if len(writer.done) == blocks:
+            break
+    return items
+
+
+def resumed(src: Checkpoint, recipe: Recipe, partial: Path, progress: Progress) -> dict[str, Item]:
+    writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
+    model = Model(src, device="cpu")
+    found = calibrated(src, recipe, model, sequences(), partial, writer.done, progress=progress)
+    return {item.name: item for item in found if isinstance(item, Item)}
+
+
+@pytest.mark.parametrize("damage", ["none", "flipped", "short", "gone"])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+def test_a_stopped_run_continues_with_the_same_bits(
+    blocks: int, damage: str, three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    src = Checkpoint(three)
+    recipe = from_mapping(COARSE)
+    whole, _ = quantized(three, recipe, tmp_path)
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    first = interrupted(src, recipe, partial, blocks)
+    for path in partial.glob("activations-*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= damage == "flipped"
+        path.write_bytes(data[:-1] if damage == "short" else data)
+        if damage == "gone":
+            path.unlink()
+    second = resumed(src, recipe, partial, Progress())
+    assert not first.keys() & second.keys()
+    assert digests(first) | digests(second) == digests(whole)
+    assert first.keys() | second.keys() == whole.keys()
+    warned = "computed again" in capsys.readouterr().err
+    assert warned == (damage != "none" and blocks < 3)  # after the last block nothing needs activations
+
+
+def test_a_stop_between_snapshot_and_commit_loses_one_block_only(
+    three: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    src = Checkpoint(three)
+    recipe = from_mapping(COARSE)
+    whole, _ = quantized(three, recipe, tmp_path)
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
+    writer.identify({"recipe": recipe.sha256()})
+    for item in calibrated(src, recipe, Model(src, device="cpu"), sequences(), partial, writer.done):
+        if isinstance(item, Item):
+            writer.add(item)
+        elif item.facts["block"] == 1:  # its snapshot is written, its commit never made
+            break
+        else:
+            writer.commit(item.facts)
+    second = resumed(src, recipe, partial, Progress())
+    assert "computed again" not in capsys.readouterr().err  # the snapshot of the last commit was not written over
+    assert {n: d for n, d in digests(whole).items() if ".layers.0." not in n} == digests(second)
+
+
+def test_activations_past_the_budget_give_the_same_bits(three: Path, tmp_path: Path) -> None:
+    recipe = from_mapping(COARSE)
+    inside, commits = quantized(three, recipe, tmp_path)
+    outside, mapped = quantized(three, recipe, tmp_path, act_budget=0)
+    assert (tmp_path / "activations-live.bin").stat().st_size == sum(len(s) for s in sequences()) * 128 * 4
+    assert digests(inside) == digests(outside)
+    assert [c.get("activations") for c in commits] == [c.get("activations") for c in mapped]
+
+
+def broken(folder: Path, work: Path, name: str, index: tuple[int, ...], value: float) -> Path:
+    from safetensors.torch import save_file
+
+    src = Checkpoint(folder)
+    tensors = {n: src.get(n) for n in src.names()}
+    tensors[name][index] = value
+    work.mkdir(exist_ok=True)
+    save_file(tensors, work / "model.safetensors")
+    (work / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return work
+
+
+def test_what_is_not_finite_stops_the_run_by_name(three: Path, tmp_path: Path) -> None:
+    recipe = from_mapping(COARSE)
+    token = int(sequences()[1][50])
+    with pytest.raises(NumericError, match=r"layers\.0\.self_attn\.q_proj, calibration document \d: 128 of"):
+        embedding = broken(three, tmp_path / "a", "model.embed_tokens.weight", (token,), float("inf"))
+        quantized(embedding, recipe, tmp_path)
+    with pytest.raises(NumericError, match=r"layers\.1\.self_attn\.q_proj, calibration document 0: "):
+        quantized(
+            broken(three, tmp_path / "b", "model.layers.1.input_layernorm.weight", (3,), float("nan")), recipe, tmp_path
+        )
+    with pytest.raises(NumericError, match=r"layers\.0\.self_attn\.v_proj: 1 of 16384 weights.*\[2, 5\]"):
+        name = "model.layers.0.self_attn.v_proj.weight"
+        quantized(broken(three, tmp_path / "c", name, (2, 5), float("nan")), recipe, tmp_path)
+
+
+def test_the_seconds_of_phases_are_each_counted_once() -> None:
+    clock, started = Phases(torch.device("cpu")), time.perf_counter()
+    with clock.phase("forward"):
+        time.sleep(0.02)
+        with clock.phase("hessian"):
+            time.sleep(0.03)
+        time.sleep(0.02)
+    whole, found = time.perf_counter() - started, clock.take()
+    assert found["forward"] >= 0.04 and found["hessian"] >= 0.03 and sum(found.values()) <= whole
+    assert clock.take() == {}
+
+
+def test_sequences_that_the_model_cannot_take_are_refused(three: Path, tmp_path: Path) -> None:
+    src = Checkpoint(three)
+    for bad, says in (
+        ([], "no calibration"),
+        ([torch.zeros(513, dtype=torch.int64)], "513 tokens, the model takes 512"),
+    ):
+        with pytest.raises(RecipeError, match=says):
+            list(calibrated(src, from_mapping(COARSE), Model(src, device="cpu"), bad, tmp_path, []))
+
+
+def test_a_model_that_cannot_run_block_by_block_is_refused(three: Path, tmp_path: Path) -> None:
+    folder = broken(three, tmp_path / "a", "model.norm.weight", (0,), 1.0)
+    config = (folder / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4')
+    (folder / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"layers\.3\..* is not in the checkpoint \(9 missing in all\)"):
+        src = Checkpoint(folder)
+        list(calibrated(src, from_mapping(COARSE), Model(src, device="cpu"), sequences(), tmp_path, []))
+
+
+def test_experts_are_grouped_once_a_token_has_chosen_them(three: Path, tmp_path: Path) -> None:
+    """A linear that only some documents call, and one called twice, through a block that routes by its tokens."""
+    run = start(three, from_mapping(COARSE), tmp_path)
+    block = run.model.module.get_submodule("model.layers.0")
+    mlp = block.mlp
+    plain = mlp.forward
+
+    def routed(x: Tensor) -> Tensor:
+        if x.shape[1] == 17:  # only the third document reaches the expert
+            return plain(x) + mlp.gate_proj(x[:, :4]).sum()
+        return x
+
+    mlp.forward = routed
+    groups = find_groups(run, 0, run.model.targets(0))
+    by_name = {g.linears[0].split(".")[-1]: g for g in groups}
+    tokens = {name: collect(run, 0, [group])[0].tokens for name, group in by_name.items()}
+    assert by_name["gate_proj"] == Group(("model.layers.0.mlp.gate_proj",), once=False)
+    assert by_name["up_proj"].once and by_name["down_proj"].once
+    assert (tokens["gate_proj"], tokens["up_proj"], tokens["down_proj"]) == (17 + 4, 17, 17)
+    mlp.forward = lambda x: x
+    unreached = find_groups(run, 0, run.model.targets(0))[2:]
+    assert [len(g.linears) for g in unreached] == [1, 1, 1]
+    assert all(collect(run, 0, [g])[0].tokens == 0 for g in unreached)
+
+
+def test_gptq_beats_rounding_on_a_trained_model(shared: Path, tmp_path: Path) -> None:
+    folder = shared / "models" / "tiny-llama-1m"
+    text = str(shared / "data" / "wikitext2" / "valid.txt")
+    drawn = calibration(text, tokenizer(folder), samples=8, max_length=256, seed=0).sequences
+    found: dict[str, list[dict[str, Any]]] = {}
+    for method in ("gptq", "rtn"):
+        src = Checkpoint(folder)
+        recipe = from_mapping({"method": method, "clip": "search", "metric": "block"})
+        run = calibrated(src, recipe, Model(src, device="cpu"), drawn, tmp_path, [])
+        found[method] = [item.facts for item in run if isinstance(item, Item) and item.facts]
+    total = {method: sum(facts["loss"] for facts in layers) for method, layers in found.items()}
+    assert total["gptq"] < 0.85 * total["rtn"]
+    for facts in found["gptq"]:
+        assert facts["loss"] <= facts["rtn_loss"] <= facts["norm"]
+        assert 0.05 < facts["relative_error"] < 0.2 and facts["tokens"] > 1000

@@ -1,0 +1,390 @@
+"""Padding, rounding again, and bad input: what `pack` changes is said, what it refuses leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import QuantkitError
+from quantkit.layouts import LAYOUTS, quantkit_key, read_config
+from quantkit.layouts.compatibility import SCHEMES
+from quantkit.layouts.recast import broken_rule
+from quantkit.layouts.schemes import Schemes
+from quantkit.pipeline import convert
+from quantkit.reporting.report import REPORT
+from tests.command_line import call, refused
+from tests.faults import memory_path
+from tests.layouts.samples import record, write_folder
+from tests.pipeline.test_quantize import tensors
+from tests.tiny_models import write_model
+
+tmp_path = memory_path
+INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g128:24"))
+
+# ------------------------------------------------------------------------------------------------ padding
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model whose linears no kernel layout takes as they are: [160, 160], [224, 160] and [160, 224]."""
+    sizes = {"hidden_size": 160, "intermediate_size": 224, "num_attention_heads": 4, "num_hidden_layers": 1}
+    return write_model("llama", tmp_path_factory.mktemp("odd") / "model", **sizes)
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme"),
+    [("marlin", "int4:channel"), ("quick", "int4:g32:asym"), ("tcfpx", "fp6:channel"), ("marlin24", "int4:channel:24")],
+)
+def test_padded_weights_are_right_for_us_and_lose_the_padding_again(
+    layout: str, scheme: str, odd: Path, tmp_path: Path
+) -> None:
+    records = write_folder(
+        odd, tmp_path / "a", "compressed-tensors", Schemes(Scheme.parse(scheme), ignore=("lm_head",))
+    )
+    assert "add --pad" in call("pack", tmp_path / "a", "--layout", layout, "-o", tmp_path / "b", code=1).stderr
+    printed = call("pack", tmp_path / "a", "--layout", layout, "--pad", "-o", tmp_path / "b")
+    assert "only quantkit reads their true shapes" in printed.stderr and "padded with zeros" in printed.stdout
+    out = Checkpoint(tmp_path / "b")
+    for module, q in records.items():
+        assert out.true_size(module) == q.shape
+        assert broken_rule(LAYOUTS[layout], out.scheme(module), *out.size(module)) is None
+        weight = out.dense(f"{module}.weight", torch.float32)
+        assert weight.shape == q.shape and torch.equal(weight, q.dequantize())
+    shown = call("inspect", tmp_path / "b").stdout
+    assert "[160, 224] in [" in shown and "[160, 160] in [" in shown
+    assert "padded with zeros to" in call("verify", tmp_path / "b", "--against", tmp_path / "a").stdout
+    call("pack", tmp_path / "b", "--layout", "compressed-tensors", "-o", tmp_path / "c", "-q")
+    assert tensors(tmp_path / "c") == tensors(tmp_path / "a")
+    assert Checkpoint(tmp_path / "c").schemes == Checkpoint(tmp_path / "a").schemes
+
+
+def test_a_width_that_headers_know_only_roughly_is_padded_from_its_true_one(tmp_path: Path) -> None:
+    """compressed-tensors stores k = 100 in 13 words, which is room for 104."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16"}))
+    save_file({f"{FIRST}.weight": torch.ones(60, 100, dtype=torch.float16)}, model / "model.safetensors")
+    (q,) = write_folder(model, tmp_path / "a", "compressed-tensors", Schemes(Scheme.parse("int4:channel"))).values()
+    call("pack", tmp_path / "a", "--layout", "marlin", "--pad", "-o", tmp_path / "b", "-q")
+    out = Checkpoint(tmp_path / "b")
+    assert (out.size(FIRST), out.true_size(FIRST)) == ((64, 128), (60, 100)) and out.unpadded(FIRST).equal(q)
+    call("pack", tmp_path / "b", "--layout", "compressed-tensors", "-o", tmp_path / "c", "-q")
+    assert tensors(tmp_path / "c") == tensors(tmp_path / "a")
+    call("verify", tmp_path / "c", "--against", tmp_path / "a", "-q")
+    call("verify", tmp_path / "a", "--against", tmp_path / "b", "-q")
+
+
+def test_a_padded_model_predicts_what_the_unpadded_one_does(odd: Path, tmp_path: Path) -> None:
+    write_folder(odd, tmp_path / "a", "compressed-tensors", Schemes(Scheme.parse("int4:channel"), ignore=("lm_head",)))
+    call("pack", tmp_path / "a", "--layout", "marlin", "--pad", "-o", tmp_path / "b", "-q")
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 4)
+    found = call("eval", "kld", tmp_path / "b", "--against", tmp_path / "a", "--data", text, "--window", 32, "--json")
+    assert json.loads(found.stdout)["kld"] == 0 and json.loads(found.stdout)["top1"] == 1
+
+
+@pytest.mark.parametrize(
+    ("shape", "words"),
+    [
+        ([160], "two positive sizes"),
+        ([True, 160], "two positive sizes"),
+        ([0, 160], "two positive sizes"),
+        ("160x160", "two positive sizes"),
+        ([160.0, 160], "two positive sizes"),
+        ([2**62, 160], "stored as"),
+        ([160, 257], "stored as"),
+        ([100, 160], "not zero"),
+        (None, "no packed module"),
+    ],
+)
+def test_hostile_true_shapes(shape: object, words: str, odd: Path, tmp_path: Path) -> None:
+    module = "model.layers.0.self_attn.q_proj"
+    write_folder(odd, tmp_path / "a", "compressed-tensors", Schemes(Scheme.parse("int4:channel"), ignore=("lm_head",)))
+    call("pack", tmp_path / "a", "--layout", "marlin", "--pad", "-o", tmp_path / "b", "-q")
+    config = json.loads((tmp_path / "b" / "config.json").read_text())
+    key = config["quantization_config"]["quantkit"]
+    assert key["padded"][module] == [160, 160]
+    key["padded"]["no.such" if shape is None else module] = [1, 1] if shape is None else shape
+    (tmp_path / "b" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "b" / REPORT).unlink()
+    error = refused("pack", tmp_path / "b", "--layout", "gptq", out=tmp_path / "c")
+    assert words in error and ("no.such" if shape is None else module) in error
+
+
+# ------------------------------------------------------------------------------------------------ rounding again
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme", "to", "now"),
+    [
+        ("gptq", "int4:g32", "marlin", "int4:g128"),
+        ("awq", "int4:g128:asym", "marlin", "int4:g128"),
+        ("marlin", "int4:g128", "marlin24", "int4:g128:24"),
+        ("humming", "fp6:channel", "marlin", "int4:g128"),
+    ],
+)
+def test_rounding_again_is_asked_for_and_said(
+    layout: str, scheme: str, to: str, now: str, small_llama: Path, tmp_path: Path
+) -> None:
+    records = write_folder(small_llama, tmp_path / "a", layout, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
+    assert "--requantize to round again (lossy)" in refused("pack", tmp_path / "a", "--layout", to, out=tmp_path / "b")
+    printed = call("pack", tmp_path / "a", "--layout", to, "--requantize", "-o", tmp_path / "b", "-q")
+    assert f"Warning: {len(records)} of {len(records)} linears were rounded again" in printed.stderr
+    assert f"were rounded a second time, which is lossy, from: {scheme}" in printed.stdout
+    call("verify", tmp_path / "b", "-q")
+    out = Checkpoint(tmp_path / "b")
+    layers = {layer["name"]: layer for layer in json.loads((tmp_path / "b" / REPORT).read_text())["layers"]}
+    for module, q in records.items():
+        found, before = out.quantized(module), q.dequantize()
+        error = float((found.dequantize() - before).norm() / before.norm())
+        assert found.scheme.label == now and layers[module]["requantized_from"] == scheme
+        assert 0 < error < 0.8 and layers[module]["requantized_error"] == pytest.approx(error, rel=1e-3)
+        assert "relative_error" not in layers[module]
+    later = call("pack", tmp_path / "b", "--layout", "compressed-tensors", "-o", tmp_path / "c", "-q")
+    assert "Warning" not in later.stderr and "a second time" in later.stdout, "it happened before, and it still did"
+
+
+def test_only_what_has_no_lossless_way_is_rounded_again(small_llama: Path, tmp_path: Path) -> None:
+    schemes = Schemes(INT4.default, ((r".*\.down_proj", Scheme.parse("int4:g64")),), ignore=("lm_head",))
+    records = write_folder(small_llama, tmp_path / "a", "gptq", schemes)
+    call("pack", tmp_path / "a", "--layout", "marlin", "--requantize", "-o", tmp_path / "b", "-q")
+    out = Checkpoint(tmp_path / "b")
+    assert {m for m, q in records.items() if not out.quantized(m).equal(q)} == {m for m in records if "down" in m}
+
+
+# ------------------------------------------------------------------------------------------------ bad input
+
+
+def folder(source: Path, out: Path, layout: str, schemes: Schemes, *, key: bool = False) -> Path:
+    write_folder(source, out, layout, Schemes(schemes.default, ignore=("lm_head",)), key=key)
+    return out
+
+
+def change(out: Path, edit: object) -> None:
+    path = out / "model.safetensors"
+    found = load_file(path)
+    edit(found)  # type: ignore[operator]
+    save_file(found, path, metadata={"format": "pt"})
+
+
+LAST = "model.layers.1.mlp.down_proj"
+FIRST = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(("stated", "other"), [("gptq", "marlin"), ("awq", "marlin24"), ("compressed-tensors", "awq"),
+                                               ("marlin", "compressed-tensors"), ("gptq", "tcfpx")])  # fmt: skip
+def test_a_folder_of_two_layouts(stated: str, other: str, small_llama: Path, tmp_path: Path) -> None:
+    bad = folder(small_llama, tmp_path / "bad", stated, INT4)
+
+    def mixed(found: dict[str, Tensor]) -> None:
+        for name in [name for name in found if name.startswith(f"{LAST}.")]:
+            del found[name]
+        label = {"marlin24": "int4:g128:24", "tcfpx": "fp6:channel"}.get(other, "int4:g128")
+        q = record(Scheme.parse(label), 128, 256)
+        found |= {f"{LAST}.{suffix}": tensor for suffix, tensor in LAYOUTS[other].pack(q).items()}
+
+    change(bad, mixed)
+    for command in (("pack", bad, "--layout", "humming"), ("convert", f"{stated}-to-marlin24", bad)):
+        error = refused(*command, out=tmp_path / "out")
+        assert LAST in error and (stated in error or "missing" in error)
+
+
+def test_tensors_of_another_layout_under_the_same_names(small_llama: Path, tmp_path: Path) -> None:
+    """AWQ and GPTQ call their tensors alike; read as the other, the shapes do not fit together."""
+    for stated, other, words in (
+        ("gptq", "awq", "must have shape"),
+        ("awq", "gptq-v2", "g_idx is packed and no part of the awq layout"),
+        ("quick", "awq", "are not those of the layout"),
+    ):
+        bad = folder(small_llama, tmp_path / f"{stated}-{other}", stated, INT4)
+        q = LAYOUTS[other].pack(record(INT4.default, 256, 256))
+        change(bad, lambda found, q=q: found.update({f"{LAST}.{suffix}": tensor for suffix, tensor in q.items()}))
+        for command in (("pack", bad, "--layout", "marlin", "--pad"), ("convert", f"{stated}-to-gptq", bad)):
+            assert LAST in refused(*command, out=tmp_path / "out")
+        error = refused("inspect", bad)  # which reads headers alone
+        assert LAST in error and words in error
+
+
+@pytest.mark.parametrize(("layout", "suffix"), [("gptq", "qweight"), ("marlin24", "B_24"), ("tcfpx", "scales")])
+def test_a_weight_without_the_tensor_that_marks_it(layout: str, suffix: str, small_llama: Path, tmp_path: Path) -> None:
+    scheme = {"gptq": "int4:g128", "marlin24": "int4:g128:24", "tcfpx": "fp6:channel"}[layout]
+    bad = folder(small_llama, tmp_path / "bad", layout, Schemes(Scheme.parse(scheme)), key=True)
+    change(bad, lambda found: found.pop(f"{LAST}.{suffix}"))
+    error = refused("pack", bad, "--layout", "compressed-tensors", out=tmp_path / "out")
+    assert f"{LAST}.{suffix} is missing: download it again" in error
+
+
+@pytest.mark.parametrize("out", ["", "."])
+def test_the_folder_that_it_runs_in_is_no_output(
+    out: str, small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, here = folder(small_llama, tmp_path / "a", "gptq", INT4), folder(small_llama, tmp_path / "b", "awq", INT4)
+    monkeypatch.chdir(here)
+    error = refused("pack", source, "--layout", "awq", "--overwrite", "-o", out)
+    assert str(here) in error and sorted(tmp_path.iterdir()) == [source, here]
+
+
+def test_an_unknown_layout(small_llama: Path, tmp_path: Path) -> None:
+    bad = folder(small_llama, tmp_path / "bad", "gptq", INT4)
+    config = json.loads((bad / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "exl3", "bits": 4}
+    (bad / "config.json").write_text(json.dumps(config))
+    assert "exl3" in refused("pack", bad, "--layout", "marlin", out=tmp_path / "out")
+
+
+def put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
+    assert name in found
+    found[name] = tensor
+
+
+@pytest.mark.parametrize(
+    ("layout", "scheme", "suffix", "make", "words"),
+    [
+        ("gptq", "int4:g128", "qweight", lambda t: t.to(torch.int64), "int32, it is int64: the checkpoint is damaged"),
+        ("gptq", "int4:g128", "scales", lambda t: t[:, :-8].clone(), "shape"),
+        ("marlin", "int4:g128", "s", lambda t: t.to(torch.int16), "float16"),
+        ("awq", "int4:g128:asym", "qzeros", lambda t: t[:1].clone(), "shape"),
+        ("quick", "int4:g128", "qzeros", lambda t: t + 1, "qzeros"),
+        ("gptq-v2", "int4:g128:asym", "qzeros", lambda t: torch.zeros_like(t), "gptq-v2"),
+        ("compressed-tensors", "int4:g128", "weight_scale", lambda t: t * torch.nan, "nan"),
+        ("compressed-tensors", "int4:g128", "weight_scale", lambda t: t * torch.inf, "inf"),
+        ("gptq", "int4:g128", "scales", lambda t: t * 0, "scales are 0 over codes"),
+        ("marlin24", "int4:g128:24", "B_meta", lambda t: torch.zeros_like(t), "two of four"),
+        ("gptq", "int4:g128:asym", "qzeros", lambda t: torch.full_like(t, -1), "format to gptq_v2"),
+        ("gptq", "int4:g128", "g_idx", lambda t: t.flip(0), "act-ordered"),
+        ("compressed-tensors", "int4:g128", "weight_shape", lambda t: t * -1, "'weight_shape' says [-"),
+        ("compressed-tensors", "int4:g128", "weight_shape", lambda t: t - 1, "'weight_shape' says ["),
+    ],
+)  # fmt: skip
+def test_one_damaged_tensor_in_the_last_module_leaves_nothing(
+    layout: str, scheme: str, suffix: str, make: object, words: str, small_llama: Path, tmp_path: Path
+) -> None:
+    bad = folder(small_llama, tmp_path / "bad", layout, Schemes(Scheme.parse(scheme)), key=True)
+    name = f"{LAST}.{suffix}"
+    change(bad, lambda found: put(found, name, make(found[name])))  # type: ignore[operator]
+    error = refused("pack", bad, "--layout", "gptq", out=tmp_path / "out")
+    assert LAST in error and words in error, error
+    assert "--skip" not in error and "--group-size" not in error, "pack has no such option"
+
+
+@pytest.mark.parametrize("size", ["0", "0.5", "0KB"])
+def test_shards_of_no_bytes(size: str, small_llama: Path, tmp_path: Path) -> None:
+    source = folder(small_llama, tmp_path / "a", "gptq", INT4)
+    error = refused("pack", source, "--layout", "awq", "--max-shard-size", size, out=tmp_path / "out", code=2)
+    assert "max_shard_size" in error and "2GiB" in error
+
+
+def test_zero_scales_of_rows_of_zeros_are_no_damage(small_llama: Path, tmp_path: Path) -> None:
+    good = folder(small_llama, tmp_path / "good", "compressed-tensors", INT4)
+
+    def emptied(found: dict[str, Tensor]) -> None:
+        found[f"{LAST}.weight_packed"][3] = 0x88888888 - 2**32
+        found[f"{LAST}.weight_scale"][3] = 0
+
+    change(good, emptied)
+    call("pack", good, "--layout", "marlin", "-o", tmp_path / "out", "-q")
+
+
+def test_data_that_fail_in_the_last_module_leave_nothing(small_llama: Path, tmp_path: Path) -> None:
+    """All zero points are 8 and all weights 2:4 but for one code of the last weight."""
+    bad = folder(small_llama, tmp_path / "bad", "awq", SPARSE)
+    q = record(SPARSE.default, 128, 256)
+    q.codes[9, 40:44] = torch.tensor([1, 2, 3, 8], dtype=torch.uint8)
+    asym = QuantizedTensor(
+        Scheme.parse("int4:g128:asym"), q.codes, q.scales.abs(), torch.full_like(q.scales, 8, dtype=torch.uint8)
+    )
+    change(bad, lambda found: found.update({f"{LAST}.{s}": t for s, t in LAYOUTS["awq"].pack(asym).items()}))
+    error = refused("convert", "awq-to-marlin24", bad, out=tmp_path / "out")
+    assert f"{LAST}.weight: 1 of 8192 quads" in error and "row 9, columns 40 to 43" in error
+    call("convert", "awq-to-marlin", bad, "-o", tmp_path / "marlin", "-q")  # which needs the zero points of 8 alone
+
+
+@pytest.mark.parametrize(("stored", "label"), [("gptq-v2", "gptq"), ("gptq", "gptq-v2")])
+def test_zero_points_of_the_other_gptq_version_are_told_once(
+    stored: str, label: str, small_llama: Path, tmp_path: Path
+) -> None:
+    source = folder(small_llama, tmp_path / "a", stored, INT4)
+    config = json.loads((source / "config.json").read_text())
+    config["quantization_config"] = LAYOUTS[label].write_config(Schemes(INT4.default, ignore=("lm_head",)))
+    (source / "config.json").write_text(json.dumps(config))
+    line = f"labelled {label}, stored as {stored}: the data was trusted"
+    printed = call("pack", source, "--layout", "marlin", "-o", tmp_path / "b")
+    assert printed.stderr.count(line) == 1 and line in printed.stdout
+    assert json.loads((tmp_path / "b" / REPORT).read_text())["notices"].count(line) == 1
+    assert call("verify", source).stdout.count(line) == 1
+
+
+def test_asymmetric_zero_points_that_only_a_label_explains_are_told(small_llama: Path, tmp_path: Path) -> None:
+    asym = Schemes(Scheme.parse("int4:g64:asym"), ignore=("lm_head",))
+    source = folder(small_llama, tmp_path / "a", "gptq", asym)
+    line = "zero points are read as the label gptq says"
+    printed = call("convert", "gptq-to-awq", source, "-o", tmp_path / "b")
+    assert printed.stderr.count(line) == 1 and line in printed.stdout
+    call("convert", "awq-to-gptq-v2", tmp_path / "b", "-o", tmp_path / "c", "-q")
+    assert line not in call("convert", "gptq-to-awq", tmp_path / "c", "-o", tmp_path / "d").stderr  # a report says it
+
+
+ROW_BY_ROW = [
+    ("compressed-tensors", "fp6:channel", "humming"),
+    ("compressed-tensors", "int4:g32:asym", "awq"),
+    ("humming", "fp5:channel", "compressed-tensors"),
+    ("gptq", "int4:channel", "compressed-tensors"),
+]
+
+
+@pytest.mark.parametrize(("source", "scheme", "target"), ROW_BY_ROW)
+def test_a_weight_that_passes_some_rows_at_a_time_is_the_same(
+    source: str, scheme: str, target: str, odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """224 rows are 128 and 96."""
+    write_folder(odd, tmp_path / "a", source, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
+    call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "b", "-q")
+    monkeypatch.setattr(convert, "CODES", 1)
+    with monkeypatch.context() as patch:
+        patch.delattr(Checkpoint, "record")  # which takes all rows
+        call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "c", "-q")
+    monkeypatch.setattr(convert, "_by_rows", lambda *args: None)
+    call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "d", "-q")
+    assert tensors(tmp_path / "b") == tensors(tmp_path / "c") == tensors(tmp_path / "d")
+    texts = [json.loads((tmp_path / name / REPORT).read_text())["layers"] for name in "bcd"]
+    assert texts[0] == texts[1] == texts[2] and all("digest" in layer for layer in texts[0])
+
+
+def test_what_is_wrong_behind_the_first_rows_is_told_as_of_all(
+    odd: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(odd, tmp_path / "a", "compressed-tensors", Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",)))
+    shard = tmp_path / "a" / "model.safetensors"
+    found = load_file(shard)
+    found["model.layers.0.mlp.up_proj.weight"].view(torch.uint8)[200, 3] = 1  # 2**-9, no value of FP6
+    save_file(found, shard, metadata={"format": "pt"})
+    monkeypatch.setattr(convert, "CODES", 1)
+    error = refused("pack", tmp_path / "a", "--layout", "humming", out=tmp_path / "b")
+    assert "mlp.up_proj" in error and "holds 0.001953125 at [200, 3], which is no fp6 value" in error
+
+
+def test_a_key_with_true_shapes_is_read_back() -> None:
+    schemes = Schemes(INT4.default, padded=(("a.b", (3, 5)), ("a.c", (7, 9))))
+    key = quantkit_key("marlin", schemes, "1", None)
+    assert key["padded"] == {"a.b": [3, 5], "a.c": [7, 9]}
+    assert "padded" not in quantkit_key("marlin", INT4, "1", None)
+    config = {**LAYOUTS["marlin"].write_config(schemes), "quantkit": key}
+    assert read_config(config, "config.json") == (LAYOUTS["marlin"], schemes)
+
+
+def test_no_condition_is_an_error_of_another_kind() -> None:
+    """A record that a layout refuses is refused as a QuantkitError by every other too."""
+    for layout in LAYOUTS.values():
+        for scheme in SCHEMES:
+            q = record(scheme, 64, 256)
+            try:
+                layout.pack(q)
+            except QuantkitError as error:
+                assert "\n" not in str(error)

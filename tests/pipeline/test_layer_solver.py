@@ -1,0 +1,82 @@
+"""One group of linears: errors that name the right one, and nothing done otherwise than asked without a word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.algorithms.hessian import Hessian
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import NumericError
+from quantkit.io.safetensors_header import dump_json
+from quantkit.pipeline.layer_solver import rounded, solve
+from quantkit.pipeline.recipe import from_mapping
+from quantkit.progress import Progress
+
+COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
+
+
+def test_a_row_that_overflows_is_named_in_its_own_linear() -> None:
+    x = torch.randn(64, 32, generator=torch.Generator().manual_seed(0))
+    hessian = Hessian(32, "cpu")
+    hessian.add(x)
+    weights = {"a": x[:8].clone(), "b": x[8:16].clone()}
+    weights["b"][3, 0] = 1e6
+    recipe = from_mapping(COARSE)
+    with pytest.raises(NumericError, match="b: row 3 "):
+        solve(weights, dict.fromkeys(weights, recipe.scheme), hessian, recipe, Progress(quiet=True))
+
+
+def test_a_linear_that_no_token_reaches_is_refused_or_rounded(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {"expert": torch.randn(8, 128, generator=torch.Generator().manual_seed(0))}
+    schemes = {"expert": Scheme.parse("int4:g64")}
+    with pytest.raises(NumericError, match="expert: no calibration token"):
+        solve(weights, schemes, Hessian(128, "cpu"), from_mapping({}), Progress(quiet=True))
+    allowed = from_mapping({"gptq": {"on_unsolvable": "rtn"}})
+    (item,) = solve(weights, schemes, Hessian(128, "cpu"), allowed, Progress(quiet=True))
+    assert item.facts is not None
+    assert (item.facts["method"], item.facts["tokens"]) == ("rtn", 0) and "no calibration" in item.facts["reason"]
+    assert "expert" in capsys.readouterr().err
+
+
+def test_few_tokens_and_dead_inputs_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+    weights = {"late": torch.randn(8, 128, generator=torch.Generator().manual_seed(0))}
+    schemes = {"late": Scheme.parse("int4:g64")}
+    few = Hessian(128, "cpu")
+    few.add(torch.randn(15, 128, generator=torch.Generator().manual_seed(1)))
+    (item,) = solve(weights, schemes, few, from_mapping({}), Progress(quiet=True))
+    assert "late: only 15 tokens" in capsys.readouterr().err
+    assert item.facts is not None and item.facts["tokens"] == 15 and item.facts["loss"] <= item.facts["rtn_loss"]
+    dead = Hessian(128, "cpu")
+    dead.add(torch.zeros(200, 128))
+    with pytest.raises(NumericError, match="late: "):
+        solve(weights, schemes, dead, from_mapping({}), Progress(quiet=True))
+    allowed = from_mapping({"gptq": {"on_unsolvable": "rtn"}})
+    (item,) = solve(weights, schemes, dead, allowed, Progress(quiet=True))
+    assert item.facts is not None and item.facts["method"] == "rtn" and item.facts["reason"]
+    assert "late" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_relative_error_of_every_source_dtype(dtype: torch.dtype) -> None:
+    weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
+    item = rounded("x", weight, Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
+    assert isinstance(item.value, QuantizedTensor) and item.facts is not None
+    w = weight.double()
+    expected = float((w - item.value.dequantize().double()).norm() / w.norm())
+    assert item.facts["relative_error"] == pytest.approx(expected, rel=1e-4) and "reason" not in item.facts
+    zeros = rounded("x", torch.zeros_like(weight), Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
+    assert zeros.facts is not None and zeros.facts["relative_error"] == 0
+
+
+def test_a_hessian_that_overflowed_gives_no_figure_that_is_no_number() -> None:
+    weights = {"x": torch.randn(8, 128, generator=torch.Generator().manual_seed(0))}
+    huge = Hessian(128, "cpu")
+    huge.add(torch.full((200, 128), 1e25))
+    allowed = from_mapping({"gptq": {"on_unsolvable": "rtn"}})
+    (item,) = solve(weights, {"x": Scheme.parse("int4:g64")}, huge, allowed, Progress(quiet=True))
+    assert item.facts is not None and item.facts["method"] == "rtn" and "infinite" in item.facts["reason"]
+    assert item.facts["loss"] is item.facts["rtn_loss"] is item.facts["norm"] is None
+    dump_json(item.facts)

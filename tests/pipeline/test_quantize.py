@@ -1,0 +1,207 @@
+"""Whole jobs on whole folders: bytes that survive every detour, and runs that can be stopped."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
+from quantkit.io import files
+from quantkit.io.safetensors_header import read_header
+from quantkit.pipeline import quantize as job
+from quantkit.pipeline.quantize import pack, quantize
+from quantkit.pipeline.recipe import from_mapping
+from quantkit.reporting.report import REPORT
+from tests.faults import Killed, count, faults, killer, memory_path
+from tests.tiny_models import write_model
+
+tmp_path = memory_path
+
+TEXT = "\n\n".join(f"Document {i}: " + "the quick brown fox jumps over the lazy dog " * (1 + i % 5) for i in range(12))
+VOLATILE = {REPORT}  # holds times and peak memory
+
+
+@pytest.fixture(scope="module")
+def calib(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("text") / "calib.txt"
+    path.write_text(TEXT)
+    return str(path)
+
+
+def gptq(calib: str, **changes: object) -> dict[str, object]:
+    return {"calibration": {"data": calib, "samples": 8, "max_length": 128}, **changes}
+
+
+def tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    src = Checkpoint(folder)
+    return {
+        name: (t.dtype, tuple(t.shape), t.contiguous().view(torch.uint8).numpy().tobytes())
+        for name in src.names()
+        for t in [src.get(name).reshape(-1)]
+    }
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir()) if p.name not in VOLATILE
+    }
+
+
+@pytest.mark.parametrize("scheme", [{"format": "int4"}, {"format": "int4", "group_size": "channel"}])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_a_detour_through_other_layouts_changes_no_byte(
+    scheme: dict[str, object], dtype: torch.dtype, tmp_path: Path
+) -> None:
+    model = write_model("llama", tmp_path / "model", dtype, num_hidden_layers=1)
+    quantize(model, tmp_path / "ct", from_mapping({"scheme": scheme, "method": "rtn"}))
+    pack(tmp_path / "ct", tmp_path / "marlin", "marlin", expect="compressed-tensors")
+    pack(tmp_path / "marlin", tmp_path / "gptq", "gptq")
+    pack(tmp_path / "gptq", tmp_path / "gptq2", "gptq-v2")
+    pack(tmp_path / "gptq2", tmp_path / "marlin2", "marlin", expect="gptq")
+    pack(tmp_path / "marlin2", tmp_path / "back", "compressed-tensors")
+    assert tensors(tmp_path / "back") == tensors(tmp_path / "ct")
+    assert tensors(tmp_path / "marlin2") == tensors(tmp_path / "marlin")
+    assert Checkpoint(tmp_path / "back").config == Checkpoint(tmp_path / "ct").config
+
+
+@pytest.mark.parametrize("name", ["fp6", "fp5"])
+def test_fp_carriers_and_bit_streams_hold_the_same_codes(name: str, tiny_llama: Path, tmp_path: Path) -> None:
+    quantize(tiny_llama, tmp_path / "humming", from_mapping({"scheme": {"format": name}}))
+    pack(tmp_path / "humming", tmp_path / "planes", "tcfpx")
+    pack(tmp_path / "planes", tmp_path / "fp8", "compressed-tensors")
+    pack(tmp_path / "fp8", tmp_path / "back", "humming")
+    assert tensors(tmp_path / "back") == tensors(tmp_path / "humming")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "opt"])
+def test_biases_and_tied_embeddings_stay_as_they_were(family: str, calib: str, tmp_path: Path) -> None:
+    model = write_model(family, tmp_path / "model")
+    quantize(model, tmp_path / "out", from_mapping(gptq(calib)))
+    before, after = tensors(model), tensors(tmp_path / "out")
+    kept = {name for name in before if name in after}
+    assert {n for n in before if n.endswith(".bias") or "embed" in n or "norm" in n} <= kept
+    assert all(before[name] == after[name] for name in kept)
+    assert "lm_head.weight" not in after
+
+
+def test_the_same_command_twice_gives_the_same_bytes(small_llama: Path, calib: str, tmp_path: Path) -> None:
+    for out in ("a", "b"):
+        quantize(small_llama, tmp_path / out, from_mapping(gptq(calib)))
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+
+
+def test_a_second_seed_gives_other_bytes(small_llama: Path, calib: str, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        recipe = from_mapping({"calibration": {"data": calib, "samples": 4, "max_length": 64, "seed": seed}})
+        quantize(small_llama, tmp_path / str(seed), recipe)
+    assert hashes(tmp_path / "0") != hashes(tmp_path / "1")
+
+
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_killed_anywhere_and_resumed_gives_the_same_bytes(
+    method: str, small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "COMMIT_BYTES", 200_000)  # several commits without activations too
+    recipe = from_mapping(gptq(calib, method=method))
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    operations = count(lambda: quantize(small_llama, whole, recipe) and None)
+    expected, resumed = hashes(whole), 0
+    assert len(Checkpoint(whole).files()) > 2
+    for stop in range(1, operations, max(1, operations // 8)):
+        with faults(killer(stop)), pytest.raises(Killed):
+            quantize(small_llama, out, recipe)
+        if not out.exists():
+            resumable = any(tmp_path.glob("out.partial-*"))
+            resumed += resumable
+            quantize(small_llama, out, recipe, resume=resumable)
+        assert hashes(out) == expected, stop
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"], stop
+        files.remove(out)
+    assert operations > 40 and resumed > 3
+
+
+def test_resuming_with_another_recipe_is_refused_and_names_the_field(
+    small_llama: Path, calib: str, tmp_path: Path
+) -> None:
+    def kill(what: str, path: Path) -> None:
+        if what == "rename" and path.name.startswith("config.json"):
+            raise Killed
+
+    with faults(kill), pytest.raises(Killed):
+        quantize(small_llama, tmp_path / "out", from_mapping(gptq(calib)))
+    with pytest.raises(CheckpointError, match="recipe"):
+        quantize(small_llama, tmp_path / "out", from_mapping(gptq(calib, method="rtn")), resume=True)
+
+
+def test_bfloat16_models_get_scales_that_bfloat16_holds(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", torch.bfloat16)
+    quantize(model, tmp_path / "out", from_mapping({"method": "rtn"}))
+    out = Checkpoint(tmp_path / "out")
+    for module in out.modules():
+        scales = out.quantized(module).scales
+        assert torch.equal(scales.bfloat16().half(), scales)
+
+
+def test_overrides_and_skips_reach_the_bytes(tiny_llama: Path, tmp_path: Path) -> None:
+    recipe = from_mapping({"method": "rtn", "overrides": {"down_proj": "int4:g64"}, "skip": ["lm_head", ".*k_proj"]})
+    made, packed = quantize(tiny_llama, tmp_path / "ct", recipe), pack(tmp_path / "ct", tmp_path / "gptq", "gptq")
+    assert {layer["layout"] for layer in made["layers"]} == {"compressed-tensors"}
+    assert {layer["layout"] for layer in packed["layers"]} == {"gptq"}
+    for folder in ("ct", "gptq"):
+        out = Checkpoint(tmp_path / folder)
+        assert out.scheme("model.layers.0.mlp.down_proj").group_size == 64
+        assert out.scheme("model.layers.0.mlp.up_proj").group_size == 128
+        assert "model.layers.0.self_attn.k_proj.weight" in out.names()
+
+
+def test_asymmetric_goes_to_gptq_and_is_refused_by_marlin(tiny_llama: Path, tmp_path: Path) -> None:
+    quantize(tiny_llama, tmp_path / "ct", from_mapping({"method": "rtn", "scheme": {"symmetric": False}}))
+    pack(tmp_path / "ct", tmp_path / "gptq", "gptq-v2")
+    pack(tmp_path / "gptq", tmp_path / "back", "compressed-tensors")
+    assert tensors(tmp_path / "back") == tensors(tmp_path / "ct")
+    with pytest.raises(LayoutError, match=r"_proj\.weight: \d+ of \d+ zero points cannot be re-centred.*gptq-v2"):
+        pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
+    assert not any(tmp_path.glob("marlin*"))
+
+
+def test_a_weight_with_nan_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = write_model("llama", tmp_path / "model")
+    for shard in model.glob("*.safetensors"):
+        weights = load_file(shard)
+        name = "model.layers.1.mlp.up_proj.weight"
+        if name in weights:
+            weights[name][3, 5] = float("nan")
+            save_file(weights, shard, metadata={"format": "pt"})
+    with pytest.raises(NumericError, match=r"model\.layers\.1\.mlp\.up_proj.*1 of 131072.*\[3, 5\]"):
+        quantize(model, tmp_path / "out", from_mapping({"method": "rtn"}))
+    assert not any(tmp_path.glob("out*"))
+
+
+def test_damaged_codes_are_not_packed_further(tiny_llama: Path, tmp_path: Path) -> None:
+    quantize(tiny_llama, tmp_path / "ct", from_mapping({"method": "rtn"}))
+    shard = next((tmp_path / "ct").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    header = read_header(shard)[0]
+    info = next(info for name, info in header.items() if name.endswith("down_proj.weight_packed"))
+    data[info.start + 100] ^= 0x10
+    shard.write_bytes(bytes(data))
+    with pytest.raises(CheckpointError, match=r"down_proj.*damaged"):
+        pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
+    assert not any(tmp_path.glob("marlin*"))
+
+
+def test_quantized_sources_are_sent_to_pack(tiny_llama: Path, tmp_path: Path) -> None:
+    quantize(tiny_llama, tmp_path / "ct", from_mapping({"method": "rtn"}))
+    with pytest.raises(CheckpointError, match="quantized already"):
+        quantize(tmp_path / "ct", tmp_path / "again", from_mapping({"method": "rtn"}))
+
+
+def test_skipping_everything_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="nothing to quantize"):
+        quantize(tiny_llama, tmp_path / "out", from_mapping({"method": "rtn", "skip": [".*"]}))

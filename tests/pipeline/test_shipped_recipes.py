@@ -1,0 +1,40 @@
+"""Every recipe in configs/ does on a small model what its name says, down to a folder that verifies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from quantkit.api import build_recipe, shipped_recipes
+from quantkit.checkpoint.reader import Checkpoint
+from tests.command_line import calib, call
+
+__all__ = ["calib"]  # a fixture
+
+#: What a name says of layout and scheme, the longest match first.
+SAYS = {
+    "int4-marlin24": ("marlin24", "int4:g128:24"),
+    "int4-marlin": ("marlin", "int4:g128"),
+    "int4-quick": ("quick", "int4:g128:asym"),
+    "int4-awq": ("awq", "int4:g128:asym"),
+    "int4": ("compressed-tensors", "int4:g128"),
+    "marlin-paper": ("marlin", "int4:g128"),
+    "fp6-humming": ("humming", "fp6:channel"),
+    "fp6-tcfpx": ("tcfpx", "fp6:channel"),
+    "fp6": ("humming", "fp6:channel"),
+    "fp5-tcfpx": ("tcfpx", "fp5:channel"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(shipped_recipes()))
+def test_a_shipped_recipe_runs_as_it_is_called(name: str, tiny_llama: Path, calib: Path, tmp_path: Path) -> None:
+    out, text = tmp_path / "out", ("--calib", calib, "--samples", 4, "--max-length", 32)
+    call("quantize", tiny_llama, "-o", out, "--recipe", name, *(text if build_recipe(name).calibrated else ()), "-q")
+    found = Checkpoint(out)
+    assert found.layout is not None and found.schemes is not None
+    expected = next(said for start, said in SAYS.items() if name.startswith(start))
+    assert (found.layout.NAME, found.schemes.default.label) == expected
+    assert len(found.modules()) == 14
+    assert found.quantized(found.modules()[0]).scheme.label == expected[1]
+    call("verify", out, "-q")

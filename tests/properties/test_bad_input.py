@@ -1,0 +1,173 @@
+"""Bad input is refused in one line with the right exit code, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from tests import command_line
+from tests.command_line import RTN, call, refused
+from tests.faults import failing, faults
+from tests.pipeline.test_quantize import TEXT, hashes
+from tests.tiny_models import write_model
+
+calib, copy, int4 = command_line.calib, command_line.copy, command_line.int4
+
+READ_A_MODEL = ["quantize {bad} --method rtn -o {out}", "plan {bad}", "inspect {bad}", "eval ppl {bad} --data {text}"]
+READ_A_QUANTIZED_ONE = ["pack {bad} --layout marlin -o {out}", "verify {bad}", "report {bad}"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kind"),
+    [
+        *product(READ_A_MODEL + READ_A_QUANTIZED_ONE, ["missing", "empty", "file", "unrelated"]),
+        *product(READ_A_QUANTIZED_ONE, ["dense"]),
+    ],
+)
+def test_a_folder_that_is_no_model(args: str, kind: str, tiny_llama: Path, tmp_path: Path, calib: Path) -> None:
+    bad, out = tmp_path / "bad", tmp_path / "out"
+    if kind == "file":
+        bad.write_text("not a folder")
+    elif kind == "dense":
+        bad = tiny_llama
+    elif kind != "missing":
+        bad.mkdir()
+    if kind == "unrelated":
+        (bad / "config.json").write_text('{"name": "a web page"}')
+    refused(*args.format(bad=bad, out=out, text=calib).split())
+    assert not list(tmp_path.glob("out*"))
+
+
+def shards(folder: Path) -> list[Path]:
+    found = sorted(folder.glob("*.safetensors"))
+    assert len(found) > 1
+    return found
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def garble(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + b"\xff" * 40 + data[48:])
+
+
+@pytest.mark.parametrize("damage", [Path.unlink, truncate, garble])
+@pytest.mark.parametrize("args", [("quantize", *RTN), ("plan",)])
+def test_a_missing_or_damaged_shard_is_named(
+    damage: Callable[[Path], None], args: tuple[str, ...], copy: Path, tmp_path: Path
+) -> None:
+    shard = shards(copy)[1]
+    damage(shard)
+    assert shard.name in refused(args[0], copy, *args[1:], out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "a/../../elsewhere.safetensors"])
+def test_an_index_that_leads_outside_the_folder(name: str, copy: Path, tmp_path: Path) -> None:
+    shutil.copy(shards(copy)[0], tmp_path / "elsewhere.safetensors")
+    path = copy / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    first = next(iter(index["weight_map"]))
+    index["weight_map"][first] = name
+    path.write_text(json.dumps(index))
+    refused("quantize", copy, *RTN, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_a_weight_that_is_not_finite_is_named(
+    value: float, method: str, copy: Path, calib: Path, tmp_path: Path
+) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    for shard in shards(copy):
+        tensors = load_file(shard)
+        if name in tensors:
+            tensors[name][3, 5] = value
+            save_file(tensors, shard, metadata={"format": "pt"})
+    options = ("--method", method, "--calib", calib, "--samples", 2)
+    assert name.removesuffix(".weight") in refused_and_gone("quantize", copy, *options, out=tmp_path / "out")
+
+
+def refused_and_gone(*args: object, out: Path) -> str:
+    """As `refused`, for failures behind committed work: the partial folder may stay, OUT may not."""
+    result = call(*args, "-o", out, "-q", code=1)
+    assert len(result.stderr.splitlines()) == 1 and not out.exists()
+    return result.stderr
+
+
+def test_every_misfit_is_listed_at_once_with_its_way_out(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model", intermediate_size=352)
+    for command in (("quantize", model, "-o", tmp_path / "out"), ("plan", model)):
+        text = call(*command, *RTN, "--layout", "marlin", "-q", code=1).stderr
+        assert "gate_proj" in text and "down_proj" in text and "(and " in text
+        assert text.count("--skip") >= 2 and text.startswith("Error: ")
+    assert not (tmp_path / "out").exists()
+    ways = re.findall(r"--skip '([^']+)'", text)
+    call("plan", model, *RTN, "--layout", "marlin", *(part for way in ways for part in ("--skip", way)))
+
+
+def test_a_group_size_that_does_not_divide(tiny_llama: Path, tmp_path: Path) -> None:
+    result = call("quantize", tiny_llama, *RTN, "--group-size", 96, "-o", tmp_path / "out", "-q", code=1)
+    assert "96" in result.stderr and "--group-size" in result.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_real_act_order_does_not_become_marlin(int4: Path, tmp_path: Path) -> None:
+    call("pack", int4, "--layout", "gptq", "-o", tmp_path / "gptq", "-q")
+    shard = next((tmp_path / "gptq").glob("*.safetensors"))
+    tensors = load_file(shard)
+    name = next(name for name in tensors if name.endswith("down_proj.g_idx"))
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, shard, metadata={"format": "pt"})
+    (tmp_path / "gptq/quantkit_report.json").unlink()
+    text = refused("convert", "gptq-to-marlin", tmp_path / "gptq", out=tmp_path / "out")
+    assert name.removesuffix(".g_idx") in text and "act-order" in text
+
+
+def test_asymmetric_does_not_become_marlin(tiny_llama: Path, tmp_path: Path) -> None:
+    call("quantize", tiny_llama, *RTN, "--asym", "-o", tmp_path / "asym", "-q")
+    result = call("pack", tmp_path / "asym", "--layout", "marlin", "-o", tmp_path / "out", "-q", code=1)
+    assert "zero points cannot be re-centred" in result.stderr and not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [("", ()), ("  \n\n ", ()), (TEXT, ("--samples", 1000)), (TEXT, ("--lengths", "fixed", "--samples", 1000))],
+)
+def test_calibration_text_that_is_empty_or_too_short(
+    text: str, options: tuple[object, ...], tiny_llama: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "short.txt").write_text(text)
+    refused("quantize", tiny_llama, "--calib", tmp_path / "short.txt", *options, out=tmp_path / "out")
+
+
+def test_an_output_folder_that_exists_is_left_alone(tiny_llama: Path, int4: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(int4, tmp_path / "out"))
+    before = hashes(out)
+    for args in (("quantize", tiny_llama, *RTN), ("pack", int4, "--layout", "marlin")):
+        assert "--overwrite" in call(*args, "-o", out, "-q", code=1).stderr
+        assert hashes(out) == before and [p.name for p in tmp_path.iterdir()] == ["out"]
+    call("pack", int4, "--layout", "marlin", "-o", out, "--overwrite", "-q")
+    assert json.loads((out / "config.json").read_text())["quantization_config"]["quantkit"]["layout"] == "marlin"
+
+
+@pytest.mark.parametrize("step", [1, 3, 8, 15, 22])
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES])
+def test_a_full_disk_is_one_line_and_no_folder(step: int, error: int, int4: Path, tmp_path: Path) -> None:
+    with faults(failing(step, error, once=False)):
+        text = call("pack", int4, "--layout", "marlin", "-o", tmp_path / "out", "-q", code=1).stderr
+    assert len(text.splitlines()) == 1 and "Traceback" not in text
+    assert error != errno.ENOSPC or ("no space left" in text and "free" in text)
+    assert not (tmp_path / "out").exists()
+    call("pack", int4, "--layout", "marlin", "-o", tmp_path / "out", "--overwrite", "-q")
+    call("verify", tmp_path / "out", "--against", int4, "-q")

@@ -1,0 +1,126 @@
+"""What the CPU tests assert holds on a GPU: the same layouts and codes, repeatable bytes, the same perplexity."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.algorithms import gptq, rtn
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core import sparsity
+from quantkit.core.formats import FORMATS, FP5, FP6, INT4
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.evaluation.perplexity import perplexity
+from quantkit.layouts import LAYOUTS
+from quantkit.models.block_runner import dense_model, tokenizer
+from quantkit.pipeline.quantize import quantize
+from quantkit.pipeline.recipe import from_mapping
+from tests.layouts.samples import HELD, record
+from tests.pipeline.test_quantize import TEXT, hashes
+from tests.pipeline.test_quantize import gptq as gptq_recipe
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
+
+
+@pytest.fixture
+def calib(tmp_path: Path) -> str:
+    (tmp_path / "calib.txt").write_text(TEXT)
+    return str(tmp_path / "calib.txt")
+
+
+def correlated(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(4 * k, k, generator=g) @ (torch.randn(k, k, generator=g) / k**0.5 + 0.3 * torch.eye(k))
+    return torch.randn(n, k, generator=g) * 0.02, 2 / len(x) * x.T @ x
+
+
+def test_masks_tie_as_on_a_cpu_and_pruning_is_the_same_and_repeatable() -> None:
+    ties = torch.randint(0, 4, (512, 512), generator=torch.Generator().manual_seed(0)).float()
+    assert torch.equal(sparsity.mask(ties), sparsity.mask(ties.cuda()).cpu())
+    w, h = correlated(256, 512)
+    scheme, options = Scheme.parse("int4:g128:24"), gptq.Options()
+    here = gptq.quantize(w, scheme, h, options)
+    there, again = (gptq.quantize(w.cuda(), scheme, h.cuda(), options) for _ in range(2))
+    assert there.tensor.equal(again.tensor)
+    assert (here.tensor.codes == there.tensor.codes.cpu()).double().mean() >= 0.999
+    assert float(there.loss.sum()) == pytest.approx(float(here.loss.sum()), rel=1e-3)
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
+def test_rounding_is_the_same_to_the_bit(fmt: object) -> None:
+    x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 10
+    assert torch.equal(fmt.encode(x), fmt.encode(x.cuda()).cpu())  # type: ignore[attr-defined]
+    assert torch.equal(fmt.nearest(x), fmt.nearest(x.cuda()).cpu())  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("scheme", [Scheme(INT4, 128), Scheme(INT4, 64, symmetric=False), Scheme(FP6), Scheme(FP5)])
+def test_rtn_gives_the_same_record(scheme: Scheme) -> None:
+    weight, _ = correlated(256, 512)
+    here, _ = rtn.quantize(weight.half(), scheme)
+    there, _ = rtn.quantize(weight.half().cuda(), scheme)
+    assert here.digest() == there.digest()
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_packing_on_the_gpu_gives_the_same_bytes(name: str) -> None:
+    layout = LAYOUTS[name]
+    for label in HELD[name][0]:
+        q = record(Scheme.parse(label), 256, 512, lowest_zero=1)
+        there = QuantizedTensor(q.scheme, q.codes.cuda(), q.scales.cuda(), None if q.zeros is None else q.zeros.cuda())
+        packed = layout.pack(q)
+        for suffix, tensor in layout.pack(there).items():
+            assert torch.equal(tensor.cpu().view(torch.uint8), packed[suffix].view(torch.uint8)), label
+        back = layout.unpack({suffix: tensor.cuda() for suffix, tensor in packed.items()}, q.scheme)
+        assert back.digest() == q.digest(), label
+
+
+@pytest.mark.parametrize("scheme", [Scheme(INT4, 128), Scheme(INT4), Scheme(FP6)])
+@pytest.mark.parametrize("act_order", ["static", "off"])
+def test_gptq_agrees_with_the_cpu_up_to_ties(scheme: Scheme, act_order: str) -> None:
+    weight, h = correlated(256, 512)
+    options = gptq.Options(act_order=act_order)  # type: ignore[arg-type]
+    here = gptq.quantize(weight, scheme, h, options)
+    there = gptq.quantize(weight.cuda(), scheme, h.cuda(), options)
+    equal = (here.tensor.codes == there.tensor.codes.cpu()).float().mean()
+    assert equal > 0.999
+    assert abs(float(there.loss.sum().cpu() / here.loss.sum()) - 1) < 1e-3
+
+
+def test_half_precision_hessians_are_summed_in_float32() -> None:
+    x = torch.randn(10_000, 256, generator=torch.Generator().manual_seed(0)).half()
+    here, there = gptq.Hessian(256, torch.device("cpu")), gptq.Hessian(256, torch.device("cuda"))
+    here.add(x)
+    there.add(x.cuda())
+    error = (here.matrix() - there.matrix().cpu()).abs().max() / here.matrix().abs().max()
+    assert error < 1e-5
+
+
+def test_two_runs_on_the_gpu_give_the_same_bytes(tiny_llama: Path, calib: str, tmp_path: Path) -> None:
+    for out in ("a", "b"):
+        quantize(tiny_llama, tmp_path / out, from_mapping(gptq_recipe(calib)), device="cuda")
+    assert hashes(tmp_path / "a") == hashes(tmp_path / "b")
+
+
+def test_perplexity_is_the_same_on_both_devices(tiny_llama: Path, tmp_path: Path) -> None:
+    quantize(tiny_llama, tmp_path / "out", from_mapping({"method": "rtn"}), device="cuda")
+    words = tokenizer(tiny_llama)
+    found = [
+        perplexity(
+            dense_model(Checkpoint(tmp_path / "out"), device=device, dtype=torch.float32),
+            words,
+            TEXT,
+            window=128,
+            stride=128,
+            data="test",
+        ).perplexity
+        for device in ("cpu", "cuda")
+    ]
+    assert found[1] == pytest.approx(found[0], rel=1e-4)

@@ -1,0 +1,86 @@
+"""Third-party packages come in by few modules, and starting is quick. import-linter holds who may import whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
+
+#: Third-party package -> the modules, or whole rooms, that import it.
+FRONT_DOORS = {
+    "transformers": {"models", "inference", "bench"},
+    "accelerate": {"models"},
+    "datasets": {"models"},
+    "cupy": {"kernels"},
+    "safetensors": {"checkpoint"},
+    "huggingface_hub": {"checkpoint"},
+    "yaml": {"pipeline.recipe"},
+    "matplotlib": {"reporting.plots"},
+    "tqdm": {"progress"},
+    "blake3": {"io.hashing"},
+    "xxhash": {"core"},
+    "numba": {"core.cpu_loops"},
+    "llvmlite": {"core.cpu_loops"},
+    "numpy": {"core", "io", "layouts"},
+    "click": {"cli"},
+}
+#: Imported inside functions, but for the plugin, which derives classes from those of transformers.
+LATE = {"transformers", "datasets", "cupy", "matplotlib", "accelerate", "huggingface_hub"}
+PLUGIN = "inference.transformers_plugin"
+
+
+def imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
+    """Yield (package, is it inside a function) of each import; those for type checkers alone are left out."""
+    if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+        return
+    if isinstance(node, ast.Import):
+        yield from ((alias.name.split(".")[0], inside) for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0 and node.module, "relative imports hide the room"
+        yield node.module.split(".")[0], inside
+    for child in ast.iter_child_nodes(node):
+        yield from imports(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
+
+
+def test_third_parties_have_one_front_door() -> None:
+    wrong = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
+        for package, inside in imports(ast.parse(path.read_text())):
+            if package in ("quantkit", "torch") or package in sys.stdlib_module_names:
+                continue
+            if not {name, name.split(".")[0]} & FRONT_DOORS.get(package, set()):
+                wrong.append(f"{name} imports {package}")
+            elif package in LATE and not inside and name != PLUGIN:
+                wrong.append(f"{name} imports {package} outside a function")
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("code", "unwanted"),
+    [
+        ("import quantkit", {"torch", "click", "transformers", "numpy"}),
+        ("import quantkit.cli.commands", {*LATE, "safetensors"}),
+    ],
+)
+def test_a_quick_start_loads_nothing_heavy(code: str, unwanted: set[str]) -> None:
+    code += "; import sys; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
+    )
+    assert unwanted & set(loaded.stdout.split()) == set()
+
+
+def test_the_public_names_are_there() -> None:
+    import quantkit
+
+    for name in quantkit.__all__:
+        assert getattr(quantkit, name) is not None, name
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = quantkit.no_such_name

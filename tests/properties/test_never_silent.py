@@ -1,0 +1,205 @@
+"""What may never happen silently: each case is refused, or stands in the report and in the closing table."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.errors import CheckpointError, NumericError, RecipeError
+from quantkit.evaluation.perplexity import perplexity
+from quantkit.io.safetensors_header import load_json, read_header
+from quantkit.models.block_runner import dense_model, tokenizer
+from quantkit.pipeline.quantize import Checkpoint, pack, quantize
+from quantkit.pipeline.recipe import from_mapping
+from quantkit.reporting import report
+from tests.faults import faults
+from tests.pipeline.test_quantize import TEXT
+from tests.tiny_models import write_model
+
+RTN = {"method": "rtn", "clip": "none"}
+
+
+@pytest.fixture
+def calib(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "calib.txt").write_text(TEXT)
+    return {"data": str(tmp_path / "calib.txt"), "samples": 8, "max_length": 64}
+
+
+def edited(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+    """A llama in `folder` whose tensors with `name` in theirs were changed."""
+    write_model("llama", folder)
+    for shard in folder.glob("*.safetensors"):
+        tensors = load_file(shard)
+        save_file({k: change(t) if name in k else t for k, t in tensors.items()}, shard, {"format": "pt"})
+    return folder
+
+
+def told(out: Path) -> tuple[dict[str, Any], str]:
+    found = report.load(out)
+    return found, report.summary(found)
+
+
+def poisoned(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(-1)[5] = torch.inf
+    return tensor
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "model.norm", "lm_head", "layers.1.input_layernorm", "down_proj"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_no_tensor_that_is_not_finite_is_copied(name: str, method: str, tmp_path: Path, calib: dict[str, Any]) -> None:
+    model = edited(tmp_path / "model", name, poisoned)
+    with pytest.raises(NumericError, match=rf"{name}.*: 1 of \d+ weights are NaN or infinite, the first \[.*5\] = inf"):
+        quantize(model, tmp_path / "out", from_mapping({"method": method, "calibration": calib}))
+    assert not any(tmp_path.glob("out*"))
+
+
+def test_a_linear_left_dense(tiny_llama: Path, tmp_path: Path) -> None:
+    quantize(tiny_llama, tmp_path / "out", from_mapping({**RTN, "skip": ["lm_head", "layers.1.mlp.up_proj"]}))
+    found, text = told(tmp_path / "out")
+    assert found["dense"] == ["model.layers.1.mlp.up_proj", "lm_head"]
+    assert "left dense: model.layers.1.mlp.up_proj, lm_head" in text and "gate_proj, up_proj mix dense" in text
+
+
+def test_a_wish_without_effect(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
+    wishes = {"skip": ["lm_head", "typo_proj"], "overrides": {"lm_head": "int4:g64"}}
+    calib["max_length"] = 4096
+    quantize(tiny_llama, tmp_path / "out", from_mapping({**wishes, "calibration": calib}))
+    found, text = told(tmp_path / "out")
+    assert "skip 'typo_proj' matches no linear" in found["notices"]
+    assert "override 'lm_head' to int4:g64 matches no linear that is quantized" in text
+    assert "end at the model's 512 positions, 4096 were asked for" in text
+
+
+def test_rounding_instead_of_gptq(tmp_path: Path, calib: dict[str, Any]) -> None:
+    model = edited(tmp_path / "model", "up_proj", torch.zeros_like)  # so that down_proj has nothing to see
+    with pytest.raises(NumericError, match=r"down_proj: no input channel ever moved"):
+        quantize(model, tmp_path / "out", from_mapping({"calibration": calib}))
+    quantize(model, tmp_path / "out", from_mapping({"calibration": calib, "gptq": {"on_unsolvable": "rtn"}}))
+    found, text = told(tmp_path / "out")
+    layers = {layer["name"]: layer for layer in found["layers"]}
+    layer = layers["model.layers.0.mlp.down_proj"]
+    assert layer["method"] == "rtn" and "ever moved" in layer["reason"]
+    assert f"2 of 14 linears {report.EVENTS['reason']}" in text
+
+
+def test_more_damping_than_asked(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
+    calib["samples"] = 2  # fewer tokens than channels: the Hessian is singular
+    quantize(tiny_llama, tmp_path / "out", from_mapping({"calibration": calib, "gptq": {"damp": 1e-17}}))
+    found, text = told(tmp_path / "out")
+    tried = [layer["rungs"] for layer in found["layers"] if len(layer["rungs"]) > 1]
+    assert tried and all(rungs[0] == 1e-17 for rungs in tried)
+    assert f"{len(tried)} of 14 linears {report.EVENTS['rungs']}" in text
+
+
+def test_channels_that_no_token_reached(tmp_path: Path, calib: dict[str, Any]) -> None:
+    model = edited(
+        tmp_path / "model", "layers.0.input_layernorm", lambda t: torch.cat([torch.zeros(40, dtype=t.dtype), t[40:]])
+    )
+    quantize(model, tmp_path / "out", from_mapping({"calibration": calib}))
+    found, text = told(tmp_path / "out")
+    assert sum(layer["dead_columns"] for layer in found["layers"]) == 120
+    assert f"3 of 14 linears {report.EVENTS['dead_columns']}: 120" in text
+
+
+def test_scales_at_the_ends_of_float16(tmp_path: Path) -> None:
+    small = edited(tmp_path / "small", "up_proj", lambda t: (t.float() * 1e-6).to(t.dtype))
+    quantize(small, tmp_path / "out", from_mapping(RTN))
+    found, text = told(tmp_path / "out")
+    assert sum(layer["floored_scales"] for layer in found["layers"]) > 0
+    assert report.EVENTS["floored_scales"] in text and report.EVENTS["subnormal_scales"] in text
+    large = edited(tmp_path / "large", "up_proj", lambda t: torch.full_like(t, 65504.0))
+    with pytest.raises(NumericError, match=r"layers\.0\.mlp\.up_proj.*row 0, 1, 2, 3, 4 \.\.\. has weights too large"):
+        quantize(large, tmp_path / "none", from_mapping(RTN))
+    assert not any(tmp_path.glob("none*"))
+
+
+def test_documents_that_were_cut(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
+    quantize(tiny_llama, tmp_path / "out", from_mapping({"calibration": calib}))
+    found, text = told(tmp_path / "out")
+    assert found["calibration"]["cut"] > 0 and f"{found['calibration']['cut']} documents cut, 0 skipped" in text
+
+
+def test_files_that_were_not_read(tmp_path: Path) -> None:
+    model = write_model("llama", tmp_path / "model")
+    (model / "pytorch_model.bin").write_bytes(b"pickle")
+    quantize(model, tmp_path / "out", from_mapping(RTN))
+    assert "ignored: pytorch_model.bin" in told(tmp_path / "out")[1]
+
+
+def test_tokens_that_the_model_does_not_know(tmp_path: Path, calib: dict[str, Any]) -> None:
+    model = write_model("llama", tmp_path / "model")
+    words = tokenizer(model)
+    words.add_tokens(["quick", "brown"])
+    words.save_pretrained(model)
+    with pytest.raises(CheckpointError, match="gives token 258, the model knows 257"):
+        quantize(model, tmp_path / "out", from_mapping({"calibration": calib}))
+    assert not any(tmp_path.glob("out*"))
+
+
+def test_a_loss_past_every_perplexity(tmp_path: Path) -> None:
+    model = edited(tmp_path / "model", "lm_head", lambda t: t.float() * 1e6)
+    with pytest.raises(NumericError, match="no language model's"):
+        perplexity(dense_model(Checkpoint(model)), tokenizer(model), TEXT, window=64)
+
+
+def test_a_packed_folder_says_what_holds_for_itself(tiny_llama: Path, tmp_path: Path) -> None:
+    quantize(tiny_llama, tmp_path / "ct", from_mapping({**RTN, "skip": ["lm_head", "up_proj"]}))
+    pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
+    (before, _), (found, text) = told(tmp_path / "ct"), told(tmp_path / "marlin")
+    assert found["notices"] == before["notices"] != []
+    assert not set(found["layout_notices"]) & set(before["layout_notices"])
+    assert "the public marlin config has no place for dense linears" in text
+    assert found["base"]["name"] == before["source"]["name"] != found["source"]["name"]
+    assert (tmp_path / "marlin" / "quantkit_recipe.yaml").read_bytes() == (
+        tmp_path / "ct" / "quantkit_recipe.yaml"
+    ).read_bytes()
+    assert f'base_model: "{before["source"]["name"]}"' in (tmp_path / "marlin" / "README.md").read_text()
+
+
+def test_damage_outside_the_packed_weights_is_not_packed_further(tiny_llama: Path, tmp_path: Path) -> None:
+    quantize(tiny_llama, tmp_path / "ct", from_mapping(RTN))
+    shard = next((tmp_path / "ct").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[read_header(shard)[0]["model.norm.weight"].start] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: its hash .* restore it"):
+        pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
+    assert not any(tmp_path.glob("marlin*"))
+    (tmp_path / "ct" / report.REPORT).unlink()  # then nothing says what the file was
+    pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
+
+
+def test_a_run_that_fails_leaves_its_report_beside_the_finished_work(
+    tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]
+) -> None:
+    recipe = from_mapping({"calibration": calib})
+    quantize(tiny_llama, tmp_path / "whole", recipe)
+
+    def broken(operation: str, path: Path) -> None:
+        if path.name == "model-00002.safetensors":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with faults(broken), pytest.raises(CheckpointError, match="input/output error"):
+        quantize(tiny_llama, tmp_path / "out", recipe)
+    [partial] = tmp_path.glob("out.partial-*")
+    found = load_json(partial / report.REPORT)
+    assert "input/output error" in found["failed"] and len(found["layers"]) == 7
+    assert report.summary(found).startswith("failed ")
+    quantize(tiny_llama, tmp_path / "out", recipe, resume=True)
+    assert "failed" not in report.load(tmp_path / "out")
+    whole, resumed = (json.loads((tmp_path / name / report.REPORT).read_text())["files"] for name in ("whole", "out"))
+    assert whole == resumed
+
+
+@pytest.mark.parametrize("mapping", [{"calibration": {"data": "\udcff.txt"}}, {"skip": ["\udcff"]}])
+def test_names_that_no_report_can_hold_are_refused_before_the_work(mapping: dict[str, Any]) -> None:
+    with pytest.raises(RecipeError, match="UTF-8"):
+        from_mapping(mapping)

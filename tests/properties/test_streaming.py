@@ -1,0 +1,380 @@
+"""Conversion with one weight in memory: the same bytes, order and errors, and no thread that outlives it."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.errors import CheckpointError
+from quantkit.io import direct, room
+from quantkit.io.hashing import hash_of
+from quantkit.io.safetensors_header import dump_json, read_header
+from quantkit.io.safetensors_writer import RESERVED, Contents, TensorFile
+from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts.schemes import Schemes
+from quantkit.pipeline import convert
+from quantkit.pipeline.convert import outcome, repacked
+from quantkit.pipeline.plan import plan_pack
+from quantkit.pipeline.quantize import pack
+from quantkit.reporting.report import REPORT, load
+from tests.cli.test_interrupt import handlers
+from tests.command_line import RTN, call
+from tests.faults import faults, memory_path
+
+tmp_path = memory_path
+__all__ = ["handlers"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("quantkit")]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    assert torch.get_num_threads() == before
+    limit = time.monotonic() + 5  # a thread that a signal met at its start ends by itself, its executor not knowing it
+    while (left := threads()) and time.monotonic() < limit:
+        time.sleep(0.01)
+    assert not left
+    assert room._kept is None
+
+
+@pytest.fixture(scope="module")
+def packed(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("packed") / "ct"
+    call("quantize", small_llama, "-o", out, *RTN, "-q")
+    return out
+
+
+def damage(folder: Path, name: str) -> None:
+    for path in folder.glob("*.safetensors"):
+        if (info := read_header(path)[0].get(name)) is not None:
+            data = bytearray(path.read_bytes())
+            data[info.start + 5] ^= 0x10
+            path.write_bytes(bytes(data))
+
+
+@pytest.mark.parametrize("together", [1, 50_000, convert.TOGETHER], ids=["each alone", "some", "all at once"])
+def test_order_and_hashes_are_those_of_one_thing_after_another(
+    together: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(convert, "TOGETHER", together)
+    pack(packed, tmp_path / "out", "gptq", max_shard_size=40_000)
+    src, out = Checkpoint(packed), Checkpoint(tmp_path / "out")
+    assert len(out.files()) > 5
+    assert out.logical() == src.logical()
+    report = load(tmp_path / "out")
+    assert report["source"]["files"] == src.hashes()
+    assert list(report["source"]["files"]) == list(src.hashes())
+    assert {layer["name"]: layer["digest"] for layer in report["layers"]} == {
+        module: out.quantized(module).digest() for module in out.modules()
+    }
+
+
+def test_digests_are_those_of_what_was_written_not_of_what_was_read(packed: Path, tmp_path: Path) -> None:
+    """A weight that is stated in another scheme has another digest than its source's report says."""
+    pack(packed, tmp_path / "sparse", "marlin24", requantize=True)
+    pack(tmp_path / "sparse", tmp_path / "out", "gptq")
+    for folder in ("sparse", "out"):
+        out, layers = Checkpoint(tmp_path / folder), load(tmp_path / folder)["layers"]
+        assert {layer["name"]: layer["digest"] for layer in layers} == {
+            module: out.quantized(module).digest() for module in out.modules()
+        }
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shard", [40_000, 2**31])
+def test_files_are_hashed_on_the_way_and_hold_what_was_planned(
+    layout: str, shard: int, packed: Path, tmp_path: Path
+) -> None:
+    plain = layout in ("compressed-tensors", "gptq", "gptq-v2", "marlin", "awq", "quick")
+    pack(packed, tmp_path / "out", layout, max_shard_size=shard, requantize=not plain, pad=True)
+    out, files = Checkpoint(tmp_path / "out"), load(tmp_path / "out")["files"]
+    assert files["config.json"] and {p.name for p in out.files()} <= files.keys()
+    for name, digest in files.items():
+        assert hash_of((tmp_path / "out" / name).read_bytes()) == digest, name
+    src = Checkpoint(packed)
+    planned = outcome(src, plan_pack(src, LAYOUTS[layout], pad=True, requantize=not plain))
+    for path in out.files():  # else each was read a second time, at the end
+        contents = Contents()
+        for name in [name for name in planned if name in read_header(path)[0]]:
+            contents.add(name, *planned.pop(name))
+        assert path.read_bytes()[:RESERVED] == contents.header()
+    assert not planned
+
+
+def test_reports_of_older_versions_are_still_held_against_the_weights(packed: Path, tmp_path: Path) -> None:
+    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
+    src, path = Checkpoint(tmp_path / "ct"), tmp_path / "ct" / REPORT
+    report = json.loads(path.read_text())
+    for layer in report["layers"]:
+        q = src.quantized(layer["name"])
+        seen = hashlib.sha256(f"{q.scheme.label} {list(q.shape)}".encode())
+        for part in (q.codes, q.scales):
+            seen.update(part.contiguous().view(torch.uint8).numpy().tobytes())
+        layer["digest"] = seen.hexdigest()
+    path.write_text(json.dumps(report))
+    pack(tmp_path / "ct", tmp_path / "out", "marlin")
+    assert {layer["digest"].split(":")[0] for layer in load(tmp_path / "out")["layers"]} == {"xxh3_128"}
+    damage(tmp_path / "ct", f"{src.modules()[1]}.weight_packed")
+    with pytest.raises(CheckpointError, match=f"{src.modules()[1]}.weight: codes or scales differ"):
+        pack(tmp_path / "ct", tmp_path / "again", "marlin")
+
+
+ONE_WEIGHT = """
+import sys
+from pathlib import Path
+from quantkit.pipeline import pack
+from quantkit.report import peak_memory
+import torch
+from quantkit.layouts.gptq import CODES
+CODES.unpack(CODES.pack(torch.zeros(1024, 1024, dtype=torch.uint8), 4), 4, (1024, 1024))  # loads the compiler
+before = peak_memory()["ram"]
+pack(sys.argv[1], sys.argv[2], "gptq")
+print(peak_memory()["ram"] - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs a peak that a process does not inherit")
+@pytest.mark.parametrize(("threads", "packers"), [(1, 1), (6, 3)])
+def test_converting_holds_one_weight_in_each_thread(threads: int, packers: int, tmp_path: Path) -> None:
+    n, k = 8192, 16384
+    folder = tmp_path / "m"
+    folder.mkdir()
+    schemes, layout = Schemes(Scheme.parse("int4:g128")), LAYOUTS["compressed-tensors"]
+    q = QuantizedTensor(
+        schemes.default, torch.full((n, k), 7, dtype=torch.uint8), torch.ones(n, k // 128, dtype=torch.float16)
+    )
+    file = TensorFile(folder / "model.safetensors")
+    for name, tensor in layout.pack(q).items():
+        for i in range(3):
+            file.add(f"model.layers.{i}.up_proj.{name}", tensor)
+    file.close()
+    public = layout.write_config(schemes) | {"quantkit": quantkit_key(layout.NAME, schemes, "0", None)}
+    (folder / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
+    del q, tensor
+    command = [sys.executable, "-c", ONE_WEIGHT, str(folder), str(tmp_path / "out")]
+    env = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}  # whose libraries take memory, too
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
+    read = written = n * k // 2  # four bits a code
+    packed = n * k + max(read, written)  # and a byte of each
+    buffers = 20 * direct.PIECE
+    assert packed <= int(done.stdout) < read + packers * packed + written + buffers
+
+
+def experts(folder: Path, count: int) -> Path:
+    """Write a folder of small packed weights, in files of the public library, which sorts tensors by dtype."""
+    folder.mkdir()
+    scheme, layout, index = Scheme.parse("int4:g128"), LAYOUTS["compressed-tensors"], {}
+    random = torch.Generator().manual_seed(0)
+    for shard in range(2):
+        name, tensors = f"model-{shard + 1:05}-of-00002.safetensors", {}
+        for i in range(count // 2):
+            codes = torch.randint(0, 16, (128, 256), dtype=torch.uint8, generator=random)
+            q = QuantizedTensor(scheme, codes, torch.rand(128, 2, generator=random).half())
+            parts = layout.pack(q).items()
+            tensors |= {f"model.layers.{shard}.mlp.experts.{i}.up_proj.{suffix}": tensor for suffix, tensor in parts}
+        save_file(tensors, folder / name)
+        index |= dict.fromkeys(tensors, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    config = {"dtype": "float16", "quantization_config": layout.write_config(Schemes(scheme))}
+    (folder / "config.json").write_bytes(dump_json(config))
+    return folder
+
+
+def test_many_small_weights_come_back_and_are_one_file(tmp_path: Path) -> None:
+    source = experts(tmp_path / "m", 600)
+    pack(source, tmp_path / "out", "marlin")
+    pack(tmp_path / "out", tmp_path / "back", "compressed-tensors")
+    src, out, back = (Checkpoint(path) for path in (source, tmp_path / "out", tmp_path / "back"))
+    assert len(out.files()) == len(back.files()) == 1 and len(out.modules()) == 600
+    for module in src.modules():
+        for name in src.parts(module).values():
+            assert torch.equal(back.get(name), src.get(name))
+        assert out.quantized(module).equal(src.quantized(module))
+    report = load(tmp_path / "out")
+    assert report["source"]["files"] == src.hashes()
+    assert report["files"].items() >= out.hashes().items()
+
+
+SMALL_WEIGHTS = """
+import sys
+from pathlib import Path
+from quantkit.pipeline import pack
+Path("/proc/self/clear_refs").write_text("5")
+pack(sys.argv[1], sys.argv[2], "humming")
+print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs a peak that begins anew")
+def test_the_memory_of_small_weights_does_not_grow_with_their_number(tmp_path: Path) -> None:
+    """What little stays of each must not keep the memory of the rest from being used again."""
+    scheme, layout, peaks = Scheme.parse("fp6:channel"), LAYOUTS["compressed-tensors"], []
+    q = QuantizedTensor(scheme, torch.zeros(256, 1024, dtype=torch.uint8), torch.ones(256, 1, dtype=torch.float16))
+    parts = layout.pack(q).items()
+    for count in (100, 700):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        tensors = {f"model.layers.{i}.up_proj.{suffix}": part.clone() for i in range(count) for suffix, part in parts}
+        save_file(tensors, folder / "model.safetensors")
+        public = layout.write_config(Schemes(scheme)) | {
+            "quantkit": quantkit_key(layout.NAME, Schemes(scheme), "0", None)
+        }
+        (folder / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
+        command = [sys.executable, "-c", SMALL_WEIGHTS, str(folder), str(tmp_path / "out")]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        peaks.append(int(done.stdout.split()[-1]) // 1000)
+        shutil.rmtree(tmp_path / "out")
+    assert peaks[1] < peaks[0] + 30  # of 150 MB more
+
+
+def another(shard: Path) -> None:
+    """Put another file in the place of a shard; at no moment is there none."""
+    data, other = shard.read_bytes(), shard.with_suffix(".other")
+    other.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    other.replace(shard)
+
+
+@pytest.mark.parametrize("what", ["the last shard", "config.json"])
+def test_a_source_that_changes_behind_its_last_weight_is_refused(what: str, packed: Path, tmp_path: Path) -> None:
+    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
+    src = Checkpoint(tmp_path / "ct")
+    items = repacked(src, src.logical(), plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out"), {}, False, {}, {})
+    for _ in src.logical():
+        next(items)
+    another(src.files()[-1] if what == "the last shard" else src.path / "config.json")
+    with pytest.raises(CheckpointError, match="changed while it was in use"):
+        next(items)
+
+
+def test_a_source_that_changes_on_the_way_is_refused(packed: Path, tmp_path: Path) -> None:
+    """Its hashes are taken behind the reading: they must be those of the bytes that were read."""
+    call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
+    shard = Checkpoint(tmp_path / "ct").files()[0]
+
+    def hook(operation: str, path: Path) -> None:
+        if operation == "write" and path.suffix == ".safetensors":
+            another(shard)
+
+    with faults(hook), pytest.raises(CheckpointError, match="changed while it was in use"):
+        pack(tmp_path / "ct", tmp_path / "out", "marlin", max_shard_size=40_000)
+    assert not any(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (5, 7), (1025, 4099)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.int64])
+def test_large_memory_is_a_tensor_like_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    made = room.empty(shape, dtype)
+    assert (made.shape, made.dtype, made.is_contiguous()) == (torch.Size(shape), dtype, True)
+    kept = made.fill_(3)[1:]
+    del made
+    assert bool((kept == 3).all())  # the memory lives as long as a view of it
+
+
+def place(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def test_memory_that_is_given_back_goes_to_the_next_and_never_to_two() -> None:
+    size = [room.LARGE]
+    with room.kept():
+        first, other = room.empty(size, torch.uint8), room.empty(size, torch.uint8)
+        where, view = place(first), first[5:9]
+        del first
+        assert place(room.empty(size, torch.uint8)) != where  # the view is in use, and this one is given back at once
+        del view
+        now = [room.empty(size, torch.uint8).fill_(i) for i in range(2)]
+        assert where in map(place, now) and len({place(tensor) for tensor in (*now, other)}) == 3
+        with pytest.raises(KeyError), room.kept():
+            raise KeyError
+        assert room._kept is not None  # the inner one was none of its own
+    assert room._kept is None
+    assert [bool((tensor == i).all()) for i, tensor in enumerate(now)] == [True, True]
+
+
+def test_no_memory_is_kept_of_before_and_none_for_afterwards() -> None:
+    before = room.empty([room.LARGE], torch.uint8)
+    with room.kept():
+        del before
+        assert room._kept.blocks == []  # nobody counted it
+        during, other = (room.empty([room.LARGE], torch.uint8) for _ in range(2))
+        first = room._kept
+        del other
+        assert len(first.blocks) == 1
+    with room.kept():
+        del during
+        assert first.blocks == room._kept.blocks == []
+
+
+def test_a_quarter_more_is_kept_than_was_in_use_at_once() -> None:
+    with room.kept():
+        six = [room.empty([room.LARGE], torch.uint8) for _ in range(6)]
+        assert room._kept.blocks == []
+        del six
+        assert [len(block) for block in room._kept.blocks] == [room.LARGE] * 6
+        four = room.empty([4 * room.LARGE], torch.uint8)
+        assert [len(block) for block in room._kept.blocks] == [room.LARGE] * 3
+        del four
+        seven = room.empty([7 * room.LARGE], torch.uint8)
+        assert room._kept.blocks == [] and len(seven) == 7 * room.LARGE  # 7 and 4 would be more
+
+
+def test_a_small_tensor_takes_no_memory_of_a_large_one() -> None:
+    with room.kept():
+        large = room.empty([5 * room.LARGE], torch.uint8)
+        del large
+        small = room.empty([room.LARGE], torch.uint8)  # would waste most of what is kept
+        assert [len(block) for block in room._kept.blocks] == [5 * room.LARGE]
+        assert small.untyped_storage().nbytes() == room.LARGE
+
+
+def test_threads_that_share_what_is_kept_do_not_meet() -> None:
+    def work(number: int) -> bool:
+        good = True
+        for _ in range(40):
+            tensor = room.empty([room.LARGE], torch.uint8).fill_(number)
+            good = good and bool((tensor == number).all())
+        return good
+
+    with room.kept(), ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_more_memory_than_there_is_is_the_error_that_it_was() -> None:
+    for size in (2**50, 2**62):
+        with pytest.raises(RuntimeError):
+            room.empty([size], torch.float32)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_what_a_program_keeps_from_the_garbage_collector_stays_so(frozen: bool) -> None:
+    before = gc.get_freeze_count()
+    if frozen:
+        gc.freeze()
+    try:
+        with room.kept():
+            assert gc.get_freeze_count() > 0
+        assert (gc.get_freeze_count() > 0) == (frozen or before > 0)
+    finally:
+        if not before:
+            gc.unfreeze()

@@ -1,0 +1,131 @@
+"""What pip installs: built from the sdist, alone in an environment outside the checkout, it runs the whole demo.
+
+Which claims what it measured, keeps its two texts apart, and leaves what it is told to leave.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import site
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.cli import demo, show
+from quantkit.errors import CheckpointError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def done(*command: object, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    found = subprocess.run([str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found
+
+
+def run(*command: object, cwd: Path) -> str:
+    return done(*command, cwd=cwd).stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from an sdist of this checkout: by `build`'s default, without its isolated environment."""
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
+    (found,) = out.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of programs of an environment that has the wheel, and the dependencies of this one."""
+    folder = tmp_path_factory.mktemp("installed")
+    run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
+    python = folder / "venv/bin/python"
+    target = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=folder)
+    # Behind the wheel's own folder, without this environment's editable install.
+    Path(target, "dependencies.pth").write_text("\n".join(site.getsitepackages()) + "\n")
+    return python.parent
+
+
+@pytest.fixture(scope="module")
+def made(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
+    """What a demo left, found and said."""
+    out = tmp_path_factory.mktemp("demo") / "out"
+    found = done(installed / "quantkit", "demo", "-o", out, "--json", cwd=out.parent)
+    return out, json.loads(found.stdout), found.stderr
+
+
+def test_everything_travels(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for folder, inside in (("configs", "quantkit/configs"), ("kernels", "quantkit/kernels/cuda")):
+        files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
+        assert files and {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in files} <= names
+    modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit").rglob("*.py")}
+    model = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit/demo_model").iterdir()}
+    assert modules | model <= names
+    assert not [name for name in names if name.startswith(("tests/", "benchmarks/")) or "__pycache__" in name]
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_installed_wheel_finds_what_it_holds_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+    python = installed / "python"
+    where = run(python, "-c", "import quantkit, torch; print(quantkit.__file__)", cwd=tmp_path).strip()
+    assert Path(where).is_relative_to(installed.parent)
+    code = "from quantkit.kernels import SOURCES, loader; print(loader.source_dir(), *SOURCES)"
+    folder, *sources = run(python, "-c", code, cwd=tmp_path).split()
+    assert Path(folder).is_relative_to(installed.parent)
+    assert all(Path(folder, f"{source}.cu").is_file() for source in sources)
+    recipe = run(installed / "quantkit", "quantize", "--recipe", "marlin-paper", "--print-recipe", cwd=tmp_path)
+    assert "kind: mean" in recipe
+
+
+def test_the_texts_share_no_documentation_string() -> None:
+    documents, text = demo.texts()
+    assert len(documents) >= demo.SAMPLES
+    assert not any(string in text for document in documents for string in document.split("\n\n") if len(string) > 300)
+
+
+def test_the_demo_tells_the_story(made: tuple[Path, dict[str, Any], str]) -> None:
+    _, found, _ = made
+    dense, rtn, gptq, packed, fp6 = found["rows"]
+    assert [row["layout"] for row in found["rows"]] == ["-", *["compressed-tensors"] * 2, "marlin", "humming"]
+    assert dense["perplexity"] < fp6["perplexity"] < gptq["perplexity"] < rtn["perplexity"]
+    assert packed["perplexity"] == gptq["perplexity"]  # packing changes no value
+    assert 4 < packed["bits_per_weight"] < 4.2 and 6 < fp6["bits_per_weight"] < 6.1
+    assert rtn["change"] == rtn["perplexity"] / dense["perplexity"] - 1
+
+
+def test_the_checkpoints_stay_where_they_were_asked_for(made: tuple[Path, dict[str, Any], str]) -> None:
+    out, _, notes = made
+    assert Checkpoint(out / demo.PACKED).modules() == Checkpoint(out / demo.SOURCE).modules()
+    assert [p.name for p in out.parent.iterdir()] == ["out"]
+    assert "verify    int4-gptq-marlin" in notes
+
+
+def test_the_table_has_a_line_for_each_row(made: tuple[Path, dict[str, Any], str]) -> None:
+    _, found, _ = made
+    lines = show.demo(found).splitlines()
+    assert len(lines) == 1 + len(found["rows"]) + 2
+    assert lines[1].endswith(f"{found['rows'][0]['perplexity']:.3f}") and lines[2].endswith(" %")
+
+
+def test_an_existing_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the demo sets it, and taken back afterwards
+    with pytest.raises(CheckpointError, match="exists"):
+        demo.run(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_packaged_model_names_its_training_data() -> None:
+    card = (demo.MODEL / "README.md").read_text()
+    for name in ("Wikipedia", "CC BY-SA", "Penn Treebank", "Python"):
+        assert name in card
