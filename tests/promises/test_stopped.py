@@ -1,0 +1,82 @@
+"""A run that is killed or interrupted at any moment continues to the same bytes, or left nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.promises.outputs import CALIB, RTN
+from tests.promises.running import ROOT, Work, differences, digests
+
+QUANTIZE = f"quantize two -o out {CALIB}"
+PACK = "pack int4 --layout marlin -o out"
+#: Name -> (command, signal, share of its changes of the disk, exit code).
+CASES = {
+    "whole": (QUANTIZE, 0, 0.0, 0),
+    "killed early": (QUANTIZE, signal.SIGKILL, 0.25, -signal.SIGKILL),
+    "killed halfway": (QUANTIZE, signal.SIGKILL, 0.5, -signal.SIGKILL),
+    "killed late": (QUANTIZE, signal.SIGKILL, 0.8, -signal.SIGKILL),
+    "interrupted": (QUANTIZE, signal.SIGINT, 0.5, 130),
+    "stopped": (QUANTIZE, signal.SIGTERM, 0.5, 75),
+    "pack whole": (PACK, 0, 0.0, 0),
+    "pack killed": (PACK, signal.SIGKILL, 0.5, -signal.SIGKILL),
+    "pack interrupted": (PACK, signal.SIGINT, 0.5, 130),
+    "pack stopped": (PACK, signal.SIGTERM, 0.5, 75),
+}
+
+
+@pytest.fixture(scope="module")
+def stopped(work: Work) -> dict[str, int]:
+    """The exit code of each case; its folder has links to the sources, what was printed, and what it left."""
+    work.done(f"quantize pruned -o int4 {RTN}")
+    cases = []
+    for name, (words, number, share, _) in CASES.items():
+        folder = work / name
+        folder.mkdir()
+        for source in ("two", "int4"):
+            shutil.copytree(work / source, folder / source)
+        shutil.copy(work / "calib.txt", folder)
+        cases.append([str(folder), int(number), share, words.split()])
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "tests.promises.stopping", json.dumps(cases)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert min(result["totals"].values()) >= 4, "too few changes of the disk were seen to stop between them"
+    return dict(zip(CASES, result["codes"], strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_command_that_is_stopped_continues_to_the_same_bytes(name: str, work: Work, stopped: dict[str, int]) -> None:
+    words, number, _, code = CASES[name]
+    here = Work(work / name)
+    printed, said = (Path(here / f"{stream}.txt").read_text() for stream in ("stdout", "stderr"))
+    assert stopped[name] == code, said
+    assert "Traceback" not in said
+    if not number:
+        assert (here / "out").is_dir() and not left(here)
+        return
+    assert not (here / "out").exists() and printed == ""
+    resumed = " --resume" if words == QUANTIZE and left(here) else ""
+    if code > 0:
+        advice = "--resume" if resumed else "--overwrite" if left(here) else "run the same command again"
+        said = said.splitlines()[-1]
+        assert said.startswith({130: "Interrupted: ", 75: "Stopped: "}[code]) and advice in said
+    if resumed:
+        refused = here.run(f"{words} -q")
+        assert refused.exit_code == 1 and "--resume" in refused.stderr
+    here.done(f"{words}{resumed} -q")
+    whole = work / ("whole" if CASES[name][0] == QUANTIZE else "pack whole")
+    assert differences(digests(here / "out", here / "two"), digests(whole / "out", whole / "two")) == {}
+    assert not left(here)
+
+
+def left(here: Work) -> list[Path]:
+    return [path for path in here.folder.glob("out*") if path.name != "out"]

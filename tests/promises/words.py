@@ -1,0 +1,304 @@
+"""Help texts, printed recipes, and the error text and exit code of every mistake that users make."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest.mock import patch
+
+import click
+import huggingface_hub
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.promises.model import write_json
+from tests.promises.outputs import CALIB, RECIPES, RTN
+from tests.promises.running import REPORT, Work, group
+
+TO = "-o out -q"
+#: Commands that fail, in the folder that `spoil` fills. The text and the code of each are in errors.txt.
+ERRORS = (
+    # Wrong usage.
+    "no-such-command",
+    "quantize",
+    "quantize model",
+    "quantize model --nonsense",
+    f"quantize model --format int9 {TO}",
+    f"quantize model --format fp6 --asym {TO}",
+    f"quantize model --group-size many {TO}",
+    f"quantize model --group-size 0 --method rtn {TO}",
+    f"quantize model --method awq {TO}",
+    f"quantize model --layout exl3 {TO}",
+    f"quantize model --clip hard {TO}",
+    f"quantize model --samples 0 {TO}",
+    f"quantize model --override k_proj {TO}",
+    f"quantize model --override k_proj=int4:g0 {TO}",
+    f"quantize model --override k_proj=int5 {TO}",
+    f"quantize model --skip ( {TO}",
+    f"quantize model --skip .* --method rtn {TO}",
+    f"quantize model --damp -1 {TO}",
+    f"quantize model --damp 2 {TO}",
+    f"quantize model --seed -1 {TO}",
+    f"quantize model --act-budget lots {TO}",
+    f"quantize model --device abacus --method rtn {TO}",
+    f"quantize model --prune-method magnitude {TO}",
+    f"quantize model --descent 2 --method rtn {TO}",
+    f"quantize model --signed --format fp6 {TO}",
+    f"quantize model --recipe no-such-recipe {TO}",
+    f"quantize model --recipe strange.yaml {TO}",
+    f"quantize model --recipe twice.yaml {TO}",
+    f"quantize model --recipe list.yaml {TO}",
+    f"run no-such-recipe model {TO}",
+    f"run strange.yaml model {TO}",
+    "run int4-rtn",
+    f"pack int4 {TO}",
+    f"pack int4 --layout exl3 {TO}",
+    "convert",
+    "convert gptq-to-marlin",
+    f"convert gptq-to-gold int4 {TO}",
+    f"convert marlin int4 {TO}",
+    f"convert marlin-to-marlin int4 {TO}",
+    f"prune model --method random {TO}",
+    "eval",
+    "eval ppl",
+    "eval kld int4 --data calib.txt",
+    "eval ppl model --window 100000 --data calib.txt -q",
+    "eval ppl model --window 0 --data calib.txt -q",
+    "generate model",
+    "generate model abc --max-new-tokens 0",
+    "report int4 --html report.txt",
+    "report int4 --png report.jpg",
+    "bench kernels --csv figures.txt",
+    "bench kernels --peer cublas",
+    "bench kernels --m 0",
+    "bench kernels --layout awq",
+    "bench generate --csv figures.txt",
+    "verify",
+    "inspect",
+    "plan",
+    # Folders that are no model.
+    *(f"{command} {bad}" for command in ("inspect", "plan") for bad in ("missing", "empty", "page", "calib.txt")),
+    *(f"{command} {bad} -q" for command in ("verify", "report") for bad in ("missing", "empty", "model", "calib.txt")),
+    *(f"quantize {bad} --method rtn {TO}" for bad in ("missing", "empty", "page")),
+    f"prune empty --method magnitude {TO}",
+    f"pack missing --layout marlin {TO}",
+    f"pack empty --layout marlin {TO}",
+    f"pack model --layout marlin {TO}",
+    f"convert gptq-to-marlin model {TO}",
+    "eval ppl missing --data calib.txt -q",
+    "generate missing abc -q",
+    # Damaged models.
+    f"quantize cut {RTN} -o out",
+    f"quantize lost {RTN} -o out",
+    f"quantize garbled {RTN} -o out",
+    f"quantize nan {RTN} -o out",
+    f"quantize nan {CALIB} {TO}",
+    f"quantize outside {RTN} -o out",
+    f"quantize no-index-entry {RTN} -o out",
+    f"quantize bad-json {RTN} -o out",
+    f"quantize other-shape {RTN} -o out",
+    f"quantize unknown-type {CALIB} {TO}",
+    "plan cut",
+    "inspect cut",
+    "inspect garbled",
+    "verify damaged -q",
+    "verify cut-int4 -q",
+    "verify bad-report -q",
+    "report bad-report -q",
+    f"pack damaged --layout gptq {TO}",
+    f"pack cut-int4 --layout gptq {TO}",
+    f"pack lost-int4 --layout gptq {TO}",
+    "verify int4 --against g64 -q",
+    "verify int4 --against model -q",
+    "verify int4 --against missing -q",
+    # Quantized already, or in another layout.
+    f"quantize int4 {RTN} -o out",
+    f"prune int4 --method magnitude {TO}",
+    "plan int4",
+    f"convert gptq-to-marlin int4 {TO}",
+    # What a layout cannot hold.
+    *(f"pack int4 --layout {layout} {TO}" for layout in ("humming", "tcfpx")),
+    f"pack dense-int4 --layout marlin24 {TO}",
+    f"convert compressed-tensors-to-marlin24-ct dense-int4 {TO}",
+    f"pack asym --layout marlin {TO}",
+    f"pack g64 --layout marlin {TO}",
+    f"pack fp6 --layout awq {TO}",
+    f"pack act-order --layout marlin {TO}",
+    f"convert gptq-to-awq act-order {TO}",
+    f"pack odd-int4 --layout marlin {TO}",
+    f"quantize odd --group-size channel --layout marlin {RTN} -o out",
+    f"quantize odd {RTN} -o out",
+    "plan odd --group-size channel --layout tcfpx --method rtn",
+    f"quantize model --group-size 96 {RTN} -o out",
+    f"quantize model --layout marlin --group-size 64 {RTN} -o out",
+    f"quantize model --layout marlin --asym {RTN} -o out",
+    f"quantize model --layout humming {RTN} -o out",
+    f"quantize model --layout gptq --format fp6 {TO}",
+    f"quantize model --layout marlin24 {RTN} -o out",
+    # Calibration and evaluation texts.
+    f"quantize model --calib missing.txt {TO}",
+    f"quantize model --calib blank.txt {TO}",
+    f"quantize model --calib calib.txt --samples 1000 {TO}",
+    f"quantize model --calib calib.txt --lengths fixed --samples 1000 {TO}",
+    f"quantize model --calib calib.md {TO}",
+    f"quantize untold {CALIB} {TO}",
+    "eval ppl model --data missing.txt -q",
+    "eval ppl model --data blank.txt -q",
+    # Output folders and files.
+    f"quantize model {RTN} -o there",
+    "pack int4 --layout gptq -o there -q",
+    "prune model --method magnitude -o there -q",
+    "pack int4 --layout gptq -o calib.txt -q",
+    "pack int4 --layout gptq -o missing/deep/out -q",
+    "pack int4 --layout gptq -o int4 -q",
+    "pack int4 --layout gptq -o int4 --overwrite -q",
+    "pack int4 --layout gptq -o int4/inner -q",
+    "demo -o there -q",
+    "report int4 --html missing/report.html -q",
+    f"quantize model --resume {RTN} -o there",
+    "pack int4 --layout gptq --max-shard-size none -o out -q",
+    # Thresholds.
+    "eval ppl int4 --data calib.txt --window 32 --max-perplexity 1 -q",
+    "eval kld int4 --against model --data calib.txt --window 32 --max-kld 0 -q",
+)
+#: Parts of error texts that depend on the machine's arithmetic, or on other libraries, and what stands there instead.
+FOREIGN = (
+    (r"(?<=perplexity )\d[\d.]+|(?<=divergence )\d[\d.]+", "#"),
+    (r"(?<=the hub does not give it )\(.*\)", "(...)"),
+    (r"(?<=transformers can read )\(.*\)", "(...)"),
+)
+
+
+def helps(work: Work) -> dict[str, str]:
+    """Return the help text of every command, every shipped recipe as it is printed, and a few other outputs."""
+    found = {}
+    for path in ["", *(" ".join(path) for path in commands(group()))]:
+        line = f"{path} --help".strip()
+        found[line] = work.done(line).stdout.rstrip()
+    for name in RECIPES:
+        line = f"quantize --recipe {name} --print-recipe"
+        found[line] = work.done(line).stdout.rstrip()
+    work.make("int4", f"quantize pruned -o int4 {RTN}")
+    for line in ("convert --list", "inspect model", "inspect int4"):
+        found[line] = work.done(line).stdout.rstrip().replace(str(work.folder), "WORK")
+    return found
+
+
+def commands(parent: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    for name, command in sorted(parent.commands.items()):
+        yield (*path, name)
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+def spoil(work: Work) -> None:
+    """Write the models, checkpoints, texts and recipes of which something is wrong."""
+    for name, line in {
+        "int4": f"quantize pruned -o int4 {RTN}",
+        "dense-int4": f"quantize model -o dense-int4 {RTN}",
+        "asym": f"quantize model -o asym --asym {RTN}",
+        "g64": f"quantize model -o g64 --group-size 64 {RTN}",
+        "fp6": "quantize model -o fp6 --format fp6 --layout compressed-tensors -q",
+        "odd-int4": f"quantize odd -o odd-int4 --group-size channel {RTN}",
+        "act-order": "pack dense-int4 --layout gptq -o act-order -q",
+    }.items():
+        work.make(name, line)
+    (work / "empty").mkdir()
+    (work / "there").mkdir()
+    (work / "there" / "mine.txt").write_text("keep")
+    (work / "page").mkdir()
+    write_json(work / "page" / "config.json", {"name": "a web page"})
+    (work / "blank.txt").write_text("  \n\n ")
+    (work / "calib.md").write_text("text")
+    (work / "strange.yaml").write_text("method: rtn\nflavour: vanilla\n")
+    (work / "twice.yaml").write_text("method: rtn\nmethod: gptq\n")
+    (work / "list.yaml").write_text("- method\n")
+    for source, name, damage in (
+        ("model", "cut", cut),
+        ("model", "lost", Path.unlink),
+        ("model", "garbled", garble),
+        ("model", "nan", poison),
+        ("int4", "cut-int4", cut),
+        ("int4", "lost-int4", Path.unlink),
+        ("int4", "damaged", flip),
+        ("act-order", "act-order", reorder),
+    ):
+        if name != source:
+            shutil.copytree(work / source, work / name)
+        damage(sorted((work / name).glob("*.safetensors"))[-1])
+    for name, file, change in (
+        ("outside", "model.safetensors.index.json", lead_outside),
+        ("no-index-entry", "model.safetensors.index.json", forget),
+        ("other-shape", "config.json", lambda c: c.update(hidden_size=64)),
+        ("unknown-type", "config.json", lambda c: c.update(model_type="abacus", architectures=["Abacus"])),
+    ):
+        changed(Path(shutil.copytree(work / "model", work / name)) / file, change)
+    (Path(shutil.copytree(work / "model", work / "bad-json")) / "config.json").write_text("{")
+    for path in Path(shutil.copytree(work / "model", work / "untold")).glob("*token*.json"):
+        path.unlink()
+    (work / "act-order" / REPORT).unlink()
+    write_json(Path(shutil.copytree(work / "int4", work / "bad-report")) / REPORT, {"layers": "many"})
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def garble(path: Path) -> None:
+    data = path.read_bytes()
+    path.write_bytes(data[:8] + b"\xff" * 40 + data[48:])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1000] ^= 1
+    path.write_bytes(data)
+
+
+def poison(path: Path) -> None:
+    tensors = load_file(path)
+    tensors["model.layers.0.self_attn.q_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def reorder(path: Path) -> None:
+    tensors = load_file(path)
+    name = next(name for name in sorted(tensors) if name.endswith("down_proj.g_idx"))
+    tensors[name] = tensors[name].flip(0).contiguous()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def changed(path: Path, change: Callable[[dict[str, object]], object]) -> None:
+    value = json.loads(path.read_text())
+    change(value)
+    write_json(path, value)
+
+
+def lead_outside(index: dict[str, object]) -> None:
+    weights = index["weight_map"]
+    assert isinstance(weights, dict)
+    weights["model.norm.weight"] = "../model/model-00002-of-00002.safetensors"
+
+
+def forget(index: dict[str, object]) -> None:
+    weights = index["weight_map"]
+    assert isinstance(weights, dict)
+    del weights["model.norm.weight"]
+
+
+def errors(work: Work) -> dict[str, str]:
+    """Return the exit code and the error text of each wrong command; none of them may leave a folder behind."""
+    spoil(work)
+    before, found = sorted(work.folder.iterdir()), {}
+    with patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True):
+        for line in ERRORS:
+            result = work.run(line)
+            text = result.stderr.rstrip().replace(str(work.folder), "WORK")
+            for pattern, instead in FOREIGN:
+                text = re.sub(pattern, instead, text)
+            found[line] = f"[{result.exit_code}]\n{text}"
+            assert sorted(work.folder.iterdir()) == before, f"quantkit {line}"
+    return found
