@@ -31,8 +31,6 @@ REQUIRED = {
     "click": "8.1",
     "datasets": "3.2",
     "huggingface-hub": "1.0",
-    "llvmlite": "0.44",
-    "numba": "0.61",
     "numpy": "1.26",
     "PyYAML": "6.0",
     "safetensors": "0.5",

@@ -19,8 +19,8 @@ from xxhash import xxh3_128
 
 from quantkit.core import sparsity
 from quantkit.core.formats import FORMATS, Format
+from quantkit.core.tensors import raw_bytes
 from quantkit.errors import LayoutError, RecipeError
-from quantkit.io import room
 
 #: What a dense weight may be stored as.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -197,7 +197,7 @@ class Digest:
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor in order; from a GPU through a small buffer that it writes to by itself."""
     if tensor.device.type == "cpu":
-        yield room.raw(tensor).numpy().data
+        yield raw_bytes(tensor).numpy().data
         return
     data = tensor.detach().contiguous().flatten().view(torch.uint8)
     buffer = torch.empty(min(PIECE, data.numel()), dtype=torch.uint8, pin_memory=True)

@@ -13,9 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from quantkit.core import cpu_dispatch as dispatch
+from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
-from quantkit.io import room
 
 #: How the two that stay are chosen; `sparsegpt` also moves them, to make up for those that go.
 Rule = Literal["magnitude", "wanda", "sparsegpt"]
@@ -68,10 +67,6 @@ def check(values: Tensor, zero: int = 0) -> None:
     """Raise LayoutError, with row and columns, unless at most two of each quad of `values` `[n, k]` are not `zero`."""
     n, k = values.shape
     total = n * quads(k)
-    if values.dtype == torch.uint8 and k % 8 == 0 and (compiled := dispatch.compiled_for(values)):
-        eights = dispatch.unsigned(room.aligned(values), 64)
-        if compiled.at_most_two(eights, dispatch.uint64(zero * 0x01010101_01010101)):
-            return
     rows = max(1, n if values.device.type != "cpu" else _CACHED // max(1, k))
     found: list[tuple[int, int, int]] = []
     for start, part in zip(range(0, n, rows), values.split(rows), strict=True):
@@ -94,7 +89,7 @@ def flags(values: Tensor, zero: int = 0) -> Tensor:
     if values.dtype != torch.uint8:
         return (values != zero).contiguous().view(-1).view(torch.int32)
     # A comparison of bytes takes several times as long as these two.
-    fours = room.aligned(values, torch.int32).view(-1).view(torch.int32)
+    fours = aligned(values, torch.int32).view(-1).view(torch.int32)
     return (fours ^ zero * 0x01010101).view(torch.uint8).clamp_(max=1).view(torch.int32)
 
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.io import files, room
+from quantkit.io import files
 from quantkit.io.hashing import Hash
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ Bytes = NDArray[np.uint8]
 
 #: Bytes that are asked for at once, or gathered to be written: as many as `room` gives pages of their own, whose
 #: addresses suit every disk.
-PIECE = room.LARGE
+PIECE = 4 * 2**20
 #: Bytes from which on a request of its own is quicker than copying.
 WORTH = 2**21
 #: Pieces that small tensors are gathered in: one fills as the other is written.
@@ -162,7 +162,7 @@ def _settle(busy: list[Future[None]]) -> None:
 
 def pages(size: int) -> Bytes:
     """Return memory whose address suits a disk."""
-    return room.empty([size], torch.uint8).numpy()
+    return torch.empty([size], dtype=torch.uint8).numpy()
 
 
 @contextmanager

@@ -24,8 +24,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from quantkit.core.tensors import raw_bytes
 from quantkit.errors import CheckpointError
-from quantkit.io import room
 
 FAULT: Callable[[str, Path], None] | None = None
 """Called with "open", "write", "fsync", "rename", "mkdir" or "unlink" and a path, before each such operation."""
@@ -60,7 +60,7 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 def save_tensor(path: Path, tensor: Tensor) -> str:
     """Write the raw bytes of a tensor as `write_atomic` does; returns their SHA-256, which `load_tensor` asks for."""
-    data = room.raw(tensor).numpy().data
+    data = raw_bytes(tensor).numpy().data
     seen = hashlib.sha256()
     with _replacing(path, needed=len(data)) as file:
         for i in range(0, len(data), CHUNK):
@@ -107,7 +107,7 @@ def open_regular(path: Path) -> FileIO:
 
 def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
     """Return `size` bytes from offset `start` as a uint8 tensor `[size]`; CheckpointError if the file is shorter."""
-    view = (data := room.empty([size], torch.uint8)).numpy().data
+    view = (data := torch.empty([size], dtype=torch.uint8)).numpy().data
     with guarded(path):
         file.seek(start)
         while view:

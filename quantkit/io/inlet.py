@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.io import direct, files, room
+from quantkit.io import direct, files
 from quantkit.io.hashing import Hash
 
 #: Pieces that are read before they are asked for.
@@ -116,13 +116,13 @@ class Inlet:
             self._turn_to(source)
             self._catch_up(source, start)
             if size <= direct.PIECE:
-                data = room.empty([size], torch.uint8)
+                data = torch.empty([size], dtype=torch.uint8)
                 self._catch_up(source, end, data.numpy())
                 return data
         elif size <= WINDOW - direct.BLOCK:
             return self._from_window(source, start, end)
         first = start - start % direct.BLOCK
-        memory = room.empty([-(-(end - first) // direct.BLOCK) * direct.BLOCK], torch.uint8)
+        memory = torch.empty([-(-(end - first) // direct.BLOCK) * direct.BLOCK], dtype=torch.uint8)
         self._bring(source, start, end, memory.numpy(), comes_next)
         return memory[start - first : end - first]
 

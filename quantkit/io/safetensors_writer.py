@@ -15,8 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from quantkit.core.tensors import raw_bytes
 from quantkit.errors import CheckpointError
-from quantkit.io import files, hashing, room
+from quantkit.io import files, hashing
 from quantkit.io.direct import PAGE, Outlet, Written
 from quantkit.io.safetensors_header import DTYPE_NAMES
 
@@ -106,9 +107,9 @@ class TensorFile:
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         self.contents.add(name, tensor.dtype, tuple(tensor.shape))
         if _comes_last(size):
-            self._waiting[name] = room.raw(tensor).numpy().tobytes()
+            self._waiting[name] = raw_bytes(tensor).numpy().tobytes()
         else:
-            self._append(room.raw(tensor))
+            self._append(raw_bytes(tensor))
 
     def close(self) -> str:
         """Write the header, make the file durable and return the hash of all of it."""

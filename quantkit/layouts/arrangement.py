@@ -10,16 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.core import cpu_dispatch as dispatch
+from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
-from quantkit.io import room
-from quantkit.layouts.cpu.tiles import Tiles, tiles
 
 #: Codes that torch packs or unpacks at a time on a CPU, so that what becomes of them takes little memory.
 _CACHED = 1 << 20
@@ -57,13 +53,13 @@ class Arrangement:
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
         """Return uint8 `codes` `[rows, cols]` of `bits` each in memory order as flat int32 words, the first lowest."""
-        words = room.empty([codes.numel() * bits // 32], torch.int32, codes.device)
+        words = torch.empty([codes.numel() * bits // 32], dtype=torch.int32, device=codes.device)
         self.packing(words, bits, (len(codes), codes.shape[1]))(0, codes)
         return words
 
     def unpack(self, words: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
         """Return the uint8 codes `[rows, cols]` of `shape` that `pack` made the int32 `words` (any shape) of."""
-        codes = room.empty(shape, torch.uint8, words.device)
+        codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
         self.unpacking(words, bits, shape)(0, codes)
         return codes
 
@@ -75,18 +71,13 @@ class Arrangement:
 
         The last axes of the order must fill a word. They are joined one by one while everything else still lies where
         `codes` has it, so that a processor's word of codes is joined at a time and only words are permuted, not codes.
-        On a CPU compiled loops do that for large matrices.
         """
         places = _places(self, bits, shape)
         order, outer = places.order, places.outer
         places.require(words)
 
         def packed(first: int, codes: Tensor) -> None:
-            codes = room.aligned(codes)
-            if (how := places.compiled(words, first, codes)) is not None:
-                compiled, given = how
-                compiled.pack(*given, dispatch.uint64(above or 0), dispatch.uint64(_lanes(bits, torch.int64)))
-                return
+            codes = aligned(codes)
             sizes, those = places.split(words, first, codes)
             for part, some in _slices(codes.view(sizes), those, outer):
                 parts, width = order._flipped(part, outer).contiguous().view(-1), bits
@@ -106,16 +97,12 @@ class Arrangement:
 
         With `onto`, their bits are added to those there, above as many as `above`.
         """
-        places, words = _places(self, bits, shape), room.aligned(words).view(-1)
+        places, words = _places(self, bits, shape), aligned(words).view(-1)
         order, outer = places.order, places.outer
         places.require(words)
         direct = not onto and not order._backwards.intersection(outer)
 
         def unpacked(first: int, codes: Tensor) -> None:
-            if (how := places.compiled(words, first, codes)) is not None:
-                compiled, given = how
-                compiled.unpack(*given, dispatch.uint64(above), onto)
-                return
             sizes, those = places.split(words, first, codes)
             last, *runs = _runs(places.inner, sizes)
             for part, some in _slices(codes.view(sizes), those, outer):
@@ -164,8 +151,7 @@ class Arrangement:
 class _Places:
     """Where the codes of a matrix with axes of `sizes` by `order` lie in its words.
 
-    These have the axes `outer`, slowest first; those of `inner`, of `bits` each, lie within one. From one place on the
-    first axis of the rows to the next it is `step` words.
+    These have the axes `outer`, slowest first; those of `inner`, of `bits` each, lie within one.
     """
 
     order: Arrangement
@@ -173,7 +159,6 @@ class _Places:
     inner: list[int]
     outer: list[int]
     sizes: list[int]
-    step: int
 
     def require(self, words: Tensor) -> None:
         """Raise LayoutError if `words` are not as many as the matrix has."""
@@ -188,36 +173,13 @@ class _Places:
         axes = words.view([self.sizes[axis] for axis in self.outer])
         return sizes, axes.narrow(self.outer.index(0), first * sizes[0] // len(codes), sizes[0])
 
-    def compiled(self, words: Tensor, first: int, codes: Tensor) -> tuple[Any, tuple[Any, ...]] | None:
-        """Return compiled loops, and what they are given first: both tensors, and their places; None without a way."""
-        if (compiled := dispatch.compiled_for(codes)) is None:
-            return None
-        (rows, columns), total = codes.shape, words.numel()
-        count, found = _tiles(self, rows, columns)
-        begin = first * count // rows * self.step
-        together = self.step * self.sizes[0] == total  # the words of some rows lie in a row
-        end = begin + self.step * count if together else total
-        if found is None or (words.storage_offset() + begin) % 2 or (end - begin) % 2:
-            return None
-        some = dispatch.unsigned(words, 32)[begin:end].view(np.uint64)
-        return compiled, (dispatch.unsigned(codes, 64), some, (rows, columns // 8), *found)
-
 
 @lru_cache(maxsize=64)
 def _places(whole: Arrangement, bits: int, shape: tuple[int, int]) -> _Places:
     """Return where the codes of a matrix of `shape` lie; LayoutError if the order's axes do not divide it."""
     order, inner = _within(whole, bits)
     sizes, outer = order._sizes(*shape), [axis for axis in order._permutation if axis not in inner]
-    return _Places(order, bits, inner, outer, sizes, prod(sizes[axis] for axis in outer[outer.index(0) + 1 :]))
-
-
-@lru_cache(maxsize=64)
-def _tiles(places: _Places, rows: int, columns: int) -> tuple[int, Tiles | None]:
-    """Return how many places on the first axis some rows are, and how compiled loops pack them."""
-    order, high = places.order, len(places.order.rows.split())
-    sizes = order._sizes(rows, columns)
-    lines = tuple(sizes[:high]), tuple(sizes[high:]), tuple(order._permutation), tuple(places.inner)
-    return sizes[0], tiles(*lines, frozenset(order._backwards), places.bits, places.sizes[0])
+    return _Places(order, bits, inner, outer, sizes)
 
 
 def pieces(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.io import room
 from quantkit.layouts import gptq, validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
@@ -67,7 +66,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
     n, k = shape
     check(scheme, n, k)
-    words = room.empty([n * k // 8], torch.int32, scales.device)
+    words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
     tensors = {
         "qweight": words.view(k, n // 8),
         "qzeros": WORDS.pack(gptq.zero_points(scales, zeros), 4).view(-1, n // 8),

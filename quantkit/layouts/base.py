@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
-from quantkit.io import room
 from quantkit.layouts.arrangement import RowsOf
 from quantkit.layouts.schemes import Schemes
 
@@ -51,7 +50,7 @@ class Unpacking(NamedTuple):
 
     def codes(self) -> Tensor:
         """Return all codes, uint8 `[n, k]`."""
-        codes = room.empty(self.shape, torch.uint8, self.scales.device)
+        codes = torch.empty(self.shape, dtype=torch.uint8, device=self.scales.device)
         self.fill(0, codes)
         return codes
 

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.core import cpu_dispatch as dispatch
 from quantkit.core.formats import INT4, Format
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.io import room
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
@@ -86,14 +85,17 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     check(scheme, n, k)
     halves = validation.half(scales)
     if scheme.format.is_float:
-        carrier, table = room.empty(shape, torch.uint8, scales.device), _carrier(scheme.format, scales.device)
+        carrier, table = (
+            torch.empty(shape, dtype=torch.uint8, device=scales.device),
+            _carrier(scheme.format, scales.device),
+        )
 
         def carry(first: int, codes: Tensor) -> None:
             _translate(codes, table, carrier[first : first + len(codes)])
 
         return Packing({"weight": carrier.view(torch.float8_e4m3fn), "weight_scale": halves}, carry)
     wide = k + -k % 8
-    words = room.empty([n * wide // 8], torch.int32, scales.device)
+    words = torch.empty([n * wide // 8], dtype=torch.int32, device=scales.device)
     tensors = {
         "weight_packed": words.view(n, -1),
         "weight_scale": halves,
@@ -275,13 +277,8 @@ def _translate(codes: Tensor, table: Tensor, out: Tensor) -> None:
         _translate(pad(flat, (0, len(flat) % 2)), table, both)
         found.copy_(both[: len(flat)])
         return
-    if compiled := dispatch.compiled_for(flat):
-        compiled.looked_up(
-            dispatch.unsigned(room.aligned(flat), 16), dispatch.unsigned(table, 16), dispatch.unsigned(found, 16)
-        )
-        return
     for some, slot in zip(flat.split(CHUNK), found.split(CHUNK), strict=True):
-        pairs = room.aligned(some, torch.uint16).view(torch.uint16)
+        pairs = aligned(some, torch.uint16).view(torch.uint16)
         torch.index_select(table, 0, pairs.int(), out=slot.view(torch.int16))
 
 

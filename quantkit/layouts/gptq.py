@@ -17,7 +17,6 @@ from torch import Tensor
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.io import room
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
@@ -111,7 +110,7 @@ def packing_zeros_less(
         points = scales.new_full((scheme.groups(k), n // 8), same, dtype=torch.int32)
     else:
         points = ZEROS.pack(zeros - offset, 4).view(-1, n // 8)
-    words = room.empty([n * k // 8], torch.int32, scales.device)
+    words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
     tensors = {
         "qweight": words.view(k // 8, n),
         "qzeros": points,

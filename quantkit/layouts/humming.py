@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core import cpu_dispatch as dispatch
 from quantkit.core.formats import FP5, FP6
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.io import room
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import pieces
 from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
@@ -63,7 +62,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
     n, k = shape
     check(scheme, n, k)
-    words = room.empty((n, k * scheme.format.bits // 32), torch.int32, scales.device)
+    words = torch.empty((n, k * scheme.format.bits // 32), dtype=torch.int32, device=scales.device)
 
     def add(first: int, codes: Tensor) -> None:
         _stream(codes, words[first : first + len(codes)], scheme.format.bits)
@@ -118,9 +117,6 @@ def read_config(config: Mapping[str, Any]) -> Schemes | None:
 
 def _stream(codes: Tensor, words: Tensor, bits: int) -> None:
     """Fill rows of `words` with rows of codes."""
-    if compiled := dispatch.compiled_for(codes):
-        compiled.stream(dispatch.unsigned(room.aligned(codes), 64), dispatch.unsigned(words, 32), bits)
-        return
     count, places = _places(bits)
     for some, out in pieces(codes.shape[1], codes, words):
         eights = _together(_seen(some, 8 * count), bits).view(-1, count)
@@ -138,9 +134,6 @@ def _stream(codes: Tensor, words: Tensor, bits: int) -> None:
 
 def _unstream(words: Tensor, codes: Tensor, bits: int) -> None:
     """Fill rows of `codes` with what `_stream` made `words` of."""
-    if compiled := dispatch.compiled_for(codes):
-        compiled.unstream(dispatch.unsigned(codes, 64), dispatch.unsigned(words, 32), bits)
-        return
     count, places = _places(bits)
     for some, out in pieces(codes.shape[1], words, codes):
         seen = _seen(out, 8 * count)
@@ -171,7 +164,7 @@ def _seen(part: Tensor, multiple: int) -> Tensor:
     flat = part.reshape(-1)
     if len(flat) % multiple:
         flat = torch.cat((flat, flat.new_zeros(-len(flat) % multiple)))
-    return room.aligned(flat).view(torch.int64)
+    return aligned(flat).view(torch.int64)
 
 
 def _filled(part: Tensor, seen: Tensor) -> None:

@@ -11,7 +11,6 @@ from torch import Tensor
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.io import room
 from quantkit.layouts import gptq, validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
@@ -55,7 +54,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     n, k = shape
     check(scheme, n, k)
     g = scales.shape[1]
-    words = room.empty([n * k // 8], torch.int32, scales.device)
+    words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
     tensors = {"B": words.view(k // 16, 2 * n), "s": _scales(g)(validation.half(scales).t()).view(g, n)}
     return Packing(tensors, CODES.packing(words, 4, shape))
 

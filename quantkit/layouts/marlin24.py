@@ -15,7 +15,6 @@ from torch import Tensor
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.io import room
 from quantkit.layouts import gptq, sparse24, validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
@@ -65,7 +64,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     n, k = shape
     check(scheme, n, k)
     rows = validation.half(scales).t()
-    words, meta = (room.empty([n * k // size], torch.int32, scales.device) for size in (16, 32))
+    words, meta = (torch.empty([n * k // size], dtype=torch.int32, device=scales.device) for size in (16, 32))
     values, places = KEPT.packing(words, 4, (n, k // 2)), sparse24.SPARSE_MARLIN.packing(meta, 4, (n, k // 4))
 
     def add(first: int, codes: Tensor) -> None:

@@ -14,7 +14,6 @@ from torch import Tensor
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.io import room
 from quantkit.layouts import awq, gptq, validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
@@ -82,7 +81,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     check(scheme, n, k)
     g = scales.shape[1]
     points = ONCE(gptq.zero_points(scales, zeros).t()).view(g, n // 4, 1, 4).repeat(1, 1, 2, 1)
-    words = room.empty([n * k // 8], torch.int32, scales.device)
+    words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
     tensors = {
         "qweight": words.view(k // 4, n // 2),
         "qzeros": WORDS.pack(points.view(g, 2 * n), 4).view(g, n // 4),

@@ -12,10 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from quantkit.core import cpu_dispatch as dispatch
 from quantkit.core import sparsity
+from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
-from quantkit.io import room
 from quantkit.layouts.arrangement import Arrangement, RowsOf, pieces
 
 #: Index: bit i says that value i of the quad is not zero; entry: i0 | i1 << 2, or REFUSED for three and four (4.1).
@@ -42,7 +41,7 @@ def encode(values: Tensor, zero: int = 0) -> Tensor:
     """
     n, k = values.shape
     table = torch.tensor(CODES, dtype=torch.uint8, device=values.device)
-    codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
+    codes = torch.empty((n, sparsity.quads(k)), dtype=torch.uint8, device=values.device)
     for some, found in pieces(k, values, codes):
         which = sparsity.flags(some, zero).mul_(0x01020408).bitwise_right_shift_(24).bitwise_and_(15)
         torch.index_select(table, 0, which, out=found.view(-1))
@@ -67,7 +66,7 @@ def compress(values: Tensor, codes: Tensor) -> Tensor:
     `values` `[n, k]` of one or two bytes each; `codes` uint8 `[n, k/4]`, valid ones.
     """
     n, k = values.shape
-    kept = room.empty((n, k // 2), values.dtype, values.device)
+    kept = torch.empty((n, k // 2), dtype=values.dtype, device=values.device)
     bits, (two, four) = 8 * values.element_size(), WORDS[values.element_size()]
     for some, places, out in pieces(k, values, codes, kept):
         quads, (low, high) = some.clone(memory_format=torch.contiguous_format).view(four), _shifts(places, bits, four)
@@ -80,7 +79,7 @@ def compress(values: Tensor, codes: Tensor) -> Tensor:
 def expand(kept: Tensor, codes: Tensor, zero: int = 0) -> Tensor:
     """Return the values `[n, k]` whose kept ones `compress` gave as `kept` `[n, k/2]`; the others' bits are `zero`."""
     n, k = kept.shape[0], 2 * kept.shape[1]
-    values = room.empty((n, k), kept.dtype, kept.device)
+    values = torch.empty((n, k), dtype=kept.dtype, device=kept.device)
     bits, (two, four) = 8 * kept.element_size(), WORDS[kept.element_size()]
     zeros = sum(zero << bits * i for i in range(sparsity.QUAD))
     for some, places, out in pieces(k, kept, codes, values):
@@ -96,16 +95,10 @@ def expand(kept: Tensor, codes: Tensor, zero: int = 0) -> Tensor:
 def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
     """Return what `compress` and `encode` make of `values` uint8 `[n, k]` below 16; LayoutError as the latter."""
     n, k = values.shape
-    kept = room.empty((n, k // 2), torch.uint8, values.device)
-    codes = room.empty((n, sparsity.quads(k)), torch.uint8, values.device)
-    if compiled := dispatch.compiled_for(values):
-        quads, places = dispatch.unsigned(room.aligned(values, torch.int32), 32), dispatch.unsigned(codes, 8)
-        cases = dispatch.uint64(sum(code << 4 * case for case, code in enumerate(CODES)))
-        if not compiled.sparse(quads, dispatch.uint32(zero * 0x01010101), cases, dispatch.unsigned(kept, 16), places):
-            sparsity.check(values, zero)  # which names the first one
-        return kept, codes
+    kept = torch.empty((n, k // 2), dtype=torch.uint8, device=values.device)
+    codes = torch.empty((n, sparsity.quads(k)), dtype=torch.uint8, device=values.device)
     table = _compressed(zero, values.device)
-    for some, two, code in pieces(k, room.aligned(values), kept, codes):
+    for some, two, code in pieces(k, aligned(values), kept, codes):
         quad = some.view(-1).view(torch.int32)
         quad = (quad >> 12).bitwise_or_(quad).bitwise_and_(0xFFFF)
         found = torch.index_select(table, 0, quad)
@@ -117,12 +110,8 @@ def compress4(values: Tensor, zero: int) -> tuple[Tensor, Tensor]:
 
 def expand4(kept: Tensor, codes: Tensor, zero: int, out: Tensor) -> None:
     """Fill uint8 `out` `[n, k]` with what `expand` makes of `kept` uint8 `[n, k/2]` below 16 and valid `codes`."""
-    if compiled := dispatch.compiled_for(kept):
-        places = dispatch.unsigned(room.aligned(kept, torch.int16), 16), dispatch.unsigned(codes.contiguous(), 8)
-        compiled.dense(*places, dispatch.uint64(zero * 0x01010101), dispatch.unsigned(out, 32))
-        return
     table = _expanded(zero, kept.device)
-    for some, code, part in pieces(out.shape[1], room.aligned(kept), codes, out):
+    for some, code, part in pieces(out.shape[1], aligned(kept), codes, out):
         index = code.to(torch.int16).bitwise_left_shift_(4).view(-1)
         index |= some.view(-1).view(torch.int16)
         torch.index_select(table, 0, index.to(torch.int32), out=part.view(-1).view(torch.int32))
@@ -142,7 +131,7 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
     They are as the file has them, so a quad's code need not be the one that its values give: metadata made from a
     pruning mask means the same values. LayoutError for a code that is none.
     """
-    codes = room.empty((shape[0], shape[1] // 4), torch.uint8, words.device)
+    codes = torch.empty((shape[0], shape[1] // 4), dtype=torch.uint8, device=words.device)
     unpacking_codes(words, order, shape)(0, codes)
     return codes
 
@@ -150,7 +139,7 @@ def unpack_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> T
 def unpacking_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -> RowsOf:
     """Return what fills rows of what `unpack_codes` returns; LayoutError as there, for all codes."""
     n, k = shape
-    words = room.aligned(words).view(-1).view(torch.int32)
+    words = aligned(words).view(-1).view(torch.int32)
     fill = order.unpacking(words, 4, (n, k // 4))
     if not _all_rise(words):
         codes = words.new_empty((n, k // 4), dtype=torch.uint8)
@@ -161,8 +150,6 @@ def unpacking_codes(words: Tensor, order: Arrangement, shape: tuple[int, int]) -
 
 def _all_rise(words: Tensor) -> bool:
     """Return whether the second place is above the first in all codes of flat int32 `words`, wherever these lie."""
-    if len(words) % 2 == 0 and (compiled := dispatch.compiled_for(words)):
-        return bool(compiled.all_rise(dispatch.unsigned(room.aligned(words), 64)))
     low = 0x33333333
     for (some,) in pieces(8, words):  # eight codes in a word
         rising = ((some >> 2) & low).add_(low).sub_(some & low)  # 3 + second - first is at least 4

@@ -17,7 +17,6 @@ from torch import Tensor
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.io import room
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
@@ -71,7 +70,7 @@ def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tenso
     n, k = shape
     check(scheme, n, k)
     bits = scheme.format.bits
-    words = room.empty([n * k * bits // 32], torch.int32, scales.device)
+    words = torch.empty([n * k * bits // 32], dtype=torch.int32, device=scales.device)
     high, low = _planes(words, bits)
     upper = HIGH[bits].packing(high, bits - 4, shape, above=4)
     lower = LOW.packing(low, 4, shape, above=0)

@@ -24,7 +24,7 @@ from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from quantkit.core.quantized_tensor import Scheme, dtype_name
 from quantkit.errors import CheckpointError, RecipeError, about
-from quantkit.io import direct, files, room
+from quantkit.io import direct, files
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import Model, tokenizer
@@ -191,7 +191,6 @@ def pack(
     with (
         files.staging(Path(out), resume=None, overwrite=overwrite, source=src.path) as partial,
         direct.outlet() as outlet,
-        room.kept(),
     ):
         writer = CheckpointWriter(
             partial,

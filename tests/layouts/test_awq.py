@@ -19,8 +19,6 @@ from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import record
 from tests.layouts.test_golden import both_ways, golden, scheme_of
 
-pytestmark = pytest.mark.usefixtures("both_loops")
-
 ASYM = Scheme.parse("int4:g128:asym")
 GEMM = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 OLDER = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}

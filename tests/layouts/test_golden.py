@@ -15,8 +15,6 @@ from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, marlin
 
-pytestmark = pytest.mark.usefixtures("both_loops")
-
 
 class Golden:
     """One golden file: its cases, and tensors by case and name."""

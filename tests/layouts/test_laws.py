@@ -20,8 +20,6 @@ from quantkit.layouts.arrangement import Arrangement
 from tests.layouts import oracle
 from tests.layouts.samples import CASES, HELD, record
 
-pytestmark = pytest.mark.usefixtures("both_loops")
-
 #: layout -> (n, k) units of legal shapes.
 UNITS = {
     "compressed-tensors": (1, 1),

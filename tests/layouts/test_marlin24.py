@@ -21,8 +21,6 @@ from tests.layouts import oracle
 from tests.layouts.samples import expanded, record
 from tests.layouts.test_golden import both_ways, golden
 
-pytestmark = pytest.mark.usefixtures("both_loops")
-
 GROUPS, ROWS = Scheme.parse("int4:g128:24"), Scheme.parse("int4:channel:24")
 SPELLINGS = ("marlin24", "marlin24-ct")
 META = {"marlin24": "B_meta", "marlin24-ct": "meta"}

@@ -16,8 +16,6 @@ from tests.layouts.samples import record
 from tests.layouts.test_golden import both_ways, golden, same, scheme_of
 from tests.layouts.test_laws import rows
 
-pytestmark = pytest.mark.usefixtures("both_loops")
-
 
 def test_words_scales_and_zero_points_of_the_published_packer(shared: Path) -> None:
     file = golden(shared, "quick")

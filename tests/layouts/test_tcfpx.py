@@ -20,8 +20,6 @@ from tests.layouts.samples import record, write_folder
 from tests.layouts.test_golden import both_ways, golden, same
 from tests.tiny_models import write_model
 
-pytestmark = pytest.mark.usefixtures("both_loops")
-
 
 def with_codes(scheme: Scheme, codes: Tensor, scales: Tensor | None = None) -> QuantizedTensor:
     scales = torch.ones(len(codes), dtype=torch.float16) if scales is None else scales

@@ -25,8 +25,6 @@ FRONT_DOORS = {
     "tqdm": {"progress"},
     "blake3": {"io.hashing"},
     "xxhash": {"core"},
-    "numba": {"core.cpu_loops"},
-    "llvmlite": {"core.cpu_loops"},
     "numpy": {"core", "io", "layouts"},
     "click": {"cli"},
 }

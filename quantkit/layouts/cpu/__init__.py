@@ -1,1 +1,0 @@
-"""Packing loops for a CPU."""
