@@ -7,20 +7,26 @@ the same default (ALGORITHMS 0).
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypedDict, cast
 
+from typing_extensions import Unpack
+
+from quantkit.algorithms.rtn import Clip, Metric
 from quantkit.checkpoint.reader import Checkpoint, resolve
-from quantkit.errors import RecipeError
+from quantkit.core.sparsity import Rule
+from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluation.perplexity import Divergence, Perplexity, kld, perplexity
 from quantkit.inference.load import opened
 from quantkit.inference.swap_linears import way
+from quantkit.layouts import compatibility
 from quantkit.models.block_runner import tokenizer
 from quantkit.models.calibration_data import evaluation_text
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline import recipe as recipes
-from quantkit.pipeline.recipe import Pruning, Recipe
+from quantkit.pipeline.recipe import Method, Pruning, Recipe
+from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.progress import Progress
 
 #: option -> where its value stands in a recipe's mapping. `asym`, `skip` and `override` are treated by hand.
@@ -52,73 +58,100 @@ KEYS: dict[str, tuple[str, ...]] = {
 LONGEST_WINDOW = 2048
 
 
+class _Calibrating(RunKeywords, total=False):
+    damp: float | None
+    damp_kind: Literal["own", "mean"] | None
+    act_order: Literal["static", "off"] | None
+    true_sequential: bool | None
+    calib: str | None
+    samples: int | None
+    max_length: int | None
+    lengths: Literal["own", "fixed"] | None
+    seed: int | None
+    skip: Iterable[str]
+
+
+class QuantizeKeywords(_Calibrating, total=False):
+    """The keywords of `quantize`: those of a run, and the recipe's keys; None leaves the recipe's value."""
+
+    format: str | None
+    group_size: int | Literal["channel"] | None
+    asym: bool | None
+    method: Method | None
+    clip: Clip | None
+    metric: Metric | None
+    on_unsolvable: Literal["stop", "rtn"] | None
+    signed: bool | None
+    refit: bool | None
+    descent: int | None
+    prune: Literal["2:4"] | None
+    prune_method: Rule | None
+    layout: str | None
+    pad: bool | None
+    override: Mapping[str, str] | None
+
+
+class PruneKeywords(_Calibrating, total=False):
+    """The keywords of `prune`: those of a run, and the choice of the weights that stay."""
+
+    method: Rule | None
+
+
+class PackKeywords(TypedDict, total=False):
+    """The keywords of `convert`."""
+
+    pad: bool
+    requantize: bool
+    max_shard_size: int
+    overwrite: bool
+    progress: Progress | None
+
+
 def quantize(
     model: str | Path,
     out: str | Path,
     *,
     recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
-    revision: str | None = None,
-    device: str = "auto",
-    resume: bool = False,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    act_budget: int | None = None,
-    progress: Progress | None = None,
-    **options: Any,
+    **options: Unpack[QuantizeKeywords],
 ) -> dict[str, Any]:
     """Quantize a Hugging Face causal LM (folder or hub id) into a new folder `out`; return its report.
 
-    `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` are laid over it: `format`,
-    `group_size` (columns, or "channel"), `asym`, `method`, `clip`, `metric`, `damp`, `damp_kind`, `act_order`,
-    `on_unsolvable`, `signed`, `refit`, `descent` (passes), `prune` ("2:4"), `prune_method`, `true_sequential`, `calib`,
-    `samples`, `max_length`, `lengths`, `seed`, `layout`, `pad` (shapes that do not fit, with zeros), `skip` (regular
-    expressions), `override` (regular expression -> scheme such as "int4:g64"). `act_budget` is in bytes. Raises
-    QuantkitError for anything that cannot be done.
+    `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` change single values of it.
+    `group_size` is in columns, or "channel". `skip` are regular expressions of linears that stay dense. `override`
+    maps a regular expression to a scheme such as "int4:g64". `act_budget` is in bytes. An interrupted run leaves
+    `out.partial-*`, which `resume` continues. QuantkitError is raised for anything that cannot be done.
     """
-    return pipeline.quantize(
-        model,
-        out,
-        build_recipe(recipe, **options),
-        revision=revision,
-        device=device,
-        resume=resume,
-        overwrite=overwrite,
-        trust_remote_code=trust_remote_code,
-        act_budget=act_budget,
-        progress=progress,
-    )
+    run, recipe_options = _split(options)
+    return pipeline.quantize(model, out, build_recipe(recipe, **recipe_options), **run)
 
 
-def prune(
-    model: str | Path,
-    out: str | Path,
-    *,
-    revision: str | None = None,
-    device: str = "auto",
-    resume: bool = False,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    act_budget: int | None = None,
-    progress: Progress | None = None,
-    **options: Any,
-) -> dict[str, Any]:
+def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) -> dict[str, Any]:
     """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
 
-    `options`: `method` (sparsegpt, wanda or magnitude), `damp`, `damp_kind`, `act_order`, `true_sequential`, `calib`,
-    `samples`, `max_length`, `lengths`, `seed`, `skip` (regular expressions). Everything else is as for `quantize`.
+    `method` is sparsegpt, wanda or magnitude. Everything else is as for `quantize`.
     """
-    return pipeline.prune(
-        model,
-        out,
-        build_pruning(**options),
-        revision=revision,
-        device=device,
-        resume=resume,
-        overwrite=overwrite,
-        trust_remote_code=trust_remote_code,
-        act_budget=act_budget,
-        progress=progress,
-    )
+    run, pruning_options = _split(options)
+    return pipeline.prune(model, out, build_pruning(**pruning_options), **run)
+
+
+def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpack[PackKeywords]) -> dict[str, Any]:
+    """Rewrite a quantized checkpoint from layout A to layout B, bit for bit; return the report of the new folder `out`.
+
+    `pair` is "A-to-B", such as "gptq-to-marlin". CheckpointError is raised if the checkpoint is not in layout A.
+    Everything else is as for `pack`.
+    """
+    source, target = compatibility.parse(pair)
+    try:
+        return pipeline.pack(checkpoint, out, target, expect=source, **options)
+    except QuantkitError as error:  # which names another target as the options of `pack` do
+        raise type(error)(str(error).replace("--layout ", f"convert {source}-to-")) from error
+
+
+def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, dict[str, Any]]:
+    """Separate the options of a run from those of its recipe."""
+    names = {field.name for field in fields(RunOptions)}
+    run = {name: value for name, value in options.items() if name in names}
+    return cast(RunKeywords, run), {name: value for name, value in options.items() if name not in names}
 
 
 def build_pruning(*, skip: Iterable[str] = (), **options: Any) -> Pruning:

@@ -16,7 +16,7 @@ from quantkit.checkpoint.inspection import describe
 from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.cli import demo, doctor, options, show
 from quantkit.cli.exits import FAILED, MISSED, UNVERIFIED, emit, leave
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import verify as prove
 from quantkit.evaluation.verify import write as write_proof
 from quantkit.inference import load
@@ -163,12 +163,7 @@ def convert(
         return
     if pair is None or checkpoint is None or out is None:
         raise click.UsageError("Missing one of 'A-to-B', 'CHECKPOINT', '-o'.")
-    source, target = compatibility.parse(pair)
-    try:
-        report = pipeline.pack(checkpoint, out, target, expect=source, progress=progress, **asked)
-    except QuantkitError as error:  # which names another target as the options of `pack` do
-        raise type(error)(str(error).replace("--layout ", f"convert {source}-to-")) from error
-    _report(report, as_json)
+    _report(api.convert(pair, checkpoint, out, progress=progress, **asked), as_json)
 
 
 @options.command(quantkit, "verify", "quantkit verify ./model-marlin --against ./model-int4", as_json=True)
@@ -357,8 +352,7 @@ def _quantize(
 
 
 def _plan(model: str, out: Path | None, recipe: Recipe, running: dict[str, Any], as_json: bool) -> None:
-    kept = {key: running[key] for key in ("revision", "device", "trust_remote_code", "act_budget")}
-    found = pipeline.plan(model, recipe, out=out, **kept)
+    found = pipeline.plan(model, recipe, out=out, **running)
     emit(show.as_json(found.to_dict()) if as_json else show.plan(found))
     found.require()
 

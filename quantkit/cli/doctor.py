@@ -37,6 +37,7 @@ REQUIRED = {
     "torch": "2.10",
     "tqdm": "4.66",
     "transformers": "5.15",
+    "typing-extensions": "4.10",
     "xxhash": "3.0",
 }
 

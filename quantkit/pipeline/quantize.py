@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from typing_extensions import Unpack
 
 from quantkit.algorithms import rtn
 from quantkit.checkpoint.items import Commit, Item
@@ -35,6 +36,7 @@ from quantkit.pipeline.layer_solver import alone
 from quantkit.pipeline.plan import Plan, plan_pack, plan_quantize
 from quantkit.pipeline.publish import finish, publish_complete, write
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, label
+from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.progress import Progress
 from quantkit.reporting.report import heading, phases
 from quantkit.reporting.report import load as load_report
@@ -57,25 +59,15 @@ def plan(
     recipe: Recipe,
     *,
     out: str | Path | None = None,
-    revision: str | None = None,
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    act_budget: int | None = None,
+    **options: Unpack[RunKeywords],
 ) -> Plan:
-    """Return what `quantize` would write, from config and headers alone; misfits are listed in it, not raised."""
-    src = _dense_source(model, revision, trust_remote_code)
-    return _survey(src, recipe, out, device, trust_remote_code, act_budget).plan
+    """Plan what `quantize` would write, from config and headers alone; the plan lists misfits, none is raised."""
+    run = RunOptions(**options)
+    return _survey(_dense_source(model, run), recipe, out, run).plan
 
 
-def _survey(
-    src: Checkpoint,
-    recipe: Recipe | Pruning,
-    out: str | Path | None,
-    device: str,
-    trust_remote_code: bool,
-    act_budget: int | None,
-) -> _Job:
-    skeleton = Model(src, device=device, trust_remote_code=trust_remote_code)
+def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, run: RunOptions) -> _Job:
+    skeleton = Model(src, device=run.device, trust_remote_code=run.trust_remote_code)
     chosen = {module: skeleton.scheme_of(module, recipe) for module in skeleton.linears}
     planned = plan_quantize(
         src,
@@ -85,61 +77,52 @@ def _survey(
         tied=skeleton.tied,
         out=None if out is None else Path(out),
         device=skeleton.device.type,
-        act_budget=act_budget,
+        act_budget=run.act_budget,
     )
     planned = replace(planned, remarks=(*planned.remarks, *skeleton.notices, *_without_effect(recipe, skeleton)))
     return _Job(src, skeleton, chosen, planned)
 
 
-def prune(model: str | Path, out: str | Path, recipe: Pruning, **running: Any) -> dict[str, Any]:
+def prune(model: str | Path, out: str | Path, recipe: Pruning, **options: Unpack[RunKeywords]) -> dict[str, Any]:
     """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
 
-    Dtypes and config stay; `running` and everything else is as for `quantize` (ALGORITHMS 9).
+    Dtypes and config stay; everything else is as for `quantize` (docs/algorithms.md, section 9).
     """
-    return quantize(model, out, recipe, **running)
+    return quantize(model, out, recipe, **options)
 
 
 def quantize(
-    model: str | Path,
-    out: str | Path,
-    recipe: Recipe | Pruning,
-    *,
-    revision: str | None = None,
-    device: str = "auto",
-    resume: bool = False,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    act_budget: int | None = None,
-    progress: Progress | None = None,
+    model: str | Path, out: str | Path, recipe: Recipe | Pruning, **options: Unpack[RunKeywords]
 ) -> dict[str, Any]:
     """Quantize, or with a Pruning prune, a causal LM (folder or hub id) into a new folder `out`; return its report.
 
-    `act_budget` is the bytes of calibration activations held in RAM before they go to disk. Raises QuantkitError for
-    anything that cannot be done; an interrupted run leaves `out.partial-*`, which `resume` continues.
+    QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
+    continues.
     """
-    progress = progress or Progress(quiet=True)
+    run = RunOptions(**options)
+    progress = run.progress or Progress(quiet=True)
     started = time.perf_counter()
     out, quantizing = Path(out), None if isinstance(recipe, Pruning) else recipe
     command = "quantize" if quantizing else "prune"
-    src = _dense_source(model, revision, trust_remote_code)
-    job = _survey(src, recipe, out, device, trust_remote_code, act_budget)
+    src = _dense_source(model, run)
+    job = _survey(src, recipe, out, run)
     job.plan.require()
     for notice in job.plan.notices:
         progress.note(notice)
     if not any(job.chosen.values()):
         raise RecipeError(f"every linear is skipped: nothing to {command}, loosen --skip")
-    with files.staging(out, resume=resume, overwrite=overwrite, source=src.path) as partial:
+    with files.staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path) as partial:
         if files.is_complete(partial):
-            return publish_complete(partial, out, recipe, src, overwrite)
+            return publish_complete(partial, out, recipe, src, run.overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
         sequences, facts = _sequences(job, recipe)
         report = {
-            **heading(command, _name_of(model), _revision(src, revision), source_hashes(src)),
+            **heading(command, _name_of(model), _revision(src, run.revision), source_hashes(src)),
             **_known(job, recipe),
             "calibration": facts,
         }
         writer.identify(_identity(report))
-        if resume and not writer.done:
+        if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated and not writer.done:  # found in the last block, it would have cost the whole run
             for name in progress.bar(src.names(), "check", len(src.names())):
@@ -147,14 +130,14 @@ def quantize(
                     rtn.check_finite(src.get(name))
         if recipe.calibrated:
             items = calibrated(
-                src, recipe, job.model, sequences, partial, writer.done, progress=progress, act_budget=act_budget
+                src, recipe, job.model, sequences, partial, writer.done, progress=progress, act_budget=run.act_budget
             )
         else:
             items = streamed(src, recipe, job.chosen, writer.items_done(), progress)
         report["layers"] = write(items, writer, src, report)
         report["phases"] = phases(writer.done)
         schemes = _schemes(job, quantizing) if quantizing else None
-        return finish(writer, src, partial, out, schemes, report, started, overwrite, quantizing)
+        return finish(writer, src, partial, out, schemes, report, started, run.overwrite, quantizing)
 
 
 def pack(
@@ -233,8 +216,8 @@ def streamed(
             pending = 0
 
 
-def _dense_source(model: str | Path, revision: str | None, trust_remote_code: bool) -> Checkpoint:
-    src = Checkpoint(resolve(str(model), revision), trust_remote_code)
+def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
+    src = Checkpoint(resolve(str(model), run.revision), run.trust_remote_code)
     if src.layout is not None:
         raise CheckpointError(f"{model}: is quantized already ({src.layout.NAME}): use quantkit pack or convert")
     return src

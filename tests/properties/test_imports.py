@@ -27,6 +27,7 @@ FRONT_DOORS = {
     "xxhash": {"core"},
     "numpy": {"core", "io", "layouts"},
     "click": {"cli"},
+    "typing_extensions": {"api", "pipeline"},
 }
 #: Imported inside functions, but for the plugin, which derives classes from those of transformers.
 LATE = {"transformers", "datasets", "cupy", "matplotlib", "accelerate", "huggingface_hub"}
