@@ -64,7 +64,7 @@ def load(
     if dtype is None:
         gpu = torch.cuda.is_available() and (device_map is not None or place.type == "cuda")
         dtype = compute_dtype(src.dtype_of_model, torch.device("cuda" if gpu else "cpu"))
-    return _from_pretrained(src, device_map or {"": place}, dtype, trust_remote_code, slow=device == "auto")
+    return _from_pretrained(src, device_map or {"": place}, dtype, trust_remote_code, device == "auto")
 
 
 def opened(
@@ -83,13 +83,14 @@ def opened(
 
 
 def _from_pretrained(
-    src: Checkpoint, device_map: Any, dtype: torch.dtype, trust_remote_code: bool, slow: bool
+    src: Checkpoint, device_map: Any, dtype: torch.dtype, trust_remote_code: bool, decodes_without_kernels: bool
 ) -> PreTrainedModel:
     config = config_of(src, trust_remote_code)
     if src.stated is not None:
-        from quantkit.inference import transformers_plugin  # registers our quantizer
+        from quantkit.inference import transformers_plugin
 
-        config.quantization_config = transformers_plugin.wrapped(src.stated, slow)
+        transformers_plugin.register()
+        config.quantization_config = transformers_plugin.as_ours(src.stated, decodes_without_kernels)
     names = [path.name for path in src.files()]
     if len(names) == 1:
         config.transformers_weights = names[0]  # whatever its name is

@@ -1,9 +1,6 @@
-"""quantkit as a quantizer of transformers: `from_pretrained` then gives models whose linears stay packed.
+"""quantkit as a quantizer of transformers: its models keep their linears packed.
 
-Importing this module registers it; `import quantkit` sees to that as soon as transformers' own table of quantizers is
-there. Ours are all folders whose quantization says so in its `quantkit` key, and those in layouts that nothing else in
-transformers reads: the kernel layouts and `humming`. Several methods have an owner in transformers already (gptq, awq,
-compressed-tensors): what is not ours goes to the owner as before, and `quantkit.load` takes foreign folders as well.
+Importing this module registers nothing; `register` does.
 """
 
 from __future__ import annotations
@@ -20,53 +17,53 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from quantkit import kernels
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.layouts import read_config
 
-#: What transformers calls our quantizer, and a config that came through `quantkit.load`.
+#: The name of our quantizer in transformers, and the `quant_method` of a config that `quantkit.load` made.
 METHOD = "quantkit"
-#: What `quant_method` is in the folders of our layouts.
-METHODS = (METHOD, "gptq", "awq", "compressed-tensors", "marlin", "humming", "tcfpx")
-#: Layouts without a kernel that transformers does not read either.
-UNREAD = ("humming",)
+#: Each `quant_method` that quantkit reads and that no quantizer of transformers owns.
+METHODS = (METHOD, "humming", "tcfpx", "marlin", "gptq_marlin_24")
 
 
 class QuantkitConfig(QuantizationConfigMixin):
-    """The `quantization_config` of a folder, `stated`; with `slow` a GPU without kernels decodes, else is refused."""
+    """The `quantization_config` that a folder states.
 
-    def __init__(self, stated: Mapping[str, Any], slow: bool = False) -> None:
+    If a GPU lacks kernels, `decodes_without_kernels` lets it decode each weight; otherwise the model is refused.
+    """
+
+    def __init__(self, stated: Mapping[str, Any], decodes_without_kernels: bool = False) -> None:
         self.quant_method: Any = METHOD
         self.stated = dict(stated)
-        self.slow = slow
+        self.decodes_without_kernels = decodes_without_kernels
 
     @classmethod
     def from_dict(cls, config_dict: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
-        """Return the config of a folder's own dictionary, or of one that `wrapped` made."""
-        own = config_dict.get("quant_method") == METHOD
-        config = cls(config_dict["stated"], config_dict["slow"]) if own else cls(config_dict)
+        """Read the dictionary of a folder, or one that `as_ours` made; CheckpointError for an unknown layout."""
+        ours = config_dict.get("quant_method") == METHOD
+        config = cls(config_dict["stated"], config_dict["decodes_without_kernels"]) if ours else cls(config_dict)
         read_config(config.stated, "config.json")
         return (config, kwargs) if return_unused_kwargs else config
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what is written into config.json: what the folder had there."""
+        """Copy the entry that belongs into config.json."""
         return copy.deepcopy(self.stated)
 
 
-def wrapped(stated: Mapping[str, Any], slow: bool) -> dict[str, Any]:
-    """Return a `quantization_config` that is ours whatever its method."""
-    return {"quant_method": METHOD, "stated": dict(stated), "slow": slow}
+def as_ours(stated: Mapping[str, Any], decodes_without_kernels: bool) -> dict[str, Any]:
+    """Wrap a `quantization_config` of any method so that transformers gives it to our quantizer."""
+    return {"quant_method": METHOD, "stated": dict(stated), "decodes_without_kernels": decodes_without_kernels}
 
 
 class QuantkitQuantizer(HfQuantizer):
-    """Puts `PackedLinear`s into a model before its weights are read, and gives them their kernels after.
+    """Puts `PackedLinear`s into a model before transformers reads the weights, and repacks them for kernels after.
 
-    `notices` say which weights are decoded at each call, and why; they are warnings too.
+    `notices` name the weights that are decoded at each call, and why. They are warnings too.
     """
 
-    requires_calibration = True  # of transformers' quantizers that is said which only load what is quantized already
+    requires_calibration = True  # transformers sets this for quantizers that only load pre-quantized checkpoints
     quantization_config: QuantkitConfig
 
     def __init__(self, quantization_config: QuantkitConfig, **kwargs: Any) -> None:
@@ -82,7 +79,7 @@ class QuantkitQuantizer(HfQuantizer):
         with torch.device("cpu"):  # transformers makes tensors without data here
             src = Checkpoint(Path(checkpoint_files[0]).parent, trust_remote_code=True)  # the model's code has been run
             self.linears = swap_linears.swap(model, src)
-        self._src, self._before = src, self._forms()
+        self._src, self._saved_forms = src, self._forms()
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         gpus: list[torch.device] = []
         if isinstance(device_map, dict):
@@ -91,7 +88,7 @@ class QuantkitQuantizer(HfQuantizer):
             gpus = list(needs)
         elif device_map is not None:
             gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
-        for device in () if self.quantization_config.slow else gpus:
+        for device in () if self.quantization_config.decodes_without_kernels else gpus:
             swap_linears.require_kernels(device)
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
@@ -105,10 +102,10 @@ class QuantkitQuantizer(HfQuantizer):
             warnings.warn(line, RuntimeWarning, stacklevel=2)
 
     def is_serializable(self) -> bool:
-        """Return True, for a config that says what the packed tensors are now; CheckpointError for several layouts."""
-        if self._forms() != self._before:
+        """Return True, after the config was updated to the layout in memory; CheckpointError for several layouts."""
+        if self._forms() != self._saved_forms:
             self.quantization_config.stated = swap_linears.stated_now(self.linears, self._src)
-            self._before = self._forms()
+            self._saved_forms = self._forms()
         return True
 
     @property
@@ -123,35 +120,16 @@ class QuantkitQuantizer(HfQuantizer):
         return [(linear.layout, linear.scheme, linear.n, linear.k) for linear in self.linears.values()]
 
 
-def is_ours(stated: Mapping[str, Any]) -> bool:
-    """Return whether a `quantization_config` is one that no other quantizer of transformers reads, or one of ours."""
-    if "quantkit" in stated or stated.get("quant_method") == METHOD:
-        return True
-    try:
-        layout, _ = read_config(stated, "config.json")
-    except QuantkitError:  # its owner will say what is wrong with it
-        return False
-    return layout.NAME in kernels.MATMULS or layout.NAME in UNREAD
+def register() -> None:
+    """Register quantkit's quantizer with transformers for each method in `METHODS`; a second call changes nothing.
 
-
-def _shared(owner: Any) -> Any:
-    """Return the config class of a method that belongs to another quantizer, which leaves ours to us."""
-
-    class Shared(owner):
-        @classmethod
-        def from_dict(cls, config_dict: Any, *args: Any, **kwargs: Any) -> Any:
-            chosen = QuantkitConfig if is_ours(config_dict) else owner
-            return chosen.from_dict(config_dict, *args, **kwargs)
-
-    Shared.__name__ = Shared.__qualname__ = owner.__name__
-    return Shared
-
-
-def _register() -> None:
-    auto.register_quantizer(METHOD)(QuantkitQuantizer)
+    `AutoModelForCausalLM.from_pretrained` then opens folders in the layouts `tcfpx` and `humming`, and MARLIN folders
+    whose `quant_method` is `marlin` or `gptq_marlin_24`. All other layouts state `gptq`, `awq` or `compressed-tensors`,
+    which have an owner in transformers: there `from_pretrained` does the same as without quantkit, and `quantkit.load`
+    opens the folder packed.
+    """
+    if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
+        auto.register_quantizer(METHOD)(QuantkitQuantizer)
     for method in METHODS:
-        owner = auto.AUTO_QUANTIZATION_CONFIG_MAPPING.pop(method, None)
-        auto.register_quantization_config(method)(QuantkitConfig if owner is None else _shared(owner))
-
-
-_register()
+        if method not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
+            auto.register_quantization_config(method)(QuantkitConfig)

@@ -24,7 +24,7 @@ from quantkit.layouts.recast import restated
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.stacking import UNITS, cut, stack
 from tests.bench.test_random_model import CPU, LLAMA, QUIET, tiny
-from tests.inference.test_load import bits, decoded, from_pretrained, layers, logits, stored
+from tests.inference.test_load import bits, decoded, layers, logits, stored
 from tests.inference.test_packed_linear import gauss, same
 from tests.inference.test_packed_linear import packed as made_packed
 from tests.layouts.samples import HELD, record, tame, write_folder
@@ -342,8 +342,7 @@ def test_hooks_that_bring_activations_to_a_device_keep_linears_one(
     write_folder(small_llama, tmp_path / "out", "marlin", Schemes(Scheme.parse("int4:g128"), ignore=("lm_head",)))
     where = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
     where |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
-    offload = {"device_map": where, "offload_folder": tmp_path / "off"}
-    model = from_pretrained(tmp_path / "out", dtype=torch.float32, **offload)
+    model: Any = quantkit.load(tmp_path / "out", device_map=where, dtype=torch.float32)
     assert hasattr(model.model.layers[0].self_attn.q_proj, "_hf_hook")
     near = list(families(model))
     assert len(near) == 2 and all(Joint(family).unite() for family in near)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -110,13 +108,12 @@ def test_a_loaded_model_is_the_decoded_one_and_saves_the_same_bytes(
 ) -> None:
     path = folder(layout, label)
     expected = decoded(path)
-    ours, theirs = quantkit.load(path, device="cpu"), from_pretrained(path, dtype=torch.float32, device_map="cpu")
-    for model in (ours, theirs):
-        assert torch.equal(logits(model), expected)
-        assert [layer.layout for layer in layers(model)] == 14 * [layout]
-        assert not any(name.startswith("model.layers") and p.ndim == 2 and p.dtype == torch.float32
-                       for name, p in model.named_parameters())  # fmt: skip
-    from_pretrained(path).save_pretrained(tmp_path / "saved")
+    model = quantkit.load(path, device="cpu")
+    assert torch.equal(logits(model), expected)
+    assert [layer.layout for layer in layers(model)] == 14 * [layout]
+    assert not any(name.startswith("model.layers") and p.ndim == 2 and p.dtype == torch.float32
+                   for name, p in model.named_parameters())  # fmt: skip
+    quantkit.load(path, device="cpu", dtype=torch.float16).save_pretrained(tmp_path / "saved")
     before, after = stored(path), stored(tmp_path / "saved")
     assert before.keys() == after.keys()
     assert all(torch.equal(bits(before[name]), bits(after[name])) for name in before)
@@ -129,7 +126,7 @@ def test_half_precision_models_stay_in_their_dtype_throughout(tmp_path: Path) ->
     source = write_model("qwen2", tmp_path / "dense", torch.bfloat16)
     schemes = Schemes(Scheme.parse("int4:g32"), ignore=("lm_head",))
     write_folder(source, tmp_path / "out", "quick", schemes)
-    model = from_pretrained(tmp_path / "out", dtype="auto")
+    model = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.bfloat16)
     assert {layer.bias.dtype for layer in layers(model) if layer.bias is not None} == {torch.bfloat16}
     found = logits(model)
     assert found.dtype == torch.bfloat16
@@ -194,11 +191,11 @@ def test_experts_in_one_parameter_stay_dense_beside_packed_linears(tmp_path: Pat
     assert torch.equal(logits(model), logits(reference))
 
 
-def test_a_disk_or_a_cpu_may_hold_what_a_device_has_no_room_for(folder: Folders, tmp_path: Path) -> None:
+def test_a_disk_or_a_cpu_may_hold_what_a_device_has_no_room_for(folder: Folders) -> None:
     path = folder("marlin", "int4:g128")
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
     places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
-    model = from_pretrained(path, dtype=torch.float32, device_map=places, offload_folder=tmp_path / "off")
+    model: Any = quantkit.load(path, device_map=places, dtype=torch.float32)
     far = model.model.layers[1].mlp.up_proj
     assert far.B.device.type == "meta"  # packed words are on the disk as well, not only what is dense
     assert torch.equal(logits(model), decoded(path))
@@ -233,44 +230,6 @@ def test_text_is_the_greedy_one_and_has_its_limits(folder: Folders) -> None:
         generate(path, "abc", max_new_tokens=510, device="cpu")
 
 
-ELSEWHERE = """
-import json, sys
-{first}
-assert ("transformers" in sys.modules) == {early}
-import quantkit
-{second}
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging
-logging.disable_progress_bar()
-found = {{}}
-for path in sys.argv[1:]:
-    try:
-        model = AutoModelForCausalLM.from_pretrained(path)
-        found[path] = type(model.hf_quantizer).__name__ + " " + type(model.model.layers[0].mlp.up_proj).__name__
-    except Exception as error:
-        found[path] = type(error).__name__
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.parametrize("early", [False, True])
-def test_importing_quantkit_is_enough_and_foreign_folders_keep_their_owner(early: bool, folder: Folders) -> None:
-    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
-    ours = [folder(*case) for case in (*KERNELS[:3], *OTHERS[:2], OTHERS[-1])]
-    foreign = [folder(layout, label, False) for layout, label in (("compressed-tensors", "int4:g128"), OTHERS[2])]  # type: ignore[call-arg]
-    kernel = folder("marlin24", "int4:g128:24", False)  # type: ignore[call-arg]
-    first = "from transformers import AutoModelForCausalLM" if early else ""
-    code = ELSEWHERE.format(first=first, second="", early=early)
-    run = subprocess.run(
-        [sys.executable, "-c", code, *map(str, [*ours, *foreign, kernel])], capture_output=True, text=True, timeout=300
-    )
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
-    assert {found[str(path)] for path in (*ours, kernel)} == {"QuantkitQuantizer PackedLinear"}
-    assert found[str(foreign[0])].startswith("CompressedTensorsHfQuantizer")
-    assert found[str(foreign[1])] == "ImportError"  # transformers wants another package for its gptq
-
-
 @pytest.mark.parametrize(("layout", "label"), [("gptq", "int4:g128"), ("awq", "int4:g64:asym"), OTHERS[0]])
 def test_load_takes_folders_of_other_programs(layout: str, label: str, folder: Folders) -> None:
     path = folder(layout, label, False)  # type: ignore[call-arg]
@@ -297,7 +256,7 @@ def test_biases_that_only_the_file_knows_are_added(broken: Path) -> None:
 
 
 def test_a_model_in_several_layouts_is_not_saved_as_one(folder: Folders, tmp_path: Path) -> None:
-    model = from_pretrained(folder("gptq", "int4:g128"))
+    model = quantkit.load(folder("gptq", "int4:g128"), device="cpu", dtype=torch.float16)
     repacked = layers(model)
     assert repacked[0].repack() is None  # as some weights of a model on a GPU may be, and others not
     with pytest.raises(CheckpointError, match="gptq and marlin"):
@@ -309,7 +268,7 @@ def test_a_model_in_several_layouts_is_not_saved_as_one(folder: Folders, tmp_pat
     model.save_pretrained(tmp_path / "out")
     src = Checkpoint(tmp_path / "out")
     assert src.layout is not None and src.layout.NAME == "marlin"
-    again = from_pretrained(tmp_path / "out")
+    again = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float16)
     assert torch.equal(logits(again), logits(model)) and torch.allclose(logits(again), expected, atol=1e-2)
 
 

@@ -27,7 +27,7 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.stacking import UNITS
 from quantkit.models.block_runner import dense_model, tokenizer
 from tests.inference.test_fused_linear import attention
-from tests.inference.test_load import bits, from_pretrained, layers, logits, stored
+from tests.inference.test_load import bits, layers, logits, stored
 from tests.inference.test_packed_linear import gauss, values
 from tests.inference.test_packed_linear import packed as packed_linear
 from tests.layouts.samples import write_folder
@@ -96,14 +96,13 @@ def test_logits_by_kernel_are_those_of_the_decoded_model(
     rounded = relative_error(logits(dense_model(Checkpoint(path), dtype=dtype, device="cuda")), exact)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # nothing is decoded
-        models = [quantkit.load(path, device="cuda"), from_pretrained(path, device_map="cuda", dtype="auto")]
-    for model in models:
-        assert {layer.layout for layer in layers(model)} == {kernel}
-        assert [joint.united for joint in joints(model)] == 4 * [kernel in UNITS]
-        assert swap_linears.way(model) == f"weights by the {kernel} kernel, {str(dtype).removeprefix('torch.')}"
-        found = logits(model)
-        assert found.dtype == dtype
-        assert relative_error(found, exact) < 1.5 * rounded + 1e-3  # no further off than cuBLAS in this dtype
+        model = quantkit.load(path, device="cuda")
+    assert {layer.layout for layer in layers(model)} == {kernel}
+    assert [joint.united for joint in joints(model)] == 4 * [kernel in UNITS]
+    assert swap_linears.way(model) == f"weights by the {kernel} kernel, {str(dtype).removeprefix('torch.')}"
+    found = logits(model)
+    assert found.dtype == dtype
+    assert relative_error(found, exact) < 1.5 * rounded + 1e-3  # no further off than cuBLAS in this dtype
 
 
 @pytest.mark.parametrize(("layout", "label"), [case[:2] for case in CASES if case[1] != "int4:channel"])
@@ -282,7 +281,7 @@ def test_a_model_that_is_moved_to_a_gpu_later_is_multiplied_by_kernels(
     sources: dict[torch.dtype, Path], tmp_path: Path
 ) -> None:
     path = write(sources[torch.float16], tmp_path / "out", "gptq", "int4:g128")
-    model = from_pretrained(path, dtype="auto")
+    model: Any = quantkit.load(path, device="cpu", dtype=torch.float16)
     assert {layer.layout for layer in layers(model)} == {"gptq"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
