@@ -7,6 +7,7 @@ the ZeroQuant(4+2) paper, which gives what it saves. Both have the same tile and
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
     import torch
 
     from quantkit.core.quantized_tensor import Scheme
-    from quantkit.kernels import tcfpx_hopper
+    from quantkit.kernels import LAUNCHERS
+    from quantkit.kernels.hopper import HopperKernel, HopperTile
     from quantkit.layouts import tcfpx
 
     scheme, cuda = Scheme.parse(label), torch.device("cuda")
@@ -42,22 +44,25 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
     size = sum(part.nbytes for part in one.values())
     count = kernels.copies(size, torch.cuda.get_device_properties(cuda).L2_cache_size)
     packed = [{name: part.clone() for name, part in one.items()} for _ in range(count)]
-    plain = tcfpx_hopper.instance
+    launcher = LAUNCHERS["tcfpx"]
+    weight, plain = launcher.weight(scheme, n, k), launcher.kernels(scheme, n, k).hopper
+    assert plain is not None
 
-    def converted(*args: Any) -> str:
-        return plain(*args).removesuffix(">") + ", true>"  # the source's last template argument
+    class Converted(HopperKernel):
+        def instance(self, dtype: torch.dtype, tile: HopperTile) -> str:
+            return super().instance(dtype, tile).removesuffix(">") + ", true>"  # the source's last template argument
 
-    def call(i: int, x: torch.Tensor, out: torch.Tensor, instance: Any) -> None:
-        tcfpx_hopper.instance = instance
-        tcfpx_hopper.matmul(x, packed[i % count], scheme, n, k, out=out)
-        tcfpx_hopper.instance = plain
+    converted = Converted(**{part.name: getattr(plain, part.name) for part in fields(plain)})
+
+    def call(i: int, x: torch.Tensor, out: torch.Tensor, kernel: HopperKernel) -> None:
+        kernel.multiply(weight, x, packed[i % count], None, out)
 
     rows = []
     for m in tokens:
         random = torch.Generator(cuda).manual_seed(m)
         x = torch.randn(m, k, device=cuda, generator=random).half()
         out = torch.empty(m, n, dtype=x.dtype, device=cuda)
-        both = [kernels.prepared(partial(call, x=x, out=out, instance=i), 20.0, count) for i in (plain, converted)]
+        both = [kernels.prepared(partial(call, x=x, out=out, kernel=one), 20.0, count) for one in (plain, converted)]
         shifted, not_shifted = kernels.medians(both)
         ratio = not_shifted / shifted
         rows.append(

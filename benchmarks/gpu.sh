@@ -54,7 +54,7 @@ generate() { # whole models, dense beside packed; of 70 billion weights in FP6, 
 }
 
 several_gpus() { # of the tests only these need two
-    "$python" -m pytest -q -m gpu -k "several_gpus or on_two_gpus" tests/test_several_gpus.py tests/kernels/test_bad_input.py
+    "$python" -m pytest -q -m gpu -k "several_gpus or on_two_gpus" tests/properties/test_several_gpus.py tests/kernels/test_bad_input.py
 }
 
 sanitizer() { # every tile of the fast kernels on a small odd shape, and the naive kernels, side by side

@@ -1,6 +1,6 @@
 """Time every tile of a layout's Hopper kernel over nine layer shapes and eight token counts.
 
-The figures of the tiles in quantkit/kernels/*_hopper.py are fitted to these, and tests hold the choices to them.
+The times in `HOPPER_TILES` of quantkit/kernels/ are fitted to these figures, and tests compare the choices with them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ import torch
 from quantkit.bench.kernels import copies, flops, medians, prepared, record
 from quantkit.bench.roofline import MODELS, TOKENS, floor
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.kernels import hopper, marlin24_hopper, marlin_hopper, quick_hopper, tcfpx_hopper
-from quantkit.kernels.hopper import Tile
+from quantkit.kernels import LAUNCHERS, hopper
+from quantkit.kernels.hopper import HopperTile
 from quantkit.kernels.proof import activations, amiss, reference
 from quantkit.layouts import LAYOUTS
 
@@ -29,27 +28,14 @@ SCHEMES = {
     "quick": ["int4:g128:asym"],
     "tcfpx": ["fp6:channel", "fp5:channel"],
 }
-MODULES: dict[str, Any] = {
-    "marlin": marlin_hopper,
-    "marlin24": marlin24_hopper,
-    "quick": quick_hopper,
-    "tcfpx": tcfpx_hopper,
-}
 SIZES = ("tokens", "words", "warpgroups", "stages", "shared", "cluster")
 #: Of an H200: bytes/s of a copy, FLOP/s of a large product.
 COPY, RATE = 4.24e12, 740e12
 SMS = 132
 
 
-def launcher(layout: str, scheme: Scheme) -> tuple[Sequence[Tile], Callable[[int, int, int], Tile]]:
-    """Return the tiles of a layout's kernel for float16 and a scheme, and what it chooses for m, n, k."""
-    module, half = MODULES[layout], torch.float16
-    about = (scheme.format,) if layout == "tcfpx" else (half, scheme.group_size)
-    return module.tiles(*about), lambda m, n, k: module.choose_tile(m, n, k, SMS, *about)
-
-
 def sweep(layout: str, out: Path) -> None:
-    """Write microseconds of every tile that could be chosen, checked against float32, and of cuBLAS beside them."""
+    """Time every tile that could be chosen, and cuBLAS beside it; products are checked against float32."""
     with out.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["N", "K", "M", "scheme", *SIZES, "blocks", "time_us", "scale", "cublas_us", "floor_us"])
@@ -79,21 +65,19 @@ def _cells(layout: str, scheme: Scheme, n: int, k: int) -> list[list[Any]]:
             return torch.mm(x, weights[i % len(weights)].t(), out=y)
 
         (us_cublas,) = medians([prepared(cublas, least, len(weights))])
-        for tile in hopper.fitting(
-            hopper.holding(launcher(layout, scheme)[0], m, MODULES[layout].SEVERAL), m, n, k, SMS
-        ):
+        kernel = LAUNCHERS[layout].kernels(scheme, n, k).hopper
+        assert kernel is not None, "all layers fill the tiles"
+        for tile in kernel.candidates(torch.float16, m, n, k, SMS):
 
-            def ours(i: int, x: torch.Tensor = x, out: torch.Tensor = out, tile: Tile = tile) -> object:
-                weight = packed[i % len(packed)]
-                return MODULES[layout].matmul(
-                    x, weight, scheme, n, k, out=out.fill_(math.nan) if i < 0 else out, tile=tile
-                )
+            def ours(i: int, x: torch.Tensor = x, out: torch.Tensor = out, tile: HopperTile = tile) -> object:
+                target = out.fill_(math.nan) if i < 0 else out
+                return LAUNCHERS[layout].matmul(x, packed[i % len(packed)], scheme, n, k, out=target, tile=tile)
 
             ours(-1)
             assert amiss(out, wanted) is None, (layout, scheme.label, n, k, m, tile)
             (us,) = medians([prepared(ours, least, len(packed))])
             sizes = [int(getattr(tile, name)) for name in SIZES]
-            blocks = hopper.blocks(tile, m, n, k, SMS)
+            blocks = hopper.grid_size(tile, m, n, k, SMS)
             rows.append([m, scheme.label, *sizes, blocks, round(us, 3), 1, round(us_cublas, 3), round(least, 3)])
     return rows
 

@@ -5,7 +5,6 @@
 // them itself.
 #include "hopper_matmul.cuh"
 #include "int4.cuh"
-#include "wgmma_sparse.cuh"
 
 // GROUP: rows of k that share a scale, 0 for one scale per column.
 template <class X, int WORDS_, int WGS_, int GROUP, bool SHARED_>

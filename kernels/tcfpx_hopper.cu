@@ -103,7 +103,7 @@ struct Tcfpx {
 };
 
 template <
-    class X, int E, int M, int TOKENS, int WORDS, int WGS, int STAGES, bool SHARED, int CLUSTER,
+    class X, int TOKENS, int WORDS, int WGS, int STAGES, int E, int M, bool SHARED, int CLUSTER,
     bool CONVERTED = !IS_HALF<X>>
 __global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
 tcfpx_hopper(

@@ -1,81 +1,68 @@
-"""Which layouts a CUDA kernel of ours multiplies, and whether it can be run here.
+"""Matrix products with packed weights on a GPU: compile, load and launch the CUDA sources in the folder kernels/.
 
-`MATMULS` is the table from a layout's name to its fastest kernel, `JUDGES` to the naive one, which every other is
-compared with (ARCHITECTURE 7 and 8). The other layouts are multiplied by other programs: `verify` proves their bits.
+One module per layout (`marlin`, `marlin24`, `quick`, `tcfpx`) says which weights its kernels take, and their tiles.
+`naive`, `portable` and `hopper` launch the three kinds of kernel, `loader` and `driver` compile and start them, and
+`proof` compares products with the weight. Not in here: the CUDA code, and torch modules that use it (`inference`).
+Begin with `launcher`; docs/kernels.md explains the kernels themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
-from quantkit.kernels import (
-    loader,
-    marlin,
-    marlin24,
-    marlin24_hopper,
-    marlin24_portable,
-    marlin_hopper,
-    marlin_portable,
-    quick,
-    quick_hopper,
-    quick_portable,
-    tcfpx,
-    tcfpx_hopper,
-    tcfpx_portable,
-)
+from quantkit.kernels import loader, marlin, marlin24, naive, quick, tcfpx
+from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.launcher import Launcher
 from quantkit.kernels.loader import toolchain
+from quantkit.kernels.naive import NaiveKernel
+from quantkit.kernels.portable import PortableKernel
 
-__all__ = ["JUDGES", "MATMULS", "ONLY", "SOURCES", "missing", "none_for", "toolchain"]
+__all__ = ["JUDGES", "LAUNCHERS", "MATMULS", "ONLY", "SOURCES", "missing", "none_for", "toolchain"]
 
-#: layout name -> matmul(x, tensors, scheme, n, k, bias=None, out=None) -> [m, n] of the dtype of x, or of `out`
-MATMULS: dict[str, Callable[..., Tensor]] = {
-    "marlin": marlin.matmul,
-    "marlin24": marlin24.matmul,
-    "marlin24-ct": marlin24.matmul,
-    "tcfpx": tcfpx.matmul,
-    "quick": quick.matmul,
+LAUNCHERS: dict[str, Launcher] = {
+    "marlin": marlin.LAUNCHER,
+    "marlin24": marlin24.LAUNCHER,
+    "marlin24-ct": marlin24.LAUNCHER,
+    "tcfpx": tcfpx.LAUNCHER,
+    "quick": quick.LAUNCHER,
 }
+#: layout name -> matmul(x, tensors, scheme, n, k, bias=None, out=None) -> [m, n] of the dtype of x
+MATMULS: dict[str, Callable[..., Tensor]] = {layout: launcher.matmul for layout, launcher in LAUNCHERS.items()}
+#: As `MATMULS`, by the naive kernel, which judges the other; `out` may also be float32.
+JUDGES: dict[str, Callable[..., Tensor]] = {layout: launcher.naive for layout, launcher in LAUNCHERS.items()}
 
-#: As `MATMULS`; a float32 `out` is allowed.
-JUDGES: dict[str, Callable[..., Tensor]] = {
-    "marlin": marlin.naive,
-    "marlin24": marlin24.naive,
-    "marlin24-ct": marlin24.naive,
-    "tcfpx": tcfpx.naive,
-    "quick": quick.naive,
-}
 
-#: CUDA source -> every instance in it.
+def _instances(kernels: Iterable[NaiveKernel | PortableKernel | HopperKernel]) -> tuple[str, ...]:
+    return tuple(instance for kernel in kernels for instance in kernel.instances)
+
+
+#: CUDA source -> all its template instances.
 SOURCES = {
-    "marlin": marlin.INSTANCES,
-    "marlin_hopper": marlin_hopper.INSTANCES,
-    "marlin_portable": marlin_portable.INSTANCES,
-    "marlin24": marlin24.INSTANCES,
-    "marlin24_hopper": marlin24_hopper.INSTANCES,
-    "marlin24_portable": marlin24_portable.INSTANCES,
-    "tcfpx": tcfpx.INSTANCES,
-    "tcfpx_hopper": tcfpx_hopper.INSTANCES,
-    "tcfpx_portable": tcfpx_portable.INSTANCES,
-    "quick": quick.INSTANCES,
-    "quick_hopper": quick_hopper.INSTANCES,
-    "quick_portable": quick_portable.INSTANCES,
+    naive.SOURCE: _instances([marlin.NAIVE, marlin24.NAIVE, quick.NAIVE, *tcfpx.NAIVE.values()]),
+    "marlin_portable": marlin.PORTABLE.instances,
+    "marlin_hopper": _instances(marlin.HOPPER.values()),
+    "marlin24_portable": marlin24.PORTABLE.instances,
+    "marlin24_hopper": _instances(marlin24.HOPPER.values()),
+    "tcfpx_portable": _instances(tcfpx.PORTABLE.values()),
+    "tcfpx_hopper": _instances(tcfpx.HOPPER.values()),
+    "quick_portable": quick.PORTABLE.instances,
+    "quick_hopper": _instances(quick.HOPPER.values()),
 }
-
-#: Sources with instructions that only some architectures have.
-ONLY = dict.fromkeys(("marlin_hopper", "marlin24_hopper", "quick_hopper", "tcfpx_hopper"), ("sm_90a",))
+#: CUDA source -> the only architectures that it compiles for.
+ONLY = {source: ("sm_90a",) for source in SOURCES if source.endswith("_hopper")}
 
 
 def none_for(layout: str) -> str:
-    """Return how it is said that a layout has no kernel."""
+    """Say that a layout has no kernel."""
     return f"no kernel of quantkit's own multiplies {layout}"
 
 
 def missing(layout: str, device: torch.device) -> str | None:
-    """Return why the kernel of `layout` cannot be run on `device`, None if it can."""
+    """Explain why the kernel of `layout` cannot run on `device`; None if it can."""
     if layout not in MATMULS:
         return none_for(layout)
     if device.type != "cuda":

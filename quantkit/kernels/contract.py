@@ -1,6 +1,7 @@
-"""What every launcher asks of its operands, before anything is launched: one line for the first that is not so.
+"""Checks of a kernel's operands before anything is launched; the first problem is one line of error.
 
-A kernel that read the wrong bytes would give a wrong number, and one that read past them would poison the process.
+A kernel that read the wrong bytes would return wrong numbers. One that read past them would break the CUDA context of
+the whole process.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 from quantkit.core.quantized_tensor import dtype_name
 from quantkit.errors import KernelError
 
-#: dtype of activations and outputs -> its name in the sources.
+#: dtype of activations and outputs -> its name in the CUDA sources.
 TYPES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"}
 ACTIVATIONS = (torch.float16, torch.bfloat16)
 #: Bytes that vector loads are aligned to.
@@ -23,51 +24,60 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class Weight:
-    """A packed weight as a kernel takes it: `tensors` are suffix -> (dtype, shape), `n` and `k` multiples of these."""
+    """The packed weight `[n, k]` that the kernels of a layout expect.
+
+    `tensors` maps a suffix to its dtype and shape, the scales last. `n` and `k` must be multiples of `n_unit` and
+    `k_unit`. `group` is the number of weights along k that share a scale; None if the kernels take no such argument.
+    """
 
     layout: str
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]
     n: int
     k: int
-    of_n: int
-    of_k: int
+    n_unit: int
+    k_unit: int
+    group: int | None = None
+
+    @property
+    def group_argument(self) -> list[int]:
+        return [] if self.group is None else [self.group]
 
 
 def check(weight: Weight, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, out: Tensor | None) -> Tensor:
-    """Return where the product goes: `out`, or a new tensor `[m, n]` of the dtype of `x`.
+    """Check all operands, and return `out` or a new tensor `[m, n]` of the dtype of `x` for the product.
 
-    KernelError unless `x` is float16 or bfloat16 `[m, k]`, m at least 1, `tensors` are those of `weight`, `bias` is
-    `[n]` of the dtype of `x`, `out` is `[m, n]` of that or float32, and all are contiguous on one CUDA device, at
-    addresses that are multiples of 16 bytes (but for the bias).
+    KernelError unless `x` is float16 or bfloat16 `[m, k]` with m >= 1, `tensors` match `weight`, `bias` is `[n]` of
+    the dtype of `x`, and `out` is `[m, n]` of that dtype or float32. All must be contiguous, on one CUDA device, and
+    (except the bias) at addresses that are multiples of 16 bytes.
     """
     name, n, k = weight.layout, weight.n, weight.k
-    for letter, size, unit in (("n", n, weight.of_n), ("k", k, weight.of_k)):
+    for letter, size, unit in (("n", n, weight.n_unit), ("k", k, weight.k_unit)):
         if size < 1 or size % unit:
             raise KernelError(f"the {name} kernel needs {letter} to be a multiple of {unit}, and it is {size}")
     if x.ndim != 2 or x.shape[1] != k or not 1 <= x.shape[0] < 2**31:
         raise KernelError(f"the {name} kernel takes activations [m, {k}] with m >= 1, not {list(x.shape)}")
-    _operand(name, "activations", x, ACTIVATIONS, (x.shape[0], k), x.device)
+    _check_operand(name, "activations", x, ACTIVATIONS, (x.shape[0], k), x.device)
     for suffix, (dtype, shape) in weight.tensors.items():
         if suffix not in tensors:
             raise KernelError(f"the {name} kernel needs the tensor {suffix!r}, which is missing")
-        _operand(name, suffix, tensors[suffix], (dtype,), shape, x.device)
+        _check_operand(name, suffix, tensors[suffix], (dtype,), shape, x.device)
     if bias is not None:
-        _operand(name, "bias", bias, (x.dtype,), (n,), x.device, alignment=1)
+        _check_operand(name, "bias", bias, (x.dtype,), (n,), x.device, alignment=1)
     if out is not None:
-        _operand(name, "out", out, (x.dtype, torch.float32), (x.shape[0], n), x.device)
-    if x.device.type != "cuda":  # where all others are
+        _check_operand(name, "out", out, (x.dtype, torch.float32), (x.shape[0], n), x.device)
+    if x.device.type != "cuda":  # all other operands are on the same device
         raise _not_on_a_gpu(name, "activations", x.device)
     return torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if out is None else out
 
 
-def same_dtype(layout: str, x: Tensor, out: Tensor) -> None:
-    """Raise KernelError if a product is asked in another dtype than its activations: only naive kernels have both."""
+def check_same_dtype(layout: str, x: Tensor, out: Tensor) -> None:
+    """Raise KernelError if `out` has another dtype than the activations, which only naive kernels can write."""
     if out.dtype != x.dtype:
         wanted, asked = dtype_name(x.dtype), dtype_name(out.dtype)
         raise KernelError(f"the fast {layout} kernels write {wanted} as their activations are, not {asked}")
 
 
-def _operand(
+def _check_operand(
     layout: str,
     what: str,
     tensor: Tensor,

@@ -1,59 +1,65 @@
-"""The frame of every Hopper kernel (kernels/hopper_matmul.cuh): its tiles, what they are expected to take, the launch.
+"""Launch of the kernels for Hopper, in the frame kernels/hopper_matmul.cuh: their tiles, and how one is chosen.
 
-A weight is cut into tiles of columns by tokens. As many blocks as the multiprocessors hold take whole tiles in rounds,
-and even shares of the steps along k of the tiles that are left; or each tile is a cluster's, of two to eight blocks.
-`estimate` says what each would take.
+A weight is cut into tiles of columns by tokens. Without clusters, every block takes whole tiles in rounds, and the
+steps along k of the remaining tiles are split evenly among all blocks. With clusters, each tile belongs to one cluster
+of two to eight blocks. `HopperKernel.estimate` predicts the time of each choice.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
 from quantkit.kernels import loader
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check, check_same_dtype
 from quantkit.kernels.tensormap import tensor_map
 from quantkit.kernels.workspace import workspace
 
 #: As in the source: k in a stage, threads of a warpgroup, blocks of the largest cluster.
-K_STEP, WARPGROUP, MANY = 128, 128, 8
-#: Microseconds of a launch, TFLOP/s of all multiprocessors together, and how much shows of what runs beside something
-#: longer.
-LAUNCH, SUSTAINED, HIDDEN = 1.5, 700.0, 0.1
+K_STEP, WARPGROUP, MAX_CLUSTER = 128, 128, 8
 
-#: Of the room for blocks what clusters of three to eight can have, since each lies in one part of the device: of 264
-#: blocks on an H200 the driver says 224 (clusters of seven) to 248 (of four).
+# The model of the device, fitted to the sweeps benchmarks/h200/*_tiles.csv (an H200).
+#: Microseconds of a launch.
+LAUNCH_US = 1.5
+#: TFLOP/s of all multiprocessors together.
+SUSTAINED_TFLOPS = 700.0
+#: Share of the shorter of two overlapping phases that still adds to the time.
+NOT_HIDDEN = 0.1
+#: Columns of a tile -> GB/s at which weights are read.
+BANDWIDTH = {256: 4200.0, 128: 4100.0, 64: 3000.0}
+#: Share of the resident blocks that clusters of three to eight can use, since each needs one part of the device
+#: (benchmarks/h200/resident_clusters.csv).
 CLUSTERED = 0.84
 
-#: Number of a tensor that a launch has read -> the tensor, its version and address then.
+#: id of a tensor that a launch has read -> the tensor, and its version and address then.
 _READ: dict[int, tuple[weakref.ref[Tensor], tuple[int, int]]] = {}
 
 
 @dataclass(frozen=True)
-class Tile:
-    """An instance of a kernel but for types and schemes, and what it takes.
+class HopperTile:
+    """The template arguments of an instance, and its measured times.
 
-    `words` are the products that a warpgroup has side by side, 64 columns each; `warpgroups` take stages in turn or,
-    `shared`, all of them. `cluster` is 0 for the dealt grid, else the blocks that share a tile; in a list of tiles MANY
-    stands for as many as there is room for (`fitting`). `step` and `end` are microseconds of a step along k and of what
-    follows the last one; `dealt` is what sharing tiles with other blocks takes.
+    A warpgroup has `words` products side by side, of 64 columns each. The `warpgroups` take stages in turn or, if
+    `shared`, all of them take every stage. `cluster` is the number of blocks that share a tile, 0 without clusters. In
+    lists of tiles MAX_CLUSTER stands for as many as fit. `step_us` is the time of a step along k, and `end_us` of all
+    that follows the last one. `split_us` is added for a tile that several blocks share without a cluster.
     """
 
     tokens: int
     words: int
     warpgroups: int
     stages: int
-    shared: bool
-    cluster: int
-    step: float = 0.0
-    end: float = 0.0
-    dealt: float = 0.0
+    shared: bool = False
+    cluster: int = 0
+    step_us: float = 0.0
+    end_us: float = 0.0
+    split_us: float = 0.0
 
     @property
     def columns(self) -> int:
@@ -61,153 +67,183 @@ class Tile:
 
     @property
     def owners(self) -> int:
-        """Warpgroups that end up with sums."""
+        """Warpgroups that hold final sums."""
         return self.warpgroups if self.shared else 1
 
     @property
-    def summed_twice(self) -> bool:
-        """Whether threads have registers for the sums of a group beside those of all groups."""
+    def holds_group_sums(self) -> bool:
+        """Whether threads have registers for the sums of one group beside the sums of all groups."""
         return self.words * self.tokens <= 128
 
     @property
     def resident(self) -> int:
-        """Blocks that a multiprocessor holds."""
+        """Blocks that run on a multiprocessor at the same time."""
         return 2 if self.warpgroups == 1 else 1
 
+
+def rare_tiles(tiles: Iterable[HopperTile]) -> tuple[HopperTile, ...]:
+    """Select one plain tile per token count: enough for rarely used formats and group sizes, and quick to compile."""
+    return tuple(tile for tile in tiles if tile.words == 2 and not tile.cluster and not tile.shared)
+
+
+@dataclass(frozen=True, eq=False)
+class HopperKernel:
+    """The kernels of kernels/`source`.cu for one group size or format, which is the template argument `variant`.
+
+    `tensor_maps(tile, words, scales, n, k)` makes the descriptors of the weight's tensors. A stage takes
+    `stage_bytes_per_weight` of shared memory for each weight, rounded up to `stage_alignment`. The estimate assumes
+    that `read_bytes_per_weight` come from memory. Tiles of `several_tokens` or more are also tried where m tokens need
+    several of them. `scaled_by_group`: scales change along k. `sparse`: two of each four weights along k are stored,
+    and no tile may reach beyond the weight, because zeros are not valid metadata.
+    """
+
+    source: str
+    variant: str
+    tiles: tuple[HopperTile, ...]
+    tensor_maps: Callable[[HopperTile, Sequence[Tensor], Tensor, int, int], list[bytes]]
+    stage_bytes_per_weight: float
+    read_bytes_per_weight: float
+    several_tokens: int
+    stage_alignment: int = 1
+    scaled_by_group: bool = False
+    sparse: bool = False
+    bandwidth: Mapping[int, float] = field(default_factory=lambda: BANDWIDTH)
+    sustained_tflops: float = SUSTAINED_TFLOPS
+
+    def tiles_for(self, dtype: torch.dtype) -> tuple[HopperTile, ...]:
+        """List the tiles that exist for activations of a dtype.
+
+        Where warpgroups share a stage, float16 scales are multiplied into the weights. bfloat16 would round the
+        product, so there a thread needs registers for the sums of a group.
+        """
+        if dtype == torch.float16 or not self.scaled_by_group:
+            return self.tiles
+        return tuple(tile for tile in self.tiles if not tile.shared or tile.holds_group_sums)
+
+    def instance(self, dtype: torch.dtype, tile: HopperTile) -> str:
+        """Build the C++ name of the instance for activations of a dtype; all clusters above two share one."""
+        sizes = f"{tile.tokens}, {tile.words}, {tile.warpgroups}, {tile.stages}"
+        cluster = MAX_CLUSTER if tile.cluster > 2 else tile.cluster
+        return f"{self.source}<{TYPES[dtype]}, {sizes}, {self.variant}, {str(tile.shared).lower()}, {cluster}>"
+
+    @functools.cached_property
+    def instances_by_dtype(self) -> dict[torch.dtype, tuple[str, ...]]:
+        """dtype of the activations -> the instances of all tiles, which are compiled together."""
+        return {dtype: tuple(self.instance(dtype, tile) for tile in self.tiles_for(dtype)) for dtype in ACTIVATIONS}
+
     @property
-    def sizes(self) -> str:
-        """The template arguments that are the tile's, as text, but for those of `sharing`."""
-        return f"{self.tokens}, {self.words}, {self.warpgroups}, {self.stages}"
+    def instances(self) -> tuple[str, ...]:
+        return sum(self.instances_by_dtype.values(), ())
 
-    @property
-    def sharing(self) -> str:
-        """The template arguments `shared` and `cluster`, as text: one instance does for all large clusters."""
-        return f"{str(self.shared).lower()}, {MANY if self.cluster > 2 else self.cluster}"
+    def stage_bytes(self, tile: HopperTile) -> int:
+        """Compute the shared memory of one stage of the weight: codes, scales and metadata."""
+        needed = int(tile.columns * K_STEP * self.stage_bytes_per_weight)
+        return ceil(needed, self.stage_alignment) * self.stage_alignment
 
-    def bytes(self, room: int, sparse: bool) -> int:
-        """Return the shared memory of a block whose stages have `room` bytes of weights: stages, sums, rows of y."""
-        sums = self.words * self.tokens // 2
-        handed = 0 if self.shared else (self.warpgroups - 1) * WARPGROUP * self.words * self.tokens * 2
-        out = 4 * self.owners * (16 if self.words == 1 and self.tokens > 8 else 8) * self.words * 32
-        unit = 2 * self.words if sparse else 4 if sums >= 32 else 2
-        few = self.cluster > 0 and sums * self.owners <= 32
-        places = max(MANY if self.cluster > 2 else 2, 2 * sums // unit)
-        apart = 512 * self.owners * unit * places if few else 0
-        return 1024 + self.stages * (self.tokens * 2 * K_STEP + room + 16) + handed + out + apart + 16
+    def shared_bytes(self, tile: HopperTile) -> int:
+        """Compute the shared memory of a block, as `Frame` in kernels/hopper_matmul.cuh lays it out."""
+        sums = tile.words * tile.tokens // 2
+        handed_over = 0 if tile.shared else (tile.warpgroups - 1) * WARPGROUP * tile.words * tile.tokens * 2
+        out = 4 * tile.owners * (16 if tile.words == 1 and tile.tokens > 8 else 8) * tile.words * 32
+        unit = 2 * tile.words if self.sparse else 4 if sums >= 32 else 2
+        places = max(MAX_CLUSTER if tile.cluster > 2 else 2, 2 * sums // unit)
+        few_sums = tile.cluster > 0 and sums * tile.owners <= 32  # neighbours' sums have memory beside the stages
+        neighbours = 512 * tile.owners * unit * places if few_sums else 0
+        stages = tile.stages * (tile.tokens * 2 * K_STEP + self.stage_bytes(tile) + 16)
+        return 1024 + stages + handed_over + out + neighbours + 16
 
+    def estimate(self, tile: HopperTile, m: int, n: int, k: int, sms: int) -> float:
+        """Predict the microseconds of a product `[m, k] x [k, n]` on `sms` multiprocessors."""
+        tiles = ceil(m, tile.tokens) * ceil(n, tile.columns)
+        if tile.cluster:
+            rounds = ceil(tiles * tile.cluster, sms * tile.resident)
+            steps = rounds * (ceil(ceil(k, K_STEP), tile.cluster) * tile.step_us + tile.end_us)
+        else:
+            steps = _time_in_rounds(tile, tiles, k, grid_size(tile, m, n, k, sms))
+        read = n * k * self.read_bytes_per_weight / self.bandwidth[tile.columns] / 1e3
+        multiply = 2 * tiles * tile.tokens * tile.columns * k / self.sustained_tflops / 1e6
+        bound = max(read, multiply)
+        return LAUNCH_US + max(steps, bound) + NOT_HIDDEN * min(steps, bound)
 
-def blocks(tile: Tile, m: int, n: int, k: int, sms: int) -> int:
-    """Return how many blocks are launched: clusters, or as many as there are tiles or room for.
+    def candidates(self, dtype: torch.dtype, m: int, n: int, k: int, sms: int) -> list[HopperTile]:
+        """List the tiles that a product `[m, k] x [k, n]` may be launched on, with their clusters in a size that fits.
 
-    Fewer tiles than would fill the multiprocessors are dealt out unless a block's share would be as long as a tile.
-    """
-    whole = ceil(m, tile.tokens) * ceil(n, tile.columns)
-    if tile.cluster:
-        return whole * tile.cluster
-    most = min(sms * tile.resident, whole * ceil(k, K_STEP))
-    return most if whole >= most else min(whole, most, key=lambda grid: _in_rounds(tile, whole, k, grid))
+        These are the tiles of the fewest tokens that hold all m, and those of `several_tokens` or more that m fills.
+        """
+        tiles = self.tiles_for(dtype)
+        least = min((tile.tokens for tile in tiles if tile.tokens >= m), default=max(tile.tokens for tile in tiles))
+        some = [tile for tile in tiles if tile.tokens == least or self.several_tokens <= tile.tokens < m]
+        return fit_clusters([tile for tile in some if not self.sparse or n % tile.columns == 0], m, n, k, sms)
 
+    def multiply(
+        self,
+        weight: Weight,
+        x: Tensor,
+        tensors: Mapping[str, Tensor],
+        bias: Tensor | None,
+        out: Tensor | None,
+        tile: HopperTile | None = None,
+    ) -> Tensor:
+        """Check the operands and launch; returns `[m, n]` in the dtype of `x`. `tile` overrides the choice.
 
-def estimate(tile: Tile, m: int, n: int, k: int, sms: int, reading: float, sustained: float = SUSTAINED) -> float:
-    """Return the microseconds expected of a product on `sms` multiprocessors; reading its weight takes `reading`."""
-    whole = ceil(m, tile.tokens) * ceil(n, tile.columns)
-    if tile.cluster:
-        rounds = ceil(whole * tile.cluster, sms * tile.resident)
-        compute = rounds * (ceil(ceil(k, K_STEP), tile.cluster) * tile.step + tile.end)
-    else:
-        compute = _in_rounds(tile, whole, k, blocks(tile, m, n, k, sms))
-    products = 2 * whole * tile.tokens * tile.columns * k / sustained / 1e6
-    bound = max(reading, products)
-    return LAUNCH + max(compute, bound) + HIDDEN * min(compute, bound)
-
-
-def holding(tiles: Sequence[Tile], m: int, several: int) -> list[Tile]:
-    """Return the tiles of the fewest tokens that hold all m, and those of `several` or more of which m takes some."""
-    least = min((tile.tokens for tile in tiles if tile.tokens >= m), default=max(tile.tokens for tile in tiles))
-    return [tile for tile in tiles if tile.tokens == least or several <= tile.tokens < m]
-
-
-def fitting(tiles: Iterable[Tile], m: int, n: int, k: int, sms: int) -> list[Tile]:
-    """Return the tiles that a product `[m, k] x [k, n]` may be launched on, clusters in the size that they have for it.
-
-    Each block of a cluster has a step along k, and of large clusters there are no more than are resident at once:
-    others would wait for these to end, which about doubles the time.
-    """
-    fit, steps = [], ceil(k, K_STEP)
-    for tile in tiles:
-        if tile.cluster == MANY:
-            room = CLUSTERED * sms * tile.resident / (ceil(m, tile.tokens) * ceil(n, tile.columns))
-            tile = replace(tile, cluster=min(MANY, steps, int(room)))
-            if tile.cluster < 3:
-                continue
-        if tile.cluster <= steps:
-            fit.append(tile)
-    return fit
-
-
-def choose(
-    tiles: Iterable[Tile],
-    m: int,
-    n: int,
-    k: int,
-    sms: int,
-    reading: Callable[[Tile], float],
-    sustained: float = SUSTAINED,
-) -> Tile:
-    """Return the `fitting` tile of least estimate for a product `[m, k] x [k, n]`.
-
-    A tile reads its weight in `reading(tile)` microseconds.
-    """
-    return min(fitting(tiles, m, n, k, sms), key=lambda tile: estimate(tile, m, n, k, sms, reading(tile), sustained))
-
-
-def launch(
-    source: str,
-    instances: Sequence[str],
-    instance: str,
-    tile: Tile,
-    room: int,
-    x: Tensor,
-    maps: Sequence[bytes],
-    scales: Tensor,
-    weights: Sequence[Tensor],
-    bias: Tensor | None,
-    out: Tensor,
-    sparse: bool = False,
-) -> None:
-    """Launch an instance, one of `instances` that are compiled together, on activations `[m, k]`.
-
-    `maps` are those of its weight, `weights` the tensors behind them, `room` the bytes of a stage's weights. A weight
-    that was read before may be fetched while the launch in front of this one still runs, since nothing that came before
-    in the stream can still be writing it. `sparse`: of each four along k, two are stored.
-    """
-    (m, k), n = x.shape, out.shape[1]
-    sms = multiprocessors(x.device)
-    sums, counters = workspace(source, x.device, 2 * sms * 256 * 128, 4 * sms)
-    x_map = tensor_map(x, (m, k), (tile.tokens, 64), 2, swizzled=True)
-    together = instances if instance in instances else (instance,)  # a tile that is only tried
-    function = loader.load(source, together, x.device).functions[instance]
-    args = [x_map, *maps, scales, bias, out, sums, counters, m, n, k]
-    read = [*weights, scales] if bias is None else [*weights, scales, bias]
-    grid, threads, shared = _sizes(tile, m, n, k, sms, room, sparse)
-    at = loader.launch(function, grid, threads, args, shared, cluster=tile.cluster, early=_read_before(read))
-    if not at.graph:  # what is captured has not read anything yet
-        _remember(read)
+        KernelError for operands that cannot be multiplied. `workspace` explains the limits on streams and CUDA graphs.
+        The launch may fetch weights while the one before it still runs, if they were read before and not written since.
+        """
+        out = check(weight, x, tensors, bias, out)
+        check_same_dtype(weight.layout, x, out)
+        (m, k), n, sms = x.shape, weight.n, multiprocessors(x.device)
+        tile = tile or choose_tile(self, x.dtype, m, n, k, sms)
+        *words, scales = packed = [tensors[suffix] for suffix in weight.tensors]
+        maps = self.tensor_maps(tile, words, scales, n, k)
+        sums, counters = workspace(self.source, x.device, 2 * sms * 256 * 128, 4 * sms)
+        x_map = tensor_map(x, (m, k), (tile.tokens, 64), 2, swizzled=True)
+        instance, together = self.instance(x.dtype, tile), self.instances_by_dtype[x.dtype]
+        listed = together if instance in together else (instance,)  # a benchmark may try other tiles
+        function = loader.load(self.source, listed, x.device).functions[instance]
+        arguments = [x_map, *maps, scales, bias, out, sums, counters, m, n, k]
+        read = packed if bias is None else [*packed, bias]
+        grid, threads, shared = _launch_sizes(self, tile, m, n, k, sms)
+        early = _was_read_before(read)
+        place = loader.launch(function, grid, threads, arguments, shared, cluster=tile.cluster, early=early)
+        if not place.graph:  # a captured launch has not read anything yet
+            _remember(read)
+        return out
 
 
 @functools.lru_cache(maxsize=4096)
-def _sizes(
-    tile: Tile, m: int, n: int, k: int, sms: int, room: int, sparse: bool
-) -> tuple[tuple[int, ...], tuple[int, ...], int]:
-    """Return the grid, the threads of a block, and its bytes of shared memory.
+def choose_tile(kernel: HopperKernel, dtype: torch.dtype, m: int, n: int, k: int, sms: int) -> HopperTile:
+    """Choose the candidate with the least estimate for a product `[m, k] x [k, n]`; of equals the first."""
+    return min(kernel.candidates(dtype, m, n, k, sms), key=lambda tile: kernel.estimate(tile, m, n, k, sms))
 
-    KernelError for a cluster with a block that would have no step: it ends while its neighbours still write to it.
+
+def fit_clusters(tiles: Iterable[HopperTile], m: int, n: int, k: int, sms: int) -> list[HopperTile]:
+    """Select the tiles that a product may use, and replace MAX_CLUSTER by the largest size that fits.
+
+    Each block of a cluster needs a step along k. Large clusters must all be resident at once: others would wait for
+    these to end, which about doubles the time.
     """
-    if tile.cluster > ceil(k, K_STEP):
-        raise KernelError(
-            f"a cluster of {tile.cluster} blocks has no {K_STEP} of k for each where k = {k}: use a tile of `fitting`"
-        )
-    return (blocks(tile, m, n, k, sms),), (WARPGROUP * (tile.warpgroups + 1),), tile.bytes(room, sparse)
+    found, steps = [], ceil(k, K_STEP)
+    for tile in tiles:
+        if tile.cluster == MAX_CLUSTER:
+            blocks_per_tile = CLUSTERED * sms * tile.resident / (ceil(m, tile.tokens) * ceil(n, tile.columns))
+            tile = replace(tile, cluster=min(MAX_CLUSTER, steps, int(blocks_per_tile)))
+            if tile.cluster < 3:
+                continue
+        if tile.cluster <= steps:
+            found.append(tile)
+    return found
+
+
+def grid_size(tile: HopperTile, m: int, n: int, k: int, sms: int) -> int:
+    """Compute the number of blocks: clusters, or as many blocks as there are tiles or resident blocks.
+
+    Fewer tiles than resident blocks are split among all of these, unless a share would take as long as a tile.
+    """
+    tiles = ceil(m, tile.tokens) * ceil(n, tile.columns)
+    if tile.cluster:
+        return tiles * tile.cluster
+    most = min(sms * tile.resident, tiles * ceil(k, K_STEP))
+    return most if tiles >= most else min(tiles, most, key=lambda grid: _time_in_rounds(tile, tiles, k, grid))
 
 
 def ceil(a: int, b: int) -> int:
@@ -219,11 +255,35 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _read_before(tensors: Sequence[Tensor]) -> bool:
+def _time_in_rounds(tile: HopperTile, tiles: int, k: int, grid: int) -> float:
+    """Predict the microseconds of rounds of whole tiles, then of even shares of the remaining steps."""
+    steps = ceil(k, K_STEP)
+    rounds, left = divmod(tiles, grid)
+    share = ceil(left * steps, grid) * tile.step_us + tile.end_us + tile.split_us if left else 0.0
+    return rounds * (steps * tile.step_us + tile.end_us) + share
+
+
+@functools.lru_cache(maxsize=4096)
+def _launch_sizes(
+    kernel: HopperKernel, tile: HopperTile, m: int, n: int, k: int, sms: int
+) -> tuple[tuple[int, ...], tuple[int, ...], int]:
+    """Compute the grid, the threads of a block, and its bytes of shared memory.
+
+    KernelError if a block of a cluster has no step along k: it would end while its neighbours still write to it.
+    """
+    if tile.cluster > ceil(k, K_STEP):
+        raise KernelError(
+            f"a cluster of {tile.cluster} blocks has no {K_STEP} of k for each where k = {k}: "
+            "use a tile of `fit_clusters`"
+        )
+    return (grid_size(tile, m, n, k, sms),), (WARPGROUP * (tile.warpgroups + 1),), kernel.shared_bytes(tile)
+
+
+def _was_read_before(tensors: Sequence[Tensor]) -> bool:
     """Return whether a launch has read these very tensors, and torch has written to none of them since.
 
-    A write in place is counted in the version; `.data = ` and `module.to` are not, but change the address. What is
-    written through `.data` itself is not seen (docs/kernels.md).
+    torch counts a write in place in the tensor's version. `.data = ` and `module.to` change the address instead. A
+    write through `.data` itself is not seen (docs/kernels.md).
     """
     for tensor in tensors:
         before = _READ.get(id(tensor))
@@ -236,22 +296,14 @@ def _remember(tensors: Sequence[Tensor]) -> None:
     for tensor in tensors:
         before, state = _READ.get(id(tensor)), _state(tensor)
         if state is not None and (before is None or before[0]() is not tensor or before[1] != state):
-            _READ[id(tensor)] = weakref.ref(tensor, partial(_gone, id(tensor))), state
+            _READ[id(tensor)] = weakref.ref(tensor, functools.partial(_forget, id(tensor))), state
 
 
 def _state(tensor: Tensor) -> tuple[int, int] | None:
-    """Return what changes when torch writes to a tensor; None for tensors whose writes it does not count."""
+    """Return what changes when torch writes to a tensor; None for inference tensors, whose writes it does not count."""
     return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
 
 
-def _gone(name: int, dead: object) -> None:
-    if name in _READ and _READ[name][0] is dead:  # else it is another tensor's already
-        del _READ[name]
-
-
-def _in_rounds(tile: Tile, whole: int, k: int, grid: int) -> float:
-    """The microseconds of as many whole tiles for every block, and then of even shares of the steps that are left."""
-    steps = ceil(k, K_STEP)
-    rounds, left = divmod(whole, grid)
-    share = ceil(left * steps, grid) * tile.step + tile.end + tile.dealt if left else 0.0
-    return rounds * (steps * tile.step + tile.end) + share
+def _forget(key: int, dead: object) -> None:
+    if key in _READ and _READ[key][0] is dead:  # else the id already belongs to another tensor
+        del _READ[key]

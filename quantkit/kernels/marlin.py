@@ -1,45 +1,99 @@
-"""Launches the kernels of dense MARLIN: the naive one of kernels/marlin.cu, or the fastest for the device."""
+"""Kernels of dense MARLIN (docs/layouts.md, section 3): the weights that they take, and their tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
+from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.kernels import loader, marlin_hopper, marlin_portable
-from quantkit.kernels.naive import instances, multiply
-from quantkit.kernels.weights import marlin_weight
+from quantkit.errors import KernelError
+from quantkit.kernels.contract import Weight
+from quantkit.kernels.hopper import K_STEP, MAX_CLUSTER, HopperKernel, HopperTile, rare_tiles
+from quantkit.kernels.launcher import Kernels, Launcher
+from quantkit.kernels.naive import NaiveKernel
+from quantkit.kernels.portable import PortableKernel, PortableTile
+from quantkit.kernels.tensormap import tensor_map
 
-INSTANCES = instances("marlin_naive")
+#: Checkpoints have groups of 128 or one scale per row. vLLM repacks to 64 and 32 (docs/layouts.md, 3.6).
+GROUPS = (128, 64, 32, None)
+#: Costs from an H200, for 28672 x 4096. Few tokens are split along k, so that all multiprocessors have work.
+PORTABLE_TILES = (
+    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, cost=18.1),
+    PortableTile(fragments=2, wn=4, wm=1, wk=2, stages=3, blocks=2, cost=21.9),
+    PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=1, cost=35.4),
+    PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=65.2),
+)
+#: Fitted to the sweep benchmarks/h200/marlin_tiles.csv.
+HOPPER_TILES = (
+    HopperTile(tokens=8, words=2, warpgroups=1, stages=6, step_us=0.507, end_us=1.6, split_us=1.5),
+    HopperTile(tokens=8, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.377, end_us=2.9),
+    HopperTile(tokens=8, words=4, warpgroups=1, stages=4, step_us=0.605, end_us=0.9, split_us=5.3),
+    HopperTile(tokens=8, words=4, warpgroups=1, stages=4, cluster=MAX_CLUSTER, step_us=0.688, end_us=3.2),
+    HopperTile(tokens=8, words=4, warpgroups=2, stages=8, step_us=0.289, end_us=0.1, split_us=8.0),
+    HopperTile(tokens=16, words=2, warpgroups=1, stages=6, step_us=0.327, end_us=2.0, split_us=4.5),
+    HopperTile(tokens=16, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.656, end_us=0.8),
+    HopperTile(tokens=16, words=4, warpgroups=1, stages=4, step_us=0.755, end_us=0.1, split_us=7.8),
+    HopperTile(tokens=32, words=1, warpgroups=1, stages=6, cluster=2, step_us=0.438, end_us=0.3),
+    HopperTile(tokens=32, words=2, warpgroups=2, stages=8, step_us=0.355, end_us=3.2, split_us=0.3),
+    HopperTile(tokens=32, words=4, warpgroups=2, stages=6, step_us=0.497, end_us=3.0, split_us=4.4),
+    HopperTile(tokens=64, words=1, warpgroups=2, stages=6, shared=True, step_us=0.434, end_us=1.2, split_us=3.6),
+    HopperTile(tokens=64, words=1, warpgroups=2, stages=6, shared=True, cluster=2, step_us=0.541, end_us=0.0),
+    HopperTile(tokens=64, words=2, warpgroups=1, stages=4, step_us=0.695, end_us=1.6, split_us=6.0),
+    HopperTile(tokens=128, words=1, warpgroups=1, stages=3, step_us=0.811, end_us=2.1),
+    HopperTile(tokens=128, words=1, warpgroups=2, stages=5, shared=True, step_us=0.528, end_us=4.7, split_us=0.3),
+    HopperTile(tokens=128, words=1, warpgroups=2, stages=5, shared=True, cluster=2, step_us=0.544, end_us=0.2),
+    HopperTile(tokens=128, words=2, warpgroups=2, stages=4, shared=True, step_us=0.949, end_us=1.2, split_us=7.1),
+    HopperTile(tokens=256, words=1, warpgroups=2, stages=3, shared=True, step_us=0.736, end_us=0.3, split_us=10.0),
+    HopperTile(tokens=256, words=1, warpgroups=2, stages=3, shared=True, cluster=2, step_us=0.738, end_us=7.7),
+)
 
 
-def naive(
-    x: Tensor,
-    tensors: Mapping[str, Tensor],
-    scheme: Scheme,
-    n: int,
-    k: int,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Multiply activations `[m, k]` with `B` and `s` (LAYOUTS 3.1); n % 64 == 0, k % 16 == 0.
-
-    The product `[m, n]` is in the dtype of `out`, see `contract.check`. KernelError for what cannot be multiplied.
-    """
-    weight = marlin_weight(scheme, n, k)
-    return multiply("marlin", INSTANCES, weight, x, tensors, bias, out, sizes=[k // scheme.groups(k)])
+def _weight(scheme: Scheme, n: int, k: int) -> Weight:
+    if scheme.format != INT4 or not scheme.symmetric or scheme.group_size not in GROUPS:
+        raise KernelError(
+            f"the marlin kernel takes symmetric int4 in groups of 128, 64, 32 or none, not {scheme.label}"
+        )
+    g = scheme.groups(k)
+    tensors = {"B": (torch.int32, (k // 16, 2 * n)), "s": (torch.float16, (g, n))}
+    return Weight("marlin", tensors, n, k, n_unit=64, k_unit=16, group=scheme.group_size or k)
 
 
-def matmul(
-    x: Tensor,
-    tensors: Mapping[str, Tensor],
-    scheme: Scheme,
-    n: int,
-    k: int,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """As `naive`, by the kernel for the device of `x`; the product has the dtype of `x`."""
-    kernel = marlin_hopper if loader.is_hopper(x.device) else marlin_portable
-    return kernel.matmul(x, tensors, scheme, n, k, bias, out)
+def _tensor_maps(
+    group: int | None, tile: HopperTile, words: Sequence[Tensor], scales: Tensor, n: int, k: int
+) -> list[bytes]:
+    codes = tensor_map(words[0], (k // 16, n), (K_STEP // 16, tile.columns), 8)
+    if group is None:
+        return [codes, codes]  # the kernel reads one scale per row without a map
+    return [codes, tensor_map(scales, (k // group, n), (K_STEP // group, tile.columns), 2)]
+
+
+def _hopper(group: int | None) -> HopperKernel:
+    return HopperKernel(
+        "marlin_hopper",
+        variant=str(group or 0),
+        tiles=HOPPER_TILES if group in (128, None) else rare_tiles(HOPPER_TILES),
+        tensor_maps=partial(_tensor_maps, group),
+        stage_bytes_per_weight=0.5 + (2 / group if group else 0),
+        stage_alignment=128,
+        read_bytes_per_weight=0.5 + 2 / 128,
+        several_tokens=128,
+        scaled_by_group=group is not None,
+    )
+
+
+NAIVE = NaiveKernel("marlin_naive")
+#: A stage has codes, and scales of groups of at least 32.
+PORTABLE = PortableKernel("marlin_portable", PORTABLE_TILES, bytes_per_weight=0.5 + 2 / 32)
+HOPPER = {group: _hopper(group) for group in GROUPS}
+
+
+def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
+    # A single group is stored as one scale per row (docs/layouts.md, 3.3).
+    return Kernels(NAIVE, PORTABLE, HOPPER[scheme.group_size if scheme.groups(k) > 1 else None])
+
+
+LAUNCHER = Launcher(_weight, _kernels)

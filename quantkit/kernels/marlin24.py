@@ -1,45 +1,94 @@
-"""Launches the kernels of Sparse-MARLIN: the naive one of kernels/marlin24.cu, or the fastest for the device."""
+"""Kernels of Sparse-MARLIN (docs/layouts.md, section 5): the weights that they take, and their tiles."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from functools import partial
 
+import torch
 from torch import Tensor
 
+from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Scheme
-from quantkit.kernels import loader, marlin24_hopper, marlin24_portable
-from quantkit.kernels.naive import instances, multiply
-from quantkit.kernels.weights import marlin24_weight
+from quantkit.errors import KernelError
+from quantkit.kernels.contract import Weight
+from quantkit.kernels.hopper import K_STEP, MAX_CLUSTER, HopperKernel, HopperTile
+from quantkit.kernels.launcher import Kernels, Launcher
+from quantkit.kernels.naive import NaiveKernel
+from quantkit.kernels.portable import PortableKernel, PortableTile
+from quantkit.kernels.tensormap import tensor_map
 
-INSTANCES = instances("marlin24_naive")
+GROUPS = (128, None)
+#: Costs from an H200, for 28672 x 4096. Few tokens are split along k, so that all multiprocessors have work.
+PORTABLE_TILES = (
+    PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=4, blocks=2, cost=15.0),
+    PortableTile(fragments=2, wn=4, wm=1, wk=2, stages=4, blocks=2, cost=18.3),
+    PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=4, blocks=1, cost=30.5),
+    PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=52.9),
+)
+#: Fitted to the sweep benchmarks/h200/marlin24_tiles.csv.
+HOPPER_TILES = (
+    HopperTile(tokens=8, words=2, warpgroups=1, stages=8, step_us=0.389, end_us=0.0, split_us=2.4),
+    HopperTile(tokens=8, words=4, warpgroups=1, stages=4, cluster=MAX_CLUSTER, step_us=0.463, end_us=4.1),
+    HopperTile(tokens=8, words=4, warpgroups=2, stages=8, step_us=0.193, end_us=7.1),
+    HopperTile(tokens=16, words=2, warpgroups=1, stages=6, step_us=0.342, end_us=0.7, split_us=3.4),
+    HopperTile(tokens=16, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.475, end_us=1.3),
+    HopperTile(tokens=16, words=4, warpgroups=1, stages=4, step_us=0.549, end_us=2.7, split_us=5.0),
+    HopperTile(tokens=32, words=2, warpgroups=1, stages=6, step_us=0.452, end_us=0.4, split_us=3.9),
+    HopperTile(tokens=32, words=4, warpgroups=2, stages=6, step_us=0.389, end_us=4.8, split_us=1.2),
+    HopperTile(tokens=64, words=2, warpgroups=1, stages=4, step_us=0.482, end_us=2.0, split_us=3.7),
+    HopperTile(tokens=64, words=2, warpgroups=2, stages=5, shared=True, step_us=0.332, end_us=8.5, split_us=0.2),
+    HopperTile(tokens=64, words=2, warpgroups=2, stages=6, cluster=2, step_us=0.47, end_us=0.1),
+    HopperTile(tokens=128, words=2, warpgroups=2, stages=4, shared=True, step_us=0.4, end_us=6.1, split_us=7.5),
+    HopperTile(tokens=128, words=2, warpgroups=2, stages=4, shared=True, cluster=2, step_us=0.42, end_us=10.0),
+)
 
 
-def naive(
-    x: Tensor,
-    tensors: Mapping[str, Tensor],
-    scheme: Scheme,
-    n: int,
-    k: int,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Multiply activations `[m, k]` with `B_24`, `B_meta` and `s` (LAYOUTS 5.1); n % 64 == 0, k % 32 == 0.
-
-    The product `[m, n]` is in the dtype of `out`, see `contract.check`. KernelError for what cannot be multiplied.
-    """
-    weight, tensors = marlin24_weight(scheme, n, k, tensors)
-    return multiply("marlin24", INSTANCES, weight, x, tensors, bias, out, sizes=[k // scheme.groups(k)])
+def _weight(scheme: Scheme, n: int, k: int) -> Weight:
+    if scheme.format != INT4 or scheme.sparsity is None or scheme.group_size not in GROUPS:
+        raise KernelError(f"the marlin24 kernel takes 2:4 int4 in groups of 128 or none, not {scheme.label}")
+    g, words = scheme.groups(k), (k // 32, 2 * n)
+    tensors = {"B_24": (torch.int32, words), "B_meta": (torch.int16, words), "s": (torch.float16, (g, n))}
+    return Weight("marlin24", tensors, n, k, n_unit=64, k_unit=32, group=scheme.group_size or k)
 
 
-def matmul(
-    x: Tensor,
-    tensors: Mapping[str, Tensor],
-    scheme: Scheme,
-    n: int,
-    k: int,
-    bias: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """As `naive`, by the fastest kernel for the device of `x`; the product has the dtype of `x`."""
-    hopper = loader.is_hopper(x.device) and marlin24_hopper.takes(n, k)
-    return (marlin24_hopper if hopper else marlin24_portable).matmul(x, tensors, scheme, n, k, bias, out)
+def _tensor_maps(
+    group: int | None, tile: HopperTile, words: Sequence[Tensor], scales: Tensor, n: int, k: int
+) -> list[bytes]:
+    rows = K_STEP // 32
+    codes = tensor_map(words[0], (k // 32, n), (rows, tile.columns), 8)
+    metadata = tensor_map(words[1], (k // 32, n // 2), (rows, tile.columns // 2), 8)
+    if group is None:
+        return [codes, metadata, codes]  # the kernel reads one scale per row without a map
+    return [codes, metadata, tensor_map(scales, (k // group, n), (1, tile.columns), 2)]
+
+
+def _hopper(group: int | None) -> HopperKernel:
+    return HopperKernel(
+        "marlin24_hopper",
+        variant=str(group or 0),
+        tiles=HOPPER_TILES,
+        tensor_maps=partial(_tensor_maps, group),
+        stage_bytes_per_weight=0.375 + (2 / group if group else 0),
+        read_bytes_per_weight=0.375 + 2 / 128,
+        several_tokens=64,
+        scaled_by_group=group is not None,
+        sparse=True,
+        sustained_tflops=1000.0,  # two of each four weights are multiplied
+    )
+
+
+NAIVE = NaiveKernel("marlin24_naive")
+#: A stage has codes of half of the weights, metadata, and scales of groups of at least 32.
+PORTABLE = PortableKernel("marlin24_portable", PORTABLE_TILES, bytes_per_weight=0.375 + 2 / 32)
+HOPPER = {group: _hopper(group) for group in GROUPS}
+
+
+def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
+    # The Hopper kernel takes whole tiles. A single group is stored as one scale per row (docs/layouts.md, 5.2).
+    whole = n % 128 == 0 and k % K_STEP == 0
+    return Kernels(NAIVE, PORTABLE, HOPPER[scheme.group_size if scheme.groups(k) > 1 else None] if whole else None)
+
+
+#: The names of compressed-tensors stand for those of vLLM (docs/layouts.md, 5.1).
+LAUNCHER = Launcher(_weight, _kernels, {"weight_packed": "B_24", "meta": "B_meta", "scale_packed": "s"})

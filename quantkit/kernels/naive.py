@@ -1,48 +1,45 @@
-"""How the naive kernels are launched, which is the same for every layout (kernels/naive.cuh)."""
+"""Launch of the naive kernels, kernels/naive.cu: one thread for each output, the reference for every faster kernel."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from quantkit.kernels import loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check
 
-#: Threads of a block, each with one of this many neighbouring outputs.
+SOURCE = "naive"
+#: Threads of a block, each with one of as many neighbouring outputs.
 THREADS = 64
 
 
-def instances(kernel: str, *variants: str) -> tuple[str, ...]:
-    """Return the name expressions of a naive kernel: activations in, the same or float32 out, for each variant."""
-    pairs = [(TYPES[x], y) for x in ACTIVATIONS for y in (TYPES[x], "float")]
-    return tuple(_instance(kernel, *pair, variant) for pair in pairs for variant in variants or ("",))
+@dataclass(frozen=True)
+class NaiveKernel:
+    """The naive kernel `name` in kernels/naive.cu; `variant` are its template arguments after the dtypes."""
 
+    name: str
+    variant: str = ""
 
-def multiply(
-    source: str,
-    listed: Sequence[str],
-    weight: Weight,
-    x: Tensor,
-    tensors: Mapping[str, Tensor],
-    bias: Tensor | None,
-    out: Tensor | None,
-    *,
-    variant: str = "",
-    sizes: Sequence[int] = (),
-) -> Tensor:
-    """Check the operands and launch the instance of `listed` for their dtypes; returns `[m, n]`, see `check`.
+    def instance(self, x: torch.dtype, out: torch.dtype) -> str:
+        """Build the C++ name of the instance for activations and outputs of two dtypes."""
+        return f"{self.name}<{', '.join(filter(None, (TYPES[x], TYPES[out], self.variant)))}>"
 
-    `sizes` are what the kernel wants to know besides n and k.
-    """
-    out = check(weight, x, tensors, bias, out)
-    kernel = _instance(f"{source}_naive", TYPES[x.dtype], TYPES[out.dtype], variant)
-    parts = [tensors[suffix] for suffix in weight.tensors]
-    grid = (x.shape[0], weight.n // THREADS)
-    args = [*parts, x, bias, out, weight.n, weight.k, *sizes]
-    loader.launch(loader.load(source, listed, x.device).functions[kernel], grid, (THREADS,), args)
-    return out
+    @functools.cached_property
+    def instances(self) -> tuple[str, ...]:
+        """All instances: outputs have the dtype of the activations, or float32."""
+        return tuple(self.instance(x, out) for x in ACTIVATIONS for out in (x, torch.float32))
 
-
-def _instance(kernel: str, x: str, y: str, variant: str) -> str:
-    return f"{kernel}<{', '.join(filter(None, (x, y, variant)))}>"
+    def multiply(
+        self, weight: Weight, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, out: Tensor | None
+    ) -> Tensor:
+        """Check the operands and launch; see `contract.check` for what is refused, and for the result `[m, n]`."""
+        out = check(weight, x, tensors, bias, out)
+        packed = [tensors[suffix] for suffix in weight.tensors]
+        arguments = [*packed, x, bias, out, weight.n, weight.k, *weight.group_argument]
+        function = loader.load(SOURCE, self.instances, x.device).functions[self.instance(x.dtype, out.dtype)]
+        loader.launch(function, (x.shape[0], weight.n // THREADS), (THREADS,), arguments)
+        return out

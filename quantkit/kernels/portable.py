@@ -1,42 +1,45 @@
-"""Launches the kernels for sm_80 and newer, which share a frame (kernels/portable.cuh): one source for each layout.
+"""Launch of the kernels for sm_80 and newer: one source per layout in the frame kernels/portable.cuh.
 
-A product is cut into tiles of outputs, and each tile along k into units; every block takes the same number of
-consecutive units, so all multiprocessors finish together whatever the shape. Blocks that share a tile leave float32
-parts in a workspace, added in order of k by the last of them: results are the same bits in every run on a device.
+A product is cut into tiles of outputs, and each tile along k into units. Every block takes the same number of
+consecutive units, so all multiprocessors finish together, whatever the shape. Blocks that share a tile write float32
+partial sums to a workspace, and the last of them adds these in order of k. Runs on one device return the same bits.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from quantkit.errors import KernelError
 from quantkit.kernels import loader
-from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check, same_dtype
+from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check, check_same_dtype
 from quantkit.kernels.workspace import workspace
 
 THREADS = 256
-#: Tokens of one launch: the kernels count units in 32 bits.
-TOKENS = 1 << 14
-#: Eights of tokens of a warp whose sums are in shared memory at once.
-SUMMED = 4
-#: Bytes of shared memory that the system takes of each block.
+#: Most tokens of one launch, because the kernels count units in 32 bits.
+MAX_TOKENS = 1 << 14
+#: Fragments of a warp whose sums are in shared memory at the same time.
+FRAGMENTS_AT_ONCE = 4
+#: Bytes of shared memory that CUDA reserves in each block.
 RESERVED = 1024
+#: The kernels find the group of an index along k by a multiplication, which is exact below this value of group * k.
+GROUP_LIMIT = 1 << 34
 
 
 @dataclass(frozen=True)
-class Tile:
-    """The numbers of an instance, in the order of the source: eight warps, wn by wm by wk of them along n, m and k.
+class PortableTile:
+    """The template arguments of an instance: eight warps, `wn` by `wm` by `wk` of them along n, m and k.
 
-    A warp has 64 rows of the weight, 8 * `eights` tokens, and 64 of k in each stage. `stages` are in shared memory at a
-    time; a multiprocessor has the registers for `blocks` blocks. `cost` is no number of the source, but what it takes
-    to multiply with as many tokens as it holds, beside the kernel's other tiles.
+    A warp multiplies 64 rows of the weight by `fragments` of 8 tokens each, and 64 of k in each stage. `stages` are in
+    shared memory at a time, and a multiprocessor has the registers for `blocks` blocks. `cost` is measured, in
+    microseconds, with as many tokens as the tile holds.
     """
 
-    eights: int
+    fragments: int
     wn: int
     wm: int
     wk: int
@@ -44,116 +47,126 @@ class Tile:
     blocks: int
     cost: float
 
-    # Of a tile: rows of the weight, tokens, and k of a unit.
     @property
     def n(self) -> int:
+        """Rows of the weight in a tile."""
         return 64 * self.wn
 
     @property
     def m(self) -> int:
-        return 8 * self.eights * self.wm
+        """Tokens of a tile."""
+        return 8 * self.fragments * self.wm
 
     @property
     def k(self) -> int:
+        """Weights along k in a unit."""
         return 64 * self.wk
 
+    @property
+    def arguments(self) -> str:
+        """The template arguments as text."""
+        return f"{self.fragments}, {self.wn}, {self.wm}, {self.wk}, {self.stages}, {self.blocks}"
+
     def units(self, m: int, n: int, k: int) -> int:
-        """Return in how many units a product is cut."""
+        """Count the units of a product."""
         return -(-m // self.m) * -(-n // self.n) * -(-k // self.k)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """The kernels of kernels/`source`.cu for one layout and format, which is the template argument `variant`.
+@dataclass(frozen=True, eq=False)
+class PortableKernel:
+    """The kernels of kernels/`source`.cu for one format, which is the template argument `variant`.
 
-    `stage(n, k)` are the bytes of shared memory for a stage of the weight, the source's `BYTES`. The costs of `tiles`
-    are microseconds on an H200 for 28672 x 4096.
+    A stage takes `bytes_per_weight` of shared memory for each weight, scales included: `BYTES` in the source.
     """
 
     source: str
-    tiles: tuple[Tile, ...]
-    stage: Callable[[int, int], int]
+    tiles: tuple[PortableTile, ...]
+    bytes_per_weight: float
     variant: str = ""
 
-    def instance(self, dtype: torch.dtype, tile: Tile) -> str:
-        """Return the name expression for activations of a dtype."""
-        return f"{self.source}<{', '.join(filter(None, (TYPES[dtype], self.variant, *map(str, astuple(tile)[:-1]))))}>"
+    def instance(self, dtype: torch.dtype, tile: PortableTile) -> str:
+        """Build the C++ name of the instance for activations of a dtype."""
+        return f"{self.source}<{', '.join(filter(None, (TYPES[dtype], self.variant, tile.arguments)))}>"
 
     @functools.cached_property
     def instances(self) -> tuple[str, ...]:
         return tuple(self.instance(dtype, tile) for dtype in ACTIVATIONS for tile in self.tiles)
 
-    def shared(self, tile: Tile) -> int:
-        """Return the bytes of shared memory: the stages, later the sums of some tokens of all warps, padded."""
-        stage = self.stage(tile.n, tile.k) + 2 * tile.m * tile.k
-        at_once = tile.m * min(tile.eights, SUMMED) // tile.eights
-        return max(tile.stages * stage, 4 * tile.wk * at_once * (tile.n + 4))
+    def shared_bytes(self, tile: PortableTile) -> int:
+        """Compute the shared memory of a block: the stages, reused later for padded sums of some tokens."""
+        stage = int(tile.n * tile.k * self.bytes_per_weight) + 2 * tile.m * tile.k
+        tokens = tile.m * min(tile.fragments, FRAGMENTS_AT_ONCE) // tile.fragments
+        return max(tile.stages * stage, 4 * tile.wk * tokens * (tile.n + 4))
 
-    def choose_tile(self, m: int) -> Tile:
-        """Return the tile for m tokens: the one of which as many as hold them cost least.
+    def choose_tile(self, m: int) -> PortableTile:
+        """Choose the tile that costs least for m tokens.
 
-        n, k and the device do not matter: units divide well among any number of multiprocessors.
+        n, k and the device do not matter, because units divide well among any number of multiprocessors.
         """
         return min(self.tiles, key=lambda tile: -(-m // tile.m) * tile.cost)
 
     def workspace_size(self, sms: int) -> tuple[int, int]:
-        """Return the float32 sums and int32 counters that a launch may use: of a block two parts of a tile, and one."""
+        """Count the float32 sums and int32 counters of a launch: per block parts of two tiles, and one counter."""
         sums = max(2 * sms * tile.blocks * tile.m * tile.n for tile in self.tiles)
         return sums, sms * max(tile.blocks for tile in self.tiles)
 
+    def multiply(
+        self,
+        weight: Weight,
+        x: Tensor,
+        tensors: Mapping[str, Tensor],
+        bias: Tensor | None,
+        out: Tensor | None,
+        tile: PortableTile | None = None,
+    ) -> Tensor:
+        """Check the operands and launch; returns `[m, n]` in the dtype of `x`, the bias added in float32.
 
-def split(tile: Tile, m: int, n: int, k: int, resident: int) -> tuple[int, int]:
-    """Return how many units each block takes, and the number of blocks, at most `resident`."""
+        `tile` overrides the choice. KernelError for operands that cannot be multiplied. `workspace` explains the limits
+        on streams and CUDA graphs.
+        """
+        group, k = weight.group, weight.k
+        if group is not None and group < k and group * k >= GROUP_LIMIT:
+            raise KernelError(
+                f"the {weight.layout} kernel takes groups of fewer than {GROUP_LIMIT // k} for k = {k}, not {group}"
+            )
+        out = check(weight, x, tensors, bias, out)
+        check_same_dtype(weight.layout, x, out)
+        packed = [tensors[suffix] for suffix in weight.tensors]
+        for start in range(0, x.shape[0], MAX_TOKENS):
+            rows = slice(start, start + MAX_TOKENS)
+            self._launch(x[rows], packed, bias, out[rows], tile, weight.group_argument)
+        return out
+
+    def _launch(
+        self,
+        x: Tensor,
+        packed: Sequence[Tensor],
+        bias: Tensor | None,
+        out: Tensor,
+        tile: PortableTile | None,
+        group: Sequence[int],
+    ) -> None:
+        (m, k), n = x.shape, out.shape[1]
+        sms, shared_memory = _multiprocessors(x.device)
+        tile = tile or self.choose_tile(m)
+        shared = self.shared_bytes(tile)
+        resident = sms * min(tile.blocks, shared_memory // (shared + RESERVED))
+        units, blocks = split(tile, m, n, k, resident)
+        sums, arrived = workspace(self.source, x.device, *self.workspace_size(sms))
+        function = loader.load(self.source, self.instances, x.device).functions[self.instance(x.dtype, tile)]
+        arguments = [*packed, x, bias, out, sums, arrived, m, n, k, units, *group]
+        loader.launch(function, (blocks,), (THREADS,), arguments, shared)
+
+
+def split(tile: PortableTile, m: int, n: int, k: int, resident: int) -> tuple[int, int]:
+    """Compute the units of each block, and the number of blocks, at most `resident`."""
     units = tile.units(m, n, k)
-    per = -(-units // resident)
-    return per, -(-units // per)
-
-
-def multiply(
-    kernel: Kernel,
-    weight: Weight,
-    x: Tensor,
-    tensors: Mapping[str, Tensor],
-    bias: Tensor | None,
-    out: Tensor | None,
-    tile: Tile | None,
-    sizes: Sequence[int] = (),
-) -> Tensor:
-    """Check the operands and launch; returns `[m, n]` in the dtype of `x`, the bias added in float32.
-
-    `tile` overrides the choice; `sizes` are what the kernel wants to know besides m, n and k. KernelError for what
-    cannot be multiplied. See `workspace` about streams and CUDA graphs.
-    """
-    out = check(weight, x, tensors, bias, out)
-    same_dtype(weight.layout, x, out)
-    parts = [tensors[suffix] for suffix in weight.tensors]
-    for start in range(0, x.shape[0], TOKENS):
-        _launch(kernel, x[start : start + TOKENS], parts, bias, out[start : start + TOKENS], tile, sizes)
-    return out
-
-
-def _launch(
-    kernel: Kernel,
-    x: Tensor,
-    parts: Sequence[Tensor],
-    bias: Tensor | None,
-    out: Tensor,
-    tile: Tile | None,
-    sizes: Sequence[int],
-) -> None:
-    (m, k), n = x.shape, out.shape[1]
-    sms, shared = _multiprocessors(x.device)
-    tile = tile or kernel.choose_tile(m)
-    resident = sms * min(tile.blocks, shared // (kernel.shared(tile) + RESERVED))
-    per, blocks = split(tile, m, n, k, resident)
-    sums, arrived = workspace(kernel.source, x.device, *kernel.workspace_size(sms))
-    function = loader.load(kernel.source, kernel.instances, x.device).functions[kernel.instance(x.dtype, tile)]
-    args = [*parts, x, bias, out, sums, arrived, m, n, k, per, *sizes]
-    loader.launch(function, (blocks,), (THREADS,), args, kernel.shared(tile))
+    per_block = -(-units // resident)
+    return per_block, -(-units // per_block)
 
 
 @functools.cache
 def _multiprocessors(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors, and the bytes of shared memory of each."""
+    """Ask for the number of multiprocessors, and the bytes of shared memory of each."""
     found = torch.cuda.get_device_properties(device)
     return found.multi_processor_count, found.shared_memory_per_multiprocessor

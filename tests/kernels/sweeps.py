@@ -1,4 +1,4 @@
-"""The committed sweeps of tiles (benchmarks/h200/*_tiles.csv): how far what is chosen lies behind what was fastest."""
+"""The committed sweeps of tiles (benchmarks/h200/*_tiles.csv): time of the chosen tile over the fastest."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from quantkit.kernels.hopper import Tile, blocks
+from quantkit.kernels.hopper import HopperTile, grid_size
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "h200"
 SIZES = ("tokens", "words", "warpgroups", "stages", "shared", "cluster")
 H200 = 132
 
 
-def behind(layout: str, label: str, choose: Callable[[int, int, int], Tile]) -> dict[tuple[int, int, int], float]:
-    """Return for every (m, n, k) of a layout's sweep of a scheme the time of what is launched over the least.
+def behind(layout: str, label: str, choose: Callable[[int, int, int], HopperTile]) -> dict[tuple[int, int, int], float]:
+    """Map every (m, n, k) in the sweep of a scheme to the time of the chosen tile over the least time.
 
-    `choose(m, n, k)` is the launcher's choice; its tile must have been timed on the grid that it is launched on. Rows
-    are of several runs: `scale` brings those of earlier ones to the clocks of the last, by tiles that both timed.
+    `choose(m, n, k)` is the launcher's choice. Its tile must have been timed on the grid that it is launched on. Rows
+    come from several runs, and `scale` corrects the clocks of earlier ones.
     """
     times: dict[tuple[int, int, int], dict[tuple[int, ...], float]] = defaultdict(dict)
     with (FOLDER / f"{layout}_tiles.csv").open() as file:
@@ -31,6 +31,6 @@ def behind(layout: str, label: str, choose: Callable[[int, int, int], Tile]) -> 
 
     def time(cell: tuple[int, int, int]) -> float:
         tile = choose(*cell)
-        return times[cell][(*(int(getattr(tile, name)) for name in SIZES), blocks(tile, *cell, H200))]
+        return times[cell][(*(int(getattr(tile, name)) for name in SIZES), grid_size(tile, *cell, H200))]
 
     return {cell: time(cell) / min(found.values()) for cell, found in times.items()}

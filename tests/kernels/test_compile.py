@@ -15,10 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.core.quantized_tensor import Scheme
 from quantkit.kernels import ONLY, SOURCES, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES
-from quantkit.kernels.weights import SPLITS
 from tests.kernels.test_hopper import CASES
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
@@ -76,10 +74,10 @@ def test_instances_compile_and_none_spills(name: str, arch: str, some: Callable[
 
 #: layout -> its weight's type on Hopper, by X, words, warpgroups, group or bits, whether stages are shared.
 WEIGHTS = {
-    "marlin": "Marlin<{x}, {words}, {groups}, {about}, {shared}>",
-    "marlin24": "Marlin24<{x}, {words}, {groups}, {about}, {shared}>",
-    "quick": "Quick<{x}, {words}, {groups}, {about}, {shared}>",
-    "tcfpx": "Tcfpx<{x}, {about}, {words}, {groups}, {shared}, !IS_HALF<{x}>>",
+    "marlin": "Marlin<{x}, {words}, {groups}, {variant}, {shared}>",
+    "marlin24": "Marlin24<{x}, {words}, {groups}, {variant}, {shared}>",
+    "quick": "Quick<{x}, {words}, {groups}, {variant}, {shared}>",
+    "tcfpx": "Tcfpx<{x}, {variant}, {words}, {groups}, {shared}, !IS_HALF<{x}>>",
 }
 
 
@@ -88,14 +86,11 @@ def test_a_block_is_given_the_shared_memory_that_its_kernel_lays_out(layout: str
     """A byte too few is a write into nothing, which only a GPU would show."""
     case, checks = CASES[layout], []
     for label, dtype in itertools.product(case.labels, ACTIVATIONS):
-        scheme = Scheme.parse(label)
-        fmt, group = scheme.format, scheme.group_size
-        for tile in case.all_tiles(label, dtype):
-            room = case.module.room(tile, fmt if layout == "tcfpx" else group)
-            about = SPLITS[fmt] if layout == "tcfpx" else group or 0
+        kernel = case.kernel(label)
+        for tile in kernel.tiles_for(dtype):
             sizes = {"words": tile.words, "groups": tile.warpgroups, "shared": str(tile.shared).lower()}
-            weight = WEIGHTS[layout].format(x=TYPES[dtype], about=about, **sizes)
-            given = tile.bytes(room, layout == "marlin24") - 1024 - 16 * tile.stages - 16
+            weight = WEIGHTS[layout].format(x=TYPES[dtype], variant=kernel.variant, **sizes)
+            given = kernel.shared_bytes(tile) - 1024 - 16 * tile.stages - 16
             checks.append(
                 f"static_assert(laid_out<{weight}, {tile.tokens}, {tile.stages}, {tile.cluster}>() == {given});"
             )

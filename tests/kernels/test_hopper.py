@@ -1,4 +1,4 @@
-"""The kernels for Hopper, all in one frame: every token count, tile, odd shape and weight, and early launches."""
+"""The Hopper kernels: their schedule and tiles without a GPU; on one every token count, tile, odd shape and weight."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import hopper, loader, marlin24_hopper, marlin_hopper, proof, quick_hopper, tcfpx_hopper
-from quantkit.kernels.hopper import K_STEP, MANY, Tile, ceil
+from quantkit.kernels import LAUNCHERS, hopper, loader, proof
+from quantkit.kernels.hopper import K_STEP, MAX_CLUSTER, HopperKernel, HopperTile, ceil
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import weight
 from tests.kernels.test_naive import on_gpu, poisoned
@@ -29,48 +29,50 @@ TYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Case:
-    """A kernel: schemes of which the first two are tried most, shapes that fill no tiles, and one for unit vectors."""
+    """The schemes and shapes of a layout: the first two schemes are tested most.
 
-    module: Any
+    `odd` are shapes that do not fill their tiles, `units` is the shape for unit vectors.
+    """
+
+    layout: str
     labels: tuple[str, ...]
     odd: tuple[tuple[int, int], ...]
     units: tuple[int, int]
 
-    def all_tiles(self, label: str, dtype: torch.dtype) -> tuple[Tile, ...]:
-        scheme = Scheme.parse(label)
-        about = (scheme.format,) if self.module is tcfpx_hopper else (dtype, scheme.group_size)
-        found: tuple[Tile, ...] = self.module.tiles(*about)
+    def kernel(self, label: str) -> HopperKernel:
+        found = LAUNCHERS[self.layout].kernels(Scheme.parse(label), 4096, 4096).hopper
+        assert found is not None
         return found
 
-    def tiles(self, label: str, n: int, k: int, dtype: torch.dtype) -> list[Tile]:
-        """Return the tiles that exist for a scheme and have a place in a weight `[n, k]`."""
-        found = [
+    def tiles(self, label: str, n: int, k: int, dtype: torch.dtype) -> list[HopperTile]:
+        """List the tiles that exist for a scheme and may be used for a weight `[n, k]`, clusters in three sizes."""
+        kernel = self.kernel(label)
+        return [
             replace(tile, cluster=size)
-            for tile in self.all_tiles(label, dtype)
-            for size in ((3, 5, 8) if tile.cluster == MANY else (tile.cluster,))
-            if size <= ceil(k, K_STEP)
+            for tile in kernel.tiles_for(dtype)
+            for size in ((3, 5, 8) if tile.cluster == MAX_CLUSTER else (tile.cluster,))
+            if size <= ceil(k, K_STEP) and (not kernel.sparse or n % tile.columns == 0)
         ]
-        return [tile for tile in found if self.module is not marlin24_hopper or n % tile.columns == 0]
 
 
 CASES = {
     "marlin": Case(
-        marlin_hopper,
+        "marlin",
         ("int4:g128", "int4:channel", "int4:g64", "int4:g32"),
         ((64, 256), (320, 1152), (1024, 2048)),
         (320, 384),
     ),
     "marlin24": Case(
-        marlin24_hopper, ("int4:g128:24", "int4:channel:24"), ((128, 256), (768, 1152), (1024, 2048)), (768, 768)
+        "marlin24", ("int4:g128:24", "int4:channel:24"), ((128, 256), (768, 1152), (1024, 2048)), (768, 768)
     ),
     "quick": Case(
-        quick_hopper,
+        "quick",
         ("int4:g128:asym", "int4:g128", "int4:g64:asym", "int4:g32:asym"),
         ((128, 256), (384, 1152), (1024, 2048)),
         (384, 768),
     ),
     "tcfpx": Case(
-        tcfpx_hopper,
+        "tcfpx",
         ("fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"),
         ((64, 192), (320, 64), (320, 1152)),
         (320, 320),
@@ -143,17 +145,17 @@ def product(
     q: QuantizedTensor,
     x: Tensor,
     bias: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: HopperTile | None = None,
 ) -> Tensor:
-    """Return the kernel's product, in an output that was poisoned."""
+    """Multiply into an output that was filled with NaN."""
     n, k = q.shape
-    out = poisoned(x.shape[0], n, x.dtype)
-    found: Tensor = CASES[layout].module.matmul(x, tensors, q.scheme, n, k, bias, out, tile=tile)
-    return found
+    return LAUNCHERS[layout].matmul(x, tensors, q.scheme, n, k, bias, poisoned(x.shape[0], n, x.dtype), tile=tile)
 
 
-def agrees(layout: str, label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: Tile | None, bias: bool) -> None:
-    """Compare with float32 three times: nothing may be left out, and nothing may vary."""
+def agrees(
+    layout: str, label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: HopperTile | None, bias: bool
+) -> None:
+    """Compare with float32 three times; no output may be missing, and no bit may vary."""
     tensors, q = on_gpu(layout, weight(label, n, k, seed=m))
     w = q.dequantize()
     x = proof.activations(w, m, dtype)
@@ -166,16 +168,15 @@ def agrees(layout: str, label: str, n: int, k: int, m: int, dtype: torch.dtype, 
 
 @pytest.mark.parametrize(("layout", "label"), ALL)
 def test_every_tile_fits_a_multiprocessor(layout: str, label: str) -> None:
-    case, scheme = CASES[layout], Scheme.parse(label)
+    kernel = CASES[layout].kernel(label)
     for dtype in TYPES:
-        found = case.tiles(label, 4096, 4096, dtype)
+        found = CASES[layout].tiles(label, 4096, 4096, dtype)
         assert {tile.tokens for tile in found} >= {8, 32, 64}
         for tile in found:
-            room = case.module.room(tile, scheme.format if layout == "tcfpx" else scheme.group_size)
-            assert tile.resident * (tile.bytes(room, layout == "marlin24") + 1024) <= 228 * 1024, tile
+            assert tile.resident * (kernel.shared_bytes(tile) + 1024) <= 228 * 1024, tile
             assert tile.shared or tile.stages % tile.warpgroups == 0
-            assert tile.columns in case.module.BANDWIDTH
-    assert len(set(case.module.INSTANCES)) == len(case.module.INSTANCES)
+            assert tile.columns in kernel.bandwidth
+    assert len(set(kernel.instances)) == len(kernel.instances)
 
 
 @settings(max_examples=300, deadline=None)
@@ -186,24 +187,24 @@ def test_every_tile_fits_a_multiprocessor(layout: str, label: str) -> None:
     st.integers(1, 600),
     st.sampled_from([16, 78, 114, 132, 144]),
 )
-def test_no_cluster_has_a_block_without_work_nor_waits_for_another(
+def test_no_cluster_has_an_idle_block_or_waits_for_another_cluster(
     layout: str, m: int, wide: int, deep: int, sms: int
 ) -> None:
-    """A block without a step of its own would not meet the others, and what is not resident takes a second wave."""
+    """A block without a step of its own would miss the cluster's barrier; blocks that are not resident run later."""
     case, n, k = CASES[layout], 128 * wide, 32 * deep
-    tiles = hopper.holding(case.all_tiles(case.labels[0], torch.float16), m, case.module.SEVERAL)
-    found = hopper.fitting(tiles, m, n, k, sms)
-    assert any(tile.cluster == 0 for tile in found), "there must be something to launch"
+    found = case.kernel(case.labels[0]).candidates(torch.float16, m, n, k, sms)
+    assert any(tile.cluster == 0 for tile in found), "no tile can be launched"
     for tile in found:
-        assert tile.cluster in (0, *range(2, MANY + 1)) and tile.cluster <= ceil(k, K_STEP), tile
+        assert tile.cluster in (0, *range(2, MAX_CLUSTER + 1)) and tile.cluster <= ceil(k, K_STEP), tile
         if tile.cluster > 2:
-            assert hopper.blocks(tile, m, n, k, sms) <= hopper.CLUSTERED * sms * tile.resident, tile
+            assert hopper.grid_size(tile, m, n, k, sms) <= hopper.CLUSTERED * sms * tile.resident, tile
 
 
-def test_a_cluster_with_a_block_that_has_no_step_is_not_launched() -> None:
-    tile = next(tile for tile in CASES["tcfpx"].all_tiles("fp6:channel", torch.float16) if tile.cluster == MANY)
+def test_a_cluster_with_an_idle_block_is_not_launched() -> None:
+    kernel = CASES["tcfpx"].kernel("fp6:channel")
+    tile = next(tile for tile in kernel.tiles if tile.cluster == MAX_CLUSTER)
     with pytest.raises(KernelError, match=r"cluster of 8 .* k = 320"):
-        hopper._sizes(tile, 1, 320, 320, 132, 8192, False)
+        hopper._launch_sizes(kernel, tile, 1, 320, 320, 132)
 
 
 def every_count(layout: str, label: str, n: int, k: int, counts: Iterable[int], bias: bool) -> None:
@@ -321,7 +322,7 @@ def test_streams_that_run_at_once_do_not_meet_in_the_workspace(gpu: None, layout
         for turn, i in itertools.product(range(turns), range(len(layers))):
             (tensors, q), y = layers[i], found[i][turn]
             with torch.cuda.stream(streams[i]):
-                case.module.matmul(given[i], tensors, q.scheme, *q.shape, out=y, tile=tile)
+                LAUNCHERS[layout].matmul(given[i], tensors, q.scheme, *q.shape, out=y, tile=tile)
         torch.cuda.synchronize()
         assert all(torch.equal(y, one.expand_as(y)) for y, one in zip(found, alone, strict=True)), tile
 
@@ -339,7 +340,7 @@ def test_a_launch_that_begins_early_reads_what_the_one_before_wrote(gpu: None, l
         found, y = [], x
         for i in range(24):
             tensors, q = layers[i % 3]
-            y = CASES[layout].module.matmul(y, tensors, q.scheme, n, n)
+            y = LAUNCHERS[layout].matmul(y, tensors, q.scheme, n, n)
             if wait:
                 torch.cuda.synchronize()
             y = y / y.abs().max() if i % 2 else y  # now and then another program's kernel in between

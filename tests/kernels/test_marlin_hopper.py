@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from quantkit.errors import KernelError
-from quantkit.kernels import hopper as frame
-from quantkit.kernels import marlin_hopper as hopper
-from quantkit.kernels import proof
-from quantkit.kernels.weights import MARLIN_GROUPS
+from quantkit.kernels import hopper, marlin, proof
+from quantkit.kernels.hopper import choose_tile
 from tests.kernels import sweeps
 from tests.kernels.operands import packed, weight
 from tests.kernels.test_hopper import H200, LAYERS, TYPES, agrees, gpu
@@ -22,11 +20,12 @@ __all__ = ["gpu"]
 
 def test_the_choice_is_a_tile_that_exists_and_its_grid_covers_the_product() -> None:
     for (n, k), m, dtype, group in itertools.product(
-        [*LAYERS, (64, 16), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), TYPES, MARLIN_GROUPS
+        [*LAYERS, (64, 16), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), TYPES, marlin.HOPPER
     ):
-        tile = hopper.choose_tile(m, n, k, H200, dtype, group)
-        assert hopper.instance(tile, dtype, group) in hopper.INSTANCES
-        grid = frame.blocks(tile, m, n, k, H200)
+        kernel = marlin.HOPPER[group]
+        tile = choose_tile(kernel, dtype, m, n, k, H200)
+        assert kernel.instance(dtype, tile) in kernel.instances
+        grid = hopper.grid_size(tile, m, n, k, H200)
         whole = -(-m // tile.tokens) * -(-n // tile.columns)
         assert grid == whole * tile.cluster if tile.cluster else 1 <= grid <= max(whole, H200 * tile.resident)
         assert tile.cluster <= -(-k // 128), "a block of a cluster without a step of its own would not meet the others"
@@ -35,13 +34,15 @@ def test_the_choice_is_a_tile_that_exists_and_its_grid_covers_the_product() -> N
 def test_more_tokens_never_get_fewer_to_a_tile_than_they_fill() -> None:
     """A tile of many tokens for few is waste that the model must see: one token is never put on 64."""
     for n, k in LAYERS:
-        assert hopper.choose_tile(1, n, k, H200, torch.float16, 128).tokens == 8
-        assert hopper.choose_tile(1024, n, k, H200, torch.float16, 128).tokens >= 64
+        assert choose_tile(marlin.HOPPER[128], torch.float16, 1, n, k, H200).tokens == 8
+        assert choose_tile(marlin.HOPPER[128], torch.float16, 1024, n, k, H200).tokens >= 64
 
 
 def test_the_choice_is_near_the_best_of_the_sweep() -> None:
     """What an H200 took for every tile, shape and token count: the model must not have picked a slow one."""
-    behind = sweeps.behind("marlin", "int4:g128", lambda m, n, k: hopper.choose_tile(m, n, k, H200, torch.float16, 128))
+    behind = sweeps.behind(
+        "marlin", "int4:g128", lambda m, n, k: choose_tile(marlin.HOPPER[128], torch.float16, m, n, k, H200)
+    )
     assert len(behind) == 9 * 8
     assert max(behind.values()) < 1.05, behind
 
@@ -67,10 +68,10 @@ def test_what_it_does_not_take_is_one_error_and_the_process_lives(gpu: None) -> 
         (torch.ones(256, 2, dtype=torch.float16, device="cuda").t(), "must be contiguous"),
     ):
         with pytest.raises(KernelError, match=says):
-            hopper.matmul(bad, tensors, q.scheme, 256, 256)
+            marlin.LAUNCHER.matmul(bad, tensors, q.scheme, 256, 256)
     with pytest.raises(KernelError, match="write float16 as their activations are"):
-        hopper.matmul(x, tensors, q.scheme, 256, 256, out=torch.empty(2, 256, device="cuda"))
-    assert torch.isfinite(hopper.matmul(x, tensors, q.scheme, 256, 256)).all()
+        marlin.LAUNCHER.matmul(x, tensors, q.scheme, 256, 256, out=torch.empty(2, 256, device="cuda"))
+    assert torch.isfinite(marlin.LAUNCHER.matmul(x, tensors, q.scheme, 256, 256)).all()
 
 
 @pytest.mark.gpu
@@ -78,33 +79,33 @@ def test_a_weight_that_was_just_written_is_not_read_early(gpu: None) -> None:
     tensors, q = on_gpu("marlin", weight("int4:g128", 8192, 8192))
     other = on_gpu("marlin", weight("int4:g128", 8192, 8192, seed=1))[0]
     x = proof.activations(q.dequantize(), 8, torch.float16)
-    expected = [hopper.matmul(x, t, q.scheme, 8192, 8192) for t in (tensors, other)]
+    expected = [marlin.LAUNCHER.matmul(x, t, q.scheme, 8192, 8192) for t in (tensors, other)]
     own = {name: tensor.clone() for name, tensor in tensors.items()}
     for i in range(20):
         for name in own:
             own[name].copy_((tensors, other)[i % 2][name])
-        assert torch.equal(hopper.matmul(x, own, q.scheme, 8192, 8192), expected[i % 2])
+        assert torch.equal(marlin.LAUNCHER.matmul(x, own, q.scheme, 8192, 8192), expected[i % 2])
 
 
 def test_only_a_tensor_that_was_read_and_not_written_since_may_be_read_early() -> None:
     a, b = torch.zeros(4), torch.zeros(4)
-    assert not frame._read_before([a, b])
-    frame._remember([a, b])
-    assert frame._read_before([a, b]) and frame._read_before([b])
+    assert not hopper._was_read_before([a, b])
+    hopper._remember([a, b])
+    assert hopper._was_read_before([a, b]) and hopper._was_read_before([b])
     b.add_(1)
-    assert not frame._read_before([a, b]) and not frame._read_before([b])
-    frame._remember([a, b])
-    assert frame._read_before([a, b])
-    assert not frame._read_before([a, a.clone()])
+    assert not hopper._was_read_before([a, b]) and not hopper._was_read_before([b])
+    hopper._remember([a, b])
+    assert hopper._was_read_before([a, b])
+    assert not hopper._was_read_before([a, a.clone()])
     b.data = torch.ones(4)  # as a module does that is moved to a GPU; its version stays
-    assert not frame._read_before([a, b])
+    assert not hopper._was_read_before([a, b])
     with torch.inference_mode():
         c = torch.zeros(4)  # has no version that would tell of a write
-    frame._remember([c])
-    assert not frame._read_before([c])
-    count = len(frame._READ)
+    hopper._remember([c])
+    assert not hopper._was_read_before([c])
+    count = len(hopper._READ)
     del a
-    assert len(frame._READ) == count - 1
+    assert len(hopper._READ) == count - 1
 
 
 def test_packed_groups_of_vllm_are_what_the_tests_multiply() -> None:

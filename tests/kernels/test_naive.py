@@ -137,7 +137,7 @@ def test_a_launch_that_the_driver_refuses_is_one_error_and_the_process_goes_on()
     tensors, q = on_gpu(layout, weight(label, n, k))
     x = proof.activations(q.dequantize(), 4, torch.float16)
     good = MATMULS[layout](x, tensors, q.scheme, n, k)
-    function = loader.load("marlin", SOURCES["marlin"], x.device).functions["marlin_naive<half, half>"]
+    function = loader.load("naive", SOURCES["naive"], x.device).functions["marlin_naive<half, half>"]
     args = [tensors["B"], tensors["s"], x, None, torch.empty_like(good), n, k, 128]
     for block, shared in ((2048, 0), (64, 1 << 30)):
         with pytest.raises(KernelError, match="could not be launched") as caught:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
-from types import ModuleType
 
 import pytest
 import torch
@@ -14,28 +12,12 @@ from torch import Tensor
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.errors import KernelError, QuantkitError
-from quantkit.kernels import (
-    MATMULS,
-    loader,
-    marlin24_portable,
-    marlin_portable,
-    portable,
-    proof,
-    quick_portable,
-    tcfpx_portable,
-    workspace,
-)
-from quantkit.kernels.portable import Kernel, Tile
+from quantkit.kernels import LAUNCHERS, SOURCES, loader, marlin, marlin24, portable, proof, quick, tcfpx, workspace
+from quantkit.kernels.portable import PortableKernel, PortableTile
 from tests.kernels.operands import packed, weight
 from tests.kernels.test_naive import on_gpu, poisoned
 
 TYPES = (torch.float16, torch.bfloat16)
-MODULES: dict[str, ModuleType] = {
-    "marlin": marlin_portable,
-    "marlin24": marlin24_portable,
-    "tcfpx": tcfpx_portable,
-    "quick": quick_portable,
-}
 #: layout -> schemes, and for each the sizes of k at its ends: those that fill no unit of a tile.
 ENDS = {
     "marlin": {
@@ -62,8 +44,7 @@ ENDS = {
 LAYOUTS = list(ENDS)
 SCHEMES = [(layout, label) for layout, labels in ENDS.items() for label in labels]
 FIRST = [(layout, next(iter(labels))) for layout, labels in ENDS.items()]
-KERNELS: list[Kernel] = [marlin_portable.KERNEL, marlin24_portable.KERNEL, quick_portable.KERNEL]
-KERNELS += tcfpx_portable.KERNELS.values()
+KERNELS = [marlin.PORTABLE, marlin24.PORTABLE, quick.PORTABLE, *tcfpx.PORTABLE.values()]
 TILES = [(kernel, tile) for kernel in KERNELS for tile in kernel.tiles]
 SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
 #: What a block may have on sm_86 and sm_89, the least of all, and a multiprocessor of sm_90, the most.
@@ -76,21 +57,21 @@ def wide(layout: str, n: int) -> int:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
-def test_every_tile_fits_into_every_gpu(kernel: Kernel) -> None:
+def test_every_tile_fits_into_every_gpu(kernel: PortableKernel) -> None:
     for tile in kernel.tiles:
         assert tile.wn * tile.wm * tile.wk == portable.THREADS // 32
-        assert kernel.shared(tile) <= SHARED, tile
-        assert tile.blocks * (kernel.shared(tile) + portable.RESERVED) <= MULTIPROCESSOR, tile
+        assert kernel.shared_bytes(tile) <= SHARED, tile
+        assert tile.blocks * (kernel.shared_bytes(tile) + portable.RESERVED) <= MULTIPROCESSOR, tile
     assert len(set(kernel.instances)) == len(TYPES) * len(kernel.tiles)
 
 
 def test_every_instance_is_compiled() -> None:
-    listed = [instance for module in MODULES.values() for instance in module.INSTANCES]
+    listed = [instance for name, instances in SOURCES.items() if name.endswith("_portable") for instance in instances]
     assert sorted(listed) == sorted(instance for kernel in KERNELS for instance in kernel.instances)
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
-def test_every_tile_is_worth_having(kernel: Kernel) -> None:
+def test_every_tile_is_worth_having(kernel: PortableKernel) -> None:
     for tile in kernel.tiles:
         assert kernel.choose_tile(tile.m) == tile, "others do the same for less"
         assert kernel.choose_tile(1000 * tile.m).cost / kernel.choose_tile(1000 * tile.m).m <= tile.cost / tile.m
@@ -98,7 +79,7 @@ def test_every_tile_is_worth_having(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "tile"), TILES)
-def test_blocks_have_all_units_once_and_room_for_their_parts(kernel: Kernel, tile: Tile) -> None:
+def test_blocks_have_all_units_once_and_room_for_their_parts(kernel: PortableKernel, tile: PortableTile) -> None:
     for m, (n, k), sms in itertools.product((1, 7, 64, 300, 1 << 14), SHAPES, (1, 46, 108, 132)):
         units = tile.units(m, n, k)
         per, blocks = portable.split(tile, m, n, k, sms * tile.blocks)
@@ -148,7 +129,7 @@ def test_what_it_does_not_take_is_one_clear_line(layout: str, label: str, taken:
     cases += [(rf"kernel takes .*, not {other}$", (x, tensors, Scheme.parse(other), n, k)) for other in taken]
     for says, args in cases:
         with pytest.raises(QuantkitError, match=says) as caught:
-            MODULES[layout].matmul(*args)
+            LAUNCHERS[layout].matmul(*args)
         assert "\n" not in str(caught.value)
 
 
@@ -156,7 +137,7 @@ def test_groups_that_the_kernel_would_count_wrongly_are_refused() -> None:
     """It divides by multiplying, also what lies up to a stage behind the end of k: right below 2^35."""
     k = 1 << 19
     with pytest.raises(KernelError, match="groups of fewer than 32768 for k = 524288, not 131072"):
-        quick_portable.matmul(torch.ones(1, k).half(), {}, Scheme.parse("int4:g131072"), 128, k)
+        LAUNCHERS["quick"].matmul(torch.ones(1, k).half(), {}, Scheme.parse("int4:g131072"), 128, k)
     for size, k in ((32, 1 << 28), (96, 96 * 1_800_000), (128, 1 << 26), (18432, 18432 * 4), (92672, 92672 * 2)):
         assert size * k < 1 << 34
         inverse = (1 << 35) // size + 1
@@ -180,10 +161,8 @@ def operand(layout: str, label: str, n: int, k: int) -> tuple[dict[str, Tensor],
     return on_gpu(layout, weight(label, n, k))
 
 
-def tiles(layout: str, label: str) -> tuple[Tile, ...]:
-    if layout == "tcfpx":
-        return tcfpx_portable.KERNELS[Scheme.parse(label).format].tiles
-    return MODULES[layout].KERNEL.tiles  # type: ignore[no-any-return]
+def tiles(layout: str, label: str) -> tuple[PortableTile, ...]:
+    return LAUNCHERS[layout].kernels(Scheme.parse(label), 768, 768).portable.tiles
 
 
 def product(
@@ -192,13 +171,15 @@ def product(
     tensors: dict[str, Tensor],
     q: QuantizedTensor,
     bias: Tensor | None = None,
-    tile: Tile | None = None,
+    tile: PortableTile | None = None,
 ) -> Tensor:
     out = poisoned(x.shape[0], q.shape[0], x.dtype)
-    return MODULES[layout].matmul(x, tensors, q.scheme, *q.shape, bias, out, tile=tile)  # type: ignore[no-any-return]
+    return LAUNCHERS[layout].matmul(x, tensors, q.scheme, *q.shape, bias, out, portable=True, tile=tile)
 
 
-def agrees(layout: str, label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: Tile | None, bias: bool) -> None:
+def agrees(
+    layout: str, label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: PortableTile | None, bias: bool
+) -> None:
     """Compare with float32 in poisoned outputs, three times: nothing may be left out, and nothing may vary."""
     tensors, q = operand(layout, label, n, k)
     w = q.dequantize()
@@ -265,7 +246,7 @@ def test_every_code_of_a_floating_format(gpu: None, fmt) -> None:  # type: ignor
     codes = torch.arange(n * k).add_(torch.arange(n).repeat_interleave(k)).remainder(2**fmt.bits).view(n, k)
     q = QuantizedTensor(Scheme(fmt), codes.to(torch.uint8), torch.ones(n, 1, dtype=torch.float16))
     tensors, q = on_gpu("tcfpx", q)
-    for dtype, tile in itertools.product(TYPES, tcfpx_portable.KERNELS[fmt].tiles):
+    for dtype, tile in itertools.product(TYPES, tcfpx.PORTABLE[fmt].tiles):
         y = product("tcfpx", torch.eye(k, dtype=dtype, device="cuda"), tensors, q, tile=tile)
         assert torch.equal(y.t(), fmt.decode(q.codes).to(dtype)), (dtype, tile)
 
@@ -297,7 +278,7 @@ def test_activations_of_any_size(gpu: None, layout: str, label: str, dtype: torc
 def test_tokens_beyond_one_launch_are_multiplied_too(
     gpu: None, monkeypatch: pytest.MonkeyPatch, layout: str, label: str
 ) -> None:
-    monkeypatch.setattr(portable, "TOKENS", 70)
+    monkeypatch.setattr(portable, "MAX_TOKENS", 70)
     agrees(layout, label, wide(layout, 320), 1152, 300, torch.float16, None, bias=True)
 
 
@@ -332,7 +313,7 @@ def test_launches_one_after_the_other_do_not_meet_in_the_workspace(gpu: None) ->
 @pytest.mark.parametrize("fastest", [False, True], ids=["portable", "fastest"])
 def test_a_captured_launch_can_be_replayed(gpu: None, layout: str, label: str, fastest: bool, warm: bool) -> None:
     """Also where the capture is the first that a stream sees of the kernel, and another launch follows it there."""
-    matmul: Callable[..., Tensor] = MATMULS[layout] if fastest else MODULES[layout].matmul
+    matmul = functools.partial(LAUNCHERS[layout].matmul, portable=not fastest)
     tensors, q = operand(layout, label, wide(layout, 320), 4096)
     x = proof.activations(q.dequantize(), 5, torch.float16)
     expected = matmul(x, tensors, q.scheme, *q.shape)
@@ -380,6 +361,7 @@ def test_bad_operands_are_one_error_and_the_process_goes_on(gpu: None, layout: s
         "must have shape": {"tensors": {**tensors, first: tensors[first][:1]}},
     }.items():
         with pytest.raises(KernelError, match=says) as caught:
-            MODULES[layout].matmul(**{"x": x, "tensors": tensors, "scheme": q.scheme, "n": 256, "k": 256, **bad})
+            operands = {"x": x, "tensors": tensors, "scheme": q.scheme, "n": 256, "k": 256, **bad}
+            LAUNCHERS[layout].matmul(**operands, portable=True)
         assert "\n" not in str(caught.value)
     assert torch.equal(product(layout, x, tensors, q), good)

@@ -11,8 +11,8 @@ import torch
 from quantkit.core.formats import FP5, FP6, Format
 from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
 from quantkit.kernels import proof, tcfpx
-from quantkit.kernels import tcfpx_hopper as hopper
-from quantkit.kernels.weights import SPLITS
+from quantkit.kernels.hopper import choose_tile
+from quantkit.kernels.tcfpx import VARIANTS
 from tests.kernels import sweeps
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight
@@ -21,7 +21,7 @@ from tests.kernels.test_naive import on_gpu
 
 __all__ = ["gpu"]
 
-FORMATS = tuple(SPLITS)
+FORMATS = tuple(VARIANTS)
 
 #: Decodes the left operands [blocks, 32 lanes, 4] of 16 x 16 blocks, of which `sharing` neighbours share upper bits.
 DECODER = """
@@ -43,7 +43,7 @@ int decode(const u32 *high, const u32 *low, u32 *left, int blocks) {
 @pytest.fixture(scope="module")
 def decoder(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     names = [(dtype, fmt) for dtype in TYPES for fmt in FORMATS]
-    lines = [f"DECODER({_name(d, f)}, {'half' if d == torch.float16 else 'bfloat'}, {SPLITS[f]})" for d, f in names]
+    lines = [f"DECODER({_name(d, f)}, {'half' if d == torch.float16 else 'bfloat'}, {VARIANTS[f]})" for d, f in names]
     return library(tmp_path_factory.mktemp("decoder"), "\n".join([DECODER, *lines]))
 
 
@@ -80,22 +80,23 @@ def test_the_choice_is_a_tile_that_exists_and_has_a_step_for_each_of_its_blocks(
     for (n, k), m, fmt in itertools.product(
         [*LAYERS, (64, 64), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), FORMATS
     ):
-        tile = hopper.choose_tile(m, n, k, H200, fmt)
-        assert all(hopper.instance(tile, dtype, fmt) in hopper.INSTANCES for dtype in TYPES)
+        kernel = tcfpx.HOPPER[fmt]
+        tile = choose_tile(kernel, torch.float16, m, n, k, H200)
+        assert all(kernel.instance(dtype, tile) in kernel.instances for dtype in TYPES)
         assert tile.cluster <= -(-k // 128)
 
 
 def test_more_tokens_never_get_fewer_to_a_tile_than_they_fill() -> None:
     for (n, k), fmt in itertools.product(LAYERS, (FP6, FP5)):
-        assert hopper.choose_tile(1, n, k, H200, fmt).tokens == 8
-        assert hopper.choose_tile(1024, n, k, H200, fmt).tokens >= 64
+        assert choose_tile(tcfpx.HOPPER[fmt], torch.float16, 1, n, k, H200).tokens == 8
+        assert choose_tile(tcfpx.HOPPER[fmt], torch.float16, 1024, n, k, H200).tokens >= 64
 
 
 @pytest.mark.parametrize("label", ["fp6:channel", "fp5:channel"])
 def test_the_choice_is_near_the_best_of_the_sweep(label: str) -> None:
     """What an H200 took for every tile, shape and token count: the model must not have picked a slow one."""
     fmt = Scheme.parse(label).format
-    behind = sweeps.behind("tcfpx", label, lambda m, n, k: hopper.choose_tile(m, n, k, H200, fmt))
+    behind = sweeps.behind("tcfpx", label, lambda m, n, k: choose_tile(tcfpx.HOPPER[fmt], torch.float16, m, n, k, H200))
     assert len(behind) == 9 * 8
     assert max(behind.values()) < 1.05, behind
 
@@ -118,10 +119,3 @@ def test_the_smallest_activations_are_not_lost(gpu: None) -> None:
     y = product("tcfpx", tensors, q, x)
     reference = proof.reference(x, q.dequantize())
     assert torch.equal(y, reference.half())
-
-
-@pytest.mark.gpu
-def test_the_layout_is_multiplied_by_this_kernel(gpu: None) -> None:
-    tensors, q = on_gpu("tcfpx", weight("fp6:channel", 256, 256))
-    x = proof.activations(q.dequantize(), 20, torch.float16)
-    assert torch.equal(tcfpx.matmul(x, tensors, q.scheme, 256, 256), product("tcfpx", tensors, q, x))

@@ -1,0 +1,82 @@
+"""The kernels of a layout behind one signature: `naive` is the reference, `matmul` the fastest for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from quantkit.core.quantized_tensor import Scheme
+from quantkit.kernels import loader
+from quantkit.kernels.contract import Weight
+from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.naive import NaiveKernel
+from quantkit.kernels.portable import PortableKernel
+
+
+class Kernels(NamedTuple):
+    """The kernels for a weight; `hopper` is None for shapes or groups that only the portable kernel takes."""
+
+    naive: NaiveKernel
+    portable: PortableKernel
+    hopper: HopperKernel | None
+
+
+@dataclass(frozen=True)
+class Launcher:
+    """The kernels of one layout.
+
+    `weight(scheme, n, k)` describes the packed weight; KernelError for a scheme that the layout's kernels do not take.
+    `kernels(scheme, n, k)` are the kernels for it. `aliases` maps other names of packed tensors to those of `weight`.
+    """
+
+    weight: Callable[[Scheme, int, int], Weight]
+    kernels: Callable[[Scheme, int, int], Kernels]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+
+    def naive(
+        self,
+        x: Tensor,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        n: int,
+        k: int,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """Multiply activations `[m, k]` with a packed weight `[n, k]` by the naive kernel; returns `[m, n]`.
+
+        The product has the dtype of `out`, which may be float32. KernelError for operands that cannot be multiplied.
+        """
+        weight = self.weight(scheme, n, k)
+        return self.kernels(scheme, n, k).naive.multiply(weight, x, self._named(tensors), bias, out)
+
+    def matmul(
+        self,
+        x: Tensor,
+        tensors: Mapping[str, Tensor],
+        scheme: Scheme,
+        n: int,
+        k: int,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        *,
+        portable: bool = False,
+        tile: Any = None,
+    ) -> Tensor:
+        """Multiply activations `[m, k]` with a packed weight `[n, k]`; returns `[m, n]` of the dtype of `x`.
+
+        The Hopper kernel is used where it can be, unless `portable`; `tile` overrides the choice of its tile. Sums are
+        float32, in an order that depends on the shapes and the device alone. `workspace` explains the limits on streams
+        and CUDA graphs. KernelError for operands that cannot be multiplied.
+        """
+        on_hopper = not portable and loader.is_hopper(x.device)
+        weight = self.weight(scheme, n, k)
+        kernels = self.kernels(scheme, n, k)
+        kernel = kernels.hopper if on_hopper and kernels.hopper is not None else kernels.portable
+        return kernel.multiply(weight, x, self._named(tensors), bias, out, tile)
+
+    def _named(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {self.aliases.get(name, name): tensor for name, tensor in tensors.items()}
