@@ -67,7 +67,7 @@ def products(began: float) -> list[dict[str, Any]]:
     import torch
 
     from quantkit.bench import kernels
-    from quantkit.core.quantized_tensor import Scheme
+    from quantkit.core.scheme import Scheme
     from quantkit.kernels import loader
 
     imported = time.time() - began

@@ -39,7 +39,8 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.io import direct, files, room
 from quantkit.io.hashing import Hash
 from quantkit.io.safetensors_header import INDEX, dump_json

@@ -15,7 +15,7 @@ import torch
 
 from quantkit.bench.kernels import copies, flops, medians, prepared, record
 from quantkit.bench.roofline import MODELS, TOKENS, floor
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS, hopper
 from quantkit.kernels.hopper import HopperTile
 from quantkit.kernels.proof import activations, amiss, reference

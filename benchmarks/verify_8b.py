@@ -23,7 +23,7 @@ import torch
 import quantkit
 from quantkit.bench import kernels
 from quantkit.checkpoint.writer import SHARD_BYTES
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.evaluation.verify import VERIFICATION
 from quantkit.io import files, hashing
 from quantkit.io.safetensors_header import INDEX, dump_json, read_header

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from quantkit.api import prune, quantize
-    from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+    from quantkit.core.quantized_tensor import QuantizedTensor
+    from quantkit.core.scheme import Scheme
     from quantkit.evaluation.verify import verify
     from quantkit.inference.load import load
     from quantkit.inference.transformers_plugin import register

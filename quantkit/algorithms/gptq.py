@@ -25,8 +25,10 @@ from quantkit.algorithms.hessian import Hessian
 from quantkit.algorithms.rtn import Grid, Metric
 from quantkit.core import sparsity
 from quantkit.core.formats import Format
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, dtype_name
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import QUAD, best_two
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import NumericError
 
 __all__ = ["Factor", "Hessian", "Options", "Solution", "factorize", "prune", "quantize", "split"]

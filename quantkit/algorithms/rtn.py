@@ -16,7 +16,9 @@ from torch import Tensor
 from quantkit.algorithms.hessian import live_diagonal, precise, root
 from quantkit.core import sparsity
 from quantkit.core.formats import Format
-from quantkit.core.quantized_tensor import FLOATS, QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import FLOATS
 from quantkit.errors import NumericError, RecipeError
 
 Clip = Literal["none", "search"]

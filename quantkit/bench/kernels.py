@@ -22,7 +22,9 @@ from torch import Tensor
 
 from quantkit.bench.roofline import Cell, Device, Layer, floor, means
 from quantkit.core import sparsity
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, dtype_name
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, about
 from quantkit.kernels import MATMULS, missing, toolchain
 from quantkit.kernels.proof import activations, amiss, reference, relative_error

@@ -22,7 +22,9 @@ from torch import nn
 
 from quantkit.bench import kernels
 from quantkit.checkpoint.reader import CONFIG
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, dtype_name
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, RecipeError, about
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.inference.packed_linear import PackedLinear

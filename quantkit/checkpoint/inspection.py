@@ -7,7 +7,7 @@ from math import prod
 from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import dtype_name
+from quantkit.core.tensors import dtype_name
 from quantkit.reporting.report import READERS
 
 

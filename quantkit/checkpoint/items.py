@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 
 
 class Packed(NamedTuple):

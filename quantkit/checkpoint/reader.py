@@ -17,7 +17,9 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.items import Item
-from quantkit.core.quantized_tensor import FLOATS, QuantizedTensor, Scheme, dtype_name
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.errors import CheckpointError, LayoutError, reason
 from quantkit.io import files, hashing, inlet, safetensors_header
 from quantkit.io.safetensors_header import AGAIN, TensorInfo, inside, read_header, shown
@@ -226,7 +228,7 @@ class Checkpoint:
         if module not in self._padded:
             return q
         n, k = self._padded[module]
-        return restated(q, q.scheme, (n, q.scheme.whole(k)))
+        return restated(q, q.scheme, (n, q.scheme.padded_k(k)))
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor `name`, or a packed module's weight decoded (to the model's dtype if none is given).

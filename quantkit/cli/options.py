@@ -24,8 +24,9 @@ from quantkit.bench.random_model import CONFIGS, Load, Outline, Variant
 from quantkit.bench.roofline import MODELS, TOKENS, layers
 from quantkit.cli.exits import exits
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import Scheme, dtype_name
+from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import Rule
+from quantkit.core.tensors import dtype_name
 from quantkit.kernels import MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS

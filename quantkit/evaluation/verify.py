@@ -20,7 +20,8 @@ from torch import Tensor
 
 from quantkit import kernels
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor, dtype_name
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, KernelError, QuantkitError
 from quantkit.io import files, hashing, safetensors_header
 from quantkit.kernels import proof

@@ -19,7 +19,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from quantkit import kernels
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, dtype_name
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT
 from quantkit.layouts import LAYOUTS
@@ -86,7 +88,7 @@ class PackedLinear(nn.Module):
     def record(self) -> QuantizedTensor:
         """Return what the packed tensors hold, without the padding but with the columns that the last group needs."""
         q = LAYOUTS[self.layout].unpack(self.packed(), self.scheme)
-        return restated(q, q.scheme, (self.out_features, q.scheme.whole(self.in_features)))
+        return restated(q, q.scheme, (self.out_features, q.scheme.padded_k(self.in_features)))
 
     def is_multiplied_on(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return whether a kernel multiplies activations of a dtype on a device, rather than the weight is decoded."""

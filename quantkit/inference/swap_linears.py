@@ -20,7 +20,7 @@ from torch import nn
 import quantkit
 from quantkit import kernels
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import dtype_name
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, KernelError, about
 from quantkit.inference.packed_linear import PREFERRED, PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import dtype_name
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError
 
 #: dtype of activations and outputs -> its name in the CUDA sources.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.kernels import loader
 from quantkit.kernels.contract import Weight
 from quantkit.kernels.hopper import HopperKernel

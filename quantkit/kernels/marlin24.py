@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
 from quantkit.kernels.hopper import K_STEP, MAX_CLUSTER, HopperKernel, HopperTile

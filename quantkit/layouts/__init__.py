@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
 from quantkit.layouts import (
     awq,

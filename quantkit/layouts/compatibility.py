@@ -12,7 +12,7 @@ from itertools import product
 from typing import Literal
 
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import Layout

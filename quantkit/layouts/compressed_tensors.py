@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.core.formats import INT4, Format
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import validation

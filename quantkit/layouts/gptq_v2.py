@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.layouts import gptq
 from quantkit.layouts.base import Packing, Unpacking
 from quantkit.layouts.schemes import Schemes

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import FP5, FP6
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import validation

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import compressed_tensors, marlin24, validation
 from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking

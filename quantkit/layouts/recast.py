@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.core.formats import FORMATS, INT4, Format
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts.base import Layout
 
@@ -77,7 +78,7 @@ def padded_shape(layout: Layout, scheme: Scheme, n: int, k: int) -> tuple[int, i
     group = scheme.group_size or 1
     if broken_rule(layout, scheme, FAR, FAR * group) is not None:
         return None
-    first = scheme.whole(k)
+    first = scheme.padded_k(k)
     rows = (size for size in range(n, n + FAR) if broken_rule(layout, scheme, size, FAR * group) is None)
     columns = range(first, first + FAR * group, group)
     found = next(rows, 0), next((size for size in columns if broken_rule(layout, scheme, FAR, size) is None), 0)

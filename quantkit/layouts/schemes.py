@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 
 #: Layouts that can be stacked -> what n of every weight is a multiple of, so that none shares a tile with another.
 UNITS = {"marlin": 64, "marlin24": 128, "marlin24-ct": 128, "tcfpx": 64}

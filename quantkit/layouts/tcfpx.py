@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement

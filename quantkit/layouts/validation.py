@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import dtype_name
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts.base import Stored
 

@@ -21,7 +21,9 @@ from torch import Tensor
 from quantkit.algorithms.hessian import Hessian
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme, dtype_name
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header

@@ -21,7 +21,8 @@ from quantkit.algorithms import rtn
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import Digest, QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import Digest, QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
 from quantkit.io import direct
 from quantkit.layouts import LAYOUTS, family, gptq

@@ -21,7 +21,8 @@ from quantkit.algorithms import coordinate_descent, gptq, rtn
 from quantkit.algorithms.hessian import Hessian
 from quantkit.checkpoint.items import Item
 from quantkit.core import sparsity
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, about
 from quantkit.layouts.recast import restated
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, stored_shape
@@ -124,7 +125,7 @@ def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
 
 def _width(goal: Goal, k: int, recipe: Recipe | Pruning) -> int:
     """Return how many columns a weight of `k` is solved in: those of whole groups and quads, where padding is asked."""
-    return goal.whole(k) if isinstance(recipe, Recipe) and recipe.pad and isinstance(goal, Scheme) else k
+    return goal.padded_k(k) if isinstance(recipe, Recipe) and recipe.pad and isinstance(goal, Scheme) else k
 
 
 def _filled(weight: Tensor, width: int) -> Tensor:

@@ -17,8 +17,9 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import FLOATS, Scheme, dtype_name
+from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import quads
+from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.errors import LayoutError
 from quantkit.kernels import MATMULS, none_for
 from quantkit.layouts import LAYOUTS, family
@@ -217,7 +218,7 @@ def _destination(src: Checkpoint, module: str, layout: Layout, pad: bool, requan
     Padding is left away where the last group of columns is a whole one, and kept where the layout needs it.
     """
     scheme, true, stored = src.scheme(module), src.true_size(module), src.size(module)
-    shapes = [true, stored] if scheme.whole(true[1]) == true[1] else [stored]
+    shapes = [true, stored] if scheme.padded_k(true[1]) == true[1] else [stored]
     asked = [(target, shape, False) for shape in dict.fromkeys(shapes)]
     asked += [(target, true, True)] if pad else []
     asked += [(nearest, true, False)] if requantize else []

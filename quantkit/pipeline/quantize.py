@@ -23,7 +23,8 @@ from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.provenance import digests, require_unchanged, source_hashes, stated
 from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
-from quantkit.core.quantized_tensor import Scheme, dtype_name
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.io import direct, files
 from quantkit.layouts import LAYOUTS, family

@@ -19,7 +19,7 @@ import yaml
 from quantkit.algorithms.gptq import Options
 from quantkit.algorithms.rtn import Clip, Metric, check_fixed, check_signed
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import Rule
 from quantkit.errors import RecipeError, reason
 from quantkit.layouts import LAYOUTS, humming

@@ -14,7 +14,8 @@ from quantkit.algorithms.gptq import Options
 from quantkit.algorithms.hessian import Hessian
 from quantkit.api import build_recipe
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.layer_solver import solve

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quantkit.algorithms import gptq, hessian, rtn
 from quantkit.algorithms.gptq import Options
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError
 from tests import synthetic
 from tests.algorithms.test_hessian import damped

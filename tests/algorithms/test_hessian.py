@@ -8,7 +8,7 @@ from torch import Tensor
 
 from quantkit.algorithms import gptq
 from quantkit.algorithms.gptq import Options
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
 from tests.algorithms.test_rtn import correlated, gauss
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quantkit.algorithms import rtn
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
 
 FP_LABELS = ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"]

@@ -20,7 +20,7 @@ import torch
 from quantkit.bench import kernels, roofline
 from quantkit.bench.roofline import Cell, Device, Layer, compare, floor, layers, panels, read_peers
 from quantkit.cli import show
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, KernelError, RecipeError
 from quantkit.kernels import MATMULS, missing, proof
 from quantkit.layouts import LAYOUTS

@@ -23,7 +23,7 @@ from quantkit.bench.random_model import (
     variants,
     working,
 )
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, KernelError, LayoutError
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key

@@ -18,7 +18,8 @@ from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.formats import FP6, INT4
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io import files, hashing
 from quantkit.io.safetensors_header import INDEX, read_header

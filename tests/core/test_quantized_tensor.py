@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quantkit.core.formats import FORMATS, FP6, INT4
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, QuantkitError, RecipeError, about
 
 LABELS = ["int4:g128", "int4:channel", "int4:g32:asym", "int4:channel:asym", "int4:g128:24", "fp6:channel", "fp5:g64"]

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 import quantkit
 from quantkit.bench.random_model import Variant, build, variants
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.inference.fused_linear import Joint, families, join
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.inference.load import generate

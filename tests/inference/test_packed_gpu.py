@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import quantkit
 from quantkit.api import eval_kld, eval_ppl
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.inference import swap_linears

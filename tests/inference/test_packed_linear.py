@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, LayoutError
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.kernels import MATMULS

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, QuantkitError
 from quantkit.kernels import JUDGES, MATMULS
 from tests.kernels.operands import ONE_EACH, packed, weight

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels import LAUNCHERS, hopper, loader, proof
 from quantkit.kernels.hopper import K_STEP, MAX_CLUSTER, HopperKernel, HopperTile, ceil

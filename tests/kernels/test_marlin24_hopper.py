@@ -6,7 +6,7 @@ import itertools
 
 import torch
 
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.kernels import marlin24
 from quantkit.kernels.hopper import choose_tile
 from tests.kernels import sweeps

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.evaluation import verify
 from quantkit.kernels import JUDGES, MATMULS, SOURCES, loader, proof

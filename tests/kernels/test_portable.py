@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quantkit.core.formats import FORMATS
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, QuantkitError
 from quantkit.kernels import LAUNCHERS, SOURCES, loader, marlin, marlin24, portable, proof, quick, tcfpx, workspace
 from quantkit.kernels.portable import PortableKernel, PortableTile

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from quantkit.cli import show
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
 from quantkit.evaluation.verify import Row, Verification
 from quantkit.kernels import JUDGES, MATMULS, none_for, proof

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.kernels import quick
 from quantkit.kernels.hopper import choose_tile
 from tests.kernels import sweeps

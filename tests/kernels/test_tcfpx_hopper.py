@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from quantkit.core.formats import FP5, FP6, Format
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.kernels import proof, tcfpx
 from quantkit.kernels.hopper import choose_tile
 from quantkit.kernels.tcfpx import VARIANTS

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import LAYOUTS, awq, quantkit_key, quick, read_config
 from quantkit.layouts.arrangement import Arrangement

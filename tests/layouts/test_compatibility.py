@@ -20,7 +20,8 @@ from torch import Tensor
 from quantkit.algorithms import rtn
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.commands import quantkit
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.compatibility import (

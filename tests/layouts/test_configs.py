@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.core.formats import FP5, FP6, INT4
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS, family, quantkit_key, read_config
 from quantkit.layouts.schemes import Schemes

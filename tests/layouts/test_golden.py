@@ -11,7 +11,8 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, marlin
 

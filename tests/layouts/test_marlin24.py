@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import LAYOUTS, marlin24, read_config, sparse24
 from quantkit.layouts.schemes import Schemes

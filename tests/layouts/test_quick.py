@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, marlin, quick
 from quantkit.layouts.schemes import Schemes

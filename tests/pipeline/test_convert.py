@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import QuantkitError
 from quantkit.layouts import LAYOUTS, quantkit_key, read_config
 from quantkit.layouts.compatibility import SCHEMES

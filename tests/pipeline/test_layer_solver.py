@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from quantkit.algorithms.hessian import Hessian
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError
 from quantkit.io.safetensors_header import dump_json
 from quantkit.pipeline.layer_solver import rounded, solve

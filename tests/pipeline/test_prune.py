@@ -15,7 +15,7 @@ import quantkit
 from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.gptq import Options
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import check, weight_mask
 from quantkit.errors import LayoutError, NumericError, RecipeError
 from quantkit.io import files

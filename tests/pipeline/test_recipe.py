@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from quantkit.core.formats import FORMATS, INT4
-from quantkit.core.quantized_tensor import Scheme
+from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
 from quantkit.pipeline.recipe import Recipe, from_mapping, load, matches, merge
 

@@ -13,7 +13,8 @@ from quantkit.algorithms import rtn
 from quantkit.algorithms.hessian import Hessian
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError
 from quantkit.io.files import JOURNAL
 from quantkit.layouts import LAYOUTS

@@ -20,7 +20,8 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.quantized_tensor import QuantizedTensor, Scheme
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.io import direct, room
 from quantkit.io.hashing import hash_of
