@@ -18,7 +18,7 @@ from quantkit.bench.roofline import MODELS, TOKENS, floor
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS, hopper
 from quantkit.kernels.hopper import HopperTile
-from quantkit.kernels.proof import activations, amiss, reference
+from quantkit.kernels.proof import activations, mismatch, reference
 from quantkit.layouts import LAYOUTS
 
 RESULTS = Path(__file__).parent / "h200"
@@ -74,7 +74,7 @@ def _cells(layout: str, scheme: Scheme, n: int, k: int) -> list[list[Any]]:
                 return LAUNCHERS[layout].matmul(x, packed[i % len(packed)], scheme, n, k, out=target, tile=tile)
 
             ours(-1)
-            assert amiss(out, wanted) is None, (layout, scheme.label, n, k, m, tile)
+            assert mismatch(out, wanted) is None, (layout, scheme.label, n, k, m, tile)
             (us,) = medians([prepared(ours, least, len(packed))])
             sizes = [int(getattr(tile, name)) for name in SIZES]
             blocks = hopper.grid_size(tile, m, n, k, SMS)

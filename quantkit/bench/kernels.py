@@ -27,7 +27,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, about
 from quantkit.kernels import MATMULS, missing, toolchain
-from quantkit.kernels.proof import activations, amiss, reference, relative_error
+from quantkit.kernels.proof import activations, mismatch, reference, relative_error
 from quantkit.layouts import LAYOUTS, family, marlin24
 from quantkit.progress import Progress
 
@@ -98,7 +98,7 @@ def kernels(
 
     `dtype` is that of the activations, float16 or bfloat16. Before anything is timed, LayoutError for a shape or a
     scheme that a layout cannot hold and KernelError without a GPU or CuPy. KernelError for a product that is further
-    from float32 than `proof.amiss` allows, and if the GPU's memory does not suffice.
+    from float32 than `proof.mismatch` allows, and if the GPU's memory does not suffice.
     """
     jobs = []
     for layer in layers:
@@ -276,7 +276,7 @@ def _checked(timed: Timed, out: Tensor, wanted: Tensor, what: str) -> float:
     """Return the relative error of what the graph leaves in `out`; KernelError if it is too large."""
     out.fill_(float("nan"))
     timed.graph.replay()
-    wrong = amiss(out, wanted)
+    wrong = mismatch(out, wanted)
     if wrong is not None:
         raise KernelError(f"{what}: the product {wrong}: it is wrong, not timed")
     return relative_error(out, wanted)

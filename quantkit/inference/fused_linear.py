@@ -186,4 +186,4 @@ def _when(x: Tensor) -> tuple[int, ...]:
     a CUDA graph is not there outside of it.
     """
     version = -1 if x.is_inference() else x._version
-    return (version, *driver.place(x.device)[:2]) if x.is_cuda else (version,)
+    return (version, *driver.stream_state(x.device)[:2]) if x.is_cuda else (version,)

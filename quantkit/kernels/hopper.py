@@ -204,8 +204,8 @@ class HopperKernel:
         read = packed if bias is None else [*packed, bias]
         grid, threads, shared = _launch_sizes(self, tile, m, n, k, sms)
         early = _was_read_before(read)
-        place = loader.launch(function, grid, threads, arguments, shared, cluster=tile.cluster, early=early)
-        if not place.graph:  # a captured launch has not read anything yet
+        state = loader.launch(function, grid, threads, arguments, shared, cluster=tile.cluster, early=early)
+        if not state.graph:  # a captured launch has not read anything yet
             _remember(read)
         return out
 

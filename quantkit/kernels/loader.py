@@ -1,8 +1,7 @@
-"""From CUDA source to a kernel that runs: compiled by NVRTC when first needed, kept on disk, loaded through CuPy.
+"""Compile CUDA sources with NVRTC when they are first needed, cache the binaries on disk, and load them through CuPy.
 
-The only file that imports CuPy, and only inside functions. A source is compiled once for the exact architecture of the
-device, with all of its instances, into a cubin that is loaded from memory; the wheel holds sources alone. Kernels run
-on torch's current stream, on torch's memory: nothing is copied, and CuPy allocates nothing (ARCHITECTURE 8).
+Only this file imports CuPy, and only inside functions. A source is compiled for the exact architecture of the device;
+the wheel holds sources alone. Kernels run on torch's current stream and memory, so CuPy allocates nothing.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from torch import Tensor
 from quantkit.errors import KernelError, QuantkitError, reason
 from quantkit.io import files
 from quantkit.kernels import driver
-from quantkit.kernels.driver import Function, Place
+from quantkit.kernels.driver import Function, StreamState
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
-#: Architectures whose own instructions (wgmma, setmaxnreg ...) NVRTC takes only under the name with an a.
+#: Compute capabilities whose special instructions (wgmma, setmaxnreg) NVRTC accepts only under the name with an a.
 SPECIFIC = {(9, 0), (10, 0)}
 
 _LOCK = threading.Lock()
@@ -39,7 +38,7 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class Usage:
-    """What one kernel takes: registers a thread, bytes of registers spilled to memory (stores and loads)."""
+    """Registers of a thread, and bytes of registers spilled to memory (stores and loads)."""
 
     registers: int
     spills: int
@@ -47,14 +46,14 @@ class Usage:
 
 @dataclass(frozen=True)
 class Binary:
-    """A compiled source: the cubin, instance -> its name in the cubin, and what the compiler said (and took)."""
+    """A compiled source: the cubin, instance -> its name in the cubin, and the compiler's log."""
 
     cubin: bytes
     names: dict[str, str]
     log: str = field(compare=False)
 
     def usage(self) -> dict[str, Usage]:
-        """Return the usage of each instance, as ptxas logged it."""
+        """Parse the log of ptxas for the registers of each instance."""
         found = {}
         for part in self.log.split("Compiling entry function ")[1:]:
             spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", part)
@@ -65,20 +64,20 @@ class Binary:
 
 
 def source_dir() -> Path:
-    """Return the folder of the CUDA sources: inside an installed package, at the top of a checkout."""
+    """Find the folder of the CUDA sources: inside an installed package, or at the top of a checkout."""
     packaged = Path(__file__).parent / "cuda"
     return packaged if packaged.is_dir() else Path(__file__).parents[2] / "kernels"
 
 
 def cache_dir() -> Path:
-    """Return the folder of compiled kernels: `kernels` in QUANTKIT_CACHE, or in quantkit's own of the user's caches."""
+    """Find the folder of compiled kernels: `kernels` in QUANTKIT_CACHE, else in the user's cache folder."""
     own = os.environ.get("QUANTKIT_CACHE")
     users = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(own or os.path.join(users, "quantkit")) / "kernels"
 
 
 def arch_name(major: int, minor: int) -> str:
-    """Return what NVRTC calls a compute capability; KernelError for one older than 8.0."""
+    """Name a compute capability as NVRTC does, such as sm_90a; KernelError for one older than 8.0."""
     if (major, minor) < (8, 0):
         raise KernelError(
             f"this GPU has compute capability {major}.{minor}, quantkit's kernels need 8.0 (Ampere) or newer: "
@@ -88,23 +87,23 @@ def arch_name(major: int, minor: int) -> str:
 
 
 def arch_of(device: torch.device) -> str:
-    """Return the architecture that kernels for a CUDA device are compiled for."""
+    """Name the architecture that kernels for a CUDA device are compiled for; KernelError for one that is too old."""
     return arch_name(*torch.cuda.get_device_capability(device))
 
 
 @functools.cache
 def is_hopper(device: torch.device) -> bool:
-    """Return whether sources for sm_90a run on `device`."""
+    """Return True if sources for sm_90a run on `device`."""
     return device.type == "cuda" and arch_of(device) == "sm_90a"
 
 
 def extra() -> str:
-    """Return the extra of quantkit that brings the CuPy for this torch."""
+    """Name the extra of quantkit that installs the CuPy for this torch."""
     return "cuda12" if (torch.version.cuda or "13").startswith("12") else "cuda13"
 
 
 def toolchain() -> dict[str, str | None]:
-    """Return the versions of CuPy and of its NVRTC, each None when it cannot be used, and the `problem` met."""
+    """Report the versions of CuPy and of its NVRTC, each None if it cannot be used, and the `problem` met."""
     found: dict[str, str | None] = {"cupy": None, "nvrtc": None, "problem": None}
     try:
         import cupy
@@ -119,8 +118,8 @@ def toolchain() -> dict[str, str | None]:
 def compile(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Binary:
     """Compile `name`.cu of `folder` (None: quantkit's own) for an architecture such as sm_90a; needs no GPU.
 
-    `instances` are name expressions such as `f<half, float>`. KernelError with the first error for a source that does
-    not compile, and naming the extra to install without CuPy.
+    `instances` are C++ name expressions such as `f<half, float>`. KernelError with the compiler's first error, or with
+    the extra to install if CuPy is missing.
     """
     nvrtc = _usable_nvrtc()
     folder = source_dir() if folder is None else folder
@@ -131,24 +130,24 @@ def compile(name: str, instances: Sequence[str], arch: str, folder: Path | None 
     try:
         for instance in instances:
             nvrtc.addNameExpression(program, instance)
-        anew = ["--no-cache"] if nvrtc.getVersion() >= (13, 0) else []  # the driver's cache keeps no log, ours does
+        anew = ["--no-cache"] if nvrtc.getVersion() >= (13, 0) else []  # the driver's own cache drops the log
         nvrtc.compileProgram(program, [f"--gpu-architecture={arch}", *OPTIONS, *anew])
         names = {instance: nvrtc.getLoweredName(program, instance) for instance in instances}
         return Binary(nvrtc.getCUBIN(program), names, nvrtc.getProgramLog(program).strip("\0 \n"))
     except nvrtc.NVRTCError as error:
         lines = nvrtc.getProgramLog(program).splitlines()
-        said = next((line for line in lines if "error" in line), "".join(lines[:1]) or reason(error))
+        first = next((line for line in lines if "error" in line), "".join(lines[:1]) or reason(error))
         compiler = f"NVRTC {'.'.join(map(str, nvrtc.getVersion()))}"
-        raise KernelError(f"{name}.cu does not compile for {arch} with {compiler}: {said.strip()[:300]}") from error
+        raise KernelError(f"{name}.cu does not compile for {arch} with {compiler}: {first.strip()[:300]}") from error
     finally:
         nvrtc.destroyProgram(program)
 
 
 def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Binary:
-    """Return what `compile` would, from the disk if it lies there whole; keep it there otherwise.
+    """As `compile`, but read the binary from the disk cache if it is there, and write it there otherwise.
 
-    Several processes may do this at once: an entry is written beside its place and renamed. A damaged entry is compiled
-    again; a folder that cannot be written costs time, and is told once.
+    Several processes may do this at once, because entries are written atomically. A damaged entry is compiled again. If
+    the folder cannot be written, one warning says so.
     """
     path = cache_dir() / f"{name}-{arch}-{_key(name, instances, arch, folder)}"
     try:
@@ -166,17 +165,17 @@ def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None =
 
 @dataclass(frozen=True)
 class Loaded:
-    """The kernels of a source on one device: instance -> function, and the seconds that it took to get there."""
+    """The kernels of a source on one device: instance -> function, and the seconds that compiling and loading took."""
 
     functions: dict[str, Function]
     seconds: float
 
 
 def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
-    """Return instances of `name`.cu, ready on a CUDA device; once a process and device.
+    """Load instances of `name`.cu on a CUDA device, once per process and device.
 
-    They are compiled, each by itself, on as many cores as there are. KernelError for a GPU that is too old, without
-    CuPy, and if it does not compile or load.
+    Each instance is compiled by itself, on all cores. KernelError for a GPU that is too old, without CuPy, and for a
+    source that does not compile or load.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _LOCK:
@@ -187,7 +186,7 @@ def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
 def _loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
     start = time.perf_counter()
     arch = arch_of(torch.device("cuda", index))
-    with ThreadPoolExecutor(min(len(instances), os.cpu_count() or 1)) as pool:  # outside of Python's lock
+    with ThreadPoolExecutor(min(len(instances), os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
         binaries = list(pool.map(lambda instance: cached(name, (instance,), arch), instances))
     import cupy
     from cupy.cuda import function
@@ -200,7 +199,7 @@ def _loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
                 module.load(binary.cubin)
                 for instance, lowered in binary.names.items():
                     functions[instance] = Function(module.get_function(lowered))
-    except RuntimeError as error:  # what CuPy's driver errors are
+    except RuntimeError as error:  # the base class of CuPy's driver errors
         raise KernelError(f"the kernels of {name}.cu cannot be loaded on cuda:{index}: {reason(error)}") from error
     return Loaded(functions, time.perf_counter() - start)
 
@@ -214,14 +213,14 @@ def launch(
     *,
     cluster: int = 0,
     early: bool = False,
-) -> Place:
-    """Launch a function of `load` on torch's current stream of the device where the tensors in `args` are.
+) -> StreamState:
+    """Launch a function on torch's current stream of the device that holds the tensors in `args`.
 
-    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, bytes as a structure.
-    `shared` is dynamic shared memory in bytes, `cluster` how many neighbouring blocks reach each other's. An `early`
-    launch may begin while the kernel before it still runs; its kernel waits itself before it touches what that one
-    reads or writes (Hopper and newer). Returns where it went.
-    KernelError for a launch that the driver refuses; what fails later shows when torch synchronises.
+    Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, bytes as a structure. `shared`
+    is dynamic shared memory in bytes, `cluster` the number of blocks of a cluster (0: no clusters). An `early` launch
+    may begin while the kernel before it still runs, and its kernel must itself wait for that one's memory accesses
+    (Hopper and newer). Returns the state of the stream. KernelError for a launch that the driver refuses; later
+    failures appear when torch synchronises.
     """
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
     return driver.launch(function, grid, block, args, shared, device, cluster, early)
@@ -241,7 +240,7 @@ def _usable_nvrtc() -> Any:
 
 
 def install() -> str:
-    """Return the command that brings a CuPy for this torch."""
+    """Write the command that installs a CuPy for this torch."""
     return f"pip install 'quantkit[{extra()}]'"
 
 

@@ -1,8 +1,8 @@
-"""What a packed weight is on the GPU: its products, beside those of the record that it was unpacked to.
+"""Prove a packed weight on the GPU: compare its products with those of the record that it was unpacked to.
 
-Two questions, both of the fastest kernel and of the naive one. Are products of random activations those of float32, for
-few and many tokens? And does each unit vector give back its column of the weight exactly? The first is what a model
-will meet. The second looks at every weight alone: one wrong code, scale or metadata bit has nowhere to hide in a sum.
+Two tests, for the fastest and for the naive kernel. Products of random activations must agree with float32, as in a
+model. Each unit vector must return its column of the weight exactly, which shows every wrong code, scale and metadata
+bit.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from quantkit.kernels import JUDGES, MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.progress import Clock
 
-#: mean|y - reference| / mean|reference| must stay below (ARCHITECTURE 11).
+#: Upper bound of mean|y - reference| / mean|reference|.
 BOUND = 1e-3
-#: |y - reference| / (|reference| + its root mean square) must stay below for each number, which a mean would hide.
-FAR = 0.02
+#: Upper bound of |y - reference| / (|reference| + its root mean square) for each number: a mean would hide one.
+BOUND_OF_ONE = 0.02
 TOKENS = (1, 3, 16)
-#: Products of unit vectors that are held at a time.
-HELD = 1 << 26
+#: Most products of unit vectors in memory at a time.
+MAX_PRODUCTS = 1 << 26
 
 Kernel = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The largest relative error of random products, and a line for everything that is not as it should be."""
+    """The largest relative error of random products, and one line for each problem."""
 
     error: float
     problems: tuple[str, ...]
@@ -43,8 +43,8 @@ class Proof:
 def prove(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock | None = None) -> Proof:
     """Multiply with the packed `tensors` of a layout in MATMULS and compare with the record `q`, both on one GPU.
 
-    Outputs are filled with NaN first. The naive kernel's are float32; the other's are compared with the reference
-    rounded once to their dtype. `clock` is told what took how long. KernelError if a kernel cannot be run.
+    Outputs are filled with NaN first. The naive kernel writes float32; the fast one is compared with the reference
+    rounded to its dtype. `clock` records the seconds of each phase. KernelError if a kernel cannot be run.
     """
     clock = clock or Clock(q.codes.device)
     n, k = q.shape
@@ -53,39 +53,40 @@ def prove(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock:
     with clock.phase("reference"):
         weight = q.dequantize()
         inputs = [activations(weight, m, dtype) for dtype in ACTIVATIONS for m in TOKENS]
-        wanted = [reference(x, weight) for x in inputs]
+        expected = [reference(x, weight) for x in inputs]
     for kind, table, exact in (("naive", JUDGES, True), ("fast", MATMULS, False)):
-        multiply = partial(_poisoned, table[layout], tensors, q, exact)
+        multiply = partial(_multiply, table[layout], tensors, q, exact)
         with clock.phase(f"{kind} kernel"):
-            for x, exactly in zip(inputs, wanted, strict=True):
+            for x, product in zip(inputs, expected, strict=True):
                 y = multiply(x)
-                rounded = exactly.to(y.dtype)
+                rounded = product.to(y.dtype)
                 errors.append(relative_error(y, rounded))
-                wrong = amiss(y, rounded)
+                wrong = mismatch(y, rounded)
                 if wrong is not None:
                     problems.append(f"the {kind} {layout} kernel with {len(x)} {dtype_name(x.dtype)} tokens {wrong}")
-            others = sum(_unit_vectors(multiply, weight))
-        if others:
-            problems.append(f"the {kind} {layout} kernel multiplies {others} of {n * k} weights as other values")
+            wrong_weights = sum(_unit_vectors(multiply, weight))
+        if wrong_weights:
+            problems.append(f"the {kind} {layout} kernel multiplies {wrong_weights} of {n * k} weights as other values")
     return Proof(max(errors), tuple(problems))
 
 
-def amiss(y: Tensor, reference: Tensor) -> str | None:
-    """Return how a product is wrong, None if it is not: too far from the reference on average, or in one number."""
+def mismatch(y: Tensor, reference: Tensor) -> str | None:
+    """Describe how a product differs from the reference, on average or in one number; None within the bounds."""
     error = relative_error(y, reference)
     if not error < BOUND:
         return f"is off by {error:.2g}, more than {BOUND:g}"
     y, reference = y.float(), reference.float()
     typical = reference.square().mean().sqrt()
     most = float(((y - reference).abs() / (reference.abs() + typical).clamp(min=1e-30)).max())
-    return None if most < FAR else f"has a number that is off by {most:.2g} of its size, more than {FAR:g}"
+    return (
+        None
+        if most < BOUND_OF_ONE
+        else f"has a number that is off by {most:.2g} of its size, more than {BOUND_OF_ONE:g}"
+    )
 
 
 def relative_error(y: Tensor, reference: Tensor) -> float:
-    """Return `mean|y - reference| / mean|reference|` in float32; infinite if anything of `y` is not finite.
-
-    0 for a reference of zeros alone if `y` is the same.
-    """
+    """Compute `mean|y - reference| / mean|reference|` in float32; infinite if `y` is not, 0 if they are equal."""
     y, reference = y.float(), reference.float()
     wrong, size = float((y - reference).abs().mean()), float(reference.abs().mean())
     if wrong == 0:
@@ -94,15 +95,16 @@ def relative_error(y: Tensor, reference: Tensor) -> float:
 
 
 def reference(x: Tensor, weight: Tensor) -> Tensor:
-    """Return the product `[m, n]` of activations `[m, k]` and a float32 weight `[n, k]` in full float32."""
+    """Multiply activations `[m, k]` with a float32 weight `[n, k]` in full float32; returns `[m, n]`."""
     with _float32():
         return x.float() @ weight.t()
 
 
 def activations(weight: Tensor, m: int, dtype: torch.dtype) -> Tensor:
-    """Return signed random activations `[m, k]`, the same in every run, whose products are around 1.
+    """Make signed random activations `[m, k]`, the same in every run, whose products are around 1.
 
-    `weight` is float32 `[n, k]`. A power of two keeps products of any finite scales far from float16's limits.
+    `weight` is float32 `[n, k]`. Multiplying by a power of two keeps products far from float16's limits, whatever the
+    scales are.
     """
     k = weight.shape[1]
     random = torch.Generator().manual_seed(m)
@@ -113,8 +115,8 @@ def activations(weight: Tensor, m: int, dtype: torch.dtype) -> Tensor:
     return x.to(dtype).to(weight.device)
 
 
-def _poisoned(kernel: Kernel, tensors: Mapping[str, Tensor], q: QuantizedTensor, exact: bool, x: Tensor) -> Tensor:
-    """Return the product of `x` `[m, k]` in float32 if `exact`, else in the dtype of `x`, in a tensor that was NaN."""
+def _multiply(kernel: Kernel, tensors: Mapping[str, Tensor], q: QuantizedTensor, exact: bool, x: Tensor) -> Tensor:
+    """Multiply `x` `[m, k]` into a tensor of NaN: float32 if `exact`, else of the dtype of `x`."""
     n, k = q.shape
     dtype = torch.float32 if exact else x.dtype
     out = torch.full((x.shape[0], n), float("nan"), dtype=dtype, device=x.device)
@@ -122,9 +124,9 @@ def _poisoned(kernel: Kernel, tensors: Mapping[str, Tensor], q: QuantizedTensor,
 
 
 def _unit_vectors(multiply: Callable[[Tensor], Tensor], weight: Tensor) -> Iterator[int]:
-    """Yield, for some unit vectors at a time, how many weights `[n, k]` their products are not."""
+    """Yield the number of wrong weights of `[n, k]`, for some unit vectors at a time."""
     n, k = weight.shape
-    rows = max(1, min(k, HELD // max(n, k)))
+    rows = max(1, min(k, MAX_PRODUCTS // max(n, k)))
     for start in range(0, k, rows):
         column = torch.arange(start, min(start + rows, k), device=weight.device)
         x = torch.zeros(len(column), k, dtype=torch.float16, device=weight.device)
@@ -135,7 +137,7 @@ def _unit_vectors(multiply: Callable[[Tensor], Tensor], weight: Tensor) -> Itera
 
 @contextmanager
 def _float32() -> Iterator[None]:
-    """Multiply in full float32 inside, whatever the program around has asked for."""
+    """Multiply in full float32 inside, whatever precision the calling program has set."""
     precision = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:

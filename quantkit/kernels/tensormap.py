@@ -1,4 +1,4 @@
-"""Descriptors of matrices for Hopper's copy engine, made by the driver on the host (cuTensorMapEncodeTiled)."""
+"""Tensor maps: descriptors of matrices for Hopper's copy engine (TMA), which the driver encodes on the host."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from torch import Tensor
 from quantkit.errors import KernelError
 from quantkit.kernels import driver
 
-#: What the driver's header calls the types that differ in size, in bytes, and the two ways to lie in shared memory.
-KINDS = {2: 6, 8: 4}  # FLOAT16 (zeros are zeros in any), UINT64
-PLAIN, SWIZZLED = 0, 3  # in 128 bytes
+#: Bytes of an element -> CU_TENSOR_MAP_DATA_TYPE_FLOAT16 (all 2-byte types have the same zero), ..._UINT64.
+DATA_TYPES = {2: 6, 8: 4}
+#: CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_SWIZZLE_128B.
+PLAIN, SWIZZLED = 0, 3
+#: Bytes of a descriptor, and its alignment.
 SIZE, ALIGNMENT = 128, 64
 
 
 def tensor_map(
     matrix: Tensor, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzled: bool = False
 ) -> bytes:
-    """Return the descriptor of contiguous `matrix` as `shape` of `item` bytes, copied in boxes of as many dimensions.
+    """Encode the descriptor of the contiguous `matrix`, seen as `shape` of `item` bytes each, for copies of one `box`.
 
-    What a box has outside of the matrix arrives as zeros. It is passed to a kernel by value, and good for as long as
-    the matrix lies where it lies. KernelError if the driver refuses it.
+    Elements of a box outside the matrix arrive as zeros. The descriptor is passed to a kernel by value, and is valid as
+    long as the matrix keeps its address. KernelError if the driver refuses it.
     """
     return _encoded(matrix.data_ptr(), shape, box, item, SWIZZLED if swizzled else PLAIN)
 
@@ -32,11 +34,11 @@ def tensor_map(
 def _encoded(pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzle: int) -> bytes:
     rank = len(shape)
     strides = [math.prod(shape[i:]) * item for i in range(rank - 1, 0, -1)]  # the driver counts from the last dimension
-    room = ctypes.create_string_buffer(SIZE + ALIGNMENT)
-    address = (ctypes.addressof(room) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+    buffer = ctypes.create_string_buffer(SIZE + ALIGNMENT)
+    address = (ctypes.addressof(buffer) + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
     failed = driver.library().cuTensorMapEncodeTiled(
         ctypes.c_void_p(address),
-        KINDS[item],
+        DATA_TYPES[item],
         rank,
         ctypes.c_void_p(pointer),
         (ctypes.c_uint64 * rank)(*reversed(shape)),
@@ -45,7 +47,7 @@ def _encoded(pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: i
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
         swizzle,
-        3,  # fetched into the L2 by 256 bytes
+        3,  # the L2 cache fetches 256 bytes
         0,  # zeros outside
     )
     if failed:

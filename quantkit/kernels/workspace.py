@@ -1,4 +1,4 @@
-"""Where blocks of a launch leave sums for each other; it stays, since every launch leaves its counters at zero."""
+"""Workspaces: memory in which the blocks of a launch exchange sums. Every launch leaves its counters at zero."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
-from quantkit.kernels.driver import place
+from quantkit.kernels.driver import stream_state
 
 #: (source, device, stream or None for all CUDA graphs) -> float32 sums, int32 counters.
-_ROOMS: dict[tuple[str, torch.device, int | None], tuple[Tensor, Tensor]] = {}
+_WORKSPACES: dict[tuple[str, torch.device, int | None], tuple[Tensor, Tensor]] = {}
 
 
 def workspace(source: str, device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Return float32 `[sums]` and int32 `[counters]`, zero between launches, for the current stream of a CUDA device.
+    """Return float32 `[sums]` and int32 `[counters]` for the current stream of a CUDA device, made on first use.
 
-    Each stream has its own, so that streams may overlap. Captured launches have one for all CUDA graphs of a device:
-    graphs must not be replayed beside each other. It cannot be made during a capture, so KernelError if nothing was
-    launched before.
+    Each stream has its own workspace, so streams may overlap. All CUDA graphs of a device share one, so two graphs must
+    not be replayed at the same time. A workspace cannot be made during a capture: KernelError if the first launch of
+    `source` is captured.
     """
-    at = place(device)
-    found = _ROOMS.get((source, device, None if at.graph else at.stream))
+    state = stream_state(device)
+    found = _WORKSPACES.get((source, device, None if state.graph else state.stream))
     if found is not None:
         return found
-    if at.graph:
+    if state.graph:
         raise KernelError(f"the first launch of {source} on {device} is captured: call it once before the capture")
-    for owner in (None, at.stream):
-        if (source, device, owner) not in _ROOMS:
-            _ROOMS[source, device, owner] = _room(device, sums, counters)
-    return _ROOMS[source, device, at.stream]
+    for owner in (None, state.stream):
+        if (source, device, owner) not in _WORKSPACES:
+            _WORKSPACES[source, device, owner] = _allocate(device, sums, counters)
+    return _WORKSPACES[source, device, state.stream]
 
 
-def _room(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
-    """Return new memory that stays, made by another thread.
+def _allocate(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+    """Allocate a workspace in another thread.
 
-    What the thread of a compiled model allocates while it warms up goes into the pool of its CUDA graph, where torch
-    allows nothing to stay.
+    In the thread that warms up a compiled model, torch would take the memory from the pool of a CUDA graph, where no
+    allocation may outlive the warm-up.
     """
 
     def make() -> tuple[Tensor, Tensor]:
@@ -45,7 +45,7 @@ def _room(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tenso
             torch.empty(sums, dtype=torch.float32, device=device),
             torch.zeros(counters, dtype=torch.int32, device=device),
         )
-        torch.cuda.current_stream(device).synchronize()  # zero for every stream from now on
+        torch.cuda.current_stream(device).synchronize()  # every stream sees the zeros from now on
         return found
 
     with ThreadPoolExecutor(1) as thread:

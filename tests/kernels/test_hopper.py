@@ -163,7 +163,7 @@ def agrees(
     shift = torch.linspace(-3, 3, n).to(dtype).cuda() if bias else None
     reference = proof.reference(x, w) + (0 if shift is None else shift.float())
     found = [product(layout, tensors, q, x, shift, tile) for _ in range(3)]
-    assert proof.amiss(found[0], reference.to(dtype)) is None, (label, n, k, m, dtype, tile)
+    assert proof.mismatch(found[0], reference.to(dtype)) is None, (label, n, k, m, dtype, tile)
     assert all(torch.equal(found[0], y) for y in found), (label, n, k, m, dtype, tile)
 
 
@@ -217,7 +217,7 @@ def every_count(layout: str, label: str, n: int, k: int, counts: Iterable[int], 
         shift = torch.linspace(-3, 3, n).to(dtype).cuda() if bias else None
         reference = proof.reference(x, w) + (0 if shift is None else shift.float())
         y = product(layout, tensors, q, x, shift)
-        assert proof.amiss(y, reference.to(dtype)) is None, (m, dtype)
+        assert proof.mismatch(y, reference.to(dtype)) is None, (m, dtype)
 
 
 @pytest.mark.gpu
@@ -286,7 +286,7 @@ def test_the_largest_activations_do_not_overflow_on_the_way(gpu: None, layout: s
             reference = proof.reference(x, w)
             assert reference.abs().max() < 60000
             y = product(layout, tensors, q, x, tile=tile)
-            assert proof.amiss(y, reference.to(dtype)) is None, (dtype, tile)
+            assert proof.mismatch(y, reference.to(dtype)) is None, (dtype, tile)
 
 
 @pytest.mark.gpu

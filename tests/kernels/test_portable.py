@@ -189,7 +189,7 @@ def agrees(
     reference = proof.reference(x, w) + (0 if shift is None else shift.float())
     found = [product(layout, x, tensors, q, shift, tile) for _ in range(3)]
     where = (label, n, k, m, dtype, tile)
-    assert proof.amiss(found[0], reference.to(dtype)) is None, where
+    assert proof.mismatch(found[0], reference.to(dtype)) is None, where
     assert all(torch.equal(found[0], y) for y in found), where
 
 
@@ -202,7 +202,7 @@ def test_every_token_count_to_300(gpu: None, layout: str, label: str, n: int, k:
     for m, dtype in itertools.product(range(1, 301), TYPES):
         x = proof.activations(w, m, dtype)
         y = product(layout, x, tensors, q)
-        assert proof.amiss(y, proof.reference(x, w).to(dtype)) is None, (m, dtype)
+        assert proof.mismatch(y, proof.reference(x, w).to(dtype)) is None, (m, dtype)
 
 
 @pytest.mark.gpu
@@ -339,7 +339,7 @@ def test_a_captured_launch_can_be_replayed(gpu: None, layout: str, label: str, f
 @pytest.mark.gpu
 def test_a_capture_cannot_make_a_workspace(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counters of zero that are captured would be zero only from the first replay on."""
-    monkeypatch.setattr(workspace, "_ROOMS", {})
+    monkeypatch.setattr(workspace, "_WORKSPACES", {})
     capture = torch.cuda.graph(torch.cuda.CUDAGraph())
     with pytest.raises(KernelError, match="call it once before the capture"), capture:
         workspace.workspace("any", torch.device("cuda", 0), 8, 8)

@@ -115,10 +115,10 @@ def test_a_few_wrong_numbers_do_not_hide_in_a_mean(change: Callable[[Tensor], Te
     """A row that a tile's edge leaves out is 0.03 % of all: less than what rounding may cost on average."""
     reference = torch.randn(3000, 500, generator=torch.Generator().manual_seed(0))
     y = reference.half().float()
-    assert proof.amiss(y, reference) is None
+    assert proof.mismatch(y, reference) is None
     change(y)
     assert proof.relative_error(y, reference) < 3 * proof.BOUND
-    assert proof.amiss(y, reference) is not None
+    assert proof.mismatch(y, reference) is not None
 
 
 def test_activations_are_signed_and_the_same_every_time() -> None:
