@@ -16,9 +16,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import click
+
 from quantkit import api
 from quantkit.checkpoint.inspection import describe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.cli import options, show
+from quantkit.cli.exits import emit
+from quantkit.cli.options import command
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import verify
 from quantkit.io import files
@@ -49,6 +54,16 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp6-rtn": {"format": "fp6", "method": "rtn"},
 }
 SOURCE, PACKED = "int4-gptq", "int4-gptq-marlin"
+
+
+@command("demo", "quantkit demo")
+@click.option("-o", "--out", type=options.PATH, help="Keep the checkpoints in this new folder.")
+def demo(out: Path | None, as_json: bool, progress: Progress) -> None:
+    """Do the whole job in a minute.
+
+    Quantize the small model that comes with quantkit, pack, verify, and compare perplexities: no network, no GPU."""
+    found = run(out, progress)
+    emit(show.as_json(found) if as_json else show.demo(found))
 
 
 def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, Any]:

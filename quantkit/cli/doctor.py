@@ -18,10 +18,14 @@ from typing import Any
 import torch
 
 import quantkit
+from quantkit.cli import show
+from quantkit.cli.exits import FAILED, emit, leave
+from quantkit.cli.options import command
 from quantkit.errors import KernelError
 from quantkit.kernels import MATMULS, loader, toolchain
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.memory_estimate import free_memory
+from quantkit.progress import Progress
 
 PYTHON = ((3, 10), (3, 14))
 #: What quantkit does not work without, with the lowest version of each; pyproject.toml says the same (a test compares).
@@ -51,6 +55,17 @@ class Check:
     needs: str
     ok: bool | None
     fix: str | None = None
+
+
+@command("doctor", "quantkit doctor")
+def doctor(as_json: bool, progress: Progress) -> None:
+    """Say what is installed and missing.
+
+    Packages, GPUs and kernels that can be used here, and what to type against what is missing."""
+    found = diagnose()
+    emit(show.as_json(found) if as_json else show.diagnosis(found))
+    if not found["ok"]:
+        leave(FAILED, "Error: something that quantkit needs is missing, the fixes are above")
 
 
 def diagnose(folder: Path = Path(".")) -> dict[str, Any]:

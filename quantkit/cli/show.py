@@ -249,7 +249,7 @@ def demo(found: Mapping[str, Any]) -> str:
         )
         for row in found["rows"]
     ]
-    return table(DEMO, rows) + "\n\n" + found["protocol"]
+    return f"{table(DEMO, rows)}\n\n{found['protocol']}"
 
 
 def _protocol(found: Perplexity | Divergence) -> str:

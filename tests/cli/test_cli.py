@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from quantkit.api import build_recipe, shipped_recipes
+from quantkit.cli import doctor
 from quantkit.cli.commands import quantkit
 from quantkit.errors import RecipeError
 from tests import command_line
@@ -198,22 +199,18 @@ def test_a_missed_threshold_is_exit_code_4(int4: Path, tiny_llama: Path, calib: 
 
 
 def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit.cli import commands as module
-
     def broken() -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(module.doctor, "diagnose", broken)
+    monkeypatch.setattr(doctor, "diagnose", broken)
     with pytest.raises(ZeroDivisionError):
         call("doctor")
 
 
 @pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")])
 def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    from quantkit.cli import commands as module
-
     def greedy() -> None:
         raise error
 
-    monkeypatch.setattr(module.doctor, "diagnose", greedy)
+    monkeypatch.setattr(doctor, "diagnose", greedy)
     assert "out of memory" in refused("doctor")

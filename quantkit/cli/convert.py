@@ -1,0 +1,71 @@
+"""The commands that rewrite a quantized checkpoint: pack, convert."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+
+from quantkit import api
+from quantkit.cli import options, show
+from quantkit.cli.exits import emit
+from quantkit.cli.options import combined, command
+from quantkit.layouts import compatibility
+from quantkit.pipeline import quantize as pipeline
+from quantkit.progress import Progress
+from quantkit.reporting.report import summary
+
+#: The options for a checkpoint that does not fit the other layout, and for the files of the output.
+repacking_options = combined(
+    click.option("--pad", is_flag=True, help=f"{options.PAD}."),
+    click.option("--requantize", is_flag=True, help="Round again what has no lossless way (lossy; it is reported)."),
+    click.option(
+        "--max-shard-size", type=options.Bytes(), default="2GiB", help="Most bytes of one weight file [2GiB]."
+    ),
+    options.overwrite,
+)
+
+
+@command("pack", "quantkit pack ./model-int4 --layout marlin -o ./model-marlin")
+@options.checkpoint
+@options.layout(required=True)
+@options.out()
+@repacking_options
+def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Progress, **asked: Any) -> None:
+    """Rewrite CHECKPOINT in another layout.
+
+    Every value stays the same bit for bit; what the layout cannot hold is refused."""
+    report = pipeline.pack(checkpoint, out, layout, progress=progress, **asked)
+    emit(show.as_json(report) if as_json else summary(report))
+
+
+@command("convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin")
+@click.argument("pair", metavar="A-to-B", required=False)
+@click.argument("checkpoint", type=options.PATH, required=False)
+@options.out(required=False)
+@repacking_options
+@click.option(
+    "--list", "listing", is_flag=True, help="Print which conversions are lossless, when, and why others are not."
+)
+def convert(
+    pair: str | None,
+    checkpoint: Path | None,
+    out: Path | None,
+    listing: bool,
+    as_json: bool,
+    progress: Progress,
+    **asked: Any,
+) -> None:
+    """Rewrite CHECKPOINT from A to B.
+
+    As pack, and CHECKPOINT must be in layout A."""
+    if listing:
+        found = compatibility.conversions()
+        emit(show.as_json({"conversions": [asdict(c) for c in found]}) if as_json else show.matrix(found))
+        return
+    if pair is None or checkpoint is None or out is None:
+        raise click.UsageError("Missing one of 'A-to-B', 'CHECKPOINT', '-o'.")
+    report = api.convert(pair, checkpoint, out, progress=progress, **asked)
+    emit(show.as_json(report) if as_json else summary(report))

@@ -1,0 +1,68 @@
+"""The commands that read a checkpoint or its report: verify, inspect, report."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from quantkit.checkpoint.inspection import describe
+from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.cli import options, show
+from quantkit.cli.exits import UNVERIFIED, emit, leave
+from quantkit.cli.options import command
+from quantkit.errors import CheckpointError
+from quantkit.evaluation import verify as verification
+from quantkit.progress import Progress
+from quantkit.reporting import plots
+from quantkit.reporting.report import REPORT, summary
+from quantkit.reporting.report import load as load_report
+
+
+@command("verify", "quantkit verify ./model-marlin --against ./model-int4")
+@options.checkpoint
+@click.option(
+    "--against", type=options.PATH, help="Quantized checkpoint whose codes, scales and zeros must be the same."
+)
+@options.device
+def verify(checkpoint: Path, against: Path | None, device: str, as_json: bool, progress: Progress) -> None:
+    """Prove the bits of CHECKPOINT.
+
+    Every packed weight is unpacked and packed again and compared with its digest in the report, and on a GPU multiplied
+    by its kernels; verify.json is written into the folder."""
+    found = verification.verify(checkpoint, against, progress, device)
+    emit(show.as_json(found.to_dict()) if as_json else show.verification(found))
+    verification.write(found, checkpoint)
+    if not found.ok:
+        leave(UNVERIFIED, f"Error: {checkpoint} is not what it should be: {len(found.failures)} failures, see above")
+
+
+@command("inspect", "quantkit inspect ./model-marlin")
+@click.argument("checkpoint")
+@options.source
+def inspect(checkpoint: str, revision: str | None, trust_remote_code: bool, as_json: bool, progress: Progress) -> None:
+    """Describe CHECKPOINT from its headers.
+
+    Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program."""
+    found = describe(Checkpoint(resolve(checkpoint, revision), trust_remote_code))
+    emit(show.as_json(found) if as_json else show.description(found))
+
+
+@command("report", "quantkit report ./model-int4 --html ./model-int4.html")
+@click.argument("folder", type=options.PATH)
+@click.option("--html", type=options.PATH, help="Draw it into this .html file.")
+@click.option("--png", type=options.PATH, help="Draw it into this .png file.")
+def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, progress: Progress) -> None:
+    """Print or draw a report.
+
+    FOLDER is an output of quantkit; drawn are error per layer, time per phase, size before and after."""
+    found = load_report(folder)
+    if not found:
+        raise CheckpointError(f"{folder}: has no {REPORT}: give a folder that quantkit wrote")
+    for path, suffix in ((html, ".html"), (png, ".png")):
+        if path is not None and path.suffix != suffix:
+            raise click.UsageError(f"{path}: the file name must end in {suffix}")
+        if path is not None:
+            plots.draw(found, path)
+            progress.note(f"drawn: {path}")
+    emit(show.as_json(found) if as_json else summary(found))
