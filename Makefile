@@ -1,7 +1,7 @@
 # Everything runs in a virtual environment of its own, which `setup` fills and the other targets call first.
 #   make demo   the whole job on the packaged model, no network, under a minute
 #   make test   the tests that need no GPU
-#   make lint   ruff and mypy
+#   make lint   ruff, mypy and import-linter
 #   make check  both
 #   make gpu    GPU tests and benchmarks; writes benchmarks/h200/
 # PYTHON chooses the interpreter (3.10 to 3.13), VENV where the environment lies.
@@ -30,6 +30,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 check: lint test
 

@@ -193,6 +193,7 @@ def _product_rate(where: torch.device, dtype: torch.dtype) -> float:
     random = torch.Generator(where).manual_seed(0)
     x, w = (torch.randn(SQUARE, SQUARE, device=where, generator=random).to(dtype) for _ in range(2))
     y = torch.empty_like(x)
+    orders: tuple[Callable[[int], Tensor], ...]
     orders = (lambda _: torch.mm(x, w.t(), out=y), lambda _: torch.mm(x, w, out=y))
     graphs = []
     for order in orders:

@@ -61,7 +61,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
         what = "a file, not a folder" if folder.is_file() else "no such folder"
         raise CheckpointError(f"{model or repr(model)}: {what}: check the path")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import disable_progress_bars
+    from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()

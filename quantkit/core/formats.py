@@ -96,7 +96,7 @@ class Format:
     @property
     def _lowest(self) -> int:
         """The exponent of the smallest normal value, which the subnormals share."""
-        return 2 - 2 ** (self.ebits - 1)
+        return 2 - (1 << (self.ebits - 1))
 
     def _binade(self, x: Tensor) -> Tensor:
         """Return the power of two at or below each magnitude, and at least the smallest normal value."""

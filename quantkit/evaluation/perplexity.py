@@ -183,7 +183,7 @@ def _logits(model: PreTrainedModel, part: Tensor, start: Tensor, number: int) ->
     """Return the logits `[window, v]` that follow each token of a window (with BOS, the first follow BOS alone)."""
     with torch.inference_mode():
         ids = torch.cat([start, part])[None].to(model.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, : len(part) if len(start) else None]
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, : len(part) if len(start) else None]
     if not bool(torch.isfinite(logits).all()):
         raise NumericError(f"window {number} gives logits that are NaN or infinite: the weights are damaged")
     return logits

@@ -138,7 +138,7 @@ class Joint(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Joint:
         self._held = self._traced = None
-        super()._apply(only_moved(fn, self.suffixes if self.united else (), self), recurse)
+        super()._apply(only_moved(fn, self.suffixes if self.united else (), self), recurse)  # type: ignore[no-untyped-call]
         return self
 
     def state_dict(self, *args: object, **kwargs: object) -> object:  # type: ignore[override]

@@ -94,6 +94,7 @@ def _from_pretrained(
     names = [path.name for path in src.files()]
     if len(names) == 1:
         config.transformers_weights = names[0]  # whatever its name is
+    model: PreTrainedModel
     try:
         model, found = _quietly(src.path, config, device_map, dtype, trust_remote_code and "auto_map" in src.config)
     except (QuantkitError, torch.OutOfMemoryError):

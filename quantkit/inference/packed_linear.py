@@ -153,7 +153,7 @@ class PackedLinear(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
         before = self.device
-        super()._apply(only_moved(fn, () if self.is_united else self.suffixes, self), recurse)
+        super()._apply(only_moved(fn, () if self.is_united else self.suffixes, self), recurse)  # type: ignore[no-untyped-call]
         if before.type == "cpu":
             if (why := self.settle()) is not None:
                 _warn_decoded(why)
@@ -173,7 +173,10 @@ def multiplied(held: Any, x: Tensor, out: int) -> Tensor:
     """Return the product `[..., out]` of activations with what a `PackedLinear` or a `Joint` holds, bias included."""
     tensors = [getattr(held, suffix) for suffix in held.suffixes]
     bias = None if held.bias is None else held.bias.to(x.dtype)
-    return torch.ops.quantkit.packed_linear(x, tensors, bias, held.names, held.layout, held.label, out, held.n, held.k)
+    product: Tensor = torch.ops.quantkit.packed_linear(
+        x, tensors, bias, held.names, held.layout, held.label, out, held.n, held.k
+    )
+    return product
 
 
 def only_moved(fn: Callable[[Tensor], Tensor], names: Collection[str], module: nn.Module) -> Callable[[Tensor], Tensor]:

@@ -47,6 +47,7 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
         raise CheckpointError(
             f"{src.path}: model type {family!r} is unknown to transformers: upgrade it, or check config.json"
         )
+    config: PretrainedConfig
     try:
         if remote:
             config = AutoConfig.from_pretrained(src.path, trust_remote_code=True)
@@ -73,10 +74,11 @@ def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> Pr
     remote = trust_remote_code and "auto_map" in src.config
     try:
         with init_empty_weights(include_buffers=False):
-            module = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+            module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
     except Exception as error:  # as above
         raise unbuildable(src, error) from error
-    return module.eval()
+    module.eval()
+    return module
 
 
 def unbuildable(src: Configured, error: Exception) -> CheckpointError:
