@@ -1,29 +1,33 @@
-"""Tests guard the documents: every command shown is one that quantkit has, and every one it has is shown."""
+"""Hold the pages to the code: commands, make targets, recipe keys, cited sections and links exist."""
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import click
 import pytest
 
+from quantkit.algorithms.gptq import Options
 from quantkit.api import shipped_recipes
 from quantkit.cli.commands import quantkit
-from tests.command_line import commands
+from quantkit.pipeline.recipe import GPTQ_KEYS, SCHEME_KEYS, Calib, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks/README.md"]
+RECIPES = (ROOT / "docs/recipes.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 #: What ends the arguments of a command in a shell.
 ENDS = {"|", "||", "&", "&&", ";", ">", ">>", "<", "(", ")"}
 
 
 def shell_lines(page: Path) -> Iterator[list[str]]:
-    """Yield the words of every line of a page's fenced blocks; continued lines are joined, comments dropped."""
+    """Yield the words of each line of a page's fenced blocks. Continued lines are joined, comments dropped."""
     for block in FENCE.findall(page.read_text(encoding="utf-8")):
         for line in block.replace("\\\n", " ").splitlines():
             lexer = shlex.shlex(line.strip().removeprefix("$ "), posix=True, punctuation_chars=True)
@@ -37,7 +41,7 @@ def shell_lines(page: Path) -> Iterator[list[str]]:
 def invocations(page: Path) -> Iterator[list[str]]:
     """Yield the arguments of each `quantkit ...` or `python -m quantkit ...` shown on a page."""
     for words in shell_lines(page):
-        starts = [i for i, word in enumerate(words) if Path(word).name == "quantkit" and runs(words[:i])]
+        starts = [i for i, word in enumerate(words) if re.fullmatch(r"(.*/)?quantkit", word) and runs(words[:i])]
         for start in starts:
             rest = words[start + 1 :]
             end = next((i for i, word in enumerate(rest) if word in ENDS), len(rest))
@@ -45,13 +49,13 @@ def invocations(page: Path) -> Iterator[list[str]]:
 
 
 def runs(before: list[str]) -> bool:
-    """Return whether the word behind these is run by a shell (variables may be set, Python may run the module)."""
+    """Return True if a shell runs the word behind these: settings, `python -m`, or the end of a command."""
     settings = [word for word in before if not re.fullmatch(r"\w+=.*", word)]
     return not settings or settings[-1] in ENDS or settings[-1] == "-m" or settings[0] in ("time", "nohup")
 
 
 def parse(args: list[str]) -> tuple[str, dict[str, object]]:
-    """Return the name and the parameters of a command line; click's own error if quantkit has no such command."""
+    """Return the name and the parameters of a command line. Raises click's error if quantkit has no such command."""
     command: click.Command = quantkit
     while isinstance(command, click.Group) and args and not args[0].startswith("-"):
         if args[0] not in command.commands:
@@ -76,20 +80,55 @@ def test_every_command_shown_exists_with_its_options(page: Path) -> None:
             assert known, f"{page.name}: {path} shows the recipe {recipe}, which does not exist"
 
 
-def test_the_readme_shows_every_command() -> None:
-    shown = set()
-    for args in invocations(README):
-        words = [word for word in args if not word.startswith("-")]
-        shown |= {tuple(words[:1]), tuple(words[:2])}
-    text = README.read_text(encoding="utf-8")
-    for path, command in commands(quantkit):
-        if not isinstance(command, click.Group):
-            assert path in shown or f"`{' '.join(path)}`" in text or f"quantkit {' '.join(path)}" in text, path
+def test_the_recipe_page_has_every_key_and_no_other() -> None:
+    sections = {"scheme": SCHEME_KEYS, "gptq": GPTQ_KEYS, "calibration": [f.name for f in fields(Calib)]}
+    keys = [f.name for f in fields(Recipe)]
+    keys += [f"{section}.{name}" for section, names in sections.items() for name in names]
+    shown = re.findall(r"^\| `([a-z_.]+)` \|", RECIPES.partition("## Shipped")[0], re.MULTILINE)
+    assert sorted(shown) == sorted(keys)
 
 
-def test_the_readme_names_every_shipped_recipe() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert [name for name in shipped_recipes() if name not in text] == []
+def test_the_recipe_page_has_the_defaults_of_the_code() -> None:
+    shown = dict(re.findall(r"^\| `([a-z_.]+)` \| `?([^|`]*)`? \|", RECIPES, re.MULTILINE))
+    for section, cls, names in (("gptq", Options, GPTQ_KEYS), ("calibration", Calib, None)):
+        for field in fields(cls):
+            if names is None or field.name in names:
+                default = field.default if isinstance(field.default, str) else json.dumps(field.default)
+                assert shown[f"{section}.{field.name}"] == default
+
+
+def test_the_recipe_page_names_every_shipped_recipe() -> None:
+    shown = re.findall(r"^\| `([a-z0-9-]+)` \|", RECIPES.partition("## Shipped")[2], re.MULTILINE)
+    assert sorted(shown) == sorted(shipped_recipes())
+
+
+def test_readme_fits_a_page() -> None:
+    lines = README.read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 135
+    assert max(map(len, lines)) <= 140
+
+
+def test_sections_cited_by_the_code_exist() -> None:
+    sections = {page.stem.upper(): numbered_sections(page) for page in PAGES}
+    pages = "|".join([*sections, "PRODUCT"])
+    citations = re.compile(rf"\b({pages})((?:(?:,| and| to)? \d+(?:\.\d+)?)+)")
+    files = [path for folder in ("quantkit", "kernels", "configs", "benchmarks") for path in (ROOT / folder).rglob("*")]
+    for path in (path for path in files if path.suffix in (".py", ".cu", ".cuh", ".yaml")):
+        for page, cited in citations.findall(path.read_text(encoding="utf-8")):
+            missing = set(re.findall(r"\d+(?:\.\d+)?", cited)) - sections.get(page, set())
+            assert not missing, f"{path} cites {page}{cited}"
+
+
+def numbered_sections(page: Path) -> set[str]:
+    """Return the numbers of a page's headings, and of the list items below them (`1.2` is item 2 of section 1)."""
+    found, section = set(), ""
+    for line in page.read_text(encoding="utf-8").splitlines():
+        if heading := re.match(r"#+ (\d+(?:\.\d+)?)", line):
+            section = heading[1]
+            found.add(section)
+        elif item := re.match(r"(\d+)\. ", line):
+            found.add(f"{section}.{item[1]}")
+    return found
 
 
 def test_every_make_target_shown_exists() -> None:
@@ -111,9 +150,20 @@ def test_links_lead_somewhere() -> None:
     "line",
     ["quantize m -o out --nonsense", "sparsify m -o out", "eval tasks m", "quantize m -o out --layout exl3", "verify"],
 )
-def test_what_does_not_exist_is_found(line: str, tmp_path: Path) -> None:
+def test_a_wrong_command_is_found(line: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(f"```sh\nCUDA_VISIBLE_DEVICES=0 quantkit \\\n  {line} | head  # a comment\n```\n")
     (args,) = invocations(page)
     with pytest.raises(click.ClickException):
         parse(args)
+
+
+def test_the_messages_of_the_troubleshooting_page_are_real() -> None:
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "quantkit").rglob("*.py"))
+    source = re.sub(r'"\s*f?"', "", source)  # a message that goes on in the next line
+    page = (ROOT / "docs/troubleshooting.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| `([^`]+)` \|", page, re.MULTILINE)
+    assert len(shown) > 30
+    for message in shown:
+        for part in message.split("…"):
+            assert part in source, message
