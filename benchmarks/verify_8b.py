@@ -27,7 +27,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.evaluation.verify import VERIFICATION
 from quantkit.io import files, hashing
 from quantkit.io.safetensors_header import INDEX, dump_json, read_header
-from quantkit.io.safetensors_writer import TensorFile
+from quantkit.io.safetensors_writer import SafetensorsWriter
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 from quantkit.reporting.report import REPORT
@@ -62,7 +62,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shards: dict[str, str] = {}
     weight_map: dict[str, str] = {}
-    file: TensorFile | None = None
+    file: SafetensorsWriter | None = None
 
     def add(name: str, tensor: torch.Tensor) -> None:
         nonlocal file
@@ -70,7 +70,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
             shards[file.path.name] = file.close()
             file = None
         if file is None:
-            file = TensorFile(out / f"model-{len(shards) + 1:05}.safetensors")
+            file = SafetensorsWriter(out / f"model-{len(shards) + 1:05}.safetensors")
         file.add(name, tensor)
         weight_map[name] = file.path.name
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from quantkit.evaluation.verify import verify
     from quantkit.inference.load import load
     from quantkit.inference.transformers_plugin import register
-    from quantkit.pipeline.quantize import pack
+    from quantkit.pipeline.convert import pack
 
 __version__ = "0.1.0"
 __all__ = ["QuantizedTensor", "Scheme", "__version__", "load", "pack", "prune", "quantize", "register", "verify"]
@@ -25,7 +25,7 @@ _HOME = {
     "QuantizedTensor": "quantkit.core.quantized_tensor",
     "Scheme": "quantkit.core.quantized_tensor",
     "load": "quantkit.inference.load",
-    "pack": "quantkit.pipeline.quantize",
+    "pack": "quantkit.pipeline.convert",
     "prune": "quantkit.api",
     "quantize": "quantkit.api",
     "register": "quantkit.inference.transformers_plugin",

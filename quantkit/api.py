@@ -25,6 +25,7 @@ from quantkit.models.block_runner import tokenizer
 from quantkit.models.calibration_data import evaluation_text
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline import recipe as recipes
+from quantkit.pipeline.convert import pack
 from quantkit.pipeline.recipe import Method, Pruning, Recipe
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.progress import Progress
@@ -142,7 +143,7 @@ def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpac
     """
     source, target = compatibility.parse(pair)
     try:
-        return pipeline.pack(checkpoint, out, target, expect=source, **options)
+        return pack(checkpoint, out, target, expect=source, **options)
     except QuantkitError as error:  # which names another target as the options of `pack` do
         raise type(error)(str(error).replace("--layout ", f"convert {source}-to-")) from error
 

@@ -14,23 +14,27 @@ from typing import Any
 
 import torch
 
+from quantkit.interrupts import Stop
+
 
 class Progress:
     """Bars with an ETA (on a terminal, from the third second on), notes and warnings.
 
-    `quiet` silences bars and notes; warnings always appear. `verbose` lets details through.
+    `quiet` silences bars and notes; warnings always appear. `verbose` lets details through. Loops over a bar end where
+    `stop` asks for it.
     """
 
-    def __init__(self, quiet: bool = False, verbose: bool = False) -> None:
+    def __init__(self, quiet: bool = False, verbose: bool = False, stop: Stop | None = None) -> None:
         self.quiet = quiet
         self.verbose = verbose
+        self._stop = stop or Stop()
 
     def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None) -> Any:
         """Return a bar: an iterator over `work`, or for a number of steps an object with `update(n)` and `close()`."""
         from tqdm import tqdm
 
         steps = work if isinstance(work, int) else total
-        return tqdm(
+        bar = tqdm(
             None if isinstance(work, int) else work,
             total=steps,
             desc=label,
@@ -40,6 +44,11 @@ class Progress:
             leave=False,
             dynamic_ncols=True,
         )
+        return bar if isinstance(work, int) else self._stop.between(bar)
+
+    def check(self) -> None:
+        """End the loop that runs, if a signal asked for it: to be called within long items of a bar."""
+        self._stop.check()
 
     def detail(self, text: str) -> None:
         """Say what only a curious user wants to know (-v)."""

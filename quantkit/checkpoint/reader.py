@@ -21,7 +21,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.errors import CheckpointError, LayoutError, reason
-from quantkit.io import files, hashing, inlet, safetensors_header
+from quantkit.io import files, hashing, safetensors_header
 from quantkit.io.safetensors_header import AGAIN, TensorInfo, inside, read_header, shown
 from quantkit.layouts import LAYOUTS, read_config, stored_as
 from quantkit.layouts.base import Layout, Unpacking
@@ -36,14 +36,11 @@ SIDE_FILES = {"quantize_config.json": ("gptq", None), "quant_config.json": ("awq
 #: What codes are packed into, and no dense weight of a causal LM is stored as.
 PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
-#: What a tensor's place in a file must be a multiple of, to be taken for integers of any width where it was read.
-_ALIGNED = 8
-
 
 class _File(NamedTuple):
     name: str
     path: Path
-    stamp: tuple[int, ...]
+    identity: tuple[int, ...]
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -91,7 +88,6 @@ class Checkpoint:
 
     def __init__(self, folder: Path | str, trust_remote_code: bool = False) -> None:
         self.path = Path(os.path.realpath(folder))
-        self._inlet: inlet.Inlet | None = None
         self.notices: list[str] = []
         if not self.path.is_dir():
             raise CheckpointError(f"{folder} is no folder: give a model's folder or hub id")
@@ -100,7 +96,7 @@ class Checkpoint:
         if CONFIG not in listing:
             hint = "merge the adapter into its base model" if "adapter_config.json" in listing else "check the path"
             raise CheckpointError(f"{folder} is no model folder, {CONFIG} is missing: {hint}")
-        self._config_file = _stamped(self.path, CONFIG)
+        self._config_file = _found(self.path, CONFIG)
         self.config = safetensors_header.load_json(self._config_file.path)
         safetensors_header.check_config(self.config, self.path / CONFIG, trust_remote_code)
         self._shards: list[_File] = []
@@ -135,13 +131,9 @@ class Checkpoint:
     def get(self, name: str) -> Tensor:
         """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened."""
         shard, info = self._at(name)
-        if self._inlet is not None:
-            data = self._inlet.read(shard.name, info.start, info.end - info.start)
-            data = data.clone() if info.start % _ALIGNED else data
-        else:
-            with files.open_regular(shard.path) as file:
-                self._same(shard, inlet.stamp(os.fstat(file.fileno())))
-                data = files.read_exactly(file, info.start, info.end - info.start, shard.path)
+        with files.open_regular(shard.path) as file:
+            self._require_same(shard, _identity(os.fstat(file.fileno())))
+            data = files.read_exactly(file, info.start, info.end - info.start, shard.path)
         return data.view(info.dtype).reshape(info.shape)
 
     def modules(self) -> list[str]:
@@ -266,23 +258,10 @@ class Checkpoint:
         like = recorded or {}
         return {name: hashing.hash_of_file(path, like.get(name)) for name, path in self.sources().items()}
 
-    @contextmanager
-    def in_passing(self, recorded: Mapping[str, object]) -> Iterator[inlet.Inlet]:
-        """Inside, tensors are read past the page cache; yields what reads them.
-
-        Its `hashes` are what those here are, and of what was read: a disk gives each byte once.
-        """
-        with inlet.opened(self.sources(), recorded) as self._inlet:
-            try:
-                self.require_unchanged()
-                yield self._inlet
-            finally:
-                self._inlet = None
-
     def require_unchanged(self) -> None:
         """Raise CheckpointError if config.json or a weight file is not what it was when the checkpoint was opened."""
         for shard in (self._config_file, *self._shards):
-            self._unchanged(shard)
+            self._require_same(shard, _found(self.path, shard.name).identity)
 
     def sources(self) -> dict[str, Path]:
         """Return file name -> real path of the shards, in their order, and config.json."""
@@ -300,7 +279,7 @@ class Checkpoint:
 
     def _open_shards(self, names: list[str], weight_map: dict[str, str] | None) -> None:
         for shard_name in names:
-            self._shards.append(shard := _stamped(self.path, shard_name))
+            self._shards.append(shard := _found(self.path, shard_name))
             for name, info in read_header(shard.path)[0].items():
                 if weight_map is not None and weight_map.get(name) != shard_name:
                     raise CheckpointError(f"{self.path}: {name} is in {shard_name}, the index does not say so: {AGAIN}")
@@ -378,12 +357,9 @@ class Checkpoint:
         shape = self.shape(name)
         return (*shape[:-1], shape[-1] // 4) if shape and self.dtype(name) == torch.uint8 else shape
 
-    def _unchanged(self, shard: _File) -> None:
-        self._same(shard, _stamped(self.path, shard.name).stamp)
-
-    def _same(self, shard: _File, stamp: tuple[int, ...]) -> None:
-        if stamp != shard.stamp:
-            raise CheckpointError(f"{self.path / shard.name}: {inlet.CHANGED}")
+    def _require_same(self, shard: _File, identity: tuple[int, ...]) -> None:
+        if identity != shard.identity:
+            raise CheckpointError(f"{self.path / shard.name}: changed while it was in use: run again")
 
     def _at(self, name: str) -> tuple[_File, TensorInfo]:
         if name not in self._where:
@@ -400,7 +376,12 @@ def _of_file(folder: Path, module: str) -> Iterator[None]:
         raise CheckpointError(f"{folder}: {module}: {error}") from error
 
 
-def _stamped(folder: Path, name: str) -> _File:
+def _found(folder: Path, name: str) -> _File:
     path = inside(folder, name)
     with files.guarded(path):
-        return _File(name, path, inlet.stamp(os.stat(path)))
+        return _File(name, path, _identity(os.stat(path)))
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    """Return numbers that tell a file from another of its name, and from itself after a change."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -6,9 +6,7 @@ One tensor and one shard's header are in memory. Nothing looks like a model befo
 from __future__ import annotations
 
 import json
-from collections import deque
-from collections.abc import Callable
-from math import prod
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +16,23 @@ from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.io import files, hashing, safetensors_header
-from quantkit.io.direct import Outlet
+from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.safetensors_header import INDEX, dump_json, inside, read_header
-from quantkit.io.safetensors_writer import HEADER, Contents, TensorFile
-from quantkit.layouts.base import Layout, Stored
+from quantkit.io.safetensors_writer import SafetensorsWriter, header_bytes
+from quantkit.layouts.base import Layout
 
 #: The most bytes of tensors in one file, if it is not a single one.
 SHARD_BYTES = 2 * 2**30
+#: The most bytes that are reserved for one file's header.
+MOST_HEADER_BYTES = 4 * 2**20
 
 
 class CheckpointWriter:
     """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
 
     On a folder with a journal it continues after the last commit: `done` has the lines of earlier commits, files that
-    none of them lists are deleted. Where all is in one commit, and known before (`planned`, in the order of coming),
-    `outlet` writes and hashes files on the way. CheckpointError if a committed file is not what the journal says.
+    none of them lists are deleted. `expected` are the names of all tensors, if known: space for them is reserved in
+    each file's header. CheckpointError if a committed file is not what the journal says.
     """
 
     def __init__(
@@ -42,22 +42,20 @@ class CheckpointWriter:
         layout: Layout | None,
         *,
         max_shard_bytes: int = SHARD_BYTES,
-        planned: Stored | None = None,
-        outlet: Outlet | None = None,
+        expected: Iterable[str] = (),
     ) -> None:
         if max_shard_bytes < 1:
             raise RecipeError(f"max_shard_size is {max_shard_bytes}: give the most bytes of one weight file, like 2GiB")
         self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
-        self._planned, self._outlet = None if planned is None else deque(planned.items()), outlet
-        self._journal = partial / files.JOURNAL
-        lines = files.read_journal(self._journal)
+        self._header_bytes = min(header_bytes(expected), MOST_HEADER_BYTES)
+        self._journal = partial / JOURNAL
+        lines = read_journal(self._journal)
         self._identity = lines[0] if lines else None
         self.done = lines[1:]
         self._written = {name for line in self.done for name in line["items"]}
-        self._companions = safetensors_header.companions(
-            like.path
-        )  # found now, so that a bad link does not stop a finished run
-        self._file: TensorFile | None = None
+        # Listed now, so that a bad link does not stop a finished run.
+        self._companions = safetensors_header.companions(like.path)
+        self._file: SafetensorsWriter | None = None
         self._start_unit()
         files.remove(partial / CONFIG)  # until the last step the folder must not look like a model
         committed = self.hashes()
@@ -90,7 +88,7 @@ class CheckpointWriter:
         """Record what the run depends on; on a resumed one CheckpointError names the fields that differ."""
         stated = json.loads(json.dumps(identity))
         if self._identity is None:
-            files.append_journal(self._journal, stated)
+            append_journal(self._journal, stated)
             self._identity = stated
         elif self._identity != stated:
             before = self._identity
@@ -117,7 +115,7 @@ class CheckpointWriter:
         self._close_file()
         sizes = {"bytes": self._bytes, "packed_bytes": self._packed_bytes}
         line = {"files": self._files, "items": list(self._pending), "facts": facts, **sizes}
-        files.append_journal(self._journal, line)
+        append_journal(self._journal, line)
         self.done.append(json.loads(json.dumps(line)))
         self._written.update(self._pending)
         self._start_unit()
@@ -159,28 +157,14 @@ class CheckpointWriter:
             parts = item.value.tensors if isinstance(item.value, Packed) else self.layout.pack(item.value)
         return {f"{item.name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in parts.items()}
 
-    def _file_for(self, name: str, size: int) -> TensorFile:
-        if self._file is not None and self._full(self._file.contents, name, size):
+    def _file_for(self, name: str, size: int) -> SafetensorsWriter:
+        file = self._file
+        if file is not None and (not file.fits(name) or 0 < file.size > self.max_shard_bytes - size):
             self._close_file()
         if self._file is None:
             path = self.partial / f"model-{len(self.hashes()) + len(self._files) + 1:05}.safetensors"
-            self._file = TensorFile(path, self._contents_from(name), self._outlet)
+            self._file = SafetensorsWriter(path, self._header_bytes)
         return self._file
-
-    def _full(self, contents: Contents, name: str, size: int) -> bool:
-        return not contents.fits(name, size) or 0 < contents.size > self.max_shard_bytes - size
-
-    def _contents_from(self, first: str) -> Contents | None:
-        """Return what the file that begins with the tensor `first` will hold, if that was planned."""
-        if self._planned is None:
-            return None
-        contents, left = Contents(HEADER), self._planned
-        while left and left[0][0] != first:
-            left.popleft()
-        while left and not self._full(contents, left[0][0], prod(left[0][1][1]) * left[0][1][0].itemsize):
-            name, (dtype, shape) = left.popleft()
-            contents.add(name, dtype, shape)
-        return contents
 
     def _close_file(self) -> None:
         if self._file is not None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import click
+import torch
 
 from quantkit import api
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import combined, command
 from quantkit.layouts import compatibility
-from quantkit.pipeline import quantize as pipeline
+from quantkit.pipeline.convert import pack as pack_folder
 from quantkit.progress import Progress
 from quantkit.reporting.report import summary
 
@@ -37,7 +39,8 @@ def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Prog
     """Rewrite CHECKPOINT in another layout.
 
     Every value stays the same bit for bit; what the layout cannot hold is refused."""
-    report = pipeline.pack(checkpoint, out, layout, progress=progress, **asked)
+    _use_one_thread_an_operation(asked)
+    report = pack_folder(checkpoint, out, layout, progress=progress, **asked)
     emit(show.as_json(report) if as_json else summary(report))
 
 
@@ -67,5 +70,12 @@ def convert(
         return
     if pair is None or checkpoint is None or out is None:
         raise click.UsageError("Missing one of 'A-to-B', 'CHECKPOINT', '-o'.")
+    _use_one_thread_an_operation(asked)
     report = api.convert(pair, checkpoint, out, progress=progress, **asked)
     emit(show.as_json(report) if as_json else summary(report))
+
+
+def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:
+    """Several workers pack side by side: threads that share one operation would wait longer than they work."""
+    if not asked["requantize"]:
+        torch.set_num_threads(1)

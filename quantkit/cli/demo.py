@@ -27,7 +27,8 @@ from quantkit.cli.options import command
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import verify
 from quantkit.io import files
-from quantkit.pipeline import quantize as pipeline
+from quantkit.io.staging import publish, staging
+from quantkit.pipeline.convert import pack
 from quantkit.progress import Progress
 
 MODEL = Path(__file__).parents[1] / "demo_model"
@@ -78,9 +79,9 @@ def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, 
         with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder:
             _write_texts(Path(folder))
             return _run(Path(folder), progress)
-    with files.staging(out, resume=None) as partial:
+    with staging(out, resume=None) as partial:
         _write_texts(partial)
-        files.publish(partial, out)
+        publish(partial, out)
     return _run(out, progress)
 
 
@@ -107,7 +108,7 @@ def _run(folder: Path, progress: Progress) -> dict[str, Any]:
         options = {**recipe, "calib": str(calibration), "samples": SAMPLES, "max_length": WINDOW}
         api.quantize(MODEL, folder / name, device="cpu", **options)
     progress.note(f"pack      {SOURCE} -> {PACKED}")
-    pipeline.pack(folder / SOURCE, folder / PACKED, "marlin")
+    pack(folder / SOURCE, folder / PACKED, "marlin")
     methods = {**{name: options["method"] for name, options in RECIPES.items()}, PACKED: "as above, repacked"}
     for name in methods:
         progress.note(f"verify    {name}")

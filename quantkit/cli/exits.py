@@ -7,21 +7,20 @@ resumed, 130 interrupted. An exception that is not listed here is a bug and show
 from __future__ import annotations
 
 import errno
-import gc
 import glob
 import os
 import signal
 import sys
-import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import click
 
 from quantkit.errors import QuantkitError
+from quantkit.interrupts import Stop
 
 FAILED, UNVERIFIED, MISSED, STOPPED, INTERRUPTED = 1, 3, 4, 75, 130
 #: What asks a command to end, and the code that it then ends with.
@@ -31,10 +30,8 @@ ENVIRONMENTAL = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EMFILE", "ENFILE", "EIO", "ENOMEM")
 }
-#: Modules that take locks of threads line by line, or run finalizers, whose exceptions Python drops.
-DELICATE = {"threading", "concurrent.futures._base", "concurrent.futures.thread", "weakref"}
-#: Seconds after which a signal that came in the midst of those is tried again, and how long, until it stops them too.
-SOON, PATIENCE = 0.001, 3.0
+#: What the handlers ask of the loops of the command that runs.
+STOP = Stop()
 
 
 class Interrupted(KeyboardInterrupt):
@@ -46,52 +43,29 @@ class Stopped(KeyboardInterrupt):
 
 
 def catch_signals() -> None:
-    """Turn the first SIGINT, SIGTERM or SIGHUP into an exception; a second one ends the process at once."""
+    """Let the first SIGINT, SIGTERM or SIGHUP end the command in order; a second one ends the process at once."""
     for number, code in SIGNALS.items():
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
             signal.signal(number, _handler(code))
 
 
 def ignore_signals() -> None:
-    """Let the interpreter end in peace: what the command did is done, and its exit code says what it was."""
-    for number in (*SIGNALS, signal.SIGALRM):  # the last is ours: a signal that was to be tried again
+    """Let the interpreter end in peace: the command is done, and its exit code says how."""
+    for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _handler(code: int) -> Any:
-    stop = Interrupted if code == INTERRUPTED else Stopped
-    deadline = 0.0
+def _handler(code: int) -> Callable[[int, FrameType | None], None]:
+    reason = Interrupted() if code == INTERRUPTED else Stopped()
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal deadline
-        deadline = time.monotonic() + PATIENCE
         for other in SIGNALS:
-            signal.signal(other, lambda *_: os._exit(code))  # what lies on the disk is resumable at any moment
-        signal.signal(signal.SIGALRM, stop_or_wait)
-        stop_or_wait(number, frame)
-
-    def stop_or_wait(number: int, frame: FrameType | None) -> None:
-        if not _delicate(frame) or time.monotonic() > deadline:
-            raise stop
-        signal.setitimer(signal.ITIMER_REAL, SOON)
+            signal.signal(other, lambda *_: os._exit(code))  # the disk holds a resumable state at any moment
+        if STOP.is_in_loop() and sys.stderr.isatty():
+            os.write(sys.stderr.fileno(), b"\nstopping after this step; once more to stop at once\n")
+        STOP.request(reason)
 
     return handle
-
-
-def _delicate(frame: FrameType | None) -> bool:
-    """Return whether code is in the midst of a lock, a finalizer, or entering or leaving a `with`.
-
-    An exception there could leave a lock taken that other threads wait for, or be dropped, as are those of what a
-    library lets Python call when it collects garbage.
-    """
-    called = [getattr(callback, "__code__", None) for callback in gc.callbacks]
-    while frame is not None:
-        if frame.f_globals.get("__name__") in DELICATE or frame.f_code.co_name in ("__enter__", "__exit__", "__del__"):
-            return True
-        if frame.f_code in called:
-            return True
-        frame = frame.f_back
-    return False
 
 
 @contextmanager
@@ -121,6 +95,8 @@ def exits() -> Iterator[None]:
             FAILED,
             f"Error: out of memory ({_first_line(error)}): use --device cpu, fewer --samples or a smaller window",
         )
+    finally:
+        STOP.clear()
 
 
 def leave(code: int, message: str | None = None) -> NoReturn:

@@ -15,7 +15,7 @@ from typing import Any, get_args, get_type_hints
 import click
 import torch
 
-from quantkit.cli.exits import exits
+from quantkit.cli.exits import STOP, exits
 from quantkit.layouts import LAYOUTS
 from quantkit.models.calibration_data import NAMED
 from quantkit.progress import Progress
@@ -76,7 +76,7 @@ def command(name: str, example: str, group: click.Group | None = None) -> Callab
         def run(quiet: bool, verbose: bool, **options: Any) -> None:
             with exits():
                 _be_deterministic()
-                function(progress=Progress(quiet=quiet, verbose=verbose), **options)
+                function(progress=Progress(quiet=quiet, verbose=verbose, stop=STOP), **options)
 
         own = vars(run).pop("__click_params__", [])
         for option in (

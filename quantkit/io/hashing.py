@@ -1,8 +1,7 @@
-"""Hashes of whole files, as reports and journals list them: text that says which hash it is.
+"""Hashes of whole files, as reports and journals list them.
 
-They are BLAKE3: like SHA-256 it has 256 bits and stands against intent as well as against chance, and it is several
-times as fast, so that to hash both ends of a conversion is not most of it. What older reports list is SHA-256, without
-a prefix.
+A hash is text that names its kind: `blake3:<hex>`. BLAKE3 has 256 bits like SHA-256 and is several times as fast. Older
+reports list SHA-256 without a prefix.
 """
 
 from __future__ import annotations
@@ -17,38 +16,24 @@ from blake3 import blake3
 from quantkit.io.files import guarded, open_regular
 
 KIND = "blake3"
-#: Bytes hashed at a time: they stay in the cache between reading and hashing.
+#: Bytes that are hashed at a time: small enough to stay in a core's cache between reading and hashing.
 PIECE = 2**20
 
 
-class Hash:
-    """The hash of bytes that come piece by piece; of the kind of `like`, a recorded hash, if that is given."""
-
-    def __init__(self, like: object = None) -> None:
-        older = isinstance(like, str) and re.fullmatch("[0-9a-f]{64}", like)
-        self._seen: Any = hashlib.sha256() if older else blake3()
-        self._prefix = "" if older else f"{KIND}:"
-
-    def update(self, data: bytes | memoryview) -> None:
-        """Take the next bytes."""
-        self._seen.update(data)
-
-    def text(self) -> str:
-        """Return `blake3:<hex>`, or a SHA-256 without a prefix."""
-        return f"{self._prefix}{self._seen.hexdigest()}"
-
-
 def hash_of(data: bytes) -> str:
-    """Return the hash of bytes."""
-    seen = Hash()
-    seen.update(data)
-    return seen.text()
+    """Hash bytes."""
+    return f"{KIND}:{blake3(data).hexdigest()}"
 
 
 def hash_of_file(path: Path, like: object = None) -> str:
-    """Return the hash of a regular file, read in pieces; of the kind of `like`, a recorded hash, if that is given."""
-    seen, buffer = Hash(like), memoryview(bytearray(PIECE))
+    """Hash a regular file, with SHA-256 if `like`, a recorded hash, is one, and else with BLAKE3.
+
+    CheckpointError if the file cannot be read.
+    """
+    older = isinstance(like, str) and re.fullmatch("[0-9a-f]{64}", like)
+    seen: Any = hashlib.sha256() if older else blake3()
+    buffer = memoryview(bytearray(PIECE))
     with open_regular(path) as file, guarded(path):
         while size := file.readinto(buffer):
             seen.update(buffer[:size])
-    return seen.text()
+    return str(seen.hexdigest()) if older else f"{KIND}:{seen.hexdigest()}"

@@ -23,6 +23,7 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import CheckpointError, about
 from quantkit.io import files
 from quantkit.io.safetensors_header import RECIPE, dump_json
+from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.recipe import Pruning, Recipe
@@ -123,7 +124,7 @@ def finish(
     if recipe is not None:
         extra[RECIPE] = recipe.to_yaml().encode()
     writer.finish(config, extra, sealed)
-    files.publish(partial, out, overwrite=overwrite)
+    publish_folder(partial, out, overwrite=overwrite)
     return report
 
 
@@ -134,5 +135,10 @@ def publish_complete(
     report = load_report(partial)
     if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != source_hashes(src):
         raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
-    files.publish(partial, out, overwrite=overwrite)
+    publish_folder(partial, out, overwrite=overwrite)
     return report
+
+
+def name_of(model: str | Path) -> str:
+    """Return what reports call a model: a hub id as it is, or the last name of a folder."""
+    return Path(model).resolve().name if Path(model).is_dir() else str(model)

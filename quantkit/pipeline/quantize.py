@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,27 +19,25 @@ from typing_extensions import Unpack
 
 from quantkit.algorithms import rtn
 from quantkit.checkpoint.items import Commit, Item
-from quantkit.checkpoint.provenance import digests, require_unchanged, source_hashes, stated
+from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint, resolve
-from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, RecipeError, about
-from quantkit.io import direct, files
-from quantkit.layouts import LAYOUTS, family
+from quantkit.io.staging import is_complete, staging
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import Model, tokenizer
 from quantkit.models.calibration_data import calibration
 from quantkit.pipeline.calibrate import calibrated
-from quantkit.pipeline.convert import outcome, repacked, rounded_again, schemes_of
 from quantkit.pipeline.layer_solver import alone
-from quantkit.pipeline.plan import Plan, plan_pack, plan_quantize
-from quantkit.pipeline.publish import finish, publish_complete, write
+from quantkit.pipeline.plan import Plan, plan_quantize
+from quantkit.pipeline.publish import finish, name_of, publish_complete, write
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, label
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.progress import Progress
 from quantkit.reporting.report import heading, phases
-from quantkit.reporting.report import load as load_report
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
@@ -112,16 +109,20 @@ def quantize(
         progress.note(notice)
     if not any(job.chosen.values()):
         raise RecipeError(f"every linear is skipped: nothing to {command}, loosen --skip")
-    with files.staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path) as partial:
-        if files.is_complete(partial):
+    lacking: list[str] = []  # what the file system cannot do
+    with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path, notice=lacking.append) as partial:
+        if is_complete(partial):
             return publish_complete(partial, out, recipe, src, run.overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
         sequences, facts = _sequences(job, recipe)
         report = {
-            **heading(command, _name_of(model), _revision(src, run.revision), source_hashes(src)),
+            **heading(command, name_of(model), _revision(src, run.revision), source_hashes(src)),
             **_known(job, recipe),
             "calibration": facts,
         }
+        report["notices"] += lacking
+        for notice in lacking:
+            progress.note(notice)
         writer.identify(_identity(report))
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
@@ -139,65 +140,6 @@ def quantize(
         report["phases"] = phases(writer.done)
         schemes = _schemes(job, quantizing) if quantizing else None
         return finish(writer, src, partial, out, schemes, report, started, run.overwrite, quantizing)
-
-
-def pack(
-    checkpoint: str | Path,
-    out: str | Path,
-    layout: str,
-    *,
-    expect: str | None = None,
-    pad: bool = False,
-    requantize: bool = False,
-    max_shard_size: int = SHARD_BYTES,
-    overwrite: bool = False,
-    progress: Progress | None = None,
-) -> dict[str, Any]:
-    """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`; return its report.
-
-    `expect` is the layout that the source must be in (`convert A-to-B`). Where the layout does not hold a weight's
-    scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
-    shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
-    weight file. Only config.json and the weight files are read; at a time one weight, or some small ones, is read, one
-    written, and one packed by each of one to three threads. LayoutError lists every weight that the layout cannot hold,
-    or names the one whose data it cannot; CheckpointError if a weight's codes are not those that its report recorded.
-    """
-    progress = progress or Progress(quiet=True)
-    started = time.perf_counter()
-    src = _packed_source(checkpoint, layout, expect)
-    planned = plan_pack(src, LAYOUTS[layout], out=Path(out), pad=pad, requantize=requantize)
-    planned.require()
-    for notice in planned.notices:
-        progress.note(notice)
-    before, known_files = load_report(src.path), stated(src)
-    recorded = {layer["name"]: layer for layer in before.get("layers", [])}
-    schemes, known = schemes_of(src, planned), list(src.notices)
-    with (
-        files.staging(Path(out), resume=None, overwrite=overwrite, source=src.path) as partial,
-        direct.outlet() as outlet,
-    ):
-        writer = CheckpointWriter(
-            partial,
-            like=src,
-            layout=LAYOUTS[layout],
-            max_shard_bytes=max_shard_size,
-            planned=outcome(src, planned),
-            outlet=outlet,
-        )
-        sources: dict[str, str] = {}
-        report = _restated_facts(checkpoint, before, planned, schemes, known, sources)
-        names = src.logical()
-        bar = progress.bar(names, "pack", len(names))
-        with closing(repacked(src, bar, planned, recorded, requantize, digests(known_files), sources)) as items:
-            layers = write(items, writer, src, report)
-        report["layers"], report["source"]["files"] = layers, sources
-        require_unchanged(sources, known_files)
-        for line in [line for line in src.notices if line not in known]:  # found in the data
-            progress.note(line)
-        for line in (lost := rounded_again(layers, recorded)):
-            progress.warn(line)
-        report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
-        return finish(writer, src, partial, Path(out), schemes, report, started, overwrite)
 
 
 def streamed(
@@ -224,17 +166,6 @@ def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
     return src
 
 
-def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> Checkpoint:
-    src = Checkpoint(Path(checkpoint))
-    if src.layout is None:
-        raise CheckpointError(f"{checkpoint}: holds no quantized weights: use quantkit quantize first")
-    if expect is not None and family(src.layout.NAME) != family(expect):
-        raise CheckpointError(
-            f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"
-        )
-    return src
-
-
 def _without_effect(recipe: Recipe | Pruning, model: Model) -> list[str]:
     """Return a line for every wish of the recipe that this model cannot follow."""
     found = recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
@@ -252,11 +183,6 @@ def _schemes(job: _Job, recipe: Recipe) -> Schemes:
     named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, job.model.paths[m]))]
     overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != recipe.scheme)
     return Schemes(recipe.scheme, overrides, ignore=tuple(name for name, s in named if s is None))
-
-
-def _name_of(model: str | Path) -> str:
-    """Return a hub id as it is, of a folder its last name."""
-    return Path(model).resolve().name if Path(model).is_dir() else str(model)
 
 
 def _revision(src: Checkpoint, asked: str | None) -> str | None:
@@ -292,27 +218,6 @@ def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
         "dense": [module for module, goal in job.chosen.items() if goal is None],
         "notices": list(job.plan.remarks),
         "layout_notices": list(job.plan.layout_remarks),
-    }
-
-
-def _restated_facts(
-    checkpoint: str | Path,
-    before: Mapping[str, Any],
-    planned: Plan,
-    schemes: Schemes,
-    notices: list[str],
-    sources: dict[str, str],
-) -> dict[str, Any]:
-    """Return what the report of a rewritten checkpoint says before the work; `before` is that of its source."""
-    carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype")
-    return {
-        **{key: before[key] for key in carried if key in before},
-        **heading("pack", _name_of(checkpoint), None, sources, before.get("base")),
-        "layout": planned.layout,
-        "scheme": schemes.default.label,
-        "dense": list(schemes.ignore),
-        "notices": list(dict.fromkeys([*before.get("notices", []), *notices])),
-        "layout_notices": list(planned.layout_remarks),
     }
 
 

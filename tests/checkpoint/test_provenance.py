@@ -14,7 +14,8 @@ from quantkit.checkpoint.provenance import SUMS, source_hashes, stated
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.io.hashing import hash_of_file
-from quantkit.pipeline.quantize import pack, quantize
+from quantkit.pipeline.convert import pack
+from quantkit.pipeline.quantize import quantize
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.reporting.report import REPORT
 

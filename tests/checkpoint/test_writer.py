@@ -22,8 +22,10 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io import files, hashing
+from quantkit.io.journal import JOURNAL, read_journal
 from quantkit.io.safetensors_header import INDEX, read_header
 from quantkit.io.safetensors_writer import RESERVED
+from quantkit.io.staging import is_complete, publish, staging
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
@@ -51,9 +53,9 @@ def copy_all(
     shard: int = 2**20,
 ) -> dict[str, str]:
     """The smallest writer loop: every item, a commit after `every` items."""
-    with files.staging(out, resume=resume, source=source.path) as partial:
-        if files.is_complete(partial):
-            files.publish(partial, out)
+    with staging(out, resume=resume, source=source.path) as partial:
+        if is_complete(partial):
+            publish(partial, out)
             return {}
         writer = CheckpointWriter(partial, source, layout, max_shard_bytes=shard)
         writer.identify({"source": source.hashes(), "version": 1})
@@ -65,7 +67,7 @@ def copy_all(
                     writer.commit({"number": number})
         writer.commit({})
         hashes = writer.finish(config or source.config, {"README.md": b"a card\n"})
-        files.publish(partial, out)
+        publish(partial, out)
     return hashes
 
 
@@ -213,7 +215,7 @@ def test_only_data_goes_along(tmp_path: Path) -> None:
 def test_a_link_out_of_the_source_is_found_before_the_work(tmp_path: Path) -> None:
     folder = dense_folder(tmp_path / "m")
     (folder / "vocab.json").symlink_to("/etc/passwd")
-    with pytest.raises(CheckpointError, match=r"vocab\.json"), files.staging(tmp_path / "out") as partial:
+    with pytest.raises(CheckpointError, match=r"vocab\.json"), staging(tmp_path / "out") as partial:
         CheckpointWriter(partial, Checkpoint(folder), None)
     assert [p.name for p in tmp_path.iterdir()] == ["m"]
 
@@ -250,9 +252,9 @@ def test_a_thousand_small_tensors_fill_several_headers(tmp_path: Path) -> None:
 
 def test_a_weight_that_the_layout_cannot_hold_is_named(tmp_path: Path) -> None:
     source = Checkpoint(dense_folder(tmp_path / "m"))
-    with pytest.raises(QuantkitError, match="x.y.weight"), files.staging(tmp_path / "out") as partial:  # noqa: RUF043
+    with pytest.raises(QuantkitError, match="x.y.weight"), staging(tmp_path / "out") as partial:  # noqa: RUF043
         CheckpointWriter(partial, source, LAYOUTS["marlin"]).add(Item("x.y.weight", record(Scheme(INT4, 32))))
-    with pytest.raises(CheckpointError, match="twice"), files.staging(tmp_path / "out") as partial:
+    with pytest.raises(CheckpointError, match="twice"), staging(tmp_path / "out") as partial:
         for _ in range(2):
             (writer := CheckpointWriter(partial, source, None)).add(Item("x", torch.ones(1)))
             writer.add(Item("x", torch.ones(1)))
@@ -290,7 +292,7 @@ def test_a_full_disk_at_every_operation_then_resume(tmp_path: Path, once: bool) 
             failures += 1
             assert "free" in str(error) and "\n" not in str(error)
         for partial in tmp_path.glob("out.partial-*"):
-            assert files.is_complete(partial) or len(files.read_journal(partial / files.JOURNAL)) > 1
+            assert is_complete(partial) or len(read_journal(partial / JOURNAL)) > 1
         if not out.exists():
             copy_all(source, out, every=1, resume=True)
         assert state(out) == expected, step
@@ -300,7 +302,7 @@ def test_a_full_disk_at_every_operation_then_resume(tmp_path: Path, once: bool) 
 
 def test_a_resume_with_other_inputs_names_them(tmp_path: Path) -> None:
     source = Checkpoint(dense_folder(tmp_path / "m"))
-    with suppress(KeyboardInterrupt), files.staging(tmp_path / "out") as partial:
+    with suppress(KeyboardInterrupt), staging(tmp_path / "out") as partial:
         writer = CheckpointWriter(partial, source, None)
         writer.identify({"recipe": "a", "source": {"x": "1"}, "same": [1]})
         writer.add(Item("x", torch.ones(1)))
@@ -308,7 +310,7 @@ def test_a_resume_with_other_inputs_names_them(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     with (
         pytest.raises(CheckpointError, match="another recipe, source: "),
-        files.staging(tmp_path / "out", resume=True) as partial,
+        staging(tmp_path / "out", resume=True) as partial,
     ):
         writer = CheckpointWriter(partial, source, None)
         assert writer.done[0]["facts"] == {"seconds": 1.5} and writer.items_done() == {"x"}
@@ -317,7 +319,7 @@ def test_a_resume_with_other_inputs_names_them(tmp_path: Path) -> None:
     committed.write_bytes(committed.read_bytes()[:-1] + b"\1")
     with (
         pytest.raises(CheckpointError, match=r"model-00001\.safetensors: changed"),
-        files.staging(tmp_path / "out", resume=True) as partial,
+        staging(tmp_path / "out", resume=True) as partial,
     ):
         CheckpointWriter(partial, source, None)
 
@@ -328,7 +330,7 @@ from pathlib import Path
 from quantkit.io import files
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.reporting.report import peak_memory
-from tests.test_writer import copy_all
+from tests.checkpoint.test_writer import copy_all
 files.CHUNK = 2**20
 source = Checkpoint(sys.argv[1])
 before = peak_memory()["ram"]

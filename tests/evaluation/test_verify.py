@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import VERIFICATION, Verification, verify, write
 from quantkit.io.hashing import hash_of_file
-from quantkit.pipeline import quantize
+from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.reporting.report import REPORT
 from tests.tiny_models import write_model
@@ -252,7 +252,7 @@ def test_a_missing_shard_is_found_and_named(copy: Any) -> None:
 
 
 def test_against_compares_values_whatever_the_layout(outputs: dict[str, Path], tmp_path: Path) -> None:
-    quantize.pack(outputs["marlin"], tmp_path / "v2", "gptq-v2")
+    convert.pack(outputs["marlin"], tmp_path / "v2", "gptq-v2")
     found = verify(tmp_path / "v2", against=outputs["ct"])
     assert found.ok, found.failures
     assert all((row.repack, row.digest, row.against) == (True, True, True) for row in found.rows)

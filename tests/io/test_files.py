@@ -12,7 +12,8 @@ import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.io import files
-from quantkit.io.files import JOURNAL, append_journal, read_journal, write_atomic
+from quantkit.io.files import write_atomic
+from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from tests.faults import Killed, count, failing, faults, killer, memory_path
 
 tmp_path = memory_path
@@ -41,7 +42,7 @@ def writing_calls(tree: ast.AST) -> list[str]:
         modes = [a.value for a in (*node.args, *(k.value for k in node.keywords)) if isinstance(a, ast.Constant)]
         for_writing = any(isinstance(m, str) and set(m) <= set("rwxab+t") and set(m) & set("wxa+") for m in modes)
         path_replace = name == "replace" and len(node.args) == 1 and not node.keywords and owner != "dataclasses"
-        if any(isinstance(a, ast.Attribute) and a.attr == "devnull" for a in node.args):
+        if any("devnull" in ast.unparse(a) or "sys.stderr" in ast.unparse(a) for a in node.args):
             continue
         if name in WRITERS or (owner, name) in OWNED or (name == "open" and for_writing) or path_replace:
             found.append(f"line {node.lineno}: {owner}.{name}")
@@ -49,7 +50,7 @@ def writing_calls(tree: ast.AST) -> list[str]:
 
 
 def test_no_other_module_writes() -> None:
-    others = [p for p in PACKAGE.rglob("*.py") if p != Path(files.__file__)]
+    others = [p for p in PACKAGE.rglob("*.py") if p.name not in ("files.py", "journal.py", "staging.py")]
     assert len(others) > 10
     found = {str(p.relative_to(PACKAGE)): writing_calls(ast.parse(p.read_text())) for p in others}
     # Reading and writing through its own functions of the same names is what they are for.

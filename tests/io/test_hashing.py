@@ -12,9 +12,10 @@ import pytest
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import verify
-from quantkit.io.hashing import PIECE, Hash, hash_of, hash_of_file
+from quantkit.io.hashing import PIECE, hash_of, hash_of_file
 from quantkit.io.safetensors_header import read_header
-from quantkit.pipeline.quantize import pack, prune, quantize
+from quantkit.pipeline.convert import pack
+from quantkit.pipeline.quantize import prune, quantize
 from quantkit.pipeline.recipe import from_mapping, pruning
 from quantkit.reporting.report import REPORT, load
 
@@ -47,8 +48,9 @@ def test_pieces_are_hashed_as_the_whole_in_either_kind(size: int, tmp_path: Path
 
 
 @pytest.mark.parametrize("like", [None, 5, [], "", "0" * 63, "0" * 65, "blake3:" + "0" * 64, "sha1:" + "0" * 40])
-def test_what_is_no_sha256_is_not_taken_for_one(like: object) -> None:
-    assert Hash(like).text() == f"blake3:{PUBLISHED[0]}"
+def test_only_a_sha256_asks_for_another(like: object, tmp_path: Path) -> None:
+    (tmp_path / "x").touch()
+    assert hash_of_file(tmp_path / "x", like) == f"blake3:{PUBLISHED[0]}"
 
 
 @pytest.fixture

@@ -14,7 +14,11 @@ import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.io import files
-from quantkit.io.files import JOURNAL, append_journal, publish, read_journal, staging, write_atomic
+from quantkit.io.files import write_atomic
+from quantkit.io.journal import JOURNAL, append_journal, read_journal
+from quantkit.io.staging import is_complete, publish, staging
+from quantkit.reporting.report import load
+from tests.command_line import call
 from tests.faults import Killed, count, failing, faults, killer, memory_path, state
 
 tmp_path = memory_path
@@ -23,7 +27,7 @@ tmp_path = memory_path
 def small_run(out: Path, *, resume: bool = False, overwrite: bool = False, blocks: int = 3) -> None:
     """Three units of work, each a file and a journal line, then what a finish writes."""
     with staging(out, resume=resume, overwrite=overwrite) as partial:
-        if not files.is_complete(partial):
+        if not is_complete(partial):
             done = read_journal(partial / JOURNAL)
             if not done:
                 append_journal(partial / JOURNAL, {"identity": 1})
@@ -102,7 +106,7 @@ def test_a_full_or_broken_disk_at_every_operation(tmp_path: Path, error: int, on
         except CheckpointError as failure:
             assert "\n" not in str(failure) and ("free" in str(failure)) == (error == errno.ENOSPC)
             for partial in tmp_path.glob(f"out{step}.partial-*"):
-                assert files.is_complete(partial) or len(read_journal(partial / JOURNAL)) > 1
+                assert is_complete(partial) or len(read_journal(partial / JOURNAL)) > 1
         else:
             break
         if not out.exists():
@@ -202,10 +206,11 @@ def test_a_folder_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> None
 HOLDER = """
 import sys, time
 from pathlib import Path
-from quantkit.io import files
-with files.staging(Path(sys.argv[1])) as partial:
-    files.append_journal(partial / storage.JOURNAL, {"identity": 1})
-    files.append_journal(partial / storage.JOURNAL, {"block": 1})
+from quantkit.io.journal import JOURNAL, append_journal
+from quantkit.io.staging import staging
+with staging(Path(sys.argv[1])) as partial:
+    append_journal(partial / JOURNAL, {"identity": 1})
+    append_journal(partial / JOURNAL, {"block": 1})
     print("ready", flush=True)
     time.sleep(60)
 """
@@ -258,3 +263,46 @@ def test_who_cannot_continue_another_run_does_not_throw_it_away(tmp_path: Path) 
     with pytest.raises(CheckpointError, match="the command that began it"), staging(tmp_path / "out", resume=None):
         pass
     assert len(read_journal(partial / JOURNAL)) == 2
+
+
+def without_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", flock)
+
+
+def without_folder_sync(operation: str, path: Path) -> None:
+    if operation == "fsync" and path.is_dir():
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+@pytest.mark.parametrize("lacking", ["locks", "folder sync"])
+def test_a_mount_that_lacks_a_call_gives_a_finished_output_and_one_notice(
+    lacking: str, tmp_path: Path, small_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if lacking == "locks":
+        without_locks(monkeypatch)
+    with faults(without_folder_sync if lacking == "folder sync" else None):
+        made = call("quantize", small_llama, "-o", tmp_path / "out", "--method", "rtn")
+        packed = call("pack", tmp_path / "out", "--layout", "marlin", "-o", tmp_path / "packed")
+    for done in (made, packed):
+        assert done.stderr.count("this file system") == 1
+    assert "this file system" in str(load(tmp_path / "out")["notices"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "packed"]
+    assert not {"lock", "soft-lock"} & {path.name for path in (tmp_path / "out").iterdir()}
+
+
+def test_without_locks_a_second_run_is_still_refused_and_a_stopped_one_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without_locks(monkeypatch)
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt), staging(out) as partial:
+        with pytest.raises(CheckpointError, match="is being written by process"), staging(out):
+            pass
+        for block in range(2):
+            append_journal(partial / JOURNAL, {"block": block})
+        raise KeyboardInterrupt
+    small_run(out, resume=True)
+    assert list(tmp_path.iterdir()) == [out]

@@ -17,7 +17,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.verify import Verification, verify
 from quantkit.io.hashing import hash_of_file
 from quantkit.kernels import loader
-from quantkit.pipeline import quantize
+from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.reporting.report import REPORT
 from tests.evaluation.test_verify import edit, recorded
@@ -98,7 +98,7 @@ def test_a_flipped_bit_of_any_packed_tensor_fails_its_weight(
 def test_records_are_compared_whichever_device_holds_them(run: str, model: Path, tmp_path: Path) -> None:
     """`--against` reads the other side from its own files, in another layout."""
     folder = packed("marlin", model, tmp_path / "out")
-    quantize.pack(folder, tmp_path / "other", "gptq")
+    convert.pack(folder, tmp_path / "other", "gptq")
     found = verify(folder, against=tmp_path / "other", device=run)
     assert found.ok, found.failures
     assert all(row.against for row in found.rows)

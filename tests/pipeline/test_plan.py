@@ -17,7 +17,7 @@ from quantkit.checkpoint.inspection import describe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS
-from quantkit.pipeline import quantize
+from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.plan import Plan, plan_pack, plan_quantize
 from quantkit.pipeline.recipe import from_mapping
 from tests.tiny_models import write_model
@@ -115,7 +115,7 @@ def test_planned_bytes_of_a_conversion(target: str, sources: dict[str, Path], tm
     quantize.quantize(sources["llama"], tmp_path / "a", recipe("gptq"), device="cpu")
     planned = plan_pack(Checkpoint(tmp_path / "a"), LAYOUTS[target])
     planned.require()
-    quantize.pack(tmp_path / "a", tmp_path / "b", target)
+    convert.pack(tmp_path / "a", tmp_path / "b", target)
     assert planned.bytes == tensor_bytes(tmp_path / "b")
 
 
@@ -254,7 +254,7 @@ def test_a_conversion_lists_every_weight_that_the_target_cannot_hold(sources: di
             planned.require()
         assert "--skip" not in str(error.value)
         with pytest.raises(LayoutError):
-            quantize.pack(tmp_path / source, tmp_path / "out", target)
+            convert.pack(tmp_path / source, tmp_path / "out", target)
         assert not (tmp_path / "out").exists()
 
 

@@ -13,7 +13,8 @@ from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeEr
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
 from quantkit.pipeline import quantize as job
-from quantkit.pipeline.quantize import pack, quantize
+from quantkit.pipeline.convert import pack
+from quantkit.pipeline.quantize import quantize
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.reporting.report import REPORT
 from tests.faults import Killed, count, faults, killer, memory_path

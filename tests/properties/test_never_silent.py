@@ -17,7 +17,8 @@ from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.io.safetensors_header import load_json, read_header
 from quantkit.models.block_runner import dense_model, tokenizer
-from quantkit.pipeline.quantize import Checkpoint, pack, quantize
+from quantkit.pipeline.convert import pack
+from quantkit.pipeline.quantize import Checkpoint, quantize
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.reporting import report
 from tests.faults import faults

@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError
-from quantkit.io.files import JOURNAL
+from quantkit.io.journal import JOURNAL
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
 from quantkit.pipeline.layer_solver import rounded, solve

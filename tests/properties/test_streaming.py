@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
@@ -10,9 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,16 +20,13 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
-from quantkit.io import direct, room
 from quantkit.io.hashing import hash_of
 from quantkit.io.safetensors_header import dump_json, read_header
-from quantkit.io.safetensors_writer import RESERVED, Contents, TensorFile
+from quantkit.io.safetensors_writer import SafetensorsWriter
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import convert
-from quantkit.pipeline.convert import outcome, repacked
-from quantkit.pipeline.plan import plan_pack
-from quantkit.pipeline.quantize import pack
+from quantkit.pipeline.convert import pack
 from quantkit.reporting.report import REPORT, load
 from tests.cli.test_interrupt import handlers
 from tests.command_line import RTN, call
@@ -52,11 +46,7 @@ def nothing_is_left() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == before
-    limit = time.monotonic() + 5  # a thread that a signal met at its start ends by itself, its executor not knowing it
-    while (left := threads()) and time.monotonic() < limit:
-        time.sleep(0.01)
-    assert not left
-    assert room._kept is None
+    assert not threads()
 
 
 @pytest.fixture(scope="module")
@@ -74,11 +64,11 @@ def damage(folder: Path, name: str) -> None:
             path.write_bytes(bytes(data))
 
 
-@pytest.mark.parametrize("together", [1, 50_000, convert.TOGETHER], ids=["each alone", "some", "all at once"])
+@pytest.mark.parametrize("batch", [1, 50_000, convert.BATCH], ids=["each alone", "some", "all at once"])
 def test_order_and_hashes_are_those_of_one_thing_after_another(
-    together: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(convert, "TOGETHER", together)
+    monkeypatch.setattr(convert, "BATCH", batch)
     pack(packed, tmp_path / "out", "gptq", max_shard_size=40_000)
     src, out = Checkpoint(packed), Checkpoint(tmp_path / "out")
     assert len(out.files()) > 5
@@ -104,23 +94,13 @@ def test_digests_are_those_of_what_was_written_not_of_what_was_read(packed: Path
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("shard", [40_000, 2**31])
-def test_files_are_hashed_on_the_way_and_hold_what_was_planned(
-    layout: str, shard: int, packed: Path, tmp_path: Path
-) -> None:
+def test_reports_list_the_hash_of_every_file(layout: str, shard: int, packed: Path, tmp_path: Path) -> None:
     plain = layout in ("compressed-tensors", "gptq", "gptq-v2", "marlin", "awq", "quick")
     pack(packed, tmp_path / "out", layout, max_shard_size=shard, requantize=not plain, pad=True)
     out, files = Checkpoint(tmp_path / "out"), load(tmp_path / "out")["files"]
     assert files["config.json"] and {p.name for p in out.files()} <= files.keys()
     for name, digest in files.items():
         assert hash_of((tmp_path / "out" / name).read_bytes()) == digest, name
-    src = Checkpoint(packed)
-    planned = outcome(src, plan_pack(src, LAYOUTS[layout], pad=True, requantize=not plain))
-    for path in out.files():  # else each was read a second time, at the end
-        contents = Contents()
-        for name in [name for name in planned if name in read_header(path)[0]]:
-            contents.add(name, *planned.pop(name))
-        assert path.read_bytes()[:RESERVED] == contents.header()
-    assert not planned
 
 
 def test_reports_of_older_versions_are_still_held_against_the_weights(packed: Path, tmp_path: Path) -> None:
@@ -143,12 +123,12 @@ def test_reports_of_older_versions_are_still_held_against_the_weights(packed: Pa
 
 ONE_WEIGHT = """
 import sys
-from pathlib import Path
-from quantkit.pipeline import pack
-from quantkit.report import peak_memory
 import torch
+from quantkit import pack
 from quantkit.layouts.gptq import CODES
-CODES.unpack(CODES.pack(torch.zeros(1024, 1024, dtype=torch.uint8), 4), 4, (1024, 1024))  # loads the compiler
+from quantkit.reporting.report import peak_memory
+torch.set_num_threads(1)
+CODES.unpack(CODES.pack(torch.zeros(1024, 1024, dtype=torch.uint8), 4), 4, (1024, 1024))  # imports what is needed
 before = peak_memory()["ram"]
 pack(sys.argv[1], sys.argv[2], "gptq")
 print(peak_memory()["ram"] - before)
@@ -156,30 +136,27 @@ print(peak_memory()["ram"] - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs a peak that a process does not inherit")
-@pytest.mark.parametrize(("threads", "packers"), [(1, 1), (6, 3)])
-def test_converting_holds_one_weight_in_each_thread(threads: int, packers: int, tmp_path: Path) -> None:
-    n, k = 8192, 16384
+def test_the_peak_of_a_conversion_is_three_of_the_largest_tensors_and_300_mb(tmp_path: Path) -> None:
+    n, k = 16384, 16384
     folder = tmp_path / "m"
     folder.mkdir()
     schemes, layout = Schemes(Scheme.parse("int4:g128")), LAYOUTS["compressed-tensors"]
     q = QuantizedTensor(
         schemes.default, torch.full((n, k), 7, dtype=torch.uint8), torch.ones(n, k // 128, dtype=torch.float16)
     )
-    file = TensorFile(folder / "model.safetensors")
+    file = SafetensorsWriter(folder / "model.safetensors")
     for name, tensor in layout.pack(q).items():
-        for i in range(3):
+        for i in range(4):
             file.add(f"model.layers.{i}.up_proj.{name}", tensor)
     file.close()
     public = layout.write_config(schemes) | {"quantkit": quantkit_key(layout.NAME, schemes, "0", None)}
     (folder / "config.json").write_bytes(dump_json({"dtype": "float16", "quantization_config": public}))
     del q, tensor
     command = [sys.executable, "-c", ONE_WEIGHT, str(folder), str(tmp_path / "out")]
-    env = os.environ | {"OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}  # whose libraries take memory, too
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": ""}  # whose libraries take memory, too
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=env)
-    read = written = n * k // 2  # four bits a code
-    packed = n * k + max(read, written)  # and a byte of each
-    buffers = 20 * direct.PIECE
-    assert packed <= int(done.stdout) < read + packers * packed + written + buffers
+    largest = n * k // 2
+    assert largest < int(done.stdout) < 3 * largest + 300 * 2**20
 
 
 def experts(folder: Path, count: int) -> Path:
@@ -220,7 +197,7 @@ def test_many_small_weights_come_back_and_are_one_file(tmp_path: Path) -> None:
 SMALL_WEIGHTS = """
 import sys
 from pathlib import Path
-from quantkit.pipeline import pack
+from quantkit import pack
 Path("/proc/self/clear_refs").write_text("5")
 pack(sys.argv[1], sys.argv[2], "humming")
 print(*(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
@@ -257,15 +234,17 @@ def another(shard: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["the last shard", "config.json"])
-def test_a_source_that_changes_behind_its_last_weight_is_refused(what: str, packed: Path, tmp_path: Path) -> None:
+def test_a_source_that_changes_after_its_last_weight_is_refused(what: str, packed: Path, tmp_path: Path) -> None:
     call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     src = Checkpoint(tmp_path / "ct")
-    items = repacked(src, src.logical(), plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out"), {}, False, {}, {})
-    for _ in src.logical():
-        next(items)
-    another(src.files()[-1] if what == "the last shard" else src.path / "config.json")
-    with pytest.raises(CheckpointError, match="changed while it was in use"):
-        next(items)
+
+    def hook(operation: str, path: Path) -> None:
+        if operation == "fsync" and path.suffix == ".safetensors":
+            another(src.files()[-1] if what == "the last shard" else src.path / "config.json")
+
+    with faults(hook), pytest.raises(CheckpointError, match="changed while it was in use"):
+        pack(tmp_path / "ct", tmp_path / "out", "gptq")
+    assert not any(tmp_path.glob("out*"))
 
 
 def test_a_source_that_changes_on_the_way_is_refused(packed: Path, tmp_path: Path) -> None:
@@ -280,102 +259,3 @@ def test_a_source_that_changes_on_the_way_is_refused(packed: Path, tmp_path: Pat
     with faults(hook), pytest.raises(CheckpointError, match="changed while it was in use"):
         pack(tmp_path / "ct", tmp_path / "out", "marlin", max_shard_size=40_000)
     assert not any(tmp_path.glob("out*"))
-
-
-@pytest.mark.parametrize("shape", [(0,), (3, 0), (5, 7), (1025, 4099)])
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.float16, torch.int64])
-def test_large_memory_is_a_tensor_like_any_other(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    made = room.empty(shape, dtype)
-    assert (made.shape, made.dtype, made.is_contiguous()) == (torch.Size(shape), dtype, True)
-    kept = made.fill_(3)[1:]
-    del made
-    assert bool((kept == 3).all())  # the memory lives as long as a view of it
-
-
-def place(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
-
-
-def test_memory_that_is_given_back_goes_to_the_next_and_never_to_two() -> None:
-    size = [room.LARGE]
-    with room.kept():
-        first, other = room.empty(size, torch.uint8), room.empty(size, torch.uint8)
-        where, view = place(first), first[5:9]
-        del first
-        assert place(room.empty(size, torch.uint8)) != where  # the view is in use, and this one is given back at once
-        del view
-        now = [room.empty(size, torch.uint8).fill_(i) for i in range(2)]
-        assert where in map(place, now) and len({place(tensor) for tensor in (*now, other)}) == 3
-        with pytest.raises(KeyError), room.kept():
-            raise KeyError
-        assert room._kept is not None  # the inner one was none of its own
-    assert room._kept is None
-    assert [bool((tensor == i).all()) for i, tensor in enumerate(now)] == [True, True]
-
-
-def test_no_memory_is_kept_of_before_and_none_for_afterwards() -> None:
-    before = room.empty([room.LARGE], torch.uint8)
-    with room.kept():
-        del before
-        assert room._kept.blocks == []  # nobody counted it
-        during, other = (room.empty([room.LARGE], torch.uint8) for _ in range(2))
-        first = room._kept
-        del other
-        assert len(first.blocks) == 1
-    with room.kept():
-        del during
-        assert first.blocks == room._kept.blocks == []
-
-
-def test_a_quarter_more_is_kept_than_was_in_use_at_once() -> None:
-    with room.kept():
-        six = [room.empty([room.LARGE], torch.uint8) for _ in range(6)]
-        assert room._kept.blocks == []
-        del six
-        assert [len(block) for block in room._kept.blocks] == [room.LARGE] * 6
-        four = room.empty([4 * room.LARGE], torch.uint8)
-        assert [len(block) for block in room._kept.blocks] == [room.LARGE] * 3
-        del four
-        seven = room.empty([7 * room.LARGE], torch.uint8)
-        assert room._kept.blocks == [] and len(seven) == 7 * room.LARGE  # 7 and 4 would be more
-
-
-def test_a_small_tensor_takes_no_memory_of_a_large_one() -> None:
-    with room.kept():
-        large = room.empty([5 * room.LARGE], torch.uint8)
-        del large
-        small = room.empty([room.LARGE], torch.uint8)  # would waste most of what is kept
-        assert [len(block) for block in room._kept.blocks] == [5 * room.LARGE]
-        assert small.untyped_storage().nbytes() == room.LARGE
-
-
-def test_threads_that_share_what_is_kept_do_not_meet() -> None:
-    def work(number: int) -> bool:
-        good = True
-        for _ in range(40):
-            tensor = room.empty([room.LARGE], torch.uint8).fill_(number)
-            good = good and bool((tensor == number).all())
-        return good
-
-    with room.kept(), ThreadPoolExecutor(4) as pool:
-        assert all(pool.map(work, range(4)))
-
-
-def test_more_memory_than_there_is_is_the_error_that_it_was() -> None:
-    for size in (2**50, 2**62):
-        with pytest.raises(RuntimeError):
-            room.empty([size], torch.float32)
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-def test_what_a_program_keeps_from_the_garbage_collector_stays_so(frozen: bool) -> None:
-    before = gc.get_freeze_count()
-    if frozen:
-        gc.freeze()
-    try:
-        with room.kept():
-            assert gc.get_freeze_count() > 0
-        assert (gc.get_freeze_count() > 0) == (frozen or before > 0)
-    finally:
-        if not before:
-            gc.unfreeze()

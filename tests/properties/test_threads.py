@@ -1,4 +1,4 @@
-"""Threads that read and pack ahead: the same bytes, order and errors as without, and no more memory than said."""
+"""Workers that read and pack ahead: the same bytes, order and errors as one, within the budget of memory."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import convert
+from quantkit.pipeline.convert import pack
 from quantkit.pipeline.plan import plan_pack
-from quantkit.pipeline.quantize import pack
+from quantkit.progress import Progress
 from quantkit.reporting.report import REPORT, load
 from tests.cli.test_interrupt import handlers
 from tests.command_line import call
@@ -28,16 +29,16 @@ __all__ = ["handlers", "nothing_is_left", "packed"]
 
 
 @pytest.fixture(params=[1, 3])
-def packers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """As many threads that pack, whatever the machine has."""
-    monkeypatch.setattr(convert, "packers", lambda: request.param)
+def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """As many workers, whatever the machine has."""
+    monkeypatch.setattr(convert, "_workers", lambda: request.param)
     yield request.param
 
 
 @pytest.fixture(autouse=True)
 def one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small weights pass from thread to thread as large ones do."""
-    monkeypatch.setattr(convert, "TOGETHER", 1)
+    """Small weights go to the workers one by one, as large ones do."""
+    monkeypatch.setattr(convert, "BATCH", 1)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -54,9 +55,9 @@ def test_many_threads_write_the_same_files(
         source = tmp_path / "source"
         held = "humming" if layout in ("humming", "tcfpx") else "marlin24-ct"
         pack(packed, source, held, requantize=True, pad=True)
-    for name, count, together in (("one", 1, 1), ("five", 5, 1), ("by some", 5, 60_000)):
-        monkeypatch.setattr(convert, "packers", lambda count=count: count)
-        monkeypatch.setattr(convert, "TOGETHER", together)
+    for name, count, batch in (("one", 1, 1), ("five", 5, 1), ("by some", 5, 60_000)):
+        monkeypatch.setattr(convert, "_workers", lambda count=count: count)
+        monkeypatch.setattr(convert, "BATCH", batch)
         pack(source, tmp_path / name, layout, pad=True, max_shard_size=40_000)
     one = load(tmp_path / "one")
     for name in ("five", "by some"):
@@ -67,7 +68,7 @@ def test_many_threads_write_the_same_files(
 
 
 @pytest.mark.parametrize("which", [0, 1, -2, -1])
-def test_the_damaged_weight_is_the_one_that_is_named(which: int, packed: Path, tmp_path: Path, packers: int) -> None:
+def test_the_damaged_weight_is_the_one_that_is_named(which: int, packed: Path, tmp_path: Path, workers: int) -> None:
     """Not one behind it that a thread has found before; and the first of two."""
     call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     modules = Checkpoint(tmp_path / "ct").modules()
@@ -78,17 +79,17 @@ def test_the_damaged_weight_is_the_one_that_is_named(which: int, packed: Path, t
     assert [path.name for path in tmp_path.iterdir()] == ["ct"]
 
 
-@pytest.mark.usefixtures("packers")
+@pytest.mark.usefixtures("workers")
 def test_what_the_data_do_not_allow_is_said_as_ever(packed: Path, tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match=r"weight: .* quads have more than two values .* add --requantize"):
         pack(packed, tmp_path / "out", "marlin24")
     assert not any(tmp_path.iterdir())
 
 
-@pytest.mark.usefixtures("handlers", "packers")
+@pytest.mark.usefixtures("handlers", "workers")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 75)])
 @pytest.mark.parametrize("step", [1, 4])
-def test_a_signal_in_the_midst_of_a_weight(
+def test_a_signal_while_a_weight_is_written(
     number: signal.Signals, code: int, step: int, packed: Path, tmp_path: Path
 ) -> None:
     writes = 0
@@ -107,22 +108,15 @@ def test_a_signal_in_the_midst_of_a_weight(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("large", [False, True], ids=["small tensors between", "large tensors between"])
-def test_no_more_is_read_than_what_can_be_packed_meanwhile(
-    large: bool, packed: Path, tmp_path: Path, packers: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("budget", [1, 100_000, 300_000])
+def test_no_more_is_read_than_the_budget_holds(
+    budget: int, packed: Path, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However slow writing is; and what is larger than weights waits for no others, nor they for it."""
+    """However slow writing is: one tensor, or as many as fit the budget, until the next is asked for."""
+    monkeypatch.setattr(convert, "BUDGET", budget)
     src = Checkpoint(packed)
-    weights = {f"{module}.weight" for module in src.modules()}
-    size = Checkpoint.nbytes
-    if large:
-        packed_parts = {part for module in src.modules() for part in src.parts(module).values()}
-        monkeypatch.setattr(
-            Checkpoint, "nbytes", lambda self, name: size(self, name) if name in packed_parts else 2**40
-        )
     begun: list[str] = []
-    lock = threading.Lock()
-    get = Checkpoint.get
+    lock, get = threading.Lock(), Checkpoint.get
 
     def spied(self: Checkpoint, name: str) -> torch.Tensor:
         with lock:
@@ -131,66 +125,17 @@ def test_no_more_is_read_than_what_can_be_packed_meanwhile(
 
     monkeypatch.setattr(Checkpoint, "get", spied)
     planned = plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out")
-    items = convert.repacked(src, src.logical(), planned, {}, False, {}, {})
-    most = 0
-    for yielded, item in enumerate(items, 1):
-        for thread in threading.enumerate():  # those that read and pack have nothing left to do
-            if thread.name.startswith(("quantkit-read", "quantkit-pack")):
+    sizes = convert.Repacker(src, planned, {}, False)
+    given: list[str] = []
+    for item in convert.repacked(src, src.logical(), planned, {}, False, Progress(quiet=True)):
+        for thread in threading.enumerate():  # the workers have nothing left to do
+            if thread.name.startswith("quantkit-pack"):
                 thread.join(0.01)
-        read = {name.rpartition(".")[0] for name in begun}
-        ahead = len(read) - yielded
-        most = max(most, ahead)
-        if large and item.name not in weights:
-            assert ahead <= packers + 1
-    assert 1 <= most <= packers + 1
-
-
-@pytest.mark.parametrize("together", [1, 30_000, 100_000, 2**30])
-def test_small_weights_are_read_ahead_by_their_bytes(
-    together: int, packed: Path, tmp_path: Path, packers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(convert, "TOGETHER", together)
-    src, read, get = Checkpoint(packed), 0, Checkpoint.get
-
-    def counted(self: Checkpoint, name: str) -> torch.Tensor:
-        nonlocal read
-        read += self.nbytes(name)
-        return get(self, name)
-
-    monkeypatch.setattr(Checkpoint, "get", counted)
-    planned = plan_pack(src, LAYOUTS["gptq"], out=tmp_path / "out")
-    total = sum(map(src.nbytes, src.names()))
-    largest = max(sum(map(src.nbytes, src.parts(module).values())) for module in src.modules())
-    items, given, most = convert.repacked(src, src.logical(), planned, {}, False, {}, {}), 0, 0
-    for item in items:
-        for thread in threading.enumerate():  # those that read and pack have nothing left to do
-            if thread.name.startswith(("quantkit-read", "quantkit-pack")):
-                thread.join(0.01)
-        most = max(most, read - given)
-        module = item.name.removesuffix(".weight")
-        given += sum(map(src.nbytes, src.parts(module).values() if module in src.modules() else [item.name]))
-    assert given == read == total
-    dense = max(src.nbytes(name) for name in src.names() if name in src.logical())
-    assert min(together, total) // 2 <= most <= (packers + 2) * max(together, largest) + dense
-
-
-def test_conversions_in_two_threads_leave_torch_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = [4]
-    monkeypatch.setattr(torch, "get_num_threads", lambda: now[0])
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: now.__setitem__(0, count))
-    first, second = convert.one_thread(), convert.one_thread()
-    for one in (first, second):
-        one.__enter__()
-        assert now == [1]
-    for one in (first, second):  # the first ends first
-        one.__exit__(None, None, None)
-    assert now == [4]
-
-
-@pytest.mark.parametrize(("cores", "count"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 3)])
-def test_how_many_pack(cores: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
-    assert convert.packers() == count
+        read = {name if name in src.logical() else f"{name.rpartition('.')[0]}.weight" for name in begun}
+        ahead = [sizes.nbytes(name) for name in read if name not in given]  # the one that is written now, too
+        assert len(ahead) == 1 or sum(ahead) <= budget
+        given.append(item.name)
+    assert given == src.logical()
 
 
 def test_notices_come_in_the_order_of_the_weights(
@@ -214,18 +159,18 @@ def test_notices_come_in_the_order_of_the_weights(
         return unpacking(self, module, tensors, notices)
 
     monkeypatch.setattr(Checkpoint, "unpacking", late)
-    monkeypatch.setattr(convert, "packers", lambda: 3)
+    monkeypatch.setattr(convert, "_workers", lambda: 3)
     pack(packed, tmp_path / "out", "gptq")
     found = [line for line in load(tmp_path / "out")["notices"] if line.startswith("found in")]
     assert found == [f"found in {module}" for module in modules]
 
 
-@pytest.mark.parametrize("together", [1, 2**20], ids=["each alone", "both at once"])
+@pytest.mark.parametrize("batch", [1, 2**20], ids=["each alone", "both at once"])
 def test_an_unreadable_weight_is_named_in_its_turn(
-    together: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    batch: int, packed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The reading thread fails behind a weight that does not pack: the first of both is said."""
-    monkeypatch.setattr(convert, "TOGETHER", together)
+    """One weight does not pack, the next cannot be read: the error names the first."""
+    monkeypatch.setattr(convert, "BATCH", batch)
     call("pack", packed, "--layout", "compressed-tensors", "-o", tmp_path / "ct", "-q")
     modules = Checkpoint(tmp_path / "ct").modules()
     damage(tmp_path / "ct", f"{modules[0]}.weight_packed")

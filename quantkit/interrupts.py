@@ -1,0 +1,49 @@
+"""How a command is asked to end: between two items of a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Stop:
+    """A request to end, made by a signal handler and met by a loop between two of its items.
+
+    Inside a loop an exception at any instruction could leave a lock taken that other threads wait for.
+    """
+
+    def __init__(self) -> None:
+        self._reason: BaseException | None = None
+        self._loops = 0
+
+    def request(self, reason: BaseException) -> None:
+        """Raise `reason` at the next item of the loop that runs, or at once if there is none."""
+        self._reason = reason
+        if not self._loops:
+            raise reason
+
+    def check(self) -> None:
+        """Raise what was requested, if anything was."""
+        if self._reason is not None:
+            raise self._reason
+
+    def clear(self) -> None:
+        """Forget a request."""
+        self._reason = None
+
+    def is_in_loop(self) -> bool:
+        """Say whether a request waits for the next item of a loop."""
+        return self._loops > 0
+
+    def between(self, items: Iterable[T]) -> Iterator[T]:
+        """Yield `items`, and ask for a request between them."""
+        self._loops += 1
+        try:
+            for item in items:
+                self.check()
+                yield item
+            self.check()
+        finally:
+            self._loops -= 1

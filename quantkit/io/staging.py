@@ -1,0 +1,207 @@
+"""Output folders that appear complete or not at all.
+
+A run works in a sibling of its output folder, `OUT.partial-<8 hex>`: final shard files, a journal with one line for
+each committed unit of work, and activation snapshots. The last step renames it to OUT (RELIABILITY 1 and 2).
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from quantkit.errors import CheckpointError
+from quantkit.io import files
+from quantkit.io.journal import JOURNAL, read_journal
+
+try:
+    import fcntl
+except ImportError:  # no POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+LOCK = "lock"
+#: Takes the place of LOCK's own lock where the file system has none: its existence is the lock.
+SOFT_LOCK = "soft-lock"
+NO_LOCKS = "this file system has no file locks: a lock file takes their place, remove it if a run was killed"
+NO_FOLDER_SYNC = "this file system cannot make file names durable: a power cut just after the end may lose the output"
+
+
+@contextmanager
+def staging(
+    out: Path,
+    *,
+    resume: bool | None = False,
+    overwrite: bool = False,
+    source: Path | None = None,
+    notice: Callable[[str], None] = lambda text: None,
+) -> Iterator[Path]:
+    """Yield the locked partial folder of `out`; `publish` turns it into `out`.
+
+    With `resume` it may hold an earlier run's committed work, otherwise it is empty. However the block ends, the
+    folder stays if it has committed work that can be resumed (None: never), and is removed if not. `notice` is called
+    with a sentence for each thing that the file system cannot do. CheckpointError if `out` may not be written (it
+    exists, is no folder, lies in `source` ...), another run holds it, or an interrupted run left work behind and
+    neither `resume` nor `overwrite` is given.
+    """
+    with files.guarded(out):
+        _check_target(out, overwrite, source)
+    partial, old = _beside(out, "partial"), _beside(out, "old")
+    with _locked(partial, out, notice) as lock, _cleared_up(partial, lock):
+        with files.guarded(partial):
+            files.fault("write", partial / LOCK)
+            os.ftruncate(lock.fileno(), 0)
+            os.pwrite(lock.fileno(), f"{os.getpid()}\n".encode(), 0)
+            if old.exists():  # a run died while it replaced OUT: see publish
+                files.remove(old) if out.exists() else files.rename(old, out)
+            _check_target(out, overwrite, source)
+        if not files.sync_folder(partial):
+            notice(NO_FOLDER_SYNC)
+        kept = _worth_keeping(partial)
+        if kept and not (resume or overwrite):
+            ways = "continue it with the command that began it and --resume, or discard it with --overwrite"
+            raise CheckpointError(f"{partial} holds an interrupted run's work: {ways}")
+        # config.json goes first: with it and without a journal, a half emptied folder would look complete.
+        for path in sorted(partial.iterdir(), key=lambda p: (p.name != "config.json", p.name)):
+            if path.name not in (LOCK, SOFT_LOCK) and (not (kept and resume) or path.suffix == ".tmp"):
+                files.remove(path)
+        try:
+            yield partial
+        except BaseException:
+            if resume is None and _same_file(lock, partial / LOCK):
+                with suppress(CheckpointError):
+                    files.remove(partial / "config.json")
+                    files.remove(partial / JOURNAL)  # now nothing there is worth keeping
+            raise
+
+
+def is_complete(partial: Path) -> bool:
+    """Say whether a partial folder only waits to be published: `config.json` is there and the journal is gone."""
+    return (partial / "config.json").exists() and not (partial / JOURNAL).exists()
+
+
+def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
+    """Turn a finished partial folder into `out`, durably; with `overwrite` in the place of the folder there."""
+    if os.path.lexists(out) and not overwrite:
+        raise CheckpointError(f"{out} exists: choose another folder or add --overwrite")
+    old = _beside(out, "old")
+    with files.guarded(out):
+        for path in sorted([*partial.glob("activations-*"), *partial.glob(".*.tmp")]):
+            files.remove(path)
+        files.sync_folder(partial)
+        files.remove(partial / JOURNAL)
+        files.sync_folder(partial)
+        files.remove(partial / LOCK)
+        files.remove(partial / SOFT_LOCK)
+        if os.path.lexists(out):
+            # No portable call swaps two folders: between these two renames, and only there, OUT does not exist.
+            # A run killed in this gap leaves the old folder beside it, and the next one puts it back.
+            files.rename(out, old)
+        try:
+            files.rename(partial, out)
+        except BaseException:
+            if old.exists():
+                files.rename(old, out)
+            raise
+        files.sync_folder(out.parent)
+        files.remove(old)
+
+
+def _beside(out: Path, what: str) -> Path:
+    # The name is a function of OUT: two runs that start together meet at the same folder, and mkdir decides.
+    out = Path(os.path.abspath(out))
+    return out.with_name(f"{out.name}.{what}-{hashlib.sha256(os.fsencode(out.name)).hexdigest()[:8]}")
+
+
+def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
+    out = Path(os.path.abspath(out))
+    if out in (out.parent, Path.cwd()):  # an empty name means the latter
+        raise CheckpointError(f"{out} cannot be an output folder: name a new one")
+    if out.is_symlink() or (out.exists() and not out.is_dir()):
+        raise CheckpointError(f"{out} is a {'link' if out.is_symlink() else 'file'}: name a new folder")
+    if not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
+        what = "not writable" if out.parent.is_dir() else "not a folder"
+        raise CheckpointError(f"{out.parent} is {what}: make it so first, the output goes inside, or name another")
+    if source is not None:
+        real, from_ = out.resolve(), source.resolve()
+        if real == from_ or from_ in real.parents or real in from_.parents:
+            raise CheckpointError(f"{out} and the source {source} lie in each other: name a folder outside the source")
+    if out.is_dir() and not overwrite:
+        raise CheckpointError(f"{out} exists: choose another folder or add --overwrite")
+    if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
+        raise CheckpointError(f"{out} holds other things than a model: --overwrite would delete them, so name another")
+
+
+@contextmanager
+def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator[BinaryIO]:
+    """Make the partial folder if need be and lock it; a dead process holds no lock, so a stale one is taken over."""
+    if partial.is_symlink():
+        raise CheckpointError(f"{partial} is a link: remove it")
+    with ExitStack() as stack:
+        with files.guarded(partial):
+            files.fault("mkdir", partial)
+            with suppress(FileExistsError):
+                os.mkdir(partial)
+            try:
+                lock = stack.enter_context(files.open_for_update(partial / LOCK))
+            except BaseException:
+                with suppress(OSError):
+                    files.fault("unlink", partial)
+                    os.rmdir(partial)  # succeeds only if it is empty
+                raise
+            if not _lock(lock, partial, stack, notice):
+                pid = lock.read(20).decode(errors="replace").strip() or "unknown"
+                raise CheckpointError(f"{out} is being written by process {pid}: wait for it, or stop it")
+        if not _same_file(lock, partial / LOCK):
+            raise CheckpointError(f"{out} has just been written by another run: look at it, or run again")
+        yield lock
+
+
+def _lock(file: BinaryIO, partial: Path, stack: ExitStack, notice: Callable[[str], None]) -> bool:
+    """Lock an open file until `stack` closes; False if another process holds it."""
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, "no flock")
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in files.UNSUPPORTED:
+            raise
+        from filelock import SoftFileLock, Timeout
+
+        try:
+            stack.enter_context(SoftFileLock(partial / SOFT_LOCK, timeout=0))
+        except Timeout:
+            return False
+        notice(NO_LOCKS)
+    return True
+
+
+@contextmanager
+def _cleared_up(partial: Path, lock: BinaryIO) -> Iterator[None]:
+    """Remove the partial folder in the end unless it holds work that can be resumed."""
+    try:
+        yield
+    finally:
+        # After publish, a folder of this name would be another run's.
+        if _same_file(lock, partial / LOCK) and not _worth_keeping(partial):
+            with suppress(CheckpointError):  # the first error matters more
+                files.remove(partial)
+
+
+def _worth_keeping(partial: Path) -> bool:
+    try:
+        return is_complete(partial) or len(read_journal(partial / JOURNAL)) > 1  # the first line is the identity
+    except CheckpointError:
+        return True  # a damaged journal is for the user to look at
+
+
+def _same_file(file: BinaryIO, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
+    except OSError:
+        return False

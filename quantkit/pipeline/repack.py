@@ -1,0 +1,203 @@
+"""One packed weight in another layout: the same values as the target wants them stated, or rounded again if asked.
+
+The plan has chosen scheme and shape from headers; here the data decide whether that is lossless.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quantkit.algorithms import rtn
+from quantkit.checkpoint.items import Item, Packed
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.formats import INT4
+from quantkit.core.quantized_tensor import Digest, QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
+from quantkit.layouts import LAYOUTS, family, gptq
+from quantkit.layouts.base import TILE
+from quantkit.layouts.recast import broken_rule, restated
+from quantkit.pipeline.layer_solver import relative_error
+from quantkit.pipeline.plan import Plan, Row
+from quantkit.reporting.report import REPORT
+
+#: Codes that are unpacked and packed at a time, about: they stay in a core's cache.
+CODES = 2**21
+
+#: Facts of a weight's report that are no longer true once it was rounded again.
+OUTDATED = ("relative_error", "loss", "rtn_loss", "norm", "guard_rows", "rungs", "reason", "fallback", "dead_columns")
+
+
+class Repacker:
+    """Reads weights of a checkpoint and packs them as `planned`; several threads may do so at once.
+
+    `recorded` has the facts of each linear from the source's report. `requantize` allows to round a weight again whose
+    data have no lossless way. LayoutError, naming the weight, where there is none and rounding is not allowed;
+    CheckpointError for a damaged weight.
+    """
+
+    def __init__(
+        self, src: Checkpoint, planned: Plan, recorded: Mapping[str, Mapping[str, Any]], requantize: bool
+    ) -> None:
+        self._src, self._recorded, self._requantize = src, recorded, requantize
+        self._layout, self._rows = LAYOUTS[planned.layout], {row.module: row for row in planned.rows}
+        self._modules = {f"{module}.weight": module for module in src.modules()}
+        self._notices: dict[str, list[str]] = {}
+
+    def nbytes(self, name: str) -> int:
+        """Return about the bytes that a tensor takes while it is converted: as it was read, and as it is written."""
+        if (module := self._modules.get(name)) is None:
+            return self._src.nbytes(name)
+        return 2 * sum(map(self._src.nbytes, self._src.parts(module).values()))
+
+    def notices(self) -> list[str]:
+        """Return what was found in the data so far, in the order of the checkpoint, each sentence once."""
+        found = [] if self._recorded else _trusted(self._src)
+        for name in self._src.logical():
+            found += [line for line in self._notices.get(name, ()) if line not in found]
+        return [line for line in found if line not in self._src.notices]
+
+    def items(self, names: Iterable[str]) -> deque[Item]:
+        """Read and pack tensors by their names in `Checkpoint.logical`."""
+        return deque(map(self._item, names))
+
+    def _item(self, name: str) -> Item:
+        if (module := self._modules.get(name)) is None:
+            return Item(name, self._src.get(name))
+        notices = self._notices.setdefault(name, [])
+        tensors, before = self._src.stored(module), self._recorded.get(module, {})
+        row = self._rows[module]
+        if (same := self._by_rows(tensors, before.get("digest"), row, notices)) is not None:
+            return Item(name, same, {key: value for key, value in before.items() if key != "true_shape"})
+        q = self._src.record(module, tensors, notices)
+        tensors.clear()
+        digest = _intact(name, q, before.get("digest"))
+        notices += _rows_lost(name, q)
+        with about(name):
+            value, facts = _as_planned(self._src, q, before, row, self._requantize)
+            digest = digest if value is q else value.digest()
+            return Item(name, Packed(value.scheme, value.shape, self._layout.pack(value), digest), facts)
+
+    def _by_rows(
+        self, tensors: Mapping[str, Tensor], recorded: str | None, row: Row, notices: list[str]
+    ) -> Packed | None:
+        """Pack a weight a few rows at a time, so that its codes stay in the cache.
+
+        None if the weight must be recast, or fails a check: then it is processed whole, so that the error can name the
+        position.
+        """
+        scheme = self._src.scheme(row.module)
+        if self._src.is_padded(row.module) or row.padded or row.scheme not in (None, scheme.label):
+            return None
+        with suppress(QuantkitError):
+            given = self._src.unpacking(row.module, tensors, notices)
+            (n, k), scales, zeros = given.shape, given.scales, given.zeros
+            made, digest = self._layout.packing(scheme, given.shape, scales, zeros), Digest(scheme, given.shape)
+            step = TILE * -(-CODES // (TILE * k))
+            buffer = torch.empty((min(n, step), k), dtype=torch.uint8)
+            for first in range(0, n, step):
+                some = slice(first, min(n, first + step))
+                codes = buffer[: some.stop - first]
+                given.fill(first, codes)
+                QuantizedTensor(scheme, codes, scales[some], None if zeros is None else zeros[some])  # checks them
+                digest.update(codes)
+                made.add(first, codes)
+            found = digest.finish(scales, zeros)
+            if recorded in (None, found) and not bool((scales == 0).any()):
+                return Packed(scheme, given.shape, made.tensors, found)
+        return None
+
+
+def _intact(name: str, q: QuantizedTensor, recorded: str | None) -> str:
+    """Return the digest of a weight; CheckpointError if its codes are not the ones that its report recorded."""
+    digest = q.digest()
+    if recorded is not None and digest != recorded and not q.matches(recorded):
+        raise CheckpointError(
+            f"{name}: codes or scales differ from what {REPORT} recorded: the file is damaged, quantize again"
+        )
+    return digest
+
+
+def _trusted(src: Checkpoint) -> list[str]:
+    """Return a notice where nothing but a label says what the data mean: zero points of the two GPTQ versions."""
+    assert src.layout is not None
+    if family(src.layout.NAME) != gptq.NAME or all(src.scheme(module).symmetric for module in src.modules()):
+        return []
+    return [
+        f"zero points are read as the label {src.layout.NAME} says: asymmetric ones do not show whether they are v1 or "
+        "v2 (LAYOUTS 1.4), so check the perplexity"
+    ]
+
+
+def _as_planned(
+    src: Checkpoint, q: QuantizedTensor, before: Mapping[str, Any], row: Row, requantize: bool
+) -> tuple[QuantizedTensor, dict[str, Any]]:
+    """Return a weight as the plan wants it, and its facts, of which `before` are those of its report."""
+    _check_scales(q)
+    padded = src.is_padded(row.module)
+    true = src.true_size(row.module) if padded else q.shape  # headers may know k only roughly
+    scheme = Scheme.parse(row.scheme or q.scheme.label)
+    shape = row.padded or true
+    facts = {key: value for key, value in before.items() if key != "true_shape"}
+    if scheme != q.scheme:
+        facts["restated_from"] = q.scheme.label
+    try:
+        value = restated(q, scheme, shape)
+    except LayoutError as error:
+        if not requantize:
+            raise LayoutError(f"{error}: {_ways_out(src, q.scheme, true)}") from error
+        value, lost = _rounded(q, true, scheme, shape, src.dtype_of_model)
+        facts = {key: known for key, known in facts.items() if key not in (*OUTDATED, "restated_from")} | lost
+    return value, facts | ({} if shape == true else {"true_shape": list(true)})
+
+
+def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> str:
+    names = [x.NAME for x in LAYOUTS.values() if x is not src.layout and broken_rule(x, scheme, *shape) is None]
+    kept = f"use a layout that holds {scheme.label} as it is ({', '.join(names)}), or " if names else ""
+    return f"{kept}add --requantize to round again (lossy)"
+
+
+def _rounded(
+    q: QuantizedTensor, true: tuple[int, int], scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype
+) -> tuple[QuantizedTensor, dict[str, Any]]:
+    """Return the decoded weight rounded to nearest in another scheme, filled up with zeros, and what that lost.
+
+    INT4 scales are searched by squared error, floating formats follow the published rule (LAYOUTS 6.3), a weight that
+    becomes 2:4 keeps the two largest of each four.
+    """
+    (n, k), (more, wider) = true, shape
+    weight = pad(q.dequantize()[:n, :k], (0, wider - k, 0, more - n))
+    value, facts = rtn.quantize(weight.to(dtype), scheme, clip="none" if scheme.format.is_float else "search")
+    error = relative_error(weight, value)
+    return value, {**facts, "method": "rtn", "requantized_from": q.scheme.label, "requantized_error": error}
+
+
+def _rows_lost(name: str, q: QuantizedTensor) -> list[str]:
+    """Return a notice of FPx rows with a scale of zero over values that are not, as tiny ones are rounded to."""
+    rows = (q.scales == 0).all(1).nonzero().flatten()
+    if q.scheme.format == INT4 or not len(rows):
+        return []
+    lost = int((q.scheme.format.decode(q.codes[rows]) != 0).any(1).sum())
+    return [f"{name}: {lost} of {len(q.codes)} rows have a stored scale of 0: their weights are zeros"] if lost else []
+
+
+def _check_scales(q: QuantizedTensor) -> None:
+    """Refuse INT4 scales of zero over codes that are not: FPx rows round to such ones, integers only by damage."""
+    if q.scheme.format != INT4 or not bool((q.scales == 0).any()):
+        return
+    n, g = q.scales.shape
+    zeros = INT4.zero_code if q.zeros is None else q.zeros.unsqueeze(-1)
+    lost = (q.scales == 0) & (q.codes.view(n, g, -1) != zeros).any(-1)
+    if bool(lost.any()):
+        row, group = lost.nonzero()[0].tolist()
+        raise CheckpointError(
+            f"{int(lost.sum())} of {lost.numel()} scales are 0 over codes that are not, first row {row}, group {group}:"
+            " those weights are lost, quantize the original model again"
+        )
