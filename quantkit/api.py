@@ -18,8 +18,8 @@ from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.core.sparsity import Rule
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluation.perplexity import Divergence, Perplexity, kld, perplexity
-from quantkit.inference.load import opened
-from quantkit.inference.swap_linears import way
+from quantkit.inference.load import load_for_evaluation
+from quantkit.inference.swap_linears import describe_weights
 from quantkit.layouts import compatibility
 from quantkit.models.block_runner import tokenizer
 from quantkit.models.calibration_data import evaluation_text
@@ -238,11 +238,11 @@ def eval_ppl(
     """
     text, what = evaluation_text(data)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    model = opened(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
     window = window or _window(model)
     words = tokenizer(src.path)
     found = perplexity(model, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
-    return replace(found, weights=way(model))
+    return replace(found, weights=describe_weights(model))
 
 
 def eval_kld(
@@ -266,12 +266,12 @@ def eval_kld(
     text, what = evaluation_text(data)
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
-    model = opened(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
-    reference = opened(ref, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    reference = load_for_evaluation(ref, device=device, trust_remote_code=trust_remote_code, progress=progress)
     window = window or min(_window(model), _window(reference))
     words = tokenizer(ref.path)
     found = kld(model, reference, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
-    return replace(found, weights=way(model))
+    return replace(found, weights=describe_weights(model))
 
 
 def _window(model: Any) -> int:

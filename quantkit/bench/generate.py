@@ -170,7 +170,7 @@ def measure(model: Outline, variants: Sequence[Variant], load: Load, progress: P
     static_cache(built, places(load.prompt, load.new))
     packed_in = [variant.layout for variant in variants if variant.schemes]
     where = kernels.gpu([layout if layout in MATMULS else PREFERRED[0] for layout in packed_in])
-    jobs, notices = share_room(model.name, built, variants, load, swap_linears.free(where))
+    jobs, notices = share_room(model.name, built, variants, load, swap_linears.free_memory(where))
     notices += no_linears(built)
     for line in notices:
         progress.warn(line)
@@ -210,7 +210,7 @@ def _variant(
         with nullcontext() if load.eager else fused(built, paths):
             prompt_s, step_s = _batch(built, batch, load, where)
         peak = torch.cuda.max_memory_allocated(where) - before
-        way = swap_linears.way(built)
+        way = swap_linears.describe_weights(built)
         paces.append(Pace(variant.layout, variant.scheme, way, batch, prompt_s, step_s, held, peak, expected))
         progress.note(f"{variant.layout}, batch {batch}: prompt {1e3 * prompt_s:.2f} ms, step {1e3 * step_s:.3f} ms")
         _forget()

@@ -297,11 +297,11 @@ def build(
             with about(path):
                 tensors = LAYOUTS[variant.layout].pack(noise(scheme, n, k, device))
             linear = first[key] = PackedLinear(variant.layout, scheme, (n, k), (n, k), tensors, bias)
-            notices += swap_linears.settle({path: linear})
+            notices += swap_linears.repack_for_kernels({path: linear})
         owner, _, leaf = path.rpartition(".")
         setattr(built.get_submodule(owner), leaf, linear)
     _fill(built, device)
-    fused_linear.join(built)
+    fused_linear.fuse_linears(built)
     return built, notices
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.evaluation.perplexity import Divergence, Perplexity
 from quantkit.evaluation.verify import Verification
-from quantkit.inference.load import Generated
+from quantkit.inference.generate import Generated
 from quantkit.layouts.compatibility import Conversion
 from quantkit.pipeline.plan import Plan
 from quantkit.reporting.report import size

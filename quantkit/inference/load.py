@@ -1,40 +1,22 @@
-"""A checkpoint as a transformers model whose linears stay packed, and the text that it writes."""
+"""A checkpoint as a transformers model whose linears stay packed."""
 
 from __future__ import annotations
 
-import time
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint, resolve
-from quantkit.errors import CheckpointError, QuantkitError, RecipeError
-from quantkit.inference.swap_linears import require_kernels, way
-from quantkit.models.block_runner import compute_dtype, dense_model, device_of, tokenizer
-from quantkit.models.calibration_data import check_tokens, token_ids
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.inference.swap_linears import require_kernels
+from quantkit.models.block_runner import compute_dtype, dense_model, device_of
 from quantkit.models.meta_model import config_of, unbuildable
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True)
-class Generated:
-    """What a model wrote: `text` follows `prompt`, `tokens` new ones in `seconds`, compiling kernels included.
-
-    `weights` says how the model's are multiplied.
-    """
-
-    prompt: str
-    text: str
-    tokens: int
-    seconds: float
-    weights: str
 
 
 def load(
@@ -46,16 +28,18 @@ def load(
     revision: str | None = None,
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Return the transformers model of a folder or hub id, on one device, its packed linears as `PackedLinear`.
+    """Load a folder or hub id as a transformers model whose packed linears are `PackedLinear`s.
 
-    Every layout is taken, of any program. On a GPU a weight whose layout has no kernel is repacked, losslessly, into
-    one that has; where its data forbid it, it is decoded at each call, and a warning says so. On a CPU weights stay in
-    the layout of the file and are decoded one at a time. `device` "auto" takes a GPU even if no kernel can be run on
-    it, "cuda" does not; `device_map` is what transformers knows by that name, and goes before `device`. `dtype` is by
-    default float32 on a CPU, the model's own on a GPU. A dense folder gives the model as transformers loads it.
+    It reads every layout, whoever wrote the folder; a dense folder loads as transformers loads it. On a GPU, a weight
+    without a kernel is repacked losslessly for one that has a kernel. If its values forbid that, it is decoded at each
+    call, and a warning says so. On a CPU, weights keep their layout and are decoded one at a time.
 
-    QuantkitError, before any weight is read, for a layout or version that is unknown, tensors that are missing or too
-    many, a GPU that is too old or has too little memory.
+    `device` "auto" takes a GPU even if it cannot run kernels; "cuda" refuses such a GPU. `device_map` is the option of
+    transformers and overrides `device`. `dtype` defaults to float32 on a CPU and to the model's own on a GPU. The call
+    runs `quantkit.register()`.
+
+    Raises a QuantkitError, before any weight is read, for an unknown layout or version, for missing or unexpected
+    tensors, and for a GPU that is too old or too small.
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     place = device_of(device)
@@ -67,10 +51,10 @@ def load(
     return _from_pretrained(src, device_map or {"": place}, dtype, trust_remote_code, device == "auto")
 
 
-def opened(
+def load_for_evaluation(
     src: Checkpoint, *, device: str, trust_remote_code: bool, progress: Progress | None = None
 ) -> PreTrainedModel:
-    """Return the model of a checkpoint to be measured: packed, or a dense one in float32; warnings become notes."""
+    """Load a packed model, or a dense one in float32; warnings about slow weights become notes of `progress`."""
     if src.layout is None:
         return dense_model(src, device=device, trust_remote_code=trust_remote_code)
     with warnings.catch_warnings():
@@ -96,21 +80,22 @@ def _from_pretrained(
         config.transformers_weights = names[0]  # whatever its name is
     model: PreTrainedModel
     try:
-        model, found = _quietly(src.path, config, device_map, dtype, trust_remote_code and "auto_map" in src.config)
+        remote = trust_remote_code and "auto_map" in src.config
+        model, loading = _load_silently(src.path, config, device_map, dtype, remote)
     except (QuantkitError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config is free to be wrong in any way
         raise unbuildable(src, error) from error
     if hasattr(model.config, "transformers_weights"):
         del model.config.transformers_weights
-    wrong = sorted(map(str, {*found["missing_keys"], *found["mismatched_keys"]}))
+    wrong = sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]}))
     if wrong:
         raise CheckpointError(f"{src.path}: {wrong[0]} is not there as config.json asks for it: fetch it again")
     return model
 
 
-def _quietly(path: Path, config: Any, device_map: Any, dtype: torch.dtype, remote: bool) -> Any:
-    """Load without transformers' bars and reports: what is wrong with a folder is found and said by us."""
+def _load_silently(path: Path, config: Any, device_map: Any, dtype: torch.dtype, remote: bool) -> Any:
+    """Load without transformers' progress bars and reports: our own checks find and report what is wrong."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -119,56 +104,9 @@ def _quietly(path: Path, config: Any, device_map: Any, dtype: torch.dtype, remot
     logging.set_verbosity_error()
     options: Any = {"device_map": device_map, "dtype": dtype, "trust_remote_code": remote, "output_loading_info": True}
     try:
-        found: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
-        return found
+        loaded: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+        return loaded
     finally:
         logging.set_verbosity(level)
         if bars:
             logging.enable_progress_bar()
-
-
-def generate(
-    checkpoint: str | Path,
-    prompt: str,
-    *,
-    max_new_tokens: int = 64,
-    device: str = "auto",
-    revision: str | None = None,
-    trust_remote_code: bool = False,
-    progress: Progress | None = None,
-) -> Generated:
-    """Return what a checkpoint writes after a prompt, always its likeliest token, at most `max_new_tokens` of them.
-
-    RecipeError for a prompt of no tokens without a BOS token, and for more tokens than the model has positions.
-    """
-    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    words = tokenizer(src.path)
-    ids = _prompt(words, prompt)
-    model = opened(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and len(ids) + max_new_tokens > positions:
-        raise RecipeError(
-            f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the model's {positions} "
-            f"positions: use --max-new-tokens {max(1, positions - len(ids))} or a shorter prompt"
-        )
-    check_tokens(int(ids.max()), model.get_input_embeddings().get_parameter("weight").shape[0])
-    given: Any = ids[None].to(model.device)
-    greedy: Any = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "use_cache": True}
-    start = time.perf_counter()
-    with torch.inference_mode():
-        found: Any = model.generate(  # type: ignore[operator]
-            given, attention_mask=torch.ones_like(given), max_new_tokens=max_new_tokens, **greedy
-        )
-    new = found[0, len(ids) :].tolist()
-    text = str(words.decode(new, skip_special_tokens=True))
-    return Generated(prompt, text, len(new), time.perf_counter() - start, way(model))
-
-
-def _prompt(words: Any, prompt: str) -> Tensor:
-    """Return the tokens of a prompt, int64 `[t]`: at least one, BOS if there is no other."""
-    ids = token_ids(words, prompt, special=True) if prompt else torch.tensor([], dtype=torch.int64)
-    if len(ids):
-        return ids
-    if words.bos_token_id is None:
-        raise RecipeError("the prompt has no tokens, and the tokenizer no BOS token to begin with: give a prompt")
-    return torch.tensor([words.bos_token_id])

@@ -1,8 +1,8 @@
-"""An ordinary transformers model with packed linears in the place of dense ones: how one is made, and of what.
+"""Packed linears in the place of a transformers model's dense ones.
 
-All that can be known from headers is asked before a weight is read: whether each packed tensor has a place and each
-place a tensor, and whether the GPUs have room. What depends on the data comes after: a weight whose layout has no
-kernel is restated in one that has (LAYOUTS 11), on the device where it is, one at a time.
+Everything that headers tell is checked before any weight is read: each packed tensor has a place, each place has a
+tensor, and the GPUs have enough memory. What depends on the data comes after loading: a weight whose layout has no
+kernel is recast for one (layouts.md 11) on its own device, one weight at a time.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from quantkit.reporting.report import size
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Stored name of a packed module -> the layer in the model.
+#: Packed layers of a model by the stored name of their module.
 Linears = dict[str, PackedLinear]
 
 
 def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
-    """Put empty packed linears (meta device) into a skeleton of the checkpoint's model, as its headers say.
+    """Replace linears of a skeleton of the checkpoint's model by packed ones on the meta device.
 
-    CheckpointError for a packed weight that no `nn.Linear` of its shape waits for, for a part of one that is missing,
-    and if the model lacks a stored tensor or the folder a tensor of the model.
+    CheckpointError if a packed weight has no `nn.Linear` of its shape, if one of its tensors is missing, and if model
+    and folder do not have the same tensors.
     """
     place = places(model)
     linears: Linears = {}
@@ -53,17 +53,17 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
                 f"{src.path}: {module} is packed, and {type(model).__name__} in this transformers has no nn.Linear of "
                 "that name: quantize the model again, with --skip for such weights"
             )
-        linears[module] = _empty(src, module, dense)
+        linears[module] = _packed_skeleton(src, module, dense)
         setattr(model.get_submodule(owner), leaf, linears[module])
-        # A head that is packed for itself is tied to the embeddings no more.
+        # A head with a packed weight of its own is no longer tied to the embeddings.
         if model.all_tied_weights_keys.pop(f"{path}.weight", None) is not None:
             model.config.tie_word_embeddings = False
     _require_complete(model, src)
     return linears
 
 
-def _empty(src: Checkpoint, module: str, dense: nn.Module) -> PackedLinear:
-    """Return the packed form of a linear of the skeleton, without data."""
+def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLinear:
+    """Make the packed layer, on the meta device, that replaces a linear of the skeleton."""
     assert src.layout is not None and isinstance(dense, nn.Linear)
     parts, scheme = src.parts(module), src.scheme(module)
     true, stored = src.true_size(module), src.size(module)
@@ -77,7 +77,7 @@ def _empty(src: Checkpoint, module: str, dense: nn.Module) -> PackedLinear:
         suffix: torch.empty(src.shape(name), dtype=src.dtype(name), device="meta") for suffix, name in parts.items()
     }
     bias = dense.bias
-    if bias is None and f"{module}.bias" in src.names():  # some programs write one, of zeros, whatever the model
+    if bias is None and f"{module}.bias" in src.names():  # some programs always write one, of zeros
         bias = torch.empty(true[0], dtype=dense.weight.dtype, device="meta")
     return PackedLinear(src.layout.NAME, scheme, stored, true, tensors, bias)
 
@@ -85,40 +85,40 @@ def _empty(src: Checkpoint, module: str, dense: nn.Module) -> PackedLinear:
 def _require_complete(model: PreTrainedModel, src: Checkpoint) -> None:
     states, place, old = model.state_dict(), places(model), ignored(model)
     found: set[str] = set()
-    strangers = []
+    unexpected = []
     for name in src.names():
         targets, _ = place(name)
         if all(target in states for target in targets):
             found.update(targets)
         elif not old(name):
-            strangers.append(name)
+            unexpected.append(name)
     for a, b in model.all_tied_weights_keys.items():
         found |= {a, b} if found & {a, b} else set()
     absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     missing = [state for state in states if state not in found and not any(p.search(state) for p in absent)]
-    require_complete(model, src, missing, strangers)
+    require_complete(model, src, missing, unexpected)
 
 
 def require_kernels(device: torch.device) -> None:
-    """Raise KernelError, with the way out, if kernels cannot be run on a CUDA device."""
+    """Raise KernelError if the device is a GPU that cannot run the kernels."""
     problem = kernels.missing(PREFERRED[0], device)
     if device.type == "cuda" and problem is not None:
         raise KernelError(f"packed weights cannot be multiplied on {device}: {problem}")
 
 
-def require_room(needs: Mapping[torch.device, int], free: Callable[[torch.device], int], folder: Path) -> None:
-    """Raise CheckpointError if weights of so many bytes exceed what `free` says of a device, and by how much."""
-    for device, bytes_ in needs.items():
-        room = free(device)
-        if bytes_ > room:
+def require_memory(needs: Mapping[torch.device, int], free: Callable[[torch.device], int], folder: Path) -> None:
+    """Raise CheckpointError if `needs`, in bytes, exceeds the `free` bytes of a device."""
+    for device, needed in needs.items():
+        available = free(device)
+        if needed > available:
             raise CheckpointError(
-                f"{folder}: its weights take {size(bytes_)} on {device}, which has {size(room)} free, "
-                f"{size(bytes_ - room)} too little: use another GPU, --device cpu, or device_map='auto'"
+                f"{folder}: its weights take {size(needed)} on {device}, which has {size(available)} free, "
+                f"{size(needed - available)} too little: use another GPU, --device cpu, or device_map='auto'"
             )
 
 
-def needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torch.device, int]:
-    """Return the bytes of weights on each GPU, where `placed` says of each state on which device it will be."""
+def memory_needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torch.device, int]:
+    """Add up the bytes of weights on each GPU; `placed` maps each state name to its device."""
     total: Counter[torch.device] = Counter()
     for state, place in placed.items():
         device = (
@@ -130,21 +130,21 @@ def needs(model: PreTrainedModel, placed: Mapping[str, Any]) -> dict[torch.devic
     return dict(total)
 
 
-def free(device: torch.device) -> int:
-    """Return the bytes that are free on a GPU, for this process: what torch keeps for later counts."""
-    kept = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0]) + kept
+def free_memory(device: torch.device) -> int:
+    """Count the bytes of a GPU that this process can allocate, torch's own cache included."""
+    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0]) + cached
 
 
-def settle(linears: Linears) -> list[str]:
-    """Give every packed linear on a GPU the layout of a kernel where its data allow it; return notices of the others.
+def repack_for_kernels(linears: Linears) -> list[str]:
+    """Repack each packed linear on a GPU for a kernel; returns a notice for each reason why some cannot be repacked.
 
-    CheckpointError or LayoutError, naming it, for a weight that is damaged. On a CPU all stay as they are.
+    CheckpointError or LayoutError names a damaged weight. Weights on a CPU are not changed.
     """
     decoded: dict[str, list[str]] = {}
     for name, linear in linears.items():
         with about(name):
-            why = linear.settle()
+            why = linear.prepare_kernel()
         if linear.device.type == "meta" and torch.cuda.is_available() and linear.layout not in kernels.MATMULS:
             why = f"offloaded weights stay in the layout of the file, and {kernels.none_for(linear.layout)}"
         if why is not None:
@@ -155,21 +155,21 @@ def settle(linears: Linears) -> list[str]:
     ]
 
 
-def way(model: PreTrainedModel) -> str:
-    """Return how the packed weights of a model are multiplied where it runs, to stand beside a figure."""
+def describe_weights(model: PreTrainedModel) -> str:
+    """Describe how the weights of a model are multiplied on its device, to print beside a result."""
     kinds = Counter(
         f"by the {linear.layout} kernel" if linear.is_multiplied_on(model.device, model.dtype) else "decoded"
         for linear in model.modules()
         if isinstance(linear, PackedLinear)
     )
-    said = [f"{count} weights {kind}" if len(kinds) > 1 else f"weights {kind}" for kind, count in kinds.items()]
-    return f"{' and '.join(said) or 'weights dense'}, {dtype_name(model.dtype)}"
+    words = [f"{count} weights {kind}" if len(kinds) > 1 else f"weights {kind}" for kind, count in kinds.items()]
+    return f"{' and '.join(words) or 'weights dense'}, {dtype_name(model.dtype)}"
 
 
-def stated_now(linears: Linears, src: Checkpoint) -> dict[str, Any]:
-    """Return the `quantization_config` of the packed linears of a folder as they are now, to be saved with them.
+def config_in_memory(linears: Linears, src: Checkpoint) -> dict[str, Any]:
+    """Build the `quantization_config` to save with packed linears that were repacked after loading.
 
-    CheckpointError if they are in several layouts: a folder holds one.
+    CheckpointError if they have several layouts, because a folder holds one.
     """
     layouts = list(dict.fromkeys(linear.layout for linear in linears.values()))
     if len(layouts) > 1:

@@ -77,14 +77,15 @@ class QuantkitQuantizer(HfQuantizer):
         if not checkpoint_files:
             raise CheckpointError("packed weights are read from a folder's safetensors: give from_pretrained a folder")
         with torch.device("cpu"):  # transformers makes tensors without data here
-            src = Checkpoint(Path(checkpoint_files[0]).parent, trust_remote_code=True)  # the model's code has been run
+            # The model's own code has run already, so trusting it adds no risk.
+            src = Checkpoint(Path(checkpoint_files[0]).parent, trust_remote_code=True)
             self.linears = swap_linears.swap(model, src)
         self._src, self._saved_forms = src, self._forms()
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         gpus: list[torch.device] = []
         if isinstance(device_map, dict):
-            needs = swap_linears.needs(model, expand_device_map(device_map, list(model.state_dict())))
-            swap_linears.require_room(needs, swap_linears.free, src.path)
+            needs = swap_linears.memory_needs(model, expand_device_map(device_map, list(model.state_dict())))
+            swap_linears.require_memory(needs, swap_linears.free_memory, src.path)
             gpus = list(needs)
         elif device_map is not None:
             gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
@@ -96,15 +97,15 @@ class QuantkitQuantizer(HfQuantizer):
             # transformers 5.17 leaves a tensor that it renames in the dtype of the file.
             if parameter.dtype not in (self._dtypes[name], torch.float32):
                 parameter.data = parameter.data.to(self._dtypes[name])
-        self.notices = swap_linears.settle(self.linears)
-        fused_linear.join(model)
+        self.notices = swap_linears.repack_for_kernels(self.linears)
+        fused_linear.fuse_linears(model)
         for line in self.notices:
             warnings.warn(line, RuntimeWarning, stacklevel=2)
 
     def is_serializable(self) -> bool:
         """Return True, after the config was updated to the layout in memory; CheckpointError for several layouts."""
         if self._forms() != self._saved_forms:
-            self.quantization_config.stated = swap_linears.stated_now(self.linears, self._src)
+            self.quantization_config.stated = swap_linears.config_in_memory(self.linears, self._src)
             self._saved_forms = self._forms()
         return True
 

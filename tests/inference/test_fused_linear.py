@@ -1,4 +1,4 @@
-"""Linears that are multiplied as one: other weights, products of other activations, a second copy, a lost name."""
+"""Fused linears compute what separate ones do, hold each weight once and save it under its own name."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import quantkit
 from quantkit.bench.random_model import Variant, build, variants
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.inference.fused_linear import Joint, families, join
+from quantkit.inference.fused_linear import FusedLinear, fuse_linears, sibling_linears
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import restated
@@ -26,8 +26,7 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.stacking import UNITS, cut, stack
 from tests.bench.test_random_model import CPU, LLAMA, QUIET, tiny
 from tests.inference.test_load import bits, decoded, layers, logits, stored
-from tests.inference.test_packed_linear import gauss, same
-from tests.inference.test_packed_linear import packed as made_packed
+from tests.inference.test_packed_linear import gauss, packed, same
 from tests.layouts.samples import HELD, record, tame, write_folder
 from tests.tiny_models import write_model
 
@@ -39,18 +38,13 @@ def records(label: str, ns: Sequence[int] = NS, k: int = 256) -> list[QuantizedT
     return [tame(record(Scheme.parse(label), n, k, seed=i), torch.float16) for i, n in enumerate(ns)]
 
 
-def linear(layout: str, q: QuantizedTensor, bias: bool = True) -> PackedLinear:
-    b = gauss(q.shape[0], seed=q.shape[0]) if bias else None
-    return PackedLinear(layout, q.scheme, q.shape, q.shape, LAYOUTS[layout].pack(q), b)
-
-
 def other_form(part: PackedLinear, layout: str, label: str) -> None:
     (q,) = records(label, (part.n,))
-    part.hold(layout, q.scheme, q.shape, LAYOUTS[layout].pack(q))
+    part.set_packed(layout, q.scheme, q.shape, LAYOUTS[layout].pack(q))
 
 
 class Attention(nn.Module):
-    """Three linears of one tensor, as models have them."""
+    """Three sibling linears that get one tensor, as in a model."""
 
     def __init__(self, parts: Sequence[PackedLinear]) -> None:
         super().__init__()
@@ -62,12 +56,12 @@ class Attention(nn.Module):
 
 
 def attention(layout: str = "marlin", label: str = "int4:g128", bias: bool = True) -> tuple[Attention, Attention]:
-    """Return linears beside each other, apart and as one."""
-    apart = Attention([made_packed(layout, q, bias) for q in records(label)])
-    united = copy.deepcopy(apart)
-    (family,) = families(united)
-    assert Joint(family).unite() and list(families(united)) == []
-    return apart, united
+    """Make the same sibling linears twice: separate and fused."""
+    separate = Attention([packed(layout, q, bias=bias) for q in records(label)])
+    fused = copy.deepcopy(separate)
+    (siblings,) = sibling_linears(fused)
+    assert FusedLinear(siblings).fuse() and list(sibling_linears(fused)) == []
+    return separate, fused
 
 
 class Products:
@@ -82,9 +76,9 @@ class Products:
             self.count += 1
             return plain(*args)
 
-        plain = packed_linear.multiplied
-        monkeypatch.setattr(fused_linear, "multiplied", counted)
-        monkeypatch.setattr(packed_linear, "multiplied", counted)
+        plain = packed_linear.multiply_packed
+        monkeypatch.setattr(fused_linear, "multiply_packed", counted)
+        monkeypatch.setattr(packed_linear, "multiply_packed", counted)
 
 
 @pytest.fixture
@@ -96,8 +90,8 @@ def products(monkeypatch: pytest.MonkeyPatch) -> Products:
 
 
 @pytest.mark.parametrize(("layout", "label"), STACKED)
-@pytest.mark.parametrize("k", [128, 384])  # of one group, where scales have another order, and of several
-def test_stacked_packings_are_the_packing_of_the_stacked_weight(layout: str, label: str, k: int) -> None:
+@pytest.mark.parametrize("k", [128, 384])  # one group, for which scales have another order, and several
+def test_stacking_packed_weights_equals_packing_the_stacked_weight(layout: str, label: str, k: int) -> None:
     qs = records(label, k=k)
     whole = QuantizedTensor(qs[0].scheme, torch.cat([q.codes for q in qs]), torch.cat([q.scales for q in qs]))
     parts = [LAYOUTS[layout].pack(q) for q in qs]
@@ -116,7 +110,7 @@ def test_stacked_packings_are_the_packing_of_the_stacked_weight(layout: str, lab
             assert again[suffix].untyped_storage().data_ptr() != found[suffix].untyped_storage().data_ptr()
 
 
-def test_a_unit_smaller_than_the_layouts_own_would_mix_weights() -> None:
+def test_the_layout_accepts_weights_of_one_stacking_unit() -> None:
     for layout, unit in UNITS.items():
         scheme = Scheme.parse(HELD[layout][0][0])
         LAYOUTS[layout].check(scheme, unit, 128)
@@ -124,20 +118,20 @@ def test_a_unit_smaller_than_the_layouts_own_would_mix_weights() -> None:
 
 @pytest.mark.parametrize(("layout", "label"), STACKED)
 @pytest.mark.parametrize("bias", [True, False])
-def test_as_one_linears_say_what_they_say_apart(layout: str, label: str, bias: bool) -> None:
-    apart, united = attention(layout, label, bias)
+def test_fused_linears_compute_the_products_of_separate_ones(layout: str, label: str, bias: bool) -> None:
+    separate, fused = attention(layout, label, bias)
     for dtype in (torch.float32, torch.bfloat16):
         for shape in ((3, 256), (2, 5, 256), (1, 1, 256), (0, 256), (256,)):
             x = gauss(*shape).to(dtype)
-            for wanted, found in zip(apart(x), united(x), strict=True):
+            for wanted, found in zip(separate(x), fused(x), strict=True):
                 assert found.shape == wanted.shape and found.dtype == wanted.dtype
                 assert torch.allclose(found, wanted, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
-    for was, now in zip(apart.children(), united.children(), strict=True):
+    for was, now in zip(separate.children(), fused.children(), strict=True):
         assert isinstance(was, PackedLinear) and isinstance(now, PackedLinear)
         assert now.record().equal(was.record()) and now.device == was.device and now.extra_repr() == was.extra_repr()
 
 
-def test_padded_linears_are_one_without_their_padding() -> None:
+def test_padded_linears_are_fused_and_return_no_padding() -> None:
     qs = records("int4:g128", (100, 60, 30), 200 + 56)
     for q in qs:
         q.codes[:, 200:] = 8
@@ -147,11 +141,11 @@ def test_padded_linears_are_one_without_their_padding() -> None:
         moved = restated(q, q.scheme, size)
         true = (q.shape[0], 200)
         parts.append(PackedLinear("marlin", q.scheme, size, true, LAYOUTS["marlin"].pack(moved), gauss(true[0])))
-    apart = Attention(parts)
-    united = copy.deepcopy(apart)
-    assert Joint(next(families(united))).unite()
+    separate = Attention(parts)
+    fused = copy.deepcopy(separate)
+    assert FusedLinear(next(sibling_linears(fused))).fuse()
     x = gauss(2, 3, 200)
-    for wanted, found in zip(apart(x), united(x), strict=True):
+    for wanted, found in zip(separate(x), fused(x), strict=True):
         assert found.shape == wanted.shape and torch.allclose(found, wanted, atol=1e-5)
 
 
@@ -165,106 +159,106 @@ def test_padded_linears_are_one_without_their_padding() -> None:
     ],
     ids=["bias", "layout", "scheme", "inputs"],
 )
-def test_linears_that_differ_in_more_than_n_stay_apart_and_the_others_do_not(change: Any) -> None:
-    module = Attention([made_packed("marlin", q) for q in records("int4:g128", (256, 128, 384))])
+def test_linears_that_differ_in_more_than_n_are_not_fused(change: Any) -> None:
+    module = Attention([packed("marlin", q) for q in records("int4:g128", (256, 128, 384))])
     change(module.k_proj)
-    (family,) = families(module)
-    assert family == [module.q_proj, module.v_proj]
-    everyone = Joint([*family, module.k_proj])
-    assert not everyone.unite() and not everyone.united and len(list(module.q_proj.parameters())) == 3
+    (siblings,) = sibling_linears(module)
+    assert siblings == [module.q_proj, module.v_proj]
+    all_three = FusedLinear([*siblings, module.k_proj])
+    assert not all_three.fuse() and not all_three.is_fused and len(list(module.q_proj.parameters())) == 3
 
 
 @pytest.mark.parametrize("layout", ["quick", "compressed-tensors"])
-def test_layouts_that_cannot_be_stacked_stay_apart(layout: str) -> None:
-    module = Attention([made_packed(layout, q) for q in records("int4:g128")])
-    assert not Joint(next(families(module))).unite()
+def test_layouts_that_cannot_be_stacked_are_not_fused(layout: str) -> None:
+    module = Attention([packed(layout, q) for q in records("int4:g128")])
+    assert not FusedLinear(next(sibling_linears(module))).fuse()
 
 
-def test_attention_to_another_sequence_and_dense_linears_are_no_family() -> None:
+def test_cross_attention_and_dense_linears_are_no_siblings() -> None:
     class CrossAttention(Attention):
         pass
 
-    parts = [made_packed("marlin", q) for q in records("int4:g128")]
-    assert list(families(CrossAttention(parts))) == []
-    assert list(families(nn.ModuleDict({"cross_attn": Attention(parts)}))) == []
+    parts = [packed("marlin", q) for q in records("int4:g128")]
+    assert list(sibling_linears(CrossAttention(parts))) == []
+    assert list(sibling_linears(nn.ModuleDict({"cross_attn": Attention(parts)}))) == []
     module = Attention(parts)
     module.q_proj = module.k_proj = nn.Linear(256, 128)  # type: ignore[assignment]
-    assert list(families(module)) == []
+    assert list(sibling_linears(module)) == []
 
 
 # ------------------------------------------------------------------------------------------------ the products
 
 
-def test_one_product_for_all_and_nothing_is_kept(products: Products) -> None:
-    _, united = attention()
+def test_one_product_serves_all_siblings_and_leaves_no_cache(products: Products) -> None:
+    _, fused = attention()
     for _ in range(2):
         products.count = 0
-        q, k, v = united(gauss(4, 256))
+        q, k, v = fused(gauss(4, 256))
         assert products.count == 1
         assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-        assert united.q_proj.joint._held is None
+        assert fused.q_proj.fused._cached is None
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
-def test_another_tensor_gets_another_product(grad: Any, products: Products) -> None:
-    apart, united = attention()
+def test_another_tensor_gets_its_own_product(grad: Any, products: Products) -> None:
+    separate, fused = attention()
     with grad():
         x, y = gauss(4, 256), gauss(4, 256, seed=1)
         for name, given in (("q", x), ("k", y), ("v", x), ("q", x), ("q", x), ("v", y), ("k", y)):
-            found, wanted = (getattr(module, f"{name}_proj")(given) for module in (united, apart))
+            found, wanted = (getattr(module, f"{name}_proj")(given) for module in (fused, separate))
             assert torch.allclose(found, wanted, atol=1e-4), name
 
 
-def test_what_was_written_into_a_tensor_is_seen() -> None:
-    apart, united = attention()
+def test_a_write_in_place_invalidates_the_cached_product() -> None:
+    separate, fused = attention()
     x = gauss(4, 256)
-    united.q_proj(x)
+    fused.q_proj(x)
     x.mul_(2)
-    assert torch.allclose(united.k_proj(x), apart.k_proj(x), atol=1e-4)
+    assert torch.allclose(fused.k_proj(x), separate.k_proj(x), atol=1e-4)
 
 
-def test_products_that_nobody_asks_for_go_with_their_activations() -> None:
-    _, united = attention()
+def test_an_unread_product_is_freed_with_its_activations() -> None:
+    _, fused = attention()
     x = gauss(4, 256)
-    y = weakref.ref(united.q_proj(x)._base)
+    y = weakref.ref(fused.q_proj(x)._base)
     gc.collect()
     assert y() is not None
     del x
-    assert y() is None and united.q_proj.joint._held is None
+    assert y() is None and fused.q_proj.fused._cached is None
 
 
-def test_a_model_that_is_dropped_frees_its_weights_at_once() -> None:
-    _, united = attention()
-    united(gauss(2, 256))
-    weight = weakref.ref(united.q_proj.joint.B)
+def test_a_deleted_model_frees_its_weights_at_once() -> None:
+    _, fused = attention()
+    fused(gauss(2, 256))
+    weight = weakref.ref(fused.q_proj.fused.B)
     gc.collect()
     gc.disable()
     try:
-        del united
+        del fused
         assert weight() is None
     finally:
         gc.enable()
 
 
-def test_a_compiler_sees_one_product_and_no_break() -> None:
-    apart, united = attention()
+def test_a_compiled_graph_has_one_product_and_no_break() -> None:
+    separate, fused = attention()
     seen: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
         seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
-    compiled = torch.compile(united, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(fused, fullgraph=True, dynamic=True, backend=backend)
     with torch.no_grad():
         for m in (2, 5, 7):
             x = gauss(m, 256)
-            for found, wanted in zip(compiled(x), apart(x), strict=True):
+            for found, wanted in zip(compiled(x), separate(x), strict=True):
                 assert torch.allclose(found, wanted, atol=1e-4)
     assert [name for name in seen if "quantkit" in name] == ["quantkit.packed_linear"]
-    assert united.q_proj.joint._traced is None
+    assert fused.q_proj.fused._traced is None
 
 
-def test_a_whole_model_is_compiled_without_a_break() -> None:
+def test_a_whole_model_compiles_without_a_graph_break() -> None:
     model = tiny()
     made, _ = build(model, variants(model, ["marlin"], [], [])[1], torch.float32, CPU, QUIET)
     ids, seen = torch.arange(12)[None], []
@@ -275,14 +269,14 @@ def test_a_whole_model_is_compiled_without_a_break() -> None:
 
     with torch.no_grad():
         expected = made(ids, use_cache=False).logits
-        for family in list(families(made)):
-            assert Joint(family).unite()
+        for siblings in list(sibling_linears(made)):
+            assert FusedLinear(siblings).fuse()
         found = torch.compile(made, fullgraph=True, backend=backend)(ids, use_cache=False).logits
     assert torch.allclose(found, expected, atol=1e-4) and len(seen) == 2 * 4
 
 
-def test_a_compiler_tells_tensors_apart() -> None:
-    apart, united = attention()
+def test_a_compiled_graph_distinguishes_input_tensors() -> None:
+    separate, fused = attention()
 
     def both(module: Attention, x: Tensor) -> tuple[Tensor, ...]:
         y = x + 1
@@ -292,38 +286,39 @@ def test_a_compiler_tells_tensors_apart() -> None:
     with torch.no_grad():
         for seed in (0, 1, 2):
             x = gauss(3, 256, seed=seed)
-            for found, wanted in zip(compiled(united, x), both(apart, x), strict=True):
+            for found, wanted in zip(compiled(fused, x), both(separate, x), strict=True):
                 assert torch.allclose(found, wanted, atol=1e-4)
 
 
 # ------------------------------------------------------------------------------------------------ in a model
 
 
-def test_casts_change_no_weight_and_moves_keep_linears_one() -> None:
-    apart, united = attention("tcfpx", "fp6:channel")
-    before = {suffix: tensor.clone() for suffix, tensor in united.q_proj.joint.packed().items()}
-    united.half().to("cpu").bfloat16()
-    joint = united.q_proj.joint
-    assert joint.united and joint.bias.dtype == torch.bfloat16
-    assert all(torch.equal(joint.packed()[suffix], before[suffix]) for suffix in before)
+def test_casts_change_no_weight_and_moves_keep_linears_fused() -> None:
+    separate, fused = attention("tcfpx", "fp6:channel")
+    before = {suffix: tensor.clone() for suffix, tensor in fused.q_proj.fused.packed().items()}
+    fused.half().to("cpu").bfloat16()
+    owner = fused.q_proj.fused
+    assert owner.is_fused and owner.bias.dtype == torch.bfloat16
+    assert all(torch.equal(owner.packed()[suffix], before[suffix]) for suffix in before)
     x = gauss(2, 256).bfloat16()
-    assert all(torch.allclose(a, b, rtol=1e-2, atol=1e-2) for a, b in zip(apart.bfloat16()(x), united(x), strict=True))
+    for found, wanted in zip(fused(x), separate.bfloat16()(x), strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("tcfpx", "fp6:channel")])
-def test_weights_are_held_once_and_saved_under_their_own_names(
+def test_fused_weights_are_stored_once_and_saved_under_their_own_names(
     layout: str, label: str, tmp_path: Path, products: Products
 ) -> None:
     source = write_model("qwen2", tmp_path / "dense", hidden_size=128, intermediate_size=256, num_attention_heads=2)
     write_folder(source, tmp_path / "out", layout, Schemes(Scheme.parse(label), ignore=("lm_head",)))
     model: Any = quantkit.load(tmp_path / "out", device="cpu", dtype=torch.float16)
     before = sum(p.nbytes for p in model.parameters())
-    alone = {id(layer) for layer in layers(model)} - {id(p) for f in families(model) for p in f}
+    alone = {id(layer) for layer in layers(model)} - {id(p) for group in sibling_linears(model) for p in group}
     assert len(alone) == 2 * 2 and len(layers(model)) == 14  # the outputs of attention and of the gate
     expected = logits(model)
     assert products.count == 14
-    for family in list(families(model)):
-        assert Joint(family).unite()
+    for siblings in list(sibling_linears(model)):
+        assert FusedLinear(siblings).fuse()
     assert sum(p.nbytes for p in model.parameters()) == before
     products.count = 0
     assert torch.allclose(logits(model), expected, rtol=1e-2, atol=1e-2) and products.count == 2 * 4
@@ -337,28 +332,26 @@ def test_weights_are_held_once_and_saved_under_their_own_names(
     assert torch.equal(logits(quantkit.load(tmp_path / "saved", device="cpu")), decoded(tmp_path / "out"))
 
 
-def test_hooks_that_bring_activations_to_a_device_keep_linears_one(
-    small_llama: Path, tmp_path: Path, products: Products
-) -> None:
+def test_linears_with_device_hooks_are_fused_too(small_llama: Path, tmp_path: Path, products: Products) -> None:
     write_folder(small_llama, tmp_path / "out", "marlin", Schemes(Scheme.parse("int4:g128"), ignore=("lm_head",)))
     where = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
     where |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
     model: Any = quantkit.load(tmp_path / "out", device_map=where, dtype=torch.float32)
     assert hasattr(model.model.layers[0].self_attn.q_proj, "_hf_hook")
-    near = list(families(model))
-    assert len(near) == 2 and all(Joint(family).unite() for family in near)
+    near = list(sibling_linears(model))
+    assert len(near) == 2 and all(FusedLinear(siblings).fuse() for siblings in near)
     assert torch.allclose(logits(model), decoded(tmp_path / "out"), atol=1e-4)
-    assert products.count == 4 + 7, "those on the disk stay apart"
+    assert products.count == 4 + 7, "linears on the disk are not fused"
 
 
-def test_models_on_a_cpu_are_decoded_one_linear_at_a_time() -> None:
+def test_a_model_on_a_cpu_is_not_fused_and_loads_its_own_state() -> None:
     made, _ = build(tiny(), Variant("marlin", {}), torch.float32, CPU, QUIET)
-    assert not any(isinstance(module, Joint) for module in made.modules())
+    assert not any(isinstance(module, FusedLinear) for module in made.modules())
     model = tiny()
     made, _ = build(model, variants(model, ["marlin"], [], [])[1], torch.float32, CPU, QUIET)
-    joints = {module for module in made.modules() if isinstance(module, Joint)}
-    assert len(joints) == 2 * LLAMA["num_hidden_layers"] and not any(joint.united for joint in joints)
+    fused_linears = {module for module in made.modules() if isinstance(module, FusedLinear)}
+    assert len(fused_linears) == 2 * LLAMA["num_hidden_layers"] and not any(fused.is_fused for fused in fused_linears)
     states = made.state_dict()
-    assert not any("joint" in name for name in states)
-    made.load_state_dict(states)  # what has not been united is loaded as ever
-    join(made)
+    assert not any("fused" in name for name in states)
+    made.load_state_dict(states)  # the names are those of separate linears
+    fuse_linears(made)

@@ -19,7 +19,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.inference.load import generate
+from quantkit.inference.generate import generate
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import dense_model, tokenizer

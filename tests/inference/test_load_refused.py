@@ -119,11 +119,11 @@ def test_too_little_memory_says_how_much_is_missing(folder: Folders) -> None:
     model = skeleton(src, torch.float16, False)
     swap_linears.swap(model, src)
     gpu = torch.device("cuda", 0)
-    needs = swap_linears.needs(model, {state: 0 for state in model.state_dict()})
+    needs = swap_linears.memory_needs(model, {state: 0 for state in model.state_dict()})
     stated = sum(src.nbytes(name) for name in src.names())
     assert needs == {gpu: stated}  # what lies in the file, not what it decodes to
-    assert swap_linears.needs(model, {state: "disk" for state in model.state_dict()}) == {}
-    swap_linears.require_room(needs, lambda device: stated, path)
+    assert swap_linears.memory_needs(model, {state: "disk" for state in model.state_dict()}) == {}
+    swap_linears.require_memory(needs, lambda device: stated, path)
     with pytest.raises(CheckpointError, match=r"take .* on cuda:0, which has .* free, 100 B too little") as caught:
-        swap_linears.require_room(needs, lambda device: stated - 100, path)
+        swap_linears.require_memory(needs, lambda device: stated - 100, path)
     assert "\n" not in str(caught.value)

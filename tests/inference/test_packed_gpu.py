@@ -1,4 +1,4 @@
-"""Whole models on a GPU with their weights packed: what the kernels make of them, memory, CUDA graphs, compiling."""
+"""Whole packed models on a GPU: logits of the kernels, memory, CUDA graphs, torch.compile."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.inference import swap_linears
-from quantkit.inference.fused_linear import Joint
-from quantkit.inference.load import generate
+from quantkit.inference.fused_linear import FusedLinear
+from quantkit.inference.generate import generate
 from quantkit.kernels.proof import relative_error
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.stacking import UNITS
@@ -35,7 +35,7 @@ from tests.tiny_models import write_model
 
 pytestmark = pytest.mark.gpu
 
-#: layout, scheme, the layout that its kernel wants.
+#: Layout, scheme, layout in memory after repacking.
 CASES = [
     ("marlin", "int4:g128", "marlin"),
     ("marlin", "int4:channel", "marlin"),
@@ -67,12 +67,12 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[torch.dtype, Path]
     return {dtype: write_model("llama", root / str(dtype), dtype, **wide) for dtype in (torch.float16, torch.bfloat16)}
 
 
-def joints(model: nn.Module) -> list[Joint]:
-    return [module for module in model.modules() if isinstance(module, Joint)]
+def fused_linears(model: nn.Module) -> list[FusedLinear]:
+    return [module for module in model.modules() if isinstance(module, FusedLinear)]
 
 
 class Launches(TorchDispatchMode):
-    """Counts products by kernels."""
+    """Counts the calls of the packed product."""
 
     count = 0
 
@@ -98,8 +98,10 @@ def test_logits_by_kernel_are_those_of_the_decoded_model(
         warnings.simplefilter("error", RuntimeWarning)  # nothing is decoded
         model = quantkit.load(path, device="cuda")
     assert {layer.layout for layer in layers(model)} == {kernel}
-    assert [joint.united for joint in joints(model)] == 4 * [kernel in UNITS]
-    assert swap_linears.way(model) == f"weights by the {kernel} kernel, {str(dtype).removeprefix('torch.')}"
+    assert [fused.is_fused for fused in fused_linears(model)] == 4 * [kernel in UNITS]
+    assert (
+        swap_linears.describe_weights(model) == f"weights by the {kernel} kernel, {str(dtype).removeprefix('torch.')}"
+    )
     found = logits(model)
     assert found.dtype == dtype
     assert relative_error(found, exact) < 1.5 * rounded + 1e-3  # no further off than cuBLAS in this dtype
@@ -109,7 +111,7 @@ def test_logits_by_kernel_are_those_of_the_decoded_model(
 def test_memory_stays_packed(layout: str, label: str, sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
     path = write(sources[torch.float16], tmp_path / "out", layout, label)
     src = Checkpoint(path)
-    quantkit.load(path, device="cuda")  # makes tables that stay
+    quantkit.load(path, device="cuda")  # allocates tables that stay on the GPU
     gc.collect()
     before = torch.cuda.memory_allocated()
     model = quantkit.load(path, device="cuda")
@@ -174,7 +176,7 @@ def test_a_compiled_layer_calls_the_kernel(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["marlin", "marlin24", "tcfpx", "quick"])
-def test_activations_that_kernels_refuse_are_made_ready(layout: str) -> None:
+def test_strided_and_unaligned_activations_are_accepted(layout: str) -> None:
     label = {"marlin24": "int4:g128:24", "tcfpx": "fp6:channel"}.get(layout, "int4:g128")
     q = values(label, 128, 256)
     layer = packed_linear(layout, q).cuda().half()
@@ -187,13 +189,13 @@ def test_activations_that_kernels_refuse_are_made_ready(layout: str) -> None:
         assert not y.numel() or relative_error(y, expected.half()) < 2e-3
 
 
-def test_text_is_written_by_the_kernels(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
+def test_generate_runs_the_kernels(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
     path = write(sources[torch.bfloat16], tmp_path / "out", "tcfpx", "fp6:channel")
     found = generate(path, "abc", max_new_tokens=5, device="cuda")
     assert found.weights == "weights by the tcfpx kernel, bfloat16" and 1 <= found.tokens <= 5
 
 
-def test_float32_activations_are_exact_and_said_to_be_slow() -> None:
+def test_float32_activations_are_decoded_exactly_with_a_warning() -> None:
     q = values("int4:g128", 128, 256)
     layer = packed_linear("marlin", q, bias=False).cuda()
     x = gauss(3, 256).cuda()
@@ -202,20 +204,20 @@ def test_float32_activations_are_exact_and_said_to_be_slow() -> None:
     assert torch.equal(y, torch.nn.functional.linear(x, q.dequantize().cuda()))
 
 
-def test_a_cpu_may_hold_what_a_gpu_multiplies(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
+def test_weights_offloaded_to_a_cpu_are_multiplied_on_the_gpu(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
     path = write(sources[torch.float16], tmp_path / "out", "marlin", "int4:g128")
     expected = logits(quantkit.load(path, device="cuda"))
     places = {"model.embed_tokens": 0, "model.layers.0": 0, "model.layers.1": "cpu", "model.norm": 0, "lm_head": 0}
     model = quantkit.load(path, device_map=places | {"model.rotary_emb": 0})
     assert model.model.layers[1].mlp.up_proj.B.device.type == "meta"
-    assert [joint.united for joint in joints(model)] == [True, True]  # those that are offloaded stay apart
+    assert [fused.is_fused for fused in fused_linears(model)] == [True, True]  # offloaded linears are not fused
     assert relative_error(logits(model), expected) < 5e-3  # sums of another order
     if torch.cuda.device_count() == 1:
         assert torch.equal(logits(quantkit.load(path, device_map="auto")), expected)
 
 
 @pytest.mark.parametrize(("layout", "label"), [case[:2] for case in CASES if case[0] in UNITS])
-def test_linears_that_are_one_on_a_gpu_are_saved_as_the_bytes_they_came_from(
+def test_linears_fused_on_a_gpu_are_saved_as_the_bytes_of_the_source(
     layout: str, label: str, sources: dict[torch.dtype, Path], tmp_path: Path
 ) -> None:
     path = write(sources[torch.bfloat16], tmp_path / "out", layout, label)
@@ -226,47 +228,47 @@ def test_linears_that_are_one_on_a_gpu_are_saved_as_the_bytes_they_came_from(
     was, now = stored(path), stored(tmp_path / "saved")
     assert was.keys() == now.keys() and all(torch.equal(bits(was[name]), bits(now[name])) for name in was)
     model.cpu().cuda()
-    assert all(joint.united for joint in joints(model))
+    assert all(fused.is_fused for fused in fused_linears(model))
     assert torch.equal(logits(model), logits(quantkit.load(tmp_path / "saved", device="cuda")))
 
 
-def test_weights_become_one_in_the_room_of_one_family_more() -> None:
+def test_fusing_needs_memory_for_one_more_copy_of_the_siblings() -> None:
     linears = [packed_linear("marlin", values("int4:g128", n, 4096), bias=False).cuda() for n in (4096, 1024, 1024)]
     gc.collect()
     held = sum(p.nbytes for linear in linears for p in linear.parameters())
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    assert Joint(linears).settle()
+    assert FusedLinear(linears).fuse_on_gpu()
     assert torch.cuda.max_memory_allocated() - before < 1.03 * held
-    assert torch.cuda.memory_allocated() - before < 0.03 * held  # less if what an earlier test had goes meanwhile
+    assert torch.cuda.memory_allocated() - before < 0.03 * held  # less if an earlier test frees memory meanwhile
 
 
 @pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("tcfpx", "fp6:channel")])
-def test_linears_that_are_one_make_one_launch_compiled_and_captured(layout: str, label: str) -> None:
-    apart, united = (module.cuda().half() for module in attention(layout, label))
+def test_fused_linears_make_one_launch_compiled_and_captured(layout: str, label: str) -> None:
+    separate, fused = (module.cuda().half() for module in attention(layout, label))
     x = gauss(3, 256).cuda().half()
     with torch.inference_mode():
-        expected = apart(x)
+        expected = separate(x)
         launches = Launches()
         with launches:
-            assert all(relative_error(a, b) < 2e-3 for a, b in zip(united(x), expected, strict=True))
+            assert all(relative_error(a, b) < 2e-3 for a, b in zip(fused(x), expected, strict=True))
         assert launches.count == 1
-        compiled = torch.compile(united, fullgraph=True, mode="reduce-overhead")
+        compiled = torch.compile(fused, fullgraph=True, mode="reduce-overhead")
         for _ in range(3):
-            assert all(torch.equal(a, b) for a, b in zip(compiled(x), united(x), strict=True))
+            assert all(torch.equal(a, b) for a, b in zip(compiled(x), fused(x), strict=True))
         stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            united.q_proj(x)  # what the others would take is of this stream and time, not of the graph
+            fused.q_proj(x)  # cached for this stream, and not for the graph
             torch.cuda.synchronize()
             with torch.cuda.graph(graph, stream=stream):
-                y = united.k_proj(x)
+                y = fused.k_proj(x)
         x.copy_(gauss(3, 256, seed=5))
         graph.replay()
-        assert relative_error(y, apart.k_proj(x)) < 2e-3
+        assert relative_error(y, separate.k_proj(x)) < 2e-3
 
 
-def test_a_repacked_model_is_saved_in_the_layout_that_it_has(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
+def test_a_repacked_model_is_saved_in_its_layout_in_memory(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
     path = write(sources[torch.float16], tmp_path / "out", "compressed-tensors", "int4:g128")
     model = quantkit.load(path, device="cuda")
     model.save_pretrained(tmp_path / "saved")
@@ -277,9 +279,7 @@ def test_a_repacked_model_is_saved_in_the_layout_that_it_has(sources: dict[torch
     assert all(src.quantized(name).equal(Checkpoint(path).quantized(name)) for name in src.modules())
 
 
-def test_a_model_that_is_moved_to_a_gpu_later_is_multiplied_by_kernels(
-    sources: dict[torch.dtype, Path], tmp_path: Path
-) -> None:
+def test_a_model_moved_to_a_gpu_later_runs_the_kernels(sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
     path = write(sources[torch.float16], tmp_path / "out", "gptq", "int4:g128")
     model: Any = quantkit.load(path, device="cpu", dtype=torch.float16)
     assert {layer.layout for layer in layers(model)} == {"gptq"}
@@ -289,12 +289,12 @@ def test_a_model_that_is_moved_to_a_gpu_later_is_multiplied_by_kernels(
     assert torch.equal(logits(model), logits(quantkit.load(path, device="cuda")))
 
 
-def test_weights_that_do_not_fit_are_refused_before_anything_is_read(
+def test_a_gpu_that_is_too_small_is_refused_before_any_weight_is_read(
     sources: dict[torch.dtype, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(sources[torch.float16], tmp_path / "out", "marlin", "int4:g128")
-    assert swap_linears.free(torch.device("cuda", 0)) > 0
-    monkeypatch.setattr(swap_linears, "free", lambda device: 1000)
+    assert swap_linears.free_memory(torch.device("cuda", 0)) > 0
+    monkeypatch.setattr(swap_linears, "free_memory", lambda device: 1000)
     before = torch.cuda.memory_allocated()
     with pytest.raises(CheckpointError, match=r"cuda:0, which has 1\.0 kB free"):
         quantkit.load(path, device="cuda")
@@ -317,7 +317,7 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_read(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_perplexity_by_kernel_is_that_by_decoding(
+def test_perplexity_by_kernels_is_that_of_decoded_weights(
     options: dict[str, Any], layout: str, shared: Path, tmp_path: Path
 ) -> None:
     source, text = shared / "models" / "llama-29m", tmp_path / "text.txt"

@@ -202,7 +202,7 @@ def test_scales_of_another_width_are_made_those_of_the_kernel() -> None:
     layer = packed("marlin", tame(values("int4:g128"), torch.bfloat16))
     x, before = gauss(2, 256), layer.packed()["s"]
     y = layer(x)
-    layer.hold("marlin", layer.scheme, (128, 256), {"B": layer.packed()["B"], "s": before.bfloat16()})
+    layer.set_packed("marlin", layer.scheme, (128, 256), {"B": layer.packed()["B"], "s": before.bfloat16()})
     assert same(layer(x), y)
     assert layer.repack() is None
     assert torch.equal(layer.packed()["s"], before) and layer.packed()["s"].dtype == torch.float16

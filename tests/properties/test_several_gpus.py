@@ -13,7 +13,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.inference.fused_linear import Joint
+from quantkit.inference.fused_linear import FusedLinear
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.kernels import MATMULS, proof
 from quantkit.kernels.proof import relative_error
@@ -106,8 +106,8 @@ def test_two_gpus_say_what_one_says(layout: str, packed: Packed, shared: Path) -
     expected = logits(alone)
     split: Any = quantkit.load(packed(layout), device_map="auto")
     assert len(set(places(split))) >= 2, places(split)
-    joints = [module for module in split.modules() if isinstance(module, Joint)]
-    assert len(joints) == 2 * 8 and all(joint.united for joint in joints)
+    fused_linears = [module for module in split.modules() if isinstance(module, FusedLinear)]
+    assert len(fused_linears) == 2 * 8 and all(fused.is_fused for fused in fused_linears)
     assert torch.equal(logits(split), expected)
     text = (shared / "data" / "wikitext2" / "test.txt").read_text()[:20_000]
     words = tokenizer(packed(layout))
