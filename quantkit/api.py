@@ -13,7 +13,7 @@ from typing import Any, Literal, TypedDict, cast
 
 from typing_extensions import Unpack
 
-from quantkit.algorithms.rtn import Clip, Metric
+from quantkit.algorithms.options import Clip, Metric
 from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.core.sparsity import Rule
 from quantkit.errors import QuantkitError, RecipeError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import gptq, rtn
-from quantkit.algorithms.gptq import Options
+from quantkit.algorithms.options import Options
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 

@@ -1,1 +1,6 @@
-"""The arithmetic: Hessians, rounding, scale search, GPTQ, coordinate descent."""
+"""The arithmetic: from a weight and a Hessian to codes and scales, in torch alone.
+
+Here: round to nearest (`rtn`), GPTQ (`gptq`), 2:4 pruning (`sparsegpt`), refinement (`coordinate_descent`), and what
+they share. Not here: files, models, recipes and the choice of method, which are in `pipeline`.
+Begin with `rtn.quantize`, then `gptq.quantize`. docs/algorithms.md has the formulas.
+"""

@@ -1,7 +1,6 @@
-"""What calibration knows of a linear's inputs: the sum of their outer products, and triangular factors of it.
+"""The Hessian of a linear: the sum of outer products of its calibration inputs.
 
-Every error that the quantizers minimise is `delta H delta^T`; with `R R^T = H` it is the squared length of `delta R`.
-The upper factor comes from one Cholesky factorisation of the matrix with its axes reversed (ALGORITHMS 5.1).
+Every quantizer here minimises `delta H delta^T` for each row's error `delta` (docs/algorithms.md 1 and 2).
 """
 
 from __future__ import annotations
@@ -9,18 +8,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from quantkit.algorithms.numerics import factor_dtype, working_dtype
+from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError
 
-CHUNK = 4096  # tokens a product; fixed, so that a sum does not depend on how the tokens were batched
-_PANELS = 8  # column blocks of a product; those right of the diagonal are not computed
-_DEAD = 1e-6  # what a dead channel counts, relative to the mean live one: enough to break ties in its favour
-_FULL_RATE_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}  # compute capabilities of data-centre GPUs
+CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
+_PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
+_DEAD = 1e-6  # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
 
 
 class Hessian:
-    """The running sum of `x^T x` over tokens, in float32, in chunks of 4096 tokens in the order of their arrival.
+    """Sum `x^T x` over tokens in float32.
 
-    `tokens` counts what was added. The sum does not depend on how tokens were divided between calls (ALGORITHMS 2).
+    Tokens are summed in chunks of 4096 in the order of their arrival, so their division between calls does not matter
+    (docs/algorithms.md 2). `tokens` counts them.
     """
 
     def __init__(self, k: int, device: torch.device | str) -> None:
@@ -67,7 +68,7 @@ class Hessian:
 
 
 def _add_products(total: Tensor, x: Tensor) -> None:
-    """Add `x^T x` to the lower triangle of `total`; what lies above it is left half done."""
+    """Add `x^T x` to the lower triangle of `total`; the upper triangle is only partly updated."""
     k = total.shape[0]
     width = -(-k // _PANELS)
     for a in range(0, k, width):
@@ -78,20 +79,14 @@ def _add_products(total: Tensor, x: Tensor) -> None:
             total[a:b, :b] += torch.mm(x[:, a:b].T, x[:, :b], out_dtype=torch.float32)
 
 
-def precise(device: torch.device) -> torch.dtype:
-    """Return float64 where it is fast enough to factor in (CPUs, data-centre GPUs), else float32 (ALGORITHMS 5.1)."""
-    slow = device.type == "cuda" and torch.cuda.get_device_capability(device) not in _FULL_RATE_FLOAT64
-    return torch.float32 if slow else torch.float64
-
-
 def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the diagonal of `h` `[k, k]` with dead channels raised to a small positive value, and which are dead.
+    """Return the diagonal of `h` `[k, k]` with dead channels raised to a small positive value, and the dead mask.
 
-    NumericError if `h` has an entry that is not finite, or a negative diagonal. A channel that never moved is worth
-    1e-6 of the mean live one (1 if all are dead), so that it is rounded to nearest and never outweighs a live one.
+    A dead channel gets 1e-6 of the mean live one (1 if all are dead). It is then rounded to nearest and never outweighs
+    a live channel. NumericError if `h` has a non-finite entry or a negative diagonal.
     """
     diagonal = h.diagonal().clone()
-    # The sum of a row is not finite if an entry is not; overflow of a finite sum cannot happen short of 1e38 / k.
+    # The sum of a row is not finite if an entry is not; a finite sum overflows only beyond 1e38 / k.
     if not bool(torch.isfinite(h.sum(0)).all()):
         broken = int((~torch.isfinite(h)).sum())
         raise NumericError(f"the Hessian has {broken} entries that are NaN or infinite: check the calibration text")
@@ -103,23 +98,14 @@ def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
     return diagonal, dead
 
 
-def upper_factor(matrix: Tensor) -> Tensor | None:
-    """Return upper triangular `R` with `R R^T = matrix` `[k, k]`, or None if the matrix is not positive definite."""
-    lower, failed = torch.linalg.cholesky_ex(matrix.flip(0, 1))
-    return None if bool(failed) else lower.flip(0, 1)
+def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Tensor:
+    """Return the proxy loss `d H d^T` of each row of `weight - tensor`, float64 `[n]`.
 
-
-def root(block: Tensor, diagonal: Tensor) -> Tensor:
-    """Return upper triangular float64 `R` with `R R^T = block` `[g, g]`, whose diagonal is taken from `diagonal`.
-
-    `block` may be singular: 1e-7 of each channel's own diagonal is added, and more only if rounding of the sums asks
-    for it. NumericError if 1e-2 is not enough: then it is no covariance.
+    With `tensor` None, `d` is the weight `[n, k]` itself. `h` `[k, k]` is undamped (docs/algorithms.md 1).
     """
-    scale = diagonal.double().sqrt()
-    correlation = block.double() / scale / scale[:, None]
-    for i in range(6):
-        correlation.fill_diagonal_(1 + 1e-7 * 10**i)
-        factor = upper_factor(correlation)
-        if factor is not None:
-            return factor.mul_(scale[:, None])
-    raise NumericError("the Hessian is indefinite and so not a covariance: calibrate anew")
+    h = h.to(factor_dtype(h.device))
+    d = weight.to(working_dtype(weight))
+    if tensor is not None:
+        d = d - tensor.dequantize(d.dtype)
+    parts = [((part @ h) * part).sum(-1) for part in (rows.to(h.dtype) for rows in d.split(1024))]
+    return torch.cat(parts).double().clamp_(min=0)

@@ -9,8 +9,7 @@ from typing import Any, get_args
 import click
 
 from quantkit import api
-from quantkit.algorithms.cholesky import Options
-from quantkit.algorithms.rtn import Clip, Metric
+from quantkit.algorithms.options import Clip, Metric, Options
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, choice_of, combined, command

@@ -17,8 +17,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.algorithms import coordinate_descent, gptq, rtn
-from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms import coordinate_descent, gptq, rtn, sparsegpt
+from quantkit.algorithms.cholesky import Factor, factorize
+from quantkit.algorithms.hessian import Hessian, row_losses
+from quantkit.algorithms.masks import fixed_mask
+from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.checkpoint.items import Item
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -51,7 +54,7 @@ def solve(
     k = next(iter(weights.values())).shape[1]
     for name, weight in weights.items():
         with about(name):
-            rtn.check_weight(weight)
+            check_weight(weight)
     if not hessian.tokens:
         if recipe.gptq.on_unsolvable == "stop":
             raise NumericError(
@@ -96,8 +99,8 @@ def alone(linear: str, weight: Tensor, scheme: Goal, recipe: Recipe | Pruning, r
         return rounded(linear, weight, scheme, recipe, reason)
     started = time.perf_counter()
     with about(linear):
-        rtn.check_weight(weight)
-        value = weight.masked_fill(~rtn.fixed_mask(weight, "magnitude", None), 0)
+        check_weight(weight)
+        value = weight.masked_fill(~fixed_mask(weight, "magnitude", None), 0)
         known = {"method": "magnitude", **_checked(value), "relative_error": relative_error(weight, value), "tokens": 0}
     why = {} if reason is None else {"by_magnitude": reason}
     return Item(f"{linear}.weight", value, {**known, **why, "seconds": time.perf_counter() - started})
@@ -119,7 +122,7 @@ def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
     decoded = value.dequantize() if isinstance(value, QuantizedTensor) else value.to(torch.float32, copy=True)
     difference = decoded[:, : weight.shape[1]]
     difference.sub_(weight)  # in place, and no float32 copy of the weight: this is a run's peak
-    norm = torch.linalg.vector_norm(weight, dtype=rtn.working_dtype(weight)).clamp_min(1e-30)
+    norm = torch.linalg.vector_norm(weight, dtype=working_dtype(weight)).clamp_min(1e-30)
     return float(torch.linalg.vector_norm(difference) / norm)
 
 
@@ -132,7 +135,7 @@ def _filled(weight: Tensor, width: int) -> Tensor:
     """Return a weight with columns of zeros up to `width`, which leave the scale of a last group as it was."""
     if weight.shape[1] == width:
         return weight
-    rtn.check_weight(weight)  # here, where its size is still its own
+    check_weight(weight)  # here, where its size is still its own
     return pad(weight, (0, width - weight.shape[1]))
 
 
@@ -172,11 +175,11 @@ def _trusted(
     return dataclasses.replace(recipe, gptq=dataclasses.replace(recipe.gptq, descent=0)), {"descent_skipped": few}
 
 
-def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progress: Progress) -> gptq.Factor | None:
+def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progress: Progress) -> Factor | None:
     """Return the group's factor, with a warning if it took more damping; None if the recipe then allows rounding."""
     try:
         with about(names):
-            factor = gptq.factorize(h, recipe.gptq, sparse)
+            factor = factorize(h, recipe.gptq, sparse)
     except NumericError as error:
         if recipe.gptq.on_unsolvable == "stop":
             raise
@@ -187,9 +190,7 @@ def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progr
     return factor
 
 
-def _gptq(
-    weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recipe, factor: gptq.Factor | None
-) -> Solved:
+def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recipe, factor: Factor | None) -> Solved:
     def tall(weight: Tensor, rows: list[int]) -> list[gptq.Solution]:
         return gptq.split(gptq.quantize(weight, scheme, h, recipe.gptq, factor), rows)
 
@@ -209,17 +210,17 @@ def _gptq(
     ]
 
 
-def _pruned(weights: Mapping[str, Tensor], h: Tensor, recipe: Recipe | Pruning, factor: gptq.Factor | None) -> Solved:
+def _pruned(weights: Mapping[str, Tensor], h: Tensor, recipe: Recipe | Pruning, factor: Factor | None) -> Solved:
     def tall(weight: Tensor, rows: list[int]) -> list[Tensor]:
-        return list(gptq.prune(weight, h, recipe.gptq, factor).split(rows))
+        return list(sparsegpt.prune(weight, h, recipe.gptq, factor).split(rows))
 
     used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}
     found: Solved = []
     for (name, weight), value in zip(weights.items(), _as_one(weights, tall), strict=True):
         with about(name):
             facts = {"method": recipe.gptq.prune, **used, **_checked(value)}
-        facts["loss"] = _known(rtn.losses(weight.float() - value.float(), None, h))
-        facts["norm"] = _known(rtn.losses(weight, None, h))
+        facts["loss"] = _known(row_losses(weight.float() - value.float(), None, h))
+        facts["norm"] = _known(row_losses(weight, None, h))
         facts["dead_columns"] = int((h.diagonal() == 0).sum())
         found.append((value.clone(), facts))  # a slice of the tall weight would keep all of it in memory
     return found

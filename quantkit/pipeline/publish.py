@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 import quantkit
-from quantkit.algorithms import rtn
+from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
@@ -48,7 +48,7 @@ def write(
                 continue
             if isinstance(item.value, Tensor):
                 with about(item.name):
-                    rtn.check_finite(item.value)
+                    check_finite(item.value)
             writer.add(item)
             if item.facts or not isinstance(item.value, Tensor):
                 layers.append(_layer(item, writer))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Unpack
 
-from quantkit.algorithms import rtn
+from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint, resolve
@@ -129,7 +129,7 @@ def quantize(
         if recipe.calibrated and not writer.done:  # found in the last block, it would have cost the whole run
             for name in progress.bar(src.names(), "check", len(src.names())):
                 with about(name):
-                    rtn.check_finite(src.get(name))
+                    check_finite(src.get(name))
         if recipe.calibrated:
             items = calibrated(
                 src, recipe, job.model, sequences, partial, writer.done, progress=progress, act_budget=run.act_budget

@@ -16,8 +16,9 @@ from typing import Any, Literal, get_args, get_type_hints
 
 import yaml
 
-from quantkit.algorithms.gptq import Options
-from quantkit.algorithms.rtn import Clip, Metric, check_fixed, check_signed
+from quantkit.algorithms.masks import check_fixed
+from quantkit.algorithms.options import Clip, Metric, Options
+from quantkit.algorithms.scale_search import check_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import Rule

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import coordinate_descent, gptq, rtn
-from quantkit.algorithms.gptq import Options
-from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.grid import encode, stored_scale
+from quantkit.algorithms.hessian import Hessian, row_losses
+from quantkit.algorithms.options import Options
+from quantkit.algorithms.scale_search import choose_scales
 from quantkit.api import build_recipe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -37,8 +39,8 @@ def rounded(w: Tensor, label: str, signed: bool = False) -> QuantizedTensor:
     scheme = Scheme.parse(label)
     if scheme.sparsity is not None:
         w = w * torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=w.dtype).repeat(w.shape[1] // 4)
-    grid = rtn.choose(w, scheme, "none", None, signed)
-    return QuantizedTensor(scheme, rtn.encode(w, scheme, grid), *grid)
+    grid = choose_scales(w, scheme, "none", None, signed)
+    return QuantizedTensor(scheme, encode(w, scheme, grid), *grid)
 
 
 # Descent --------------------------------------------------------------------------------------------------------------
@@ -86,16 +88,16 @@ def test_no_pass_and_no_refit_ever_raises_the_loss_of_a_row(name: str, dtype: to
     w, h = gauss(48, 128).to(dtype), hostile(name, 128)
     h = h if dtype == torch.float64 else h.float()
     tensor = rounded(w, label)
-    last = rtn.losses(w, tensor, h)
+    last = row_losses(w, tensor, h)
     for step in ({"descent": 1}, {"descent": 1}, {"refit": True}, {"descent": 3}):
         tensor, _ = coordinate_descent.refine(w, tensor, h, **step)
-        now = rtn.losses(w, tensor, h)
+        now = row_losses(w, tensor, h)
         assert (now <= last).all(), step
         last = now
         assert torch.isfinite(tensor.dequantize(torch.float16)).all() and (tensor.scales > 0).all()
     twice, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=2)
     once, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=1)
-    assert (rtn.losses(w, twice, h) <= rtn.losses(w, once, h)).all()
+    assert (row_losses(w, twice, h) <= row_losses(w, once, h)).all()
 
 
 def test_nothing_moves_where_nothing_can_be_gained() -> None:
@@ -115,7 +117,7 @@ def test_a_tiny_channel_with_a_huge_slope_gives_no_code_that_is_no_number() -> N
     tensor = rounded(w, "int4:g32")
     found, _ = coordinate_descent.refine(w, tensor, h, descent=2, refit=True)
     assert torch.isfinite(found.dequantize()).all()
-    assert (rtn.losses(w, found, h) <= rtn.losses(w, tensor, h)).all()
+    assert (row_losses(w, found, h) <= row_losses(w, tensor, h)).all()
 
 
 # Refit ----------------------------------------------------------------------------------------------------------------
@@ -173,7 +175,7 @@ def test_the_extreme_of_each_group_meets_the_code_of_minus_eight(dtype: torch.dt
     low, high = groups.aminmax(dim=-1)
     extreme = torch.where(high > -low, high, low)  # of two as large, the negative one
     assert not tensor.codes.view(64, 4, 32)[groups == extreme.unsqueeze(-1)].any()
-    assert torch.equal(tensor.scales, rtn.stored_scale(extreme / -8, dtype).half())
+    assert torch.equal(tensor.scales, stored_scale(extreme / -8, dtype).half())
     assert (tensor.scales < 0).any() and (tensor.scales > 0).any()
     plain, _ = rtn.quantize(w, Scheme.parse("int4:g32"))
     gains = [(t.dequantize() - w.float()).square().sum() for t in (tensor, plain)]

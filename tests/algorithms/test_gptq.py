@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import gptq, hessian, rtn
-from quantkit.algorithms.gptq import Options
+from quantkit.algorithms.cholesky import factorize
+from quantkit.algorithms.grid import Grid, encode
+from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.options import Options
+from quantkit.algorithms.scale_search import choose_scales, group_errors
+from quantkit.algorithms.sweep import sweep
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError
@@ -86,8 +91,8 @@ def test_sweep_is_the_published_loop_code_for_code(kind: str, order: str, label:
     scheme = Scheme.parse(label)
     solution = gptq.quantize(w, scheme, h, options)
     dynamic = order == "off" and label != "int4:channel"
-    scales = None if dynamic else rtn.choose(w, scheme, "none", None).scales
-    columns = gptq.factorize(h, options).order
+    scales = None if dynamic else choose_scales(w, scheme, "none", None).scales
+    columns = factorize(h, options).order
     expected = published_loop(w, damped(h, options), scales, 192 // scheme.groups(192), columns)
     kept = ~solution.guard_rows
     assert kept.sum() > 0.9 * len(kept)
@@ -100,9 +105,9 @@ def test_each_column_is_the_nearest_to_its_target_and_the_losses_add_up(label: s
     w, h = gauss(64, 256), correlated(256)
     solution = gptq.quantize(w, Scheme.parse(label), h, options)
     kept, tensor = ~solution.guard_rows, solution.tensor
-    factor = gptq.factorize(h, options)
+    factor = factorize(h, options)
     d = (w - tensor.dequantize(torch.float64))[kept][:, factor.order]
-    misses = d @ factor.v(torch.float64)  # t_j - what it was rounded to
+    misses = d @ factor.unit(torch.float64)  # t_j - what it was rounded to
     running = (misses * factor.r.diagonal()).square().sum(1)
     whole = damped(h, options)[factor.order][:, factor.order]
     assert torch.allclose(running, ((d @ whole) * d).sum(1), rtol=1e-9)
@@ -121,7 +126,7 @@ def test_diagonal_hessian_means_rtn(label: str, options: Options) -> None:
     solution = gptq.quantize(w, scheme, h, options)
     expected, _ = rtn.quantize(w, scheme, clip=options.clip, metric="block", hessian=h)
     if scheme.format.is_float and options.clip == "none":  # RTN takes its codes from the unrounded scale: LAYOUTS 6.3
-        nearest = rtn.encode(w, scheme, grid := rtn.choose(w, scheme, "none", None))
+        nearest = encode(w, scheme, grid := choose_scales(w, scheme, "none", None))
         assert (expected.codes == nearest).double().mean() > 0.99
         codes = torch.where(solution.guard_rows.unsqueeze(-1), expected.codes, nearest)
         expected = QuantizedTensor(scheme, codes, *grid)
@@ -134,9 +139,9 @@ def test_static_order_of_equal_channels_is_natural_order_with_frozen_scales() ->
     h = (h / d / d[:, None]).fill_diagonal_(1.0)
     w, scheme = gauss(64, 256), Scheme.parse("int4:g64")
     static = gptq.quantize(w, scheme, h, Options())
-    factor = gptq.factorize(h, Options(act_order="off"))
-    grid = rtn.choose(w, scheme, "search", rtn.group_errors(h, factor.diagonal, 4, "block", torch.float64))
-    frozen = gptq._sweep(w, scheme, factor, Options(act_order="off"), grid)
+    factor = factorize(h, Options(act_order="off"))
+    grid = choose_scales(w, scheme, "search", group_errors(h, factor.diagonal, 4, "block", torch.float64))
+    frozen = sweep(w, scheme, factor, Options(act_order="off"), grid)
     assert not static.facts["guard_rows"]
     assert static.tensor.equal(frozen)
 
@@ -221,7 +226,7 @@ def test_dead_columns_are_rounded_to_nearest_and_change_nothing_else(options: Op
     dead = torch.tensor([0, 17, 18, 127])
     h[:, dead] = h[dead] = 0
     tensor = gptq.quantize(w, scheme, h, options).tensor
-    nearest = rtn.encode(w, scheme, rtn.Grid(tensor.scales, tensor.zeros))
+    nearest = encode(w, scheme, Grid(tensor.scales, tensor.zeros))
     assert torch.equal(tensor.codes[:, dead], nearest[:, dead])
     assert not torch.equal(tensor.codes, nearest)
     if options.clip == "search":  # small activations must not make dead channels count
@@ -306,7 +311,7 @@ def test_linears_solved_together_are_those_solved_alone(label: str, options: Opt
     scheme, rows = Scheme.parse(label), [96, 32, 64]
     together = gptq.quantize(w, scheme, h, options)
     parts = gptq.split(together, rows)
-    factor = gptq.factorize(h, options)
+    factor = factorize(h, options)
     for part, weight in zip(parts, w.split(rows), strict=True):
         alone = gptq.quantize(weight, scheme, h, options, factor)
         assert part.tensor.equal(alone.tensor)
@@ -338,7 +343,7 @@ def test_the_order_of_documents_hardly_matters() -> None:
     x = (gauss(16, 512, 128) @ (gauss(128, 128, seed=3) / 12 + 0.1)).float()
     w, hessians = gauss(256, 128).half(), []
     for order in (torch.arange(16), torch.arange(15, -1, -1)):
-        h = gptq.Hessian(128, "cpu")
+        h = Hessian(128, "cpu")
         for document in x[order]:
             h.add(document)
         hessians.append(h.matrix())

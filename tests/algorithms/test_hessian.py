@@ -7,7 +7,10 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import gptq
-from quantkit.algorithms.gptq import Options
+from quantkit.algorithms.cholesky import factorize
+from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.options import Options
+from quantkit.algorithms.sweep import remaining_error
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
 from tests.algorithms.test_rtn import correlated, gauss
@@ -23,7 +26,7 @@ def damped(h: Tensor, options: Options) -> Tensor:
 
 def test_hessian_does_not_depend_on_how_tokens_were_cut() -> None:
     x = gauss(9000, 65).float()
-    whole, cut = gptq.Hessian(65, "cpu"), gptq.Hessian(65, "cpu")
+    whole, cut = Hessian(65, "cpu"), Hessian(65, "cpu")
     whole.add(x.view(3, 3000, 65))
     for a, b in ((0, 1), (1, 4095), (4095, 4097), (4097, 8999), (8999, 9000)):
         cut.add(x[a:b])
@@ -38,7 +41,7 @@ def test_hessian_does_not_depend_on_how_tokens_were_cut() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_hessian_of_any_dtype_is_that_of_its_float32_values(dtype: torch.dtype) -> None:
     x = gauss(100, 16).to(dtype)
-    one, two = gptq.Hessian(16, "cpu"), gptq.Hessian(16, "cpu")
+    one, two = Hessian(16, "cpu"), Hessian(16, "cpu")
     one.add(x)
     two.add(x.float())
     assert one.matrix().dtype == torch.float32
@@ -47,14 +50,14 @@ def test_hessian_of_any_dtype_is_that_of_its_float32_values(dtype: torch.dtype) 
 
 def test_hessian_keeps_its_own_copy_of_activations() -> None:
     x = torch.ones(5, 4)
-    h = gptq.Hessian(4, "cpu")
+    h = Hessian(4, "cpu")
     h.add(x)
     x.zero_()
     assert torch.equal(h.matrix(), torch.full((4, 4), 2.0))
 
 
 def test_non_finite_activations_and_no_activations_are_refused() -> None:
-    h = gptq.Hessian(8, "cpu")
+    h = Hessian(8, "cpu")
     with pytest.raises(NumericError, match="no calibration token"):
         h.matrix()
     x = torch.ones(2, 3, 8)
@@ -72,7 +75,7 @@ def test_non_finite_activations_and_no_activations_are_refused() -> None:
 def test_factor_is_that_of_the_damped_hessian(kind: str, order: str) -> None:
     options = Options(damp_kind=kind, act_order=order)
     h = correlated(200)
-    factor = gptq.factorize(h, options)
+    factor = factorize(h, options)
     whole = damped(h, options)[factor.order][:, factor.order]
     product = factor.r @ factor.r.T
     scale = whole.diagonal().sqrt()
@@ -85,47 +88,47 @@ def test_factor_is_that_of_the_damped_hessian(kind: str, order: str) -> None:
 
 def test_float32_factor_is_good_to_1e_5_and_refuses_little_damping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "quantkit.algorithms.cholesky.precise", lambda device: torch.float32
+        "quantkit.algorithms.cholesky.factor_dtype", lambda device: torch.float32
     )  # what a GPU without fast float64 gets
     h = correlated(200).float()
-    factor = gptq.factorize(h, Options(act_order="off"))
+    factor = factorize(h, Options(act_order="off"))
     whole = damped(h.double(), Options())
     scale = whole.diagonal().sqrt()
     assert factor.r.dtype == torch.float32
     assert ((factor.r.double() @ factor.r.double().T - whole).abs() / scale / scale[:, None]).max() < 1e-5
     with pytest.raises(NumericError, match="float32"):
-        gptq.factorize(h, Options(damp=9e-4))
+        factorize(h, Options(damp=9e-4))
 
 
 def test_rescaled_input_channels_leave_the_factor_of_correlations_alone() -> None:
     h = correlated(96)
     powers = 2.0 ** torch.randint(-20, 20, (96,), generator=torch.Generator().manual_seed(1)).double()
     options = Options(act_order="off")
-    one, other = gptq.factorize(h, options).r, gptq.factorize(h * powers * powers[:, None], options).r
+    one, other = factorize(h, options).r, factorize(h * powers * powers[:, None], options).r
     assert torch.equal(one * powers[:, None], other)
 
 
 def test_remaining_error_is_the_schur_complement() -> None:
     h = correlated(96)
-    factor = gptq.factorize(h, Options(act_order="off"))
+    factor = factorize(h, Options(act_order="off"))
     whole = damped(h, Options())
     for a, b in ((0, 32), (32, 64), (64, 96)):
         rest = whole[a:b, b:] @ torch.linalg.solve(whole[b:, b:], whole[b:, a:b]) if b < 96 else 0
         delta = gauss(10, 32)
         expected = ((delta @ (whole[a:b, a:b] - rest)) * delta).sum(1) / factor.diagonal.mean()
-        found = gptq._remaining_error(factor, "block", a, b, torch.float64)(delta.clone())
+        found = remaining_error(factor, "block", a, b, torch.float64)(delta.clone())
         assert torch.allclose(found, expected, rtol=1e-9)
 
 
 def test_retries_are_recorded_and_end_at_one() -> None:
     h = torch.eye(3, dtype=torch.float64)
     h[0, 1:] = h[1:, 0] = 1.05 / 2**0.5  # smallest eigenvalue -0.05
-    factor = gptq.factorize(h, Options())
+    factor = factorize(h, Options())
     assert factor.rungs == (0.01, 0.1) and factor.damp == 0.1
-    assert gptq.factorize(h, Options(damp=0.06)).rungs == (0.06,)
+    assert factorize(h, Options(damp=0.06)).rungs == (0.06,)
     worse = torch.eye(4, dtype=torch.float64)
     worse[0, 1:] = worse[1:, 0] = 1.7 / 3**0.5  # -0.7
-    assert gptq.factorize(worse, Options(damp=0.06)).rungs == (0.06, 0.6, 1.0)
+    assert factorize(worse, Options(damp=0.06)).rungs == (0.06, 0.6, 1.0)
     solution = gptq.quantize(gauss(4, 3), Scheme.parse("int4:channel"), h, Options())
     assert solution.facts["rungs"] == [0.01, 0.1] and solution.facts["damp"] == 0.1
 

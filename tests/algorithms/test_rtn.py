@@ -11,6 +11,10 @@ from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.algorithms import rtn
+from quantkit.algorithms.grid import Grid, encode
+from quantkit.algorithms.numerics import check_weight
+from quantkit.algorithms.options import Clip, Metric
+from quantkit.algorithms.scale_search import choose_scales
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -66,7 +70,7 @@ def test_fpx_quantize_matches_golden_and_refuses_rows_that_dequantize_to_infinit
 @pytest.mark.parametrize(
     ("label", "clip"), [(x, c) for x in LABELS for c in ("none", "search") if x[0] == "i" or c != "none"]
 )
-def test_every_code_is_the_nearest_on_the_stored_scale(label: str, clip: rtn.Clip) -> None:
+def test_every_code_is_the_nearest_on_the_stored_scale(label: str, clip: Clip) -> None:
     w = gauss(16, 256)
     tensor, _ = rtn.quantize(w, Scheme.parse(label), clip=clip)
     scale = tensor.scales.double().repeat_interleave(256 // tensor.scales.shape[1], 1)
@@ -93,7 +97,7 @@ def test_base_scales_are_those_of_the_table() -> None:
 
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("clip", ["none", "search"])
-def test_zero_rows_and_groups(label: str, clip: rtn.Clip) -> None:
+def test_zero_rows_and_groups(label: str, clip: Clip) -> None:
     w = gauss(4, 256).half()
     w[1] = 0
     w[2, :128] = -0.0
@@ -146,7 +150,7 @@ def test_one_huge_weight_is_right_and_small_ones_are_zero() -> None:
 @pytest.mark.parametrize("label", ["int4:channel", "int4:g32", "int4:channel:asym", "fp6:channel", "fp5:channel"])
 @pytest.mark.parametrize("clip", ["none", "search"])
 @pytest.mark.parametrize(("dtype", "top"), [(torch.float16, 65504), (torch.bfloat16, 3e38), (torch.float32, 3e38)])
-def test_overflowing_scale_is_refused_by_row(label: str, clip: rtn.Clip, dtype: torch.dtype, top: float) -> None:
+def test_overflowing_scale_is_refused_by_row(label: str, clip: Clip, dtype: torch.dtype, top: float) -> None:
     w = gauss(7, 64).to(dtype)
     w[5, 3], w[5, 4] = top, -top
     with pytest.raises(NumericError, match=r"row 5 .*65504"):
@@ -169,7 +173,7 @@ def test_non_finite_weights_are_refused_with_place_and_count(bad: float, dtype: 
     with pytest.raises(
         NumericError, match=rf"3 of {600 * 512} .*\[577, 3\] = {str(bad).lstrip('-')}".replace("= ", "= -?")
     ):
-        rtn.check_weight(w)
+        check_weight(w)
     with pytest.raises(NumericError, match="NaN or infinite"):
         rtn.quantize(w, INT4)
 
@@ -198,7 +202,7 @@ def test_odd_shapes_are_whole_or_refused(k: int, n: int) -> None:
         for metric in ("mse", "diag", "block"):
             tensor, _ = rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h)
             assert tensor.shape == (n, k)
-            assert torch.equal(tensor.codes, rtn.encode(w, scheme, rtn.Grid(tensor.scales, tensor.zeros)))
+            assert torch.equal(tensor.codes, encode(w, scheme, Grid(tensor.scales, tensor.zeros)))
         assert float((rtn.quantize(w, scheme)[0].dequantize() - w).abs().max()) < 0.17 * float(w.abs().max())
 
 
@@ -220,13 +224,13 @@ def group_loss(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("metric", ["mse", "diag", "block"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_search_never_loses_to_the_base_scale(label: str, metric: rtn.Metric, dtype: torch.dtype) -> None:
+def test_a_search_never_loses_to_the_base_scale(label: str, metric: Metric, dtype: torch.dtype) -> None:
     w = gauss(48, 256).mul(torch.exp(gauss(48, 1, seed=5))).to(dtype)
     w[3, 7], w[4, :128] = 40, 0
     scheme, h = Scheme.parse(label), correlated(256)
     judge = {"mse": torch.eye(256, dtype=torch.float64), "diag": h.diagonal().diag(), "block": h}[metric]
-    base = rtn.choose(w, scheme, "none", None)
-    plain = QuantizedTensor(scheme, rtn.encode(w, scheme, base), *base)
+    base = choose_scales(w, scheme, "none", None)
+    plain = QuantizedTensor(scheme, encode(w, scheme, base), *base)
     found, _ = rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h)
     before, after = group_loss(w, plain, judge), group_loss(w, found, judge)
     assert (after <= before * (1 + 1e-5) + 1e-9).all()
@@ -253,8 +257,8 @@ def test_the_search_finds_the_best_candidate_and_the_larger_on_ties() -> None:
     losses = []
     for i in range(76):
         scales = ((1 - i / 100) * base).half().unsqueeze(1)
-        grid = rtn.Grid(scales, None)
-        losses.append((group_loss(w, QuantizedTensor(INT4, rtn.encode(w, INT4, grid), scales), h).view(-1), scales))
+        grid = Grid(scales, None)
+        losses.append((group_loss(w, QuantizedTensor(INT4, encode(w, INT4, grid), scales), h).view(-1), scales))
     best = torch.stack([loss for loss, _ in losses]).amin(0)
     assert torch.allclose(group_loss(w, found, h).view(-1), best, rtol=1e-4)
     halves = torch.tensor([[1.0, -0.5, 0.25, 0.0]])  # the same values of FP6 at 1/28 as at 2/28
@@ -274,7 +278,7 @@ def test_bfloat16_weights_get_scales_that_bfloat16_can_hold(label: str, dtype: t
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("clip", ["none", "search"])
 @pytest.mark.parametrize("exponent", [-9, -3, 1, 6])
-def test_scaling_by_a_power_of_two_keeps_every_code(label: str, clip: rtn.Clip, exponent: int) -> None:
+def test_scaling_by_a_power_of_two_keeps_every_code(label: str, clip: Clip, exponent: int) -> None:
     w = gauss(32, 256).float()
     one, _ = rtn.quantize(w, Scheme.parse(label), clip=clip)
     other, facts = rtn.quantize(w * 2.0**exponent, Scheme.parse(label), clip=clip)
@@ -284,7 +288,7 @@ def test_scaling_by_a_power_of_two_keeps_every_code(label: str, clip: rtn.Clip, 
 
 
 @pytest.mark.parametrize("metric", ["diag", "block"])
-def test_size_of_the_activations_and_dead_channels_do_not_matter(metric: rtn.Metric) -> None:
+def test_size_of_the_activations_and_dead_channels_do_not_matter(metric: Metric) -> None:
     w, h = gauss(32, 128).float(), correlated(128).float()
     h[:, 40:60] = h[40:60] = 0
     scheme = Scheme.parse("int4:g32")

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 
 import quantkit
-from quantkit.algorithms import gptq, rtn
-from quantkit.algorithms.gptq import Options
+from quantkit.algorithms import gptq, rtn, sparsegpt
+from quantkit.algorithms.cholesky import factorize
+from quantkit.algorithms.hessian import row_losses
+from quantkit.algorithms.masks import fixed_mask
+from quantkit.algorithms.options import Options
+from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import check, weight_mask
@@ -76,8 +80,8 @@ def slow_sweep(w: Tensor, h: Tensor, order: Tensor, fixed: Tensor | None, scales
 def test_sweeps_are_the_slow_loop_entry_for_entry(rule: Any, order: Any, kind: Any, block: int) -> None:
     w, h = gauss(96, 160), correlated(160)
     options = Options(prune=rule, act_order=order, damp_kind=kind, block=block)
-    columns = gptq.factorize(h, options, sparse=True).order
-    fixed = rtn.fixed_mask(w, "wanda", h) if rule == "wanda" else None
+    columns = factorize(h, options, sparse=True).order
+    fixed = fixed_mask(w, "wanda", h) if rule == "wanda" else None
     solution = gptq.quantize(w, SPARSE, h, options)
     expected = slow_sweep(w, damped(h, options), columns, fixed, solution.tensor.scales)
     mine = ~solution.guard_rows
@@ -85,26 +89,26 @@ def test_sweeps_are_the_slow_loop_entry_for_entry(rule: Any, order: Any, kind: A
     assert torch.equal(solution.tensor.dequantize(torch.float64)[mine], expected[mine])
     first = slow_sweep(w, damped(h, options), columns, fixed, None)
     if rule == "sparsegpt":
-        found = gptq.prune(w, h, options)
+        found = sparsegpt.prune(w, h, options)
         assert torch.equal(found != 0, first != 0)
         assert torch.allclose(found, first, rtol=1e-9, atol=1e-12)
         assert not torch.equal(found != 0, weight_mask(w))
-    scales = rtn.choose(first, SPARSE, "search", _errors(h, options)).scales
+    scales = choose_scales(first, SPARSE, "search", _errors(h, options)).scales
     assert torch.equal(solution.tensor.scales[mine], scales[mine])
 
 
 def _errors(h: Tensor, options: Options) -> Any:
-    diagonal = gptq.factorize(h, options, sparse=True).diagonal
-    return rtn.group_errors(h, diagonal, h.shape[0] // 32, "block", torch.float64)
+    diagonal = factorize(h, options, sparse=True).diagonal
+    return group_errors(h, diagonal, h.shape[0] // 32, "block", torch.float64)
 
 
 def test_order_sorts_quads_by_their_sum_and_never_columns() -> None:
     h = torch.diag(torch.tensor([1.0, 1, 1, 9, 4, 4, 4, 4, 3, 3, 3, 3]))
-    order = gptq.factorize(h, Options(), sparse=True).order
+    order = factorize(h, Options(), sparse=True).order
     assert order.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11]  # 16, 12 and 12: the lower of equal ones first
-    assert gptq.factorize(h, Options(act_order="off"), sparse=True).order.tolist() == list(range(12))
+    assert factorize(h, Options(act_order="off"), sparse=True).order.tolist() == list(range(12))
     with pytest.raises(LayoutError, match="multiple of 4"):
-        gptq.factorize(h[:10, :10], Options(), sparse=True)
+        factorize(h[:10, :10], Options(), sparse=True)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -116,7 +120,7 @@ def test_hostile_hessians_give_2_4_and_never_lose_to_rounding(
 ) -> None:
     w, h = gauss(32, 128).to(dtype), hostile(name, 128)
     options = Options(prune=rule, act_order=order)
-    values = gptq.prune(w, h, options)
+    values = sparsegpt.prune(w, h, options)
     assert is_24(values) and values.dtype == dtype and bool(values.isfinite().all())
     solution = gptq.quantize(w, SPARSE, h, options)
     tensor = solution.tensor
@@ -132,7 +136,7 @@ def test_the_guard_compares_with_rounding_under_the_same_mask() -> None:
     w, options = gauss(300, 128), Options(act_order="off", clip="none", prune="magnitude")
     solution = gptq.quantize(w, SPARSE, h, options)
     plain, _ = rtn.quantize(w, SPARSE)
-    assert torch.equal(solution.rtn_loss, rtn.losses(w, plain, h))
+    assert torch.equal(solution.rtn_loss, row_losses(w, plain, h))
     kept = solution.guard_rows
     assert 0 < kept.sum() < 300 and torch.equal(solution.tensor.codes[kept], plain.codes[kept])
 
@@ -140,9 +144,9 @@ def test_the_guard_compares_with_rounding_under_the_same_mask() -> None:
 @pytest.mark.parametrize("h", [torch.eye(64, dtype=torch.float64), torch.exp(gauss(64, seed=9)).diag()], ids=["I", "d"])
 def test_with_independent_inputs_sparsegpt_is_wanda_and_nothing_moves(h: Tensor) -> None:
     w = gauss(32, 64)
-    found = gptq.prune(w, h, Options())
-    assert torch.equal(found, gptq.prune(w, h, Options(prune="wanda")))
-    assert torch.equal(found, w * rtn.fixed_mask(w, "wanda", h))
+    found = sparsegpt.prune(w, h, Options())
+    assert torch.equal(found, sparsegpt.prune(w, h, Options(prune="wanda")))
+    assert torch.equal(found, w * fixed_mask(w, "wanda", h))
     joint = gptq.quantize(w, SPARSE, h, Options())
     plain, _ = rtn.quantize(w, SPARSE, clip="search", metric="block", hessian=h, prune="wanda")
     assert torch.equal(joint.tensor.codes, plain.codes)
@@ -150,8 +154,8 @@ def test_with_independent_inputs_sparsegpt_is_wanda_and_nothing_moves(h: Tensor)
 
 def test_what_is_2_4_already_keeps_its_zeros_by_magnitude() -> None:
     h = correlated(128)
-    before = gptq.prune(gauss(64, 128).half(), h, Options())
-    assert torch.equal(gptq.prune(before, h, Options(prune="magnitude")), before)
+    before = sparsegpt.prune(gauss(64, 128).half(), h, Options())
+    assert torch.equal(sparsegpt.prune(before, h, Options(prune="magnitude")), before)
     for tensor in (
         rtn.quantize(before, SPARSE)[0],
         gptq.quantize(before, SPARSE, h, Options(prune="magnitude")).tensor,
@@ -166,20 +170,20 @@ def test_rules_that_cannot_be_followed_are_refused() -> None:
     with pytest.raises(RecipeError, match="calibration"):
         rtn.quantize(w, SPARSE, prune="wanda")
     with pytest.raises(NumericError, match="ever moved"):
-        gptq.prune(w, torch.zeros(64, 64), Options(prune="wanda"))
+        sparsegpt.prune(w, torch.zeros(64, 64), Options(prune="wanda"))
     w[1, 2] = torch.nan
     for rule in RULES:
         with pytest.raises(NumericError, match=r"\[1, 2\]"):
-            gptq.prune(w, h, Options(prune=rule))
+            sparsegpt.prune(w, h, Options(prune=rule))
     with pytest.raises(LayoutError, match="multiple of 4"):
-        gptq.prune(gauss(4, 62), correlated(62), Options())
+        sparsegpt.prune(gauss(4, 62), correlated(62), Options())
 
 
 def test_a_survivor_that_overflows_half_precision_is_refused_or_left_to_the_guard() -> None:
     w = torch.full((1, 4), 60000.0).half()
     h = torch.ones(4, 4, dtype=torch.float64) + 1e-3 * torch.eye(4)
     with pytest.raises(NumericError, match="overflow float16"):
-        gptq.prune(w, h, Options())
+        sparsegpt.prune(w, h, Options())
     solution = gptq.quantize(w, Scheme.parse("int4:channel:24"), h, Options())
     assert (solution.loss <= solution.rtn_loss).all() and bool(solution.tensor.dequantize(torch.half).isfinite().all())
     with pytest.raises(NumericError, match="row 0"):
@@ -189,7 +193,7 @@ def test_a_survivor_that_overflows_half_precision_is_refused_or_left_to_the_guar
 @pytest.mark.parametrize("words", ["NaN", "infinite", "diagonal allows", "damping 1", "negative", "ever moved"])
 def test_broken_hessians_stop_the_run_or_mean_magnitude_if_allowed(words: str) -> None:
     w, h = gauss(8, 64), broken_hessians(64).get(words, torch.zeros(64, 64))
-    for solve in (lambda: gptq.prune(w, h, Options()), lambda: gptq.quantize(w, SPARSE, h, Options())):
+    for solve in (lambda: sparsegpt.prune(w, h, Options()), lambda: gptq.quantize(w, SPARSE, h, Options())):
         with pytest.raises(NumericError, match=words):
             solve()
     solution = gptq.quantize(w, SPARSE, h, Options(on_unsolvable="rtn"))
@@ -212,10 +216,10 @@ def test_synthetic_layer_ranks_rules_and_ways_to_join_them_with_int4() -> None:
     def joint(options: Options) -> float:
         return layer.loss(gptq.quantize(w, scheme, h, options).tensor) / norm
 
-    dense = {rule: gptq.prune(w, h, Options(prune=rule)) for rule in RULES}
+    dense = {rule: sparsegpt.prune(w, h, Options(prune=rule)) for rule in RULES}
     rounded, _ = rtn.quantize(dense["sparsegpt"], scheme, clip="search", metric="block", hessian=h)
     found = {rule: after(values) for rule, values in dense.items()}
-    found["sparsegpt, natural"] = after(gptq.prune(w, h, natural))
+    found["sparsegpt, natural"] = after(sparsegpt.prune(w, h, natural))
     found["then rtn block"] = layer.loss(rounded) / norm
     found["joint"] = joint(Options())
     found["joint, natural"] = joint(natural)

@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from quantkit.algorithms import gptq, rtn
+from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.options import Options
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core import sparsity
 from quantkit.core.formats import FORMATS, FP5, FP6, INT4
@@ -47,7 +49,7 @@ def test_masks_tie_as_on_a_cpu_and_pruning_is_the_same_and_repeatable() -> None:
     ties = torch.randint(0, 4, (512, 512), generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(sparsity.mask(ties), sparsity.mask(ties.cuda()).cpu())
     w, h = correlated(256, 512)
-    scheme, options = Scheme.parse("int4:g128:24"), gptq.Options()
+    scheme, options = Scheme.parse("int4:g128:24"), Options()
     here = gptq.quantize(w, scheme, h, options)
     there, again = (gptq.quantize(w.cuda(), scheme, h.cuda(), options) for _ in range(2))
     assert there.tensor.equal(again.tensor)
@@ -87,7 +89,7 @@ def test_packing_on_the_gpu_gives_the_same_bytes(name: str) -> None:
 @pytest.mark.parametrize("act_order", ["static", "off"])
 def test_gptq_agrees_with_the_cpu_up_to_ties(scheme: Scheme, act_order: str) -> None:
     weight, h = correlated(256, 512)
-    options = gptq.Options(act_order=act_order)  # type: ignore[arg-type]
+    options = Options(act_order=act_order)  # type: ignore[arg-type]
     here = gptq.quantize(weight, scheme, h, options)
     there = gptq.quantize(weight.cuda(), scheme, h.cuda(), options)
     equal = (here.tensor.codes == there.tensor.codes.cpu()).float().mean()
@@ -97,7 +99,7 @@ def test_gptq_agrees_with_the_cpu_up_to_ties(scheme: Scheme, act_order: str) -> 
 
 def test_half_precision_hessians_are_summed_in_float32() -> None:
     x = torch.randn(10_000, 256, generator=torch.Generator().manual_seed(0)).half()
-    here, there = gptq.Hessian(256, torch.device("cpu")), gptq.Hessian(256, torch.device("cuda"))
+    here, there = Hessian(256, torch.device("cpu")), Hessian(256, torch.device("cuda"))
     here.add(x)
     there.add(x.cuda())
     error = (here.matrix() - there.matrix().cpu()).abs().max() / here.matrix().abs().max()

@@ -1,0 +1,34 @@
+"""2:4 masks that are known before any rounding: by magnitude, and by wanda's score (docs/algorithms.md 9)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from quantkit.algorithms.hessian import live_diagonal
+from quantkit.core import sparsity
+from quantkit.errors import NumericError, RecipeError
+
+
+def fixed_mask(weight: Tensor, rule: sparsity.Rule, h: Tensor | None) -> Tensor:
+    """Return the mask bool `[n, k]` of `weight` by `rule`: magnitude, or wanda with the Hessian `h` `[k, k]`.
+
+    RecipeError for what `check_fixed` refuses, and for wanda without a Hessian. NumericError if every channel is dead.
+    """
+    check_fixed(rule)
+    if rule == "wanda" and h is None:
+        raise RecipeError("wanda needs calibration data: give a calibration set, or use --prune-method magnitude")
+    if rule == "magnitude" or h is None:
+        return sparsity.weight_mask(weight)
+    diagonal, dead = live_diagonal(h)
+    if bool(dead.all()):
+        raise NumericError("no input channel ever moved in calibration: use other text, or magnitude instead of wanda")
+    return sparsity.weight_mask(weight, diagonal)
+
+
+def check_fixed(rule: sparsity.Rule) -> None:
+    """Raise RecipeError if rounding alone cannot follow a rule."""
+    if rule == "sparsegpt":
+        raise RecipeError(
+            "sparsegpt moves the weights that stay, rounding does not: use --method gptq, or --prune-method magnitude "
+            "on what quantkit prune --method sparsegpt wrote"
+        )

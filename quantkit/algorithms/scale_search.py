@@ -1,0 +1,181 @@
+"""Choose scales: from the largest magnitude of each group, or by a search over candidates.
+
+The search tries a table of candidates on all groups at once and takes the one with the least error. The error is a
+function of the rounding errors of a group; `group_errors` makes it from the Hessian (docs/algorithms.md 4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.cholesky import factorize_block
+from quantkit.algorithms.grid import (
+    LARGEST_HALF,
+    Grid,
+    divide,
+    largest_value,
+    refuse_overflow,
+    round_to_codes,
+    stored_scale,
+)
+from quantkit.algorithms.numerics import row_slices, working_dtype
+from quantkit.algorithms.options import Clip, Metric
+from quantkit.core.formats import Format
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RecipeError
+
+#: From rounding errors `[m, g]`, which it may overwrite, to one number per row `[m]`.
+GroupError = Callable[[Tensor], Tensor]
+
+_WIDEST_BLOCK = 4096  # a wider group is judged by blocks of _BLOCK columns on its diagonal, not by its whole Hessian
+_BLOCK = 128
+
+
+def choose_scales(
+    weight: Tensor, scheme: Scheme, clip: Clip, errors: list[GroupError] | None, signed: bool = False
+) -> Grid:
+    """Return the grid `[n, groups]` of a weight `[n, k]`.
+
+    `errors` has one function per group; None stands for plain `mse`. Raises what `check_signed` and `fit_scales` raise.
+    """
+    check_signed(scheme, signed)
+    n, k = weight.shape
+    groups = scheme.groups(k)
+    scales = torch.empty(n, groups, dtype=torch.float16, device=weight.device)
+    zeros = None if scheme.symmetric else torch.empty_like(scales, dtype=torch.uint8)
+    # A product reads a whole block of H, which pays only for many rows.
+    for rows in row_slices(weight, k) if errors is None else row_slices(weight, k // groups, least=512):
+        parts = weight[rows].to(working_dtype(weight)).reshape(-1, groups, k // groups)
+        if errors is None:
+            x = parts.flatten(0, 1)
+            fits = [fit_scales(x, scheme, clip, weight.dtype, square_error, rows.start, groups, signed)]
+        else:
+            fits = [
+                fit_scales(parts[:, j].contiguous(), scheme, clip, weight.dtype, errors[j], rows.start, signed=signed)
+                for j in range(groups)
+            ]
+        scales[rows] = torch.stack([f.scales for f in fits], 1).view(-1, groups)
+        if zeros is not None:
+            zeros[rows] = torch.stack([f.zeros for f in fits if f.zeros is not None], 1).view(-1, groups)
+    return Grid(scales, zeros)
+
+
+def fit_scales(
+    x: Tensor,
+    scheme: Scheme,
+    clip: Clip,
+    stored: torch.dtype,
+    error: GroupError,
+    row: int = 0,
+    groups: int = 1,
+    signed: bool = False,
+) -> Grid:
+    """Return the grid `[m]` for groups of weights `x` `[m, g]` (float32 or float64), the larger scale on ties.
+
+    `stored` is the dtype of the original weight. NumericError, naming the row, if a base scale overflows float16; group
+    `i` belongs to row `row + i // groups` (docs/algorithms.md 3 and 4).
+    """
+    fmt = scheme.format
+    scales, zeros = _candidates(x, scheme, clip, stored, signed)
+    overflow = ~(scales.abs() * largest_value(fmt, zeros) <= LARGEST_HALF)
+    refuse_overflow(overflow[_ratios(fmt, clip).index(1.0)], row, groups)
+    if len(scales) == 1:
+        best = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
+    else:
+        errors = torch.empty_like(scales)
+        delta = torch.empty_like(x)
+        for i, candidate in enumerate(scales.unsqueeze(-1)):
+            torch.div(x, candidate, out=delta)
+            round_to_codes(delta, fmt, None if zeros is None else zeros[i].unsqueeze(-1))
+            errors[i] = error(torch.addcmul(x, delta, candidate, value=-1, out=delta))
+        best = errors.masked_fill_(overflow, torch.inf).argmin(0, keepdim=True)
+    chosen = scales.gather(0, best)[0].to(torch.float16)
+    return Grid(chosen, None if zeros is None else zeros.gather(0, best)[0].to(torch.uint8))
+
+
+def check_signed(scheme: Scheme, signed: bool) -> None:
+    """Raise RecipeError if signed scales are asked of a scheme that gains nothing from them."""
+    if signed and (scheme.format.is_float or not scheme.symmetric):
+        raise RecipeError(
+            f"signed scales are for symmetric INT4, whose codes reach further below zero than above, not for "
+            f"{scheme.label}: drop signed (--unsigned), or use int4 without --asym"
+        )
+
+
+def group_errors(
+    h: Tensor, diagonal: Tensor, groups: int, metric: Metric, dtype: torch.dtype
+) -> list[GroupError] | None:
+    """Return the error function of `metric` for each group of columns of `h` `[k, k]`; None for plain `mse`.
+
+    `diagonal` `[k]` replaces the diagonal of `h` (damped, dead channels raised). Errors are relative to its mean, so
+    that large activations cannot overflow them. NumericError if `h` is no covariance.
+    """
+    if metric == "mse":
+        return None
+    mean = diagonal.mean()
+    g = len(diagonal) // groups
+    if metric == "diag":
+        return [diagonal_error(part) for part in (diagonal / mean).to(dtype).split(g)]
+    size = g if g <= _WIDEST_BLOCK else _BLOCK
+    errors = []
+    for first in range(0, groups * g, g):
+        blocks = []
+        for a in range(first, first + g, size):
+            b = min(a + size, first + g)
+            blocks.append((a - first, factorize_block(h[a:b, a:b] / mean, diagonal[a:b] / mean).to(dtype)))
+        errors.append(triangular_error(blocks))
+    return errors
+
+
+def triangular_error(blocks: list[tuple[int, Tensor]]) -> GroupError:
+    """Return the error `sum ||delta R||^2` over blocks on the diagonal, each a first column and an upper `R`."""
+    panels = []
+    for first, r in blocks:
+        width = max(32, r.shape[0] // 8)  # multiply only the upper triangle, in panels of columns
+        for a in range(0, r.shape[0], width):
+            panel = r[: a + width, a : a + width]
+            panels.append((first, first + panel.shape[0], panel.contiguous()))
+
+    def error(delta: Tensor) -> Tensor:
+        parts = [(delta[:, a:b] @ panel).square_().sum(-1) for a, b, panel in panels]
+        return torch.stack(parts).sum(0)
+
+    return error
+
+
+def diagonal_error(weights: Tensor) -> GroupError:
+    """Return the error `sum_j weights_j delta_j^2`: it knows the size of each input channel, but no correlation."""
+    return lambda delta: delta.square_() @ weights
+
+
+def square_error(delta: Tensor) -> Tensor:
+    """Return the error `sum_j delta_j^2`, which needs no calibration."""
+    return delta.square_().sum(-1)
+
+
+def _ratios(fmt: Format, clip: Clip) -> list[float]:
+    """Return candidate scales relative to the base scale, largest first (docs/algorithms.md 4)."""
+    if clip == "none":
+        return [1.0]
+    return [2 ** (i / 16) for i in range(16, -9, -1)] if fmt.is_float else [1 - i / 100 for i in range(76)]
+
+
+def _candidates(
+    x: Tensor, scheme: Scheme, clip: Clip, stored: torch.dtype, signed: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Return candidate scales `[c, m]`, float16 values in the dtype of `x`, and zeros for the groups `x` `[m, g]`."""
+    fmt = scheme.format
+    ratios = torch.tensor(_ratios(fmt, clip), dtype=x.dtype, device=x.device).unsqueeze(-1)
+    if signed:
+        low, high = x.aminmax(dim=-1)
+        base = divide(torch.where(high > -low, -high, -low), fmt.largest)  # the extreme weight gets the code of -8
+        return stored_scale(ratios * base, stored), None
+    if scheme.symmetric:
+        return stored_scale(ratios * divide(x.abs().amax(-1), fmt.absmax), stored), None
+    low, high = x.amin(-1).clamp_(max=0), x.amax(-1).clamp_(min=0)
+    top = 2**fmt.bits - 1
+    scales = stored_scale(ratios * divide(high - low, top), stored)
+    return scales, (ratios * -low / scales).round_().clamp_(0, top)

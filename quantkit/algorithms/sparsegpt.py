@@ -1,0 +1,61 @@
+"""SparseGPT: choose the 2:4 mask during the sweep, and move the surviving weights (docs/algorithms.md 9)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.cholesky import Factor, factorize
+from quantkit.algorithms.masks import fixed_mask
+from quantkit.algorithms.numerics import check_weight, working_dtype
+from quantkit.algorithms.options import Options
+from quantkit.algorithms.sweep import Pattern, column_blocks, round_block
+from quantkit.core.sparsity import QUAD
+from quantkit.core.tensors import dtype_name
+from quantkit.errors import NumericError
+
+
+def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = None) -> Tensor:
+    """Return `weight` `[n, k]` with at most two non-zero values per quad, by the rule of `options`, in its dtype.
+
+    sparsegpt moves the survivors so that outputs change least on the calibration tokens behind `h` `[k, k]`. `factor`
+    is that of `factorize` with `sparse`, and saves a factorization. NumericError for a weight that is not finite, for
+    a survivor that overflows the dtype, and for what `factorize` refuses.
+    """
+    check_weight(weight)
+    if options.prune != "sparsegpt":
+        return weight.masked_fill(~fixed_mask(weight, options.prune, h), 0)
+    factor = factor or factorize(h, options, sparse=True)
+    values = survivors(weight, factor, options, sweep_pattern(weight, h, options, factor))
+    if not bool(torch.isfinite(values).all()):
+        raise NumericError(f"weights that make up for pruned ones overflow {dtype_name(values.dtype)}: --skip it")
+    return values
+
+
+def sweep_pattern(weight: Tensor, h: Tensor, options: Options, factor: Factor) -> Pattern:
+    """Return the pattern of a weight `[n, k]`: known by magnitude or wanda, filled in by the sweep for sparsegpt."""
+    if options.prune != "sparsegpt":
+        return Pattern(fixed_mask(weight, options.prune, h).T.index_select(0, factor.order))
+    n, k = weight.shape
+    mask = torch.empty(k, n, dtype=torch.bool, device=weight.device)
+    r = factor.r.diagonal().unsqueeze(-1)
+    each = torch.arange(k // QUAD, device=weight.device)
+    blocks = factor.r.reshape(k // QUAD, QUAD, k // QUAD, QUAD)[each, :, each]
+    unit = blocks / blocks.diagonal(dim1=1, dim2=2).unsqueeze(1)
+    eye = torch.eye(QUAD, dtype=unit.dtype, device=unit.device)
+    ahead = r * torch.linalg.solve_triangular(unit, eye.expand_as(unit), upper=True).mT.reshape(k, QUAD)
+    dtype = working_dtype(weight)
+    return Pattern(mask, r.to(dtype), ahead.to(dtype))
+
+
+def survivors(weight: Tensor, factor: Factor, options: Options, pattern: Pattern) -> Tensor:
+    """Sweep `weight` `[n, k]` without rounding: return the weights that stay, moved, and zeros; fill in the pattern."""
+    dtype = working_dtype(weight)
+    w = weight.to(dtype).T.index_select(0, factor.order)
+    values = torch.empty_like(w)
+    d, v = torch.empty_like(w), factor.unit(dtype)
+    for a, b in column_blocks(len(w), options.block, pattern):
+        t = torch.addmm(w[a:b], v[:a, a:b].T, d[:a], out=values[a:b])
+        round_block(t, d[a:b], w[a:b], v[a:b, a:b], None, None, pattern.part(a, b))
+    values.masked_fill_(~pattern.mask, 0)  # a removed weight must not leave a negative zero
+    return torch.empty_like(w).index_copy_(0, factor.order, values).T.to(weight.dtype).contiguous()

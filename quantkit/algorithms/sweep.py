@@ -1,0 +1,154 @@
+"""The sweep of GPTQ and SparseGPT: round column after column; each later column makes up for the errors so far.
+
+With `R R^T = H + damping`, `R` upper triangular, and `V = R / diag(R)`, the target of column j is
+`t_j = w_j + sum_{i<j} D_i V_ij` for the errors `D` so far. The column is rounded to its target, and its own error joins
+`D`. The codes equal those of the published loop, from one factorization and without updating the weights
+(docs/algorithms.md 5.2). Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.cholesky import Factor
+from quantkit.algorithms.grid import Grid, round_to_codes
+from quantkit.algorithms.numerics import working_dtype
+from quantkit.algorithms.options import Metric, Options
+from quantkit.algorithms.scale_search import GroupError, diagonal_error, fit_scales, square_error, triangular_error
+from quantkit.core import sparsity
+from quantkit.core.formats import Format
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.core.sparsity import QUAD, best_two
+
+_STEP = 32  # columns corrected one by one before one product corrects the rest of their block
+
+
+class Pattern(NamedTuple):
+    """Mark the entries of a 2:4 weight that stay: `mask` bool `[k, n]`, in processing order, columns in quads.
+
+    With `r` and `ahead` the sweep fills in `mask` as each quad begins. `r` `[k, 1]` is the diagonal of R. `ahead`
+    `[k, 4]` says how `t - w` of a quad's columns, times R's diagonal, affects its later columns. A target assumes that
+    the earlier columns of its quad are done without error; a score assumes that they are not done yet.
+    """
+
+    mask: Tensor
+    r: Tensor | None = None
+    ahead: Tensor | None = None
+
+    def part(self, a: int, b: int) -> Pattern:
+        """Return the pattern of the columns from `a` to `b`, as views."""
+        return Pattern(self.mask[a:b], *(None if x is None else x[a:b] for x in (self.r, self.ahead)))
+
+    def begin(self, q: int, t: Tensor, w: Tensor) -> None:
+        """Choose the two entries of the quad at `q` whose removal costs most, from targets and weights `[4, n]`."""
+        if self.r is not None and self.ahead is not None:
+            quad = slice(q, q + QUAD)
+            self.mask[quad] = best_two(torch.addmm(self.r[quad] * w, self.ahead[quad], t - w).abs_())
+
+
+def sweep(
+    weight: Tensor, scheme: Scheme, factor: Factor, options: Options, grid: Grid | None, pattern: Pattern | None = None
+) -> QuantizedTensor:
+    """Round `weight` `[n, k]` in processing order on `grid` `[n, groups]`.
+
+    Without a grid, scales are chosen as each group begins, in natural order (docs/algorithms.md 5.2). With a `pattern`,
+    which needs a grid, the entries that it removes become zero.
+    """
+    dtype = working_dtype(weight)
+    w = weight.to(dtype).T.index_select(0, factor.order)
+    k, n = w.shape
+    groups = scheme.groups(k)
+    scales = torch.empty(groups, n, dtype=dtype, device=w.device)
+    zeros = None if scheme.symmetric else torch.empty_like(scales)
+    if grid is not None:
+        _store(grid, scales.T, None if zeros is None else zeros.T)
+    group_of = (factor.order // (k // groups)).tolist()
+    v = factor.unit(dtype)
+    d = torch.empty_like(w)
+    codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
+    width = k // groups if grid is None else options.block
+    for a, b in column_blocks(k, width, pattern):
+        t = torch.addmm(w[a:b], v[:a, a:b].T, d[:a])
+        if grid is None:
+            # Where this group's columns would go if none of them were rounded: its scales must cover this.
+            shift = torch.linalg.solve_triangular(v[a:b, a:b].T, t - w[a:b], upper=False, unitriangular=True)
+            error = remaining_error(factor, options.metric, a, b, dtype)
+            x = (w[a:b] + shift).T.contiguous()
+            fitted = fit_scales(x, scheme, options.clip, weight.dtype, error, signed=options.signed)
+            _store(fitted, scales[a // width], None if zeros is None else zeros[a // width])
+        grids = [(scales[j], None if zeros is None else zeros[j]) for j in group_of[a:b]]
+        part = None if pattern is None else pattern.part(a, b)
+        round_block(t, d[a:b], w[a:b], v[a:b, a:b], grids, scheme.format, part)
+        codes[a:b] = scheme.format.encode(t) if zeros is None else t.add_(zeros[group_of[a:b]])
+    codes = torch.empty_like(codes).index_copy_(0, factor.order, codes).T.contiguous()
+    half = scales.T.to(torch.float16).contiguous()
+    return QuantizedTensor(scheme, codes, half, None if zeros is None else zeros.T.to(torch.uint8).contiguous())
+
+
+def column_blocks(k: int, width: int, pattern: Pattern | None) -> Iterator[tuple[int, int]]:
+    """Yield the bounds of blocks of `width` columns; with a pattern, of the next multiple of four."""
+    width = width if pattern is None else QUAD * sparsity.quads(width + -width % QUAD)
+    for a in range(0, k, width):
+        yield a, min(a + width, k)
+
+
+def round_block(
+    t: Tensor,
+    d: Tensor,
+    w: Tensor,
+    v: Tensor,
+    grids: list[tuple[Tensor, Tensor | None]] | None,
+    fmt: Format | None,
+    pattern: Pattern | None = None,
+) -> None:
+    """Turn the targets `t` `[b, n]` of a block into the values of codes, and fill in their errors `d` `[b, n]`.
+
+    `w` `[b, n]` are the weights, `v` `[b, b]` the block of V, `grids` scales and zeros `[n]` of each column. Without
+    `grids` and `fmt` nothing is rounded. Entries that `pattern` removes become zero; it sees a quad's targets before
+    the first column of the quad is processed.
+    """
+    unit = 1 if pattern is None else QUAD
+    for a in range(0, len(t), _STEP):
+        b = min(a + _STEP, len(t))
+        for q in range(a, b, unit):
+            if q > a:
+                t[q : q + unit].addmm_(v[a:q, q : q + unit].T, d[a:q])
+            if pattern is not None:
+                pattern.begin(q, t[q : q + unit], w[q : q + unit])
+            for j in range(q, q + unit):
+                if j > q:
+                    t[j : j + 1].addmm_(v[q:j, j : j + 1].T, d[q:j])
+                if pattern is not None:
+                    t[j].mul_(pattern.mask[j])
+                if grids is None or fmt is None:
+                    torch.sub(w[j], t[j], out=d[j])
+                    continue
+                scale, zero = grids[j]
+                round_to_codes(t[j].div_(scale), fmt, zero)
+                torch.addcmul(w[j], t[j], scale, value=-1, out=d[j])
+        t[b:].addmm_(v[a:b, b:].T, d[a:b])
+
+
+def remaining_error(factor: Factor, metric: Metric, a: int, b: int, dtype: torch.dtype) -> GroupError:
+    """Return the error of the group of columns [a, b) as its sweep begins.
+
+    For "block" this is the part that the best compensation leaves: the Schur complement of the group in the damped
+    Hessian of itself and all later columns (docs/algorithms.md 7).
+    """
+    if metric == "mse":
+        return square_error
+    mean = factor.diagonal.mean()
+    if metric == "diag":
+        return diagonal_error((factor.diagonal[factor.order[a:b]] / mean).to(dtype))
+    return triangular_error([(0, (factor.r[a:b, a:b] / mean.sqrt()).to(dtype))])
+
+
+def _store(grid: Grid, scales: Tensor, zeros: Tensor | None) -> None:
+    scales.copy_(grid.scales)
+    if zeros is not None and grid.zeros is not None:
+        zeros.copy_(grid.zeros)
