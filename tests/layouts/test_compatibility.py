@@ -51,7 +51,7 @@ INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g1
 
 
 def test_the_page_is_what_the_layouts_say_today() -> None:
-    """To renew it, write the text of `quantkit.conversions.markdown()` to docs/conversions.md."""
+    """To renew it, write the text of `quantkit.layouts.compatibility.markdown()` to docs/conversions.md."""
     assert (ROOT / "docs" / "conversions.md").read_text(encoding="utf-8") == markdown()
 
 
