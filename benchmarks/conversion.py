@@ -1,8 +1,8 @@
 """Measure how fast a folder is converted, hashes included, beside `cp` and `sync` of the same bytes in the same run.
 
 Prints one JSON object: for each pair of layouts gigabytes a second of the larger side, the share of `cp` + `sync`, and
-the peak of resident memory in megabytes, medians over `--repeats`. Sources are read cold: their pages are dropped from
-the page cache first. Each conversion runs in a process of its own, imports not counted.
+the growth of resident memory to its peak in megabytes, medians over `--repeats`. Sources are read cold: their pages are
+dropped from the page cache first. Each conversion runs in a process of its own, imports not counted.
 
 `--before PATH` measures another checkout of quantkit too, in turns with this one.
 """
@@ -21,6 +21,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import quantkit
+
 #: Scheme options of `quantize` -> layouts that are converted from compressed-tensors and back.
 SCHEMES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "int4:g128": ({"format": "int4"}, ("gptq", "marlin")),
@@ -36,26 +42,32 @@ FOLDERS = {
     "small": {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 150, "num_attention_heads": 8},
 }
 CONVERT = """
-import json, resource, sys, time
+import json, sys, time
 import torch
 import quantkit
 torch.set_num_threads(1)  # as the command line does
 pack = quantkit.pack
-start = time.perf_counter()
+
+
+def resident(key):
+    return next(int(line.split()[1]) / 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+
+before, start = resident("VmRSS"), time.perf_counter()
 pack(sys.argv[1], sys.argv[2], sys.argv[3])
-seconds = time.perf_counter() - start
-print(json.dumps({"seconds": seconds, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024}))
+print(json.dumps({"seconds": time.perf_counter() - start, "peak_mb": resident("VmHWM") - before}))
 """
 
 
 def dense_folder(folder: Path, sizes: dict[str, int]) -> Path:
     """Write a Llama of random float16 weights, without a tokenizer."""
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
     config = LlamaConfig(**sizes, num_key_value_heads=sizes["num_attention_heads"], vocab_size=256, dtype="float16")
-    LlamaForCausalLM(config).half().save_pretrained(folder, max_shard_size="2GB")
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
+    folder.mkdir()
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    save_file({name: torch.rand(shape).half() - 0.5 for name, shape in shapes.items()}, folder / "model.safetensors")
     return folder
 
 
@@ -92,8 +104,6 @@ def converted(tree: Path, source: Path, out: Path, layout: str) -> dict[str, flo
 
 def measure(work: Path, kind: str, label: str, trees: dict[str, Path], repeats: int) -> dict[str, Any]:
     """Return the figures of all conversions of one kind of folder in one scheme."""
-    import quantkit
-
     options, layouts = SCHEMES[label]
     hub = work / "hub"
     quantkit.quantize(work / kind, hub, method="rtn", layout=HUB, overwrite=True, **options)
@@ -127,13 +137,13 @@ def measure(work: Path, kind: str, label: str, trees: dict[str, Path], repeats: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--before", type=Path, help="another checkout, measured in turns with this one")
+    parser.add_argument("--before", type=Path, action="append", default=[], help="another checkout, measured in turns")
     parser.add_argument("--scheme", choices=SCHEMES, action="append")
     parser.add_argument("--folder", choices=FOLDERS, action="append")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--work", type=Path, help="a folder on the disk to measure (default: a temporary one)")
     args = parser.parse_args()
-    trees = {"now": Path(__file__).resolve().parents[1]} | ({"before": args.before} if args.before else {})
+    trees = {"now": Path(__file__).resolve().parents[1]} | {path.name: path for path in args.before}
     result: dict[str, Any] = {"cores": os.cpu_count()}
     with tempfile.TemporaryDirectory(dir=args.work) as folder:
         work = Path(folder)
