@@ -26,7 +26,9 @@ from quantkit.checkpoint.writer import SHARD_BYTES
 from quantkit.core.scheme import Scheme
 from quantkit.evaluation.verify import VERIFICATION
 from quantkit.io import files, hashing
-from quantkit.io.safetensors_header import INDEX, dump_json, read_header
+from quantkit.io.json_files import dump_json
+from quantkit.io.model_folder import INDEX
+from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import SafetensorsWriter
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes

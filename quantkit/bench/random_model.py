@@ -28,7 +28,7 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, RecipeError, about
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.inference.packed_linear import PackedLinear
-from quantkit.io import files, safetensors_header
+from quantkit.io import config_checks, files, json_files
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
@@ -122,8 +122,8 @@ def read(model: str) -> Outline:
         file = path / CONFIG if path.is_dir() else path
         if not model or not file.is_file():
             raise RecipeError(f"unknown model {model!r}: use {', '.join(CONFIGS)}, or a {CONFIG} or a folder with one")
-    config = safetensors_header.load_json(file)
-    safetensors_header.check_config(config, file)
+    config = json_files.load_json(file)
+    config_checks.check_config(config, file)
     found = Outline(file.resolve().parent.name, file, config)
     if config.get("quantization_config") is None:
         return found

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.io import files, safetensors_header
+from quantkit.io import files, model_folder
 from quantkit.reporting.report import REPORT
 from quantkit.reporting.report import load as load_report
 
@@ -71,6 +71,6 @@ def _sums(folder: Path) -> dict[str, str]:
     path = folder / SUMS
     if not path.exists() and not path.is_symlink():
         return {}
-    with files.open_regular(safetensors_header.inside(folder, SUMS)) as file, files.guarded(path):
+    with files.open_regular(model_folder.inside(folder, SUMS)) as file, files.guarded(path):
         lines = (_LINE.fullmatch(line) for line in file.read(_LIMIT).splitlines())
         return {found[2].decode(errors="replace"): found[1].decode().lower() for found in lines if found}

@@ -21,8 +21,10 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.errors import CheckpointError, LayoutError, reason
-from quantkit.io import files, hashing, safetensors_header
-from quantkit.io.safetensors_header import AGAIN, TensorInfo, inside, read_header, shown
+from quantkit.io import config_checks, files, hashing, json_files, model_folder
+from quantkit.io.json_files import AGAIN, shown
+from quantkit.io.model_folder import inside
+from quantkit.io.safetensors_header import TensorInfo, read_header
 from quantkit.layouts import LAYOUTS, read_config, stored_as
 from quantkit.layouts.base import Layout, Unpacking
 from quantkit.layouts.recast import broken_rule, check_padding, restated
@@ -65,8 +67,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
     wanted = [
         "*.safetensors",
         "*.json",
-        *safetensors_header.COMPANIONS,
-        *(pattern.upper() for pattern in safetensors_header.COMPANIONS),
+        *model_folder.COMPANIONS,
+        *(pattern.upper() for pattern in model_folder.COMPANIONS),
     ]
     unwanted = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*", "*.py"]
     try:
@@ -97,11 +99,11 @@ class Checkpoint:
             hint = "merge the adapter into its base model" if "adapter_config.json" in listing else "check the path"
             raise CheckpointError(f"{folder} is no model folder, {CONFIG} is missing: {hint}")
         self._config_file = _found(self.path, CONFIG)
-        self.config = safetensors_header.load_json(self._config_file.path)
-        safetensors_header.check_config(self.config, self.path / CONFIG, trust_remote_code)
+        self.config = json_files.load_json(self._config_file.path)
+        config_checks.check_config(self.config, self.path / CONFIG, trust_remote_code)
         self._shards: list[_File] = []
         self._where: dict[str, tuple[_File, TensorInfo]] = {}
-        self._open_shards(*safetensors_header.shards(self.path, listing, self.notices))
+        self._open_shards(*model_folder.shards(self.path, listing, self.notices))
         dense: tuple[Layout | None, Schemes | None] = (None, None)
         stated, where = self._quantization_config(listing)
         self.stated = stated
@@ -295,7 +297,7 @@ class Checkpoint:
             raise CheckpointError(f"{self.path / CONFIG}: quantization_config is no object: remove it or mend it")
         for name, (method, key) in SIDE_FILES.items():
             if stated is None and name in listing:
-                found = safetensors_header.load_json(inside(self.path, name))
+                found = json_files.load_json(inside(self.path, name))
                 if key is None or key in found:
                     return {"quant_method": method, **found}, name
         return stated, CONFIG

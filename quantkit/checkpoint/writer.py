@@ -15,9 +15,11 @@ from torch import Tensor
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.errors import CheckpointError, RecipeError, about
-from quantkit.io import files, hashing, safetensors_header
+from quantkit.io import files, hashing, model_folder
 from quantkit.io.journal import JOURNAL, append_journal, read_journal
-from quantkit.io.safetensors_header import INDEX, dump_json, inside, read_header
+from quantkit.io.json_files import dump_json
+from quantkit.io.model_folder import INDEX, inside
+from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import SafetensorsWriter, header_bytes
 from quantkit.layouts.base import Layout
 
@@ -54,7 +56,7 @@ class CheckpointWriter:
         self.done = lines[1:]
         self._written = {name for line in self.done for name in line["items"]}
         # Listed now, so that a bad link does not stop a finished run.
-        self._companions = safetensors_header.companions(like.path)
+        self._companions = model_folder.companions(like.path)
         self._file: SafetensorsWriter | None = None
         self._start_unit()
         files.remove(partial / CONFIG)  # until the last step the folder must not look like a model

@@ -23,7 +23,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, KernelError, QuantkitError
-from quantkit.io import files, hashing, safetensors_header
+from quantkit.io import files, hashing, json_files, model_folder
 from quantkit.kernels import proof
 from quantkit.layouts import LAYOUTS, stored_as
 from quantkit.models.block_runner import device_of
@@ -199,7 +199,7 @@ def verify(
 def write(verification: Verification, folder: Path) -> Path:
     """Write verify.json into the folder of the checkpoint and return its path."""
     path = Path(folder) / VERIFICATION
-    files.write_atomic(path, safetensors_header.dump_json(verification.to_dict()))
+    files.write_atomic(path, json_files.dump_json(verification.to_dict()))
     return path
 
 
@@ -244,7 +244,7 @@ def _files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, str], l
 
 
 def _hash(folder: Path, name: str, like: object) -> str:
-    return hashing.hash_of_file(safetensors_header.inside(folder.resolve(), name), like)
+    return hashing.hash_of_file(model_folder.inside(folder.resolve(), name), like)
 
 
 def _missing(modules: list[str], layers: Mapping[str, Any] | None, other: Checkpoint | None) -> list[str]:

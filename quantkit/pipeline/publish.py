@@ -22,7 +22,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import CheckpointError, about
 from quantkit.io import files
-from quantkit.io.safetensors_header import RECIPE, dump_json
+from quantkit.io.json_files import dump_json
+from quantkit.io.model_folder import RECIPE
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.schemes import Schemes

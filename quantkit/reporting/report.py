@@ -21,7 +21,7 @@ import torch
 
 import quantkit
 from quantkit.errors import CheckpointError
-from quantkit.io.safetensors_header import load_json
+from quantkit.io.json_files import load_json
 
 REPORT = "quantkit_report.json"
 

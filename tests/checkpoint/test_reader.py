@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.errors import CheckpointError
-from quantkit.io.safetensors_header import INDEX
+from quantkit.io.model_folder import INDEX
 from tests.faults import memory_path
 
 tmp_path = memory_path

@@ -23,7 +23,8 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io import files, hashing
 from quantkit.io.journal import JOURNAL, read_journal
-from quantkit.io.safetensors_header import INDEX, read_header
+from quantkit.io.model_folder import INDEX
+from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import RESERVED
 from quantkit.io.staging import is_complete, publish, staging
 from quantkit.layouts import LAYOUTS, quantkit_key

@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from quantkit.errors import CheckpointError
-from quantkit.io.safetensors_header import DTYPES, check_config, inside, load_json, parse_header, read_header
+from quantkit.io.config_checks import check_config
+from quantkit.io.json_files import load_json
+from quantkit.io.model_folder import inside
+from quantkit.io.safetensors_header import DTYPES, parse_header, read_header
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float16).view(3, 4),

@@ -11,7 +11,7 @@ from quantkit.algorithms.hessian import Hessian
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError
-from quantkit.io.safetensors_header import dump_json
+from quantkit.io.json_files import dump_json
 from quantkit.pipeline.layer_solver import rounded, solve
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.progress import Progress

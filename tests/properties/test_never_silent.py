@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.io.safetensors_header import load_json, read_header
+from quantkit.io.json_files import load_json
+from quantkit.io.safetensors_header import read_header
 from quantkit.models.block_runner import dense_model, tokenizer
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import Checkpoint, quantize

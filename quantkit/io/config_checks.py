@@ -1,0 +1,26 @@
+"""Keys of a model's config that could run code, refused before a library reads it (RELIABILITY 1.6)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import CheckpointError
+from quantkit.io.json_files import entries, shown
+
+
+def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = False) -> None:
+    """Refuse a config whose keys, at any depth, make transformers load code (RELIABILITY 1.6).
+
+    These are `auto_map` and `trust_remote_code`, unless the user trusts the model's code, and always what names an
+    attention or expert implementation (a kernel from elsewhere); true, false and null in the latter name nothing.
+    """
+    for key, value in entries(config, path):
+        if key in ("auto_map", "trust_remote_code") and not trust_remote_code:
+            raise CheckpointError(
+                f"{path}: {key} asks to run code that comes with the model: add --trust-remote-code if you trust it, "
+                "or remove the key if the model works without"
+            )
+        implementation = key.lstrip("_").startswith(("attn_implementation", "experts_implementation"))
+        if implementation and not (value is None or isinstance(value, bool)):
+            raise CheckpointError(f"{path}: {shown(key)} can make a library load foreign code: remove the key")

@@ -1,0 +1,105 @@
+"""JSON files of unknown origin, read in exactly one way or refused (RELIABILITY 1.6)."""
+
+from __future__ import annotations
+
+import json
+import os
+import reprlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from quantkit.errors import CheckpointError
+from quantkit.io import files
+
+DEPTH_LIMIT = 64
+AGAIN = "download it again"
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = 100
+_SHORT.maxother = 100
+
+
+def load_json(path: Path, limit: int = 100 * 2**20) -> dict[str, Any]:
+    """Read the object of a JSON file; CheckpointError if it is larger than `limit` or ambiguous.
+
+    Refused: other encodings than UTF-8, duplicate keys, NaN and infinite numbers, integers past 64 bits, nesting
+    deeper than 64, unpaired surrogates.
+    """
+    with files.guarded(path):
+        real = path.resolve(strict=True)
+    with files.open_regular(real) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise CheckpointError(f"{path}: {size} bytes of JSON are more than the limit of {limit}")
+        value = parse(files.read_exactly(file, 0, size, path).numpy().tobytes(), path)
+    for key, child in entries(value, path):
+        for text in (key, child):
+            # Half of a surrogate pair is legal in JSON, and then cannot be printed or written again.
+            if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+                raise CheckpointError(f"{path}: has an unpaired surrogate in {shown(text)}: {AGAIN}")
+    return value
+
+
+def dump_json(value: Mapping[str, Any]) -> bytes:
+    """Write JSON to bytes; ValueError for NaN and infinity, which `load_json` would not read back."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+
+
+def parse(data: bytes, path: Path) -> dict[str, Any]:
+    """Parse the bytes of a JSON object; CheckpointError, naming `path`, for what `load_json` refuses."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if value in (float("inf"), float("-inf")):
+            raise ValueError(f"the number {text[:20]} is too large")
+        return value
+
+    def integer(text: str) -> int:
+        if len(text) > 20 or not -(2**63) <= int(text) < 2**64:
+            raise ValueError(f"the number {text[:20]} is too large")
+        return int(text)
+
+    def constant(text: str) -> NoReturn:
+        raise ValueError(f"{text} is not JSON")
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in found:
+                raise ValueError(f"the key {shown(key)} is there twice")
+            found[key] = value
+        return found
+
+    try:
+        value = json.loads(
+            data.decode(), object_pairs_hook=unique, parse_float=number, parse_int=integer, parse_constant=constant
+        )
+    except RecursionError:
+        raise CheckpointError(f"{path}: JSON nested deeper than {DEPTH_LIMIT}: {AGAIN}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not the JSON it should be ({error}): {AGAIN}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: holds no JSON object: {AGAIN}")
+    return value
+
+
+def entries(value: Any, path: Path, depth: int = 0) -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) for all that a JSON value holds at any depth; list entries have the key ""."""
+    if depth > DEPTH_LIMIT:
+        raise CheckpointError(f"{path}: JSON nested deeper than {DEPTH_LIMIT}: {AGAIN}")
+    children = value.items() if isinstance(value, dict) else (("", v) for v in value) if isinstance(value, list) else ()
+    for key, child in children:
+        yield key, child
+        if isinstance(child, (dict, list)):
+            yield from entries(child, path, depth + 1)
+
+
+def shown(value: Any) -> str:
+    """Format an untrusted value as one short printable line."""
+    return _SHORT.repr(value)
+
+
+def damaged(path: Path, problem: str) -> NoReturn:
+    """Raise CheckpointError for a file that was damaged on its way."""
+    raise CheckpointError(f"{path}: {problem}: {AGAIN}")
