@@ -54,8 +54,8 @@ weights again and reports the loss. It is never implied.
 - **Shapes.** `n` and `k` must be multiples of the target kernel's tile. `--pad` fills weights up with zeros. The true
   shape stays in the `quantkit` key of config.json, and a conversion back removes the zeros.
 - **Zero points.** A symmetric target has zero points of 8 only. An asymmetric weight fits if all its codes still fit
-  after a shift (`0 <= code - zero point + 8 <= 15`), as with zero points of 8. GPTQ v1 stores zero points minus one, so it
-  cannot hold 0.
+  after a shift (`0 <= code - zero point + 8 <= 15`), as with zero points of 8. GPTQ v1 stores zero points minus one, so
+  it cannot hold 0.
 - **2:4.** Sparse-MARLIN keeps two of each four values along `k`, and a dense weight must have no more. The values come
   back. If a quad has fewer than two, a convention decides which positions are marked, so the marks do not come back.
 - **Act-order.** Columns whose group is not `k // group size` are not read, because other layouts cannot hold them.
