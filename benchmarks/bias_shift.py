@@ -1,7 +1,7 @@
 """Compare TC-FPx on Hopper with itself when each weight's exponent is converted, two weights by a product.
 
-The kernel leaves a power of two out of all weights and multiplies the sums by it, once (LAYOUTS 6.4): the bias shift of
-the ZeroQuant(4+2) paper, which gives what it saves. Both have the same tile and take turns; times are medians.
+The kernel leaves a power of two out of all weights and multiplies the sums by it, once (docs/layouts.md, 6.4). This is
+the bias shift of the ZeroQuant(4+2) paper. Both variants have the same tile and take turns; times are medians.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from quantkit.bench import kernels, roofline
+from quantkit.bench import kernels, roofline, timing
 from quantkit.io import files
 
 
@@ -40,9 +40,9 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
     from quantkit.layouts import tcfpx
 
     scheme, cuda = Scheme.parse(label), torch.device("cuda")
-    one = tcfpx.pack(kernels.record(scheme, n, k, cuda))
+    one = tcfpx.pack(kernels.random_record(scheme, n, k, cuda))
     size = sum(part.nbytes for part in one.values())
-    count = kernels.copies(size, torch.cuda.get_device_properties(cuda).L2_cache_size)
+    count = timing.copies(size, torch.cuda.get_device_properties(cuda).L2_cache_size)
     packed = [{name: part.clone() for name, part in one.items()} for _ in range(count)]
     launcher = LAUNCHERS["tcfpx"]
     weight, plain = launcher.weight(scheme, n, k), launcher.kernels(scheme, n, k).hopper
@@ -62,8 +62,8 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
         random = torch.Generator(cuda).manual_seed(m)
         x = torch.randn(m, k, device=cuda, generator=random).half()
         out = torch.empty(m, n, dtype=x.dtype, device=cuda)
-        both = [kernels.prepared(partial(call, x=x, out=out, kernel=one), 20.0, count) for one in (plain, converted)]
-        shifted, not_shifted = kernels.medians(both)
+        both = [timing.prepared(partial(call, x=x, out=out, kernel=one), 20.0, count) for one in (plain, converted)]
+        shifted, not_shifted = timing.medians(both)
         ratio = not_shifted / shifted
         rows.append(
             {"scheme": label, "N": n, "K": k, "M": m, "us": shifted, "converted_us": not_shifted, "ratio": ratio}

@@ -100,7 +100,7 @@ def _products(layout: str, scheme: Any, compiled: list[float]) -> dict[str, Any]
     from quantkit.kernels.contract import ACTIVATIONS
     from quantkit.layouts import LAYOUTS
 
-    q = kernels.record(scheme, N, K, torch.device("cuda"))
+    q = kernels.random_record(scheme, N, K, torch.device("cuda"))
     tensors = LAYOUTS[layout].pack(q)
     inputs = [torch.ones(m, K, dtype=dtype, device="cuda") for dtype in ACTIVATIONS for m in roofline.TOKENS]
     torch.cuda.synchronize()

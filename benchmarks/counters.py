@@ -98,7 +98,7 @@ def multiply(args: argparse.Namespace) -> None:
     cuda = torch.device("cuda")
     for layout, layer in product(args.layout, roofline.layers([], args.shape)):
         scheme = Scheme.parse(args.scheme or kernels.SCHEMES[layout][0])
-        q = kernels.record(scheme, layer.n, layer.k, cuda)
+        q = kernels.random_record(scheme, layer.n, layer.k, cuda)
         dense = q.dequantize()
         ours = partial(MATMULS[layout], tensors=LAYOUTS[layout].pack(q), scheme=scheme, n=layer.n, k=layer.k)
         calls: dict[str, Callable[..., Any]] = {layout: ours}

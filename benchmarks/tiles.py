@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
-from quantkit.bench.kernels import copies, flops, medians, prepared, record
+from quantkit.bench.kernels import flops, random_record
 from quantkit.bench.roofline import MODELS, TOKENS, floor
+from quantkit.bench.timing import copies, medians, prepared
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS, hopper
 from quantkit.kernels.hopper import HopperTile
@@ -49,7 +50,7 @@ def sweep(layout: str, out: Path) -> None:
 def _cells(layout: str, scheme: Scheme, n: int, k: int) -> list[list[Any]]:
     where = torch.device("cuda")
     l2 = torch.cuda.get_device_properties(where).L2_cache_size
-    q = record(scheme, n, k, where)
+    q = random_record(scheme, n, k, where)
     dense, one = q.dequantize(), LAYOUTS[layout].pack(q)
     size = sum(tensor.nbytes for tensor in one.values())
     packed = [{name: part.clone() for name, part in one.items()} for _ in range(copies(size, l2))]

@@ -81,7 +81,7 @@ def write_model(out: Path, layout: str, scheme: Scheme, layers: int) -> None:
         for i in range(layers):
             digests = []
             for linear, (n, k) in LINEARS.items():
-                q = kernels.record(scheme, n, k, device, seed=len(named))
+                q = kernels.random_record(scheme, n, k, device, seed=len(named))
                 module = f"model.layers.{i}.{linear}"
                 named.append({"name": module, "shape": [n, k], "scheme": scheme.label, "layout": layout})
                 digests.append((named[-1], pool.submit(q.digest)))

@@ -1,8 +1,7 @@
-"""A model without weights: what its config.json says of shapes, what it would weigh packed, and one full of noise.
+"""Models with random weights, from a config.json alone: their shapes, their size when packed, and the built model.
 
-Speed and memory depend on shapes alone, so no model need be downloaded to be measured. Noise is packed where it is
-used, one layer at a time: a packed model is never dense as a whole, and one of 70 billion weights in FP6 fits on one
-GPU.
+Speed and memory depend on shapes alone, so nothing is downloaded. Random weights are packed on the GPU one layer at a
+time, so a packed model is never dense as a whole.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _LLAMA = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
-#: Model -> its config.json, as far as speed depends on it.
+#: Model -> the entries of its config.json that affect speed.
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama3-8b": _LLAMA
     | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -50,15 +49,15 @@ CONFIGS: dict[str, dict[str, Any]] = {
     | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
     | {"vocab_size": 32000, "max_position_embeddings": 4096},
 }
-#: What the model without packed weights is called where others have a layout.
+#: Name of the unpacked model in place of a layout.
 DENSE = "dense"
 
-#: Masks of such lengths need no copy before attention.
-UNIT = 8
-#: Bytes for each weight of the largest linear while it is made and packed.
+#: Attention needs no copy of masks whose length is a multiple of this.
+MASK_UNIT = 8
+#: Bytes for each weight of the largest linear during its packing.
 SCRATCH = 32
-#: Outputs of the widest linear that are alive together, for each token of a prompt.
-ALIVE = 6
+#: Outputs of the widest linear in memory at the same time, for each token of a prompt.
+OUTPUTS = 6
 
 #: Path of a linear in a model -> `(n, k)`.
 Shapes = dict[str, tuple[int, int]]
@@ -66,7 +65,7 @@ Shapes = dict[str, tuple[int, int]]
 
 @dataclass(frozen=True)
 class Outline:
-    """A model without weights: its config.json, and the layout and schemes if that says that it is packed."""
+    """A model without weights: its config.json, and the layout and schemes if it is packed already."""
 
     name: str
     path: Path
@@ -77,22 +76,22 @@ class Outline:
 
 @dataclass(frozen=True)
 class Variant:
-    """What the linears of a model are: path in the model -> scheme in a layout, or dense where there is none."""
+    """A form of a model: path of a linear -> its scheme in a layout; linears without a scheme are dense."""
 
     layout: str
     schemes: Mapping[str, Scheme]
 
     @property
     def scheme(self) -> str:
-        """The labels of all schemes, the commonest first; of a dense model ""."""
+        """The labels of all schemes, the most frequent first; empty for a dense model."""
         return ", ".join(label for label, _ in Counter(s.label for s in self.schemes.values()).most_common())
 
 
 @dataclass(frozen=True)
-class Load:
-    """How a model is used: prompts of `prompt` tokens, then `new` ones each, in several batch sizes, in a dtype.
+class Workload:
+    """The use of a model: prompts of `prompt` tokens, then `new` tokens each, in several batch sizes, in a dtype.
 
-    `eager` leaves the small operations of a step as they are, see `turns.fused`.
+    `eager` turns off the fusion of small operations, see `decode_graphs.fused`.
     """
 
     batches: tuple[int, ...]
@@ -104,16 +103,16 @@ class Load:
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes on paper: of all weights, and of those that a step reads (of untied embeddings it looks up few rows)."""
+    """Expected bytes of all weights, and of those that a step reads: all but untied embeddings."""
 
     weights: int
     read: int
 
 
 def read(model: str) -> Outline:
-    """Return a model of `CONFIGS` by name, or that of a config.json or a folder with one; weights are not looked at.
+    """Read the outline of a model: a name in `CONFIGS`, a config.json, or a folder with one. Weights are ignored.
 
-    RecipeError for what is neither, CheckpointError for a config.json that is damaged or hostile.
+    RecipeError for any other name, CheckpointError for a damaged or hostile config.json.
     """
     if model in CONFIGS:
         return Outline(model, Path(model), CONFIGS[model])
@@ -132,11 +131,11 @@ def read(model: str) -> Outline:
 
 
 def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], skip: Sequence[str]) -> list[Variant]:
-    """Return the dense model and its packed forms: each layout in each scheme, or in its usual one if none is asked.
+    """List the dense model and its packed forms: each layout in each scheme, by default in the layout's usual one.
 
-    A model that is packed already is measured as it is, unless a layout or a scheme is asked. The output head stays
-    dense, and what its config or `skip` (regular expressions) leaves so. LayoutError, with the layouts and schemes that
-    do, for one that does not hold all linears; RecipeError for a pattern that is none and for no linears at all.
+    A model that is packed already keeps its form, unless a layout or a scheme is given. The output head stays dense,
+    and so do linears that the config ignores or `skip` (regular expressions) matches. LayoutError, with alternatives,
+    if a layout does not hold all linears. RecipeError for an invalid pattern, and if no linear is left.
     """
     built = skeleton(model, torch.float16, False)
     linears, every = linears_of(built, model, skip), [p for p, m in built.named_modules() if isinstance(m, nn.Linear)]
@@ -153,21 +152,21 @@ def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], 
             for scheme in schemes or (Scheme.parse(kernels.SCHEMES[layout][0]),):
                 found.append(Variant(layout, dict.fromkeys(linears, scheme)))
     for variant in found:
-        broken = {path: _broken(variant.layout, scheme, *linears[path]) for path, scheme in variant.schemes.items()}
+        broken = {p: _broken_rule(variant.layout, scheme, *linears[p]) for p, scheme in variant.schemes.items()}
         wrong = {path: rule for path, rule in broken.items() if rule is not None}
         for path, rule in wrong.items():
             (n, k), label = linears[path], variant.schemes[path].label
             raise LayoutError(
                 f"{path} is {n}x{k}, which {variant.layout} does not hold in {label}: {rule}: "
-                f"{_ways_out(linears, wrong, schemes)}"
+                f"{_alternatives(linears, wrong, schemes)}"
             )
     return found
 
 
 def linears_of(built: PreTrainedModel, model: Outline | None = None, skip: Sequence[str] = ()) -> Shapes:
-    """Return path -> `(n, k)` of every linear but the output head, without those that a config or `skip` leaves dense.
+    """Map the path of every linear to `(n, k)`, except the output head and those that a config or `skip` leaves dense.
 
-    RecipeError for a regular expression that is none.
+    RecipeError for an invalid regular expression.
     """
     ignored = model.schemes.ignore if model is not None and model.schemes is not None else ()
     left = [name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in ignored]
@@ -187,8 +186,8 @@ def linears_of(built: PreTrainedModel, model: Outline | None = None, skip: Seque
     }
 
 
-def _broken(layout: str, scheme: Scheme, n: int, k: int) -> str | None:
-    """Return the rule that a weight breaks in a layout, None if it fits."""
+def _broken_rule(layout: str, scheme: Scheme, n: int, k: int) -> str | None:
+    """Name the rule of a layout that a weight breaks, None if it fits."""
     try:
         LAYOUTS[layout].check(scheme, n, k)
         scheme.groups(k)
@@ -197,23 +196,23 @@ def _broken(layout: str, scheme: Scheme, n: int, k: int) -> str | None:
     return None
 
 
-def _ways_out(linears: Shapes, wrong: Collection[str], schemes: Sequence[Scheme]) -> str:
-    """Return options for linears of which some fit nowhere as asked; of layouts and schemes those that hold all."""
+def _alternatives(linears: Shapes, wrong: Collection[str], schemes: Sequence[Scheme]) -> str:
+    """Suggest options for linears that do not fit: layouts and schemes that hold all, or which linears to skip."""
     shapes = set(linears.values())
-    ways = [
+    options = [
         f"--layout {layout} --scheme {scheme.label}"
         for layout in kernels.default_layouts()
         for scheme in dict.fromkeys([*map(Scheme.parse, kernels.SCHEMES[layout]), *schemes])
-        if all(_broken(layout, scheme, n, k) is None for n, k in shapes)
+        if all(_broken_rule(layout, scheme, n, k) is None for n, k in shapes)
     ]
     if len(wrong) < len(linears):
-        leaves = dict.fromkeys(re.escape(path.rpartition(".")[2]) for path in wrong)
-        ways.append(f"--skip '{'|'.join(leaves)}' to leave {len(wrong)} of {len(linears)} dense")
-    return f"use {', or '.join(ways)}" if ways else "no kernel's layout holds its linears, use another model"
+        names = dict.fromkeys(re.escape(path.rpartition(".")[2]) for path in wrong)
+        options.append(f"--skip '{'|'.join(names)}' to leave {len(wrong)} of {len(linears)} dense")
+    return f"use {', or '.join(options)}" if options else "no kernel's layout holds its linears, use another model"
 
 
 def sizes(built: PreTrainedModel, variant: Variant) -> Sizes:
-    """Return the bytes of a variant of a model on the meta device; of packed weights those that the layout stores."""
+    """Compute the bytes of a variant of a model on the meta device; packed weights count as the layout stores them."""
     tied = built.all_tied_weights_keys
     total = 0
     for name, parameter in built.named_parameters():
@@ -230,27 +229,27 @@ def _stored(layout: str, scheme: Scheme, n: int, k: int) -> Collection[tuple[tor
     return LAYOUTS[layout].stored(scheme, n, k).values()
 
 
-def places(prompt: int, new: int) -> int:
-    """Return the places of a cache for prompts and new tokens."""
-    return -(-(prompt + new) // UNIT) * UNIT
+def cache_length(prompt: int, new: int) -> int:
+    """Compute the positions of a cache for prompts and new tokens."""
+    return -(-(prompt + new) // MASK_UNIT) * MASK_UNIT
 
 
-def working(built: PreTrainedModel, load: Load, batch: int) -> int:
-    """Return the bytes that a batch takes beside the weights, an estimate that leans upwards: cache and activations."""
+def working_bytes(built: PreTrainedModel, load: Workload, batch: int) -> int:
+    """Estimate the bytes of a batch beside the weights, rather too high: cache and activations."""
     text: Any = built.config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    cache = 2 * text.num_hidden_layers * heads * width * places(load.prompt, load.new)
+    cache = 2 * text.num_hidden_layers * heads * width * cache_length(load.prompt, load.new)
     widest = max(max(shape) for shape in linears_of(built).values())
-    return int(batch * load.dtype.itemsize * (cache + ALIVE * widest * load.prompt + ALIVE * text.vocab_size))
+    return int(batch * load.dtype.itemsize * (cache + OUTPUTS * widest * load.prompt + OUTPUTS * text.vocab_size))
 
 
-def share_room(
-    name: str, built: PreTrainedModel, variants: Sequence[Variant], load: Load, free: int
+def fit_batches(
+    name: str, built: PreTrainedModel, variants: Sequence[Variant], load: Workload, free: int
 ) -> tuple[list[tuple[Variant, tuple[int, ...]]], list[str]]:
-    """Return the variants with the batches that fit into `free` bytes, and a notice if not all of the dense one do.
+    """Select for each variant the batches that fit into `free` bytes; notices name those of the dense one that do not.
 
-    KernelError, with how much is missing, for a packed one that does not fit in all batches.
+    KernelError, with the missing bytes, for a packed variant that does not fit in all batches.
     """
     largest = max(math.prod(shape) for shape in linears_of(built).values())
     jobs: list[tuple[Variant, tuple[int, ...]]] = []
@@ -258,7 +257,7 @@ def share_room(
     for variant in variants:
         weights = sizes(built, variant).weights + CUDA_DEVICE
         scratch = SCRATCH * largest if variant.schemes else 0
-        needs = {batch: weights + max(scratch, working(built, load, batch)) for batch in load.batches}
+        needs = {batch: weights + max(scratch, working_bytes(built, load, batch)) for batch in load.batches}
         over = [batch for batch, need in needs.items() if need > free]
         if over:
             need = needs[over[0]]
@@ -277,10 +276,10 @@ def share_room(
 def build(
     model: Outline, variant: Variant, dtype: torch.dtype, device: torch.device, progress: Progress
 ) -> tuple[PreTrainedModel, list[str]]:
-    """Return a variant with random weights on a device, and notices of weights that no kernel multiplies there.
+    """Build a variant with random weights on a device; returns it, and notices of weights that no kernel multiplies.
 
-    Linears of one shape and scheme have one weight, each its own copy. Outputs are as large as inputs, so that nothing
-    overflows in whatever depth.
+    Linears of one shape and scheme get copies of one weight. Outputs are about as large as inputs, so that no depth
+    overflows.
     """
     built = skeleton(model, dtype, False)
     first: dict[tuple[Any, ...], PackedLinear] = {}
@@ -295,7 +294,7 @@ def build(
         else:
             bias = torch.zeros(n, dtype=dtype, device=device) if biased else None
             with about(path):
-                tensors = LAYOUTS[variant.layout].pack(noise(scheme, n, k, device))
+                tensors = LAYOUTS[variant.layout].pack(random_weight(scheme, n, k, device))
             linear = first[key] = PackedLinear(variant.layout, scheme, (n, k), (n, k), tensors, bias)
             notices += swap_linears.repack_for_kernels({path: linear})
         owner, _, leaf = path.rpartition(".")
@@ -305,15 +304,15 @@ def build(
     return built, notices
 
 
-def noise(scheme: Scheme, n: int, k: int, device: torch.device) -> QuantizedTensor:
-    """Return `bench.record` with scales that make products about as large as activations."""
-    q = kernels.record(scheme, n, k, device)
+def random_weight(scheme: Scheme, n: int, k: int, device: torch.device) -> QuantizedTensor:
+    """Make a `kernels.random_record` with scales that keep products about as large as activations."""
+    q = kernels.random_record(scheme, n, k, device)
     typical = 0.01 * pstdev(scheme.format.values) * math.sqrt(k)
     return QuantizedTensor(scheme, q.codes, (q.scales.float() / typical).half(), q.zeros)
 
 
 def _fill(model: PreTrainedModel, device: torch.device) -> None:
-    """Give all parameters without data random values on a device, and bring the buffers there; ties stay ties."""
+    """Fill all parameters without data with random values on a device, and move the buffers; ties are preserved."""
     random = torch.Generator(device).manual_seed(0)
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():

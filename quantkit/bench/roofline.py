@@ -1,8 +1,8 @@
-"""What timings of kernels mean: beside cuBLAS of the same run, beside the floor, beside other kernels' figures.
+"""Compare timings of kernels with cuBLAS of the same run, with the floor, and with published figures.
 
-Pure arithmetic on figures that `bench` measures. The floor of a kernel is the time to move its bytes at the speed of a
-copy, or to multiply at the speed of a large dense product, whichever is longer. Kernels that were timed elsewhere are
-compared by their speedup over the cuBLAS of their own run, which takes clocks and cards out.
+Pure arithmetic on measured times. The floor of a kernel is the time to move its bytes at the speed of a copy, or to
+multiply at the speed of a large dense product, whichever is longer. Kernels that were timed elsewhere are compared by
+their speedup over the cuBLAS of their own run, which cancels clocks and cards.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Peers = dict[tuple[str, int, int, int], float]
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight `[n, k]` to be timed, and what it is called."""
+    """A named weight `[n, k]` to be timed."""
 
     name: str
     n: int
@@ -43,7 +43,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Device:
-    """Where cells were measured: programs, bytes/s of a copy (read and written) and FLOP/s of a dense product."""
+    """The GPU and programs of a run, bytes/s of a copy (read and written) and FLOP/s of a dense product."""
 
     gpu: str
     torch: str
@@ -56,11 +56,10 @@ class Device:
 
 @dataclass(frozen=True)
 class Cell:
-    """One timing: `layer` by `m` tokens. Times in microseconds, `bytes` those of the packed weight.
+    """One timing: `layer` by `m` tokens.
 
-    `cublas_w` is cuBLAS with the weight as `[n, k]`, `cublas_wt` as `[k, n]`. `flops` are those that the layout leaves
-    to do, half for a compressed 2:4 weight. `error` is relative, against float32; `calls` in a graph go round `copies`
-    of the weight, and the times are medians of `rounds`.
+    cuBLAS has the weight as `[n, k]` (`cublas_w_us`) and as `[k, n]` (`cublas_wt_us`). `error` is relative to float32.
+    The `calls` of a graph cycle through `copies` of the weight, and times are medians of `rounds`.
     """
 
     layer: Layer
@@ -68,27 +67,27 @@ class Cell:
     layout: str
     scheme: str
     kernel: str
-    us: float
-    cublas_w: float
-    cublas_wt: float
-    bytes: int
-    floor: float
+    time_us: float
+    cublas_w_us: float
+    cublas_wt_us: float
+    weight_bytes: int
+    floor_us: float
     error: float
     copies: int
     calls: int
     rounds: int
 
     @property
-    def cublas(self) -> float:
-        """The faster order."""
-        return min(self.cublas_w, self.cublas_wt)
+    def cublas_us(self) -> float:
+        """The time of the faster order."""
+        return min(self.cublas_w_us, self.cublas_wt_us)
 
     @property
     def speedup(self) -> float:
-        return self.cublas / self.us
+        return self.cublas_us / self.time_us
 
     def row(self, device: Device) -> dict[str, Any]:
-        """Return the figures under the names of a CSV; those that published figures have too are called the same."""
+        """Build the row of a CSV; columns that published figures have too carry their names."""
         n, k = self.layer.n, self.layer.k
         return {
             "layer": self.layer.name,
@@ -99,17 +98,17 @@ class Cell:
             "layout": self.layout,
             "scheme": self.scheme,
             "dtype": device.dtype,
-            "time_us": self.us,
-            "floor_us": self.floor,
-            "pct_of_floor": 100 * self.floor / self.us,
-            "cublas_us": self.cublas,
-            "cublas_w_us": self.cublas_w,
-            "cublas_wt_us": self.cublas_wt,
+            "time_us": self.time_us,
+            "floor_us": self.floor_us,
+            "pct_of_floor": 100 * self.floor_us / self.time_us,
+            "cublas_us": self.cublas_us,
+            "cublas_w_us": self.cublas_w_us,
+            "cublas_wt_us": self.cublas_wt_us,
             "speedup_vs_cublas": self.speedup,
-            "floor_speedup": self.cublas / self.floor,
-            "weight_GBps": self.bytes / self.us / 1e3,
-            "pct_of_copy_bandwidth": 100 * self.bytes / self.us * 1e6 / device.copy,
-            "tflops": 2 * self.m * n * k / self.us / 1e6,
+            "floor_speedup": self.cublas_us / self.floor_us,
+            "weight_GBps": self.weight_bytes / self.time_us / 1e3,
+            "pct_of_copy_bandwidth": 100 * self.weight_bytes / self.time_us * 1e6 / device.copy,
+            "tflops": 2 * self.m * n * k / self.time_us / 1e6,
             "relative_error": self.error,
             "copies": self.copies,
             "calls": self.calls,
@@ -124,9 +123,9 @@ class Cell:
 
 
 def layers(models: Sequence[str], shapes: Sequence[str]) -> list[Layer]:
-    """Return the layers of models by name and of shapes such as `6144x4096` (n x k), each once.
+    """List the layers of models by name and of shapes such as `6144x4096` (n x k), each once.
 
-    RecipeError for anything that is not written so.
+    RecipeError for an unknown model or a malformed shape.
     """
     found: dict[tuple[int, int], Layer] = {}
     for model in models:
@@ -145,12 +144,12 @@ def layers(models: Sequence[str], shapes: Sequence[str]) -> list[Layer]:
 
 
 def floor(size: int, flops: float, copy: float, rate: float) -> float:
-    """Return the microseconds below which no kernel comes that moves `size` bytes and does `flops`."""
+    """Compute the least microseconds of a kernel that moves `size` bytes and does `flops`."""
     return 1e6 * max(size / copy, flops / rate)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> bytes:
-    """Return rows as a CSV, floats to six digits."""
+    """Write rows as a CSV, floats to six digits."""
     text = io.StringIO(newline="")
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
@@ -159,10 +158,10 @@ def table(rows: Sequence[dict[str, Any]]) -> bytes:
 
 
 def read_peers(path: Path, names: Sequence[str]) -> Peers:
-    """Return the speedups of the kernels `names` in a CSV with columns K, N, M, kernel, speedup_vs_cublas.
+    """Read the speedups of the kernels `names` from a CSV with columns K, N, M, kernel, speedup_vs_cublas.
 
-    Of several figures for one cell the best is taken. CheckpointError for a file that is no such CSV, RecipeError,
-    with the names that there are, for none and for one that is not among them.
+    The best of several figures for one cell counts. CheckpointError for a file that is no such CSV. RecipeError for no
+    names and for unknown ones, with those that the file has.
     """
     found: Peers = {}
     with files.open_regular(path) as file:
@@ -170,7 +169,7 @@ def read_peers(path: Path, names: Sequence[str]) -> Peers:
     try:
         for row in csv.DictReader(io.StringIO(text.decode(), newline="")):
             if not row["speedup_vs_cublas"]:
-                continue  # a plain read has none
+                continue  # a row of a plain read has no speedup
             key = (row["kernel"], int(row["N"]), int(row["K"]), int(row["M"]))
             speedup = float(row["speedup_vs_cublas"])
             if not 0 < speedup < math.inf:
@@ -190,10 +189,10 @@ def read_peers(path: Path, names: Sequence[str]) -> Peers:
 
 
 def compare(cells: Iterable[Cell], peers: Peers) -> dict[str, Any]:
-    """Return how cells stand beside the best of `peers` for the same n, k and m, by speedup over cuBLAS.
+    """Compare cells with the best of `peers` for the same n, k and m, by speedup over cuBLAS.
 
-    `compared` and `missing` are counts (missing: the peers have no figure), `mean` the geometric mean of our speedup
-    over theirs (None for nothing compared), `slower` the cells that are behind, the worst first.
+    `compared` counts the cells with a peer's figure, `missing` those without. `mean` is the geometric mean of our
+    speedup over theirs (None if no cell was compared), `slower` lists the cells that are behind, the worst first.
     """
     best: dict[tuple[int, int, int], tuple[float, str]] = {}
     for (kernel, n, k, m), speedup in peers.items():
@@ -227,7 +226,7 @@ def compare(cells: Iterable[Cell], peers: Peers) -> dict[str, Any]:
 
 
 def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return geometric means over the layers of each model whose layers were all timed, for each layout and M.
+    """Compute geometric means over the layers of each model, for each layout and M, if all its layers were timed.
 
     A row has `layout`, `scheme`, `model`, `M`, `speedup_vs_cublas` and `floor_speedup`.
     """
@@ -244,9 +243,9 @@ def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def panels(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float, float]]]]:
-    """Return what a plot shows: layout and scheme -> shape -> (M, speedup over cuBLAS, the floor's) by M.
+    """Arrange rows for plots: layout and scheme -> shape -> (M, speedup over cuBLAS, the floor's), sorted by M.
 
-    The figures of a row may be text, as a CSV has them.
+    The figures of a row may be text, as in a CSV.
     """
     found: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
     for row in rows:

@@ -13,7 +13,7 @@ from quantkit.bench import random_model, roofline
 from quantkit.bench.generate import BATCHES, measure
 from quantkit.bench.kernels import default_layouts
 from quantkit.bench.kernels import kernels as time_kernels
-from quantkit.bench.random_model import CONFIGS, Load, Outline, Variant
+from quantkit.bench.random_model import CONFIGS, Outline, Variant, Workload
 from quantkit.bench.roofline import MODELS, TOKENS, layers
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
@@ -128,12 +128,12 @@ def _kernel_arguments(asked: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _generate_arguments(asked: dict[str, Any]) -> tuple[Outline, list[Variant], Load]:
+def _generate_arguments(asked: dict[str, Any]) -> tuple[Outline, list[Variant], Workload]:
     """Make the arguments of `bench.generate.measure`."""
     named = random_model.read(asked["model"])
     found = random_model.variants(named, list(dict.fromkeys(asked["layout"])), _schemes(asked), asked["skip"])
     batches = tuple(sorted(set(asked["batch"] or BATCHES)))
-    return named, found, Load(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked), asked["eager"])
+    return named, found, Workload(batches, asked["prompt_tokens"], asked["new_tokens"], _dtype(asked), asked["eager"])
 
 
 def _schemes(asked: dict[str, Any]) -> list[Scheme]:

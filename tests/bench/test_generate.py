@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.bench import decode_graphs, generate, kernels, roofline
 from quantkit.bench.generate import Decoding, Pace
-from quantkit.bench.random_model import DENSE, Load, Outline, Sizes, Variant, build, variants
+from quantkit.bench.random_model import DENSE, Outline, Sizes, Variant, Workload, build, variants
 from quantkit.bench.roofline import Device
 from quantkit.cli import show
 from quantkit.errors import RecipeError
@@ -41,7 +41,7 @@ def test_prompts_and_steps_write_what_the_plain_model_writes(family: str, length
     with torch.inference_mode():
         for _ in range(6):
             wanted = torch.cat([wanted, plain(wanted, use_cache=False).logits[:, -1:].argmax(-1)], 1)
-        turn = decode_graphs.turns(made, ids, 6)
+        turn = decode_graphs.decode_calls(made, ids, 6)
         for _ in range(2):  # the cache is rewound, not new
             turn.rewind(0)
             turn.prompt()
@@ -62,7 +62,7 @@ def test_fused_blocks_write_the_same_and_are_compiled_once_for_all(family: str) 
 
 def test_fused_blocks_hold_attention_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     apart = _graphs_that_write_the_same(LLAMA)
-    monkeypatch.setattr(decode_graphs, "CROWD", 1)
+    monkeypatch.setattr(decode_graphs, "MANY_HEADS", 1)
     assert _graphs_that_write_the_same(LLAMA) == apart
 
 
@@ -76,7 +76,7 @@ def _graphs_that_write_the_same(config: dict[str, Any]) -> int:
         return graph.forward
 
     def written() -> torch.Tensor:
-        turn = decode_graphs.turns(made, ids, 6)
+        turn = decode_graphs.decode_calls(made, ids, 6)
         found = []
         for tokens, calls in ((0, [turn.prompt]), (11, [turn.step] * 4)):
             turn.rewind(tokens)
@@ -113,7 +113,7 @@ def test_a_captured_call_waits_for_nothing(family: str) -> None:
     made = built(model, Variant(DENSE, {}))
     ids = torch.arange(22).view(2, 11)
     with torch.inference_mode():
-        turn = decode_graphs.turns(made, ids, 6)
+        turn = decode_graphs.decode_calls(made, ids, 6)
         turn.rewind(0)
         turn.prompt()  # the call before the capture makes the cache
         for tokens, each in ((0, turn.prompt), (11, turn.step)):
@@ -127,10 +127,10 @@ def test_a_model_that_keeps_its_own_attention_is_not_measured() -> None:
     config = {"model_type": "bloom", "hidden_size": 128, "n_layer": 1, "n_head": 2, "vocab_size": 257}
     made = built(Outline("bloom", Path("bloom"), config), Variant(DENSE, {}))
     with pytest.raises(RecipeError, match="bloom: its attention is its own"):
-        decode_graphs.turns(made, torch.arange(6)[None], 2)
+        decode_graphs.decode_calls(made, torch.arange(6)[None], 2)
 
 
-@pytest.mark.parametrize("name", decode_graphs.PECULIAR)
+@pytest.mark.parametrize("name", decode_graphs.UNSUPPORTED)
 def test_an_attention_with_more_to_it_is_not_taken_for_a_plain_one(name: str) -> None:
     x = torch.zeros(1, 2, 3, 8)
     with pytest.raises(RecipeError, match=name):
@@ -145,7 +145,7 @@ def test_attention_in_one_kernel_is_that_of_two_products(kv_heads: int, monkeypa
     mask = torch.where(torch.arange(11) < 7, 0.0, float("-inf")).view(1, 1, 1, -1)
     found = []
     for crowd in (1, 1000):
-        monkeypatch.setattr(decode_graphs, "CROWD", crowd)
+        monkeypatch.setattr(decode_graphs, "MANY_HEADS", crowd)
         found.append(decode_graphs.attention(nn.Module(), query, key, value, mask)[0])
     assert found[0].shape == (3, 1, 8, 16)
     torch.testing.assert_close(found[0], found[1])
@@ -165,7 +165,7 @@ PACE = Pace("marlin", "int4:g128", "weights by the marlin kernel, float16", 16, 
 PLAIN = replace(PACE, layout=DENSE, scheme="", prompt_s=0.25, step_s=5e-3)
 FOUND = Decoding(
     "llama3-8b",
-    Load((1, 16), 512, 64, torch.float16),
+    Workload((1, 16), 512, 64, torch.float16),
     H200,
     (PLAIN, PACE, replace(PACE, batch=1, prompt_s=0.1)),
     ("something is left out",),
@@ -293,8 +293,8 @@ def test_graphs_write_what_calls_write(layout: str, gpu: torch.device) -> None:
             tokens.append(turn.token.clone())
         return torch.cat(tokens, 1)
 
-    with generate._fast(), torch.inference_mode():
-        turn = decode_graphs.turns(made, ids, 6)
+    with generate._nondeterministic(), torch.inference_mode():
+        turn = decode_graphs.decode_calls(made, ids, 6)
         wanted = written(turn.prompt, turn.step, turn)
         prompt = generate.graph_of(turn.prompt, lambda: turn.rewind(0))
         step = generate.graph_of(turn.step, lambda: turn.rewind(11))

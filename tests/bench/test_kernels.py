@@ -17,7 +17,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from quantkit.bench import kernels, roofline
+from quantkit.bench import kernels, roofline, timing
 from quantkit.bench.roofline import Cell, Device, Layer, compare, floor, layers, panels, read_peers
 from quantkit.cli import show
 from quantkit.core.scheme import Scheme
@@ -36,7 +36,7 @@ CELL = Cell(QKV, 16, "marlin", "int4:g128", "matmul", 8.0, 16.0, 20.0, 12_976_12
 
 
 def cell(us: float, layer: Layer = QKV, m: int = 16) -> Cell:
-    return replace(CELL, us=us, layer=layer, m=m)
+    return replace(CELL, time_us=us, layer=layer, m=m)
 
 
 def write(path: Path, *rows: tuple[Any, ...]) -> Path:
@@ -87,7 +87,7 @@ def test_every_kernel_has_its_usual_schemes_and_they_fit_all_published_shapes(la
 @pytest.mark.parametrize("layout", MATMULS)
 def test_random_weights_are_legal_signed_and_the_same_again(layout: str) -> None:
     for label in kernels.SCHEMES[layout]:
-        q, again = (kernels.record(Scheme.parse(label), 256, 512, torch.device("cpu")) for _ in range(2))
+        q, again = (kernels.random_record(Scheme.parse(label), 256, 512, torch.device("cpu")) for _ in range(2))
         back = LAYOUTS[layout].unpack(LAYOUTS[layout].pack(q), q.scheme)
         assert back.equal(q) and again.equal(q)
         values = q.dequantize()
@@ -102,12 +102,12 @@ def test_random_weights_are_legal_signed_and_the_same_again(layout: str) -> None
 @pytest.mark.parametrize("size", [1_000_000, 8_650_752, 2**25, 10**9])
 @pytest.mark.parametrize("l2", [0, 6 * 2**20, 60 * 2**20, 200 * 2**20])
 def test_copies_exceed_the_cache_and_are_not_one_too_many(size: int, l2: int) -> None:
-    count = kernels.copies(size, l2)
-    assert count * size >= max(5 * l2, 330e6) > (count - 1) * size or count == kernels.MOST_COPIES
+    count = timing.copies(size, l2)
+    assert count * size >= max(5 * l2, 330e6) > (count - 1) * size or count == timing.MOST_COPIES
 
 
 def test_copies_of_a_tiny_weight_end_somewhere() -> None:
-    assert kernels.copies(4096, 2**26) == kernels.MOST_COPIES
+    assert timing.copies(4096, 2**26) == timing.MOST_COPIES
 
 
 @pytest.mark.parametrize("least", [0.001, 3.0, 400.0, 1e5])
@@ -115,11 +115,11 @@ def test_copies_of_a_tiny_weight_end_somewhere() -> None:
 @pytest.mark.parametrize("count", [1, 39, 1024])
 def test_a_fast_kernel_goes_round_all_copies_and_a_slow_one_ends(least: float, factor: float, count: int) -> None:
     seen = max(least, 3.0) * factor
-    calls, rounds = kernels.repetitions(least, seen, count)
-    assert calls >= 1 and rounds % 2 == 1 and 1 <= rounds <= kernels.ROUNDS
-    assert calls * rounds * seen <= kernels.BUDGET_US or calls == rounds == 1
+    calls, rounds = timing.repetitions(least, seen, count)
+    assert calls >= 1 and rounds % 2 == 1 and 1 <= rounds <= timing.ROUNDS
+    assert calls * rounds * seen <= timing.BUDGET_US or calls == rounds == 1
     if calls % count:
-        assert (calls + 1) * seen > kernels.BUDGET_US, "cut short without need"
+        assert (calls + 1) * seen > timing.BUDGET_US, "cut short without need"
     if factor == 1 and count * least < 1e4:
         assert calls % count == 0 and calls * max(least, 2.0) >= 2000 and rounds >= 3
 
@@ -168,7 +168,7 @@ def test_figures_agree_with_published_ones_of_the_same_times(shared: Path) -> No
     for row in rows:
         n, k, m = (int(row[key]) for key in "NKM")
         size = sum(math.prod(shape) * dtype.itemsize for dtype, shape in _stored(n, k))
-        ours = replace(CELL, layer=Layer("", n, k), m=m, us=float(row["time_us"]), bytes=size).row(H200)
+        ours = replace(CELL, layer=Layer("", n, k), m=m, time_us=float(row["time_us"]), weight_bytes=size).row(H200)
         for key in ("weight_GBps", "pct_of_copy_bandwidth", "tflops"):
             assert ours[key] == pytest.approx(float(row[key]), rel=0.01, abs=0.06), (row, key)
 

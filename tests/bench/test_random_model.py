@@ -13,15 +13,15 @@ from torch import nn
 from quantkit.bench import kernels, random_model, roofline
 from quantkit.bench.random_model import (
     DENSE,
-    Load,
     Outline,
     Variant,
+    Workload,
     build,
-    noise,
-    share_room,
+    fit_batches,
+    random_weight,
     sizes,
     variants,
-    working,
+    working_bytes,
 )
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, KernelError, LayoutError
@@ -143,7 +143,7 @@ def test_a_packed_model_is_the_model_of_its_decoded_records(layout: str, label: 
         plain.get_parameter(name).data = parameter.data
     for path, scheme in found.schemes.items():
         n, k = plain.get_submodule(path).weight.shape
-        plain.get_parameter(f"{path}.weight").data = noise(scheme, n, k, CPU).dequantize()
+        plain.get_parameter(f"{path}.weight").data = random_weight(scheme, n, k, CPU).dequantize()
     ids = torch.arange(24).view(2, 12)
     with torch.inference_mode():
         assert torch.equal(made(ids).logits, plain(ids).logits)
@@ -189,28 +189,28 @@ def test_noise_stays_in_the_range_of_float16_in_any_depth(layout: str, label: st
 
 def test_a_dense_model_is_left_out_where_it_does_not_fit_and_that_is_said() -> None:
     model = random_model.read("llama2-70b")
-    blank, load = skeleton(model, torch.float16, False), Load((1, 64), 512, 64, torch.float16)
+    blank, load = skeleton(model, torch.float16, False), Workload((1, 64), 512, 64, torch.float16)
     found = variants(model, ["tcfpx"], [], [])
-    jobs, notices = share_room(model.name, blank, found, load, 149_500_000_000)
+    jobs, notices = fit_batches(model.name, blank, found, load, 149_500_000_000)
     assert [(job.layout, batches) for job, batches in jobs] == [(DENSE, (1,)), ("tcfpx", (1, 64))]
     assert len(notices) == 1 and "the dense model is left out at batch 64" in notices[0]
-    jobs, notices = share_room(model.name, blank, found, load, 85_000_000_000)
+    jobs, notices = fit_batches(model.name, blank, found, load, 85_000_000_000)
     assert [(job.layout, batches) for job, batches in jobs] == [("tcfpx", (1, 64))]
     assert "left out at batch 1, 64" in notices[0] and "too little" in notices[0]
 
 
 def test_a_packed_model_that_does_not_fit_says_how_much_is_missing() -> None:
     model = random_model.read("llama2-70b")
-    blank, load = skeleton(model, torch.float16, False), Load((1, 64), 512, 64, torch.float16)
+    blank, load = skeleton(model, torch.float16, False), Workload((1, 64), 512, 64, torch.float16)
     with pytest.raises(
         KernelError, match=r"fp6:channel takes about 60\.\d GB at batch 1, the GPU has 24\.0 GB free, 36"
     ):
-        share_room(model.name, blank, variants(model, ["tcfpx"], [], []), load, 24_000_000_000)
+        fit_batches(model.name, blank, variants(model, ["tcfpx"], [], []), load, 24_000_000_000)
 
 
 def test_the_cache_is_counted() -> None:
     blank = skeleton(random_model.read("llama2-70b"), torch.float16, False)
-    few, many = (working(blank, Load((64,), 512, new, torch.float16), 64) for new in (64, 576))
+    few, many = (working_bytes(blank, Workload((64,), 512, new, torch.float16), 64) for new in (64, 576))
     assert many - few == 64 * 512 * 2 * 80 * 8 * 128 * 2
 
 
