@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Stop:
-    """A request to end, made by a signal handler and met by a loop between two of its items.
+    """Hold a request to end, which a signal handler makes and a loop meets between two of its items.
 
     Inside a loop an exception at any instruction could leave a lock taken that other threads wait for.
     """

@@ -1,4 +1,4 @@
-"""What the headers of a checkpoint say, whoever wrote it (`inspect`)."""
+"""Facts of any checkpoint, from its headers alone (`inspect`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quantkit.reporting.report import READERS
 
 
 def describe(src: Checkpoint) -> dict[str, Any]:
-    """Return layout, schemes, counts, sizes and shapes of any checkpoint, from its headers alone (`inspect`)."""
+    """Collect layout, schemes, counts, sizes and shapes of a checkpoint, whoever wrote it."""
     modules = {module: (src.scheme(module), src.true_size(module)) for module in src.modules()}
     padded = {module: f" in {list(src.size(module))}" if src.is_padded(module) else "" for module in modules}
     packed = {name: suffix for module in modules for suffix, name in src.parts(module).items()}

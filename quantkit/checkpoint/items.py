@@ -1,4 +1,4 @@
-"""What passes from the loops to the writer, one tensor after another."""
+"""The stream from the pipeline's loops to the writer: tensors one by one, and commits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from quantkit.core.scheme import Scheme
 
 
 class Packed(NamedTuple):
-    """A quantized weight `[n, k]` as a layout stores it (suffix -> tensor), and the digest of its record."""
+    """Hold a quantized weight `[n, k]` as a layout stores it (suffix -> tensor), and the digest of its record."""
 
     scheme: Scheme
     shape: tuple[int, int]
@@ -20,7 +20,7 @@ class Packed(NamedTuple):
 
 
 class Item(NamedTuple):
-    """A tensor under its name, or a quantized one under its weight's (`....q_proj.weight`), with facts to report."""
+    """Hold a tensor, or a quantized weight under its dense name (`....q_proj.weight`), and facts to report."""
 
     name: str
     value: Tensor | QuantizedTensor | Packed
@@ -28,6 +28,6 @@ class Item(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Says that all items so far may be made durable; `facts` go into the journal."""
+    """Ask the writer to make all items so far durable; `facts` go into the journal."""
 
     facts: dict[str, Any]

@@ -1,7 +1,7 @@
-"""Hashes of a source's files that something beside them states: what is not what was meant is not converted further.
+"""A source's files against the hashes recorded of them: a damaged source is refused.
 
-Three places state them: a quantkit report, a list by `sha256sum`, and the hub's cache, where a large file is named by
-its SHA-256. A file is hashed as the hash there is, which a report then has of it.
+Three places record hashes: a quantkit report, a list by `sha256sum`, and the hub's cache, which names a large file by
+its SHA-256. A file is hashed by the same algorithm, and the new report lists that hash.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ _LIMIT = 2**20
 _LINE = re.compile(rb"([0-9a-fA-F]{64}) [ *](?:\./)?([^\r\n]+)")
 
 
-class Stated(NamedTuple):
-    """A hash as it was found, what states it, and what to do about a file that has another."""
+class Recorded(NamedTuple):
+    """Hold a recorded hash, the place that records it, and the way out if the file has another."""
 
     digest: object
     by: str
     way: str
 
 
-def stated(src: Checkpoint) -> dict[str, Stated]:
-    """Return file name -> hash for every file of a source of which one is stated; the report comes first."""
+def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
+    """Look up file name -> recorded hash, for the files that have one; the report comes before the others."""
     found = {
-        name: Stated(path.name, "its name in the hub's cache says", "download it again")
+        name: Recorded(path.name, "its name in the hub's cache says", "download it again")
         for name, path in src.sources().items()
         if path.parent.name == "blobs" and re.fullmatch("[0-9a-f]{64}", path.name)
     }
     for name, digest in _sums(src.path).items():
-        found[name] = Stated(digest, f"{SUMS} lists", f"restore it, or mend {SUMS} if that was meant")
+        found[name] = Recorded(digest, f"{SUMS} lists", f"restore it, or mend {SUMS} if that was meant")
     for name, listed in load_report(src.path).get("files", {}).items():
-        found[name] = Stated(listed, f"{REPORT} lists", "restore it, or remove the report if that was meant")
+        found[name] = Recorded(listed, f"{REPORT} lists", "restore it, or remove the report if that was meant")
     return found
 
 
-def digests(known: Mapping[str, Stated]) -> dict[str, object]:
-    """Return the hashes alone, for `Checkpoint.hashes` and what else takes recorded ones."""
+def digests(known: Mapping[str, Recorded]) -> dict[str, object]:
+    """Reduce recorded hashes to file name -> hash, as `Checkpoint.hashes` takes them."""
     return {name: entry.digest for name, entry in known.items()}
 
 
-def require_unchanged(sources: Mapping[str, str], known: Mapping[str, Stated]) -> None:
-    """Refuse weight files whose hashes are not those `stated`: dense tensors have no digest of their own."""
+def require_unchanged(sources: Mapping[str, str], known: Mapping[str, Recorded]) -> None:
+    """Raise CheckpointError for a weight file whose hash is not the recorded one."""
     for name, digest in sources.items():
         if name.endswith(".safetensors") and name in known and known[name].digest != digest:
             raise CheckpointError(
@@ -60,8 +60,8 @@ def require_unchanged(sources: Mapping[str, str], known: Mapping[str, Stated]) -
 
 
 def source_hashes(src: Checkpoint) -> dict[str, str]:
-    """Return the hashes of a source's files, after `require_unchanged`."""
-    known = stated(src)
+    """Hash a source's files; CheckpointError if one is not what was recorded."""
+    known = recorded_hashes(src)
     hashes = src.hashes(digests(known))
     require_unchanged(hashes, known)
     return hashes

@@ -1,7 +1,6 @@
-"""Model folders as they are read: tensor by tensor, from headers and slices (`writer` makes new ones).
+"""Reading model folders: headers first, then one tensor at a time (`writer` makes new folders).
 
-A folder is input from strangers: which files are read follows RELIABILITY 2, and what a header or an index says is
-checked before it is used. One tensor is in memory.
+A folder is untrusted input: headers and indexes are checked before they are used (RELIABILITY 2).
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.validation import DAMAGED
 
 CONFIG = "config.json"
-#: What early folders say in a file of its own, without the method: file -> method, and a key by which it is known.
+#: Files beside config.json in which early folders state their quantization -> method, and a key that identifies it.
 SIDE_FILES = {"quantize_config.json": ("gptq", None), "quant_config.json": ("awq", "w_bit")}
 
-#: What codes are packed into, and no dense weight of a causal LM is stored as.
+#: Dtypes that codes are packed into. No dense weight of a causal LM has one of them.
 PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
 
@@ -46,10 +45,10 @@ class _File(NamedTuple):
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
-    """Return the folder of a model: `model` itself, or for a hub id its snapshot in the cache, fetched if need be.
+    """Find the folder of a model: `model` itself, or a hub id's snapshot in the cache, downloaded if need be.
 
-    Only safetensors, JSON and tokenizer files are fetched. CheckpointError if it is neither; what looks like a path
-    never reaches the network.
+    Only safetensors, JSON and tokenizer files are downloaded. A name that looks like a path never reaches the network.
+    CheckpointError if there is no such folder and the hub does not give it.
     """
     folder = Path(model)
     if model and folder.is_dir():
@@ -73,7 +72,7 @@ def resolve(model: str, revision: str | None = None) -> Path:
     unwanted = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*", "*.py"]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
-    except Exception as error:  # of the hub's client, its HTTP library, or the disk: none of them is ours to know
+    except Exception as error:  # the hub's client, its HTTP library and the disk each have their own
         raise CheckpointError(
             f"{model}: no folder here, and the hub does not give it ({reason(error)}): check the name, the network, "
             "and whether HF_HUB_OFFLINE is set"
@@ -81,11 +80,11 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
 
 class Checkpoint:
-    """A folder of safetensors shards with config.json, dense or packed in a layout; reads one tensor at a time.
+    """Open a folder of safetensors shards with config.json, dense or packed, and read one tensor at a time.
 
-    `path` is the real folder; `stated` is its `quantization_config`, `layout` and `schemes` what that means, None for a
-    dense model; `notices` say what was ignored.
-    CheckpointError for every folder that is incomplete, damaged, hostile or contradicts itself.
+    `path` is the real folder. `stated` is its `quantization_config`; `layout` and `schemes` are its meaning, None for a
+    dense model. `notices` list what was ignored. CheckpointError for a folder that is incomplete, damaged, hostile or
+    contradictory.
     """
 
     def __init__(self, folder: Path | str, trust_remote_code: bool = False) -> None:
@@ -189,10 +188,10 @@ class Checkpoint:
         return self.record(module, self.stored(module))
 
     def record(self, module: str, tensors: Mapping[str, Tensor], notices: list[str] | None = None) -> QuantizedTensor:
-        """Return what the `stored` tensors of a module hold, on the device where they are.
+        """Unpack the `stored` tensors of a module, on the device where they are.
 
-        CheckpointError names it if a part is missing or malformed, or its padding is not zero. To `notices`, by
-        default the checkpoint's, is added if GPTQ's zero points are not of the version that the label says.
+        CheckpointError, naming the module, if a part is missing or malformed, or its padding is not zero. `notices`, by
+        default the checkpoint's, get a line if GPTQ's zero points are not of the version that the label says.
         """
         layout, scheme, _ = self._packed(module)
         with _of_file(self.path, module):
@@ -203,7 +202,7 @@ class Checkpoint:
         return q
 
     def unpacking(self, module: str, tensors: Mapping[str, Tensor], notices: list[str]) -> Unpacking:
-        """Return what fills rows of the codes of a module without padding; else as `record`."""
+        """Return an unpacker by rows for a module without padding; errors and notices as for `record`."""
         layout, scheme, _ = self._packed(module)
         with _of_file(self.path, module):
             found = layout.unpacking(tensors, scheme)
@@ -217,7 +216,7 @@ class Checkpoint:
             notices.append(line)
 
     def unpadded(self, module: str) -> QuantizedTensor:
-        """Read a packed module without its padding, but with those columns that its last group needs."""
+        """Read a packed module without its padding; columns that complete its last group stay."""
         q = self.quantized(module)
         if module not in self._padded:
             return q
@@ -225,9 +224,9 @@ class Checkpoint:
         return restated(q, q.scheme, (n, q.scheme.padded_k(k)))
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the tensor `name`, or a packed module's weight decoded (to the model's dtype if none is given).
+        """Read the tensor `name`, or decode a packed module's weight, in its true shape.
 
-        A padded one comes in its true shape.
+        A decoded weight has the model's dtype if none is given.
         """
         if (module := self._module_of(name)) is not None:
             weight = self.quantized(module).dequantize(dtype or self.dtype_of_model)
@@ -371,7 +370,7 @@ class Checkpoint:
 
 @contextmanager
 def _of_file(folder: Path, module: str) -> Iterator[None]:
-    """A layout's complaint about stored tensors is one about a file."""
+    """Turn a layout's error about stored tensors into one that names the folder and the module."""
     try:
         yield
     except LayoutError as error:

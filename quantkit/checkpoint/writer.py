@@ -1,6 +1,6 @@
-"""Writing model folders so that a stopped run can continue: shards as items come, one journal line a commit.
+"""Writing model folders so that a stopped run can continue: shards from a stream of items, one journal line a commit.
 
-One tensor and one shard's header are in memory. Nothing looks like a model before the last file, config.json.
+The folder does not look like a model before its last file, config.json, is written.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.items import Item
-from quantkit.checkpoint.provenance import digests, require_unchanged, stated
+from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unchanged
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from quantkit.core.scheme import Scheme
@@ -55,10 +55,10 @@ def pack(
 ) -> dict[str, Any]:
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`; return its report.
 
-    `expect` is the layout that the source must be in (`convert A-to-B`). Where the layout does not hold a weight's
-    scheme, the same values are stated in one that it does hold (LAYOUTS 11). `pad` fills weights up with zeros to
-    shapes that it holds; `requantize` rounds again what has no lossless way; `max_shard_size` is the most bytes of one
-    weight file. Only config.json and the weight files are read, a few weights at a time. LayoutError lists every weight
+    `expect` is the layout that the source must have (`convert A-to-B`). If the layout does not hold a weight's scheme,
+    the weight is recast: the same values in a scheme that it holds (LAYOUTS 11). `pad` adds zeros up to a shape that it
+    holds; `requantize` rounds weights again that have no lossless way; `max_shard_size` is the most bytes of one weight
+    file. Only config.json and the weight files are read, a few weights at a time. LayoutError lists every weight
     that the layout cannot hold, or names the one whose data it cannot; CheckpointError if a weight's codes are not
     those that its report recorded.
     """
@@ -69,7 +69,7 @@ def pack(
     planned.require()
     for notice in planned.notices:
         progress.note(notice)
-    before, known_files = load_report(src.path), stated(src)
+    before, known_files = load_report(src.path), recorded_hashes(src)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
     schemes, known = schemes_of(src, planned), list(src.notices)
     with staging(Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append) as partial:
@@ -80,7 +80,7 @@ def pack(
             max_shard_bytes=max_shard_size,
             expected=_expected(src, planned),
         )
-        report = _restated_facts(checkpoint, before, planned, schemes, known)
+        report = _heading(checkpoint, before, planned, schemes, known)
         with _hashed_behind(src, digests(known_files)) as hashes:
             names = src.logical()
             bar = progress.bar(names, "pack", len(names))
@@ -170,7 +170,7 @@ def _batches(sized: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]
 
 
 def _expected(src: Checkpoint, planned: Plan) -> Iterator[str]:
-    """Yield the name of every tensor of the result, if the data allow it."""
+    """Yield the name of every tensor that the plan expects in the result."""
     rows = {f"{row.module}.weight": row for row in planned.quantized}
     for name in src.logical():
         if (row := rows.get(name)) is None or row.scheme is None:
@@ -181,7 +181,7 @@ def _expected(src: Checkpoint, planned: Plan) -> Iterator[str]:
 
 
 def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:
-    """Return the output's schemes: the source's as they are named there, or by exact names where they part ways."""
+    """Map the source's schemes to the output's: by the same patterns where possible, else by exact names."""
     assert src.schemes is not None
     now = {row.module: Scheme.parse(row.scheme) for row in planned.quantized if row.scheme is not None}
     became: dict[Scheme, set[Scheme]] = {}
@@ -200,7 +200,7 @@ def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:
 
 
 def rounded_again(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Return a warning of what `requantize` lost in this run, nothing if it rounded nothing; `recorded` as above."""
+    """Warn, in one line or none, how much `requantize` lost; `recorded` has the facts of the source's report."""
     lost = [
         (float(layer["requantized_error"]), layer["name"])
         for layer in layers
@@ -227,14 +227,14 @@ def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> C
     return src
 
 
-def _restated_facts(
+def _heading(
     checkpoint: str | Path,
     before: Mapping[str, Any],
     planned: Plan,
     schemes: Schemes,
     notices: list[str],
 ) -> dict[str, Any]:
-    """Return what the report of a rewritten checkpoint says before the work; `before` is that of its source."""
+    """Begin the report of a rewritten checkpoint; `before` is the report of its source."""
     carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype")
     return {
         **{key: before[key] for key in carried if key in before},

@@ -1,6 +1,6 @@
-"""From items to a published folder: pack, store, commit, report, and one rename at the end.
+"""From a stream of items to a published folder: pack, store, commit, report, and one rename at the end.
 
-An output folder appears complete or not at all; a run that fails leaves what can be resumed, with its report so far.
+An output folder appears complete or not at all. A run that fails leaves its resumable work and its report so far.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from quantkit.reporting.report import load as load_report
 def write(
     items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Pack and store every item, committing where the loop says so; return the facts of every layer that changed.
+    """Pack and store every item, and commit where the loop asks for it; return the facts of every changed layer.
 
-    A run that fails leaves `report` and the layers so far beside what can be resumed (RELIABILITY 1.8). NumericError
-    also for a tensor that is only copied and not finite.
+    A run that fails leaves `report` and the layers so far beside its resumable work (RELIABILITY 1.8). NumericError
+    for a tensor that is not finite, even if it is only copied.
     """
     layers: list[dict[str, Any]] = []
     try:
@@ -58,7 +58,7 @@ def write(
     except Exception as error:
         if writer.done:
             failed = {**report, "failed": str(error) or type(error).__name__, "layers": _layers(writer)}
-            with suppress(CheckpointError):  # the reason that brought us here matters more
+            with suppress(CheckpointError):  # the first error matters more
                 files.write_atomic(writer.partial / REPORT, dump_json(failed))
         raise
     missing = set(src.logical()) - writer.items_done()
@@ -93,9 +93,9 @@ def finish(
     overwrite: bool,
     recipe: Recipe | None = None,
 ) -> dict[str, Any]:
-    """Write what describes the tensors (config, report, recipe, model card), then publish the folder.
+    """Write config, report, recipe and model card, then publish the folder.
 
-    A dense model has no `schemes`, and the config of its source. True shapes of padded weights are those of the layers.
+    A dense model has no `schemes`, and the config of its source. The layers state the true shapes of padded weights.
     """
     layout = writer.layout
     config = {key: value for key, value in src.config.items() if key != "quantization_config"}
@@ -132,7 +132,7 @@ def finish(
 def publish_complete(
     partial: Path, out: Path, recipe: Recipe | Pruning, src: Checkpoint, overwrite: bool
 ) -> dict[str, Any]:
-    """Publish what a run that was stopped in its last instant left, if it is what is asked for now."""
+    """Publish the folder of a run that was stopped just before its last step, if recipe and source are the same."""
     report = load_report(partial)
     if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != source_hashes(src):
         raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
@@ -141,5 +141,5 @@ def publish_complete(
 
 
 def name_of(model: str | Path) -> str:
-    """Return what reports call a model: a hub id as it is, or the last name of a folder."""
+    """Name a model for a report: a hub id as it is, a folder by its last name."""
     return Path(model).resolve().name if Path(model).is_dir() else str(model)

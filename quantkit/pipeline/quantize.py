@@ -1,8 +1,8 @@
 """The whole job: plan, one of two loops, one writer.
 
 There are only two kinds of work. `streamed` needs no activations and walks the shards, one tensor in memory;
-`calibrated` (in `calibrate`) walks the blocks. Both are generators of items, `_write` consumes them: it packs, commits
-to the journal, and collects what the report says. An output folder appears complete, by one rename, or not at all.
+`calibrated` (in `calibrate`) walks the blocks. Both yield items; `publish.write` packs and stores them, commits to the
+journal and collects the report. An output folder appears complete, by one rename, or not at all.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ COMMIT_BYTES = 2 * 2**30
 
 
 class _Job(NamedTuple):
-    """A source, its skeleton, what each of its linears becomes (None: left as it is), and what will come of it."""
+    """Hold a source, its model, the goal of each linear (None: left dense), and the plan."""
 
     src: Checkpoint
     model: Model
@@ -126,7 +126,7 @@ def quantize(
         writer.identify(_identity(report))
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
-        if recipe.calibrated and not writer.done:  # found in the last block, it would have cost the whole run
+        if recipe.calibrated and not writer.done:  # a NaN in the last block would cost the whole run
             for name in progress.bar(src.names(), "check", len(src.names())):
                 with about(name):
                     check_finite(src.get(name))
@@ -152,7 +152,7 @@ def streamed(
         module = name.removesuffix(".weight")
         scheme = chosen.get(module) if module != name else None
         pending += src.nbytes(name)
-        # No name is given to the weight: its memory is free when the next one is read.
+        # The weight has no name here, so that its memory is free when the next one is read.
         yield Item(name, src.get(name)) if scheme is None else alone(module, src.get(name), scheme, recipe)
         if pending >= COMMIT_BYTES:
             yield Commit({})
@@ -167,7 +167,7 @@ def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
 
 
 def _without_effect(recipe: Recipe | Pruning, model: Model) -> list[str]:
-    """Return a line for every wish of the recipe that this model cannot follow."""
+    """List the settings of the recipe that have no effect on this model."""
     found = recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
     if recipe.calibrated and recipe.calibration.max_length > model.max_length:
         asked = recipe.calibration.max_length
@@ -176,9 +176,9 @@ def _without_effect(recipe: Recipe | Pruning, model: Model) -> list[str]:
 
 
 def _schemes(job: _Job, recipe: Recipe) -> Schemes:
-    """Return the checkpoint's schemes, with every exception under its exact name.
+    """State the checkpoint's schemes, with every exception under its exact name.
 
-    A few families call a linear otherwise in the model than in the checkpoint; public readers go by the model's name.
+    In a few families a linear has another name in the model than in the checkpoint. Public readers go by the model's.
     """
     named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, job.model.paths[m]))]
     overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != recipe.scheme)
@@ -186,12 +186,12 @@ def _schemes(job: _Job, recipe: Recipe) -> Schemes:
 
 
 def _revision(src: Checkpoint, asked: str | None) -> str | None:
-    """Return the commit of a snapshot in the hub's cache, which says more than the branch that was asked for."""
+    """Return the commit of a snapshot in the hub's cache, which is more precise than a branch."""
     return src.path.name if src.path.parent.name == "snapshots" else asked
 
 
 def _sequences(job: _Job, recipe: Recipe | Pruning) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Return the calibration sequences and what is to be reported of them; nothing if the recipe needs none."""
+    """Load the calibration sequences and their facts for the report; nothing if the recipe needs none."""
     if not recipe.calibrated:
         return [], {}
     calib = recipe.calibration
@@ -207,7 +207,7 @@ def _sequences(job: _Job, recipe: Recipe | Pruning) -> tuple[list[torch.Tensor],
 
 
 def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
-    """Return what the report says of a run before its work."""
+    """Collect the report's entries that are known before the work."""
     return {
         "recipe": recipe.to_mapping(),
         "recipe_sha256": recipe.sha256(),
@@ -222,7 +222,7 @@ def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
 
 
 def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides the bytes of a run: a run that is resumed must have the same."""
+    """Collect everything that decides the bytes of a run: a resumed run must have the same."""
     same = {key: report[key] for key in ("quantkit", "recipe_sha256", "device", "compute_dtype")}
     same |= {name: report["environment"][name] for name in ("torch", "transformers")}
     return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}

@@ -1,6 +1,6 @@
-"""One packed weight in another layout: the same values as the target wants them stated, or rounded again if asked.
+"""One packed weight in another layout: recast to the same values, or rounded again if the user allows it.
 
-The plan has chosen scheme and shape from headers; here the data decide whether that is lossless.
+The plan chose scheme and shape from headers; here the data decide whether that is lossless.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Repacker:
 
     def notices(self) -> list[str]:
         """Return what was found in the data so far, in the order of the checkpoint, each sentence once."""
-        found = [] if self._recorded else _trusted(self._src)
+        found = [] if self._recorded else _trusted_labels(self._src)
         for name in self._src.logical():
             found += [line for line in self._notices.get(name, ()) if line not in found]
         return [line for line in found if line not in self._src.notices]
@@ -78,7 +78,7 @@ class Repacker:
             return Item(name, same, {key: value for key, value in before.items() if key != "true_shape"})
         q = self._src.record(module, tensors, notices)
         tensors.clear()
-        digest = _intact(name, q, before.get("digest"))
+        digest = _checked_digest(name, q, before.get("digest"))
         notices += _rows_lost(name, q)
         with about(name):
             value, facts = _as_planned(self._src, q, before, row, self._requantize)
@@ -115,8 +115,8 @@ class Repacker:
         return None
 
 
-def _intact(name: str, q: QuantizedTensor, recorded: str | None) -> str:
-    """Return the digest of a weight; CheckpointError if its codes are not the ones that its report recorded."""
+def _checked_digest(name: str, q: QuantizedTensor, recorded: str | None) -> str:
+    """Compute the digest of a weight; CheckpointError if it is not the one that its report recorded."""
     digest = q.digest()
     if recorded is not None and digest != recorded and not q.matches(recorded):
         raise CheckpointError(
@@ -125,8 +125,8 @@ def _intact(name: str, q: QuantizedTensor, recorded: str | None) -> str:
     return digest
 
 
-def _trusted(src: Checkpoint) -> list[str]:
-    """Return a notice where nothing but a label says what the data mean: zero points of the two GPTQ versions."""
+def _trusted_labels(src: Checkpoint) -> list[str]:
+    """Give a notice where only a label says which version of GPTQ's zero points the data have."""
     assert src.layout is not None
     if family(src.layout.NAME) != gptq.NAME or all(src.scheme(module).symmetric for module in src.modules()):
         return []
@@ -139,7 +139,7 @@ def _trusted(src: Checkpoint) -> list[str]:
 def _as_planned(
     src: Checkpoint, q: QuantizedTensor, before: Mapping[str, Any], row: Row, requantize: bool
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
-    """Return a weight as the plan wants it, and its facts, of which `before` are those of its report."""
+    """Recast or round a weight to the planned scheme and shape; return it with its facts. `before` has its report's."""
     _check_scales(q)
     padded = src.is_padded(row.module)
     true = src.true_size(row.module) if padded else q.shape  # headers may know k only roughly
@@ -167,7 +167,7 @@ def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> str:
 def _rounded(
     q: QuantizedTensor, true: tuple[int, int], scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
-    """Return the decoded weight rounded to nearest in another scheme, filled up with zeros, and what that lost.
+    """Round the decoded weight to nearest in another scheme, padded with zeros; return it with the loss.
 
     INT4 scales are searched by squared error, floating formats follow the published rule (LAYOUTS 6.3), a weight that
     becomes 2:4 keeps the two largest of each four.
@@ -180,7 +180,7 @@ def _rounded(
 
 
 def _rows_lost(name: str, q: QuantizedTensor) -> list[str]:
-    """Return a notice of FPx rows with a scale of zero over values that are not, as tiny ones are rounded to."""
+    """Give a notice of FPx rows whose tiny scale was rounded to zero."""
     rows = (q.scales == 0).all(1).nonzero().flatten()
     if q.scheme.format == INT4 or not len(rows):
         return []
@@ -189,7 +189,7 @@ def _rows_lost(name: str, q: QuantizedTensor) -> list[str]:
 
 
 def _check_scales(q: QuantizedTensor) -> None:
-    """Refuse INT4 scales of zero over codes that are not: FPx rows round to such ones, integers only by damage."""
+    """Raise CheckpointError for INT4 scales of zero over nonzero codes: only damage gives them (FPx rounding may)."""
     if q.scheme.format != INT4 or not bool((q.scales == 0).any()):
         return
     n, g = q.scales.shape

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint.provenance import SUMS, source_hashes, stated
+from quantkit.checkpoint.provenance import SUMS, recorded_hashes, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.io.hashing import hash_of_file
@@ -110,14 +110,14 @@ def test_a_report_comes_before_a_list_and_what_neither_states_is_hashed_all_the_
     folder = reported(small_llama, tmp_path)
     (folder / SUMS).write_text(f"{'0' * 64} *./model-00001.safetensors\n{'A' * 64}  other.safetensors\n")
     src = Checkpoint(folder)
-    known = stated(src)
+    known = recorded_hashes(src)
     assert known["model-00001.safetensors"].by == f"{REPORT} lists" and known["other.safetensors"].digest == "a" * 64
     assert source_hashes(src) == {name: hash_of_file(path) for name, path in src.sources().items()}
     (folder / REPORT).unlink()
     with pytest.raises(CheckpointError, match=rf"{SUMS} lists, .*: restore it, or mend {SUMS}"):
         source_hashes(src)
     (folder / SUMS).write_bytes(b"\xff\n\n" + b"0" * 64)
-    assert stated(src) == {}
+    assert recorded_hashes(src) == {}
 
 
 def test_a_list_that_leads_elsewhere_is_not_read(small_llama: Path, tmp_path: Path) -> None:
@@ -125,4 +125,4 @@ def test_a_list_that_leads_elsewhere_is_not_read(small_llama: Path, tmp_path: Pa
     (tmp_path / "theirs").write_text("")
     (folder / SUMS).symlink_to(tmp_path / "theirs")
     with pytest.raises(CheckpointError, match="link out of the model's folder"):
-        stated(Checkpoint(folder))
+        recorded_hashes(Checkpoint(folder))
