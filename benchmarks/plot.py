@@ -19,7 +19,7 @@ def main() -> None:
     for path in args.csv:
         with path.open(newline="") as file:
             rows += list(csv.DictReader(file))
-    plots.speedups(roofline.panels(rows), args.out)
+    plots.draw_speedups(roofline.panels(rows), args.out)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from quantkit.models.meta_model import skeleton
 from quantkit.pipeline.memory_estimate import CUDA_DEVICE
 from quantkit.pipeline.recipe import matches
 from quantkit.progress import Progress
-from quantkit.reporting.report import size
+from quantkit.reporting.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -262,8 +262,9 @@ def fit_batches(
         if over:
             need = needs[over[0]]
             said = (
-                f"{name} as {variant.layout} {variant.scheme or dtype_name(load.dtype)} takes about {size(need)} at "
-                f"batch {over[0]}, the GPU has {size(free)} free, {size(need - free)} too little"
+                f"{name} as {variant.layout} {variant.scheme or dtype_name(load.dtype)} takes about "
+                f"{format_bytes(need)} at batch {over[0]}, the GPU has {format_bytes(free)} free, "
+                f"{format_bytes(need - free)} too little"
             )
             if variant.schemes:
                 raise KernelError(f"{said}: use smaller --batch or --prompt-tokens, fewer bits, or another GPU")

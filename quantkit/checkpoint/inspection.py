@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
-from quantkit.reporting.report import READERS
+from quantkit.reporting.model_card import READERS
 
 
 def describe(src: Checkpoint) -> dict[str, Any]:

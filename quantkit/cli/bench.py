@@ -88,7 +88,7 @@ def kernels(
     _require_writable(csv, ".csv")
     _require_writable(png, ".png")
     if png is not None:
-        plots.pictures()  # fails at once without matplotlib, not after the measurement
+        plots.matplotlib_figure()  # fails at once without matplotlib, not after the measurement
     if peer and against is None:
         raise click.UsageError("--peer names a kernel of --against: give both")
     peers = roofline.read_peers(against, peer) if against is not None else None
@@ -98,7 +98,7 @@ def kernels(
     if csv is not None:
         files.write_atomic(csv, roofline.table(rows))
     if png is not None:
-        plots.speedups(roofline.panels(rows), png)
+        plots.draw_speedups(roofline.panels(rows), png)
     emit(show.as_json(found) if as_json else show.speeds(found))
 
 

@@ -17,7 +17,7 @@ from quantkit.cli.options import combined, command
 from quantkit.layouts import compatibility
 from quantkit.pipeline.convert import pack as pack_folder
 from quantkit.progress import Progress
-from quantkit.reporting.report import summary
+from quantkit.reporting.summary import summary
 
 #: The options for a checkpoint that does not fit the other layout, and for the files of the output.
 repacking_options = combined(

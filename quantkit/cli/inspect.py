@@ -15,8 +15,9 @@ from quantkit.errors import CheckpointError
 from quantkit.evaluation import verify as verification
 from quantkit.progress import Progress
 from quantkit.reporting import plots
-from quantkit.reporting.report import REPORT, summary
+from quantkit.reporting.report import REPORT
 from quantkit.reporting.report import load as load_report
+from quantkit.reporting.summary import summary
 
 
 @command("verify", "quantkit verify ./model-marlin --against ./model-int4")

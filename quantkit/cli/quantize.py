@@ -19,7 +19,7 @@ from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.recipe import Calib, Method, Recipe
 from quantkit.pipeline.run_options import RunOptions
 from quantkit.progress import Progress
-from quantkit.reporting.report import summary
+from quantkit.reporting.summary import summary
 
 _solving = combined(
     click.option(

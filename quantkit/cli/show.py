@@ -11,7 +11,7 @@ from quantkit.evaluation.verify import Verification
 from quantkit.inference.generate import Generated
 from quantkit.layouts.compatibility import Conversion
 from quantkit.pipeline.plan import Plan
-from quantkit.reporting.report import size
+from quantkit.reporting.units import format_bytes
 
 MOST_ROWS = 40
 TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")
@@ -49,7 +49,7 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> str:
 def plan(found: Plan) -> str:
     """Return what a run would write, need and refuse."""
     memory = found.memory.to_dict()
-    needs = [f"{size(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory]
+    needs = [f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory]
     facts_ = found.to_dict()
     dense = [row.module for row in found.rows if row.scheme is None]
     return facts(
@@ -58,10 +58,14 @@ def plan(found: Plan) -> str:
             ("layout", found.layout),
             ("linears", f"{len(found.quantized)} quantized, {len(dense)} left dense"),
             ("misfits", f"{len(found.misfits)} of them, counted as dense" if found.misfits else None),
-            ("output", f"{found.bytes} bytes of tensors ({size(found.bytes)}), source {size(found.source_bytes)}"),
+            (
+                "output",
+                f"{found.bytes} bytes of tensors ({format_bytes(found.bytes)}), "
+                f"source {format_bytes(found.source_bytes)}",
+            ),
             ("bits/weight", f"{found.bits_per_weight:.3f} with scales" if found.bits_per_weight else None),
             ("peak memory", f"about {' and '.join(needs)}"),
-            ("disk free", size(found.disk_free) if found.disk_free else None),
+            ("disk free", format_bytes(found.disk_free) if found.disk_free else None),
             ("loads in", facts_["readers"]),
             ("kernel", facts_["kernel"] or "none of quantkit's own"),
             *(("note", notice) for notice in found.notices),
@@ -82,11 +86,11 @@ def description(found: Mapping[str, Any]) -> str:
             ("padded", f"{found['padded_linears']} linears, with zeros" if found["padded_linears"] else None),
             ("bits/weight", f"{bits:.3f} with scales" if bits else None),
             ("bits/parameter", f"{found['bits_per_parameter']:.3f} over the whole model"),
-            ("size", size(found["bytes"]["total"])),
-            *((f"  {name}", size(count)) for name, count in found["bytes"]["packed"].items()),
-            ("  dense", size(found["bytes"]["dense"])),
+            ("size", format_bytes(found["bytes"]["total"])),
+            *((f"  {name}", format_bytes(count)) for name, count in found["bytes"]["packed"].items()),
+            ("  dense", format_bytes(found["bytes"]["dense"])),
             *(("shape", f"{shape} x {count}") for shape, count in found["shapes"].items()),
-            *(("file", f"{name} {size(count)}") for name, count in found["files"].items()),
+            *(("file", f"{name} {format_bytes(count)}") for name, count in found["files"].items()),
             ("loads in", found["readers"]),
             *(("note", notice) for notice in found["notices"]),
         ]
@@ -136,7 +140,7 @@ def diagnosis(found: Mapping[str, Any]) -> str:
     ]
     machine = found["machine"]
     gpus = [
-        f"{gpu['name']}, {size(gpu['memory'])}, sm_{gpu['compute_capability'].replace('.', '')}"
+        f"{gpu['name']}, {format_bytes(gpu['memory'])}, sm_{gpu['compute_capability'].replace('.', '')}"
         + (f" ({gpu['problem']})" if gpu["problem"] else "")
         for gpu in found["gpus"]
     ]
@@ -147,8 +151,8 @@ def diagnosis(found: Mapping[str, Any]) -> str:
             [
                 ("machine", machine["platform"]),
                 ("cores", f"{machine['cores']} ({machine['threads']} threads used)"),
-                ("free memory", size(machine["free_memory"]) if machine["free_memory"] else "unknown"),
-                ("free disk", size(machine["free_disk"])),
+                ("free memory", format_bytes(machine["free_memory"]) if machine["free_memory"] else "unknown"),
+                ("free disk", format_bytes(machine["free_disk"])),
                 ("GPU", "; ".join(gpus) or "none that torch sees"),
                 ("kernels", found["kernels"]["note"]),
                 *(("fix", fix) for fix in found["fixes"]),
@@ -209,7 +213,7 @@ def _pace(row: Mapping[str, Any]) -> tuple[Any, ...]:
         ratios[1],
         f"{row['floor_tokens_per_s']:.1f}",
         f"{row['pct_of_floor']:.0f} %",
-        *(size(row[key]) for key in ("weight_bytes", "packed_bytes", "peak_bytes")),
+        *(format_bytes(row[key]) for key in ("weight_bytes", "packed_bytes", "peak_bytes")),
     )
 
 
@@ -243,7 +247,7 @@ def demo(found: Mapping[str, Any]) -> str:
             row["method"],
             row["layout"],
             f"{row['bits_per_weight']:.3f}",
-            size(row["bytes"]),
+            format_bytes(row["bytes"]),
             f"{row['perplexity']:.3f}",
             "" if row["change"] is None else f"{100 * row['change']:+.2f} %",
         )

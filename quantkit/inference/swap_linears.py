@@ -26,7 +26,7 @@ from quantkit.inference.packed_linear import PREFERRED, PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.gptq import OPTIONAL
 from quantkit.models.meta_model import ignored, places, require_complete
-from quantkit.reporting.report import size
+from quantkit.reporting.units import format_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -112,8 +112,9 @@ def require_memory(needs: Mapping[torch.device, int], free: Callable[[torch.devi
         available = free(device)
         if needed > available:
             raise CheckpointError(
-                f"{folder}: its weights take {size(needed)} on {device}, which has {size(available)} free, "
-                f"{size(needed - available)} too little: use another GPU, --device cpu, or device_map='auto'"
+                f"{folder}: its weights take {format_bytes(needed)} on {device}, which has "
+                f"{format_bytes(available)} free, {format_bytes(needed - available)} too little: "
+                "use another GPU, --device cpu, or device_map='auto'"
             )
 
 

@@ -28,7 +28,8 @@ from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, ta
 from quantkit.pipeline.memory_estimate import Memory, calibrated_memory, streamed_memory
 from quantkit.pipeline.misfits import Misfit, ways_out
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
-from quantkit.reporting.report import READERS, size
+from quantkit.reporting.model_card import READERS
+from quantkit.reporting.units import format_bytes
 
 #: Linears that engines multiply as one: these must share a scheme.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -268,7 +269,10 @@ def _assembled(
     free = _free_disk(out)
     problems = []
     if free is not None and free < total:
-        problems.append(f"{out}: the output takes {size(total)} and {size(free)} are free: free some or use another -o")
+        problems.append(
+            f"{out}: the output takes {format_bytes(total)} and {format_bytes(free)} are free: "
+            "free some or use another -o"
+        )
     return Plan(
         layout=layout.NAME if layout else DENSE,
         scheme=label(scheme),

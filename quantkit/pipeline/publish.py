@@ -28,7 +28,8 @@ from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.recipe import Pruning, Recipe
-from quantkit.reporting.report import REPORT, model_card, peak_memory
+from quantkit.reporting.model_card import model_card
+from quantkit.reporting.report import REPORT, peak_memory
 from quantkit.reporting.report import load as load_report
 
 

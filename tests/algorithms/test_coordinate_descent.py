@@ -24,6 +24,7 @@ from quantkit.pipeline.layer_solver import solve
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.progress import Progress
 from quantkit.reporting import report
+from quantkit.reporting.summary import summary
 from tests import synthetic
 from tests.algorithms.test_gptq import hostile, loss
 from tests.algorithms.test_rtn import correlated, gauss
@@ -283,7 +284,7 @@ def test_descent_is_left_out_where_tokens_are_few_and_the_report_says_so(capsys:
     assert few is not None and enough is not None
     assert few["descent_skipped"] == "1023 tokens for 64 input channels" and "descent_changed" not in few
     assert enough["descent_changed"] > 0 and "descent_skipped" not in enough and "refit_rows" in few
-    assert "1023 tokens" in report.summary({"layers": [{"name": "proj", **few}]})
+    assert "1023 tokens" in summary({"layers": [{"name": "proj", **few}]})
 
 
 def test_recipes_refuse_refinements_of_what_is_not_there() -> None:

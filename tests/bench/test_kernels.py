@@ -25,7 +25,7 @@ from quantkit.errors import CheckpointError, KernelError, RecipeError
 from quantkit.kernels import MATMULS, missing, proof
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
-from quantkit.reporting.plots import speedups
+from quantkit.reporting.plots import draw_speedups
 from tests.command_line import call, refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,7 +279,7 @@ def test_a_plot_has_a_panel_for_each_layout_and_a_line_for_each_shape(tmp_path: 
     assert [len(lines) for lines in found.values()] == [2, 1, 1]
     assert found["marlin int4:g128 (matmul)"]["llama3-8b qkv 6144x4096"] == [(16, 2.0, 5.0), (64, 2.0, 5.0)]
     pytest.importorskip("matplotlib", reason="PNG drawings need the extra `plot`")
-    speedups(found, tmp_path / "s.png")
+    draw_speedups(found, tmp_path / "s.png")
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 

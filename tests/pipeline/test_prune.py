@@ -26,6 +26,7 @@ from quantkit.io import files
 from quantkit.pipeline import quantize
 from quantkit.pipeline.recipe import from_mapping, pruning
 from quantkit.reporting import report
+from quantkit.reporting.summary import summary
 from tests import command_line, synthetic
 from tests.algorithms.test_gptq import broken_hessians, hostile, loss
 from tests.algorithms.test_hessian import damped
@@ -363,7 +364,7 @@ def test_a_head_that_is_not_skipped_is_pruned_by_magnitude_and_said(
     made = quantize.prune(small_llama, tmp_path / "out", recipe)
     (head,) = [layer for layer in made["layers"] if layer["name"] == "lm_head"]
     assert head["method"] == "magnitude" and head["by_magnitude"] == "it is outside the blocks"
-    assert "pruned by magnitude although" in report.summary(made)
+    assert "pruned by magnitude although" in summary(made)
     assert is_24(values(tmp_path / "out")["lm_head.weight"])
 
 

@@ -22,6 +22,8 @@ from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import Checkpoint, quantize
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.reporting import report
+from quantkit.reporting.facts import EVENTS
+from quantkit.reporting.summary import summary
 from tests.faults import faults
 from tests.pipeline.test_quantize import TEXT
 from tests.tiny_models import write_model
@@ -46,7 +48,7 @@ def edited(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tenso
 
 def told(out: Path) -> tuple[dict[str, Any], str]:
     found = report.load(out)
-    return found, report.summary(found)
+    return found, summary(found)
 
 
 def poisoned(tensor: torch.Tensor) -> torch.Tensor:
@@ -89,7 +91,7 @@ def test_rounding_instead_of_gptq(tmp_path: Path, calib: dict[str, Any]) -> None
     layers = {layer["name"]: layer for layer in found["layers"]}
     layer = layers["model.layers.0.mlp.down_proj"]
     assert layer["method"] == "rtn" and "ever moved" in layer["reason"]
-    assert f"2 of 14 linears {report.EVENTS['reason']}" in text
+    assert f"2 of 14 linears {EVENTS['reason']}" in text
 
 
 def test_more_damping_than_asked(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
@@ -98,7 +100,7 @@ def test_more_damping_than_asked(tiny_llama: Path, tmp_path: Path, calib: dict[s
     found, text = told(tmp_path / "out")
     tried = [layer["rungs"] for layer in found["layers"] if len(layer["rungs"]) > 1]
     assert tried and all(rungs[0] == 1e-17 for rungs in tried)
-    assert f"{len(tried)} of 14 linears {report.EVENTS['rungs']}" in text
+    assert f"{len(tried)} of 14 linears {EVENTS['rungs']}" in text
 
 
 def test_channels_that_no_token_reached(tmp_path: Path, calib: dict[str, Any]) -> None:
@@ -108,7 +110,7 @@ def test_channels_that_no_token_reached(tmp_path: Path, calib: dict[str, Any]) -
     quantize(model, tmp_path / "out", from_mapping({"calibration": calib}))
     found, text = told(tmp_path / "out")
     assert sum(layer["dead_columns"] for layer in found["layers"]) == 120
-    assert f"3 of 14 linears {report.EVENTS['dead_columns']}: 120" in text
+    assert f"3 of 14 linears {EVENTS['dead_columns']}: 120" in text
 
 
 def test_scales_at_the_ends_of_float16(tmp_path: Path) -> None:
@@ -116,7 +118,7 @@ def test_scales_at_the_ends_of_float16(tmp_path: Path) -> None:
     quantize(small, tmp_path / "out", from_mapping(RTN))
     found, text = told(tmp_path / "out")
     assert sum(layer["floored_scales"] for layer in found["layers"]) > 0
-    assert report.EVENTS["floored_scales"] in text and report.EVENTS["subnormal_scales"] in text
+    assert EVENTS["floored_scales"] in text and EVENTS["subnormal_scales"] in text
     large = edited(tmp_path / "large", "up_proj", lambda t: torch.full_like(t, 65504.0))
     with pytest.raises(NumericError, match=r"layers\.0\.mlp\.up_proj.*row 0, 1, 2, 3, 4 \.\.\. has weights too large"):
         quantize(large, tmp_path / "none", from_mapping(RTN))
@@ -194,7 +196,7 @@ def test_a_run_that_fails_leaves_its_report_beside_the_finished_work(
     [partial] = tmp_path.glob("out.partial-*")
     found = load_json(partial / report.REPORT)
     assert "input/output error" in found["failed"] and len(found["layers"]) == 7
-    assert report.summary(found).startswith("failed ")
+    assert summary(found).startswith("failed ")
     quantize(tiny_llama, tmp_path / "out", recipe, resume=True)
     assert "failed" not in report.load(tmp_path / "out")
     whole, resumed = (json.loads((tmp_path / name / report.REPORT).read_text())["files"] for name in ("whole", "out"))

@@ -1,4 +1,4 @@
-"""What a report makes of a run: nothing that happened may be missing, and no name may break what is drawn."""
+"""Closing table, model card and charts show every event, and treat every name as data."""
 
 from __future__ import annotations
 
@@ -13,8 +13,12 @@ import yaml
 
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.layouts import LAYOUTS
+from quantkit.reporting.facts import EVENTS
+from quantkit.reporting.model_card import READERS, model_card
 from quantkit.reporting.plots import draw
-from quantkit.reporting.report import EVENTS, READERS, REPORT, load, model_card, size, summary
+from quantkit.reporting.report import REPORT, load
+from quantkit.reporting.summary import summary
+from quantkit.reporting.units import format_bytes
 
 HOSTILE = 'evil\n---\nname: `x` <script>alert(1)</script> | "y" é'
 
@@ -79,7 +83,7 @@ def test_the_closing_table_has_every_figure() -> None:
 
 
 @pytest.mark.parametrize("fact", EVENTS)
-def test_nothing_happens_silently(fact: str) -> None:
+def test_closing_table_and_card_count_every_event(fact: str) -> None:
     report = example()
     quiet = summary(report) + model_card(report)
     assert EVENTS[fact] not in quiet
@@ -90,7 +94,7 @@ def test_nothing_happens_silently(fact: str) -> None:
         assert f"1 of 2 linears {EVENTS[fact]}: {counted}, first a.k_proj" in text
 
 
-def test_many_dense_linears_are_counted_not_cut() -> None:
+def test_a_long_list_of_dense_linears_ends_in_a_count() -> None:
     report = example()
     report["dense"] = [f"l{i}" for i in range(9)]
     assert "l0, l1, l2, l3, l4 and 4 more" in summary(report)
@@ -118,7 +122,7 @@ def test_the_model_card_opens_with_metadata_that_yaml_reads() -> None:
     assert card == model_card(example())
 
 
-def test_a_hostile_model_name_stays_data() -> None:
+def test_a_hostile_name_is_printed_as_data() -> None:
     report = example()
     report["source"]["name"] = HOSTILE
     report["dense"] = report["notices"] = [HOSTILE]
@@ -135,7 +139,7 @@ def test_a_hostile_model_name_stays_data() -> None:
 
 
 @pytest.mark.parametrize("command", ["pack", "quantize"])
-def test_reports_with_little_in_them_are_readable_too(command: str) -> None:
+def test_a_report_with_few_entries_can_be_printed(command: str) -> None:
     report = {"command": command, "layout": "gptq", "scheme": "int4:g64", "layers": [{"name": "x"}], "totals": {}}
     assert "1 linears" in summary(report)
     assert "no text was read" in model_card(report)
@@ -143,7 +147,7 @@ def test_reports_with_little_in_them_are_readable_too(command: str) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".html", ".png"])
-def test_drawings_hold_every_layer(suffix: str, tmp_path: Path) -> None:
+def test_charts_show_every_layer(suffix: str, tmp_path: Path) -> None:
     if suffix == ".png":
         pytest.importorskip("matplotlib", reason="PNG drawings need the extra `plot`")
     report = example()
@@ -172,7 +176,7 @@ class Tags(html.parser.HTMLParser):
         self.seen.add(tag)
 
 
-def test_names_cannot_write_html(tmp_path: Path) -> None:
+def test_names_are_escaped_in_html(tmp_path: Path) -> None:
     report = example()
     report["source"]["name"] = report["scheme"] = HOSTILE
     report["layers"][0]["name"] = HOSTILE
@@ -183,7 +187,7 @@ def test_names_cannot_write_html(tmp_path: Path) -> None:
     assert "script" not in tags.seen
 
 
-def test_drawings_of_empty_and_perfect_runs(tmp_path: Path) -> None:
+def test_charts_of_an_empty_and_of_a_perfect_run(tmp_path: Path) -> None:
     perfect = example()
     perfect["layers"] = [layer("x", relative_error=0.0, loss=0.0, rtn_loss=0.0)]
     for number, report in enumerate(({}, perfect)):
@@ -192,20 +196,20 @@ def test_drawings_of_empty_and_perfect_runs(tmp_path: Path) -> None:
             draw(report, tmp_path / f"{number}.png")
 
 
-def test_a_drawing_of_another_kind_is_refused(tmp_path: Path) -> None:
+def test_another_file_type_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"\.html or \.png"):
         draw(example(), tmp_path / "r.pdf")
     assert not list(tmp_path.iterdir())
 
 
-def test_png_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_png_without_matplotlib_names_the_extra_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     with pytest.raises(CheckpointError, match=r"quantkit\[plot\]"):
         draw(example(), tmp_path / "r.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_load_gives_back_what_was_written(tmp_path: Path) -> None:
+def test_load_reads_a_written_report(tmp_path: Path) -> None:
     assert load(tmp_path) == {}
     (tmp_path / REPORT).write_text(json.dumps(example()))
     assert load(tmp_path) == example()
@@ -216,9 +220,7 @@ WRONG: list[Any] = ["x", 5, None, [], {}, [5], ["x"], [{}], [{"name": 5}], {"a":
 
 @pytest.mark.parametrize("key", ["layers", "files", "source", "totals", "phases", "calibration", "dense", "notices"])
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-def test_a_report_with_a_wrong_entry_is_refused_or_printed_but_never_breaks(
-    key: str, value: Any, tmp_path: Path
-) -> None:
+def test_a_report_with_a_wrong_entry_is_refused_or_printed(key: str, value: Any, tmp_path: Path) -> None:
     report = copy.deepcopy(example())
     report[key] = value
     (tmp_path / REPORT).write_text(json.dumps(report))
@@ -233,7 +235,7 @@ def test_a_report_with_a_wrong_entry_is_refused_or_printed_but_never_breaks(
 
 @pytest.mark.parametrize("key", ["relative_error", "loss", "rtn_loss", "dead_columns", "rungs", "reason", "name"])
 @pytest.mark.parametrize("value", WRONG, ids=repr)
-def test_a_layer_with_a_wrong_fact_is_refused_or_printed_but_never_breaks(key: str, value: Any, tmp_path: Path) -> None:
+def test_a_layer_with_a_wrong_fact_is_refused_or_printed(key: str, value: Any, tmp_path: Path) -> None:
     report = example()
     report["layers"][0][key] = value
     (tmp_path / REPORT).write_text(json.dumps(report))
@@ -245,8 +247,8 @@ def test_a_layer_with_a_wrong_fact_is_refused_or_printed_but_never_breaks(key: s
     draw(found, tmp_path / "r.html")
 
 
-def test_sizes_are_short() -> None:
-    assert [size(x) for x in (0, 999, 1000, 4_459_008, 2e9, 3e13)] == [
+def test_bytes_are_formatted_in_decimal_units() -> None:
+    assert [format_bytes(x) for x in (0, 999, 1000, 4_459_008, 2e9, 3e13)] == [
         "0 B",
         "999 B",
         "1.0 kB",

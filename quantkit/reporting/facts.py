@@ -1,0 +1,109 @@
+"""The facts of a report in words, shared by the closing table and the model card."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from quantkit.reporting.report import WORDS
+from quantkit.reporting.units import format_bytes
+
+#: Meaning of each fact of a layer that is an event; closing table and model card count every one.
+EVENTS = {
+    "restated_from": "hold the same values in another scheme, before it was",
+    "requantized_from": "were rounded a second time, which is lossy, from",
+    "rungs": "needed more damping than asked",
+    "reason": "were rounded to nearest although the recipe calibrates",
+    "by_magnitude": "were pruned by magnitude although the method calibrates",
+    "dead_columns": "have input channels that no calibration token reached (kept, rounded to nearest)",
+    "descent_skipped": "were not refined by descent, which needs 16 tokens for each input channel",
+    "guard_rows": "have rows where rounding was better than GPTQ and was kept",
+    "floored_scales": "have scales raised to 2^-20",
+    "subnormal_scales": "have scales below the normal float16 range",
+    "zero_scales": "have rows whose stored scale is 0",
+}
+
+
+def sizes(totals: Mapping[str, Any]) -> str:
+    """Describe the bytes before and after, and the bits per weight."""
+    bits, before, after = (totals.get(key) for key in ("bits_per_weight", "source_bytes", "bytes"))
+    parts = [f"{format_bytes(before)} before, {format_bytes(after)} after"] if before and after else []
+    return ", ".join([*parts, *([f"{bits:.3f} bits per quantized weight with scales"] if bits else [])])
+
+
+def figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, str]]:
+    """List (value, name) of each layer that has a number under `key`."""
+    return [(float(layer[key]), str(layer.get("name"))) for layer in layers if isinstance(layer.get(key), (int, float))]
+
+
+def statistics(layers: Iterable[Mapping[str, Any]], key: str) -> str:
+    """Describe the mean and the worst of a relative error, empty if no layer has it."""
+    found = figures(layers, key)
+    if not found:
+        return ""
+    worst, name = max(found)
+    return f"relative, mean {sum(value for value, _ in found) / len(found):.4g}, worst {worst:.4g} ({name})"
+
+
+def sparsity(layers: Iterable[Mapping[str, Any]]) -> str:
+    """Describe the 2:4 pruning, empty if no layer was pruned."""
+    pruned = [layer for layer in layers if layer.get("zeros") is not None]
+    zeros, kept = (sum(layer.get(key) or 0 for layer in pruned) for key in ("zeros", "kept"))
+    rules = ", ".join(sorted({str(layer.get("prune") or layer.get("method")) for layer in pruned}))
+    share = f"{100 * zeros / max(1, zeros + kept):.2f} % of their weights are zero"
+    return f"{len(pruned)} linears by {rules}, {share}, at most two of four are not" if pruned else ""
+
+
+def ratios(layers: Iterable[Mapping[str, Any]], over: str = "rtn_loss") -> list[tuple[float, str]]:
+    """List (loss / `over`, name) of each layer that has both figures; `rtn_loss` is that of rounding to nearest."""
+    return [
+        (float(layer["loss"]) / float(layer[over]), str(layer.get("name")))
+        for layer in layers
+        if layer.get("loss") is not None and layer.get(over)
+    ]
+
+
+def losses(layers: Iterable[Mapping[str, Any]]) -> str:
+    """Describe the output losses relative to rounding to nearest, or to the outputs of a pruned model."""
+    found, whose = ratios(layers), "rounding's"
+    if not found:  # a pruned model was not rounded
+        found, whose = ratios(layers, "norm"), "the outputs' own squares"
+    if not found:
+        return ""
+    worst, name = max(found)
+    return f"{sum(r for r, _ in found) / len(found):.3f} of {whose} on average, worst {worst:.3f} ({name})"
+
+
+def protocol(report: Mapping[str, Any]) -> str:
+    """Describe the calibration text."""
+    facts = report.get("calibration") or {}
+    if not facts:
+        return "None: every weight was done by itself, no text was read."
+    text = (
+        f"{facts.get('sequences', '?')} sequences, {facts.get('tokens', '?')} tokens of {facts.get('source', '?')}"
+        f" ({facts.get('rule', 'unknown rule')}), lengths {facts.get('lengths', '?')} up to"
+        f" {facts.get('max_length', '?')}, seed {facts.get('seed', '?')}"
+    )
+    return f"{text}; {facts.get('cut', 0)} documents cut, {facts.get('skipped', 0)} skipped"
+
+
+def events(report: Mapping[str, Any]) -> list[str]:
+    """List one line for each notice, for the dense linears, and for each kind of event."""
+    found = [str(notice) for key in ("layout_notices", "notices") for notice in report.get(key, [])]
+    dense = [str(name) for name in report.get("dense", [])]
+    if dense:
+        found.append(f"left dense: {', '.join(dense[:5])}{f' and {len(dense) - 5} more' if len(dense) > 5 else ''}")
+    layers = report.get("layers", [])
+    for fact, meaning in EVENTS.items():
+        hit = [layer for layer in layers if _count(fact, layer.get(fact))]
+        if hit:
+            total = hit[0][fact] if fact in WORDS else sum(_count(fact, layer[fact]) for layer in hit)
+            found.append(f"{len(hit)} of {len(layers)} linears {meaning}: {total}, first {hit[0]['name']}")
+    return found
+
+
+def _count(fact: str, value: Any) -> int:
+    """Count how often an event happened; of the dampings tried, the first is no event, and a text counts once."""
+    if isinstance(value, list):
+        return max(0, len(value) - (fact == "rungs"))
+    return int(bool(value)) if isinstance(value, str) else int(value or 0)

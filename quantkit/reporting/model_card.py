@@ -1,0 +1,94 @@
+"""The model card: the README.md of an output folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from quantkit.reporting import facts
+from quantkit.reporting.report import REPORT
+
+#: Programs that load each layout (layouts.md 10).
+READERS = {
+    "compressed-tensors": "transformers (with compressed-tensors), vLLM, SGLang",
+    "humming": "vLLM and SGLang, through humming-kernels; transformers (with quantkit)",
+    "tcfpx": "transformers (with quantkit), fp6_llm (E3M2 and E2M2), torchao until early 2026",
+    "gptq": "vLLM, SGLang, GPTQModel, transformers (through gptqmodel)",
+    "gptq-v2": "GPTQModel, vLLM since October 2025 (earlier versions read it wrongly)",
+    "awq": "vLLM, GPTQModel, transformers (through gptqmodel); one scale per row in vLLM alone",
+    "quick": "transformers (with quantkit), SqueezeBits' fork of AutoAWQ for n of 128 or a multiple of 256",
+    "marlin": "transformers (with quantkit), the original MARLIN kernel, AutoGPTQ 0.7, GPTQModel, vLLM up to 0.10.1",
+    "marlin24": "transformers (with quantkit), the original Sparse-MARLIN kernel, vLLM up to 0.14",
+    "marlin24-ct": "transformers (with quantkit), vLLM up to 0.14 (its compressed-tensors reader)",
+}
+
+
+def model_card(report: Mapping[str, Any]) -> str:
+    """Write the text of the README.md: YAML front matter, then scheme, readers, calibration and figures."""
+    source = report.get("base") or report.get("source", {})
+    layout, totals = str(report.get("layout")), report.get("totals", {})
+    scheme = str(report.get("scheme"))
+    base = str(source.get("name") or "unknown")
+    pruned = report.get("command") == "prune"  # the hub has no relation for a pruned model
+    front = {
+        "base_model": base,
+        **({} if pruned else {"base_model_relation": "quantized"}),
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["pruned", "quantkit", scheme] if pruned else ["quantized", "quantkit", layout, scheme.split(":")[0]],
+    }
+    revision = f" (revision {_plain(source['revision'])})" if source.get("revision") else ""
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    lines += [f"# {_plain(base)}, {scheme}", ""]
+    done, check, known = ("Pruned", "eval ppl", "") if pruned else ("Quantized", "verify", "digest, ")
+    lines += [f"{done} from `{_plain(base)}`{revision} with quantkit {_plain(report.get('quantkit'))}.", ""]
+    lines += ["| | |", "|---|---|"]
+    lines += [f"| {label} | {_cell(value)} |" for label, value in _facts(report, totals, layout, scheme)]
+    happened = facts.events(report)
+    if happened:
+        lines += ["", "## Worth knowing", "", *(f"- {_plain(line)}" for line in happened)]
+    lines += ["", "## Calibration", "", _plain(facts.protocol(report))]
+    lines += ["", "## Largest errors", "", *_worst(report)]
+    lines += ["", "## Check it", "", "```", f"quantkit {check} FOLDER", "quantkit inspect FOLDER", "```", ""]
+    lines += [f"`{REPORT}` has the hash of every file, and the {known}error and method of every linear."]
+    if report.get("recipe"):
+        recipe = json.dumps(report["recipe"], indent=1)
+        lines += ["", "## Recipe", "", f"SHA-256 `{_plain(report.get('recipe_sha256'))}`", "", "```json", recipe, "```"]
+    return "\n".join(lines) + "\n"
+
+
+def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str) -> Iterable[tuple[str, str]]:
+    methods = sorted({str(layer["method"]) for layer in report.get("layers", []) if layer.get("method")})
+    yield "scheme", scheme
+    yield "method", ", ".join(methods) or "as in the source"
+    yield "layout", layout
+    yield "loads in", READERS.get(layout, "what loads the source" if layout == "dense" else "unknown")
+    yield "size", facts.sizes(totals)
+    sparse = facts.sparsity(report.get("layers", []))
+    if sparse:
+        yield "2:4", sparse
+    yield "weight error", facts.statistics(report.get("layers", []), "relative_error") or "not recorded"
+    losses = facts.losses(report.get("layers", []))
+    if losses:
+        yield "output loss", losses
+
+
+def _worst(report: Mapping[str, Any], most: int = 10) -> list[str]:
+    found = sorted(facts.figures(report.get("layers", []), "relative_error"), key=lambda item: (-item[0], item[1]))[
+        :most
+    ]
+    if not found:
+        return ["Not recorded."]
+    over_rounding = {name: f"{ratio:.3f}" for ratio, name in facts.ratios(report.get("layers", []))}
+    lines = ["| linear | relative weight error | output loss over rounding's |", "|---|---|---|"]
+    return lines + [f"| {_cell(name)} | {value:.5f} | {over_rounding.get(name, '')} |" for value, name in found]
+
+
+def _plain(text: Any) -> str:
+    """Join text into one line and neutralize its markup."""
+    return " ".join(str(text).split()).replace("`", "'").replace("<", "&lt;")
+
+
+def _cell(text: Any) -> str:
+    return _plain(text).replace("|", "\\|")

@@ -1,0 +1,42 @@
+"""The closing table of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit.reporting import facts
+from quantkit.reporting.units import format_bytes
+
+
+def summary(report: Mapping[str, Any]) -> str:
+    """Format the closing table for a terminal: figures, then one line for each event that must not be silent."""
+    layers, totals = report.get("layers", []), report.get("totals", {})
+    peak = totals.get("peak_memory", {})
+    rows = [
+        ("failed", report.get("failed", "")),
+        (
+            "so far" if "failed" in report else "done",
+            f"{report.get('command')}: {len(layers)} linears, {report.get('scheme')}, {report.get('layout')}",
+        ),
+        ("size", facts.sizes(totals)),
+        ("2:4", facts.sparsity(layers)),
+        ("weight error", facts.statistics(layers, "relative_error")),
+        ("output loss", facts.losses(layers)),
+        ("calibration", facts.protocol(report) if report.get("calibration") else ""),
+        ("time", _times(report, totals)),
+        ("memory", ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items())),
+        *(("note", line) for line in facts.events(report)),
+    ]
+    return "\n".join(f"{label:<13} {_line(text)}" for label, text in rows if text)
+
+
+def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.get("phases", {}).items())
+    total = totals.get("seconds")
+    return "" if total is None else f"{total:.1f} s" + (f" ({phases})" if phases else "")
+
+
+def _line(text: str) -> str:
+    """Join untrusted text into one line without the control characters that a terminal would obey."""
+    return "".join(letter for letter in " ".join(str(text).split()) if letter.isprintable())
