@@ -4,7 +4,7 @@
 #   make lint   ruff, mypy and import-linter
 #   make check  both
 #   make gpu    GPU tests and benchmarks; writes benchmarks/h200/
-# PYTHON chooses the interpreter (3.10 to 3.13), VENV where the environment lies.
+# PYTHON chooses the interpreter (3.10 to 3.14), VENV where the environment lies.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

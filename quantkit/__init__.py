@@ -10,20 +10,36 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.api import prune, quantize
-    from quantkit.core.quantized_tensor import QuantizedTensor
-    from quantkit.core.scheme import Scheme
+    from quantkit.api import convert, eval_kld, eval_ppl, prune, quantize
+    from quantkit.errors import QuantkitError
     from quantkit.evaluation.verify import verify
     from quantkit.inference.load import load
     from quantkit.inference.transformers_plugin import register
     from quantkit.pipeline.convert import pack
+    from quantkit.pipeline.recipe import Recipe
 
 __version__ = "0.1.0"
-__all__ = ["QuantizedTensor", "Scheme", "__version__", "load", "pack", "prune", "quantize", "register", "verify"]
+__all__ = [
+    "QuantkitError",
+    "Recipe",
+    "__version__",
+    "convert",
+    "eval_kld",
+    "eval_ppl",
+    "load",
+    "pack",
+    "prune",
+    "quantize",
+    "register",
+    "verify",
+]
 
 _HOME = {
-    "QuantizedTensor": "quantkit.core.quantized_tensor",
-    "Scheme": "quantkit.core.quantized_tensor",
+    "QuantkitError": "quantkit.errors",
+    "Recipe": "quantkit.pipeline.recipe",
+    "convert": "quantkit.api",
+    "eval_kld": "quantkit.api",
+    "eval_ppl": "quantkit.api",
     "load": "quantkit.inference.load",
     "pack": "quantkit.pipeline.convert",
     "prune": "quantkit.api",

@@ -27,13 +27,14 @@ from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.memory_estimate import free_memory
 from quantkit.progress import Progress
 
-PYTHON = ((3, 10), (3, 14))
+PYTHON = ((3, 10), (3, 15))
 #: What quantkit does not work without, with the lowest version of each; pyproject.toml says the same (a test compares).
 REQUIRED = {
     "accelerate": "1.1",
     "blake3": "1.0",
     "click": "8.1",
     "datasets": "3.2",
+    "filelock": "3.13",
     "huggingface-hub": "1.0",
     "numpy": "1.26",
     "PyYAML": "6.0",

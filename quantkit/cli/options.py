@@ -93,7 +93,7 @@ def command(name: str, example: str, group: click.Group | None = None) -> Callab
 
 
 def _be_deterministic() -> None:
-    """Set what makes equal runs give equal bytes and costs nothing (docs/algorithms.md, section 13)."""
+    """Set what makes equal runs give equal bytes and costs nothing (ALGORITHMS 13)."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     torch.use_deterministic_algorithms(True, warn_only=True)

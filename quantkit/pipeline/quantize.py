@@ -84,7 +84,7 @@ def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, r
 def prune(model: str | Path, out: str | Path, recipe: Pruning, **options: Unpack[RunKeywords]) -> dict[str, Any]:
     """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
 
-    Dtypes and config stay; everything else is as for `quantize` (docs/algorithms.md, section 9).
+    Dtypes and config stay; everything else is as for `quantize` (ALGORITHMS 9).
     """
     return quantize(model, out, recipe, **options)
 

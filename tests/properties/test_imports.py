@@ -27,6 +27,7 @@ FRONT_DOORS = {
     "xxhash": {"core"},
     "numpy": {"core", "io", "layouts"},
     "click": {"cli"},
+    "filelock": {"io.staging"},
     "typing_extensions": {"api", "pipeline"},
 }
 #: Imported inside functions, but for the plugin, which derives classes from those of transformers.
