@@ -1,8 +1,7 @@
-"""What each ingredient of quantization brings: perplexity and KL divergence of one model under many recipes.
+"""Measure perplexity and KL divergence of one model under many recipes, one ingredient at a time.
 
-One row a recipe: the model is quantized through `quantkit.quantize`, the folder is read back, decoded and evaluated.
-Small models are judged by KL divergence against the unquantized model: perplexity moves by 0.05 % at random
-(ALGORITHMS 14).
+Each row is a recipe: `quantkit.quantize` writes a folder, which is read back, decoded and evaluated. Small models are
+judged by KL divergence from the unquantized model, because their perplexity moves by 0.05 % at random (ALGORITHMS 14).
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ OWN_LENGTHS = {"calibration": {"lengths": "own"}}
 
 
 def variants() -> dict[str, Mapping[str, Any]]:
-    """Name -> recipe mapping; the GPTQ rows add one ingredient at a time, the last of them is the default."""
+    """Map names to recipes. The GPTQ rows add one ingredient at a time; the last of them is the default."""
     clipped = merge(PUBLISHED, SEARCH)
     own = merge(clipped, OWN_LENGTHS)
     sequential = merge(own, {"true_sequential": True})
@@ -75,9 +74,9 @@ def variants() -> dict[str, Mapping[str, Any]]:
 
 
 def sparse() -> dict[str, Sequence[Mapping[str, Any]]]:
-    """Name -> what is done in turn; a mapping without a scheme prunes and leaves the model dense (ALGORITHMS 9)."""
+    """Map names to steps in order. A step without a scheme prunes and leaves the model dense (ALGORITHMS 9)."""
     int4 = {"scheme": {"format": "int4", "sparsity": "2:4"}}
-    kept = {**int4, "prune": "magnitude"}  # the mask that the model comes with
+    kept = {**int4, "prune": "magnitude"}  # uses the mask that the model has
     sparsegpt = {"method": "sparsegpt"}
     return {
         "2:4 magnitude": [{"method": "magnitude"}],
@@ -92,7 +91,7 @@ def sparse() -> dict[str, Sequence[Mapping[str, Any]]]:
 
 
 def steps(name: str, calibration: Mapping[str, Any]) -> list[Recipe | Pruning]:
-    """Return what a variant does to the model, one after the other."""
+    """Return the steps of a variant, in order."""
     chosen = sparse().get(name) or [variants()[name]]
     asked = [merge(mapping, {"calibration": calibration}) for mapping in chosen]
     return [from_mapping(m) if name not in sparse() or "scheme" in m else pruning(m) for m in asked]

@@ -1,9 +1,9 @@
-"""Seconds until each layout's first product is there: with no compiled kernels, with those on the disk, four at once.
+"""Measure the seconds until each layout's first product: kernels not compiled, cached, and four processes at once.
 
-Each start is a fresh process that imports, makes its operands, and only then multiplies: one token with each layout,
-and then every number of tokens of `bench kernels`, in both dtypes, which may need more kernels of the same source.
-Prints, and writes as CSV, one row for each layout and start; `wait_s` is what a user waits at the first product.
-Kernels are compiled on as many cores as there are, so `compile_thread_s`, of all threads together, is more than that.
+Each start is a fresh process. It imports, makes its operands, and then multiplies one token with each layout. Every
+number of tokens of `bench kernels` follows, in both dtypes, which may need more kernels of the same source. Prints,
+and writes as CSV, one row for each layout and start. `wait_s` is the wait of a user for the first product. All cores
+compile, so `compile_thread_s`, the sum over threads, is larger.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def together(processes: int, cache: Path) -> list[list[dict[str, Any]]]:
-    """Return what each of several processes found that started at once."""
+    """Start several processes at once and return the rows of each."""
     environment = {**os.environ, "QUANTKIT_CACHE": str(cache)}
     running = [
         subprocess.Popen(
@@ -63,7 +63,7 @@ def together(processes: int, cache: Path) -> list[list[dict[str, Any]]]:
 
 
 def products(began: float) -> list[dict[str, Any]]:
-    """Return a row for each layout; this process was started at the second `began`."""
+    """Return a row for each layout. The time `began` is that of this process' start."""
     import torch
 
     from quantkit.bench import kernels

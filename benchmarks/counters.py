@@ -1,8 +1,8 @@
-"""Read the hardware counters of single products: what a kernel waits for, beside cuBLAS if asked.
+"""Read the hardware counters of single products, and of cuBLAS beside them if asked.
 
-Starts itself under Nsight Compute (`ncu`), which replays each product several times with the caches flushed before each
-pass, so that weights come from memory as in a model. Clocks are left alone and printed: times are for comparing with
-each other, those of `quantkit bench kernels` for quoting.
+Starts itself under Nsight Compute (`ncu`), which replays each product several times and flushes the caches before each
+pass, so that weights come from memory as in a model. Clocks are not locked but printed. Compare these times with each
+other only; quote those of `quantkit bench kernels`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 from quantkit.bench import roofline
 from quantkit.io import files
 
-#: Column -> counter. Names that this chip or this ncu lacks are left out, and said.
+#: Column -> counter. Names that this chip or this ncu lacks are left out, with a notice.
 COUNTERS = {
     "us": "gpu__time_duration.sum",
     "GHz": "sm__cycles_elapsed.avg.per_second",
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def multiply(args: argparse.Namespace) -> None:
-    """Make each product once unseen, so that nothing is compiled later, and once for the profiler."""
+    """Make each product once without the profiler, so that nothing is compiled later, and once with it."""
     import torch
 
     from quantkit.bench import kernels
@@ -134,7 +134,7 @@ def measure(ncu: str, arguments: list[str]) -> list[dict[str, Any]]:
 
 
 def counters(listed: str) -> dict[str, str]:
-    """Return column -> counter for what `ncu --query-metrics` lists, with every reason for which warps stall."""
+    """Map columns to the counters that `ncu --query-metrics` lists, with every reason for which warps stall."""
     known = {line.split()[0] for line in listed.splitlines() if line.strip()}
     names = dict(COUNTERS)
     if any(name.startswith("gpu__time_duration") for name in known):
@@ -147,7 +147,7 @@ def counters(listed: str) -> dict[str, str]:
 
 
 def parse(text: str, names: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the rows of a raw page of ncu in CSV: the range that a kernel was launched in, its name, its counters."""
+    """Parse a raw page of ncu in CSV into rows: the range of a kernel's launch, its name, its counters."""
     start = text.find('"ID"')
     found = []
     for row in csv.DictReader(io.StringIO(text[start:] if start >= 0 else "")):
@@ -166,10 +166,10 @@ def parse(text: str, names: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def line(row: dict[str, Any]) -> str:
-    """Return the main figures of a row, and what its warps wait for: warps stalled per instruction issued."""
+    """Return the main figures of a row, and the stalled warps per issued instruction for each reason."""
     figures = [f"{column} {row[column]:.4g}" for column in SHOWN if isinstance(row.get(column), float)]
     stalls = {column[6:]: value for column, value in row.items() if column.startswith("stall_") and value != ""}
-    # An instruction that is issued waits for nothing.
+    # issued instructions are not stalled
     main = sorted(stalls.keys() - {"selected"}, key=lambda reason: (-stalls[reason], reason))
     waits = ", ".join(f"{reason} {stalls[reason]:.2f}" for reason in main[:5])
     return f"{row['product']} | {row['kernel'][:70]}\n    {', '.join(figures)}\n    waiting: {waits}"

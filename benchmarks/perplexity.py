@@ -1,13 +1,11 @@
-"""Perplexity of one model in every layout, multiplied in three ways: by kernels, on a CPU, and by transformers alone.
+"""Measure the perplexity of one model in every layout, multiplied by kernels, by a CPU, and by transformers.
 
-The first two are what `quantkit eval ppl` says of the packed folder on a GPU, where layouts that have no kernel are
-repacked for one when they are loaded, and on a CPU, which decodes weights at each call. The third knows no packing: the
-decoded weights are saved as an ordinary folder in float32, which `AutoModelForCausalLM` reads. Weights are rounded to
-nearest, since it is the ways that are compared.
+The first two are `quantkit eval ppl` of the packed folder. A GPU repacks layouts without a kernel at load; a CPU
+decodes weights at each call. For the third, the decoded weights are saved as an ordinary float32 folder, which
+`AutoModelForCausalLM` reads. All weights are rounded to nearest, because the multiplications are compared.
 
-A CPU takes a second for a window, so it is given the first windows of a text, and the others the same ones: figures
-of one row are of the same tokens. The whole text has a row of its own, without a CPU. Without a GPU there are only the
-first windows, and no figures of kernels.
+A CPU takes a second for a window. So one row has the first windows of a text for all three, and another row the whole
+text without a CPU. Without a GPU there are only the first windows, and no figures of kernels.
 """
 
 from __future__ import annotations
@@ -76,7 +74,7 @@ def main() -> None:
 
 
 def cut(args: argparse.Namespace, texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:
-    """Write the first windows of each text to `folder`; return them by names that say so."""
+    """Write the first windows of each text to `folder`, and return them by name."""
     words = tokenizer(args.model)
     found = {}
     for name, path in texts.items():
@@ -92,7 +90,7 @@ def cut(args: argparse.Namespace, texts: Mapping[str, Path], folder: Path) -> di
 
 
 def measure(folder: Path, name: str, path: Path, window: int, cpu: bool) -> dict[str, Any]:
-    """Return the perplexities of a packed folder on a text, one for each way; by a CPU only if asked for."""
+    """Return the perplexities of a packed folder on a text, by a CPU only if asked for."""
     ask = partial(eval_ppl, folder, data=str(path), window=window)
     kernel = ask(device="cuda") if torch.cuda.is_available() else None
     decoded = ask(device="cpu") if cpu else None
@@ -113,7 +111,7 @@ def measure(folder: Path, name: str, path: Path, window: int, cpu: bool) -> dict
 
 
 def in_transformers(folder: Path, text: str, window: int) -> Perplexity:
-    """Return the perplexity of the decoded weights in float32, of an ordinary folder that transformers reads alone."""
+    """Return the perplexity of the decoded weights in float32, in an ordinary folder that transformers reads."""
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

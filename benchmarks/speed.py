@@ -1,7 +1,7 @@
-"""Where the time goes on a CPU: RTN and MARLIN packing of one large weight, and the phases of a GPTQ run.
+"""Measure RTN and MARLIN packing of one large weight on a CPU, and the phases of a GPTQ run.
 
-Prints one JSON object. The weight's figures come from a fresh process, so that its peak memory is its own; the peak is
-what the work adds to the resident size after import, the source weight included.
+Prints one JSON object. The weight's figures come from a fresh process. Its peak memory is the growth of the resident
+size after import, the source weight included.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Print the CSVs of `accuracy.py` as Markdown tables, with the change against the unquantized model.
 
-Or what `streaming.py` printed (`.json`): layouts in memory, then folders beside copies of them.
+Prints what `conversion.py` wrote (`.json`) as a table too.
 """
 
 from __future__ import annotations
@@ -9,19 +9,10 @@ import argparse
 import csv
 import json
 from pathlib import Path
+from typing import Any
 
-#: What of a copy and of a conversion is printed: a column, and the figure in it.
-STREAMING = {
-    "GB/s": "gb_s",
-    "of the larger folder": "larger_gb_s",
-    "of a plain copy": "of copy",
-    "of one into touched memory": "of copy into touched memory",
-    "of cp into touched memory": "of cp into touched memory",
-    "of the disk": "of disk",
-    "of that with hashes": "of disk with hashes",
-    "cores busy": "busy",
-    "peak memory MB": "peak_mb",
-}
+#: Figure of a conversion -> its column.
+FIGURES = {"gb_s": "GB/s", "of_cp_and_sync": "of `cp` and `sync`", "peak_mb": "peak MB"}
 
 
 def main() -> None:
@@ -30,7 +21,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="print these variants")
     args = parser.parse_args()
     if args.table.suffix == ".json":
-        streaming(args.table)
+        conversions(json.loads(args.table.read_text()))
         return
     with args.table.open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -45,15 +36,16 @@ def main() -> None:
         print(f"| {row['variant']} | {row['bits'] or '16'} | {texts[0]} | {texts[1]} | {kl} | {top1} |")
 
 
-def streaming(path: Path) -> None:
-    """Print what `streaming.py` found."""
-    found = json.loads(path.read_text())
-    print("| layout, scheme | pack MB/s | unpack MB/s |\n|---|---|---|")
-    for name, rates in found["memory"].items():
-        print(f"| {name} | {rates['pack_mb_s']} | {rates['unpack_mb_s']} |")
-    print(f"\n| {found['threads']} cores | {' | '.join(STREAMING)} |\n|---|{'---|' * len(STREAMING)}")
-    for name, figures in found["folders"].items():
-        print(f"| {name} | {' | '.join(str(figures.get(key, '')) for key in STREAMING.values())} |")
+def conversions(found: dict[str, Any]) -> None:
+    """Print one row a conversion, with the figures of each checkout that was measured."""
+    folders = {kind: pairs for kind, pairs in found.items() if isinstance(pairs, dict)}
+    trees = list(next(iter(next(iter(folders.values())).values())))
+    columns = [f"{column} ({tree})" if len(trees) > 1 else column for tree in trees for column in FIGURES.values()]
+    print(f"| weights | conversion | {' | '.join(columns)} |\n|---|---|{'---|' * len(columns)}")
+    for kind, pairs in folders.items():
+        for pair, figures in pairs.items():
+            values = [str(figures[tree][key]) for tree in trees for key in FIGURES]
+            print(f"| {kind} | {pair} | {' | '.join(values)} |")
 
 
 def _change(value: str, base: str, is_base: bool) -> str:

@@ -1,4 +1,4 @@
-"""Train a small OPT (biases everywhere, learned positions, tied embeddings) to measure quantization loss on.
+"""Train a small OPT with biases, learned positions and tied embeddings, to measure quantization loss on.
 
 The reference Llama has no biases; this model is the second opinion. It is trained from scratch on the given text with
 the given tokenizer, and written as an ordinary Hugging Face folder in float16. About two minutes on one H200.

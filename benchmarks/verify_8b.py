@@ -1,8 +1,8 @@
-"""How long `quantkit verify` takes for a whole model of eight billion weights, and that one flipped bit fails it.
+"""Time `quantkit verify` of eight billion weights, and check that one flipped bit fails it.
 
-Writes a folder in the shapes of Llama 3 8B with random codes, layer by layer, and runs the command on it in a fresh
-process with no compiled kernels; then once more with a bit of one weight's codes and one of another's scales flipped.
-Prints one JSON object: seconds in all, by part (`start` is what the process needs before and after), and what failed.
+Writes a folder in the shapes of Llama 3 8B with random codes, layer by layer, and runs the command in a fresh process
+without compiled kernels. A second run has one bit flipped in a weight's codes and one in another's scales. Prints one
+JSON object: seconds in all and by part (`start` is the time of the process before and after), and the failures.
 """
 
 from __future__ import annotations
