@@ -127,5 +127,6 @@ def test_an_existing_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_the_packaged_model_names_its_training_data() -> None:
     card = (demo.MODEL / "README.md").read_text()
-    for name in ("Wikipedia", "CC BY-SA", "Penn Treebank", "Python"):
-        assert name in card
+    for name in ("pydoc topics", "standard library", "PSF-2.0", "numpy", "torch", "BSD-3-Clause"):
+        assert f"| {name} |" in card
+    assert all(f"`{name}`" in card for name in demo.EVALUATION.split())  # held out
