@@ -2,7 +2,7 @@
 
 The training text is the documentation strings of the standard library, numpy and torch, and pydoc's topics. The text
 that `quantkit demo` evaluates on is held out. The same versions of Python and packages on the same kind of processor
-give the same files. Half an hour on one core.
+give the same weights and tokenizer. Twenty minutes on one core.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from quantkit import api
-from quantkit.demo import EVALUATION, SHORTEST, WINDOW, texts
+from quantkit.cli.demo import EVALUATION, SHORTEST, WINDOW, texts
 
 PACKAGES = ("numpy", "torch")
 LICENCES = {"pydoc topics": "PSF-2.0", "standard library": "PSF-2.0", "numpy": "BSD-3-Clause", "torch": "BSD-3-Clause"}
