@@ -19,7 +19,8 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.perplexity import kld, perplexity
-from quantkit.models.block_runner import dense_model, tokenizer
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.pipeline.recipe import Pruning, Recipe, from_mapping, merge, pruning
 
@@ -129,8 +130,8 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Quantize by one variant, evaluate, and return its row."""
     started = time.perf_counter()
     texts = {path.parent.name: path.read_text(encoding="utf-8") for path in args.text}
-    words = tokenizer(args.model)
-    reference = dense_model(Checkpoint(args.model), device=args.device, dtype=torch.float32)
+    words = load_tokenizer(args.model)
+    reference = load_dense_model(Checkpoint(args.model), device=args.device, dtype=torch.float32)
     if name == UNQUANTIZED:
         return {"variant": name, **_evaluate(reference, reference, words, texts, args.window)}
     calibration = {"data": args.calib, "samples": args.samples, "max_length": args.window}
@@ -139,7 +140,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         for number, step in enumerate(steps(name, calibration)):
             source, made = made, Path(folder) / str(number)
             report = quantize(source, made, step, device=args.device)
-        model = dense_model(Checkpoint(made), device=args.device, dtype=torch.float32)
+        model = load_dense_model(Checkpoint(made), device=args.device, dtype=torch.float32)
     bits = report["totals"]["bits_per_weight"]
     print(name, {phase: round(seconds, 1) for phase, seconds in report["phases"].items()}, flush=True)
     return {

@@ -25,8 +25,9 @@ from quantkit.bench import roofline
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.io import files
-from quantkit.models.block_runner import dense_model, tokenizer
-from quantkit.models.calibration_data import evaluation_text
+from quantkit.models.text_sources import load_evaluation_text
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
 
 #: Layout, scheme, and how it is asked for: first those that have kernels, then those that are repacked for them.
 CASES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (
@@ -75,10 +76,10 @@ def main() -> None:
 
 def cut(args: argparse.Namespace, texts: Mapping[str, Path], folder: Path) -> dict[str, Path]:
     """Write the first windows of each text to `folder`, and return them by name."""
-    words = tokenizer(args.model)
+    words = load_tokenizer(args.model)
     found = {}
     for name, path in texts.items():
-        text, _ = evaluation_text(str(path))
+        text, _ = load_evaluation_text(str(path))
         ends = words(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)["offset_mapping"]
         last = args.windows * args.window + SLACK
         if last >= len(ends):  # nothing to cut
@@ -94,7 +95,7 @@ def measure(folder: Path, name: str, path: Path, window: int, cpu: bool) -> dict
     ask = partial(eval_ppl, folder, data=str(path), window=window)
     kernel = ask(device="cuda") if torch.cuda.is_available() else None
     decoded = ask(device="cpu") if cpu else None
-    plain = in_transformers(folder, evaluation_text(str(path))[0], window)
+    plain = in_transformers(folder, load_evaluation_text(str(path))[0], window)
     found = [one for one in (kernel, decoded, plain) if one is not None]
     if len({one.tokens for one in found}) > 1:
         raise SystemExit(f"{folder}: not the same tokens of {name} were predicted")
@@ -116,11 +117,11 @@ def in_transformers(folder: Path, text: str, window: int) -> Perplexity:
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     with tempfile.TemporaryDirectory() as ordinary:
-        dense_model(Checkpoint(folder)).save_pretrained(ordinary)
+        load_dense_model(Checkpoint(folder)).save_pretrained(ordinary)
         if "quantization_config" in Checkpoint(ordinary).config:
             raise SystemExit(f"{folder}: what was saved is not an ordinary model")
         model = AutoModelForCausalLM.from_pretrained(ordinary, dtype=torch.float32, device_map=device)
-    return perplexity(model, tokenizer(folder), text, window=window)
+    return perplexity(model, load_tokenizer(folder), text, window=window)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ from quantkit.evaluation.perplexity import Divergence, Perplexity, kld, perplexi
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.layouts import compatibility
-from quantkit.models.block_runner import tokenizer
-from quantkit.models.calibration_data import evaluation_text
+from quantkit.models.text_sources import load_evaluation_text
+from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline import recipe as recipes
 from quantkit.pipeline.convert import pack
@@ -236,11 +236,11 @@ def eval_ppl(
     dense model is computed with in float32. `window` is by default the model's longest context, at most 2048 tokens;
     `stride` is by default the window.
     """
-    text, what = evaluation_text(data)
+    text, what = load_evaluation_text(data)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
     window = window or _window(model)
-    words = tokenizer(src.path)
+    words = load_tokenizer(src.path)
     found = perplexity(model, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
     return replace(found, weights=describe_weights(model))
 
@@ -263,13 +263,13 @@ def eval_kld(
     Both are in memory together, and computed with as for `eval_ppl`; windows as there, tokens by the tokenizer of
     `against`.
     """
-    text, what = evaluation_text(data)
+    text, what = load_evaluation_text(data)
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
     reference = load_for_evaluation(ref, device=device, trust_remote_code=trust_remote_code, progress=progress)
     window = window or min(_window(model), _window(reference))
-    words = tokenizer(ref.path)
+    words = load_tokenizer(ref.path)
     found = kld(model, reference, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
     return replace(found, weights=describe_weights(model))
 

@@ -38,8 +38,7 @@ from quantkit.errors import KernelError, RecipeError, reason
 from quantkit.inference import swap_linears
 from quantkit.inference.packed_linear import PREFERRED
 from quantkit.kernels import MATMULS
-from quantkit.models.block_runner import blocks, no_linears
-from quantkit.models.meta_model import skeleton
+from quantkit.models.meta_model import dense_matrices, find_blocks, skeleton
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -176,7 +175,7 @@ def measure(model: Outline, variants: Sequence[Variant], load: Workload, progres
     packed_in = [variant.layout for variant in variants if variant.schemes]
     where = require_gpu([layout if layout in MATMULS else PREFERRED[0] for layout in packed_in])
     jobs, notices = fit_batches(model.name, built, variants, load, swap_linears.free_memory(where))
-    notices += no_linears(built)
+    notices += dense_matrices(built)
     for line in notices:
         progress.warn(line)
     device = timing.measured_on(where, load.dtype)
@@ -208,7 +207,7 @@ def _time_variant(
     for line in notices:
         progress.warn(line)
     empty = skeleton(model, load.dtype, False)
-    expected, paths = sizes(empty, variant), blocks(empty)
+    expected, paths = sizes(empty, variant), find_blocks(empty)
     paces = []
     for batch in progress.bar(list(batches), f"{variant.layout} {variant.scheme}".strip()):
         torch.cuda.reset_peak_memory_stats(where)

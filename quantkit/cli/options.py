@@ -17,7 +17,7 @@ import torch
 
 from quantkit.cli.exits import STOP, exits
 from quantkit.layouts import LAYOUTS
-from quantkit.models.calibration_data import NAMED
+from quantkit.models.text_sources import NAMED
 from quantkit.progress import Progress
 
 Function = Callable[..., Any]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, NumericError, RecipeError
-from quantkit.models.calibration_data import check_tokens, token_ids
+from quantkit.models.tokenizer import check_tokens, token_ids
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:

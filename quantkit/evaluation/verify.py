@@ -26,7 +26,7 @@ from quantkit.errors import CheckpointError, KernelError, QuantkitError
 from quantkit.io import files, hashing, json_files, model_folder
 from quantkit.kernels import proof
 from quantkit.layouts import LAYOUTS, stored_as
-from quantkit.models.block_runner import device_of
+from quantkit.models.devices import device_of
 from quantkit.progress import Clock, Progress
 from quantkit.reporting import report
 

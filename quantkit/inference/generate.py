@@ -14,8 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.errors import RecipeError
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.models.block_runner import tokenizer
-from quantkit.models.calibration_data import check_tokens, token_ids
+from quantkit.models.tokenizer import check_tokens, load_tokenizer, token_ids
 from quantkit.progress import Progress
 
 
@@ -48,7 +47,7 @@ def generate(
     RecipeError if the prompt has no tokens and the tokenizer no BOS token, or if the model has too few positions.
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    words = tokenizer(src.path)
+    words = load_tokenizer(src.path)
     ids = _prompt_tokens(words, prompt)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)

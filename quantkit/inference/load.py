@@ -11,8 +11,9 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.inference.swap_linears import require_kernels
-from quantkit.models.block_runner import compute_dtype, dense_model, device_of
+from quantkit.models.devices import compute_dtype, device_of
 from quantkit.models.meta_model import config_of, unbuildable
+from quantkit.models.whole_model import load_dense_model
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -56,7 +57,7 @@ def load_for_evaluation(
 ) -> PreTrainedModel:
     """Load a packed model, or a dense one in float32; warnings about slow weights become notes of `progress`."""
     if src.layout is None:
-        return dense_model(src, device=device, trust_remote_code=trust_remote_code)
+        return load_dense_model(src, device=device, trust_remote_code=trust_remote_code)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         model = load(src.path, device=device, trust_remote_code=trust_remote_code)

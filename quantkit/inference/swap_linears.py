@@ -25,7 +25,7 @@ from quantkit.errors import CheckpointError, KernelError, about
 from quantkit.inference.packed_linear import PREFERRED, PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.gptq import OPTIONAL
-from quantkit.models.meta_model import ignored, places, require_complete
+from quantkit.models.state_names import ignored, places, require_complete
 from quantkit.reporting.units import format_bytes
 
 if TYPE_CHECKING:

@@ -1,31 +1,22 @@
-"""How transformers builds a checkpoint's model, and where each stored tensor goes in it.
-
-The model comes without weights: parameters on the meta device. transformers itself says under which names a class was
-published (`embed_out` for `lm_head`, or no base model's), so its own rules are asked, as its loader does.
-"""
+"""A checkpoint's model as transformers builds it, without weights: its parameters are on the meta device."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, reason
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.configuration_utils import PretrainedConfig
 
-#: Stored name -> the states that transformers makes of it, and whether it merges or splits tensors to do so.
-Places = Callable[[str], tuple[tuple[str, ...], bool]]
-
 
 class Configured(Protocol):
-    """What a model is built from: a checkpoint, or a config.json alone; `path` is for messages."""
+    """Describe a model to build: a checkpoint, or a config.json alone; `path` is for messages."""
 
     @property
     def path(self) -> Path: ...
@@ -35,9 +26,9 @@ class Configured(Protocol):
 
 
 def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
-    """Return the configuration that config.json states, without its quantization.
+    """Return the configuration in config.json, without its quantization.
 
-    CheckpointError for a model type that transformers does not know, and for a config that it cannot read.
+    CheckpointError for a model type that transformers does not know, or a config that it cannot read.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -54,7 +45,7 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
         else:
             known = {key: value for key, value in src.config.items() if key not in ("quantization_config", "auto_map")}
             config = CONFIG_MAPPING[family].from_dict(known)
-    except Exception as error:  # a config is free to be wrong in any way
+    except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -62,9 +53,10 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
-    """Return the model with meta parameters and real buffers (a rotary table is computed, not stored).
+    """Return the model with meta parameters and real buffers (rotary tables are computed, not stored).
 
-    The attention implementation is transformers' own choice: sdpa but for models that it would compute wrongly.
+    transformers chooses the attention implementation: sdpa, except for models that need another. CheckpointError if
+    it cannot build the model.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
@@ -82,68 +74,77 @@ def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> Pr
 
 
 def unbuildable(src: Configured, error: Exception) -> CheckpointError:
-    """Return how it is said that transformers cannot make the model of a folder."""
+    """Return the error for a folder whose model transformers cannot build."""
     return CheckpointError(
         f"{src.path}: transformers cannot build the model of config.json ({reason(error)}): mend it, or upgrade "
         "transformers"
     )
 
 
-def places(module: PreTrainedModel) -> Places:
-    """Return the function from a stored name to the states of `module` as it is now, which may not have them."""
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-
-    transforms = get_model_conversion_mapping(module)
-    converters = [t for t in transforms if isinstance(t, WeightConverter)]
-    renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
-    of_pattern = {pattern: c.target_patterns for c in converters for pattern in c.source_patterns}
-    states = module.state_dict()
-
-    def place(name: str) -> tuple[tuple[str, ...], bool]:
-        state, pattern = rename_source_key(name, renamings, converters, module.base_model_prefix, states)
-        if pattern is None:
-            return (state if state in states or name not in states else name,), False
-        first, *others = of_pattern[pattern]
-        return (state, *(state.replace(first, other) for other in others)), True
-
-    return place
+def find_blocks(module: nn.Module) -> list[str]:
+    """Return the paths of the transformer blocks: the largest list of modules of one class that hold linears."""
+    best, largest = [], 0
+    for path, found in module.named_modules():
+        if not isinstance(found, nn.ModuleList) or len({type(child) for child in found}) != 1:
+            continue
+        size = sum(p.numel() for p in found.parameters())
+        if size > largest and any(isinstance(m, nn.Linear) for m in found.modules()):
+            best, largest = [f"{path}.{i}" for i in range(len(found))], size
+    return best
 
 
-def match(module: PreTrainedModel, src: Checkpoint) -> tuple[dict[str, str], list[str], list[str]]:
-    """Return state name -> stored name, the states that are missing, the stored names that the model does not have.
+def find_linears(module: PreTrainedModel, stored: dict[str, str]) -> tuple[dict[str, str], set[str], list[str]]:
+    """Return stored name -> module path of every linear, the tied ones, and notices of matrices that stay dense.
 
-    What transformers would merge or split while loading, such as experts, has no stored name here: it counts as
-    missing.
+    `stored` maps each state to its name in the checkpoint.
     """
-    states, place, old = module.state_dict(), places(module), ignored(module)
-    stored: dict[str, str] = {}
-    strangers: list[str] = []
-    for name in src.logical():
-        (state, *_), merged = place(name)
-        if not merged and state in states and state not in stored:
-            stored[state] = name
-        elif not merged and not old(name):
-            strangers.append(name)
-    for a, b in module.all_tied_weights_keys.items():  # a tied weight may be stored once, under either name
-        if (a in stored) != (b in stored):
-            stored[a] = stored[b] = stored.get(a) or stored[b]
-    return stored, [state for state in states if state not in stored], strangers
+    paths: dict[str, str] = {}
+    tied: set[str] = set()
+    others: dict[str, list[str]] = {}
+    for path, found in module.named_modules():
+        weight = f"{path}.weight"
+        if isinstance(found, nn.Linear) and weight in module.all_tied_weights_keys:
+            paths[path] = path
+            tied.add(path)
+        elif isinstance(found, nn.Linear) and weight in stored:
+            paths[stored[weight].removesuffix(".weight")] = path
+        elif isinstance(found, nn.Linear):
+            others.setdefault("linear that is not in the checkpoint as such,", []).append(path)
+    return paths, tied, _notices(others) + dense_matrices(module)
 
 
-def require_complete(
-    module: PreTrainedModel, src: Checkpoint, missing: Sequence[str], strangers: Sequence[str]
-) -> None:
-    """Raise CheckpointError, naming the first, for states without a stored tensor or stored tensors without a state."""
-    for names, rule in ((missing, "is missing from the checkpoint"), (strangers, "is not part of the model")):
-        if names:
-            raise CheckpointError(
-                f"{src.path}: {names[0]} {rule} ({len(names)} in all): the folder is not a complete "
-                f"{type(module).__name__}, download or quantize it again"
-            )
+def dense_matrices(module: PreTrainedModel) -> list[str]:
+    """Return notices of matrices outside linears, such as experts in one parameter, which stay dense."""
+    others: dict[str, list[str]] = {}
+    for path, found in module.named_modules():
+        if not isinstance(found, nn.Linear | nn.Embedding):
+            wide = [f"{path}.{name}" for name, p in found.named_parameters(recurse=False) if p.ndim > 1]
+            if wide:
+                others.setdefault(f"parameter of {type(found).__name__}, which is no nn.Linear,", []).extend(wide)
+    return _notices(others)
 
 
-def ignored(module: PreTrainedModel) -> Callable[[str], bool]:
-    """Return what says of a stored name that the model's class does without it, as of tables that are now computed."""
-    patterns = [*(module._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
-    return lambda name: any(re.search(pattern, name) for pattern in patterns)
+def _notices(others: dict[str, list[str]]) -> list[str]:
+    return [f"{names[0]}: {what} left dense ({len(names)} in all)" for what, names in others.items()]
+
+
+def get_tensor(module: nn.Module, name: str) -> Tensor:
+    """Return the parameter or buffer called `name`."""
+    path, _, leaf = name.rpartition(".")
+    found: Tensor = getattr(module.get_submodule(path), leaf)
+    return found
+
+
+def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Make `tensor` the parameter or buffer called `name`; CheckpointError if its shape differs."""
+    path, _, leaf = name.rpartition(".")
+    owner = module.get_submodule(path)
+    expected = getattr(owner, leaf).shape
+    if tensor.shape != expected:
+        raise CheckpointError(
+            f"{name}: is {list(tensor.shape)} in the checkpoint, config.json asks for {list(expected)}"
+        )
+    if leaf in owner._parameters:
+        owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)
+    else:
+        owner._buffers[leaf] = tensor

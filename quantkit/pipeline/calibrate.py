@@ -9,7 +9,7 @@ a stopped run continues after the last commit with the same bits (RELIABILITY 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,10 +28,10 @@ from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
 from quantkit.layouts import LAYOUTS
-from quantkit.models.block_runner import Model
-from quantkit.models.calibration_data import check_tokens
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.tokenizer import check_tokens
 from quantkit.pipeline.layer_solver import alone, solve
-from quantkit.pipeline.recipe import Goal, Pruning, Recipe
+from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goal_of
 from quantkit.progress import Clock, Progress
 
 #: What a commit outside the blocks calls itself.
@@ -55,7 +55,7 @@ class Run:
 
     src: Checkpoint
     recipe: Recipe | Pruning
-    model: Model
+    model: BlockRunner
     sequences: Sequence[Tensor]
     work: Path
     act_budget: int | None
@@ -63,11 +63,10 @@ class Run:
     clock: Clock
     hidden: Tensor | None = None
 
-    def goal(self, linear: str) -> Goal:
-        """Return what a linear that is not left alone becomes."""
-        goal = self.model.scheme_of(linear, self.recipe)
-        assert goal is not None
-        return goal
+    def goals(self, linears: Iterable[str]) -> dict[str, Goal]:
+        """Return the goal of each linear that is not skipped."""
+        goals = {name: goal_of(self.recipe, name, self.model.paths[name]) for name in linears}
+        return {name: goal for name, goal in goals.items() if goal is not None}
 
     def documents(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield number, tokens `[t]` and the stored hidden state `[t, h]` (a view) of every document."""
@@ -89,7 +88,7 @@ class Run:
 def calibrated(
     src: Checkpoint,
     recipe: Recipe | Pruning,
-    model: Model,
+    model: BlockRunner,
     sequences: Sequence[Tensor],
     work: Path,
     done: Sequence[Mapping[str, Any]],
@@ -183,9 +182,8 @@ def _check(run: Run) -> None:
         )
     embeddings = run.model.module.get_input_embeddings().get_parameter("weight")
     check_tokens(max(int(s.max()) for s in run.sequences), len(embeddings))
-    for linear in sorted(run.model.tied):
-        if run.model.scheme_of(linear, run.recipe) is not None:
-            raise RecipeError(f"{linear} shares its weight with the embeddings, which stay dense: add --skip {linear}")
+    for linear in run.goals(sorted(run.model.tied)):
+        raise RecipeError(f"{linear} shares its weight with the embeddings, which stay dense: add --skip {linear}")
 
 
 def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]) -> None:
@@ -225,16 +223,16 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     model = run.model
     with run.clock.phase("load"):
         model.load_block(block)
-    targets = _targets(run, block)
+    goals = run.goals(model.targets(block))
     with run.clock.phase("forward"):
-        groups = find_groups(run, block, targets) if targets else []
+        groups = find_groups(run, block, list(goals)) if goals else []
     solved: dict[str, Item] = {}
     # One pass for each group, with the groups before it quantized; or one pass for all of them.
     for passed in [[group] for group in groups] if run.recipe.true_sequential else [groups]:
         for group, hessian in zip(passed, collect(run, block, passed), strict=True):
             with run.clock.phase("solve"):
                 weights = {name: run.src.get(f"{name}.weight").to(model.device) for name in group.linears}
-                items = solve(weights, {name: run.goal(name) for name in weights}, hessian, run.recipe, run.progress)
+                items = solve(weights, {name: goals[name] for name in weights}, hessian, run.recipe, run.progress)
             for item in items:
                 assert not isinstance(item.value, Packed)  # that comes of files alone
                 _put_back(model, item.name.removesuffix(".weight"), item.value)
@@ -255,20 +253,18 @@ def _detail(item: Item) -> str:
 
 def _rest(run: Run) -> Iterator[Item]:
     """Yield what lies outside the blocks; a linear there that is not skipped has no Hessian."""
-    for name in run.model.stored(None):
+    outside = run.model.stored(None)
+    goals = run.goals(linear for linear in run.model.linears if f"{linear}.weight" in outside)
+    for name in outside:
         tensor = run.src.get(name)
         linear = name.removesuffix(".weight")
-        goal = run.model.scheme_of(linear, run.recipe) if linear in run.model.linears else None
+        goal = goals.get(linear)
         if linear == name or goal is None:
             yield Item(name, tensor)
             continue
         with run.clock.phase("solve"):
             item = alone(linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks")
         yield item
-
-
-def _targets(run: Run, block: int) -> list[str]:
-    return [name for name in run.model.targets(block) if run.model.scheme_of(name, run.recipe) is not None]
 
 
 def _allocate(run: Run, shape: tuple[int, ...]) -> Tensor:
@@ -291,7 +287,7 @@ def _save(run: Run, block: int) -> dict[str, Any]:
     return {"sha256": digest, "shape": list(run.hidden.shape), "dtype": dtype_name(run.hidden.dtype)}
 
 
-def _put_back(model: Model, linear: str, value: QuantizedTensor | Tensor) -> None:
+def _put_back(model: BlockRunner, linear: str, value: QuantizedTensor | Tensor) -> None:
     """Put what a linear of a loaded block became in the place of its weight, without padding."""
     n, k = model.linears[linear]
     dense = value.dequantize(model.dtype) if isinstance(value, QuantizedTensor) else value
@@ -305,7 +301,7 @@ def _committed(
     layout = None if isinstance(run.recipe, Pruning) else LAYOUTS[run.recipe.layout]
     paths = [run.work / name for line in done for name in line.get("files", {})]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
-    for linear in _targets(run, block):
+    for linear, goal in run.goals(run.model.targets(block)).items():
         parts: dict[str, Tensor] = {}
         for suffix in layout.TENSORS if layout else ("weight",):
             if f"{linear}.{suffix}" in where:
@@ -313,7 +309,6 @@ def _committed(
                 with files.open_regular(path) as file:
                     data = files.read_exactly(file, info.start, info.end - info.start, path)
                 parts[suffix] = data.view(info.dtype).reshape(info.shape)
-        goal = run.goal(linear)
         with about(linear):
             if layout is not None and isinstance(goal, Scheme):
                 yield linear, layout.unpack(parts, goal)

@@ -28,13 +28,14 @@ from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.io.staging import is_complete, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
-from quantkit.models.block_runner import Model, tokenizer
-from quantkit.models.calibration_data import calibration
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.calibration_data import draw_calibration
+from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline.calibrate import calibrated
 from quantkit.pipeline.layer_solver import alone
 from quantkit.pipeline.plan import Plan, plan_quantize
 from quantkit.pipeline.publish import finish, name_of, publish_complete, write
-from quantkit.pipeline.recipe import Goal, Pruning, Recipe, label
+from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goal_of, label
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.progress import Progress
 from quantkit.reporting.report import heading, phases
@@ -47,7 +48,7 @@ class _Job(NamedTuple):
     """Hold a source, its model, the goal of each linear (None: left dense), and the plan."""
 
     src: Checkpoint
-    model: Model
+    model: BlockRunner
     chosen: dict[str, Goal | None]
     plan: Plan
 
@@ -65,8 +66,8 @@ def plan(
 
 
 def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, run: RunOptions) -> _Job:
-    skeleton = Model(src, device=run.device, trust_remote_code=run.trust_remote_code)
-    chosen = {module: skeleton.scheme_of(module, recipe) for module in skeleton.linears}
+    skeleton = BlockRunner(src, device=run.device, trust_remote_code=run.trust_remote_code)
+    chosen = {name: goal_of(recipe, name, skeleton.paths[name]) for name in skeleton.linears}
     planned = plan_quantize(
         src,
         skeleton.linears,
@@ -166,7 +167,7 @@ def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
     return src
 
 
-def _without_effect(recipe: Recipe | Pruning, model: Model) -> list[str]:
+def _without_effect(recipe: Recipe | Pruning, model: BlockRunner) -> list[str]:
     """List the settings of the recipe that have no effect on this model."""
     found = recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
     if recipe.calibrated and recipe.calibration.max_length > model.max_length:
@@ -195,9 +196,9 @@ def _sequences(job: _Job, recipe: Recipe | Pruning) -> tuple[list[torch.Tensor],
     if not recipe.calibrated:
         return [], {}
     calib = recipe.calibration
-    text = calibration(
+    text = draw_calibration(
         calib.data,
-        tokenizer(job.src.path),
+        load_tokenizer(job.src.path),
         samples=calib.samples,
         max_length=min(calib.max_length, job.model.max_length),
         seed=calib.seed,

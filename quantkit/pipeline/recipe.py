@@ -187,6 +187,15 @@ class Pruning:
         return hashlib.sha256(yaml.safe_dump(self.to_mapping(), sort_keys=False).encode()).hexdigest()
 
 
+def goal_of(recipe: Recipe | Pruning, name: str, path: str) -> Goal | None:
+    """Return what a linear becomes, None if it is skipped.
+
+    A recipe may call it by its `name` in the checkpoint or by its `path` in the model; a few families have both.
+    """
+    by_path, by_name = recipe.scheme_of(path), recipe.scheme_of(name)
+    return None if by_path is None or by_name is None else by_path if by_name == recipe.scheme else by_name
+
+
 def label(goal: Goal) -> str:
     """Return the short name of what becomes of a linear: `int4:g128`, `2:4`."""
     return goal.label if isinstance(goal, Scheme) else goal

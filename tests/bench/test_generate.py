@@ -22,7 +22,7 @@ from quantkit.bench.roofline import Device
 from quantkit.cli import show
 from quantkit.errors import RecipeError
 from quantkit.kernels import missing
-from quantkit.models.block_runner import blocks
+from quantkit.models.meta_model import find_blocks
 from tests.bench.test_random_model import FAMILIES, LLAMA, QUIET, built, tiny
 from tests.command_line import call, refused
 
@@ -87,7 +87,7 @@ def _graphs_that_write_the_same(config: dict[str, Any]) -> int:
 
     with torch.inference_mode():
         wanted = written()
-        with decode_graphs.fused(made, blocks(made), counted):
+        with decode_graphs.fused(made, find_blocks(made), counted):
             assert torch.equal(written(), wanted)
         count = len(graphs)
         assert torch.equal(written(), wanted) and len(graphs) == count, "what was compiled is left behind"

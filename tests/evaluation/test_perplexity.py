@@ -13,8 +13,9 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.perplexity import kld, perplexity
-from quantkit.models.block_runner import dense_model, tokenizer
-from quantkit.models.calibration_data import evaluation_text
+from quantkit.models.text_sources import load_evaluation_text
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
 from tests.tiny_models import byte_tokenizer, write_model
 
 TEXT = "".join(chr(97 + (i * i) % 26) for i in range(300))
@@ -27,7 +28,7 @@ def bytes_() -> Any:
 
 @pytest.fixture
 def model(tiny_llama: Path) -> Any:
-    return dense_model(Checkpoint(tiny_llama))
+    return load_dense_model(Checkpoint(tiny_llama))
 
 
 def losses(model: Any, ids: list[int]) -> Tensor:
@@ -103,7 +104,7 @@ def test_a_protocol_that_cannot_be_kept_is_refused(
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path, bytes_: Any) -> None:
     ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
-    small = dense_model(Checkpoint(write_model("llama", tmp_path / "m", vocab_size=80, **ids)))
+    small = load_dense_model(Checkpoint(write_model("llama", tmp_path / "m", vocab_size=80, **ids)))
     with pytest.raises(CheckpointError, match="do not belong together"):
         perplexity(small, bytes_, "zzz" + TEXT, window=64)
     with pytest.raises(CheckpointError, match="do not belong together"):  # the text fits, its BOS does not
@@ -126,7 +127,7 @@ def test_damaged_weights_give_an_error_not_a_number(model: Any, bytes_: Any) -> 
 
 
 def test_divergence_is_the_textbook_sum(model: Any, tiny_llama: Path, bytes_: Any) -> None:
-    reference = dense_model(Checkpoint(tiny_llama))
+    reference = load_dense_model(Checkpoint(tiny_llama))
     model.model.layers[1].mlp.down_proj.weight.data *= 1.3
     ids = torch.tensor(bytes_(TEXT)["input_ids"])[:256].view(4, 64)
     with torch.no_grad():
@@ -139,12 +140,12 @@ def test_divergence_is_the_textbook_sum(model: Any, tiny_llama: Path, bytes_: An
 
 
 def test_a_model_does_not_diverge_from_itself(model: Any, tiny_llama: Path, bytes_: Any) -> None:
-    found = kld(model, dense_model(Checkpoint(tiny_llama)), bytes_, TEXT, window=64)
+    found = kld(model, load_dense_model(Checkpoint(tiny_llama)), bytes_, TEXT, window=64)
     assert (found.kld, found.top1) == (0.0, 1.0)
 
 
 def test_models_of_different_vocabularies_are_not_compared(model: Any, tmp_path: Path, bytes_: Any) -> None:
-    other = dense_model(Checkpoint(write_model("llama", tmp_path / "other", vocab_size=300)))
+    other = load_dense_model(Checkpoint(write_model("llama", tmp_path / "other", vocab_size=300)))
     with pytest.raises(CheckpointError, match="257 and 300"):
         kld(model, other, bytes_, TEXT, window=64)
 
@@ -153,11 +154,11 @@ def test_models_of_different_vocabularies_are_not_compared(model: Any, tmp_path:
 def test_the_published_protocol_gives_the_reference_value(shared: Path, data: str, expected: float) -> None:
     """The first 12 windows, as transformers' own loss has them; whole files give the published 15.199 and 17.185."""
     folder = shared / "models" / "tiny-llama-1m"
-    text, _ = evaluation_text(str(shared / "data" / data / "test.txt"))
-    words = tokenizer(folder)
+    text, _ = load_evaluation_text(str(shared / "data" / data / "test.txt"))
+    words = load_tokenizer(folder)
     ids = words(text[:60_000], add_special_tokens=False)["input_ids"][: 12 * 1024]
     start = words.decode(ids)
     assert text.startswith(start)
-    found = perplexity(dense_model(Checkpoint(folder)), words, start, window=1024)
+    found = perplexity(load_dense_model(Checkpoint(folder)), words, start, window=1024)
     assert (found.windows, found.tokens) == (12, 12 * 1023)
     assert found.perplexity == pytest.approx(expected, rel=1e-4)

@@ -22,7 +22,8 @@ from quantkit.evaluation.perplexity import perplexity
 from quantkit.inference.generate import generate
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts.schemes import Schemes
-from quantkit.models.block_runner import dense_model, tokenizer
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
 from tests.layouts.samples import write_folder
 from tests.pipeline.test_quantize import TEXT
 from tests.tiny_models import write_model
@@ -75,7 +76,7 @@ def logits(model: Any) -> Tensor:
 
 
 def decoded(path: Path, dtype: torch.dtype = torch.float32) -> Tensor:
-    return logits(dense_model(Checkpoint(path), dtype=dtype))
+    return logits(load_dense_model(Checkpoint(path), dtype=dtype))
 
 
 def layers(model: nn.Module) -> list[PackedLinear]:
@@ -210,7 +211,7 @@ def test_perplexity_and_divergence_are_those_of_the_decoded_model(folder: Folder
 
     data = str(tmp_path / "text.txt")
     found = eval_ppl(path, data=data, window=128, device="cpu")
-    expected = perplexity(dense_model(Checkpoint(path)), tokenizer(path), TEXT, window=128)
+    expected = perplexity(load_dense_model(Checkpoint(path)), load_tokenizer(path), TEXT, window=128)
     assert found.nll == expected.nll and found.weights == "weights decoded, float32"
     itself = eval_kld(path, path, data=data, window=128, device="cpu")
     assert (itself.kld, itself.top1) == (0, 1)
@@ -220,11 +221,11 @@ def test_perplexity_and_divergence_are_those_of_the_decoded_model(folder: Folder
 def test_text_is_the_greedy_one_and_has_its_limits(folder: Folders) -> None:
     path = folder("quick", "int4:g32")
     found = generate(path, "abc", max_new_tokens=7, device="cpu")
-    ids = tokenizer(path)("abc", return_tensors="pt")["input_ids"]
-    model = dense_model(Checkpoint(path))
+    ids = load_tokenizer(path)("abc", return_tensors="pt")["input_ids"]
+    model = load_dense_model(Checkpoint(path))
     for _ in range(found.tokens):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    assert found.text == tokenizer(path).decode(ids[0, 3:], skip_special_tokens=True) and 1 <= found.tokens <= 7
+    assert found.text == load_tokenizer(path).decode(ids[0, 3:], skip_special_tokens=True) and 1 <= found.tokens <= 7
     assert generate(path, "", max_new_tokens=1, device="cpu").tokens == 1  # BOS stands for no prompt
     with pytest.raises(RecipeError, match="--max-new-tokens 509"):
         generate(path, "abc", max_new_tokens=510, device="cpu")

@@ -25,7 +25,8 @@ from quantkit.inference.generate import generate
 from quantkit.kernels.proof import relative_error
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.stacking import UNITS
-from quantkit.models.block_runner import dense_model, tokenizer
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
 from tests.inference.test_fused_linear import attention
 from tests.inference.test_load import bits, layers, logits, stored
 from tests.inference.test_packed_linear import gauss, values
@@ -92,8 +93,8 @@ def test_logits_by_kernel_are_those_of_the_decoded_model(
     layout: str, label: str, kernel: str, dtype: torch.dtype, sources: dict[torch.dtype, Path], tmp_path: Path
 ) -> None:
     path = write(sources[dtype], tmp_path / "out", layout, label)
-    exact = logits(dense_model(Checkpoint(path), dtype=torch.float32, device="cuda"))
-    rounded = relative_error(logits(dense_model(Checkpoint(path), dtype=dtype, device="cuda")), exact)
+    exact = logits(load_dense_model(Checkpoint(path), dtype=torch.float32, device="cuda"))
+    rounded = relative_error(logits(load_dense_model(Checkpoint(path), dtype=dtype, device="cuda")), exact)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)  # nothing is decoded
         model = quantkit.load(path, device="cuda")
@@ -325,7 +326,10 @@ def test_perplexity_by_kernels_is_that_of_decoded_weights(
     quantkit.quantize(source, tmp_path / "out", method="rtn", layout=layout, device="cuda", **options)
     found = eval_ppl(tmp_path / "out", data=str(text), window=512, device="cuda")
     exact = perplexity(
-        dense_model(Checkpoint(tmp_path / "out"), device="cuda"), tokenizer(source), text.read_text(), window=512
+        load_dense_model(Checkpoint(tmp_path / "out"), device="cuda"),
+        load_tokenizer(source),
+        text.read_text(),
+        window=512,
     )
     print(f"{layout} {options}: {found.perplexity:.5f} ({found.weights}), decoded to float32 {exact.perplexity:.5f}")
     other = eval_kld(tmp_path / "out", source, data=str(text), window=512, device="cuda")

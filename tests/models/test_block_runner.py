@@ -12,8 +12,10 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.models.block_runner import Model, dense_model, tokenizer
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
+from quantkit.pipeline.recipe import from_mapping, goal_of, label
 from tests.tiny_models import FAMILIES
 
 LENGTHS = (2, 100, 17)  # 100 is past the sliding window of 64 that some families have
@@ -64,7 +66,7 @@ def outputs(model: Any, blocks: list[str], tokens: Tensor) -> tuple[list[Tensor]
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_block_at_a_time_gives_the_plain_models_activations(family: str, folders: dict[str, Path]) -> None:
-    model = Model(Checkpoint(folders[family]), device="cpu")
+    model = BlockRunner(Checkpoint(folders[family]), device="cpu")
     reference = plain(folders[family])
     docs = documents()
     expected = [outputs(reference, model.blocks, tokens)[0] for tokens in docs]
@@ -86,7 +88,7 @@ def test_one_block_at_a_time_gives_the_plain_models_activations(family: str, fol
 
 def test_a_run_can_start_in_the_middle_without_embeddings(folders: dict[str, Path]) -> None:
     for family in ("llama", "opt", "gemma2"):
-        model = Model(Checkpoint(folders[family]), device="cpu")
+        model = BlockRunner(Checkpoint(folders[family]), device="cpu")
         tokens = documents()[1]
         expected, _ = outputs(plain(folders[family]), model.blocks, tokens)
         model.prepare(embeddings=False)
@@ -97,7 +99,7 @@ def test_a_run_can_start_in_the_middle_without_embeddings(folders: dict[str, Pat
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_evaluated_model_is_the_one_that_transformers_loads(family: str, folders: dict[str, Path]) -> None:
-    ours, theirs = dense_model(Checkpoint(folders[family])), plain(folders[family])
+    ours, theirs = load_dense_model(Checkpoint(folders[family])), plain(folders[family])
     for tokens in documents():
         torch.testing.assert_close(outputs(ours, [], tokens)[1], outputs(theirs, [], tokens)[1], rtol=1e-5, atol=1e-5)
     tied = theirs.get_output_embeddings().weight is theirs.get_input_embeddings().weight
@@ -108,7 +110,7 @@ def test_the_evaluated_model_is_the_one_that_transformers_loads(family: str, fol
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_tensor_is_in_one_block_or_outside(family: str, folders: dict[str, Path]) -> None:
     src = Checkpoint(folders[family])
-    model = Model(src, device="cpu")
+    model = BlockRunner(src, device="cpu")
     parts = [model.stored(0), model.stored(1), model.stored(None)]
     assert sorted(name for part in parts for name in part) == sorted(src.names())
     assert len(parts[0]) == len(parts[1]) > 0 and any("embed" in name for name in parts[2])
@@ -118,13 +120,13 @@ def test_every_tensor_is_in_one_block_or_outside(family: str, folders: dict[str,
 
 
 def test_a_head_is_skipped_under_either_of_its_names(folders: dict[str, Path]) -> None:
-    model = Model(Checkpoint(folders["gpt_neox"]), device="cpu")
+    model = BlockRunner(Checkpoint(folders["gpt_neox"]), device="cpu")
     assert model.paths["embed_out"] == "lm_head"
     for pattern in ("lm_head", "embed_out"):
-        assert model.scheme_of("embed_out", from_mapping({"skip": [pattern]})) is None
+        assert goal_of(from_mapping({"skip": [pattern]}), "embed_out", model.paths["embed_out"]) is None
     everything = from_mapping({"skip": [], "overrides": {"lm_head": "fp6:channel"}})
-    scheme = model.scheme_of("embed_out", everything)
-    assert scheme is not None and scheme.label == "fp6:channel"
+    goal = goal_of(everything, "embed_out", model.paths["embed_out"])
+    assert goal is not None and label(goal) == "fp6:channel"
 
 
 def test_a_checkpoint_without_the_base_models_name_is_the_same_model(folders: dict[str, Path], changed: Any) -> None:
@@ -132,9 +134,9 @@ def test_a_checkpoint_without_the_base_models_name_is_the_same_model(folders: di
     renamed: dict[str, Tensor | None] = {name: None for name in src.names()}
     renamed |= {name.removeprefix("model."): src.get(name) for name in src.names()}
     other = Checkpoint(changed("opt", renamed))
-    assert "decoder.layers.0.fc1" in Model(other, device="cpu").linears
+    assert "decoder.layers.0.fc1" in BlockRunner(other, device="cpu").linears
     tokens = documents()[1]
-    assert torch.equal(outputs(dense_model(other), [], tokens)[1], outputs(dense_model(src), [], tokens)[1])
+    assert torch.equal(outputs(load_dense_model(other), [], tokens)[1], outputs(load_dense_model(src), [], tokens)[1])
 
 
 def test_a_tied_weight_may_be_stored_as_the_head(folders: dict[str, Path], changed: Any) -> None:
@@ -142,8 +144,8 @@ def test_a_tied_weight_may_be_stored_as_the_head(folders: dict[str, Path], chang
     table = src.get("model.embed_tokens.weight")
     other = Checkpoint(changed("qwen2", {"model.embed_tokens.weight": None, "lm_head.weight": table}))
     tokens = documents()[1]
-    assert torch.equal(outputs(dense_model(other), [], tokens)[1], outputs(dense_model(src), [], tokens)[1])
-    ours, same = Model(other, device="cpu"), Model(src, device="cpu")
+    assert torch.equal(outputs(load_dense_model(other), [], tokens)[1], outputs(load_dense_model(src), [], tokens)[1])
+    ours, same = BlockRunner(other, device="cpu"), BlockRunner(src, device="cpu")
     for model in (ours, same):
         model.prepare(embeddings=True)
     assert torch.equal(ours.embed(tokens), same.embed(tokens))
@@ -162,11 +164,11 @@ def test_a_tied_weight_may_be_stored_as_the_head(folders: dict[str, Path], chang
 )
 def test_loading_for_evaluation_is_strict(tensors: dict[str, Any], config: Any, says: str, changed: Any) -> None:
     with pytest.raises(CheckpointError, match=says):
-        dense_model(Checkpoint(changed("llama", tensors, **config)))
+        load_dense_model(Checkpoint(changed("llama", tensors, **config)))
 
 
 def test_old_rotary_tables_are_not_strangers(changed: Any) -> None:
-    dense_model(Checkpoint(changed("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)})))
+    load_dense_model(Checkpoint(changed("llama", {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(32)})))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +185,7 @@ def test_old_rotary_tables_are_not_strangers(changed: Any) -> None:
 )
 def test_a_config_that_cannot_be_built_is_one_line(config: dict[str, Any], changed: Any) -> None:
     with pytest.raises(CheckpointError) as caught:
-        Model(Checkpoint(changed("llama", **config)), device="cpu")
+        BlockRunner(Checkpoint(changed("llama", **config)), device="cpu")
     assert "\n" not in str(caught.value)
 
 
@@ -193,19 +195,19 @@ def test_what_is_no_linear_is_noticed_not_guessed(tmp_path: Path) -> None:
     gpt2 = transformers.GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=100, n_positions=64)
     transformers.GPT2LMHeadModel(gpt2).save_pretrained(tmp_path / "gpt2")
     with pytest.raises(CheckpointError, match=r"no list of blocks with nn\.Linear"):
-        Model(Checkpoint(tmp_path / "gpt2"), device="cpu")
+        BlockRunner(Checkpoint(tmp_path / "gpt2"), device="cpu")
 
     small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
     mixtral = transformers.MixtralConfig(**small, num_key_value_heads=2, vocab_size=100, num_local_experts=2)
     transformers.MixtralForCausalLM(mixtral).save_pretrained(tmp_path / "mixtral")
-    model = Model(Checkpoint(tmp_path / "mixtral"), device="cpu")
+    model = BlockRunner(Checkpoint(tmp_path / "mixtral"), device="cpu")
     assert any("experts" in notice and "left dense" in notice for notice in model.notices)
     with pytest.raises(CheckpointError, match="--method rtn"):
         model.prepare(embeddings=True)
 
 
 def test_strangers_in_a_checkpoint_are_copied_and_said(changed: Any) -> None:
-    model = Model(Checkpoint(changed("llama", {"mtp.extra.weight": torch.zeros(3)})), device="cpu")
+    model = BlockRunner(Checkpoint(changed("llama", {"mtp.extra.weight": torch.zeros(3)})), device="cpu")
     assert "mtp.extra.weight" in model.stored(None)
     assert any("mtp.extra.weight" in notice for notice in model.notices)
 
@@ -213,14 +215,14 @@ def test_strangers_in_a_checkpoint_are_copied_and_said(changed: Any) -> None:
 def test_unknown_devices_and_missing_tokenizers_are_said(folders: dict[str, Path], changed: Any) -> None:
     for device in ("tpu", "meta", "cuda:99" if torch.cuda.is_available() else "cuda"):
         with pytest.raises(RecipeError):
-            Model(Checkpoint(folders["llama"]), device=device)
+            BlockRunner(Checkpoint(folders["llama"]), device=device)
     with pytest.raises(CheckpointError, match="tokenizer"):
-        tokenizer(changed("llama"))
-    assert tokenizer(folders["llama"])("a")["input_ids"]
+        load_tokenizer(changed("llama"))
+    assert load_tokenizer(folders["llama"])("a")["input_ids"]
 
 
 def test_a_float_model_is_computed_in_float32_on_a_cpu(folders: dict[str, Path]) -> None:
-    assert Model(Checkpoint(folders["llama"]), device="cpu").dtype == torch.float32
+    assert BlockRunner(Checkpoint(folders["llama"]), device="cpu").dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", ["bloom", "falcon"])
@@ -233,7 +235,7 @@ def test_blocks_that_return_more_than_their_hidden_state(family: str, tmp_path: 
     with torch.random.fork_rng():
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    model = Model(Checkpoint(tmp_path), device="cpu")
+    model = BlockRunner(Checkpoint(tmp_path), device="cpu")
     tokens = documents()[1]
     expected, _ = outputs(plain(tmp_path), model.blocks, tokens)
     model.prepare(embeddings=True)
@@ -247,7 +249,7 @@ def test_blocks_that_return_more_than_their_hidden_state(family: str, tmp_path: 
 
 
 def test_a_block_that_needs_more_than_a_hidden_state_is_refused(folders: dict[str, Path]) -> None:
-    model = Model(Checkpoint(folders["llama"]), device="cpu")
+    model = BlockRunner(Checkpoint(folders["llama"]), device="cpu")
     model.prepare(embeddings=False)
     base = model.module.model
 
@@ -269,7 +271,7 @@ def test_quantized_weights_are_decoded_without_a_detour_through_half(tiny_llama:
 
     quantize(tiny_llama, tmp_path / "out", from_mapping({"method": "rtn"}))
     src = Checkpoint(tmp_path / "out")
-    model = dense_model(src)
+    model = load_dense_model(src)
     assert len(src.modules()) == 14
     for module in src.modules():
         assert torch.equal(model.get_submodule(module).weight, src.quantized(module).dequantize())

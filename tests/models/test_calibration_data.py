@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.models.calibration_data import calibration, documents, evaluation_text
+from quantkit.models.calibration_data import draw_calibration
+from quantkit.models.text_sources import load_documents, load_evaluation_text
 from tests.tiny_models import byte_tokenizer
 
 WIKI = " \n = One = \n \n Text of one , x = 5 . \n \n = = Part = = \n \n More . \n \n = Two = \n \n Text of two . \n"
@@ -35,7 +36,7 @@ def paragraphs(folder: Path, lengths: list[int]) -> str:
 
 
 def test_wikitext_articles_are_whole_and_complete(tmp_path: Path) -> None:
-    found = documents(write(tmp_path / "wiki.txt", WIKI))
+    found = load_documents(write(tmp_path / "wiki.txt", WIKI))
     assert [text.split("\n")[0].strip() for text in found.texts] == ["= One =", "= Two ="]
     assert "".join(found.texts) == WIKI.removeprefix(" \n")
     assert "heading" in found.rule
@@ -43,21 +44,21 @@ def test_wikitext_articles_are_whole_and_complete(tmp_path: Path) -> None:
 
 def test_a_formula_is_no_heading(tmp_path: Path) -> None:
     text = WIKI.replace("Text of one , x = 5 . \n", "where \n = 7 / 2 ) is ( J = \n and so on \n")
-    assert len(documents(write(tmp_path / "wiki.txt", text)).texts) == 2
+    assert len(load_documents(write(tmp_path / "wiki.txt", text)).texts) == 2
 
 
 @pytest.mark.parametrize(("part", "articles"), [("train", 600), ("valid", 60), ("test", 60)])
 def test_wikitext2_has_its_official_number_of_articles(shared: Path, part: str, articles: int) -> None:
-    assert len(documents(str(shared / "data" / "wikitext2" / f"{part}.txt")).texts) == articles
+    assert len(load_documents(str(shared / "data" / "wikitext2" / f"{part}.txt")).texts) == articles
 
 
 def test_blank_lines_separate_and_a_text_without_them_is_one(tmp_path: Path) -> None:
-    assert documents(write(tmp_path / "a.txt", "one\nline\n\n \t\n\n  two\r\n\r\nthree\n")).texts == [
+    assert load_documents(write(tmp_path / "a.txt", "one\nline\n\n \t\n\n  two\r\n\r\nthree\n")).texts == [
         "one\nline",
         "  two",
         "three\n",
     ]
-    found = documents(write(tmp_path / "b.txt", "one\ntwo\n"))
+    found = load_documents(write(tmp_path / "b.txt", "one\ntwo\n"))
     assert (found.texts, found.rule) == (["one\ntwo\n"], "the whole text is one document")
 
 
@@ -70,13 +71,13 @@ def test_records_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
     jsonl = write(tmp_path / "a.jsonl", lines + "\n\n")
     pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
     for source in (jsonl, str(tmp_path / "a.parquet")):
-        assert documents(source).texts == texts
-        assert evaluation_text(source)[0] == "\n\n".join(texts)
+        assert load_documents(source).texts == texts
+        assert load_evaluation_text(source)[0] == "\n\n".join(texts)
 
 
 def test_an_evaluation_text_is_not_touched(tmp_path: Path) -> None:
     raw = " \n = One = \r\n\n  tail  "
-    assert evaluation_text(write(tmp_path / "raw.txt", raw))[0] == raw
+    assert load_evaluation_text(write(tmp_path / "raw.txt", raw))[0] == raw
 
 
 @pytest.mark.parametrize(
@@ -98,19 +99,19 @@ def test_an_evaluation_text_is_not_touched(tmp_path: Path) -> None:
 def test_a_bad_file_is_refused_by_name(name: str, content: bytes, says: str, tmp_path: Path) -> None:
     source = write(tmp_path / name, content)
     with pytest.raises(CheckpointError, match=says) as caught:
-        documents(source)
+        load_documents(source)
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_a_missing_file_is_told_from_a_data_set() -> None:
     with pytest.raises(CheckpointError, match="wikitext2, ptb, c4"):
-        documents("wikitext3")
+        load_documents("wikitext3")
 
 
 def test_own_lengths_are_neither_padded_nor_joined(tmp_path: Path, tokenizer: Any) -> None:
     lengths = [5, 1, 40, 200, 7, 90]
     source = paragraphs(tmp_path, lengths)
-    found = calibration(source, tokenizer, samples=5, max_length=64, seed=3)
+    found = draw_calibration(source, tokenizer, samples=5, max_length=64, seed=3)
     assert sorted(len(s) for s in found.sequences) == [5, 7, 40, 64, 64]
     assert all(len(set(s.tolist())) == 1 for s in found.sequences)  # one letter: one document
     facts = found.facts
@@ -122,7 +123,7 @@ def test_the_seed_decides_documents_and_windows(tmp_path: Path, tokenizer: Any) 
     source = write(tmp_path / "a.txt", "\n\n".join(f"{i:04}" * (i + 1) for i in range(50)))
 
     def draw(seed: int) -> str:
-        return str(calibration(source, tokenizer, samples=8, max_length=32, seed=seed).facts["sha256"])
+        return str(draw_calibration(source, tokenizer, samples=8, max_length=32, seed=seed).facts["sha256"])
 
     torch.manual_seed(1)
     first = draw(0)
@@ -132,13 +133,15 @@ def test_the_seed_decides_documents_and_windows(tmp_path: Path, tokenizer: Any) 
 
 def test_a_window_can_lie_anywhere_in_a_document(tmp_path: Path, tokenizer: Any) -> None:
     source = write(tmp_path / "a.txt", "".join(chr(97 + i % 26) for i in range(20)))
-    starts = {int(calibration(source, tokenizer, samples=1, max_length=18, seed=s).sequences[0][0]) for s in range(40)}
+    starts = {
+        int(draw_calibration(source, tokenizer, samples=1, max_length=18, seed=s).sequences[0][0]) for s in range(40)
+    }
     assert len(starts) == 3  # offsets 0, 1 and 2, the last one included
 
 
 def test_fixed_windows_are_exact_and_never_overlap(tmp_path: Path, tokenizer: Any) -> None:
     source = paragraphs(tmp_path, [10, 30, 25, 60])
-    found = calibration(source, tokenizer, samples=7, max_length=16, seed=0, lengths="fixed")
+    found = draw_calibration(source, tokenizer, samples=7, max_length=16, seed=0, lengths="fixed")
     assert [len(s) for s in found.sequences] == [16] * 7
     stream = "".join(tokenizer.decode(s) for s in found.sequences)
     assert sum(stream.count(letter) for letter in "abcd") == 112
@@ -149,18 +152,18 @@ def test_fixed_windows_are_exact_and_never_overlap(tmp_path: Path, tokenizer: An
 def test_too_little_text_is_refused_with_both_numbers(lengths: Any, tmp_path: Path, tokenizer: Any) -> None:
     source = paragraphs(tmp_path, [30, 1, 30])
     with pytest.raises(CheckpointError, match=r"(?s)holds (2|61) .*(9|288).*--samples (2|1),"):
-        calibration(source, tokenizer, samples=9, max_length=32, seed=0, lengths=lengths)
+        draw_calibration(source, tokenizer, samples=9, max_length=32, seed=0, lengths=lengths)
 
 
 def test_senseless_numbers_are_usage_errors(tmp_path: Path, tokenizer: Any) -> None:
     source = paragraphs(tmp_path, [30])
     for samples, max_length in ((0, 32), (1, 1)):
         with pytest.raises(RecipeError):
-            calibration(source, tokenizer, samples=samples, max_length=max_length, seed=0)
+            draw_calibration(source, tokenizer, samples=samples, max_length=max_length, seed=0)
 
 
 def test_a_data_set_that_cannot_be_fetched_is_one_line(tmp_path: Path) -> None:
-    code = "from quantkit.models.calibration_data import documents; documents('wikitext2')"
+    code = "from quantkit.models.text_sources import load_documents; load_documents('wikitext2')"
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     last = run.stderr.strip().splitlines()[-1]

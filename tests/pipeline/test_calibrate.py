@@ -16,8 +16,10 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.layouts import LAYOUTS
-from quantkit.models.block_runner import Model, dense_model, tokenizer
-from quantkit.models.calibration_data import calibration
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.calibration_data import draw_calibration
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.calibrate import Group, Run, calibrated, collect, find_groups
 from quantkit.pipeline.layer_solver import solve
 from quantkit.pipeline.recipe import Recipe, from_mapping
@@ -54,7 +56,7 @@ def sequences(lengths: tuple[int, ...] = (2, 100, 17, 80)) -> list[Tensor]:
 def start(folder: Path, recipe: Recipe, work: Path) -> Run:
     """A run with the first block loaded and the activations that enter it."""
     src = Checkpoint(folder)
-    model = Model(src, device="cpu")
+    model = BlockRunner(src, device="cpu")
     run = Run(src, recipe, model, sequences(), work, None, Progress(quiet=True), Phases(model.device))
     model.prepare(embeddings=True)
     run.hidden = torch.cat([model.embed(tokens) for tokens in run.sequences])
@@ -68,7 +70,7 @@ def quantized(folder: Path, recipe: Recipe, work: Path, **options: Any) -> tuple
     src = Checkpoint(folder)
     items: dict[str, Item] = {}
     commits: list[dict[str, Any]] = []
-    for item in calibrated(src, recipe, Model(src, device="cpu"), sequences(), work, [], **options):
+    for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), work, [], **options):
         if isinstance(item, Commit):
             commits.append(item.facts)
         else:
@@ -103,7 +105,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_groups_and_hessians_are_those_of_plain_forwards(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     run = start(folders[family], from_mapping(COARSE), tmp_path)
-    reference = dense_model(run.src)
+    reference = load_dense_model(run.src)
     for block in (0, 1):
         if block:
             run.forward(0)
@@ -132,7 +134,7 @@ def test_each_group_sees_what_was_quantized_before_it(
     recipe = from_mapping({**COARSE, "true_sequential": sequential})
     items, _ = quantized(folders[family], recipe, tmp_path)
     src = Checkpoint(folders[family])
-    model, reference = Model(src, device="cpu"), dense_model(src)
+    model, reference = BlockRunner(src, device="cpu"), load_dense_model(src)
     for block in (0, 1):
         run_order = [[n for n in model.targets(block) if n.split(".")[-1] in g.split()] for g in GROUPS[family]]
         hessians: dict[str, Tensor] = {}
@@ -158,7 +160,7 @@ def test_each_group_sees_what_was_quantized_before_it(
 def test_only_linears_of_blocks_change(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     items, commits = quantized(folders[family], from_mapping(COARSE), tmp_path)
     src = Checkpoint(folders[family])
-    model = Model(src, device="cpu")
+    model = BlockRunner(src, device="cpu")
     expected = {f"{linear}.weight" for block in (0, 1) for linear in model.targets(block)}
     assert set(digests(items)) == expected
     for name, item in items.items():
@@ -221,7 +223,7 @@ def interrupted(src: Checkpoint, recipe: Recipe, partial: Path, blocks: int) -> 
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
     writer.identify({"recipe": recipe.sha256()})
     items: dict[str, Item] = {}
-    for item in calibrated(src, recipe, Model(src, device="cpu"), sequences(), partial, writer.done):
+    for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), partial, writer.done):
         if isinstance(item, Item):
             items[item.name] = item
             writer.add(item)
@@ -234,7 +236,7 @@ def interrupted(src: Checkpoint, recipe: Recipe, partial: Path, blocks: int) -> 
 
 def resumed(src: Checkpoint, recipe: Recipe, partial: Path, progress: Progress) -> dict[str, Item]:
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
-    model = Model(src, device="cpu")
+    model = BlockRunner(src, device="cpu")
     found = calibrated(src, recipe, model, sequences(), partial, writer.done, progress=progress)
     return {item.name: item for item in found if isinstance(item, Item)}
 
@@ -274,7 +276,7 @@ def test_a_stop_between_snapshot_and_commit_loses_one_block_only(
     partial.mkdir()
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
     writer.identify({"recipe": recipe.sha256()})
-    for item in calibrated(src, recipe, Model(src, device="cpu"), sequences(), partial, writer.done):
+    for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), partial, writer.done):
         if isinstance(item, Item):
             writer.add(item)
         elif item.facts["block"] == 1:  # its snapshot is written, its commit never made
@@ -341,7 +343,7 @@ def test_sequences_that_the_model_cannot_take_are_refused(three: Path, tmp_path:
         ([torch.zeros(513, dtype=torch.int64)], "513 tokens, the model takes 512"),
     ):
         with pytest.raises(RecipeError, match=says):
-            list(calibrated(src, from_mapping(COARSE), Model(src, device="cpu"), bad, tmp_path, []))
+            list(calibrated(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), bad, tmp_path, []))
 
 
 def test_a_model_that_cannot_run_block_by_block_is_refused(three: Path, tmp_path: Path) -> None:
@@ -350,7 +352,7 @@ def test_a_model_that_cannot_run_block_by_block_is_refused(three: Path, tmp_path
     (folder / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"layers\.3\..* is not in the checkpoint \(9 missing in all\)"):
         src = Checkpoint(folder)
-        list(calibrated(src, from_mapping(COARSE), Model(src, device="cpu"), sequences(), tmp_path, []))
+        list(calibrated(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), sequences(), tmp_path, []))
 
 
 def test_experts_are_grouped_once_a_token_has_chosen_them(three: Path, tmp_path: Path) -> None:
@@ -381,12 +383,12 @@ def test_experts_are_grouped_once_a_token_has_chosen_them(three: Path, tmp_path:
 def test_gptq_beats_rounding_on_a_trained_model(shared: Path, tmp_path: Path) -> None:
     folder = shared / "models" / "tiny-llama-1m"
     text = str(shared / "data" / "wikitext2" / "valid.txt")
-    drawn = calibration(text, tokenizer(folder), samples=8, max_length=256, seed=0).sequences
+    drawn = draw_calibration(text, load_tokenizer(folder), samples=8, max_length=256, seed=0).sequences
     found: dict[str, list[dict[str, Any]]] = {}
     for method in ("gptq", "rtn"):
         src = Checkpoint(folder)
         recipe = from_mapping({"method": method, "clip": "search", "metric": "block"})
-        run = calibrated(src, recipe, Model(src, device="cpu"), drawn, tmp_path, [])
+        run = calibrated(src, recipe, BlockRunner(src, device="cpu"), drawn, tmp_path, [])
         found[method] = [item.facts for item in run if isinstance(item, Item) and item.facts]
     total = {method: sum(facts["loss"] for facts in layers) for method, layers in found.items()}
     assert total["gptq"] < 0.85 * total["rtn"]

@@ -17,7 +17,8 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.layouts import LAYOUTS
-from quantkit.models.block_runner import dense_model, tokenizer
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.pipeline.recipe import from_mapping
 from tests.layouts.samples import HELD, record
@@ -114,10 +115,10 @@ def test_two_runs_on_the_gpu_give_the_same_bytes(tiny_llama: Path, calib: str, t
 
 def test_perplexity_is_the_same_on_both_devices(tiny_llama: Path, tmp_path: Path) -> None:
     quantize(tiny_llama, tmp_path / "out", from_mapping({"method": "rtn"}), device="cuda")
-    words = tokenizer(tiny_llama)
+    words = load_tokenizer(tiny_llama)
     found = [
         perplexity(
-            dense_model(Checkpoint(tmp_path / "out"), device=device, dtype=torch.float32),
+            load_dense_model(Checkpoint(tmp_path / "out"), device=device, dtype=torch.float32),
             words,
             TEXT,
             window=128,

@@ -17,7 +17,8 @@ from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_header import read_header
-from quantkit.models.block_runner import dense_model, tokenizer
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import Checkpoint, quantize
 from quantkit.pipeline.recipe import from_mapping
@@ -140,7 +141,7 @@ def test_files_that_were_not_read(tmp_path: Path) -> None:
 
 def test_tokens_that_the_model_does_not_know(tmp_path: Path, calib: dict[str, Any]) -> None:
     model = write_model("llama", tmp_path / "model")
-    words = tokenizer(model)
+    words = load_tokenizer(model)
     words.add_tokens(["quick", "brown"])
     words.save_pretrained(model)
     with pytest.raises(CheckpointError, match="gives token 258, the model knows 257"):
@@ -151,7 +152,7 @@ def test_tokens_that_the_model_does_not_know(tmp_path: Path, calib: dict[str, An
 def test_a_loss_past_every_perplexity(tmp_path: Path) -> None:
     model = edited(tmp_path / "model", "lm_head", lambda t: t.float() * 1e6)
     with pytest.raises(NumericError, match="no language model's"):
-        perplexity(dense_model(Checkpoint(model)), tokenizer(model), TEXT, window=64)
+        perplexity(load_dense_model(Checkpoint(model)), load_tokenizer(model), TEXT, window=64)
 
 
 def test_a_packed_folder_says_what_holds_for_itself(tiny_llama: Path, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from quantkit.inference.fused_linear import FusedLinear
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.kernels import MATMULS, proof
 from quantkit.kernels.proof import relative_error
-from quantkit.models.block_runner import tokenizer
+from quantkit.models.tokenizer import load_tokenizer
 from tests.inference.test_load import logits
 from tests.kernels.operands import weight
 from tests.kernels.test_naive import on_gpu
@@ -110,7 +110,7 @@ def test_two_gpus_say_what_one_says(layout: str, packed: Packed, shared: Path) -
     assert len(fused_linears) == 2 * 8 and all(fused.is_fused for fused in fused_linears)
     assert torch.equal(logits(split), expected)
     text = (shared / "data" / "wikitext2" / "test.txt").read_text()[:20_000]
-    words = tokenizer(packed(layout))
+    words = load_tokenizer(packed(layout))
     figures = [perplexity(model, words, text, window=512).perplexity for model in (alone, split)]
     print(f"{layout}: perplexity {figures[0]:.5f} on one GPU, {figures[1]:.5f} on two")
     assert figures[1] == pytest.approx(figures[0], rel=1e-6)
