@@ -36,10 +36,10 @@ SCHEMES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "fp5:channel": ({"format": "fp5"}, ("humming", "tcfpx")),
 }
 HUB = "compressed-tensors"
-#: Kind of folder -> sizes of a Llama's blocks: large weights, and about a thousand small ones.
+#: Kind of folder -> sizes of a Llama's blocks: large weights, and five hundred small ones.
 FOLDERS = {
-    "large": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 3, "num_attention_heads": 32},
-    "small": {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 150, "num_attention_heads": 8},
+    "large": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32},
+    "small": {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 72, "num_attention_heads": 8},
 }
 CONVERT = """
 import json, sys, time
@@ -106,7 +106,7 @@ def measure(work: Path, kind: str, label: str, trees: dict[str, Path], repeats: 
     """Return the figures of all conversions of one kind of folder in one scheme."""
     options, layouts = SCHEMES[label]
     hub = work / "hub"
-    quantkit.quantize(work / kind, hub, method="rtn", layout=HUB, overwrite=True, **options)
+    quantkit.quantize(work / kind, hub, method="rtn", clip="none", layout=HUB, **options)
     runs: dict[tuple[str, str], list[dict[str, float]]] = {}
     for _ in range(repeats):
         for layout in layouts:

@@ -24,11 +24,11 @@ _LINE = re.compile(rb"([0-9a-fA-F]{64}) [ *](?:\./)?([^\r\n]+)")
 
 
 class Recorded(NamedTuple):
-    """Hold a recorded hash, the place that records it, and the way out if the file has another."""
+    """Hold a recorded hash, the place that records it, and the remedy if the file has another."""
 
     digest: object
     by: str
-    way: str
+    remedy: str
 
 
 def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
@@ -55,7 +55,7 @@ def require_unchanged(sources: Mapping[str, str], known: Mapping[str, Recorded])
     for name, digest in sources.items():
         if name.endswith(".safetensors") and name in known and known[name].digest != digest:
             raise CheckpointError(
-                f"{name}: its hash is not the one that {known[name].by}, the file was changed: {known[name].way}"
+                f"{name}: its hash is not the one that {known[name].by}, the file was changed: {known[name].remedy}"
             )
 
 
