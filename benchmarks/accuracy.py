@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.evaluation.perplexity import kld, perplexity
+from quantkit.evaluation.divergence import kld
+from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize

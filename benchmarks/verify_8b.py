@@ -24,7 +24,7 @@ import quantkit
 from quantkit.bench import kernels
 from quantkit.checkpoint.writer import SHARD_BYTES
 from quantkit.core.scheme import Scheme
-from quantkit.evaluation.verify import VERIFICATION
+from quantkit.evaluation.verification import VERIFICATION
 from quantkit.io import files, hashing
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX

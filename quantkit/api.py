@@ -17,7 +17,8 @@ from quantkit.algorithms.options import Clip, Metric
 from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.core.sparsity import Rule
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.evaluation.perplexity import Divergence, Perplexity, kld, perplexity
+from quantkit.evaluation.divergence import Divergence, kld
+from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.layouts import compatibility

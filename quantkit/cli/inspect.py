@@ -12,7 +12,8 @@ from quantkit.cli import options, show
 from quantkit.cli.exits import UNVERIFIED, emit, leave
 from quantkit.cli.options import command
 from quantkit.errors import CheckpointError
-from quantkit.evaluation import verify as verification
+from quantkit.evaluation import verification
+from quantkit.evaluation.verify import verify as verify_checkpoint
 from quantkit.progress import Progress
 from quantkit.reporting import plots
 from quantkit.reporting.report import REPORT
@@ -31,7 +32,7 @@ def verify(checkpoint: Path, against: Path | None, device: str, as_json: bool, p
 
     Every packed weight is unpacked and packed again and compared with its digest in the report, and on a GPU multiplied
     by its kernels; verify.json is written into the folder."""
-    found = verification.verify(checkpoint, against, progress, device)
+    found = verify_checkpoint(checkpoint, against, progress, device)
     emit(show.as_json(found.to_dict()) if as_json else show.verification(found))
     verification.write(found, checkpoint)
     if not found.ok:

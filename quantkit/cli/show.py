@@ -6,8 +6,9 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from quantkit.evaluation.perplexity import Divergence, Perplexity
-from quantkit.evaluation.verify import Verification
+from quantkit.evaluation.divergence import Divergence
+from quantkit.evaluation.perplexity import Perplexity
+from quantkit.evaluation.verification import Verification
 from quantkit.inference.generate import Generated
 from quantkit.layouts.compatibility import Conversion
 from quantkit.pipeline.plan import Plan

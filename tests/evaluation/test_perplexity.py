@@ -1,4 +1,4 @@
-"""Perplexity and divergence: numbers that come with their protocol, or no number."""
+"""Perplexity and divergence equal their definitions, and carry their protocol."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, RecipeError
-from quantkit.evaluation.perplexity import kld, perplexity
+from quantkit.evaluation.divergence import kld
+from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.text_sources import load_evaluation_text
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
@@ -38,7 +39,7 @@ def losses(model: Any, ids: list[int]) -> Tensor:
     return -logits.log_softmax(-1)[:-1].gather(1, torch.tensor(ids)[1:, None])[:, 0]
 
 
-def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary(model: Any, bytes_: Any) -> None:
+def test_equal_logits_give_the_size_of_the_vocabulary(model: Any, bytes_: Any) -> None:
     model.lm_head.weight.data.zero_()
     found = perplexity(model, bytes_, TEXT, window=64, data="letters")
     assert found.perplexity == pytest.approx(257, rel=1e-6)
@@ -46,7 +47,7 @@ def test_a_model_that_knows_nothing_has_the_perplexity_of_its_vocabulary(model: 
     assert (found.bos, found.data, found.text_tokens) == (False, "letters", 300)
 
 
-def test_every_target_is_counted_once_and_the_short_rest_dropped(model: Any, bytes_: Any) -> None:
+def test_every_target_is_counted_once_and_the_short_remainder_dropped(model: Any, bytes_: Any) -> None:
     ids = bytes_(TEXT)["input_ids"]
     expected = torch.cat([losses(model, ids[a : a + 64]) for a in (0, 64, 128, 192)])
     found = perplexity(model, bytes_, TEXT, window=64)
@@ -54,7 +55,7 @@ def test_every_target_is_counted_once_and_the_short_rest_dropped(model: Any, byt
     assert found.perplexity == math.exp(found.nll)
 
 
-def test_overlapping_windows_count_only_what_is_new(model: Any, bytes_: Any) -> None:
+def test_overlapping_windows_count_only_new_predictions(model: Any, bytes_: Any) -> None:
     ids = bytes_(TEXT)["input_ids"]
     parts = [losses(model, ids[a : a + 64]) for a in range(0, 300 - 64 + 1, 20)]
     expected = torch.cat([parts[0], *(p[-20:] for p in parts[1:])])
@@ -63,7 +64,7 @@ def test_overlapping_windows_count_only_what_is_new(model: Any, bytes_: Any) -> 
     assert found.nll == pytest.approx(float(expected.mean()), rel=1e-6)
 
 
-def test_bos_is_in_front_of_every_window_once(model: Any, bytes_: Any) -> None:
+def test_every_window_begins_with_one_bos_token(model: Any, bytes_: Any) -> None:
     ids = bytes_(TEXT)["input_ids"]
     expected = torch.cat([losses(model, [256, *ids[a : a + 64]]) for a in (0, 64, 128, 192)])
     found = perplexity(model, bytes_, TEXT, window=64, bos=True)
@@ -71,7 +72,7 @@ def test_bos_is_in_front_of_every_window_once(model: Any, bytes_: Any) -> None:
     assert found.nll == pytest.approx(float(expected.mean()), rel=1e-6)
 
 
-def test_a_tokenizer_that_adds_bos_by_itself_adds_none_here(model: Any, bytes_: Any) -> None:
+def test_a_tokenizer_that_adds_bos_itself_adds_none_here(model: Any, bytes_: Any) -> None:
     from tokenizers.processors import TemplateProcessing
 
     adding = byte_tokenizer()
@@ -95,7 +96,7 @@ def test_a_tokenizer_that_adds_bos_by_itself_adds_none_here(model: Any, bytes_: 
         ({"window": 512, "bos": True}, RecipeError, "--window 511"),
     ],
 )
-def test_a_protocol_that_cannot_be_kept_is_refused(
+def test_a_window_that_does_not_fit_is_refused(
     options: dict[str, Any], error: type[Exception], says: str, model: Any, bytes_: Any
 ) -> None:
     with pytest.raises(error, match=says):
@@ -118,7 +119,7 @@ def test_bos_without_a_bos_token_is_refused(model: Any, bytes_: Any) -> None:
         perplexity(model, none, TEXT, window=64, bos=True)
 
 
-def test_damaged_weights_give_an_error_not_a_number(model: Any, bytes_: Any) -> None:
+def test_damaged_weights_raise_an_error(model: Any, bytes_: Any) -> None:
     model.model.layers[0].mlp.up_proj.weight.data[3, 3] = math.nan
     with pytest.raises(NumericError, match="window 0"):
         perplexity(model, bytes_, TEXT, window=64)
@@ -126,8 +127,11 @@ def test_damaged_weights_give_an_error_not_a_number(model: Any, bytes_: Any) -> 
         kld(model, model, bytes_, TEXT, window=64)
 
 
-def test_divergence_is_the_textbook_sum(model: Any, tiny_llama: Path, bytes_: Any) -> None:
-    reference = load_dense_model(Checkpoint(tiny_llama))
+from quantkit.evaluation.divergence import kld
+from quantkit.evaluation.perplexity import perplexity
+from quantkit.models.text_sources import load_evaluation_text
+from quantkit.models.tokenizer import load_tokenizer
+from quantkit.models.whole_model import load_dense_model
     model.model.layers[1].mlp.down_proj.weight.data *= 1.3
     ids = torch.tensor(bytes_(TEXT)["input_ids"])[:256].view(4, 64)
     with torch.no_grad():
@@ -136,7 +140,7 @@ def test_divergence_is_the_textbook_sum(model: Any, tiny_llama: Path, bytes_: An
     assert found.kld == pytest.approx(float((p * (p / q).log()).sum(-1).mean()), rel=1e-5)
     assert found.top1 == pytest.approx(float((p.argmax(-1) == q.argmax(-1)).double().mean()))
     assert (found.tokens, found.windows, found.data) == (256, 4, "letters") and 0 < found.kld < 1
-    assert kld(reference, model, bytes_, TEXT, window=64).kld != found.kld  # the reference's distribution weighs
+    assert kld(reference, model, bytes_, TEXT, window=64).kld != found.kld  # the sum is weighted by the reference
 
 
 def test_a_model_does_not_diverge_from_itself(model: Any, tiny_llama: Path, bytes_: Any) -> None:
@@ -152,7 +156,7 @@ def test_models_of_different_vocabularies_are_not_compared(model: Any, tmp_path:
 
 @pytest.mark.parametrize(("data", "expected"), [("wikitext2", 16.125969), ("ptb", 18.022352)])
 def test_the_published_protocol_gives_the_reference_value(shared: Path, data: str, expected: float) -> None:
-    """The first 12 windows, as transformers' own loss has them; whole files give the published 15.199 and 17.185."""
+    """The values are those of transformers' own loss over the first 12 windows."""
     folder = shared / "models" / "tiny-llama-1m"
     text, _ = load_evaluation_text(str(shared / "data" / data / "test.txt"))
     words = load_tokenizer(folder)

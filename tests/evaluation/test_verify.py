@@ -1,4 +1,4 @@
-"""`verify` must find every flipped bit and every planted fault, name the weight, and never cry wolf."""
+"""`verify` finds every flipped bit and every planted fault, names the weight, and raises no false alarm."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.evaluation.verify import VERIFICATION, Verification, verify, write
+from quantkit.evaluation.verification import VERIFICATION, Verification, write
+from quantkit.evaluation.verify import verify
 from quantkit.io.hashing import hash_of_file
 from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.recipe import from_mapping
@@ -50,7 +51,7 @@ def outputs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def copy(outputs: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
     def make(name: str, to: str = "copy", foreign: bool = False) -> Path:
-        """Copy an output; a foreign one has nothing of quantkit's beside the tensors and the public config."""
+        """Copy an output; a foreign copy has no report, only the tensors and the public config."""
         out = Path(shutil.copytree(outputs[name], tmp_path / to))
         if foreign:
             (out / REPORT).unlink()
@@ -66,7 +67,7 @@ def flip(path: Path, bit: int) -> None:
 
 
 def outcome(folder: Path, against: Path | None = None) -> Verification | None:
-    """None where the folder cannot be read at all, and the error names it."""
+    """Verify a folder; None if it cannot be read, and then the error names it."""
     try:
         return verify(folder, against)
     except CheckpointError as error:
@@ -75,7 +76,7 @@ def outcome(folder: Path, against: Path | None = None) -> Verification | None:
 
 
 def edit(folder: Path, module: str, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Rewrite the packed tensors of a module, as a program with a fault would have written them."""
+    """Rewrite the packed tensors of a module, as a faulty program would write them."""
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         part = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
@@ -132,7 +133,7 @@ def test_every_flipped_bit_of_a_shard_is_found(outputs: dict[str, Path], copy: A
 
 @pytest.mark.parametrize("name", SCHEMES)
 def test_a_flipped_bit_in_a_packed_tensor_is_found_by_the_digest_alone(name: str, copy: Any) -> None:
-    """As if a fault had struck before the files were hashed: the list of hashes agrees with the damaged files."""
+    """The fault comes before the files are hashed, so the list of hashes agrees with the damaged files."""
     random.seed(2)
     folder = copy(name)
     module = "model.layers.0.mlp.down_proj"
@@ -154,7 +155,7 @@ def test_a_flipped_bit_in_a_packed_tensor_is_found_by_the_digest_alone(name: str
 
 
 @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "tokenizer.json", REPORT])
-def test_a_flipped_bit_beside_the_weights_is_found_or_does_not_matter(file: str, copy: Any) -> None:
+def test_a_flipped_bit_in_another_file_is_found_or_harmless(file: str, copy: Any) -> None:
     random.seed(3)
     folder = copy("gptq")
     good = recorded(folder)
@@ -175,8 +176,8 @@ def test_a_flipped_bit_beside_the_weights_is_found_or_does_not_matter(file: str,
 
 def test_every_file_of_an_output_is_listed_in_its_report(outputs: dict[str, Path]) -> None:
     for name in SCHEMES:
-        files = {path.name for path in outputs[name].iterdir()} - {REPORT, "README.md"}  # a model card gets edited
-        assert files <= recorded(outputs[name])["files"].keys(), "a change in these would not be found"
+        files = {path.name for path in outputs[name].iterdir()} - {REPORT, "README.md"}  # users edit the model card
+        assert files <= recorded(outputs[name])["files"].keys(), "a change in a file outside the list is not found"
 
 
 FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -197,7 +198,7 @@ FAULTS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("name", SCHEMES)
 def test_planted_faults_of_a_packer_are_found(name: str, fault: str, outputs: dict[str, Path], copy: Any) -> None:
-    """No report to help: the other checkpoint, and the layout's own rules, have to tell."""
+    """Without a report, the other checkpoint and the rules of the layout find the fault."""
     module = "model.layers.0.self_attn.v_proj"
     files = [load_file(path) for path in outputs[name].glob("*.safetensors")]
     for full, tensor in sorted((n, t) for f in files for n, t in f.items() if n.startswith(f"{module}.")):
@@ -215,7 +216,7 @@ def test_planted_faults_of_a_packer_are_found(name: str, fault: str, outputs: di
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_scale_that_is_no_number_is_found(value: float, copy: Any) -> None:
+def test_a_scale_that_is_not_finite_is_found(value: float, copy: Any) -> None:
     folder = copy("marlin", foreign=True)
     edit(folder, "model.layers.0.mlp.up_proj", lambda part: part["s"].view(-1)[5:6].fill_(value))
     found = verify(folder)
@@ -223,7 +224,7 @@ def test_a_scale_that_is_no_number_is_found(value: float, copy: Any) -> None:
     assert "model.layers.0.mlp.up_proj" in found.failures[0] and str(value) in found.failures[0]
 
 
-def test_zero_scales_are_told(copy: Any) -> None:
+def test_zero_scales_give_a_notice(copy: Any) -> None:
     folder = copy("marlin", foreign=True)
     edit(folder, "model.layers.0.mlp.up_proj", lambda part: part["s"].view(-1)[5:7].fill_(0))
     found = verify(folder)
@@ -231,7 +232,7 @@ def test_zero_scales_are_told(copy: Any) -> None:
     assert "model.layers.0.mlp.up_proj: 2 scales are zero" in found.notices
 
 
-def test_a_weight_that_is_missing_or_too_many_is_found(copy: Any) -> None:
+def test_a_missing_and_an_extra_weight_are_found(copy: Any) -> None:
     folder = copy("marlin")
     report = recorded(folder)
     dropped = report["layers"].pop()
@@ -251,14 +252,14 @@ def test_a_missing_shard_is_found_and_named(copy: Any) -> None:
     assert any(path.name in failure for failure in found.failures)
 
 
-def test_against_compares_values_whatever_the_layout(outputs: dict[str, Path], tmp_path: Path) -> None:
+def test_against_compares_values_of_different_layouts(outputs: dict[str, Path], tmp_path: Path) -> None:
     convert.pack(outputs["marlin"], tmp_path / "v2", "gptq-v2")
     found = verify(tmp_path / "v2", against=outputs["ct"])
     assert found.ok, found.failures
     assert all((row.repack, row.digest, row.against) == (True, True, True) for row in found.rows)
 
 
-def test_against_counts_what_differs(outputs: dict[str, Path], copy: Any) -> None:
+def test_against_counts_the_differences(outputs: dict[str, Path], copy: Any) -> None:
     module = "model.layers.0.mlp.up_proj"
     folder = copy("ct", foreign=True)
 
@@ -276,13 +277,13 @@ def test_against_counts_what_differs(outputs: dict[str, Path], copy: Any) -> Non
     assert "int4:channel" in other.failures[0] and "int4:g128" in other.failures[0]
 
 
-def test_dense_folders_are_refused_with_the_way_out(outputs: dict[str, Path]) -> None:
+def test_dense_folders_are_refused_in_favour_of_eval_kld(outputs: dict[str, Path]) -> None:
     for pair in ((outputs["model"], None), (outputs["marlin"], outputs["model"])):
         with pytest.raises(CheckpointError, match="eval kld"):
             verify(*pair)
 
 
-def test_foreign_files_in_other_dtypes_and_with_the_other_zero_points_are_no_faults(copy: Any) -> None:
+def test_other_dtypes_and_zero_points_of_another_program_give_notices(copy: Any) -> None:
     module = "model.layers.0.mlp.up_proj"
     bfloat = copy("ct", to="bfloat", foreign=True)
 
@@ -337,7 +338,7 @@ def test_a_report_that_is_a_link_or_a_pipe_is_not_opened(copy: Any, tmp_path: Pa
         verify(folder)
 
 
-def test_writing_the_outcome_keeps_the_checkpoint_valid(copy: Any) -> None:
+def test_writing_verify_json_keeps_the_checkpoint_valid(copy: Any) -> None:
     folder = copy("marlin")
     path = write(verify(folder), folder)
     assert path == folder / VERIFICATION

@@ -18,7 +18,7 @@ from quantkit.cli import show
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
-from quantkit.evaluation.verify import Row, Verification
+from quantkit.evaluation.verification import Row, Verification
 from quantkit.kernels import JUDGES, MATMULS, none_for, proof
 from quantkit.layouts import LAYOUTS
 from tests.kernels.operands import ONE_EACH, packed, weight

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.evaluation.verify import Verification, verify
+from quantkit.evaluation.verification import Verification
+from quantkit.evaluation.verify import verify
 from quantkit.io.hashing import hash_of_file
 from quantkit.kernels import loader
 from quantkit.pipeline import convert, quantize

@@ -1,0 +1,112 @@
+"""The result of a verification, and `verify.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from quantkit.io import files, json_files
+
+VERIFICATION = "verify.json"
+
+
+@dataclass(frozen=True)
+class Row:
+    """The checks of one packed weight: True if passed, False if failed, None if there was nothing to compare with.
+
+    `error` is the largest relative error of the kernel's products, None if no kernel ran or it is not finite.
+    """
+
+    module: str
+    shape: tuple[int, ...]
+    scheme: str
+    bytes: int
+    repack: bool | None
+    digest: bool | None
+    against: bool | None
+    problem: str | None = None
+    product: bool | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Verification:
+    """The result of `verify`: a row for each weight, the hash of each file, failures and notices as lines of text.
+
+    `kernel` is the layout whose kernels multiplied on `device`, and `bound` limits their `errors`. If `kernel` is None,
+    no kernel ran, and `unrun` gives the reason. `seconds` has the time of each phase.
+    """
+
+    layout: str | None
+    rows: tuple[Row, ...]
+    files: dict[str, str]
+    failures: tuple[str, ...]
+    notices: tuple[str, ...]
+    against: str | None = None
+    kernel: str | None = None
+    device: str = "cpu"
+    bound: float | None = None
+    unrun: str = "nothing could be multiplied"
+    seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """Whether every check passed."""
+        return not self.failures
+
+    @property
+    def weights(self) -> int:
+        """The number of elements whose codes were unpacked, repacked and compared."""
+        return sum(prod(row.shape) for row in self.rows)
+
+    @property
+    def multiplied(self) -> int:
+        """The number of elements that a kernel reproduced one by one."""
+        return sum(prod(row.shape) for row in self.rows if row.product)
+
+    @property
+    def errors(self) -> list[float]:
+        """The largest relative error of each weight that a kernel multiplied."""
+        return [row.error for row in self.rows if row.error is not None]
+
+    @property
+    def note(self) -> str:
+        """One line about the kernels."""
+        if self.kernel is None:
+            return f"no kernel ran, the bits alone are proved: {self.unrun}"
+        worst = max(self.errors, default=0.0)
+        return (
+            f"the {self.kernel} kernels on {self.device} gave back {self.multiplied} weights exactly, products are off "
+            f"by {worst:.1e} at most (bound {self.bound:g})"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Build the content of verify.json."""
+        return {
+            "ok": self.ok,
+            "layout": self.layout,
+            "linears": len(self.rows),
+            "weights": self.weights,
+            "kernel": self.kernel,
+            "device": self.device,
+            "note": self.note,
+            "multiplied": self.multiplied,
+            "errors": self.errors,
+            "bound": self.bound,
+            "seconds": {phase: round(seconds, 3) for phase, seconds in self.seconds.items()},
+            "against": self.against,
+            "failures": list(self.failures),
+            "notices": list(self.notices),
+            "hashes": self.files,
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def write(verification: Verification, folder: Path) -> Path:
+    """Write verify.json into the folder of the checkpoint, and return its path."""
+    path = Path(folder) / VERIFICATION
+    files.write_atomic(path, json_files.dump_json(verification.to_dict()))
+    return path

@@ -1,0 +1,170 @@
+"""The checks of one packed weight.
+
+A weight is unpacked and packed again, compared with its recorded digest and with another checkpoint, and multiplied by
+a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from math import isfinite, prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.tensors import dtype_name
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.verification import Row
+from quantkit.kernels import proof
+from quantkit.layouts import LAYOUTS, stored_as
+from quantkit.progress import Clock
+from quantkit.reporting.report import REPORT
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all weights of one checkpoint share: `other` is compared with, and `kernels` says if they run on `device`.
+
+    `pool` computes digests beside the kernels.
+    """
+
+    src: Checkpoint
+    other: Checkpoint | None
+    device: torch.device
+    kernels: bool
+    pool: ThreadPoolExecutor
+    clock: Clock
+
+
+def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tuple[Row, list[str]]:
+    """Check one packed weight against the report's entry `layer`; a weight that cannot be read is a failed row.
+
+    Returns the row and notices.
+    """
+    src, clock = job.src, job.clock
+    size = sum(prod(src.shape(name)) * src.dtype(name).itemsize for name in src.parts(module).values())
+    row = Row(module, (), "", size, None, None, None)
+    notices: list[str] = []
+    digest = None
+    try:
+        with clock.phase("read"):
+            tensors = {suffix: tensor.to(job.device) for suffix, tensor in src.stored(module).items()}
+        with clock.phase("repack"):
+            q = src.record(module, tensors)
+            if layer is not None:
+                digest = job.pool.submit(q.matches, layer.get("digest"))
+            row = replace(row, shape=_true_shape(src, module, q), scheme=q.scheme.label)
+            changed = _changed_by_repacking(src, tensors, q, notices)
+        differences = _compare(job, module, q)
+        notices += _notices(src, module, q)
+    except QuantkitError as error:
+        message = str(error).removeprefix(f"{src.path}: ").removeprefix(f"{module}: ")
+        return replace(row, repack=False, problem=message), notices
+    row = replace(row, repack=not changed, against=None if differences is None else not differences)
+    problems = [f"{suffix} is not what its own codes pack to" for suffix in changed]
+    wrong_products: tuple[str, ...] = ()
+    if job.kernels and not changed:  # outside of the try: a kernel that cannot run is no fault of the weight
+        proved = _multiply(src, tensors, q, clock)
+        wrong_products = proved.problems
+        row = replace(row, product=not proved.problems, error=proved.error if isfinite(proved.error) else None)
+    if digest is not None:
+        with clock.phase("digest"):
+            row = replace(row, digest=digest.result())
+    if row.digest is False:
+        problems.append(f"codes or scales are not those that {REPORT} recorded")
+    return replace(row, problem="; ".join([*problems, *(differences or []), *wrong_products]) or None), notices
+
+
+def _true_shape(src: Checkpoint, module: str, q: QuantizedTensor) -> tuple[int, ...]:
+    return src.true_size(module) if src.is_padded(module) else q.shape
+
+
+def _notices(src: Checkpoint, module: str, q: QuantizedTensor) -> list[str]:
+    zeros, notices = int((q.scales == 0).sum()), []
+    if zeros:
+        notices.append(f"{module}: {zeros} scales are zero")
+    if src.is_padded(module):
+        notices.append(f"{module}: is {list(src.true_size(module))}, padded with zeros to {list(q.shape)}")
+    return notices
+
+
+def _changed_by_repacking(
+    src: Checkpoint, tensors: Mapping[str, Tensor], q: QuantizedTensor, notices: list[str]
+) -> list[str]:
+    """List the suffixes whose stored bytes differ from the packed record.
+
+    Another program may store the same values in another dtype, or zero points of the other GPTQ version (layouts.md 1).
+    That is a notice, not a difference.
+    """
+    assert src.layout is not None
+    packed = LAYOUTS[stored_as(src.layout, tensors, q.scheme)].pack(q)
+    different = [suffix for suffix, tensor in tensors.items() if not _same(tensor, packed.get(suffix))]
+    for suffix, tensor in tensors.items() if not different else ():
+        if tensor.dtype != packed[suffix].dtype:
+            theirs, ours = dtype_name(tensor.dtype), dtype_name(packed[suffix].dtype)
+            notices.append(f"{suffix} is stored as {theirs}, quantkit writes {ours}")
+    return different
+
+
+def _same(tensor: Tensor, packed: Tensor | None) -> bool:
+    """Return True if two tensors have equal bits, or equal values if their float widths differ.
+
+    A tensor of bytes may stand for words, and a column for a vector, because the layout reads both.
+    """
+    if packed is None:
+        return False
+    if tensor.dtype == torch.uint8:
+        tensor = tensor.contiguous().view(packed.dtype)
+    if tensor.squeeze().shape != packed.squeeze().shape:
+        return False
+    tensor = tensor.reshape(packed.shape)
+    if tensor.dtype != packed.dtype:
+        return tensor.is_floating_point() and packed.is_floating_point() and torch.equal(tensor.float(), packed.float())
+    return torch.equal(tensor.contiguous().view(torch.uint8), packed.contiguous().view(torch.uint8))
+
+
+def _compare(job: Job, module: str, q: QuantizedTensor) -> list[str] | None:
+    """List the differences from the other checkpoint, None if it does not have the weight."""
+    src, other = job.src, job.other
+    if other is None or module not in set(other.modules()):
+        return None
+    with job.clock.phase("against"):
+        mine = _to_device(src.unpadded(module), job.device) if src.is_padded(module) else q
+        differences = _differences(mine, _to_device(other.unpadded(module), job.device))
+    return [f"{line} in {other.path}" for line in differences]
+
+
+def _to_device(q: QuantizedTensor, device: torch.device) -> QuantizedTensor:
+    zeros = None if q.zeros is None else q.zeros.to(device)
+    return replace(q, codes=q.codes.to(device), scales=q.scales.to(device), zeros=zeros)
+
+
+def _differences(q: QuantizedTensor, other: QuantizedTensor) -> list[str]:
+    """Describe how two records of one weight differ, with counts of elements."""
+    if q.shape != other.shape:
+        return [f"shape is {list(q.shape)}, it is {list(other.shape)}"]
+    found = [] if q.scheme == other.scheme else [f"scheme is {q.scheme.label}, it is {other.scheme.label}"]
+    for name in ("codes", "scales", "zeros"):
+        a, b = getattr(q, name), getattr(other, name)
+        if a is None or b is None or a.shape != b.shape:
+            found += [] if a is b else [f"{name} are of another shape"]
+            continue
+        # Compare bits, because 0.0 and -0.0 must differ, and NaN must equal itself.
+        bits = torch.uint8 if a.dtype == torch.uint8 else torch.int16
+        count = int((a.view(bits) != b.view(bits)).sum())
+        found += [f"{count} of {a.numel()} {name} differ from those"] if count else []
+    return found
+
+
+def _multiply(src: Checkpoint, tensors: Mapping[str, Tensor], q: QuantizedTensor, clock: Clock) -> proof.Proof:
+    """Multiply with the stored tensors, or with packed copies if the kernel cannot read their dtypes and shapes."""
+    assert src.layout is not None
+    usual = src.layout.stored(q.scheme, *q.shape)
+    if {suffix: (tensor.dtype, tuple(tensor.shape)) for suffix, tensor in tensors.items()} != usual:
+        tensors = src.layout.pack(q)
+    return proof.prove(src.layout.NAME, tensors, q, clock)
