@@ -127,11 +127,8 @@ def test_damaged_weights_raise_an_error(model: Any, bytes_: Any) -> None:
         kld(model, model, bytes_, TEXT, window=64)
 
 
-from quantkit.evaluation.divergence import kld
-from quantkit.evaluation.perplexity import perplexity
-from quantkit.models.text_sources import load_evaluation_text
-from quantkit.models.tokenizer import load_tokenizer
-from quantkit.models.whole_model import load_dense_model
+def test_divergence_equals_its_definition(model: Any, tiny_llama: Path, bytes_: Any) -> None:
+    reference = load_dense_model(Checkpoint(tiny_llama))
     model.model.layers[1].mlp.down_proj.weight.data *= 1.3
     ids = torch.tensor(bytes_(TEXT)["input_ids"])[:256].view(4, 64)
     with torch.no_grad():
