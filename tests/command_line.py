@@ -1,4 +1,4 @@
-"""Running the command line in this process, and the folders that its tests start from."""
+"""Run the command line in this process, and make the folders that its tests need."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Shared fixtures: reference material beside the checkout, and small models made on the spot (no downloads)."""
+"""Fixtures for all tests: reference material beside the checkout, and small generated models (no downloads)."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-# A thread that waits for its twin by spinning makes a busy machine many times slower; set before torch starts any.
+# Spinning threads make a busy machine many times slower; set before torch starts any.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import hypothesis
@@ -13,7 +13,7 @@ import pytest
 import torch
 
 torch.set_num_threads(1)  # the models here are too small for two
-# The same examples in every run, and no verdict by the clock of a machine that does other things too.
+# The same examples in every run, and no deadline, because other programs may share the machine.
 hypothesis.settings.register_profile("same", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("same")
 SHARED = Path(__file__).resolve().parents[2] / "shared"
@@ -21,7 +21,7 @@ SHARED = Path(__file__).resolve().parents[2] / "shared"
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """The folder with golden vectors, models and text; tests that need it are skipped where it is missing."""
+    """Return the folder with golden vectors, models and text; tests that need it are skipped without it."""
     if not SHARED.is_dir():
         pytest.skip("needs the reference material in ../shared (golden vectors, models, text), which is not here")
     return SHARED
@@ -37,7 +37,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As `tiny_llama`, with an eighth of its weights (hidden 128, intermediate 256): for tests of many whole runs."""
+    """Like `tiny_llama` with an eighth of its weights (hidden 128, intermediate 256), for tests of many whole runs."""
     from tests.tiny_models import write_model
 
     changes = {"hidden_size": 128, "intermediate_size": 256}
@@ -46,7 +46,7 @@ def small_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """One model folder a family, written when first asked for; nobody changes them."""
+    """Write one model folder a family on first use. Tests must not change them."""
     from tests.tiny_models import write_model
 
     root = tmp_path_factory.mktemp("families")

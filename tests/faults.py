@@ -1,4 +1,4 @@
-"""Faults at any disk operation: a kill, a full disk; and a folder in memory, where fsync costs nothing."""
+"""Inject a kill or a full disk at any disk operation, and give a folder in memory, where fsync is free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from quantkit.io import files
 
 @pytest.fixture
 def memory_path(tmp_path: Path) -> Iterator[Path]:
-    """A folder in memory where there is room: tests of every operation wait for thousands of fsyncs otherwise."""
+    """Return a folder in memory if it has enough space, because tests of every operation need thousands of fsyncs."""
     memory = Path("/dev/shm")
     if not os.access(memory, os.W_OK) or shutil.disk_usage(memory).free < 2**29:  # containers often have 64 MiB
         yield tmp_path
@@ -26,7 +26,7 @@ def memory_path(tmp_path: Path) -> Iterator[Path]:
 
 
 class Killed(BaseException):
-    """The process is gone: from here on no operation happens."""
+    """Stands for a killed process: no operation happens after it."""
 
 
 @contextmanager

@@ -1,6 +1,6 @@
-"""The synthetic layer of ALGORITHMS 14: inputs with outlier channels and correlations, which tell the variants apart.
+"""The synthetic layer of ALGORITHMS 14: inputs with outlier channels and correlations.
 
-A benign random layer would not: there every search and every order of columns comes out the same.
+Its losses differ between the variants. On a benign random layer every search and every order gives the same loss.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Layer:
     held_out: Tensor
 
     def loss(self, tensor: QuantizedTensor) -> float:
-        """The error of the layer's outputs on the held-out tokens."""
+        """Return the error of the layer's outputs on the held-out tokens."""
         d = self.weight - tensor.dequantize(torch.float64)
         return float(((d @ self.held_out) * d).sum())
 
@@ -62,7 +62,7 @@ def layer(seed: int, n: int = 512, k: int = 1024) -> Layer:
 
 
 def table(layer: Layer) -> dict[str, float]:
-    """Held-out loss of each variant of INT4 g128, relative to plain RTN."""
+    """Return the held-out loss of each variant of INT4 g128, relative to plain RTN."""
     scheme = Scheme.parse("int4:g128")
     w, h = layer.weight, layer.h
     plain = layer.loss(rtn.quantize(w, scheme)[0])

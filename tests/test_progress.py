@@ -1,4 +1,4 @@
-"""Progress must never reach stdout, never draw on something that is no terminal, and never hide a warning."""
+"""Progress stays off stdout, draws on terminals only, and hides no warning."""
 
 from __future__ import annotations
 

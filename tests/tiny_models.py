@@ -1,4 +1,4 @@
-"""Tiny random models of the families that quantkit is shown on, written as ordinary Hugging Face folders."""
+"""Tiny random models of several families, written as ordinary Hugging Face folders."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def test_a_weight_that_is_not_finite_is_named(
 
 
 def refused_and_gone(*args: object, out: Path) -> str:
-    """As `refused`, for failures behind committed work: the partial folder may stay, OUT may not."""
+    """Do as `refused` for failures after committed work: the partial folder may stay, OUT may not."""
     result = call(*args, "-o", out, "-q", code=1)
     assert len(result.stderr.splitlines()) == 1 and not out.exists()
     return result.stderr
@@ -151,7 +151,7 @@ def test_calibration_text_that_is_empty_or_too_short(
     refused("quantize", tiny_llama, "--calib", tmp_path / "short.txt", *options, out=tmp_path / "out")
 
 
-def test_an_output_folder_that_exists_is_left_alone(tiny_llama: Path, int4: Path, tmp_path: Path) -> None:
+def test_an_existing_output_folder_is_not_changed(tiny_llama: Path, int4: Path, tmp_path: Path) -> None:
     out = Path(shutil.copytree(int4, tmp_path / "out"))
     before = hashes(out)
     for args in (("quantize", tiny_llama, *RTN), ("pack", int4, "--layout", "marlin")):

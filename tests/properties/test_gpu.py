@@ -1,4 +1,4 @@
-"""What the CPU tests assert holds on a GPU: the same layouts and codes, repeatable bytes, the same perplexity."""
+"""A GPU gives the layouts, codes and perplexity of a CPU, and the same bytes in each run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def correlated(n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(n, k, generator=g) * 0.02, 2 / len(x) * x.T @ x
 
 
-def test_masks_tie_as_on_a_cpu_and_pruning_is_the_same_and_repeatable() -> None:
+def test_masks_and_pruning_equal_those_of_a_cpu_and_repeat() -> None:
     ties = torch.randint(0, 4, (512, 512), generator=torch.Generator().manual_seed(0)).float()
     assert torch.equal(sparsity.mask(ties), sparsity.mask(ties.cuda()).cpu())
     w, h = correlated(256, 512)
@@ -59,14 +59,14 @@ def test_masks_tie_as_on_a_cpu_and_pruning_is_the_same_and_repeatable() -> None:
 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=lambda f: f.name)
-def test_rounding_is_the_same_to_the_bit(fmt: object) -> None:
+def test_rounding_has_the_bits_of_a_cpu(fmt: object) -> None:
     x = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)) * 10
     assert torch.equal(fmt.encode(x), fmt.encode(x.cuda()).cpu())  # type: ignore[attr-defined]
     assert torch.equal(fmt.nearest(x), fmt.nearest(x.cuda()).cpu())  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("scheme", [Scheme(INT4, 128), Scheme(INT4, 64, symmetric=False), Scheme(FP6), Scheme(FP5)])
-def test_rtn_gives_the_same_record(scheme: Scheme) -> None:
+def test_rtn_gives_the_record_of_a_cpu(scheme: Scheme) -> None:
     weight, _ = correlated(256, 512)
     here, _ = rtn.quantize(weight.half(), scheme)
     there, _ = rtn.quantize(weight.half().cuda(), scheme)
@@ -74,7 +74,7 @@ def test_rtn_gives_the_same_record(scheme: Scheme) -> None:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_packing_on_the_gpu_gives_the_same_bytes(name: str) -> None:
+def test_packing_gives_the_bytes_of_a_cpu(name: str) -> None:
     layout = LAYOUTS[name]
     for label in HELD[name][0]:
         q = record(Scheme.parse(label), 256, 512, lowest_zero=1)

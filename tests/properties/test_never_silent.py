@@ -1,4 +1,4 @@
-"""What may never happen silently: each case is refused, or stands in the report and in the closing table."""
+"""Nothing happens silently: each case is refused, or is in the report and in the closing table."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def calib(tmp_path: Path) -> dict[str, Any]:
 
 
 def edited(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
-    """A llama in `folder` whose tensors with `name` in theirs were changed."""
+    """Copy a Llama to `folder`, with changed tensors where the name contains `name`."""
     write_model("llama", folder)
     for shard in folder.glob("*.safetensors"):
         tensors = load_file(shard)
@@ -59,21 +59,23 @@ def poisoned(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", ["embed_tokens", "model.norm", "lm_head", "layers.1.input_layernorm", "down_proj"])
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_no_tensor_that_is_not_finite_is_copied(name: str, method: str, tmp_path: Path, calib: dict[str, Any]) -> None:
+def test_a_tensor_that_is_not_finite_is_not_copied(
+    name: str, method: str, tmp_path: Path, calib: dict[str, Any]
+) -> None:
     model = edited(tmp_path / "model", name, poisoned)
     with pytest.raises(NumericError, match=rf"{name}.*: 1 of \d+ weights are NaN or infinite, the first \[.*5\] = inf"):
         quantize(model, tmp_path / "out", from_mapping({"method": method, "calibration": calib}))
     assert not any(tmp_path.glob("out*"))
 
 
-def test_a_linear_left_dense(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_linear_left_dense_is_reported(tiny_llama: Path, tmp_path: Path) -> None:
     quantize(tiny_llama, tmp_path / "out", from_mapping({**RTN, "skip": ["lm_head", "layers.1.mlp.up_proj"]}))
     found, text = told(tmp_path / "out")
     assert found["dense"] == ["model.layers.1.mlp.up_proj", "lm_head"]
     assert "left dense: model.layers.1.mlp.up_proj, lm_head" in text and "gate_proj, up_proj mix dense" in text
 
 
-def test_a_wish_without_effect(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
+def test_an_option_without_effect_is_reported(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
     wishes = {"skip": ["lm_head", "typo_proj"], "overrides": {"lm_head": "int4:g64"}}
     calib["max_length"] = 4096
     quantize(tiny_llama, tmp_path / "out", from_mapping({**wishes, "calibration": calib}))
@@ -83,8 +85,8 @@ def test_a_wish_without_effect(tiny_llama: Path, tmp_path: Path, calib: dict[str
     assert "end at the model's 512 positions, 4096 were asked for" in text
 
 
-def test_rounding_instead_of_gptq(tmp_path: Path, calib: dict[str, Any]) -> None:
-    model = edited(tmp_path / "model", "up_proj", torch.zeros_like)  # so that down_proj has nothing to see
+def test_rounding_instead_of_gptq_is_reported(tmp_path: Path, calib: dict[str, Any]) -> None:
+    model = edited(tmp_path / "model", "up_proj", torch.zeros_like)  # then the inputs of down_proj are zero
     with pytest.raises(NumericError, match=r"down_proj: no input channel ever moved"):
         quantize(model, tmp_path / "out", from_mapping({"calibration": calib}))
     quantize(model, tmp_path / "out", from_mapping({"calibration": calib, "gptq": {"on_unsolvable": "rtn"}}))
@@ -95,7 +97,7 @@ def test_rounding_instead_of_gptq(tmp_path: Path, calib: dict[str, Any]) -> None
     assert f"2 of 14 linears {EVENTS['reason']}" in text
 
 
-def test_more_damping_than_asked(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
+def test_more_damping_than_asked_is_reported(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
     calib["samples"] = 2  # fewer tokens than channels: the Hessian is singular
     quantize(tiny_llama, tmp_path / "out", from_mapping({"calibration": calib, "gptq": {"damp": 1e-17}}))
     found, text = told(tmp_path / "out")
@@ -104,7 +106,7 @@ def test_more_damping_than_asked(tiny_llama: Path, tmp_path: Path, calib: dict[s
     assert f"{len(tried)} of 14 linears {EVENTS['rungs']}" in text
 
 
-def test_channels_that_no_token_reached(tmp_path: Path, calib: dict[str, Any]) -> None:
+def test_dead_channels_are_reported(tmp_path: Path, calib: dict[str, Any]) -> None:
     model = edited(
         tmp_path / "model", "layers.0.input_layernorm", lambda t: torch.cat([torch.zeros(40, dtype=t.dtype), t[40:]])
     )
@@ -114,7 +116,7 @@ def test_channels_that_no_token_reached(tmp_path: Path, calib: dict[str, Any]) -
     assert f"3 of 14 linears {EVENTS['dead_columns']}: 120" in text
 
 
-def test_scales_at_the_ends_of_float16(tmp_path: Path) -> None:
+def test_scales_at_the_limits_of_float16_are_reported(tmp_path: Path) -> None:
     small = edited(tmp_path / "small", "up_proj", lambda t: (t.float() * 1e-6).to(t.dtype))
     quantize(small, tmp_path / "out", from_mapping(RTN))
     found, text = told(tmp_path / "out")
@@ -126,20 +128,20 @@ def test_scales_at_the_ends_of_float16(tmp_path: Path) -> None:
     assert not any(tmp_path.glob("none*"))
 
 
-def test_documents_that_were_cut(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
+def test_cut_documents_are_reported(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
     quantize(tiny_llama, tmp_path / "out", from_mapping({"calibration": calib}))
     found, text = told(tmp_path / "out")
     assert found["calibration"]["cut"] > 0 and f"{found['calibration']['cut']} documents cut, 0 skipped" in text
 
 
-def test_files_that_were_not_read(tmp_path: Path) -> None:
+def test_ignored_files_are_reported(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model")
     (model / "pytorch_model.bin").write_bytes(b"pickle")
     quantize(model, tmp_path / "out", from_mapping(RTN))
     assert "ignored: pytorch_model.bin" in told(tmp_path / "out")[1]
 
 
-def test_tokens_that_the_model_does_not_know(tmp_path: Path, calib: dict[str, Any]) -> None:
+def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, calib: dict[str, Any]) -> None:
     model = write_model("llama", tmp_path / "model")
     words = load_tokenizer(model)
     words.add_tokens(["quick", "brown"])
@@ -149,13 +151,13 @@ def test_tokens_that_the_model_does_not_know(tmp_path: Path, calib: dict[str, An
     assert not any(tmp_path.glob("out*"))
 
 
-def test_a_loss_past_every_perplexity(tmp_path: Path) -> None:
+def test_a_loss_too_large_for_a_perplexity_is_refused(tmp_path: Path) -> None:
     model = edited(tmp_path / "model", "lm_head", lambda t: t.float() * 1e6)
     with pytest.raises(NumericError, match="no language model's"):
         perplexity(load_dense_model(Checkpoint(model)), load_tokenizer(model), TEXT, window=64)
 
 
-def test_a_packed_folder_says_what_holds_for_itself(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_packed_folder_reports_its_own_facts(tiny_llama: Path, tmp_path: Path) -> None:
     quantize(tiny_llama, tmp_path / "ct", from_mapping({**RTN, "skip": ["lm_head", "up_proj"]}))
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
     (before, _), (found, text) = told(tmp_path / "ct"), told(tmp_path / "marlin")
@@ -169,7 +171,7 @@ def test_a_packed_folder_says_what_holds_for_itself(tiny_llama: Path, tmp_path: 
     assert f'base_model: "{before["source"]["name"]}"' in (tmp_path / "marlin" / "README.md").read_text()
 
 
-def test_damage_outside_the_packed_weights_is_not_packed_further(tiny_llama: Path, tmp_path: Path) -> None:
+def test_damage_in_dense_weights_is_not_converted(tiny_llama: Path, tmp_path: Path) -> None:
     quantize(tiny_llama, tmp_path / "ct", from_mapping(RTN))
     shard = next((tmp_path / "ct").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -178,7 +180,7 @@ def test_damage_outside_the_packed_weights_is_not_packed_further(tiny_llama: Pat
     with pytest.raises(CheckpointError, match=rf"{shard.name}: its hash .* restore it"):
         pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
     assert not any(tmp_path.glob("marlin*"))
-    (tmp_path / "ct" / report.REPORT).unlink()  # then nothing says what the file was
+    (tmp_path / "ct" / report.REPORT).unlink()  # then nothing states the file's hash
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
 
 
@@ -205,6 +207,6 @@ def test_a_run_that_fails_leaves_its_report_beside_the_finished_work(
 
 
 @pytest.mark.parametrize("mapping", [{"calibration": {"data": "\udcff.txt"}}, {"skip": ["\udcff"]}])
-def test_names_that_no_report_can_hold_are_refused_before_the_work(mapping: dict[str, Any]) -> None:
+def test_names_that_are_not_utf8_are_refused_before_the_work(mapping: dict[str, Any]) -> None:
     with pytest.raises(RecipeError, match="UTF-8"):
         from_mapping(mapping)

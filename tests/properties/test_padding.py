@@ -1,4 +1,4 @@
-"""`quantize --pad`: zeros past a weight's true shape change nothing of the weight itself, and nothing hides them."""
+"""`quantize --pad`: zeros past a weight's true shape do not change the weight, and the report states them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ GPTQ = ("--samples", 4, "--max-length", 64)
 
 @pytest.fixture(scope="module")
 def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with biases whose linears no kernel layout takes: [96, 96], [160, 96] and [96, 160]."""
+    """Write a model with biases whose linears fit no kernel layout: [96, 96], [160, 96] and [96, 160]."""
     sizes = {"hidden_size": 96, "intermediate_size": 160, "attention_bias": True, "mlp_bias": True}
     return write_model("llama", tmp_path_factory.mktemp("odd") / "model", **sizes)
 
@@ -57,7 +57,7 @@ def layers(folder: Path) -> dict[str, dict[str, Any]]:
         ("marlin24", ("--group-size", "channel", "--prune", "2:4")),
     ],
 )
-def test_a_padded_model_is_the_unpadded_one(
+def test_a_padded_model_equals_the_unpadded_one(
     layout: str, options: tuple[object, ...], odd: Path, calib: Path, tmp_path: Path
 ) -> None:
     asked = (odd, *options, "--calib", calib, *GPTQ)
@@ -92,7 +92,7 @@ def test_a_padded_model_is_the_unpadded_one(
     assert Checkpoint(tmp_path / "back").schemes == Checkpoint(plain).schemes
 
 
-def test_a_last_group_that_is_cut_off_has_the_scale_of_its_own_columns(odd: Path, tmp_path: Path) -> None:
+def test_a_partial_last_group_has_the_scale_of_its_own_columns(odd: Path, tmp_path: Path) -> None:
     """k of 96 and 160 in groups of 128."""
     call("quantize", odd, *RTN, "--layout", "marlin", "--pad", "-o", tmp_path / "out", "-q")
     src, dense = Checkpoint(tmp_path / "out"), Checkpoint(odd)
@@ -117,7 +117,7 @@ def test_a_last_group_that_is_cut_off_has_the_scale_of_its_own_columns(odd: Path
 def test_a_killed_run_resumes_to_the_same_bytes(
     activations: str, odd: Path, calib: Path, tmp_path: Path, uninterrupted: dict[str, str]
 ) -> None:
-    """Killed behind the first block; without its activations a run puts what it had packed back into that one."""
+    """Kill a run behind its first block. Without activations, the next run unpacks that block's weights."""
     lines = 0
 
     def kill(operation: str, path: Path) -> None:
@@ -147,7 +147,7 @@ def uninterrupted(odd: Path, calib: Path, tmp_path_factory: pytest.TempPathFacto
 
 
 def made(label: str, k: int, changes: dict[str, Any], dead: int = 3) -> Item:
-    """Solve a weight `[24, k]` whose inputs are correlated, of very different sizes, and some of them never moved."""
+    """Solve a weight `[24, k]` with correlated inputs of very different sizes, some of them dead."""
     random = torch.Generator().manual_seed(1)
     weight = torch.randn(24, k, generator=random).half()
     x = torch.randn(700, k, generator=random) @ torch.randn(k, k, generator=random)
@@ -174,8 +174,8 @@ def made(label: str, k: int, changes: dict[str, Any], dead: int = 3) -> Item:
         (":asym", {"method": "rtn", "metric": "diag"}),
     ],
 )
-def test_columns_that_are_not_there_change_no_real_one(ending: str, changes: dict[str, Any]) -> None:
-    """A group of 160 columns, and one of 256 that is cut off at 160."""
+def test_padded_columns_change_no_real_column(ending: str, changes: dict[str, Any]) -> None:
+    """Compare a group of 160 columns with one of 256 that ends at 160."""
     cut, own = made(f"int4:g256{ending}", 160, changes), made(f"int4:g160{ending}", 160, changes)
     a, b = cut.value, own.value
     assert isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and cut.facts and own.facts
@@ -189,7 +189,7 @@ def test_columns_that_are_not_there_change_no_real_one(ending: str, changes: dic
         assert cut.facts[key] == (pytest.approx(known, rel=1e-4) if isinstance(known, float) else known), key
 
 
-def test_a_quad_that_is_cut_off_keeps_two_of_what_it_has() -> None:
+def test_a_partial_quad_keeps_two_of_its_columns() -> None:
     item = made("int4:channel:24", 158, {"layout": "marlin24"})
     assert isinstance(item.value, QuantizedTensor) and item.facts
     assert item.value.shape == (128, 256) and item.facts["true_shape"] == [24, 158]
@@ -197,7 +197,7 @@ def test_a_quad_that_is_cut_off_keeps_two_of_what_it_has() -> None:
     assert item.facts["kept"] + item.facts["zeros"] == 24 * 158
 
 
-def test_a_broken_weight_is_counted_in_its_true_shape() -> None:
+def test_nan_is_counted_in_the_true_shape() -> None:
     recipe: Recipe = from_mapping({"method": "rtn", "pad": True, "layout": "marlin"})
     weight = torch.ones(8, 100)
     weight[3, 4] = torch.nan

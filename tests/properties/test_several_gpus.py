@@ -1,4 +1,4 @@
-"""A model over several GPUs: a kernel easily runs on the current one, not on that of its weights, or in its stream."""
+"""A model over several GPUs: each kernel runs on the device of its weights, in that device's stream."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _two_gpus() -> None:
 
 @pytest.fixture(scope="module")
 def packed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Packed:
-    """The small model packed in a layout, once."""
+    """Pack the small model in a layout, once."""
     root = tmp_path_factory.mktemp("packed")
 
     def made(layout: str) -> Path:
@@ -49,7 +49,7 @@ def packed(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Packed:
 
 
 def places(model: Any) -> list[str]:
-    """Return where the packed weights of each layer are."""
+    """Return the device of each layer's packed weights."""
     return [
         ",".join(sorted({str(m.device) for m in layer.modules() if isinstance(m, PackedLinear)}))
         for layer in model.model.layers
@@ -57,7 +57,7 @@ def places(model: Any) -> list[str]:
 
 
 def run_in_a_new_thread(call: Callable[[], Tensor]) -> Tensor:
-    """Return what a call does in a thread that has used no GPU so far."""
+    """Run a call in a thread that has used no GPU so far, and return its result."""
     found: list[Tensor] = []
     thread = threading.Thread(target=lambda: found.append(call()))
     thread.start()
@@ -66,8 +66,8 @@ def run_in_a_new_thread(call: Callable[[], Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize(("layout", "label"), KERNELS)
-def test_a_product_is_made_where_its_weights_are(layout: str, label: str) -> None:
-    """Whatever device is the current one, on any stream, in any thread, and in a CUDA graph."""
+def test_a_product_runs_on_the_device_of_its_weights(layout: str, label: str) -> None:
+    """This holds for any current device, stream and thread, and in a CUDA graph."""
     tensors, q = on_gpu(layout, weight(label, 512, 1024))
     x = proof.activations(q.dequantize(), 5, torch.float16)
     expected = MATMULS[layout](x, tensors, q.scheme, 512, 1024).cpu()
@@ -101,7 +101,7 @@ def test_a_product_is_made_where_its_weights_are(layout: str, label: str) -> Non
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_two_gpus_say_what_one_says(layout: str, packed: Packed, shared: Path) -> None:
+def test_two_gpus_give_the_bits_of_one(layout: str, packed: Packed, shared: Path) -> None:
     alone = quantkit.load(packed(layout), device="cuda")
     expected = logits(alone)
     split: Any = quantkit.load(packed(layout), device_map="auto")
@@ -130,5 +130,7 @@ def test_two_gpus_a_cpu_and_a_disk_hold_one_model(layout: str, packed: Packed) -
     model: Any = quantkit.load(packed(layout), device_map=where)
     assert places(model) == 3 * ["cuda:0"] + 3 * ["cuda:1"] + 2 * ["meta"]
     for _ in range(2):
-        assert relative_error(logits(model), expected) < 5e-3  # offloaded linears stay apart: sums of another order
+        assert (
+            relative_error(logits(model), expected) < 5e-3
+        )  # offloaded linears are not fused: sums have another order
     assert places(model)[6:] == 2 * ["meta"]

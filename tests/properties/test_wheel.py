@@ -1,6 +1,6 @@
-"""What pip installs: built from the sdist, alone in an environment outside the checkout, it runs the whole demo.
+"""A wheel built from the sdist runs the whole demo in an environment of its own, outside the checkout.
 
-Which claims what it measured, keeps its two texts apart, and leaves what it is told to leave.
+The demo reports what it measured, shares no text between calibration and evaluation, and keeps the folders asked for.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(*command: object, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built from an sdist of this checkout: by `build`'s default, without its isolated environment."""
+    """Build a wheel from an sdist of this checkout, as `build` does by default but without an isolated environment."""
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
     (found,) = out.glob("*.whl")
@@ -45,7 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of programs of an environment that has the wheel, and the dependencies of this one."""
+    """Return the programs' folder of an environment with the wheel and this environment's dependencies."""
     folder = tmp_path_factory.mktemp("installed")
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv", cwd=folder)
     python = folder / "venv/bin/python"
@@ -58,13 +58,13 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def made(installed: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any], str]:
-    """What a demo left, found and said."""
+    """The folder, the result and the output of a demo."""
     out = tmp_path_factory.mktemp("demo") / "out"
     found = done(installed / "quantkit", "demo", "-o", out, "--json", cwd=out.parent)
     return out, json.loads(found.stdout), found.stderr
 
 
-def test_everything_travels(wheel: Path) -> None:
+def test_the_wheel_holds_all_files(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for folder, inside in (("configs", "quantkit/configs"), ("kernels", "quantkit/kernels/cuda")):
         files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
@@ -76,7 +76,7 @@ def test_everything_travels(wheel: Path) -> None:
     assert any(name.endswith("licenses/LICENSE") for name in names)
 
 
-def test_the_installed_wheel_finds_what_it_holds_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
+def test_the_installed_wheel_runs_outside_the_checkout(installed: Path, tmp_path: Path) -> None:
     python = installed / "python"
     where = run(python, "-c", "import quantkit, torch; print(quantkit.__file__)", cwd=tmp_path).strip()
     assert Path(where).is_relative_to(installed.parent)
@@ -94,7 +94,7 @@ def test_the_texts_share_no_documentation_string() -> None:
     assert not any(string in text for document in documents for string in document.split("\n\n") if len(string) > 300)
 
 
-def test_the_demo_tells_the_story(made: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_demo_measures_all_its_rows(made: tuple[Path, dict[str, Any], str]) -> None:
     _, found, _ = made
     dense, rtn, gptq, packed, fp6 = found["rows"]
     assert [row["layout"] for row in found["rows"]] == ["-", *["compressed-tensors"] * 2, "marlin", "humming"]
@@ -104,14 +104,14 @@ def test_the_demo_tells_the_story(made: tuple[Path, dict[str, Any], str]) -> Non
     assert rtn["change"] == rtn["perplexity"] / dense["perplexity"] - 1
 
 
-def test_the_checkpoints_stay_where_they_were_asked_for(made: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_demo_keeps_the_checkpoints_in_its_folder(made: tuple[Path, dict[str, Any], str]) -> None:
     out, _, notes = made
     assert Checkpoint(out / demo.PACKED).modules() == Checkpoint(out / demo.SOURCE).modules()
     assert [p.name for p in out.parent.iterdir()] == ["out"]
     assert "verify    int4-gptq-marlin" in notes
 
 
-def test_the_table_has_a_line_for_each_row(made: tuple[Path, dict[str, Any], str]) -> None:
+def test_the_demo_table_has_a_line_for_each_row(made: tuple[Path, dict[str, Any], str]) -> None:
     _, found, _ = made
     lines = show.demo(found).splitlines()
     assert len(lines) == 1 + len(found["rows"]) + 2
@@ -119,7 +119,7 @@ def test_the_table_has_a_line_for_each_row(made: tuple[Path, dict[str, Any], str
 
 
 def test_an_existing_folder_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the demo sets it, and taken back afterwards
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # as the demo sets it; restored afterwards
     with pytest.raises(CheckpointError, match="exists"):
         demo.run(tmp_path)
     assert not list(tmp_path.iterdir())
