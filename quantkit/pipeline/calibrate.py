@@ -73,6 +73,7 @@ class Run:
         assert self.hidden is not None
         start = 0
         for number, tokens in enumerate(self.sequences):
+            self.progress.check()
             yield number, tokens, self.hidden[start : start + len(tokens)]
             start += len(tokens)
 

@@ -76,6 +76,7 @@ def solve(
         together.setdefault((schemes[name], weight.dtype), {})[name] = weight
     items: list[Item] = []
     for (scheme, _), chosen in together.items():
+        progress.check()
         started = time.perf_counter()
         width = _width(scheme, k, recipe)
         h, factor = hessians[width], factors.get((is_sparse(scheme), width))
