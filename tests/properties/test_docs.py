@@ -110,12 +110,12 @@ def test_readme_fits_a_page() -> None:
 
 def test_sections_cited_by_the_code_exist() -> None:
     sections = {page.stem.upper(): numbered_sections(page) for page in PAGES}
-    pages = "|".join([*sections, "PRODUCT"])
-    citations = re.compile(rf"\b({pages})((?:(?:,| and| to)? \d+(?:\.\d+)?)+)")
+    pages = "|".join(sections)
+    citations = re.compile(rf"\b({pages}|PRODUCT|(?i:{pages})\.md)((?:(?:,| and| to)?(?: section)? \d+(?:\.\d+)?)+)")
     files = [path for folder in ("quantkit", "kernels", "configs", "benchmarks") for path in (ROOT / folder).rglob("*")]
     for path in (path for path in files if path.suffix in (".py", ".cu", ".cuh", ".yaml")):
         for page, cited in citations.findall(path.read_text(encoding="utf-8")):
-            missing = set(re.findall(r"\d+(?:\.\d+)?", cited)) - sections.get(page, set())
+            missing = set(re.findall(r"\d+(?:\.\d+)?", cited)) - sections.get(page.upper().removesuffix(".MD"), set())
             assert not missing, f"{path} cites {page}{cited}"
 
 
