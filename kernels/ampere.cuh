@@ -1,10 +1,11 @@
-// The instructions of sm_80 that tensor-core kernels are made of, each a function: asynchronous copies, matrix loads,
-// and the product of a 16 x 16 and a 16 x 8 tile. Letters of the fragments: a lane is 4 * a + q, a in 0..7, q in 0..3.
+// Instructions of sm_80 as functions: asynchronous copies, matrix loads, and products of a 16 x 16 and a 16 x 8 tile.
+//
+// Fragments are described with lane = 4 * a + q, a in 0..7, q in 0..3.
 #pragma once
 
 #include "common.cuh"
 
-// Copies 16 bytes past the registers and L1, or writes 16 zeros; done when `wait` says so.
+// Copies 16 bytes without registers and L1, or writes 16 zeros. The copy is complete after `wait`.
 DEVICE void copy_async(u32 to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0) : "memory");
 }
@@ -12,11 +13,11 @@ DEVICE void copy_async(u32 to, const void *from, bool valid) {
 // Closes the group of all copies of this thread since the last one.
 DEVICE void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Returns when no more than the last LATER groups of this thread are under way.
+// Returns when at most the last LATER groups of this thread are still in flight.
 template <int LATER> DEVICE void wait() { asm volatile("cp.async.wait_group %0;" ::"n"(LATER) : "memory"); }
 
-// Loads four 8 x 8 matrices of 16-bit numbers: lane 8i + r gives the address of row r of matrix i, and receives of
-// every matrix the numbers 2q, 2q + 1 of row a.
+// Loads four 8 x 8 matrices of 16-bit numbers. Lane 8i + r passes the address of row r of matrix i, and receives the
+// numbers 2q, 2q + 1 of row a of every matrix.
 DEVICE void load_matrices(u32 (&to)[4], u32 address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
@@ -24,8 +25,8 @@ DEVICE void load_matrices(u32 (&to)[4], u32 address) {
                  : "memory");
 }
 
-// c += A B in float32. Of A, register b + 2h holds row 8b + a, columns 8h + 2q + {0, 1}; of B, register h holds column
-// a, rows 8h + 2q + {0, 1}; of C, number 2b + e is row 8b + a, column 2q + e.
+// c += A B in float32. Register b + 2h of A holds row 8b + a, columns 8h + 2q + {0, 1}. Register h of B holds column a,
+// rows 8h + 2q + {0, 1}. Number 2b + e of C is row 8b + a, column 2q + e.
 DEVICE void multiply_add(half, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
         "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -40,16 +41,16 @@ DEVICE void multiply_add(bfloat, float (&c)[4], const u32 (&a)[4], u32 b0, u32 b
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-#if __CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MINOR__ >= 5  // of CUDA 12; the form that future GPUs are fast with
+#if __CUDACC_VER_MAJOR__ > 12 || __CUDACC_VER_MINOR__ >= 5  // from CUDA 12.5; the form that is fast on newer GPUs
 #define SPARSE "mma.sp::ordered_metadata"
 #else
 #define SPARSE "mma.sp"
 #endif
 
-// c += A B where A is 16 x 32 and of each aligned four of a row two are stored: register b + 2h holds of row 8b + a
-// those of columns 16h + 4q + {0, 1, 2, 3}. Which two they are is in `metadata` of lanes 4a + 2 * selector + h: for
-// every four of columns 16h to 16h + 15 four bits, those of row a in the low half, those of row 8 + a in the high half.
-// Of B, register h holds column a, rows 8h + 2q + {0, 1}.
+// c += A B where A is 16 x 32, and two of each aligned four in a row are stored: register b + 2h holds those of row
+// 8b + a, columns 16h + 4q + {0, 1, 2, 3}. `metadata` of lanes 4a + 2 * SELECTOR + h says which two they are: four bits
+// for every four of columns 16h to 16h + 15, of row a in the low half, of row 8 + a in the high half. Register h of B
+// holds column a, rows 8h + 2q + {0, 1}.
 template <int SELECTOR>
 DEVICE void multiply_add_sparse(half, float (&c)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata) {
     asm(SPARSE ".sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "
@@ -77,7 +78,7 @@ DEVICE void multiply_add_sparse(
         multiply_add_sparse<0>(type, c, a, b, metadata);
 }
 
-// x * y + z of both numbers of a word.
+// x * y + z for both numbers of a word.
 DEVICE u32 fma_pair(half, u32 x, u32 y, u32 z) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(y), "r"(z));
     return x;
@@ -88,7 +89,7 @@ DEVICE u32 fma_pair(bfloat, u32 x, u32 y, u32 z) {
     return x;
 }
 
-// What other blocks wrote: L1 may hold something older.
+// Loads values that other blocks wrote: L1 may hold older ones.
 DEVICE float4 load_past_l1(const float4 *p) {
     float4 v;
     asm volatile("ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%4];"

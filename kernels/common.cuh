@@ -1,7 +1,7 @@
-// What every kernel shares: integer names, and numbers of 16 bits to and from float32.
+// Integer types, and conversions between 16-bit floats and float32.
 //
-// NVRTC has no standard headers, so everything needed stands here. The addressing in weights.cuh is also compiled by an
-// ordinary C++ compiler, in a test that needs no GPU; only what that needs has a second form for it.
+// NVRTC has no standard headers. Tests without a GPU compile weights.cuh and others with an ordinary C++ compiler; the
+// functions that these need have a second form for it.
 #pragma once
 
 typedef unsigned short u16;
@@ -27,7 +27,7 @@ DEVICE float to_float(half x) {
 
 DEVICE float to_float(bfloat x) { return __uint_as_float((u32)x.bits << 16); }
 
-// Round to nearest, ties to even; what is too large becomes infinity.
+// Rounds to nearest, ties to even; numbers that are too large become infinity.
 DEVICE void store(float *to, float x) { *to = x; }
 
 DEVICE void store(half *to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
@@ -36,7 +36,7 @@ DEVICE void store(bfloat *to, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to
 
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
-// Both numbers rounded to the nearest, `low` in the low half.
+// Rounds both numbers to nearest, and packs them with `low` in the low half.
 DEVICE u32 pair(half, float low, float high) {
     u32 word;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));

@@ -1,7 +1,7 @@
-// What sm_90a has of its own: barriers that count bytes, tiles copied by the copy engine, clusters of blocks.
+// Instructions of sm_90a as functions: barriers that count bytes, tile copies by the copy engine, clusters of blocks.
 //
-// Shared memory goes by its 32-bit address. A barrier (8 bytes) has a phase that ends when all arrivals and all announced
-// bytes are there; who waits names the parity of the phase.
+// Addresses in shared memory are 32-bit. A phase of a barrier (8 bytes) ends when all arrivals and all announced bytes
+// are there. A thread waits for the phase of a given parity.
 #pragma once
 
 #include "common.cuh"
@@ -34,10 +34,10 @@ DEVICE void barrier_wait(u32 barrier, u32 parity) {
         : "memory");
 }
 
-// What the second-level cache gives up first: what `createpolicy.fractional.L2` would return, as CUTLASS has it for sm_90.
+// Policies for the L2 cache, as `createpolicy.fractional.L2` returns them (the constants of CUTLASS for sm_90).
 constexpr u64 EVICT_FIRST = 0x12f0000000000000, EVICT_NORMAL = 0x1000000000000000;
 
-// Copy the box of `map` that begins at (column, row); what lies outside of the matrix arrives as zeros.
+// Copies the box of `map` that begins at (column, row). Elements outside the matrix arrive as zeros.
 DEVICE void copy_tile(u32 to, const TensorMap &map, int column, int row, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
@@ -55,17 +55,18 @@ DEVICE void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
 }
 
-// The right operand: rows of 64 values of k for each token, 128 bytes swizzled in 128, eight tokens a block of 1024 bytes.
+// The descriptor of the right operand: for each token a row of 64 values of k, 128 bytes, swizzled in blocks of eight
+// tokens, 1024 bytes.
 DEVICE u64 right_operand(u32 address) {
     return (u64)((address >> 4) & 0x3fff) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-// Named barriers: 1 is for sums that are handed over, 2 and 3 are a warpgroup's own, 4 starts the one that lags.
+// Named barriers: 1 hands sums over, 2 and 3 belong to one warpgroup each, 4 starts the warpgroup that lags.
 DEVICE void sync_threads(int barrier, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// Arrive at such a barrier without waiting there.
+// Arrives at a named barrier without waiting.
 DEVICE void arrive_threads(int barrier, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
@@ -82,18 +83,17 @@ DEVICE u32 cluster_size() {
     return size;
 }
 
-// Each thread of each block of a cluster arrives, and then waits for all. That says how far they are; it does not show
-// what they wrote, for which a thread would wait much longer.
+// All threads of a cluster arrive and wait. `relaxed`: this orders no memory accesses, which would take much longer.
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed;" ::: "memory"); }
 
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait;" ::: "memory"); }
 
-DEVICE void cluster_meet() {
+DEVICE void cluster_sync() {
     cluster_arrive();
     cluster_wait();
 }
 
-// Write N numbers to the same place of a neighbour's shared memory, and tell its barrier how many bytes have come.
+// Writes N numbers to the same address in a neighbour's shared memory, and counts their bytes on its barrier.
 template <int N>
 DEVICE void store_neighbour(u32 address, u32 barrier, u32 rank, const float (&v)[N]) {
     u32 there, its;
@@ -133,30 +133,30 @@ DEVICE void load_shared4(float *v, u32 address) {
                  : "memory");
 }
 
-// Two 8 x 8 matrices of 16-bit numbers, of which lane 4a + q holds row a, columns 2q + {0, 1}, become rows of 16 bytes,
-// one for each column: lane 8i + c gives the address of column c of matrix i, in lanes 0 to 15.
+// Stores two 8 x 8 matrices of 16-bit numbers transposed, each column as a row of 16 bytes. Lane 4a + q holds row a,
+// columns 2q + {0, 1}. Lanes 8i + c, 0 to 15, pass the address for column c of matrix i.
 DEVICE void store_transposed(u32 address, const u32 (&v)[2]) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(v[0]), "r"(v[1])
                  : "memory");
 }
 
-// Add one to a counter, so that who sees it also sees what this block wrote: its threads have met before.
+// Adds one to a counter. Whoever sees the sum also sees all that this block wrote before its last barrier.
 DEVICE void add_release(u32 *p) { asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(p) : "memory"); }
 
-// What another block wrote before it added to a counter can be read after this has shown the sum.
+// Loads a counter. Data that other blocks wrote before they added to it can be read afterwards.
 DEVICE u32 load_acquire(const u32 *p) {
     u32 x;
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
     return x;
 }
 
-// A launch that asks for it may start before the one in front of it has ended. This says that the next one may, ...
+// Lets the next launch begin before this one has ended, if it was launched to do so.
 DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
-// ... and this returns when the one before has ended, and what it wrote can be read.
+// Returns when the previous launch has ended, and the data it wrote can be read.
 DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The least register count a thread keeps, and what others may take up to.
+// Sets the registers of each thread of a warpgroup, to fewer or to more.
 template <int REGISTERS>
 DEVICE void give_registers() {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
@@ -187,7 +187,7 @@ DEVICE void load_words(u32 (&w)[WORDS], u32 address) {
         asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w[0]) : "r"(address));
 }
 
-// The same as `copy_tile` of a matrix whose rows are cut into pieces: the box begins at (column, piece, row).
+// As `copy_tile`, for a matrix whose rows are cut into pieces: the box begins at (column, piece, row).
 DEVICE void copy_box(u32 to, const TensorMap &map, int column, int piece, int row, u32 barrier, u64 policy) {
     asm volatile(
         "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "

@@ -1,59 +1,70 @@
-// The frame of every product on Hopper: y^T = W x^T, whatever the weight is packed as.
+// The frame of every product on Hopper: y^T = W x^T, for every layout.
 //
-// A weight is cut into tiles of columns by tokens, a tile into steps of k. One thread of a producing warpgroup issues
-// all copies into a ring of stages; consuming warpgroups turn the packed words into left operands in registers and
-// multiply. They take stages in turn and add their sums at the end, or (SHARED) all of them take every stage, each other
-// rows of the weight. How words are fetched and decoded, and which rows they are, is the weight's own (`Weight`).
+// A weight is cut into tiles of columns by tokens, and a tile into steps along k. One thread of the producing warpgroup
+// issues all copies into a ring of stages. Consuming warpgroups turn the packed words into left operands in registers
+// and multiply. Either they take stages in turn and add their sums at the end, or (SHARED) all of them take every
+// stage, each with other rows of the weight.
 //
-// A launch may begin while the one before it in the stream still runs: it fetches weights, which nobody writes, and
-// waits before it reads activations or writes anything (see `loader.launch`).
+// A launch may begin while the one before it in the stream still runs. It may then fetch weights, which nobody writes,
+// but waits before it reads activations or writes anything (see `loader.launch`).
 //
-// Weight: TYPE of activations, COLUMNS of a tile, WORDS (products side by side of a warpgroup), WGS, SHARED,
-// PRODUCTS (steps of one stage), CHUNK (products that share a scale, 0: none), BYTES of a stage and ROOM for them,
-// STRIDE from the rows of one product to those of the next, Maps, fetch, and what a thread does with it, Lane. A sparse
-// weight has products of 32 of k; it issues them itself, and has no STRIDE but writes its sums.
+// A layout passes a struct `Weight`:
+//   TYPE           of the activations
+//   COLUMNS        of a tile
+//   WORDS          products of a warpgroup side by side
+//   WGS, SHARED    consuming warpgroups, and whether all take every stage
+//   PRODUCTS       along k in a stage: of 16 of k each, or of 32 for a sparse weight
+//   CHUNK          products that share a scale, 0 if sums are not scaled during the loop
+//   BYTES          of a stage; PADDED_BYTES with the alignment of the next one
+//   STRIDE         from the rows of one product to those of the next
+//   Maps, fetch    the tensor maps, and the copies of a stage
+//   Lane           the work of a thread: load, operand, scale, factor
+// The Lane of a sparse weight also has `multiply` and `write`, and it has no STRIDE.
 #pragma once
 
 #include "hopper_sums.cuh"
 #include "schedule.cuh"
 #include "wgmma.cuh"
 
-constexpr int K_STEP = 128;  // of k in a stage
+constexpr int K_STEP = 128;  // weights along k in a stage
 
-// Sizes that depend on the instance alone; the launcher computes the same (quantkit/kernels/hopper.py).
+// Sizes of an instance. The launcher computes the same (`HopperKernel.shared_bytes` in quantkit/kernels/hopper.py).
 template <class Weight, int TOKENS, int STAGES, int CLUSTER>
 struct Frame {
     static constexpr int WGS = Weight::WGS, WORDS = Weight::WORDS;
     static constexpr bool SPARSE = Weight::PRODUCTS == K_STEP / 32;
-    static constexpr int SUMS = TOKENS / 2;                     // registers of one product
-    static constexpr int ALL = WORDS * SUMS;                    // of a thread
-    static constexpr int OWNERS = Weight::SHARED ? WGS : 1;     // warpgroups that end up with sums
-    // Products that the second of two warpgroups with the same stages begins after the first, so that one multiplies
-    // while the other waits for a stage, or writes. Once in a launch: nothing keeps the first from beginning two short
-    // tiles before the second has begun one, and a barrier that is arrived at twice is full without who waits there.
+    static constexpr int SUMS = TOKENS / 2;                     // registers of the sums of one product
+    static constexpr int ALL = WORDS * SUMS;                    // of all products of a thread
+    static constexpr int OWNERS = Weight::SHARED ? WGS : 1;     // warpgroups that hold final sums
+    // If LAGS, the second of two warpgroups begins LAG products after the first, so that one multiplies while the other
+    // waits for a stage or writes. Only for the first tile of a launch: with short tiles the first warpgroup could get
+    // two tiles ahead and arrive at the barrier twice, which would complete it without the second.
     static constexpr bool LAGS = Weight::SHARED && WGS == 2 && TOKENS == 128 && (SPARSE || WORDS == 1);
     static constexpr int LAG = LAGS ? Weight::PRODUCTS / 2 : 0;
-    // A stage is released when the first product of the next one is in flight too, so that none is waited for alone.
-    // Not where scales wait for all products anyway or blocks wait for memory; nor for a sparse weight, whose last
-    // product would read its metadata from registers that the next stage is loaded to.
+    // If LATE, a stage is released when the first product of the next stage is in flight, so the tensor cores never
+    // idle in between. Not where scaling waits for all products anyway, or blocks wait for memory. Not for sparse
+    // weights either: their last product still reads metadata from registers that the next stage overwrites.
     static constexpr bool LATE = Weight::SHARED && Weight::CHUNK == 0 && !SPARSE;
     static constexpr int X_BYTES = TOKENS * 2 * K_STEP;
-    static constexpr int HANDED = Weight::SHARED ? 0 : (WGS - 1) * 512 * ALL;  // sums on their way to the first
-    static constexpr int OUT_TOKENS = WORDS == 1 && TOKENS > 8 ? 16 : 8;       // laid down at once by a warp
-    static constexpr int OUT_BYTES = OUT_TOKENS * WORDS * 32;                  // for them
-    // Sums that a thread writes together, the least that a block of a cluster adds up: of a sparse weight a token's.
+    static constexpr int HANDED_OVER = Weight::SHARED ? 0 : (WGS - 1) * 512 * ALL;  // sums sent to the first warpgroup
+    static constexpr int OUT_TOKENS = WORDS == 1 && TOKENS > 8 ? 16 : 8;       // tokens that a warp writes at once
+    static constexpr int OUT_BYTES = OUT_TOKENS * WORDS * 32;                  // of shared memory for these
+    // A unit is the sums that a thread writes together, and the smallest share of a block of a cluster. For a sparse
+    // weight it is the sums of one token.
     static constexpr int UNIT = SPARSE ? 2 * WORDS : ALL >= 32 ? 4 : 2, UNITS = ALL / UNIT;
-    // For few sums of a cluster there is room beside the stages, which neighbours may still use.
-    static constexpr bool APART = CLUSTER > 0 && ALL * OWNERS <= 32;
-    // A thread has a place for a unit of each block, or for twos, fours and so on of them: all units, or twice as many.
+    // If SEPARATE, the few sums of a cluster have their own memory, since neighbours may still use the stages.
+    static constexpr bool SEPARATE = CLUSTER > 0 && ALL * OWNERS <= 32;
+    // Units that a thread has memory for: one of each block, or rounded up to a power of two of them.
     static constexpr int PLACES = CLUSTER > 2 * UNITS ? CLUSTER : 2 * UNITS, PLACED = 512 * OWNERS * UNIT * PLACES;
-    static constexpr int APART_BYTES = APART ? PLACED : 0;
-    static_assert(CLUSTER == 0 || APART || PLACED / (CLUSTER == 2 ? 2 : 1) <= STAGES * (X_BYTES + Weight::ROOM), "room");
-    // The phase that a warpgroup waits for must be the next one of its stage, and not that of one it has yet to release.
+    static constexpr int EXCHANGE_BYTES = SEPARATE ? PLACED : 0;
+    static constexpr int RING_BYTES = STAGES * (X_BYTES + Weight::PADDED_BYTES);
+    static_assert(CLUSTER == 0 || SEPARATE || PLACED / (CLUSTER == 2 ? 2 : 1) <= RING_BYTES, "sums of neighbours");
+    // The phase that a warpgroup waits for must be the next one of its stage, and not that of one it has yet to
+    // release.
     static_assert(Weight::COLUMNS <= 256 && STAGES > 1 && (Weight::SHARED || STAGES % WGS == 0), "stages");
 };
 
-// The operands and where they lie in shared memory.
+// The operands, this block's share of the work, and addresses in shared memory.
 template <class F, class Weight, int STAGES>
 struct Block {
     const typename Weight::TYPE *bias;
@@ -61,18 +72,18 @@ struct Block {
     float *sums;
     u32 *counters;
     int m, n, k_steps, token_tiles;
-    int rounds;       // of whole tiles for every block;
-    int first, last;  // this block's share of the other tiles' steps of k, or of its cluster's tile
+    int rounds;       // of whole tiles for every block
+    int first, last;  // this block's share of the steps of the remaining tiles, or of its cluster's tile
     Deal deal;
-    u32 x_at, w_at, handed_at, out_at, apart_at, barriers;
+    u32 x_at, w_at, handed_over_at, out_at, exchange_at, barriers;
 
     DEVICE void place(u32 base) {
         x_at = base;
         w_at = x_at + STAGES * F::X_BYTES;
-        handed_at = w_at + STAGES * Weight::ROOM;
-        out_at = handed_at + F::HANDED;
-        apart_at = out_at + 4 * F::OWNERS * F::OUT_BYTES;
-        barriers = apart_at + F::APART_BYTES;
+        handed_over_at = w_at + STAGES * Weight::PADDED_BYTES;
+        out_at = handed_over_at + F::HANDED_OVER;
+        exchange_at = out_at + 4 * F::OWNERS * F::OUT_BYTES;
+        barriers = exchange_at + F::EXCHANGE_BYTES;
     }
     DEVICE void deal_out(int column_tiles, int cluster) {
         if (cluster == 1) {
@@ -88,30 +99,30 @@ struct Block {
         }
     }
     DEVICE Walk walk() const { return {first, last, k_steps, (int)blockIdx.x, (int)gridDim.x, rounds}; }
-    // Who begins or ends a tile that is dealt out.
+    // The block that has a step of a tile that is dealt out.
     DEVICE int owner(int tile, int step) const { return deal.owner((tile - rounds * (int)gridDim.x) * k_steps + step); }
     DEVICE u32 full(int stage) const { return barriers + 16 * stage; }
     DEVICE u32 empty(int stage) const { return barriers + 16 * stage + 8; }
-    DEVICE u32 landed() const { return barriers + 16 * STAGES; }  // the sums of the neighbours
+    DEVICE u32 landed() const { return barriers + 16 * STAGES; }  // the sums of the neighbours have arrived
 };
 
-// Call `use(tile, step of k, stage, round)` for the steps `from` to `to` of a block; a round fills all stages once.
+// Calls `use(tile, step, stage, round)` for the steps `from` to `to` of a block. A round fills all stages once.
 template <int STAGES, class B, class Use>
 DEVICE void for_steps(const B &b, int from, int to, Use use) {
     int count = 0;
-    for (Walk w = b.walk(); w.there() && count < to; w.next())
+    for (Walk w = b.walk(); w.has_work() && count < to; w.next())
         for (int step = w.begin; step < w.end && count < to; step++, count++)
             if (count >= from) use(w.tile, step, count % STAGES, count / STAGES);
 }
 
-// Issue all copies of a block. Weights go ahead as far as there are stages; activations wait for the launch before.
-// Weights that one tile of tokens reads need not stay in the cache, where activations lie.
+// Issues all copies of a block. Weights are fetched ahead into all stages; activations wait for the previous launch.
+// Weights that only one tile of tokens reads leave the L2 cache first, so that activations stay in it.
 template <class F, class Weight, int TOKENS, int STAGES, class B>
 DEVICE void produce(const B &b, const TensorMap &x_map, const typename Weight::Maps &maps) {
     auto fetch_weights = [&](int tile, int step, int stage) {
         barrier_arrive_expecting(b.full(stage), F::X_BYTES + Weight::BYTES);
         const u64 policy = b.token_tiles == 1 ? EVICT_FIRST : EVICT_NORMAL;
-        Weight::fetch(maps, b.w_at + stage * Weight::ROOM, tile / b.token_tiles, step, b.full(stage), policy);
+        Weight::fetch(maps, b.w_at + stage * Weight::PADDED_BYTES, tile / b.token_tiles, step, b.full(stage), policy);
     };
     auto fetch_tokens = [&](int tile, int step, int stage) {
 #pragma unroll
@@ -129,7 +140,7 @@ DEVICE void produce(const B &b, const TensorMap &x_map, const typename Weight::M
     });
 }
 
-// One product. A sparse weight knows which of its values are stored.
+// Issues one product. A sparse weight adds its metadata.
 template <class F, class Weight, int TOKENS, class Lane>
 DEVICE void multiply(
     const Lane &w, int s, int j, float (&d)[TOKENS / 2], const u32 (&left)[4], u64 right, int keep) {
@@ -139,7 +150,7 @@ DEVICE void multiply(
         wgmma<TOKENS, typename Weight::TYPE>(d, left, right, keep);
 }
 
-// What is written by products in flight must not be used before they are waited for, which a compiler cannot know.
+// Keeps the compiler from using sums before the asynchronous products that write them are complete.
 template <int WORDS, int SUMS>
 DEVICE void written_until_here(float (&sums)[WORDS][SUMS]) {
 #pragma unroll
@@ -148,7 +159,7 @@ DEVICE void written_until_here(float (&sums)[WORDS][SUMS]) {
         for (int r = 0; r < SUMS; r++) asm volatile("" : "+f"(sums[j][r]));
 }
 
-// Add the products of steps `count` to `end` of this block, all of one tile, as far as they are this warpgroup's.
+// Adds the products of steps `count` to `end` of this block, all of one tile, as far as they belong to this warpgroup.
 template <class F, class Weight, int TOKENS, int STAGES, class B, class Lane>
 DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float (&total)[F::WORDS][F::SUMS]) {
     constexpr int WORDS = F::WORDS, R = F::SUMS, PRODUCTS = Weight::PRODUCTS, CHUNK = Weight::CHUNK;
@@ -163,13 +174,13 @@ DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float
         if (!Weight::SHARED && count % F::WGS != group) continue;
         barrier_wait(b.full(stage), (count / STAGES) & 1);
         __syncwarp();
-        w.load(b.w_at + stage * Weight::ROOM);
+        w.load(b.w_at + stage * Weight::PADDED_BYTES);
         if (begins && group == 1) sync_threads(4, 256);
         const u64 right = right_operand(b.x_at + stage * F::X_BYTES);
         u32 left[2][WORDS][4];
 #pragma unroll
         for (int s = 0; s < PRODUCTS; s++) {
-            // Blocks of 1024 / 32 bytes along k lie in each 64 of it.
+            // The address advances by 32 bytes for 16 of k, and by a whole matrix for 64.
             constexpr int SPAN = K_STEP / PRODUCTS / 16;
             const u64 right_s = right + (SPAN * s / 4 * TOKENS * 8 + SPAN * s % 4 * 2);
 #pragma unroll
@@ -185,7 +196,7 @@ DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float
             wgmma_commit();
             if (s == F::LAG - 1 && begins && group == 0) arrive_threads(4, 256);
             if (F::LATE || s != PRODUCTS - 1 && (CHUNK == 0 || s % CHUNK != CHUNK - 1)) {
-                wgmma_wait<1>();  // the left operand of the product before may be overwritten
+                wgmma_wait<1>();  // the left operand of the previous product may be overwritten
                 if (F::LATE && s == 0 && !first) release(stage ? stage - 1 : STAGES - 1);
                 continue;
             }
@@ -208,14 +219,14 @@ DEVICE void accumulate(const B &b, Lane &w, int count, int end, int group, float
     written_until_here<WORDS>(total);
 }
 
-// Write a warp's 16 WORDS rows of y^T by its tokens: through shared memory, so that rows of y are written in 16 bytes.
-// Of blocks in a cluster, each has some units, whole eights of tokens.
+// Writes a warp's 16 * WORDS rows of y^T through shared memory, so that rows of y are written in 16 bytes. Each block
+// of a cluster writes its units, which are multiples of eight tokens.
 template <class F, class Weight, int TOKENS, class B, class Lane, class Team>
 DEVICE void write(
     const B &b, const Lane &w, int column, int token, const Team &team, float (&total)[F::WORDS][F::SUMS]) {
     using X = typename Weight::TYPE;
     constexpr int WORDS = F::WORDS, ROWS = 16 * WORDS;
-    constexpr int PIECES = ROWS / 8;  // of 16 bytes in a token's row
+    constexpr int PIECES = ROWS / 8;  // of 16 bytes in the row of a token
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const u32 out = b.out_at + warp * F::OUT_BYTES;
 #pragma unroll
@@ -249,9 +260,9 @@ DEVICE void write(
     }
 }
 
-// A whole launch. CLUSTER: 0 is a persistent grid, each block of which takes as many whole tiles and an even share of the
-// steps of those that are left; the block that has such a tile's end adds up what others left in `sums`. Else a tile is
-// one cluster's, of two blocks or of MANY, which divides its k and adds up through shared memory.
+// The kernel. CLUSTER = 0: a persistent grid, in which each block takes equally many whole tiles, and an even share of
+// the steps of the remaining tiles. The block with the end of such a tile adds the partial sums of the others.
+// Otherwise a tile belongs to one cluster, whose blocks divide its k and add their sums through shared memory.
 template <class Weight, int TOKENS, int STAGES, int CLUSTER>
 DEVICE void matmul_hopper(
     const TensorMap &x_map, const typename Weight::Maps &maps, const half *scales, const typename Weight::TYPE *bias,
@@ -264,12 +275,12 @@ DEVICE void matmul_hopper(
     b.place((shared_address(shared) + 1023) / 1024 * 1024);
     const Team<F, CLUSTER> team;
     b.deal_out((n + Weight::COLUMNS - 1) / Weight::COLUMNS, team.size);
-    // The same in all lanes, and so that the compiler knows: what depends on it lies in uniform registers.
+    // The same in all lanes. The shuffle tells the compiler so, which then uses uniform registers.
     const int thread = threadIdx.x, warp = __shfl_sync(~0u, thread / 32, 0);
     if (thread == 0) {
         for (int i = 0; i < STAGES; i++) {
-            barrier_init(b.full(i), 1);                // the announcement of its bytes
-            barrier_init(b.empty(i), 4 * F::OWNERS);  // every warp that used it
+            barrier_init(b.full(i), 1);                // the announcement of the bytes
+            barrier_init(b.empty(i), 4 * F::OWNERS);  // every warp that uses it
         }
         if constexpr (CLUSTER > 0) {
             barrier_init(b.landed(), 1);
@@ -278,12 +289,12 @@ DEVICE void matmul_hopper(
         barrier_init_done();
     }
     __syncthreads();
-    if constexpr (F::APART) cluster_arrive();
+    if constexpr (F::SEPARATE) cluster_arrive();
 
     if (warp >= 4 * WGS) {
         if constexpr (WGS <= 2) give_registers<40>();
         if (thread == 128 * WGS) produce<F, Weight, TOKENS, STAGES>(b, x_map, maps);
-        team.meet();
+        team.sync();
         return;
     }
     if constexpr (WGS <= 2) take_registers<WGS == 2 ? 232 : 216>();
@@ -291,7 +302,7 @@ DEVICE void matmul_hopper(
     const int group = warp / 4;
     typename Weight::template Lane<TOKENS> w(warp % 4, group, thread % 32, (u32)(n >> 31));
     int count = 0;
-    for (Walk walk = b.walk(); walk.there(); walk.next()) {
+    for (Walk walk = b.walk(); walk.has_work(); walk.next()) {
         const int column = walk.tile / b.token_tiles * Weight::COLUMNS + w.column;
         if (column < n) w.start(scales, bias, column);
         float total[F::WORDS][F::SUMS] = {};
@@ -299,16 +310,16 @@ DEVICE void matmul_hopper(
         count += walk.end - walk.begin;
         if constexpr (WGS > 1 && !Weight::SHARED) hand_over<F>(b, group, total);
         if (!Weight::SHARED && group > 0) {
-            team.meet();
+            team.sync();
             continue;
         }
         wait_for_predecessor();
         if constexpr (CLUSTER > 0) exchange<F, CLUSTER>(b, team, total);
         if (CLUSTER == 0 && !walk.ends_tile()) {
-            leave<F>(b, walk.tile, group, total);
+            store_partial<F>(b, walk.tile, group, total);
             continue;
         }
-        if (CLUSTER == 0 && !walk.begins_tile()) gather<F>(b, walk.tile, group, total);
+        if (CLUSTER == 0 && !walk.begins_tile()) add_partials<F>(b, walk.tile, group, total);
         const int token = walk.tile % b.token_tiles * TOKENS;
         if constexpr (F::SPARSE)
             w.write(y, m, n, column, token, team, total);

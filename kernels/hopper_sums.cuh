@@ -1,18 +1,18 @@
-// How the sums of a tile come together, when several have parts of them: warpgroups of a block, blocks of a cluster, or
-// blocks anywhere that the steps of its k were dealt out to. Always in the order of k, so that they are the same bits.
+// Adds the partial sums of a tile: of warpgroups in a block, of blocks in a cluster, or of blocks anywhere in the grid.
+// Always in the order of k, so that every run returns the same bits.
 //
 // F is a Frame, B a Block (hopper_matmul.cuh).
 #pragma once
 
 #include "hopper.cuh"
 
-constexpr int MANY = 8;  // as CLUSTER: any number of blocks from three to this, as launched
+constexpr int MAX_CLUSTER = 8;  // as CLUSTER: three to eight blocks, known at launch
 
-// The first warpgroup adds up the others' sums, in order.
+// The first warpgroup adds the sums of the others, in order.
 template <class F, class B>
 DEVICE void hand_over(const B &b, int group, float (&total)[F::WORDS][F::SUMS]) {
     constexpr int R = F::SUMS;
-    const u32 mine = b.handed_at + threadIdx.x % 128 * 16;
+    const u32 mine = b.handed_over_at + threadIdx.x % 128 * 16;
     if (group > 0)
 #pragma unroll
         for (int i = 0; i < F::ALL; i += 4) store_shared4(mine + ((group - 1) * F::ALL + i) * 512, &total[i / R][i % R]);
@@ -28,45 +28,45 @@ DEVICE void hand_over(const B &b, int group, float (&total)[F::WORDS][F::SUMS]) 
     sync_threads(1, 128 * F::WGS);
 }
 
-// The blocks that share a tile: `rank` adds up the units u with u >> shift == rank. One block alone has all.
+// The blocks that share a tile. Block `rank` adds the units u with u >> shift == rank; a single block adds all.
 template <class F, int CLUSTER>
 struct Team {
     int size, rank, shift;
 
     DEVICE Team() : size(1), rank(0), shift(0) {
         if constexpr (CLUSTER > 0) {
-            size = CLUSTER == MANY ? cluster_size() : CLUSTER;
+            size = CLUSTER == MAX_CLUSTER ? cluster_size() : CLUSTER;
             rank = cluster_rank();
         }
         while (size << shift < F::UNITS) shift++;
     }
     DEVICE int of(int unit) const { return unit >> shift; }
     DEVICE bool mine(int unit) const { return CLUSTER == 0 || of(unit) == rank; }
-    // How many bytes come from the neighbours.
+    // Bytes that the neighbours send.
     DEVICE int due() const {
         const int units = min(max(F::UNITS - (rank << shift), 0), 1 << shift);
         return (size - 1) * units * F::UNIT * 512 * F::OWNERS;
     }
-    // All threads of all blocks call this: before it has returned no block writes to its neighbours.
-    DEVICE void meet() const {
-        if constexpr (F::APART) cluster_wait();
-        if constexpr (CLUSTER > 0 && !F::APART) cluster_meet();
+    // Called by all threads of all blocks. No block writes to its neighbours before it has returned.
+    DEVICE void sync() const {
+        if constexpr (F::SEPARATE) cluster_wait();
+        if constexpr (CLUSTER > 0 && !F::SEPARATE) cluster_sync();
     }
 };
 
-// Blocks of a cluster exchange their sums: each adds up, in the order of k, some units of all.
+// Blocks of a cluster exchange their sums: each adds some units of all blocks, in the order of k.
 template <class F, int CLUSTER, class B>
 DEVICE void exchange(const B &b, const Team<F, CLUSTER> &team, float (&total)[F::WORDS][F::SUMS]) {
     auto sum = [&](int u, int e) -> float & {
         if constexpr (F::SPARSE) return total[e / 2][u / 2 * 4 + e % 2 * 2 + u % 2];
         return total[(F::UNIT * u + e) / F::SUMS][(F::UNIT * u + e) % F::SUMS];
     };
-    const u32 to = (F::APART ? b.apart_at : b.x_at) + threadIdx.x * 4 * F::UNIT;
+    const u32 to = (F::SEPARATE ? b.exchange_at : b.x_at) + threadIdx.x * 4 * F::UNIT;
     auto place = [&](int rank, int u) {
         const int unit = (rank << team.shift) + (u & ((1 << team.shift) - 1));
         return to + unit * F::UNIT * 512 * F::OWNERS;
     };
-    team.meet();
+    team.sync();
 #pragma unroll
     for (int u = 0; u < F::UNITS; u++)
         if (!team.mine(u)) {
@@ -89,16 +89,16 @@ DEVICE void exchange(const B &b, const Team<F, CLUSTER> &team, float (&total)[F:
             }
 }
 
-// Where a warpgroup of a block leaves its sums of a tile that another block ends.
+// The address of the partial sums of a warpgroup, for a tile that another block ends.
 template <class F, class B>
-DEVICE float4 *left_by(const B &b, int block, int group) {
+DEVICE float4 *partial_of(const B &b, int block, int group) {
     return (float4 *)b.sums + ((long long)block * F::OWNERS + group) * 32 * F::ALL + threadIdx.x % 128;
 }
 
-// Leave the sums of a tile for the block that ends it.
+// Stores the partial sums of a tile for the block that ends it.
 template <class F, class B>
-DEVICE void leave(const B &b, int tile, int group, const float (&total)[F::WORDS][F::SUMS]) {
-    float4 *mine = left_by<F>(b, blockIdx.x, group);
+DEVICE void store_partial(const B &b, int tile, int group, const float (&total)[F::WORDS][F::SUMS]) {
+    float4 *mine = partial_of<F>(b, blockIdx.x, group);
 #pragma unroll
     for (int i = 0; i < F::ALL; i += 4) {
         const float *v = &total[i / F::SUMS][i % F::SUMS];
@@ -109,19 +109,19 @@ DEVICE void leave(const B &b, int tile, int group, const float (&total)[F::WORDS
     if (threadIdx.x % 128 == 0) add_release(b.counters + to * F::OWNERS + group);
 }
 
-// Add to the sums of a tile's end those of the blocks before, in the order of k. Blocks start in the order of their
-// numbers and leave such sums before all else, so what is waited for does not wait for anybody.
+// Adds the partial sums of the blocks before to those of the tile's end, in the order of k. Blocks start in the order
+// of their numbers, and store such sums first, so the blocks that this one waits for wait for no other.
 template <class F, class B>
-DEVICE void gather(const B &b, int tile, int group, float (&total)[F::WORDS][F::SUMS]) {
+DEVICE void add_partials(const B &b, int tile, int group, float (&total)[F::WORDS][F::SUMS]) {
     const int from = b.owner(tile, 0), self = blockIdx.x;
     u32 *counter = b.counters + self * F::OWNERS + group;
     if (threadIdx.x % 128 == 0) {
         while (load_acquire(counter) < (u32)(self - from)) {}
-        *counter = 0;  // as the next launch wants it
+        *counter = 0;  // as the next launch expects it
     }
     sync_threads(2 + group, 128);
-    constexpr int GO = F::ALL <= 64 ? F::ALL : 64;         // registers that are fetched at once of a part,
-    constexpr int BATCH = GO <= 8 ? 8 : GO <= 32 ? 2 : 1;  // and parts
+    constexpr int GO = F::ALL <= 64 ? F::ALL : 64;         // registers of a part that are loaded at once,
+    constexpr int BATCH = GO <= 8 ? 8 : GO <= 32 ? 2 : 1;  // and parts at once
     for (int part = from; part < self; part += BATCH)
 #pragma unroll
         for (int go = 0; go < F::ALL; go += GO) {
@@ -131,7 +131,7 @@ DEVICE void gather(const B &b, int tile, int group, float (&total)[F::WORDS][F::
 #pragma unroll
                 for (int i = 0; i < GO; i += 4)
                     theirs[p][i / 4] =
-                        part + p < self ? __ldcg(left_by<F>(b, part + p, group) + (go + i) * 32) : float4{};
+                        part + p < self ? __ldcg(partial_of<F>(b, part + p, group) + (go + i) * 32) : float4{};
 #pragma unroll
             for (int p = 0; p < BATCH; p++)
 #pragma unroll

@@ -1,8 +1,7 @@
-// Sparse-MARLIN on Hopper (LAYOUTS 4.4, 5): products of the sparse tensor cores, two weights of each four along k.
+// Sparse-MARLIN on Hopper (layouts.md 4.4, 5): sparse tensor-core products, with two of each four weights along k.
 //
-// Codes are MARLIN's words of the weights that are stored; the metadata are already in the order of the products. Rows a
-// and 8 + a of word j are columns 8a + j and 8a + 4 + j of 64, so a lane ends up with outputs side by side, and writes
-// them itself.
+// The codes are MARLIN's words of the stored weights, and the metadata are in the order of the products. Rows a and 8 +
+// a of word j are columns 8a + j and 8a + 4 + j of 64. So a lane holds neighbouring outputs, and writes them itself.
 #include "hopper_matmul.cuh"
 #include "int4.cuh"
 
@@ -12,14 +11,14 @@ struct Marlin24 {
     using TYPE = X;
     static constexpr int WORDS = WORDS_, WGS = WGS_;
     static constexpr bool SHARED = SHARED_;
-    // Scales go into the weights, not into the sums; into float16 weights, since bfloat16 has no room for both.
+    // Scales are multiplied into float16 weights instead of the sums. bfloat16 would round the product.
     static constexpr bool SCALED = SHARED && GROUP > 0 && IS_HALF<X>;
-    static_assert(WORDS % 2 == 0 && GROUP % K_STEP == 0, "metadata are those of two words, groups are whole stages");
+    static_assert(WORDS % 2 == 0 && GROUP % K_STEP == 0, "metadata belong to two words, groups are whole stages");
     static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1);
     static constexpr int PRODUCTS = K_STEP / 32, CHUNK = GROUP && !SCALED ? PRODUCTS : 0;
     static constexpr int W_ROW = COLUMNS * 8, M_ROW = COLUMNS * 4;  // bytes for 32 of k
     static constexpr int M_AT = PRODUCTS * W_ROW, S_AT = M_AT + PRODUCTS * M_ROW;
-    static constexpr int BYTES = S_AT + (GROUP ? COLUMNS * 2 : 0), ROOM = BYTES;
+    static constexpr int BYTES = S_AT + (GROUP ? COLUMNS * 2 : 0), PADDED_BYTES = BYTES;
 
     struct Maps {
         const TensorMap &words, &metadata, &scales;
@@ -33,8 +32,8 @@ struct Marlin24 {
 
     template <int TOKENS>
     struct Lane {
-        static constexpr int LANE_WORDS = COLUMNS / 64;  // of a lane in 32 of k
-        int block, word_0, lane, column;  // which 64 columns of the tile this warp brings, and which words
+        static constexpr int LANE_WORDS = COLUMNS / 64;  // of a lane for 32 of k
+        int block, word_0, lane, column;  // of this warp: its 64 columns in the tile, its first word
         Masks mask;
         u32 codes[PRODUCTS][WORDS], metadata[PRODUCTS][WORDS / 2], scales[WORDS];
         half single[WORDS][2];
@@ -46,7 +45,7 @@ struct Marlin24 {
             column = 64 * block + word_0;
         }
 
-        // Begin to read what is done to the sums of the rows from `column` on.
+        // Loads the scales and biases of the rows from `column` on.
         DEVICE void start(const half *single_scales, const X *bias, int column) {
 #pragma unroll
             for (int j = 0; j < WORDS; j++)
@@ -75,7 +74,7 @@ struct Marlin24 {
         DEVICE void ahead(int) {}
 
         DEVICE void operand(int s, int j, u32 (&left)[4]) const {
-            const Zero eight = zero_of(X{}, Masks(0), EIGHTS, 0);
+            const Zero eight = zero_of(X{}, Masks(0), SYMMETRIC_ZERO, 0);
             decode(X{}, mask, codes[s][j], eight, eight, left);
             if constexpr (SCALED)
 #pragma unroll
@@ -85,7 +84,7 @@ struct Marlin24 {
                 }
         }
 
-        // Metadata of two words are in two of four lanes each.
+        // The metadata of each of two words are in two of four lanes.
         DEVICE void multiply(
             int s, int j, float (&d)[TOKENS / 2], const u32 (&left)[4], u64 right, int keep) const {
             if (j % 2)
@@ -98,7 +97,7 @@ struct Marlin24 {
 
         DEVICE float factor(int j, int b) const { return GROUP ? 1 : to_float(single[j][b]); }
 
-        // Write the sums of the rows from `column` on; of blocks in a cluster each has some tokens.
+        // Writes the sums of the rows from `column` on. Each block of a cluster writes some tokens.
         template <class Team>
         DEVICE void write(
             X *y, int m, int n, int column, int token, const Team &team, float (&total)[WORDS][TOKENS / 2]) const {

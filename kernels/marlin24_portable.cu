@@ -1,7 +1,7 @@
-// Sparse-MARLIN on sm_80 and newer (LAYOUTS 4.4, 5): products on the sparse tensor cores with the stored metadata.
+// Sparse-MARLIN on sm_80 and newer (layouts.md 4.4, 5): products on the sparse tensor cores with the stored metadata.
 //
-// The layout is in the order of a sparse left operand: rows a and 8 + a of operand j are columns 8a + j and 8a + 4 + j
-// of a 64-column block, so that a lane ends up with eight outputs side by side.
+// The layout has the order of a sparse left operand: rows a and 8 + a of operand j are columns 8a + j and 8a + 4 + j of
+// a 64-column block. So a lane holds eight neighbouring outputs.
 #include "int4.cuh"
 #include "portable.cuh"
 
@@ -26,7 +26,7 @@ struct Marlin24Weight {
         const uint4 *chosen = (const uint4 *)meta + ((u64)(k0 / 32) * (n / 4) + n0 / 4);
         for_pieces<BN * BK / 128>([&](u32 i) {
             u32 row = i / (BN / 4), piece = i % (BN / 4);
-            // Zeros are no metadata: past the ends there are any others.
+            // Zeros are not valid metadata, so any other valid ones are copied past the ends.
             u32 offset = 32 * row < k - k0 && 4 * piece < n - n0 ? row * (n / 4) + piece : 0;
             copy_async(to + META<BN, BK> + 16 * i, chosen + offset, true);
         });
@@ -36,12 +36,12 @@ struct Marlin24Weight {
     template <class S> struct Lane {
         const Marlin24Weight &weight;
         const char *stage;
-        const Place<S> &at;
+        const Position<S> &at;
         u32 row, chosen[2];
         uint4 words;
         const Masks mask;
 
-        DEVICE Lane(const Marlin24Weight &weight, const char *stage, const Place<S> &at)
+        DEVICE Lane(const Marlin24Weight &weight, const char *stage, const Position<S> &at)
             : weight(weight), stage(stage), at(at), mask(gridDim.y - 1) {}
 
         DEVICE void enter(u32 group) { row = group; }
@@ -55,7 +55,7 @@ struct Marlin24Weight {
         }
 
         template <class X> DEVICE void operand(X type, u32, u32 j, u32 (&a)[4]) const {
-            const Zero eight = zero_of(type, Masks(0), EIGHTS, 0);
+            const Zero eight = zero_of(type, Masks(0), SYMMETRIC_ZERO, 0);
             decode(type, mask, word_of(words, j), eight, eight, a);
         }
 

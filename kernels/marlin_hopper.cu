@@ -1,9 +1,9 @@
-// Dense MARLIN on Hopper: packed words are the left operand of warpgroup products, straight from the copy engine's tiles.
+// Dense MARLIN on Hopper: packed words become the left operand of warpgroup products.
 //
-// A lane's word of a 16 x 16 tile is its fragment of a product's left operand with n as the row: nibble 4e + 2b + h is
-// k = 8h + 2q + e, n = 8b + a, lane = 4a + q (LAYOUTS 3.2). Which 16 rows a warp brings is free, since rows of the
-// operand are rows of the result, so weights go from shared memory to registers in vectors of up to 16 bytes, and
-// nothing is ever written back. Activations are the right operand, swizzled by the copy engine.
+// A lane's word of a 16 x 16 tile is its fragment of the left operand, with n as the row: nibble 4e + 2b + h is
+// k = 8h + 2q + e, n = 8b + a, lane = 4a + q (layouts.md 3.2). A warp may take any 16 rows, because rows of the operand
+// are rows of the result. So weights go from shared memory to registers in vectors of up to 16 bytes, and nothing is
+// written back. Activations are the right operand, swizzled by the copy engine.
 #include "hopper_matmul.cuh"
 #include "int4.cuh"
 
@@ -13,13 +13,13 @@ struct Marlin {
     using TYPE = X;
     static constexpr int WORDS = WORDS_, WGS = WGS_, STRIDE = 16;
     static constexpr bool SHARED = SHARED_;
-    // Scales go into the weights, not into the sums; into float16 weights, since bfloat16 has no room for both.
+    // Scales are multiplied into float16 weights instead of the sums. bfloat16 would round the product.
     static constexpr bool SCALED = SHARED && GROUP > 0 && IS_HALF<X>;
     static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1);
     static constexpr int PRODUCTS = K_STEP / 16, CHUNK = GROUP && !SCALED ? GROUP / 16 : 0;
     static constexpr int SCALE_ROWS = GROUP ? K_STEP / GROUP : 0;
     static constexpr int W_BYTES = COLUMNS * K_STEP / 2, S_BYTES = SCALE_ROWS * COLUMNS * 2;
-    static constexpr int BYTES = W_BYTES + S_BYTES, ROOM = (BYTES + 127) / 128 * 128;
+    static constexpr int BYTES = W_BYTES + S_BYTES, PADDED_BYTES = (BYTES + 127) / 128 * 128;
 
     struct Maps {
         const TensorMap &words, &scales;
@@ -33,10 +33,10 @@ struct Marlin {
 
     template <int TOKENS>
     struct Lane {
-        static constexpr int LANE_WORDS = COLUMNS / 64;                            // of a lane in 16 of k
-        static constexpr int AHEAD = WORDS == 4 && TOKENS > 16 ? 2 : PRODUCTS;  // words loaded early, as registers go
+        static constexpr int LANE_WORDS = COLUMNS / 64;                            // of a lane for 16 of k
+        static constexpr int AHEAD = WORDS == 4 && TOKENS > 16 ? 2 : PRODUCTS;  // products whose words are loaded ahead
         static constexpr int PER_SCALE = GROUP ? GROUP / 16 : PRODUCTS;
-        int block, word_0, lane, column;  // which 64 columns of the tile this warp brings, and which words
+        int block, word_0, lane, column;  // of this warp: its 64 columns in the tile, its first word
         Masks mask;
         u32 at, codes[AHEAD][WORDS], scales[PRODUCTS / PER_SCALE][WORDS];
         half single[WORDS][2];
@@ -48,14 +48,14 @@ struct Marlin {
             column = 64 * block + 16 * word_0;
         }
 
-        // Begin to read what is done to the sums of the rows from `column` on.
+        // Loads the scales and biases of the rows from `column` on.
         DEVICE void start(const half *single_scales, const X *bias, int column) {
 #pragma unroll
             for (int j = 0; j < WORDS; j++)
 #pragma unroll
                 for (int b = 0; b < 2; b++) {
                     const int row = column + 16 * j + 8 * b + lane / 4, in = row % 32;
-                    // One scale per column: n = 8c + 2i + e of 32 is stored at 8i + 2c + e (LAYOUTS 3.3).
+                    // One scale per column: n = 8c + 2i + e of 32 is stored at 8i + 2c + e (layouts.md 3.3).
                     if (GROUP == 0) single[j][b] = single_scales[row - in + 8 * (in % 8 / 2) + 2 * (in / 8) + in % 2];
                     shift[j][b] = bias ? bias[row] : X{0};
                 }
@@ -76,7 +76,7 @@ struct Marlin {
         }
 
         DEVICE void operand(int s, int j, u32 (&left)[4]) const {
-            const Zero eight = zero_of(X{}, Masks(0), EIGHTS, 0);
+            const Zero eight = zero_of(X{}, Masks(0), SYMMETRIC_ZERO, 0);
             decode(X{}, mask, codes[s % AHEAD][j], eight, eight, left);
             if constexpr (SCALED)
 #pragma unroll

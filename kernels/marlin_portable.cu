@@ -1,4 +1,4 @@
-// Dense MARLIN on sm_80 and newer (LAYOUTS 3): a lane's 16 bytes are its part of four operands, 64 columns.
+// Dense MARLIN on sm_80 and newer (layouts.md 3): 16 bytes of a lane are its part of four operands, 64 columns.
 #include "int4.cuh"
 #include "portable.cuh"
 #include "weights.cuh"
@@ -25,12 +25,12 @@ struct MarlinWeight {
     template <class S> struct Lane {
         const MarlinWeight &weight;
         const char *stage;
-        const Place<S> &at;
+        const Position<S> &at;
         u32 row;
         uint4 words[2];
         const Masks mask;
 
-        DEVICE Lane(const MarlinWeight &weight, const char *stage, const Place<S> &at)
+        DEVICE Lane(const MarlinWeight &weight, const char *stage, const Position<S> &at)
             : weight(weight), stage(stage), at(at), mask(gridDim.y - 1) {}
 
         DEVICE void enter(u32 group) { row = group; }
@@ -42,7 +42,7 @@ struct MarlinWeight {
         }
 
         template <class X> DEVICE void operand(X type, u32 i, u32 j, u32 (&a)[4]) const {
-            const Zero eight = zero_of(type, Masks(0), EIGHTS, 0);
+            const Zero eight = zero_of(type, Masks(0), SYMMETRIC_ZERO, 0);
             decode(type, mask, word_of(words[i], j), eight, eight, a);
         }
 

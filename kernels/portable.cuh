@@ -1,22 +1,22 @@
-// The frame of every product on sm_80 and newer: y^T = W x^T with mma.sync, whatever the weight is packed as.
+// The frame of every product on sm_80 and newer: y^T = W x^T with mma.sync, for every layout.
 //
 // A warp has 64 rows of the weight, as four left operands side by side, 8 T tokens, and 64 of k in each stage of a ring
-// that cp.async fills. The layouts are in the order of these operands: a lane decodes what it reads in registers.
-// Weights are multiplied as small exact numbers, and float32 sums by scales: no scale is ever rounded to the dtype of
-// the activations, nor a weight.
+// that cp.async fills. The layouts have the order of these operands, so a lane decodes its words in registers. Codes
+// are multiplied as small exact numbers, and scales are applied to float32 sums. So neither scales nor weights are
+// rounded to the dtype of the activations.
 //
-// The work is a list of units, a tile of outputs by BK of k, those of a tile together; block b takes `per` units from
-// b * per on. A tile of several blocks is added up from their parts, in order of k, by whichever of them comes last:
+// The work is a list of units, each a tile of outputs by BK of k; the units of a tile are neighbours. Block b takes
+// `per` units from b * per on. If several blocks share a tile, the last one to finish adds their parts in order of k:
 // the sums are the same in every run.
 //
-// Weight: the tensors, n and k, and what differs from layout to layout:
+// A layout passes a struct `Weight` with the tensors, n, k, and:
 //   STEP              of k in a product: 16, or 32 where two of each four weights are stored
-//   GROUPED           whether scales change along k; then `groups` are those of k, and sums are scaled where they end
+//   GROUPED           whether scales change along k; then `groups` finds them, and sums are scaled where groups end
 //   BYTES<BN, BK>     of shared memory for BN rows by BK of k
-//   fetch<BN, BK>     starts to copy them; what is past the ends of n and k counts as nothing
-//   row(a, j, b)      which of 64 rows row 8b + a of operand j is
-//   factor(type, n)   what the sums of a row are multiplied by at the end
-//   Lane              what a lane holds: enter (a group), load (a half of its 64 of k), operand, metadata, scales
+//   fetch<BN, BK>     starts to copy them; data past the ends of n and k must add nothing
+//   row(a, j, b)      the row, of 64, that row 8b + a of operand j is
+//   factor(type, n)   the factor of the sums of a row at the end
+//   Lane              the work of a lane: enter (a group), load (half of its 64 of k), operand, metadata, scales
 #pragma once
 
 #include "ampere.cuh"
@@ -28,10 +28,10 @@ template <class Weight_, int T_, int WN_, int WM_, int WK_, int STAGES_> struct 
     using Weight = Weight_;
     static const u32 T = T_, WN = WN_, WM = WM_, WK = WK_, STAGES = STAGES_;
     static const u32 BN = 64 * WN, BM = 8 * T * WM, BK = 64 * WK;
-    // A stage in bytes: what the weight wants, then activations [BM, BK].
+    // Bytes of a stage: the weight, then activations [BM, BK].
     static const u32 X_AT = Weight::template BYTES<BN, BK>, STAGE = X_AT + BM * BK * 2;
-    static const u32 ROW = BN + 4;  // floats, of a row of sums: eight rows apart are other banks
-    static const u32 AT_ONCE = T < 4 ? T : 4, PASSES = T / AT_ONCE;  // how many eights of tokens have room for sums
+    static const u32 ROW = BN + 4;  // floats of a row of sums, padded so that eight rows use different banks
+    static const u32 AT_ONCE = T < 4 ? T : 4, PASSES = T / AT_ONCE;  // fragments of 8 tokens whose sums fit at once
     static_assert(WN * WM * WK * 32 == THREADS, "warps");
     static_assert(X_AT % 16 == 0, "activations are copied in 16 bytes");
 };
@@ -43,10 +43,10 @@ template <class S, class X> struct Product {
     u32 m;
 };
 
-// Where a thread stands in its tile: its warp's place along n, m and k, and itself in the warp.
-template <class S> struct Place {
+// The position of a thread in its tile: of its warp along n, m and k, and of its lane.
+template <class S> struct Position {
     u32 lane, wn, wm, wk;
-    DEVICE Place() {
+    DEVICE Position() {
         u32 warp = threadIdx.x / 32;
         lane = threadIdx.x % 32;
         wn = warp % S::WN;
@@ -55,14 +55,15 @@ template <class S> struct Place {
     }
 };
 
-// Calls `use(i)` for i below COUNT, dealt to the threads of the block.
+// Calls `use(i)` for all i below COUNT, divided among the threads of the block.
 template <u32 COUNT, class Use> DEVICE void for_pieces(Use use) {
 #pragma unroll
     for (u32 i = 0; i < COUNT; i += THREADS)
         if (COUNT % THREADS == 0 || i + threadIdx.x < COUNT) use(i + threadIdx.x);
 }
 
-// Which group of k, row of the scales, an index along k is in. Divides by a product: right while k * size < 2^35.
+// Finds the group of an index along k, which is a row of the scales. It divides by multiplying, which is exact while
+// k * size < 2^35.
 struct Groups {
     u32 k, size, inverse;
 
@@ -70,8 +71,8 @@ struct Groups {
     DEVICE bool one() const { return inverse == 0; }
     DEVICE u32 of(u32 index) const { return __umulhi(index, inverse) >> 3; }
 
-    // Calls `use(i, row, piece, valid)` for PIECES of every group that BK of k from k0 on belong to, counted from the
-    // first; it is not valid past the end of k.
+    // Calls `use(i, row, piece, valid)` for PIECES of every group in the BK of k from k0 on. Rows count from the first
+    // of these groups; past the end of k, `valid` is false.
     template <u32 BK, u32 PIECES, class Use> DEVICE void for_pieces_of(u32 k0, Use use) const {
         u32 first = of(k0);
         for_pieces<BK / 32 * PIECES>([&](u32 i) {
@@ -83,7 +84,7 @@ struct Groups {
 
 DEVICE u32 word_of(const uint4 &v, u32 i) { return i < 2 ? i ? v.y : v.x : i == 2 ? v.z : v.w; }
 
-// Scales of groups as the MARLIN layouts have them: those of a lane's eight rows are one vector (LAYOUTS 3.3, 5.2).
+// Scales of groups in the MARLIN layouts: those of a lane's eight rows are one vector (layouts.md 3.3, 5.2).
 struct Scales {
     template <u32 BN, u32 BK> static const u32 BYTES = BK / 32 * BN * 2;
     const half *s;
@@ -98,7 +99,7 @@ struct Scales {
         });
     }
 
-    // A lane's: of rows a and 8 + a of operand j numbers 2j and 2j + 1. If there is but one group, it comes at the end.
+    // Numbers 2j and 2j + 1 are the scales of rows a and 8 + a of operand j. A single group is applied at the end.
     template <u32 BN> DEVICE void read(const char *stage, u32 row, u32 wn, u32 lane, float (&to)[4][2]) const {
         uint4 eight = uint4{0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
         if (!groups.one()) eight = ((const uint4 *)stage)[row * (BN / 8) + wn * 8 + lane / 4];
@@ -111,10 +112,10 @@ struct Scales {
     }
 };
 
-// Which piece of 16 bytes of a row of activations lies where: eight rows never meet in a bank.
+// The place of a piece of 16 bytes in a row of activations, so that eight rows have no bank conflicts.
 DEVICE u32 swizzled(u32 token, u32 piece) { return piece ^ (token & 7); }
 
-// Starts to copy what a unit needs. Past the ends of m and k activations are zeros.
+// Starts the copies of a unit. Activations past the ends of m and k are zeros.
 template <class S, class X> DEVICE void fetch(const Product<S, X> &p, u32 stage, u32 m0, u32 n0, u32 k0) {
     p.weight.template fetch<S::BN, S::BK>(stage, n0, k0);
     u32 k = p.weight.k;
@@ -144,10 +145,11 @@ template <u32 T, class Lane> DEVICE void add_scaled(float (&sums)[4][T][4], floa
     }
 }
 
-// Adds the products of a warp's 64 of k in a stage that begins at k0 to `part`, and that to `sums` where groups end.
+// Adds the products of a warp's 64 of k, in a stage that begins at k0, to `part`. Where a group ends, adds the scaled
+// `part` to `sums`.
 template <class S, class X>
 DEVICE void multiply(
-    const Product<S, X> &p, const Place<S> &at, const char *stage, u32 k0, bool last, float (&part)[4][S::T][4],
+    const Product<S, X> &p, const Position<S> &at, const char *stage, u32 k0, bool last, float (&part)[4][S::T][4],
     float (&sums)[4][S::T][4]) {
     using Weight = typename S::Weight;
     const u32 STEPS = 32 / Weight::STEP;
@@ -156,7 +158,7 @@ DEVICE void multiply(
     auto &into = Weight::GROUPED ? part : sums;
 #pragma unroll
     for (u32 half_of_k = 0; half_of_k < 2; half_of_k++) {
-        u32 x[S::T][4];  // of 8 tokens, 32 of k: the right operands of two products, or of one that is sparse
+        u32 x[S::T][4];  // 8 tokens by 32 of k: the right operands of two products, or of one sparse product
 #pragma unroll
         for (u32 t = 0; t < S::T; t++) {
             u32 piece = swizzled(token, 8 * at.wk + 4 * half_of_k + at.lane / 8);
@@ -190,10 +192,10 @@ DEVICE void multiply(
         if (last || p.weight.groups.of(k + S::BK) != p.weight.groups.of(k + 32)) add_scaled(sums, part, lane);
 }
 
-// Adds the products of the units from `begin` to `end` of a tile, while the next STAGES - 1 are on their way.
+// Adds the products of the units `begin` to `end` of a tile, while the next STAGES - 1 are being copied.
 template <class S, class X>
 DEVICE void accumulate(
-    const Product<S, X> &p, const Place<S> &at, const char *pool, u32 m0, u32 n0, u32 begin, u32 end,
+    const Product<S, X> &p, const Position<S> &at, const char *pool, u32 m0, u32 n0, u32 begin, u32 end,
     float (&sums)[4][S::T][4]) {
     u32 ring = shared_address(pool);
     float part[4][S::T][4] = {};
@@ -207,17 +209,17 @@ DEVICE void accumulate(
         __syncthreads();
         u32 ahead = i + S::STAGES - 1, free = slot ? slot - 1 : S::STAGES - 1;
         if (ahead < end) fetch(p, ring + free * S::STAGE, m0, n0, ahead * S::BK);
-        commit();  // of nothing at the end, so that the count of groups is that of units
+        commit();  // empty at the end, so that there is one group for each unit
         multiply(p, at, pool + slot * S::STAGE, i * S::BK, i + 1 == end, part, sums);
         slot = slot + 1 < S::STAGES ? slot + 1 : 0;
     }
     wait<0>();
-    __syncthreads();  // from here on the ring is free
+    __syncthreads();  // the ring may be overwritten from here on
 }
 
-// Lays AT_ONCE eights of tokens of every warp's sums in shared memory, [WK, BM / PASSES, ROW].
+// Stores the sums of AT_ONCE fragments of every warp in shared memory, [WK, BM / PASSES, ROW].
 template <class S>
-DEVICE void lay_down(const Place<S> &at, const float (&sums)[4][S::T][4], u32 pass, float *tile) {
+DEVICE void store_sums(const Position<S> &at, const float (&sums)[4][S::T][4], u32 pass, float *tile) {
     u32 a = at.lane / 4, q = at.lane % 4;
     tile += ((at.wk * S::WM + at.wm) * 8 * S::AT_ONCE + 2 * q) * S::ROW + 64 * at.wn;
 #pragma unroll
@@ -238,7 +240,7 @@ DEVICE void add(float4 &sum, float4 v) {
     sum.w += v.w;
 }
 
-// The last steps to four outputs: the factor of their rows, the bias, the dtype.
+// Finishes four outputs: applies the factors of their rows and the bias, and rounds to the dtype.
 template <class S, class X> DEVICE void finish(const Product<S, X> &p, u32 token, u32 n, float4 sum) {
     float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
@@ -249,8 +251,8 @@ template <class S, class X> DEVICE void finish(const Product<S, X> &p, u32 token
     *(uint2 *)(p.y + (u64)token * p.weight.n + n) = uint2{pair(X{}, v[0], v[1]), pair(X{}, v[2], v[3])};
 }
 
-// Calls `use(i, row, token, n)` for every four outputs of a pass that the product has; i counts fours in the tile, and
-// `row` is that of their sums.
+// Calls `use(i, row, token, n)` for every four outputs of a pass inside the product. i counts the fours in the tile,
+// and `row` is the row of their sums.
 template <class S, class X, class Use>
 DEVICE void for_outputs(const Product<S, X> &p, u32 pass, u32 m0, u32 n0, Use use) {
     const u32 fours = S::BN / 4, rows = S::BM / S::PASSES, of_warp = 8 * S::AT_ONCE;
@@ -265,7 +267,7 @@ DEVICE void for_outputs(const Product<S, X> &p, u32 pass, u32 m0, u32 n0, Use us
 template <class S, class X>
 DEVICE void portable(const Product<S, X> &p, float4 *parts, u32 *arrived, u32 per) {
     extern __shared__ uint4 pool[];
-    const Place<S> at;
+    const Position<S> at;
     u32 depth = (p.weight.k + S::BK - 1) / S::BK, rows = (p.m + S::BM - 1) / S::BM;
     u32 units = depth * rows * ((p.weight.n + S::BN - 1) / S::BN);
     u32 unit = blockIdx.x * per, stop = min(unit + per, units);
@@ -276,12 +278,12 @@ DEVICE void portable(const Product<S, X> &p, float4 *parts, u32 *arrived, u32 pe
 
         float sums[4][S::T][4] = {};
         accumulate(p, at, (const char *)pool, m0, n0, begin, end, sums);
-        u32 from = first / per, to = (first + depth - 1) / per;  // the blocks of this tile
-        // A block has at most two tiles in part, the one it starts in and the one it ends in.
+        u32 from = first / per, to = (first + depth - 1) / per;  // the first and the last block of this tile
+        // A block shares at most two tiles with others: the one it starts in and the one it ends in.
         auto part = [&](u32 block) { return parts + (u64)(2 * block + (first > block * per)) * (S::BM * S::BN / 4); };
 #pragma unroll
         for (u32 pass = 0; pass < S::PASSES; pass++) {
-            lay_down(at, sums, pass, (float *)pool);
+            store_sums(at, sums, pass, (float *)pool);
             __syncthreads();
             for_outputs(p, pass, m0, n0, [&](u32 i, u32 row, u32 token, u32 n) {
                 const float4 *four = (const float4 *)((const float *)pool + row * S::ROW + (n - n0));
@@ -292,13 +294,13 @@ DEVICE void portable(const Product<S, X> &p, float4 *parts, u32 *arrived, u32 pe
                 else
                     part(blockIdx.x)[i] = sum;
             });
-            __syncthreads();  // what comes next in the pool overwrites the sums
+            __syncthreads();  // the sums are overwritten next
         }
         if (from == to) continue;
         __threadfence();
         if (__syncthreads_or(threadIdx.x == 0 && atomicAdd(arrived + from, 1) == to - from)) {
             __threadfence();
-            if (threadIdx.x == 0) arrived[from] = 0;  // for the next launch; no other tile begins in that block
+            if (threadIdx.x == 0) arrived[from] = 0;  // for the next launch; no other tile uses this counter
             for (u32 pass = 0; pass < S::PASSES; pass++) {
                 for_outputs(p, pass, m0, n0, [&](u32 i, u32, u32 token, u32 n) {
                     float4 sum = load_past_l1(part(from) + i);

@@ -1,8 +1,9 @@
-// QUICK on Hopper (LAYOUTS 8): MARLIN's words in another order, so the same left operands, and zero points for them.
+// QUICK on Hopper (layouts.md 8): MARLIN's words in another order, which make the same left operands, and zero points.
 //
-// 32 of k are four rows of memory, one for each half of 128 columns (ty) and each half of eight (a / 4); 128 columns have
-// 512 bytes of each. So a stage's weights are one box of 16 such rows. A lane's two vectors of 32 of k lie side by side,
-// every other 16 bytes for a warp: in pieces of 128 bytes, swizzled by the copy engine, they meet no bank twice.
+// 32 of k are four rows in memory: one for each half of 128 columns (ty) and each half of eight (a / 4). In each row
+// 128 columns take 512 bytes, so the weights of a stage are one box of 16 rows. A lane's two vectors of 32 of k are
+// neighbours, so a warp loads every other 16 bytes. Swizzled by the copy engine in pieces of 128 bytes, these loads
+// have no bank conflicts.
 #include "hopper_matmul.cuh"
 #include "int4.cuh"
 
@@ -12,16 +13,16 @@ struct Quick {
     using TYPE = X;
     static constexpr int WORDS = WORDS_, WGS = WGS_, STRIDE = 16;
     static constexpr bool SHARED = SHARED_;
-    // Scales go into the weights, not into the sums; into float16 weights, since bfloat16 has no room for both.
+    // Scales are multiplied into float16 weights instead of the sums. bfloat16 would round the product.
     static constexpr bool SCALED = SHARED && IS_HALF<X>;
     static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1), PIECES = COLUMNS / 32;
     static_assert(COLUMNS % 128 == 0, "two blocks of 64 columns are interleaved in memory");
     static constexpr int PRODUCTS = K_STEP / 16, CHUNK = SCALED ? 0 : GROUP / 16;
     static constexpr int PER_SCALE = GROUP / 16, GROUPS = K_STEP / GROUP;
-    // Bytes of a stage: a row of codes, of scales and of zero points, each for every fourth of the columns' weights.
+    // Bytes of a row of codes, of scales and of zero points in a stage; a row holds a quarter of the columns.
     static constexpr int W_ROW = COLUMNS * 4, S_ROW = COLUMNS, Z_ROW = COLUMNS / 4;
     static constexpr int S_AT = 16 * W_ROW, Z_AT = S_AT + 4 * GROUPS * S_ROW, BYTES = Z_AT + 4 * GROUPS * Z_ROW;
-    static constexpr int ROOM = (BYTES + 1023) / 1024 * 1024;  // the swizzle goes by addresses
+    static constexpr int PADDED_BYTES = (BYTES + 1023) / 1024 * 1024;  // the swizzle depends on the address
 
     struct Maps {
         const TensorMap &words, &zeros, &scales;
@@ -35,10 +36,10 @@ struct Quick {
 
     template <int TOKENS>
     struct Lane {
-        static constexpr int LANE_WORDS = COLUMNS / 64;                          // of a lane in 16 of k
-        static constexpr int AHEAD = WORDS * TOKENS == 128 ? 2 : PRODUCTS;        // words loaded early, as registers go
+        static constexpr int LANE_WORDS = COLUMNS / 64;                          // of a lane for 16 of k
+        static constexpr int AHEAD = WORDS * TOKENS == 128 ? 2 : PRODUCTS;  // products whose words are loaded ahead
         static constexpr int Z_WORDS = WORDS == 4 ? 2 : 1;                       // zero points of four words
-        int block, word_0, column;  // which 64 columns of the tile this warp brings, and which words
+        int block, word_0, column;  // of this warp: its 64 columns in the tile, its first word
         int a;
         Masks mask;
         u32 places[2], s_place, z_place;  // in a stage: of even and odd products

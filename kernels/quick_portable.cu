@@ -1,12 +1,12 @@
-// QUICK on sm_80 and newer (LAYOUTS 8): MARLIN's words in another order, with a zero point for every scale.
+// QUICK on sm_80 and newer (layouts.md 8): MARLIN's words in another order, and a zero point for every scale.
 #include "int4.cuh"
 #include "portable.cuh"
 
 struct QuickWeight {
     static const u32 STEP = 16;
     static const bool GROUPED = true;
-    // Codes lie as MARLIN's in a stage. For each group, block of 64 rows and `a` there are then 16 scales, and at the
-    // end 16 zero points of four bits: eight of each, twice.
+    // A stage has the codes in MARLIN's order, then 16 scales for each group, block of 64 rows and `a`, and at the end
+    // 16 zero points of four bits. The 16 are eight values, each twice.
     template <u32 BN, u32 BK> static const u32 SCALES = BN * BK / 2;
     template <u32 BN, u32 BK> static const u32 ZEROS = SCALES<BN, BK> + BK / 32 * BN * 4;
     template <u32 BN, u32 BK> static const u32 BYTES = ZEROS<BN, BK> + BK / 32 * BN;
@@ -16,7 +16,7 @@ struct QuickWeight {
     u32 n, k;
     Groups groups;
 
-    // Which eight scales of a row are those of rows 64 * block + 8y + a of a tile, y in 0..7; n0 / 32 come first.
+    // The index, after n0 / 32, of the eight scales of rows 64 * block + 8y + a of a tile, y in 0..7.
     DEVICE u32 eight(u32 block, u32 a) const {
         return block % 2 * (n / 16) + a / 4 * (n / 32) + 4 * (block / 2) + a % 4;
     }
@@ -24,7 +24,7 @@ struct QuickWeight {
     template <u32 BN, u32 BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
         const uint4 *from = (const uint4 *)qweight + ((u64)(k0 / 32) * n + n0 / 4);
         for_pieces<BN * BK / 32>([&](u32 i) {
-            // A lane has 32 bytes side by side, of 32 of k; in the stage both halves of them are vectors of a warp.
+            // In memory a lane has 32 contiguous bytes for 32 of k. In a stage each half of them is in a warp's vector.
             u32 step = i % 2, lane = i / 2 % 32, block = i / 64 % (BN / 64), row = i / BN, a = lane / 4, q = lane % 4;
             u32 L = block % 2 * (n / 4) + a / 4 * (n / 8) + 16 * (block / 2) + 4 * (a % 4) + q;
             u32 place = (2 * row + step) * (BN / 2) + 32 * block + lane;
@@ -45,13 +45,13 @@ struct QuickWeight {
 
     template <class S> struct Lane {
         const char *stage;
-        const Place<S> &at;
+        const Position<S> &at;
         u32 place;
         uint4 words[2];
         uint2 zeros;
         const Masks mask;
 
-        DEVICE Lane(const QuickWeight &, const char *stage, const Place<S> &at)
+        DEVICE Lane(const QuickWeight &, const char *stage, const Position<S> &at)
             : stage(stage), at(at), mask(gridDim.y - 1) {}
 
         DEVICE void enter(u32 group) {

@@ -1,11 +1,12 @@
-// Which steps of k of which tiles a block does, and in which order. A unit is a step; those of a tile are neighbours.
+// The schedule of a block on Hopper: which steps of which tiles it takes, and in which order.
 //
-// Also compiled by an ordinary C++ compiler, in a test that needs no GPU: a mistake here is a product that never ends.
+// A unit is a step along k; the units of a tile are neighbours. A test without a GPU compiles this with an ordinary C++
+// compiler, because a mistake here is a product that never ends.
 #pragma once
 
 #include "common.cuh"
 
-// How steps of k are dealt out to blocks: each has `least`, the first `more` of them one besides.
+// Even shares of units: each block has `least`, and the first `more` blocks have one more.
 struct Deal {
     int least, more;
     DEVICE int first(int block) const { return block * least + (block < more ? block : more); }
@@ -15,11 +16,11 @@ struct Deal {
     }
 };
 
-// A block's steps in the order that it takes them. A grid takes as many whole tiles for each block as there are, round by
-// round; the steps of the tiles that are left are dealt out. Of these a block does its share first, the last tile first:
-// so what it does of a tile that a later block ends comes before all else, and what earlier ones have begun it ends late.
+// The steps of a block in their order. The grid takes whole tiles in rounds, one for each block, and the steps of the
+// remaining tiles are dealt out. A block does its share of these first, from the last tile to the first. So it begins
+// with the tile that a later block ends, and does last the end of a tile that earlier blocks have begun.
 struct Walk {
-    int first, last;  // of the steps that are dealt out, what is this block's
+    int first, last;  // this block's share of the steps that are dealt out
     int k_steps, block, blocks, rounds, round;
     int tile, begin, end;  // steps of k of a tile
 
@@ -27,7 +28,7 @@ struct Walk {
         : first(first_), last(last_), k_steps(k_steps_), block(block_), blocks(blocks_), rounds(rounds_), round(0) {
         next();
     }
-    DEVICE bool there() const { return tile >= 0; }
+    DEVICE bool has_work() const { return tile >= 0; }
     DEVICE void next() {
         if (last > first) {
             const int dealt = (last - 1) / k_steps, from = dealt * k_steps;

@@ -1,9 +1,9 @@
-// TC-FPx on Hopper (LAYOUTS 7): codes of six or five bits in two planes are the left operand of warpgroup products.
+// TC-FPx on Hopper (layouts.md 7): codes of six or five bits in two planes are the left operand of warpgroup products.
 //
 // A block of 64 rows is contiguous along k in each plane. A lane's words of a 16 x 16 block are its fragment of the
-// left operand with n as the row, and which 16 rows a warp brings is free: a warp takes neighbouring ones, so that they
-// share the words of upper bits. The power of two that decoding leaves out goes into the row's scale, once, in float32.
-// Not for bfloat16: it has float32's exponents, and the sums would be subnormal.
+// left operand, with n as the row. A warp may take any 16 rows, and takes neighbouring ones, which share the words of
+// upper bits. The power of two that decoding leaves out is multiplied into the row's scale, once, in float32. bfloat16
+// weights are converted instead: with the exponent range of float32 the sums would be subnormal.
 #include "hopper_matmul.cuh"
 #include "tcfpx_decode.cuh"
 
@@ -11,7 +11,7 @@ DEVICE void multiply_pair(half, u32 &a, u32 by) { asm("mul.f16x2 %0, %0, %1;" : 
 
 DEVICE void multiply_pair(bfloat, u32 &a, u32 by) { asm("mul.bf16x2 %0, %0, %1;" : "+r"(a) : "r"(by)); }
 
-// CONVERTED: weights are brought to their values one by one.
+// CONVERTED: each weight is multiplied by the power of two.
 template <class X, int E, int M, int WORDS_, int WGS_, bool SHARED_, bool CONVERTED>
 struct Tcfpx {
     using TYPE = X;
@@ -20,12 +20,12 @@ struct Tcfpx {
     static constexpr bool SHARED = SHARED_;
     static constexpr int BLOCKS = WORDS * (SHARED ? WGS : 1), COLUMNS = 64 * BLOCKS;
     static constexpr int PRODUCTS = K_STEP / 16, CHUNK = 0;
-    // Bytes of a block of 64 rows in 16 of k, of the whole stage.
+    // Bytes of a block of 64 rows by 16 of k in each plane, and of the whole stage.
     static constexpr int LOW = 512, HIGH = 128 * Code::HIGH, LOW_BYTES = BLOCKS * PRODUCTS * LOW;
-    static constexpr int BYTES = LOW_BYTES + BLOCKS * PRODUCTS * HIGH, ROOM = BYTES;
+    static constexpr int BYTES = LOW_BYTES + BLOCKS * PRODUCTS * HIGH, PADDED_BYTES = BYTES;
 
     struct Maps {
-        const TensorMap &low, &high;  // of 8-byte words, a row for each block; in `low` cut into pieces of 64 of k
+        const TensorMap &low, &high;  // 8-byte words, a row for each block; `low` is cut into pieces of 64 of k
     };
 
     DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier, u64 policy) {
@@ -38,7 +38,7 @@ struct Tcfpx {
     struct Lane {
         static constexpr int SHARING = 4 / Code::HIGH;  // blocks of 16 rows that share words of upper bits
         static constexpr int HIGHS = (WORDS + SHARING - 1) / SHARING;
-        // Products whose words are loaded early, as registers go.
+        // Products whose words are loaded ahead, as far as registers suffice.
         static constexpr int AHEAD = WORDS == 4 && TOKENS > 16 ? 2 : TOKENS == 256 ? 4 : PRODUCTS;
         int lane, column;
         u32 low_from, high_from, slot, low_at, high_at;
@@ -51,10 +51,10 @@ struct Tcfpx {
             column = 64 * block + 16 * first;
             low_from = block * PRODUCTS * LOW + first * 128 + lane * 4;
             high_from = LOW_BYTES + block * PRODUCTS * HIGH + first / SHARING * 128 + lane * 4;
-            slot = (1 << 2 * Code::HIGH * (first % SHARING)) + zero;  // so that the compiler does not see a shift
+            slot = (1 << 2 * Code::HIGH * (first % SHARING)) + zero;  // `zero` hides the shift from the compiler
         }
 
-        // Begin to read what is done to the sums of the rows from `column` on.
+        // Loads the scales and biases of the rows from `column` on.
         DEVICE void start(const half *row_scales, const X *bias, int column) {
 #pragma unroll
             for (int j = 0; j < WORDS; j++)
@@ -85,7 +85,7 @@ struct Tcfpx {
 
         DEVICE void operand(int s, int j, u32 (&left)[4]) const {
             u32 upper = high[s % AHEAD][j / SHARING][0];
-            if constexpr (WORDS < SHARING) upper *= slot;  // a shift, in another unit than the rest
+            if constexpr (WORDS < SHARING) upper *= slot;  // a shift, on the multiplier, which is idle otherwise
             Code::decode(upper, low[s % AHEAD][j][0], j % SHARING, left);
             constexpr u32 two_to_up = 0x00010001u * ((EXPONENT_BIAS<X> + Code::UP) << MANTISSA<X>);
             if constexpr (CONVERTED)

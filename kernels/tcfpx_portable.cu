@@ -1,7 +1,7 @@
-// TC-FPx on sm_80 and newer (LAYOUTS 7): codes of six or five bits in two planes.
+// TC-FPx on sm_80 and newer (layouts.md 7): codes of six or five bits in two planes.
 //
-// Decoded codes are their values by a power of two. For float16 it is left to the float32 sums. For bfloat16, which has
-// float32's exponents, these would be subnormal: there it is multiplied by at once, two weights at a time.
+// Decoded codes are their values divided by a power of two. For float16, the float32 sums are multiplied by it. For
+// bfloat16, with the exponent range of float32, these sums would be subnormal, so each weight is multiplied by it.
 #include "portable.cuh"
 #include "tcfpx_decode.cuh"
 
@@ -14,7 +14,7 @@ template <int E, int M> struct TcfpxWeight {
     const half *s;
     u32 n, k;
 
-    // A plane of Y bits is 2 Y bytes by k for each 64 rows, also in a stage.
+    // A plane of Y bits has 8 Y * k bytes for each 64 rows, in memory and in a stage.
     template <u32 Y, u32 BN, u32 BK> DEVICE void fetch_plane(u32 to, const u32 *plane, u32 n0, u32 k0) const {
         const uint4 *from = (const uint4 *)plane + ((u64)(n0 / 64) * (k / 2 * Y) + k0 / 2 * Y);
         for_pieces<BN * BK / 128 * Y>([&](u32 i) {
@@ -33,7 +33,7 @@ template <int E, int M> struct TcfpxWeight {
         const u32 *low, *high;
         u32 lows[2][4], highs[2][HIGH];
 
-        DEVICE Lane(const TcfpxWeight &, const char *stage, const Place<S> &at) {
+        DEVICE Lane(const TcfpxWeight &, const char *stage, const Position<S> &at) {
             u32 block = at.wn * (S::BK / 16) + 4 * at.wk;
             low = (const u32 *)stage + 128 * block + at.lane;
             high = (const u32 *)(stage + S::BN * S::BK / 2) + 32 * HIGH * block + at.lane;

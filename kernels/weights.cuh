@@ -1,15 +1,15 @@
-// Where every weight lies: the formulas of docs/layouts.md word for word, one weight at a time, in its letters.
+// Addresses and values of single weights, by the formulas of docs/layouts.md and with its letters.
 //
-// A layout is a struct with the tensors of a packed weight, and weight(n, k) is its value in float32, exactly: at most
-// five bits of a code times eleven of a scale. Slow and plain on purpose: the naive kernels multiply by these, and
-// everything faster is judged by them. Words are counted in 64 bits.
+// Each layout is a struct with the tensors of a packed weight. weight(n, k) is the exact value in float32, since it has
+// at most five bits of a code times eleven of a scale. The code is plain and slow on purpose: the naive kernels use it,
+// and every faster kernel is compared with them. Indices of words have 64 bits.
 #pragma once
 
 #include "common.cuh"
 
 DEVICE int nibble(u32 word, u32 v) { return word >> 4 * v & 15; }
 
-// LAYOUTS 3.2, 3.3, and with groups of 32 and 64 the run-time form of 3.6.
+// layouts.md 3.2 and 3.3; for groups of 32 and 64 the run-time form of 3.6.
 struct Marlin {
     const u32 *B;
     const half *s;
@@ -34,7 +34,7 @@ struct Marlin {
     }
 };
 
-// LAYOUTS 4.1, 4.4 and 5.2. Of each four weights along k, the metadata name the two that are stored; the others are 0.
+// layouts.md 4.1, 4.4 and 5.2. The metadata name the two of each four weights along k that are stored; others are 0.
 struct Marlin24 {
     const u32 *B;
     const u16 *meta;
@@ -64,7 +64,7 @@ struct Marlin24 {
     }
 };
 
-// LAYOUTS 6.1 and 7: E exponent and M mantissa bits, one scale per row.
+// layouts.md 6.1 and 7: E exponent and M mantissa bits, one scale per row.
 template <int E, int M> struct Tcfpx {
     static const u32 BITS = 1 + E + M;
     const u32 *words;
@@ -77,7 +77,7 @@ template <int E, int M> struct Tcfpx {
         return value(high << 4 | low) * to_float(s[n]);
     }
 
-    // A field of Y bits of each code, from the part of the buffer that holds these fields (7.3).
+    // The field of Y bits of a code, from the plane that holds these fields (7.3).
     template <u32 Y> DEVICE u32 segment(const u32 *part, u32 n, u32 k) const {
         u32 kk = n % 64 / 16, hb = n % 16 / 8, l = n % 8;
         u32 cb = k % 16 / 8, q = k % 8 / 2, p = k % 2;
@@ -100,7 +100,7 @@ template <int E, int M> struct Tcfpx {
     }
 };
 
-// LAYOUTS 8.2. Scales and zero points are stored twice; the first copies are read.
+// layouts.md 8.2. Scales and zero points are stored twice; the first copies are read.
 struct Quick {
     const u32 *qweight;
     const u32 *qzeros;

@@ -3,9 +3,10 @@
 // `keep` = 0 starts from zero. A thread of warp w holds rows 16w + lane / 4 and 8 more; d[4t + {0, 1}] are tokens
 // 8t + 2 (lane % 4) + {0, 1} of the first row, d[4t + {2, 3}] those of the second.
 //
-// The sparse products are d[64, tokens] (+)= a[64, 32] b[32, tokens]. Of each aligned four of a row of a, two are stored,
-// so the registers are those of a dense a[64, 16]. `metadata` of lanes 4i + 2 * SELECTOR + h says which two: four bits for
-// each four of columns 16h to 16h + 15, of row i of the warp in the low half and of row 8 + i in the high half.
+// The sparse products are d[64, tokens] (+)= a[64, 32] b[32, tokens]. Of each aligned four of a row of a, two are
+// stored, so the registers are those of a dense a[64, 16]. `metadata` of lanes 4i + 2 * SELECTOR + h says which two:
+// four bits for each four of columns 16h to 16h + 15, of row i of the warp in the low half and of row 8 + i in the high
+// half.
 #pragma once
 
 #include "hopper.cuh"

@@ -280,7 +280,7 @@ def _launch_sizes(
 
 
 def _was_read_before(tensors: Sequence[Tensor]) -> bool:
-    """Return whether a launch has read these very tensors, and torch has written to none of them since.
+    """Return True if a launch has read these very tensors, and torch has written to none of them since.
 
     torch counts a write in place in the tensor's version. `.data = ` and `module.to` change the address instead. A
     write through `.data` itself is not seen (docs/kernels.md).
@@ -300,7 +300,7 @@ def _remember(tensors: Sequence[Tensor]) -> None:
 
 
 def _state(tensor: Tensor) -> tuple[int, int] | None:
-    """Return what changes when torch writes to a tensor; None for inference tensors, whose writes it does not count."""
+    """Read the version and address, one of which changes with every write; None for inference tensors without one."""
     return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
 
 

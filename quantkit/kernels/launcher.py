@@ -79,4 +79,6 @@ class Launcher:
         return kernel.multiply(weight, x, self._named(tensors), bias, out, tile)
 
     def _named(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if not self.aliases:
+            return tensors
         return {self.aliases.get(name, name): tensor for name, tensor in tensors.items()}

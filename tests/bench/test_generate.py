@@ -1,4 +1,4 @@
-"""A model's speed is easily that of another forward: other tokens, a cache that is not rewound, the wrong ratio."""
+"""`bench generate`: the timed calls write the tokens of the plain model, and figures follow from times."""
 
 from __future__ import annotations
 
@@ -29,9 +29,6 @@ from tests.command_line import call, refused
 H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4e12, rate=740e12)
 
 
-# ------------------------------------------------------------------------------------------------ what is timed
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [1, 11])
 def test_prompts_and_steps_write_what_the_plain_model_writes(family: str, length: int) -> None:
@@ -55,15 +52,15 @@ def test_prompts_and_steps_write_what_the_plain_model_writes(family: str, length
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_fused_blocks_write_the_same_and_are_compiled_once_for_all(family: str) -> None:
-    """A model of 80 blocks would be compiled 80 times if anything of a block's number were looked at."""
+    """If the compiled code depended on the number of a block, a model of 80 blocks would be compiled 80 times."""
     counts = [_graphs_that_write_the_same(FAMILIES[family] | {"num_hidden_layers": layers}) for layers in (3, 6)]
     assert 1 <= counts[0] == counts[1] <= 6
 
 
 def test_fused_blocks_hold_attention_in_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    apart = _graphs_that_write_the_same(LLAMA)
+    separate = _graphs_that_write_the_same(LLAMA)
     monkeypatch.setattr(decode_graphs, "MANY_HEADS", 1)
-    assert _graphs_that_write_the_same(LLAMA) == apart
+    assert _graphs_that_write_the_same(LLAMA) == separate
 
 
 def _graphs_that_write_the_same(config: dict[str, Any]) -> int:
@@ -95,7 +92,7 @@ def _graphs_that_write_the_same(config: dict[str, Any]) -> int:
 
 
 class _Uncapturable(TorchDispatchMode):
-    """Lists operators that a CUDA graph cannot hold: those that tell the CPU a value, or bring one from there."""
+    """Lists operators that a CUDA graph cannot hold: those that copy a value to the CPU or from it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +105,7 @@ class _Uncapturable(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_captured_call_waits_for_nothing(family: str) -> None:
+def test_a_captured_call_does_not_synchronise(family: str) -> None:
     model = Outline(family, Path(family), FAMILIES[family])
     made = built(model, Variant(DENSE, {}))
     ids = torch.arange(22).view(2, 11)
@@ -131,14 +128,14 @@ def test_a_model_that_keeps_its_own_attention_is_not_measured() -> None:
 
 
 @pytest.mark.parametrize("name", decode_graphs.UNSUPPORTED)
-def test_an_attention_with_more_to_it_is_not_taken_for_a_plain_one(name: str) -> None:
+def test_unsupported_attention_is_refused(name: str) -> None:
     x = torch.zeros(1, 2, 3, 8)
     with pytest.raises(RecipeError, match=name):
         decode_graphs.attention(nn.Module(), x, x, x, torch.ones(1, 1, 1, 3), **{name: 1.0})
 
 
 @pytest.mark.parametrize("kv_heads", [2, 8])
-def test_attention_in_one_kernel_is_that_of_two_products(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_one_kernel_agrees_with_two_products(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = torch.Generator().manual_seed(0)
     query = torch.randn(3, 8, 1, 16, generator=random)
     key, value = (torch.randn(3, kv_heads, 11, 16, generator=random) for _ in range(2))
@@ -152,13 +149,11 @@ def test_attention_in_one_kernel_is_that_of_two_products(kv_heads: int, monkeypa
 
 
 @pytest.mark.parametrize("vocabulary", [257, 512, 1000])
-def test_the_likeliest_token_is_that_of_an_argmax_and_the_first_of_equals(vocabulary: int) -> None:
+def test_the_likeliest_token_is_the_argmax_and_the_first_of_equals(vocabulary: int) -> None:
     random = torch.Generator().manual_seed(0)
     logits = torch.randint(40, (64, vocabulary), generator=random).float()
     assert torch.equal(decode_graphs.likeliest(logits), logits.argmax(-1, keepdim=True))
 
-
-# ------------------------------------------------------------------------------------------------ what it means
 
 SIZES = Sizes(6_000_000_000, 4_000_000_000)
 PACE = Pace("marlin", "int4:g128", "weights by the marlin kernel, float16", 16, 0.5, 2e-3, 6_000_100_000, 7**11, SIZES)
@@ -173,16 +168,16 @@ FOUND = Decoding(
 
 
 def test_figures_come_from_times_and_ratios_from_the_dense_model_in_the_same_batch() -> None:
-    dense, row, alone = FOUND.rows()
+    dense, row, single = FOUND.rows()
     assert dense["decode_vs_dense"] == dense["prompt_vs_dense"] == 1
     assert (row["prompt_tokens_per_s"], row["decode_tokens_per_s"]) == (16 * 512 / 0.5, 8000)
     assert (row["prompt_vs_dense"], row["decode_vs_dense"]) == (0.5, 2.5)
     assert row["floor_tokens_per_s"] == pytest.approx(16_000) and row["pct_of_floor"] == pytest.approx(50)
     assert (row["weight_bytes"], row["packed_bytes"]) == (6_000_100_000, 6_000_000_000)
-    assert alone["decode_vs_dense"] is None and alone["floor_tokens_per_s"] == pytest.approx(1000)
+    assert single["decode_vs_dense"] is None and single["floor_tokens_per_s"] == pytest.approx(1000)
 
 
-def test_the_table_the_csv_and_the_json_say_the_same() -> None:
+def test_table_csv_and_json_agree() -> None:
     found = FOUND.to_dict()
     text = show.paces(found)
     line = next(line for line in text.splitlines() if line.startswith("marlin  int4:g128     16"))
@@ -194,9 +189,6 @@ def test_the_table_the_csv_and_the_json_say_the_same() -> None:
     again = json.loads(show.as_json(found))
     assert again["rows"][2]["decode_vs_dense"] is None and again["device"]["copy"] == 4e12
     assert back[0].keys() == again["rows"][0].keys()
-
-
-# ------------------------------------------------------------------------------------------------ the command
 
 
 def test_without_a_gpu_no_model_is_timed() -> None:
@@ -227,7 +219,7 @@ def test_without_a_gpu_no_model_is_timed() -> None:
         ("--model {tmp}/broken", "config.json", 1),
     ],
 )
-def test_what_cannot_be_measured_is_one_line(args: str, said: str, code: int, tmp_path: Path) -> None:
+def test_models_that_cannot_be_measured_are_one_line_of_error(args: str, said: str, code: int, tmp_path: Path) -> None:
     changes = {
         "odd": {"intermediate_size": 200},
         "narrow": {"hidden_size": 100, "intermediate_size": 200, "head_dim": 20},
@@ -243,12 +235,9 @@ def test_what_cannot_be_measured_is_one_line(args: str, said: str, code: int, tm
 
 
 @pytest.mark.parametrize("args", ["--batch 0", "--csv {tmp}/none/g.csv", "--csv {tmp}/g.txt", "--dtype float32"])
-def test_wrong_usage_is_found_first(args: str, tmp_path: Path) -> None:
+def test_wrong_usage_is_refused_first(args: str, tmp_path: Path) -> None:
     result = call("bench", "generate", *args.format(tmp=tmp_path).split(), code=2)
     assert "Error: " in result.stderr and result.stdout == "" and list(tmp_path.iterdir()) == []
-
-
-# ------------------------------------------------------------------------------------------------ on a GPU
 
 
 @pytest.fixture

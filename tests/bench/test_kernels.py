@@ -1,4 +1,4 @@
-"""A speed is easily wrong: the wrong shape compared, a weight that never left the cache, a floor too high."""
+"""`bench kernels`: shapes, copies, floors and comparisons, without a GPU; on one all layouts and wrong products."""
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ def write(path: Path, *rows: tuple[Any, ...]) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------ what is timed
-
-
 def test_the_shapes_are_those_of_the_published_figures(shared: Path) -> None:
     with (shared / "bench" / "peers_h200.csv").open(newline="") as file:
         published = {(int(row["N"]), int(row["K"])): row["layer"] for row in csv.DictReader(file)}
@@ -67,25 +64,25 @@ def test_a_shape_is_timed_once_and_n_comes_first() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "4096", "4096x", "0x64", "-64x64", "64x64x64", "64 x 64", "1e3x64", "٦٤x64"])
-def test_what_is_no_shape_is_said(text: str) -> None:
+def test_malformed_shapes_are_refused(text: str) -> None:
     with pytest.raises(RecipeError, match="is no shape"):
         layers([], [text])
 
 
-def test_an_unknown_model_is_said() -> None:
+def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(RecipeError, match="llama3-8b"):
         layers(["llama9"], [])
 
 
 @pytest.mark.parametrize("layout", MATMULS)
-def test_every_kernel_has_its_usual_schemes_and_they_fit_all_published_shapes(layout: str) -> None:
+def test_every_kernel_has_default_schemes_that_fit_all_published_shapes(layout: str) -> None:
     for label in kernels.SCHEMES[layout]:
         for layer in layers(MODEL, []):
             LAYOUTS[layout].check(Scheme.parse(label), layer.n, layer.k)
 
 
 @pytest.mark.parametrize("layout", MATMULS)
-def test_random_weights_are_legal_signed_and_the_same_again(layout: str) -> None:
+def test_random_weights_are_valid_signed_and_reproducible(layout: str) -> None:
     for label in kernels.SCHEMES[layout]:
         q, again = (kernels.random_record(Scheme.parse(label), 256, 512, torch.device("cpu")) for _ in range(2))
         back = LAYOUTS[layout].unpack(LAYOUTS[layout].pack(q), q.scheme)
@@ -96,24 +93,23 @@ def test_random_weights_are_legal_signed_and_the_same_again(layout: str) -> None
         assert (values != 0).float().mean() > (0.4 if q.scheme.sparsity else 0.9)
 
 
-# ------------------------------------------------------------------------------------------------ how often
-
-
 @pytest.mark.parametrize("size", [1_000_000, 8_650_752, 2**25, 10**9])
 @pytest.mark.parametrize("l2", [0, 6 * 2**20, 60 * 2**20, 200 * 2**20])
-def test_copies_exceed_the_cache_and_are_not_one_too_many(size: int, l2: int) -> None:
+def test_copies_just_exceed_the_cache(size: int, l2: int) -> None:
     count = timing.copies(size, l2)
     assert count * size >= max(5 * l2, 330e6) > (count - 1) * size or count == timing.MOST_COPIES
 
 
-def test_copies_of_a_tiny_weight_end_somewhere() -> None:
+def test_copies_of_a_tiny_weight_are_limited() -> None:
     assert timing.copies(4096, 2**26) == timing.MOST_COPIES
 
 
 @pytest.mark.parametrize("least", [0.001, 3.0, 400.0, 1e5])
 @pytest.mark.parametrize("factor", [1, 30, 1e4])
 @pytest.mark.parametrize("count", [1, 39, 1024])
-def test_a_fast_kernel_goes_round_all_copies_and_a_slow_one_ends(least: float, factor: float, count: int) -> None:
+def test_a_fast_kernel_uses_all_copies_and_a_slow_one_stays_in_the_budget(
+    least: float, factor: float, count: int
+) -> None:
     seen = max(least, 3.0) * factor
     calls, rounds = timing.repetitions(least, seen, count)
     assert calls >= 1 and rounds % 2 == 1 and 1 <= rounds <= timing.ROUNDS
@@ -122,9 +118,6 @@ def test_a_fast_kernel_goes_round_all_copies_and_a_slow_one_ends(least: float, f
         assert (calls + 1) * seen > timing.BUDGET_US, "cut short without need"
     if factor == 1 and count * least < 1e4:
         assert calls % count == 0 and calls * max(least, 2.0) >= 2000 and rounds >= 3
-
-
-# ------------------------------------------------------------------------------------------------ what it means
 
 
 def test_the_floor_is_the_longer_of_moving_and_multiplying() -> None:
@@ -177,10 +170,7 @@ def _stored(n: int, k: int) -> Any:
     return LAYOUTS["marlin"].stored(Scheme.parse("int4:g128"), n, k).values()
 
 
-# ------------------------------------------------------------------------------------------------ other kernels
-
-
-def test_layers_are_found_by_k_and_n_never_by_name_or_the_other_way_round(tmp_path: Path) -> None:
+def test_layers_are_found_by_n_and_k_in_this_order(tmp_path: Path) -> None:
     path = write(
         tmp_path / "p.csv",
         ("other name", 4096, 6144, 16, "a", 1.0, 2.5),
@@ -191,7 +181,7 @@ def test_layers_are_found_by_k_and_n_never_by_name_or_the_other_way_round(tmp_pa
     assert (row["peer_speedup"], row["ratio"]) == (2.5, 0.8)
 
 
-def test_the_best_of_the_peers_counts_and_what_has_no_figure_is_counted(tmp_path: Path) -> None:
+def test_the_best_peer_counts_and_missing_figures_are_counted(tmp_path: Path) -> None:
     o, down = layers(["llama3-8b"], [])[1], layers(["llama3-8b"], [])[3]
     path = write(
         tmp_path / "p.csv",
@@ -239,16 +229,13 @@ def test_a_run_of_ours_can_be_compared_with_a_later_one(tmp_path: Path) -> None:
         b'K,N,M,kernel,speedup_vs_cublas\n1,2,3,"' + b"k" * 200_000 + b'",1\n',
     ],
 )
-def test_a_csv_that_is_none_is_one_line(data: bytes, tmp_path: Path) -> None:
+def test_a_malformed_csv_is_one_line_of_error(data: bytes, tmp_path: Path) -> None:
     (tmp_path / "p.csv").write_bytes(data)
     with pytest.raises((CheckpointError, RecipeError), match=r"p\.csv"):
         read_peers(tmp_path / "p.csv", ["k"])
 
 
-# ------------------------------------------------------------------------------------------------ what is shown
-
-
-def test_a_csv_has_every_figure_and_where_it_was_measured(tmp_path: Path) -> None:
+def test_a_csv_has_every_figure_and_the_device(tmp_path: Path) -> None:
     rows = [cell(8.0).row(H200), cell(9.87654321).row(H200)]
     back = list(csv.DictReader(io.StringIO(roofline.table(rows).decode())))
     assert [float(row["time_us"]) for row in back] == [8.0, 9.87654]
@@ -283,8 +270,8 @@ def test_a_plot_has_a_panel_for_each_layout_and_a_line_for_each_shape(tmp_path: 
     assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_csv_is_drawn_as_its_figures_were(tmp_path: Path) -> None:
-    """The figures of an earlier run, on a machine without a GPU: every line, its floor, and the same bytes again."""
+def test_a_csv_is_drawn_as_its_run_was(tmp_path: Path) -> None:
+    """A plot of an earlier CSV needs no GPU, has every line and floor, and the same bytes each time."""
     pytest.importorskip("matplotlib", reason="drawings need the extra `plot`")
     cells = [cell(us, layer, m) for layer in layers(MODEL, []) for us, m in ((8.0, 1), (9.0, 16), (40.0, 1024))]
     (tmp_path / "cells.csv").write_bytes(roofline.table([each.row(H200) for each in cells]))
@@ -298,9 +285,6 @@ def test_a_csv_is_drawn_as_its_figures_were(tmp_path: Path) -> None:
     assert "marlin int4:g128 (matmul); dashed: its floor" in drawn[0]
     lines = ElementTree.fromstring(drawn[0]).iter("{http://www.w3.org/2000/svg}path")
     assert sum("stroke-dasharray" in path.get("style", "") for path in lines) == len(layers(MODEL, []))
-
-
-# ------------------------------------------------------------------------------------------------ the command
 
 
 def test_without_a_gpu_nothing_is_timed() -> None:
@@ -317,7 +301,7 @@ def test_without_a_gpu_nothing_is_timed() -> None:
         ("--layout marlin24 --scheme int4:g128 --shape 128x128", "2:4"),
     ],
 )
-def test_shapes_and_schemes_are_looked_at_before_anything_is_timed(args: str, said: str) -> None:
+def test_shapes_and_schemes_are_checked_before_anything_is_timed(args: str, said: str) -> None:
     assert said in refused("bench", "kernels", *args.split())
 
 
@@ -338,14 +322,11 @@ def test_shapes_and_schemes_are_looked_at_before_anything_is_timed(args: str, sa
         "--against {tmp}/p.csv --peer nobody",
     ],
 )
-def test_wrong_usage_is_found_before_anything_is_timed(args: str, tmp_path: Path) -> None:
+def test_wrong_usage_is_refused_before_anything_is_timed(args: str, tmp_path: Path) -> None:
     write(tmp_path / "p.csv", ("", 4096, 6144, 16, "a", 1.0, 1.6))
     result = call("bench", "kernels", *args.format(tmp=tmp_path).split(), code=2)
     assert "Error: " in result.stderr and result.stdout == ""
     assert [path.name for path in tmp_path.iterdir()] == ["p.csv"]
-
-
-# ------------------------------------------------------------------------------------------------ on a GPU
 
 
 def _needs_kernels() -> None:
@@ -372,7 +353,7 @@ def test_all_layouts_are_timed_on_a_gpu(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_a_wrong_product_has_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_product_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     _needs_kernels()
     right = MATMULS["marlin"]
 

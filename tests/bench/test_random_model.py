@@ -1,4 +1,4 @@
-"""A model of noise is easily another one: of other sizes, weights that overflow, or one that several layers share."""
+"""Models with random weights have the shapes, sizes and packed weights of real ones."""
 
 from __future__ import annotations
 
@@ -75,9 +75,6 @@ def packed(path: Path, layout: str, schemes: Schemes) -> Path:
     return path
 
 
-# ------------------------------------------------------------------------------------------------ which model
-
-
 @pytest.mark.parametrize(("name", "parameters"), [("llama3-8b", 8_030_261_248), ("llama2-70b", 68_976_648_192)])
 def test_the_models_by_name_have_the_published_sizes_and_layers(name: str, parameters: int) -> None:
     model = random_model.read(name)
@@ -90,7 +87,7 @@ def test_the_models_by_name_have_the_published_sizes_and_layers(name: str, param
     assert shapes["gate_proj"][0] + shapes["up_proj"][0] == fused["gate_up"][0]
 
 
-def test_a_70b_model_in_fp6_weighs_what_its_bits_say() -> None:
+def test_the_size_of_a_70b_model_in_fp6_follows_from_its_bits() -> None:
     model = random_model.read("llama2-70b")
     blank = skeleton(model, torch.float16, False)
     shapes = random_model.linears_of(blank).values()
@@ -108,7 +105,7 @@ def test_a_config_is_read_from_a_file_or_its_folder(tmp_path: Path) -> None:
         assert (found.name, found.config, found.layout) == (tmp_path.name, LLAMA, None)
 
 
-def test_a_packed_config_is_measured_as_it_is(tmp_path: Path) -> None:
+def test_a_packed_config_keeps_its_layout(tmp_path: Path) -> None:
     wider = (r".*down_proj", Scheme.parse("int4:channel"))
     schemes = Schemes(Scheme.parse("int4:g128"), (wider,), ignore=("lm_head", "model.layers.1.mlp.up_proj"))
     model = random_model.read(str(packed(tmp_path, "marlin", schemes)))
@@ -129,9 +126,6 @@ def test_an_interchange_layout_is_built_as_stored(tmp_path: Path) -> None:
     assert built(model, own).model.layers[0].mlp.up_proj.layout == own.layout == "compressed-tensors"
 
 
-# ------------------------------------------------------------------------------------------------ what is built
-
-
 @pytest.mark.parametrize(("layout", "label"), LAYOUT_SCHEMES)
 def test_a_packed_model_is_the_model_of_its_decoded_records(layout: str, label: str) -> None:
     model = tiny()
@@ -150,7 +144,7 @@ def test_a_packed_model_is_the_model_of_its_decoded_records(layout: str, label: 
 
 
 @pytest.mark.parametrize(("layout", "label"), [(DENSE, ""), *LAYOUT_SCHEMES])
-def test_sizes_on_paper_are_those_in_memory_and_no_two_layers_share_any(layout: str, label: str) -> None:
+def test_expected_sizes_are_those_in_memory_and_layers_share_none(layout: str, label: str) -> None:
     model = tiny()
     found = variant(layout, label, model) if label else Variant(DENSE, {})
     made = built(model, found, torch.float16)
@@ -173,7 +167,7 @@ def test_tied_embeddings_are_one_weight_and_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "label"), [(DENSE, ""), *LAYOUT_SCHEMES])
-def test_noise_stays_in_the_range_of_float16_in_any_depth(layout: str, label: str) -> None:
+def test_random_weights_stay_in_the_range_of_float16_in_any_depth(layout: str, label: str) -> None:
     model = tiny(num_hidden_layers=24)
     made = built(model, variant(layout, label, model) if label else Variant(DENSE, {}))
     with torch.inference_mode():
@@ -184,10 +178,7 @@ def test_noise_stays_in_the_range_of_float16_in_any_depth(layout: str, label: st
     assert hidden.isfinite().all() and seen[0].abs().max() < 1000 and seen[0].std() > 0.1
 
 
-# ------------------------------------------------------------------------------------------------ what fits
-
-
-def test_a_dense_model_is_left_out_where_it_does_not_fit_and_that_is_said() -> None:
+def test_a_dense_model_that_does_not_fit_is_left_out_with_a_notice() -> None:
     model = random_model.read("llama2-70b")
     blank, load = skeleton(model, torch.float16, False), Workload((1, 64), 512, 64, torch.float16)
     found = variants(model, ["tcfpx"], [], [])
@@ -214,7 +205,7 @@ def test_the_cache_is_counted() -> None:
     assert many - few == 64 * 512 * 2 * 80 * 8 * 128 * 2
 
 
-def test_errors_have_their_kinds(tmp_path: Path) -> None:
+def test_errors_have_their_types(tmp_path: Path) -> None:
     with pytest.raises(LayoutError, match="q_proj is 256x96"):
         variants(tiny(hidden_size=96), ["marlin"], [], [])
     (tmp_path / "config.json").write_text("[]")

@@ -1,4 +1,4 @@
-"""Device code that an ordinary C++ compiler takes too, as a library for Python: no GPU is needed to test it."""
+"""Compile device code with an ordinary C++ compiler, as a library for Python, to test it without a GPU."""
 
 from __future__ import annotations
 

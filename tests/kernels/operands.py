@@ -1,4 +1,4 @@
-"""Packed weights to multiply with: for each kernel the schemes and shapes `[n, k]` that it takes."""
+"""Packed weights for products: the schemes and shapes `[n, k]` of each layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.layouts import LAYOUTS, marlin
 from tests.layouts.samples import record, tame
 
-#: layout -> schemes and shapes; some that are no checkpoint's, see `packed`.
+#: layout -> schemes and shapes; some that no checkpoint has, see `packed`.
 TAKEN = {
     "marlin": (
         ["int4:g128", "int4:channel", "int4:g64", "int4:g32", "int4:g128:24"],
@@ -33,14 +33,14 @@ ONE_EACH = [(layout, labels[0], *shapes[len(shapes) // 2]) for layout, (labels, 
 
 
 def weight(label: str, n: int, k: int, seed: int = 0) -> QuantizedTensor:
-    """Return a record with every code possible and scales around 0.01."""
+    """Make a record with all possible codes and scales around 0.01."""
     return tame(record(Scheme.parse(label), n, k, seed), torch.float16)
 
 
 def packed(layout: str, q: QuantizedTensor) -> dict[str, Tensor]:
-    """Return the tensors of a weight; for MARLIN of any groups and k, as vLLM repacks them (LAYOUTS 3.6).
+    """Pack a weight; for MARLIN with any groups and k, as vLLM repacks them (docs/layouts.md, 3.6).
 
-    For Sparse-MARLIN of any number of 64-row blocks.
+    Sparse-MARLIN may have any number of 64-row blocks.
     """
     (n, k), g = q.shape, q.scales.shape[1]
     if layout.startswith("marlin24") and n % 128 == 64:  # packed in blocks of 64 rows, and kernels take any

@@ -1,6 +1,6 @@
-"""The kernels' addressing without a GPU: kernels/weights.cuh, compiled by a C++ compiler, finds every weight.
+"""kernels/weights.cuh, compiled by a C++ compiler, finds every weight of packed tensors.
 
-A layout's own tests hold its tensors to the published packers; so what is read here from these tensors is the truth.
+The tests of each layout compare its tensors with the published packers, so these tensors are right here.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def same(found: Tensor, q: QuantizedTensor) -> bool:
     return torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-def test_every_kernel_is_looked_at() -> None:
+def test_every_layout_with_a_kernel_is_tested() -> None:
     assert TAKEN.keys() == JUDGES.keys()
 
 
@@ -79,8 +79,8 @@ def test_every_code_has_its_value(readers: ctypes.CDLL, label: str) -> None:
     assert sorted(q.dequantize()[0].tolist()) == sorted(scheme.format.values * (64 // 2**scheme.format.bits))
 
 
-def test_a_flipped_bit_anywhere_is_another_weight(readers: ctypes.CDLL) -> None:
-    """The comparison above must be able to fail: each bit of codes, zero points, metadata and scales counts."""
+def test_every_flipped_bit_changes_a_weight(readers: ctypes.CDLL) -> None:
+    """The comparison above can fail: each bit of codes, zero points, metadata and scales matters."""
     n, k = 128, 128
     for layout in ("marlin", "marlin24", "tcfpx", "quick"):
         q = record(Scheme.parse(TAKEN[layout][0][0]), n, k)
@@ -100,5 +100,5 @@ def test_a_flipped_bit_anywhere_is_another_weight(readers: ctypes.CDLL) -> None:
 
 
 def is_second_copy(name: str, bit: int) -> bool:
-    """Return whether a bit of a tensor of QUICK's is one of those that are there twice, and that nobody need read."""
+    """Return True if a bit of a QUICK tensor belongs to the second copy, which no kernel reads."""
     return (name == "qzeros" and bit % 32 >= 16) or (name == "scales" and bit // 16 % 2 == 1)

@@ -1,6 +1,6 @@
-"""What no kernel can multiply is one clear error on a GPU, and the process goes on: a sticky CUDA error would end it.
+"""Bad operands on a GPU are one clear error, and the process goes on, for the naive and fast kernels of all layouts.
 
-Over all layouts, their naive kernels and their fast ones; what is refused without a GPU is in test_contract.py.
+A CUDA error would end the process. test_contract.py tests the errors that need no GPU.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def gpu() -> None:
 
 @pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every GPU one of compute capability 7.5, on which nothing was loaded yet."""
+    """Pretend that every GPU has compute capability 7.5, and that nothing is loaded."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     loader._loaded.cache_clear()
 
@@ -89,7 +89,7 @@ def test_operands_on_two_gpus_are_refused(
 
 
 @pytest.mark.parametrize("layout", MATMULS)
-def test_an_old_gpu_is_said_before_anything_is_compiled(layout: str, old: None) -> None:
+def test_an_old_gpu_is_reported_before_anything_is_compiled(layout: str, old: None) -> None:
     if loader.toolchain()["problem"] is not None:
         pytest.skip("needs CuPy, whose absence is said first")
     said = str(missing(layout, torch.device("cuda", 0)))
@@ -129,7 +129,7 @@ def test_on_an_old_gpu_verify_proves_the_bits_and_bench_refuses(
 
 @pytest.mark.gpu
 def test_a_gpu_without_cupy_is_one_error_that_names_the_extra(gpu: None, tmp_path: Path) -> None:
-    """In a process that never had CuPy: kernels, `bench kernels` and `doctor` say what to install, torch works on."""
+    """Without CuPy, kernels, `bench kernels` and `doctor` say what to install, and torch still works."""
     code = """
 import torch
 from quantkit.errors import KernelError

@@ -1,7 +1,6 @@
-"""Instances of every kernel compile for every architecture, with no GPU here, and none spills registers.
+"""The kernels compile for every architecture, without a GPU, and none spills registers.
 
-All of them take minutes on two cores: without a GPU, those are compiled in which every pair of template arguments
-occurs; with one, all.
+Without a GPU, only instances that cover every pair of template arguments are compiled, since all take minutes.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ def test_every_source_is_listed() -> None:
 
 
 def pairs(instance: str) -> set[tuple[object, ...]]:
-    """Return every two template arguments of an instance, with their places."""
+    """List all pairs of template arguments of an instance, with their positions."""
     return set(itertools.combinations(enumerate(re.findall(r"[\w!]+", instance)), 2))
 
 
 def covering(instances: Sequence[str]) -> list[str]:
-    """Return some of the instances, in which every pair occurs that occurs in all."""
+    """Select instances that cover every pair of template arguments."""
     left, chosen = set().union(*map(pairs, instances)), list[str]()
     while left:
         chosen.append(max(instances, key=lambda instance: len(pairs(instance) & left)))
@@ -47,7 +46,7 @@ def covering(instances: Sequence[str]) -> list[str]:
     return chosen
 
 
-def test_what_is_compiled_without_a_gpu_has_every_pair_of_arguments() -> None:
+def test_instances_compiled_without_a_gpu_cover_every_pair_of_arguments() -> None:
     for instances in SOURCES.values():
         chosen = covering(instances)
         assert set(chosen) <= set(instances) and len(set(chosen)) == len(chosen)
@@ -82,8 +81,8 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("layout", WEIGHTS)
-def test_a_block_is_given_the_shared_memory_that_its_kernel_lays_out(layout: str, tmp_path: Path) -> None:
-    """A byte too few is a write into nothing, which only a GPU would show."""
+def test_a_launch_has_the_shared_memory_that_its_kernel_uses(layout: str, tmp_path: Path) -> None:
+    """One byte too few is a write past the end, which only a GPU would show."""
     case, checks = CASES[layout], []
     for label, dtype in itertools.product(case.labels, ACTIVATIONS):
         kernel = case.kernel(label)
@@ -98,7 +97,7 @@ def test_a_block_is_given_the_shared_memory_that_its_kernel_lays_out(layout: str
     template <class W, int TOKENS, int STAGES, int CLUSTER>
     DEVICE constexpr int laid_out() {  // as Block::place
         using F = Frame<W, TOKENS, STAGES, CLUSTER>;
-        return STAGES * (F::X_BYTES + W::ROOM) + F::HANDED + 4 * F::OWNERS * F::OUT_BYTES + F::APART_BYTES;
+        return F::RING_BYTES + F::HANDED_OVER + 4 * F::OWNERS * F::OUT_BYTES + F::EXCHANGE_BYTES;
     }
     """
     for header in loader.source_dir().glob("*.cuh"):
@@ -109,8 +108,8 @@ def test_a_block_is_given_the_shared_memory_that_its_kernel_lays_out(layout: str
     loader.compile("sizes", ("nothing",), "sm_90a", tmp_path)
 
 
-def test_a_spill_is_seen(tmp_path: Path) -> None:
-    """The figures are the compiler's: a kernel that cannot hold its values in registers has spills in them."""
+def test_a_spill_is_detected(tmp_path: Path) -> None:
+    """A kernel whose values do not fit into registers has spills in the compiler's figures."""
     source = """
     __global__ void __launch_bounds__(1024, 2) crowded(float *y, int n) {
         float a[96];

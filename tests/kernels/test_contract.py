@@ -1,6 +1,6 @@
-"""What a launcher refuses before anything is launched: operands on a CPU show it too, since where they are comes last.
+"""Launchers refuse bad operands before anything is launched.
 
-test_bad_input.py asks the same of operands on a GPU, where a kernel would be launched after it.
+Operands on a CPU show this too, because the device is checked last. test_bad_input.py does the same on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Change = Callable[..., Callable[[], Tensor]]
 
 
 def off_by_one(shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return a contiguous copy of `like` in another shape of as many elements or fewer, misaligned by one element."""
+    """Copy `like` into a contiguous tensor of another shape, misaligned by one element."""
     whole = torch.zeros(like.numel() + 1, dtype=like.dtype, device=like.device)
     count = torch.Size(shape).numel()
     whole[1 : 1 + count].copy_(like.reshape(-1)[:count])
@@ -33,14 +33,14 @@ def off_by_one(shape: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def scattered(tensor: Tensor) -> Tensor:
-    """Return the same values with a gap behind each."""
+    """Make a strided tensor of the same values, with a gap behind each."""
     wide = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype, device=tensor.device)
     wide[..., 0] = tensor
     return wide[..., 0]
 
 
 def calls(kernel: Kernel, x: Tensor, tensors: dict[str, Tensor], scheme: Scheme, n: int, k: int) -> Change:
-    """Return what makes calls of a kernel with these operands but for those that it is given."""
+    """Make a function that builds calls of a kernel with some of these operands replaced."""
 
     def call(
         x: Tensor = x,
@@ -59,7 +59,7 @@ def calls(kernel: Kernel, x: Tensor, tensors: dict[str, Tensor], scheme: Scheme,
 def unfit(
     call: Change, layout: str, x: Tensor, tensors: dict[str, Tensor], n: int, k: int
 ) -> list[tuple[str, Callable[[], Tensor]]]:
-    """Return what is said, and a call, for whatever may be wrong with operands on the device of activations [4, k]."""
+    """List error patterns and calls for all kinds of bad operands, for activations [4, k]."""
     codes, scales = next(iter(tensors)), list(tensors)[-1]
     zeros = torch.zeros(2 * n, dtype=x.dtype, device=x.device)
     out = zeros.new_empty(4, n)
@@ -117,10 +117,10 @@ def test_operands_that_no_kernel_takes_are_one_clear_line(
 
 @KERNELS
 @LAYOUTS
-def test_operands_that_are_on_no_gpu_are_refused_whatever_is_given(
+def test_operands_on_other_devices_are_refused(
     table: dict[str, Kernel], layout: str, label: str, n: int, k: int
 ) -> None:
-    """Also where nothing else is wrong, and where some are elsewhere: what is said to move is the activations."""
+    """If the activations are not on a GPU, the error says to move these, wherever the other operands are."""
     q = weight(label, n, k)
     tensors, x = packed(layout, q), torch.ones(4, k, dtype=torch.float16)
     call = calls(table[layout], x, tensors, q.scheme, n, k)

@@ -1,4 +1,4 @@
-"""What a kernel is given of its arguments: a number of another width, another thread's, a pointer to what is gone."""
+"""The arguments and the configuration of a launch: widths of numbers, threads, reuse of memory, attributes."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def at(pointers: Any, index: int, size: int) -> bytes:
 
 
 def test_arguments_arrive_in_the_width_that_kernels_take() -> None:
-    x, room = torch.zeros(3), bytes(range(128))
+    x, structure = torch.zeros(3), bytes(range(128))
     for _ in range(2):  # the second time in the same memory
-        pointers = driver._arguments([room, x, torch.nn.Parameter(x), None, -7, 2**31 - 1, 0.5])
-        assert at(pointers, 0, 128) == room
+        pointers = driver._arguments([structure, x, torch.nn.Parameter(x), None, -7, 2**31 - 1, 0.5])
+        assert at(pointers, 0, 128) == structure
         for index, wanted in ((1, x.data_ptr()), (2, x.data_ptr()), (3, 0)):
             assert at(pointers, index, 8) == struct.pack("<Q", wanted)
         assert [at(pointers, i, 4) for i in (4, 5)] == [struct.pack("<i", value) for value in (-7, 2**31 - 1)]
@@ -30,7 +30,7 @@ def test_arguments_arrive_in_the_width_that_kernels_take() -> None:
         driver._arguments([2**31])
 
 
-def test_arguments_of_another_kind_do_not_take_the_place_of_these() -> None:
+def test_arguments_of_other_types_do_not_overwrite_these() -> None:
     first = driver._arguments([1, None])
     driver._arguments([None, 1])
     driver._arguments([2.0, None])
@@ -55,7 +55,7 @@ def test_threads_do_not_write_each_others_arguments() -> None:
 
 
 def test_a_launch_asks_for_its_cluster_and_its_early_start_and_nothing_else() -> None:
-    """Of the attributes in the configuration the driver reads as many as it says there are."""
+    """The driver reads as many attributes as the configuration counts."""
     cluster, early = (driver.CLUSTER_DIMENSION, [5, 1, 1]), (driver.PROGRAMMATIC_STREAM_SERIALIZATION, [1, 0, 0])
     for size, soon, wanted in ((0, False, []), (5, False, [cluster]), (0, True, [early]), (5, True, [cluster, early])):
         _, config = driver._config((240,), (256,), 1024, 7, size, soon)

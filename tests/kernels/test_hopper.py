@@ -84,8 +84,8 @@ FIRST = [(layout, label) for layout, case in CASES.items() for label in case.lab
 RARE = [(layout, label) for layout, label in ALL if (layout, label) not in FIRST]
 
 
-#: Lists what each block does, in order: rows [block, tile, begin, end, does it end the tile, does it begin it, who ends
-#: it, who begins it]; of whole tiles the last two are not asked.
+#: Lists the work of each block in order: rows [block, tile, begin, end, does it end the tile, does it begin it, the
+#: block that ends it, the block that begins it]. The last two are only computed for shared tiles.
 WALK = """
 #include "schedule.cuh"
 extern "C" int walk(int tiles, int k_steps, int blocks, int *rows) {
@@ -93,7 +93,7 @@ extern "C" int walk(int tiles, int k_steps, int blocks, int *rows) {
     const Deal deal = {units / blocks, units % blocks};
     int count = 0;
     for (int b = 0; b < blocks; b++)
-        for (Walk w(deal.first(b), deal.first(b + 1), k_steps, b, blocks, rounds); w.there(); w.next(), count++) {
+        for (Walk w(deal.first(b), deal.first(b + 1), k_steps, b, blocks, rounds); w.has_work(); w.next(), count++) {
             const int at = (w.tile - rounds * blocks) * k_steps, whole = at < 0;
             const int to = whole ? b : deal.owner(at + k_steps - 1), from = whole ? b : deal.owner(at);
             const int row[] = {b, w.tile, w.begin, w.end, w.ends_tile(), w.begins_tile(), to, from};
@@ -230,7 +230,7 @@ def test_every_token_count_to_300(gpu: None, layout: str, label: str, n: int, k:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layout", "label"), RARE)
 def test_token_counts_of_schemes_that_have_few_tiles(gpu: None, layout: str, label: str) -> None:
-    """Their tiles end at 64 tokens, and more are several of those."""
+    """Their largest tile has 64 tokens, so more tokens take several tiles."""
     counts = (*range(1, 71), *range(127, 131), *range(255, 259))
     every_count(layout, label, *CASES[layout].units, counts, bias=True)
 
@@ -249,12 +249,12 @@ def test_every_tile_on_odd_shapes(gpu: None, layout: str, label: str, shape: int
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("layout", CASES)
-def test_rounds_of_whole_tiles_and_a_rest_that_is_shared(gpu: None, layout: str, dtype: torch.dtype) -> None:
-    """More tiles than blocks: each takes whole ones, one or two, and what is left is dealt out."""
+def test_rounds_of_whole_tiles_with_shared_remaining_tiles(gpu: None, layout: str, dtype: torch.dtype) -> None:
+    """With more tiles than blocks, each block takes one or two whole tiles, and the remaining steps are dealt out."""
     label, sms = CASES[layout].labels[0], hopper.multiprocessors(torch.device("cuda", torch.cuda.current_device()))
     for tile in CASES[layout].tiles(label, 256, 384, dtype):
-        room = sms * tile.resident
-        for whole in () if tile.cluster else (room + 5, 2 * room + 1):
+        resident = sms * tile.resident
+        for whole in () if tile.cluster else (resident + 5, 2 * resident + 1):
             m = ceil(whole, 256 // tile.columns) * tile.tokens - 3
             agrees(layout, label, 256, 384, m, dtype, tile, bias=False)
 
@@ -272,7 +272,7 @@ def test_unit_vectors_give_back_every_weight(gpu: None, layout: str, label: str)
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layout", "label"), ALL)
-def test_the_largest_activations_do_not_overflow_on_the_way(gpu: None, layout: str, label: str) -> None:
+def test_the_largest_activations_do_not_overflow(gpu: None, layout: str, label: str) -> None:
     """Sums are scaled in float32: in float16 they would be infinite before the scale brings them back."""
     n, k = 256, 1024
     q = weight(label, n, k)
@@ -292,7 +292,7 @@ def test_the_largest_activations_do_not_overflow_on_the_way(gpu: None, layout: s
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layout", "label"), ALL)
 def test_scales_up_to_float16s_end_give_back_every_weight(gpu: None, layout: str, label: str) -> None:
-    """Of weights that float16 holds: 8 x 8188, with zero points 15 x 4364. Some tiles put the scale into the weight."""
+    """Some tiles multiply the scale into the weight, which must fit float16: 8 x 8188, with zero points 15 x 4364."""
     n, k = CASES[layout].units
     q = weight(label, n, k)
     q.scales.fill_(8188 if q.zeros is None else 4364)
@@ -307,15 +307,15 @@ def test_scales_up_to_float16s_end_give_back_every_weight(gpu: None, layout: str
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", CASES)
-def test_streams_that_run_at_once_do_not_meet_in_the_workspace(gpu: None, layout: str) -> None:
-    """Blocks of two grids are on the multiprocessors together, and those of each leave sums for each other."""
+def test_concurrent_streams_do_not_share_a_workspace(gpu: None, layout: str) -> None:
+    """Blocks of two grids run at the same time, and the blocks of each grid exchange sums."""
     case, turns = CASES[layout], 20
     layers = [on_gpu(layout, weight(case.labels[0], n, k)) for n, k in ((1024, 2048), (768, 3072))]
     streams = [torch.cuda.Stream() for _ in layers]
     for tile in case.tiles(case.labels[0], 256, 2048, torch.float16):
         given = [proof.activations(q.dequantize(), tile.tokens + 1, torch.float16) for _, q in layers]
-        alone = [product(layout, *layer, x, tile=tile) for layer, x in zip(layers, given, strict=True)]
-        found = [torch.full((turns, *y.shape), float("nan"), dtype=y.dtype, device="cuda") for y in alone]
+        expected = [product(layout, *layer, x, tile=tile) for layer, x in zip(layers, given, strict=True)]
+        found = [torch.full((turns, *y.shape), float("nan"), dtype=y.dtype, device="cuda") for y in expected]
         torch.cuda.synchronize()
         for stream in streams:
             with torch.cuda.stream(stream):
@@ -325,14 +325,14 @@ def test_streams_that_run_at_once_do_not_meet_in_the_workspace(gpu: None, layout
             with torch.cuda.stream(streams[i]):
                 LAUNCHERS[layout].matmul(given[i], tensors, q.scheme, *q.shape, out=y, tile=tile)
         torch.cuda.synchronize()
-        assert all(torch.equal(y, one.expand_as(y)) for y, one in zip(found, alone, strict=True)), tile
+        assert all(torch.equal(y, one.expand_as(y)) for y, one in zip(found, expected, strict=True)), tile
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("m", [1, 20, 130, 300])
 @pytest.mark.parametrize("layout", CASES)
 def test_a_launch_that_begins_early_reads_what_the_one_before_wrote(gpu: None, layout: str, m: int) -> None:
-    """Each product's activations are the one before's output; nothing may be read or overwritten too soon."""
+    """The activations of each product are the output of the one before; none may be read or overwritten too soon."""
     n = 2048
     layers = [on_gpu(layout, weight(CASES[layout].labels[0], n, n, seed=i)) for i in range(3)]
     x = torch.randn(m, n, device="cuda", generator=torch.Generator("cuda").manual_seed(m)).half()

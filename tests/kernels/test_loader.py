@@ -1,4 +1,4 @@
-"""The cache of compiled kernels: never a stale, damaged or half-written binary, whatever else goes on."""
+"""The cache of compiled kernels never returns a stale, damaged or half-written binary."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def entries() -> list[Path]:
 
 
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which every real compilation adds a name."""
+    """Record the name of every real compilation."""
     seen: list[str] = []
     real = loader.compile
 
@@ -56,7 +56,7 @@ def test_a_binary_is_compiled_once(sources: Path, monkeypatch: pytest.MonkeyPatc
     assert first.cubin.startswith(b"\x7fELF") and first.names.keys() == set(INSTANCES)
 
 
-def test_whatever_decides_the_binary_is_in_its_name(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_inputs_of_the_compiler_are_in_the_name_of_a_binary(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = compiled(monkeypatch)
     base = loader.cached("f", INSTANCES, "sm_80", sources)
     (sources / "shared.cuh").write_text("#define SHARED 4\n")  # the source itself is the same
@@ -72,10 +72,8 @@ def test_whatever_decides_the_binary_is_in_its_name(sources: Path, monkeypatch: 
     assert len(seen) == 7 and len(entries()) == 7
 
 
-def test_each_thing_that_decides_the_binary_changes_the_key_alone(
-    sources: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Compiler, options and the text of any header: else an update would go on with the binaries of before."""
+def test_each_input_of_the_compiler_changes_the_key_by_itself(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiler, options and the text of any header: otherwise an update would still use the old binaries."""
 
     def key() -> str:
         return loader._key("f", INSTANCES, "sm_90a", sources)
@@ -151,7 +149,7 @@ def test_a_writer_that_dies_leaves_no_entry(sources: Path, monkeypatch: pytest.M
     assert entries() == []
 
 
-def test_a_cache_that_cannot_be_written_costs_time_and_is_told_once(
+def test_a_cache_that_cannot_be_written_is_reported_once(
     sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -164,7 +162,7 @@ def test_a_cache_that_cannot_be_written_costs_time_and_is_told_once(
     assert "QUANTKIT_CACHE" in str(warning.message) and str(tmp_path / "file/below") in str(warning.message)
 
 
-def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", "/home/someone")
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("QUANTKIT_CACHE", raising=False)
@@ -175,7 +173,7 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loader.cache_dir() == Path("/mine/kernels")
 
 
-def test_an_error_in_a_source_is_one_line_that_says_where(sources: Path) -> None:
+def test_an_error_in_a_source_is_one_line_with_its_position(sources: Path) -> None:
     (sources / "f.cu").write_text(SOURCE.replace("SHARED", "SHARD"))
     with pytest.raises(KernelError, match=r"f.cu does not compile for sm_80 .*SHARD") as caught:
         loader.cached("f", INSTANCES, "sm_80", sources)
@@ -215,11 +213,11 @@ def test_without_cupy_the_error_says_what_to_install(tmp_path: Path, monkeypatch
     assert "pip install" in str(missing("marlin", torch.device("cuda", 0)))
 
 
-def test_what_has_no_kernel_or_no_gpu_says_so() -> None:
+def test_layouts_without_a_kernel_and_devices_without_a_gpu_are_reported() -> None:
     assert "multiplies gptq" in str(missing("gptq", torch.device("cpu")))
     for layout in MATMULS:
         assert "GPU" in str(missing(layout, torch.device("cpu")))
 
 
-def test_sources_lie_beside_the_checkout_or_inside_the_package() -> None:
+def test_sources_are_found() -> None:
     assert (loader.source_dir() / "common.cuh").is_file()

@@ -14,7 +14,7 @@ from tests.kernels.test_hopper import H200, LAYERS, TYPES
 
 
 def test_no_choice_has_columns_beyond_the_weight() -> None:
-    """Zeros beyond it would be metadata that no product may see."""
+    """Zeros beyond it are not valid metadata."""
     for (n, k), m, dtype, group in itertools.product(
         [*LAYERS, (128, 128), (384, 256)], (1, 7, 8, 9, 64, 300, 4096), TYPES, marlin24.HOPPER
     ):
@@ -25,7 +25,7 @@ def test_no_choice_has_columns_beyond_the_weight() -> None:
 
 
 def test_the_choice_is_near_the_best_of_the_sweep() -> None:
-    """What an H200 took for every tile, shape and token count: the model must not have picked a slow one."""
+    """The sweep has the time of every tile on an H200, for each shape and token count; none chosen may be slow."""
     behind = sweeps.behind(
         "marlin24", "int4:g128:24", lambda m, n, k: choose_tile(marlin24.HOPPER[128], torch.float16, m, n, k, H200)
     )

@@ -1,4 +1,4 @@
-"""MARLIN's kernel for Hopper: its tiles on paper, short ends of k, bad operands, and when a weight is read early."""
+"""MARLIN's kernel for Hopper: the choice of its tiles, short ends of k, bad operands, and early reads of weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.kernels.test_naive import on_gpu
 __all__ = ["gpu"]
 
 
-def test_the_choice_is_a_tile_that_exists_and_its_grid_covers_the_product() -> None:
+def test_the_chosen_tile_exists_and_its_grid_covers_the_product() -> None:
     for (n, k), m, dtype, group in itertools.product(
         [*LAYERS, (64, 16), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), TYPES, marlin.HOPPER
     ):
@@ -28,18 +28,18 @@ def test_the_choice_is_a_tile_that_exists_and_its_grid_covers_the_product() -> N
         grid = hopper.grid_size(tile, m, n, k, H200)
         whole = -(-m // tile.tokens) * -(-n // tile.columns)
         assert grid == whole * tile.cluster if tile.cluster else 1 <= grid <= max(whole, H200 * tile.resident)
-        assert tile.cluster <= -(-k // 128), "a block of a cluster without a step of its own would not meet the others"
+        assert tile.cluster <= -(-k // 128), "a block of a cluster without a step would miss the barrier"
 
 
-def test_more_tokens_never_get_fewer_to_a_tile_than_they_fill() -> None:
-    """A tile of many tokens for few is waste that the model must see: one token is never put on 64."""
+def test_the_tokens_of_a_tile_follow_those_of_the_product() -> None:
+    """A single token never gets a tile of 64, which would waste most of the work."""
     for n, k in LAYERS:
         assert choose_tile(marlin.HOPPER[128], torch.float16, 1, n, k, H200).tokens == 8
         assert choose_tile(marlin.HOPPER[128], torch.float16, 1024, n, k, H200).tokens >= 64
 
 
 def test_the_choice_is_near_the_best_of_the_sweep() -> None:
-    """What an H200 took for every tile, shape and token count: the model must not have picked a slow one."""
+    """The sweep has the time of every tile on an H200, for each shape and token count; none chosen may be slow."""
     behind = sweeps.behind(
         "marlin", "int4:g128", lambda m, n, k: choose_tile(marlin.HOPPER[128], torch.float16, m, n, k, H200)
     )
@@ -57,7 +57,7 @@ def test_ends_of_k_that_fill_no_step(gpu: None, label: str, k: int) -> None:
 
 
 @pytest.mark.gpu
-def test_what_it_does_not_take_is_one_error_and_the_process_lives(gpu: None) -> None:
+def test_bad_operands_are_one_error_and_the_process_goes_on(gpu: None) -> None:
     tensors, q = on_gpu("marlin", weight("int4:g128", 256, 256))
     x = torch.ones(2, 256, dtype=torch.float16, device="cuda")
     for bad, says in (
@@ -108,6 +108,6 @@ def test_only_a_tensor_that_was_read_and_not_written_since_may_be_read_early() -
     assert len(hopper._READ) == count - 1
 
 
-def test_packed_groups_of_vllm_are_what_the_tests_multiply() -> None:
+def test_the_tests_multiply_groups_as_vllm_packs_them() -> None:
     q = weight("int4:g64", 64, 128)
     assert packed("marlin", q)["s"].shape == (2, 64)

@@ -1,4 +1,4 @@
-"""The naive kernels on a GPU: they judge every other, so they are held to float64 sums, and to every single weight."""
+"""The naive kernels on a GPU, which judge all others, agree with float64 sums and with every single weight."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _gpu() -> None:
 
 
 def on_gpu(layout: str, q: QuantizedTensor) -> tuple[dict[str, Tensor], QuantizedTensor]:
-    """Return the packed tensors and the record of a weight, on the GPU."""
+    """Move the packed tensors and the record of a weight to the GPU."""
     zeros = None if q.zeros is None else q.zeros.cuda()
     there = QuantizedTensor(q.scheme, q.codes.cuda(), q.scales.cuda(), zeros)
     return {name: tensor.cuda() for name, tensor in packed(layout, q).items()}, there
@@ -147,7 +147,7 @@ def test_a_launch_that_the_driver_refuses_is_one_error_and_the_process_goes_on()
     assert torch.equal(MATMULS[layout](x, tensors, q.scheme, n, k), good)
 
 
-def test_a_second_process_takes_the_binaries_from_the_disk(tmp_path: Path) -> None:
+def test_a_second_process_reads_the_binaries_from_the_disk(tmp_path: Path) -> None:
     code = """
 import sys, time, torch
 from quantkit.kernels import ONLY, SOURCES, loader
@@ -161,7 +161,7 @@ for name in SOURCES:  # of those with many instances each is compiled when it is
     instances = SOURCES[name][:1] if name in ONLY else SOURCES[name]
     print(loader.load(name, instances, torch.device("cuda")).seconds)
 """
-    seconds, kept = {}, {}
+    seconds, cached_files = {}, {}
     for how in ("first", "cached"):
         done = subprocess.run(
             [sys.executable, "-c", code, how],
@@ -174,9 +174,9 @@ for name in SOURCES:  # of those with many instances each is compiled when it is
         imported, *loaded = (round(float(line), 3) for line in done.stdout.split())
         seconds[how] = dict(zip(SOURCES, loaded, strict=True))
         print(f"\nseconds, {how}: {imported} to import CuPy, then until a source's kernels are loaded {seconds[how]}")
-        kept[how] = {path.name for path in (tmp_path / "kernels").iterdir()}
-    assert kept["cached"] == kept["first"]
-    assert {name.split("-")[0] for name in kept["first"]} == set(SOURCES)
+        cached_files[how] = {path.name for path in (tmp_path / "kernels").iterdir()}
+    assert cached_files["cached"] == cached_files["first"]
+    assert {name.split("-")[0] for name in cached_files["first"]} == set(SOURCES)
 
 
 @pytest.mark.parametrize(

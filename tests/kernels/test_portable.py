@@ -1,4 +1,4 @@
-"""The kernels for sm_80 and newer: their work split on paper, and on a GPU every token count, tile and odd shape."""
+"""The portable kernels: the split of their work without a GPU; on one every token count, tile and odd shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.kernels.operands import packed, weight
 from tests.kernels.test_naive import on_gpu, poisoned
 
 TYPES = (torch.float16, torch.bfloat16)
-#: layout -> schemes, and for each the sizes of k at its ends: those that fill no unit of a tile.
+#: layout -> scheme -> sizes of k whose end does not fill a unit of a tile.
 ENDS = {
     "marlin": {
         "int4:g128": (128, 384),
@@ -48,12 +48,12 @@ FIRST = [(layout, next(iter(labels))) for layout, labels in ENDS.items()]
 KERNELS = [marlin.PORTABLE, marlin24.PORTABLE, quick.PORTABLE, *tcfpx.PORTABLE.values()]
 TILES = [(kernel, tile) for kernel in KERNELS for tile in kernel.tiles]
 SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
-#: What a block may have on sm_86 and sm_89, the least of all, and a multiprocessor of sm_90, the most.
+#: Shared memory of a block on sm_86 and sm_89, the smallest of all, and of a multiprocessor of sm_90, the largest.
 SHARED, MULTIPROCESSOR = 99 * 1024, 228 * 1024
 
 
 def wide(layout: str, n: int) -> int:
-    """Return n, or for QUICK the multiple of 128 after it."""
+    """Round n up to a multiple of 128 for QUICK."""
     return -(-n // 128) * 128 if layout == "quick" else n
 
 
@@ -72,7 +72,7 @@ def test_every_instance_is_compiled() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
-def test_every_tile_is_worth_having(kernel: PortableKernel) -> None:
+def test_every_tile_is_the_cheapest_for_some_token_count(kernel: PortableKernel) -> None:
     for tile in kernel.tiles:
         assert kernel.choose_tile(tile.m) == tile, "others do the same for less"
         assert kernel.choose_tile(1000 * tile.m).cost / kernel.choose_tile(1000 * tile.m).m <= tile.cost / tile.m
@@ -80,7 +80,7 @@ def test_every_tile_is_worth_having(kernel: PortableKernel) -> None:
 
 
 @pytest.mark.parametrize(("kernel", "tile"), TILES)
-def test_blocks_have_all_units_once_and_room_for_their_parts(kernel: PortableKernel, tile: PortableTile) -> None:
+def test_blocks_have_each_unit_once_and_memory_for_their_parts(kernel: PortableKernel, tile: PortableTile) -> None:
     for m, (n, k), sms in itertools.product((1, 7, 64, 300, 1 << 14), SHAPES, (1, 46, 108, 132)):
         units = tile.units(m, n, k)
         per, blocks = portable.split(tile, m, n, k, sms * tile.blocks)
@@ -96,7 +96,7 @@ def test_kernels_of_a_source_have_the_same_workspace() -> None:
 
 
 def test_parts_of_two_tiles_never_share_a_place() -> None:
-    """The rule of the source: a block has place 2b for the tile it starts in, 2b + 1 for one that begins in it."""
+    """In the source, block b has place 2b for the tile it starts in, and 2b + 1 for one that begins in it."""
     for depth, tiles, per in itertools.product(range(1, 8), range(1, 8), range(1, 17)):
         places, counters = [], []
         for first in range(0, depth * tiles, depth):
@@ -116,7 +116,7 @@ def test_parts_of_two_tiles_never_share_a_place() -> None:
         ("quick", "int4:g128:asym", ("int4:channel", "int4:g16", "fp5:channel")),
     ],
 )
-def test_what_it_does_not_take_is_one_clear_line(layout: str, label: str, taken: tuple[str, ...]) -> None:
+def test_bad_operands_are_one_clear_line(layout: str, label: str, taken: tuple[str, ...]) -> None:
     n, k = 128, 256
     q = weight(label, n, k)
     tensors, x = packed(layout, q), torch.ones(3, k, dtype=torch.float16)
@@ -134,8 +134,8 @@ def test_what_it_does_not_take_is_one_clear_line(layout: str, label: str, taken:
         assert "\n" not in str(caught.value)
 
 
-def test_groups_that_the_kernel_would_count_wrongly_are_refused() -> None:
-    """It divides by multiplying, also what lies up to a stage behind the end of k: right below 2^35."""
+def test_groups_whose_index_would_be_inexact_are_refused() -> None:
+    """The kernel divides by multiplying, also for indices up to a stage past the end of k; exact below 2^35."""
     k = 1 << 19
     with pytest.raises(KernelError, match="groups of fewer than 32768 for k = 524288, not 131072"):
         LAUNCHERS["quick"].matmul(torch.ones(1, k).half(), {}, Scheme.parse("int4:g131072"), 128, k)
@@ -181,7 +181,7 @@ def product(
 def agrees(
     layout: str, label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: PortableTile | None, bias: bool
 ) -> None:
-    """Compare with float32 in poisoned outputs, three times: nothing may be left out, and nothing may vary."""
+    """Compare with float32 three times; no output may be missing, and no bit may vary."""
     tensors, q = operand(layout, label, n, k)
     w = q.dequantize()
     x = proof.activations(w, m, dtype)
@@ -242,7 +242,7 @@ def test_unit_vectors_give_back_every_weight(gpu: None, layout: str, label: str,
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", [fmt for fmt in FORMATS.values() if fmt.is_float], ids=lambda fmt: fmt.name)
 def test_every_code_of_a_floating_format(gpu: None, fmt) -> None:  # type: ignore[no-untyped-def]
-    """With scales of one; the codes stand in another order in every row, and so in every place of a word."""
+    """Scales are one. The order of the codes differs in every row, so each code is in every position of a word."""
     n = k = 256
     codes = torch.arange(n * k).add_(torch.arange(n).repeat_interleave(k)).remainder(2**fmt.bits).view(n, k)
     q = QuantizedTensor(Scheme(fmt), codes.to(torch.uint8), torch.ones(n, 1, dtype=torch.float16))
@@ -258,7 +258,7 @@ def test_every_code_of_a_floating_format(gpu: None, fmt) -> None:  # type: ignor
     ("dtype", "size"), [(TYPES[0], 65504.0), (TYPES[0], 2.0**-24), (TYPES[1], 1e30), (TYPES[1], 1e-30)]
 )
 def test_activations_of_any_size(gpu: None, layout: str, label: str, dtype: torch.dtype, size: float) -> None:
-    """The largest do not overflow, and the smallest are not lost: products of sixteens of signs are exact."""
+    """The largest do not overflow, and the smallest are not lost."""
     n, k = 384, 768
     tensors, q = operand(layout, label, n, k)
     w = q.dequantize()
@@ -284,8 +284,8 @@ def test_tokens_beyond_one_launch_are_multiplied_too(
 
 
 @pytest.mark.gpu
-def test_launches_one_after_the_other_do_not_meet_in_the_workspace(gpu: None) -> None:
-    """On one stream without waiting, layouts, tiles and shapes in turn; then on two streams at once."""
+def test_launches_do_not_disturb_each_other_in_the_workspace(gpu: None) -> None:
+    """Layouts, tiles and shapes take turns on one stream without synchronisation, then on two streams."""
     cases = [
         (layout, *operand(layout, label, n, 2048), m, tile)
         for layout, label in FIRST
@@ -313,7 +313,7 @@ def test_launches_one_after_the_other_do_not_meet_in_the_workspace(gpu: None) ->
 @pytest.mark.parametrize(("layout", "label"), FIRST)
 @pytest.mark.parametrize("fastest", [False, True], ids=["portable", "fastest"])
 def test_a_captured_launch_can_be_replayed(gpu: None, layout: str, label: str, fastest: bool, warm: bool) -> None:
-    """Also where the capture is the first that a stream sees of the kernel, and another launch follows it there."""
+    """Also if the capture is the first use of the kernel on its stream, and another launch follows."""
     matmul = functools.partial(LAUNCHERS[layout].matmul, portable=not fastest)
     tensors, q = operand(layout, label, wide(layout, 320), 4096)
     x = proof.activations(q.dequantize(), 5, torch.float16)
@@ -338,7 +338,7 @@ def test_a_captured_launch_can_be_replayed(gpu: None, layout: str, label: str, f
 
 @pytest.mark.gpu
 def test_a_capture_cannot_make_a_workspace(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counters of zero that are captured would be zero only from the first replay on."""
+    """Captured zeros of the counters would only be written in the first replay."""
     monkeypatch.setattr(workspace, "_WORKSPACES", {})
     capture = torch.cuda.graph(torch.cuda.CUDAGraph())
     with pytest.raises(KernelError, match="call it once before the capture"), capture:

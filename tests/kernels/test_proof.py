@@ -1,7 +1,6 @@
-"""The proof by products must find one wrong weight among all, and nothing where nothing is wrong.
+"""The proof by products finds a single wrong weight, and reports nothing for a right one.
 
-Its arithmetic is tested here on the CPU, with a kernel that multiplies by what the layout unpacks; test_naive.py runs
-it on a GPU.
+Here a stand-in for the kernels multiplies on the CPU by the unpacked weight; test_naive.py runs the proof on a GPU.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ def test_a_good_weight_passes_and_one_flipped_bit_does_not(
 
 
 def differs(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor) -> bool | None:
-    """Return whether these tensors are a weight of other values than `q`; None if unpacking refuses them."""
+    """Return True if the tensors have other values than `q`; None if unpacking refuses them."""
     try:
         return not torch.equal(LAYOUTS[layout].unpack(tensors, q.scheme).dequantize(), q.dequantize())
     except LayoutError:
@@ -81,7 +80,7 @@ def test_an_output_that_was_not_written_is_found(on_cpu: None, monkeypatch: pyte
     assert any("weights as other values" in problem for problem in found.problems)
 
 
-def test_scales_of_any_size_are_no_false_alarm(on_cpu: None) -> None:
+def test_scales_of_any_size_raise_no_false_alarm(on_cpu: None) -> None:
     """Subnormal scales and those next to float16's limit: products must neither vanish nor overflow."""
     for layout, label, n, k in ONE_EACH:
         q = record(Scheme.parse(label), n, k)
@@ -97,7 +96,7 @@ def test_a_weight_of_zeros_has_no_error(on_cpu: None) -> None:
     assert proof.prove("marlin", packed("marlin", q), q) == proof.Proof(0.0, ())
 
 
-def test_relative_error_is_what_it_says() -> None:
+def test_relative_error() -> None:
     reference = torch.tensor([[1.0, -3.0]])
     assert proof.relative_error(torch.tensor([[1.0, -3.0]]), reference) == 0
     assert proof.relative_error(torch.tensor([[1.5, -3.0]]), reference) == pytest.approx(0.125)
@@ -112,7 +111,7 @@ def test_relative_error_is_what_it_says() -> None:
     "change", [lambda y: y[7].fill_(0), lambda y: y[:, 300].fill_(0), lambda y: y[3, 9:11].add_(1)]
 )
 def test_a_few_wrong_numbers_do_not_hide_in_a_mean(change: Callable[[Tensor], Tensor]) -> None:
-    """A row that a tile's edge leaves out is 0.03 % of all: less than what rounding may cost on average."""
+    """A missing row is 0.03 % of all numbers, less than the mean error that rounding may cause."""
     reference = torch.randn(3000, 500, generator=torch.Generator().manual_seed(0))
     y = reference.half().float()
     assert proof.mismatch(y, reference) is None
@@ -121,7 +120,7 @@ def test_a_few_wrong_numbers_do_not_hide_in_a_mean(change: Callable[[Tensor], Te
     assert proof.mismatch(y, reference) is not None
 
 
-def test_activations_are_signed_and_the_same_every_time() -> None:
+def test_activations_are_signed_and_reproducible() -> None:
     w = weight("int4:g128", 64, 128).dequantize()
     x = proof.activations(w, 16, torch.float16)
     assert torch.equal(x, proof.activations(w, 16, torch.float16))
@@ -129,7 +128,7 @@ def test_activations_are_signed_and_the_same_every_time() -> None:
     assert 0.2 < float((x.float() @ w.t()).std()) < 5
 
 
-def test_what_ran_is_said_and_what_did_not_too() -> None:
+def test_the_note_names_the_kernels_that_ran() -> None:
     row = Row("a.b", (64, 128), "int4:g128", 100, True, None, None, None, True, 2.5e-4)
     bad = replace(row, module="a.c", problem="is wrong", product=False, error=None)
     found = Verification("marlin", (row, bad), {}, ("a.c: is wrong",), (), None, "marlin", "Some GPU", proof.BOUND)

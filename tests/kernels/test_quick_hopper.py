@@ -16,7 +16,7 @@ from tests.kernels.test_hopper import H200, LAYERS, TYPES, agrees, gpu
 __all__ = ["gpu"]
 
 
-def test_the_choice_is_a_tile_that_exists_and_has_a_step_for_each_of_its_blocks() -> None:
+def test_the_chosen_tile_exists_and_has_a_step_for_each_block() -> None:
     for (n, k), m, dtype, group in itertools.product(
         [*LAYERS, (128, 32), (128, 128), (384, 448)], (1, 7, 8, 9, 64, 300, 4096), TYPES, quick.HOPPER
     ):
@@ -27,7 +27,7 @@ def test_the_choice_is_a_tile_that_exists_and_has_a_step_for_each_of_its_blocks(
 
 
 def test_the_choice_is_near_the_best_of_the_sweep() -> None:
-    """What an H200 took for every tile, shape and token count: the model must not have picked a slow one."""
+    """The sweep has the time of every tile on an H200, for each shape and token count; none chosen may be slow."""
     behind = sweeps.behind(
         "quick", "int4:g128:asym", lambda m, n, k: choose_tile(quick.HOPPER[128], torch.float16, m, n, k, H200)
     )

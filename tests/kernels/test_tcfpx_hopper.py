@@ -1,4 +1,4 @@
-"""TC-FPx's kernel for Hopper: decoding and tiles on paper, on such a GPU every code, and the smallest activations."""
+"""TC-FPx's kernel for Hopper: decoding and the choice of tiles; on a GPU every code, and the smallest activations."""
 
 from __future__ import annotations
 
@@ -53,17 +53,17 @@ def _name(dtype: torch.dtype, fmt: Format) -> str:
 
 
 def every_code(fmt: Format, n: int, k: int) -> QuantizedTensor:
-    """Return a weight with each code in each place of a block, by some of its rows, and scales of one."""
+    """Make a weight with each code in each position of a block, in some of its rows, and scales of one."""
     codes = (torch.arange(n)[:, None] * 5 + torch.arange(k) * 3 + torch.arange(k) // 16).remainder(2**fmt.bits)
     return QuantizedTensor(Scheme(fmt), codes.to(torch.uint8), torch.ones(n, 1, dtype=torch.float16))
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_every_code_is_decoded_to_its_value_by_a_power_of_two(
+def test_every_code_is_decoded_to_its_value_over_a_power_of_two(
     decoder: ctypes.CDLL, fmt: Format, dtype: torch.dtype
 ) -> None:
-    """In every place of a lane's registers, with random codes around it: nothing of a neighbour may be left."""
+    """In every position of a lane's registers, among random codes: no bit of a neighbour may remain."""
     n, k = 128, 256
     q = weight(f"{fmt.name}:channel", n, k)
     words = packed("tcfpx", q)["weight"].view(-1)
@@ -77,7 +77,7 @@ def test_every_code_is_decoded_to_its_value_by_a_power_of_two(
     assert torch.equal(torch.signbit(found), torch.signbit(fmt.decode(q.codes)))
 
 
-def test_the_choice_is_a_tile_that_exists_and_has_a_step_for_each_of_its_blocks() -> None:
+def test_the_chosen_tile_exists_and_has_a_step_for_each_block() -> None:
     for (n, k), m, fmt in itertools.product(
         [*LAYERS, (64, 64), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), FORMATS
     ):
@@ -87,7 +87,7 @@ def test_the_choice_is_a_tile_that_exists_and_has_a_step_for_each_of_its_blocks(
         assert tile.cluster <= -(-k // 128)
 
 
-def test_more_tokens_never_get_fewer_to_a_tile_than_they_fill() -> None:
+def test_the_tokens_of_a_tile_follow_those_of_the_product() -> None:
     for (n, k), fmt in itertools.product(LAYERS, (FP6, FP5)):
         assert choose_tile(tcfpx.HOPPER[fmt], torch.float16, 1, n, k, H200).tokens == 8
         assert choose_tile(tcfpx.HOPPER[fmt], torch.float16, 1024, n, k, H200).tokens >= 64
@@ -95,7 +95,7 @@ def test_more_tokens_never_get_fewer_to_a_tile_than_they_fill() -> None:
 
 @pytest.mark.parametrize("label", ["fp6:channel", "fp5:channel"])
 def test_the_choice_is_near_the_best_of_the_sweep(label: str) -> None:
-    """What an H200 took for every tile, shape and token count: the model must not have picked a slow one."""
+    """The sweep has the time of every tile on an H200, for each shape and token count; none chosen may be slow."""
     fmt = Scheme.parse(label).format
     behind = sweeps.behind("tcfpx", label, lambda m, n, k: choose_tile(tcfpx.HOPPER[fmt], torch.float16, m, n, k, H200))
     assert len(behind) == 9 * 8
@@ -114,7 +114,7 @@ def test_unit_vectors_give_back_every_code(gpu: None, fmt: Format) -> None:
 
 @pytest.mark.gpu
 def test_the_smallest_activations_are_not_lost(gpu: None) -> None:
-    """Products of what float16 has below its normal range, by the smallest weights, are far above float32's."""
+    """Products of subnormal float16 numbers and the smallest weights are still normal in float32."""
     tensors, q = on_gpu("tcfpx", every_code(FP6, 64, 64))
     x = torch.full((3, 64), 2.0**-24, device="cuda").half()
     y = product("tcfpx", tensors, q, x)

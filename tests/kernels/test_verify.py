@@ -1,6 +1,6 @@
-"""`verify` of the layouts that have kernels: a bit that flipped before the files were hashed, wherever it is, is found.
+"""`verify` finds every bit that flipped before the files were hashed, in the layouts with kernels.
 
-On a GPU the bits are unpacked, packed and multiplied there; on a CPU unpacked and packed.
+On a GPU weights are unpacked, packed again and multiplied; on a CPU only unpacked and packed again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    """The device to run on; skips where it is not there."""
+    """The device to run on; skips if it is missing."""
     device = str(request.param)
     if device == "cuda" and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU, and torch sees none")
@@ -59,7 +59,7 @@ def packed(layout: str, model: Path, out: Path) -> Path:
 
 
 def with_flipped(folder: Path, suffix: str, place: float, device: str) -> Verification:
-    """Verify with one bit of a tensor flipped, and a report whose list of hashes agrees with the damaged files."""
+    """Flip one bit of a tensor, write the new hashes to the report, and verify."""
 
     def change(part: dict[str, Tensor]) -> None:
         data = part[suffix].view(torch.uint8).reshape(-1)
@@ -97,7 +97,7 @@ def test_a_flipped_bit_of_any_packed_tensor_fails_its_weight(
 
 @pytest.mark.parametrize("run", DEVICES, indirect=True)
 def test_records_are_compared_whichever_device_holds_them(run: str, model: Path, tmp_path: Path) -> None:
-    """`--against` reads the other side from its own files, in another layout."""
+    """`--against` reads the other folder, in another layout."""
     folder = packed("marlin", model, tmp_path / "out")
     convert.pack(folder, tmp_path / "other", "gptq")
     found = verify(folder, against=tmp_path / "other", device=run)
@@ -110,7 +110,7 @@ def test_records_are_compared_whichever_device_holds_them(run: str, model: Path,
 
 
 @pytest.mark.parametrize("run", DEVICES, indirect=True)
-def test_the_seconds_of_every_part_are_told(run: str, model: Path, tmp_path: Path) -> None:
+def test_the_seconds_of_every_phase_are_reported(run: str, model: Path, tmp_path: Path) -> None:
     found = verify(packed("marlin", model, tmp_path / "out"), device=run).to_dict()["seconds"]
     assert {"files", "read", "repack", "digest"} <= found.keys() and all(value >= 0 for value in found.values())
     assert ({"reference", "naive kernel", "fast kernel"} <= found.keys()) is (run == "cuda")
