@@ -28,9 +28,9 @@ from quantkit.reporting.report import REPORT
 
 @dataclass(frozen=True)
 class Job:
-    """What all weights of one checkpoint share: `other` is compared with, and `kernels` says if they run on `device`.
+    """The inputs that all checks of one checkpoint share.
 
-    `pool` computes digests beside the kernels.
+    `other` is the checkpoint to compare with, and `kernels` says if kernels run on `device`. `pool` computes digests.
     """
 
     src: Checkpoint
@@ -42,9 +42,9 @@ class Job:
 
 
 def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tuple[Row, list[str]]:
-    """Check one packed weight against the report's entry `layer`; a weight that cannot be read is a failed row.
+    """Check one packed weight, with its entry `layer` of the report; returns the row and notices.
 
-    Returns the row and notices.
+    A weight that cannot be read is a failed row.
     """
     src, clock = job.src, job.clock
     size = sum(prod(src.shape(name)) * src.dtype(name).itemsize for name in src.parts(module).values())

@@ -96,7 +96,7 @@ class FusedLinear(nn.Module):
         return True
 
     def packed(self) -> dict[str, Tensor]:
-        """Return the stacked tensors by suffix."""
+        """List the stacked tensors by suffix."""
         return {suffix: self.get_parameter(suffix).detach() for suffix in self.suffixes}
 
     def packed_part(self, index: int) -> dict[str, Tensor]:
@@ -105,7 +105,7 @@ class FusedLinear(nn.Module):
         return cut(self.layout, self.scheme, self.packed(), self.n, range(start, start + self.sizes[index][0]))
 
     def bias_part(self, index: int) -> Tensor | None:
-        """Return the bias of one part, `[out_features]`."""
+        """Cut the bias of one part, `[out_features]`, None without a bias."""
         start = self.starts[index]
         return None if self.bias is None else self.bias.detach()[start : start + self.sizes[index][1]]
 

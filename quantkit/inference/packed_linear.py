@@ -71,7 +71,7 @@ class PackedLinear(nn.Module):
             self.register_parameter(suffix, nn.Parameter(tensor, requires_grad=False))
 
     def packed(self) -> dict[str, Tensor]:
-        """Return the packed tensors by suffix."""
+        """List the packed tensors by suffix."""
         if self.is_fused:
             return dict(self.fused.packed_part(self.index))
         return {suffix: self.get_parameter(suffix).detach() for suffix in self.suffixes}

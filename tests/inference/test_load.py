@@ -1,4 +1,4 @@
-"""Packed folders as models in transformers: the decoded model's logits, the folder's bytes again, or one line."""
+"""A loaded packed folder has the logits of the decoded model, and saves the bytes of its source."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ Folders = Callable[[str, str], Path]
 
 @pytest.fixture(scope="module")
 def folder(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Random packed weights in a layout and scheme, under a folder that nobody changes."""
+    """Make folders of random packed weights, by layout and scheme; tests do not change them."""
     root = tmp_path_factory.mktemp("packed")
 
     def written(layout: str, label: str, key: bool = True) -> Path:
@@ -104,7 +104,7 @@ def change(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
 
 
 @pytest.mark.parametrize(("layout", "label"), KERNELS + OTHERS)
-def test_a_loaded_model_is_the_decoded_one_and_saves_the_same_bytes(
+def test_a_loaded_model_equals_the_decoded_one_and_saves_the_same_bytes(
     layout: str, label: str, folder: Folders, tmp_path: Path
 ) -> None:
     path = folder(layout, label)
@@ -123,7 +123,7 @@ def test_a_loaded_model_is_the_decoded_one_and_saves_the_same_bytes(
     assert torch.equal(logits(quantkit.load(tmp_path / "saved", device="cpu")), expected)
 
 
-def test_half_precision_models_stay_in_their_dtype_throughout(tmp_path: Path) -> None:
+def test_a_half_precision_model_computes_in_its_dtype(tmp_path: Path) -> None:
     source = write_model("qwen2", tmp_path / "dense", torch.bfloat16)
     schemes = Schemes(Scheme.parse("int4:g32"), ignore=("lm_head",))
     write_folder(source, tmp_path / "out", "quick", schemes)
@@ -136,7 +136,7 @@ def test_half_precision_models_stay_in_their_dtype_throughout(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("family", ["opt", "gpt_neox", "gemma2"])
-def test_families_with_biases_other_names_and_tied_heads(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_model_families_with_biases_and_tied_heads(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
     quantkit.quantize(folders[family], tmp_path / "out", method="rtn", layout="quick")
     model = quantkit.load(tmp_path / "out", device="cpu")
     assert torch.equal(logits(model), decoded(tmp_path / "out")) and len(layers(model)) >= 8
@@ -144,7 +144,7 @@ def test_families_with_biases_other_names_and_tied_heads(family: str, folders: d
     assert torch.equal(logits(quantkit.load(tmp_path / "again", device="cpu")), logits(model))
 
 
-def test_padded_weights_and_dense_ones_beside_packed_ones(tmp_path: Path) -> None:
+def test_padded_and_dense_weights_beside_packed_ones(tmp_path: Path) -> None:
     odd = {"hidden_size": 192, "intermediate_size": 336, "num_attention_heads": 6, "num_key_value_heads": 2}
     source = write_model("mistral", tmp_path / "dense", **odd)
     options = {"method": "rtn", "layout": "marlin", "pad": True, "skip": [".*o_proj"]}
@@ -158,7 +158,7 @@ def test_padded_weights_and_dense_ones_beside_packed_ones(tmp_path: Path) -> Non
     assert torch.equal(logits(model), decoded(tmp_path / "out"))
 
 
-def test_experts_that_are_linears_and_may_get_no_token(tmp_path: Path) -> None:
+def test_experts_made_of_linears_are_packed(tmp_path: Path) -> None:
     from tests.moe import TinyMoe, TinyMoeConfig
 
     source = tmp_path / "dense"
@@ -170,7 +170,7 @@ def test_experts_that_are_linears_and_may_get_no_token(tmp_path: Path) -> None:
     assert torch.equal(logits(model), decoded(tmp_path / "out"))
 
 
-def test_experts_in_one_parameter_stay_dense_beside_packed_linears(tmp_path: Path) -> None:
+def test_experts_in_one_parameter_stay_dense(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, Qwen2MoeConfig
 
     sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "vocab_size": 257}
@@ -192,13 +192,13 @@ def test_experts_in_one_parameter_stay_dense_beside_packed_linears(tmp_path: Pat
     assert torch.equal(logits(model), logits(reference))
 
 
-def test_a_disk_or_a_cpu_may_hold_what_a_device_has_no_room_for(folder: Folders) -> None:
+def test_weights_can_be_offloaded_to_a_cpu_and_a_disk(folder: Folders) -> None:
     path = folder("marlin", "int4:g128")
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}
     places |= {"model.rotary_emb": "cpu", "lm_head": "cpu"}
     model: Any = quantkit.load(path, device_map=places, dtype=torch.float32)
     far = model.model.layers[1].mlp.up_proj
-    assert far.B.device.type == "meta"  # packed words are on the disk as well, not only what is dense
+    assert far.B.device.type == "meta"  # packed tensors are offloaded too
     assert torch.equal(logits(model), decoded(path))
     assert far.B.device.type == "meta"
     assert torch.equal(logits(quantkit.load(path, device="cpu", device_map="cpu")), decoded(path))
@@ -218,7 +218,7 @@ def test_perplexity_and_divergence_are_those_of_the_decoded_model(folder: Folder
     assert eval_kld(folder("marlin", "int4:g128"), path, data=data, window=128, device="cpu").kld > 0
 
 
-def test_text_is_the_greedy_one_and_has_its_limits(folder: Folders) -> None:
+def test_generate_is_greedy_and_checks_the_positions(folder: Folders) -> None:
     path = folder("quick", "int4:g32")
     found = generate(path, "abc", max_new_tokens=7, device="cpu")
     ids = load_tokenizer(path)("abc", return_tensors="pt")["input_ids"]
@@ -226,19 +226,19 @@ def test_text_is_the_greedy_one_and_has_its_limits(folder: Folders) -> None:
     for _ in range(found.tokens):
         ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
     assert found.text == load_tokenizer(path).decode(ids[0, 3:], skip_special_tokens=True) and 1 <= found.tokens <= 7
-    assert generate(path, "", max_new_tokens=1, device="cpu").tokens == 1  # BOS stands for no prompt
+    assert generate(path, "", max_new_tokens=1, device="cpu").tokens == 1  # an empty prompt becomes BOS
     with pytest.raises(RecipeError, match="--max-new-tokens 509"):
         generate(path, "abc", max_new_tokens=510, device="cpu")
 
 
 @pytest.mark.parametrize(("layout", "label"), [("gptq", "int4:g128"), ("awq", "int4:g64:asym"), OTHERS[0]])
-def test_load_takes_folders_of_other_programs(layout: str, label: str, folder: Folders) -> None:
+def test_load_opens_folders_of_other_programs(layout: str, label: str, folder: Folders) -> None:
     path = folder(layout, label, False)  # type: ignore[call-arg]
     model = quantkit.load(path, device="cpu")
     assert torch.equal(logits(model), decoded(path)) and len(layers(model)) == 14
 
 
-def test_a_dense_folder_and_a_weight_file_of_any_name(small_llama: Path, broken: Path) -> None:
+def test_load_opens_dense_folders_and_weight_files_of_any_name(small_llama: Path, broken: Path) -> None:
     assert torch.equal(logits(quantkit.load(small_llama, device="cpu")), decoded(small_llama))
     expected = decoded(broken)
     (broken / "model.safetensors").rename(broken / "gptq_model-4bit-128g.safetensors")
@@ -246,7 +246,7 @@ def test_a_dense_folder_and_a_weight_file_of_any_name(small_llama: Path, broken:
     assert torch.equal(logits(model), expected) and not hasattr(model.config, "transformers_weights")
 
 
-def test_biases_that_only_the_file_knows_are_added(broken: Path) -> None:
+def test_a_bias_that_only_the_file_has_is_added(broken: Path) -> None:
     bias = torch.randn(256, generator=torch.Generator().manual_seed(0)).half()
     change(broken, lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.bias": bias}))
     model = quantkit.load(broken, device="cpu")
@@ -256,10 +256,10 @@ def test_biases_that_only_the_file_knows_are_added(broken: Path) -> None:
     assert torch.equal(layer(x), expected)
 
 
-def test_a_model_in_several_layouts_is_not_saved_as_one(folder: Folders, tmp_path: Path) -> None:
+def test_a_model_with_several_layouts_is_not_saved(folder: Folders, tmp_path: Path) -> None:
     model = quantkit.load(folder("gptq", "int4:g128"), device="cpu", dtype=torch.float16)
     repacked = layers(model)
-    assert repacked[0].repack() is None  # as some weights of a model on a GPU may be, and others not
+    assert repacked[0].repack() is None  # on a GPU, some weights can be repacked and others not
     with pytest.raises(CheckpointError, match="gptq and marlin"):
         model.save_pretrained(tmp_path / "out")
     assert not (tmp_path / "out").exists()
@@ -273,7 +273,7 @@ def test_a_model_in_several_layouts_is_not_saved_as_one(folder: Folders, tmp_pat
     assert torch.equal(logits(again), logits(model)) and torch.allclose(logits(again), expected, atol=1e-2)
 
 
-def test_nothing_is_said_where_nothing_is_slow(folder: Folders) -> None:
+def test_loading_on_a_cpu_gives_no_warning(folder: Folders) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
         quantkit.load(folder("marlin", "int4:g128"), device="cpu")

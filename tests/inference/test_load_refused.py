@@ -1,4 +1,4 @@
-"""Folders and machines from which no packed model can be made: one line each, before a weight is read."""
+"""Unusable folders and devices are refused in one line, before any weight is read."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def restate(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     (path / "config.json").write_text(json.dumps(config))
 
 
-def _lose(name: str) -> Callable[[Path], None]:
+def _drop(name: str) -> Callable[[Path], None]:
     return lambda path: change(path, lambda tensors: tensors.pop(name))
 
 
-def _lose_module(module: str) -> Callable[[Path], None]:
+def _drop_module(module: str) -> Callable[[Path], None]:
     def edit(tensors: dict[str, Tensor]) -> None:
         for suffix in ("B", "s"):
             del tensors[f"{module}.{suffix}"]
@@ -43,22 +43,22 @@ def _lose_module(module: str) -> Callable[[Path], None]:
     return lambda path: change(path, edit)
 
 
-def _own(name: str, value: Any) -> Callable[[Path], None]:
+def _set_key(name: str, value: Any) -> Callable[[Path], None]:
     return lambda path: restate(path, lambda config: config["quantization_config"]["quantkit"].update({name: value}))
 
 
 BAD = {
-    "a packed tensor is missing": (_lose("model.layers.1.mlp.up_proj.s"), "model.layers.1.mlp.up_proj.s is missing"),
-    "its marker is missing": (_lose("model.layers.1.mlp.up_proj.B"), "model.layers.1.mlp.up_proj.B is missing"),
-    "a whole weight is missing": (_lose_module("model.layers.0.mlp.up_proj"), "layers.0.mlp.up_proj.weight is missing"),
-    "a dense tensor is missing": (_lose("model.norm.weight"), "model.norm.weight is missing"),
-    "a stranger is there": (
+    "a packed tensor is missing": (_drop("model.layers.1.mlp.up_proj.s"), "model.layers.1.mlp.up_proj.s is missing"),
+    "its marker is missing": (_drop("model.layers.1.mlp.up_proj.B"), "model.layers.1.mlp.up_proj.B is missing"),
+    "a whole weight is missing": (_drop_module("model.layers.0.mlp.up_proj"), "layers.0.mlp.up_proj.weight is missing"),
+    "a dense tensor is missing": (_drop("model.norm.weight"), "model.norm.weight is missing"),
+    "an unexpected tensor": (
         lambda path: change(path, lambda tensors: tensors.update({"model.extra.weight": torch.ones(3)})),
         "model.extra.weight is not part of the model",
     ),
-    "an unknown layout": (_own("layout", "marlin9"), "'marlin9' is not one of"),
-    "a newer version": (_own("hyper", 1), "use a newer quantkit"),
-    "an unknown scheme": (_own("scheme", "int3:g128"), "int3"),
+    "an unknown layout": (_set_key("layout", "marlin9"), "'marlin9' is not one of"),
+    "a newer version": (_set_key("hyper", 1), "use a newer quantkit"),
+    "an unknown scheme": (_set_key("scheme", "int3:g128"), "int3"),
     "another shape": (
         lambda path: restate(path, lambda config: config.update(intermediate_size=512)),
         "down_proj is packed from [128, 256], config.json asks for [128, 512]",
@@ -73,7 +73,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_folder_that_is_not_whole_is_one_line(case: str, broken: Path) -> None:
+def test_an_unusable_folder_is_refused_in_one_line(case: str, broken: Path) -> None:
     spoil, says = BAD[case]
     spoil(broken)
     with pytest.raises(QuantkitError, match=re.escape(says)) as caught:
@@ -81,7 +81,7 @@ def test_a_folder_that_is_not_whole_is_one_line(case: str, broken: Path) -> None
     assert "\n" not in str(caught.value)
 
 
-def test_a_device_that_is_not_there_is_one_line(folder: Folders) -> None:
+def test_an_absent_gpu_is_refused(folder: Folders) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
     with pytest.raises(RecipeError, match="--device cpu"):
@@ -90,9 +90,9 @@ def test_a_device_that_is_not_there_is_one_line(folder: Folders) -> None:
 
 
 @pytest.mark.parametrize("command", [("generate", "abc"), ("eval", "ppl"), ("eval", "kld")])
-def test_the_command_line_says_the_same_in_one_line(command: tuple[str, ...], broken: Path, tmp_path: Path) -> None:
+def test_the_command_line_prints_the_same_line(command: tuple[str, ...], broken: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    _lose("model.layers.1.mlp.up_proj.s")(broken)
+    _drop("model.layers.1.mlp.up_proj.s")(broken)
     name, *rest = command
     if name == "generate":
         assert "up_proj.s is missing" in refused("generate", broken, *rest, "--device", "cpu")
@@ -103,7 +103,7 @@ def test_the_command_line_says_the_same_in_one_line(command: tuple[str, ...], br
     assert "up_proj.s is missing" in refused(*command, broken, *against, *options)
 
 
-def test_a_gpu_that_is_too_old_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_gpu_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("cupy", reason="needs CuPy, which is not installed")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(
@@ -113,7 +113,7 @@ def test_a_gpu_that_is_too_old_is_one_line(monkeypatch: pytest.MonkeyPatch) -> N
     assert "\n" not in str(caught.value)
 
 
-def test_too_little_memory_says_how_much_is_missing(folder: Folders) -> None:
+def test_an_error_says_how_much_memory_is_missing(folder: Folders) -> None:
     path = folder("marlin", "int4:g128")
     src = Checkpoint(path)
     model = skeleton(src, torch.float16, False)
@@ -121,7 +121,7 @@ def test_too_little_memory_says_how_much_is_missing(folder: Folders) -> None:
     gpu = torch.device("cuda", 0)
     needs = swap_linears.memory_needs(model, {state: 0 for state in model.state_dict()})
     stated = sum(src.nbytes(name) for name in src.names())
-    assert needs == {gpu: stated}  # what lies in the file, not what it decodes to
+    assert needs == {gpu: stated}  # the packed size, not the decoded one
     assert swap_linears.memory_needs(model, {state: "disk" for state in model.state_dict()}) == {}
     swap_linears.require_memory(needs, lambda device: stated, path)
     with pytest.raises(CheckpointError, match=r"take .* on cuda:0, which has .* free, 100 B too little") as caught:

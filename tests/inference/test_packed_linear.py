@@ -1,4 +1,4 @@
-"""One packed linear by itself: every layout, every shape of activations, casts, torch.compile, and repacking."""
+"""One packed linear: layouts, shapes of activations, casts, torch.compile and repacking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quantkit.layouts.recast import restated
 from tests.layouts.samples import HELD, record, tame
 
 ALL = [(layout, label) for layout, (labels, _) in HELD.items() for label in labels]
-#: What the last dimension of activations stands in, and how many tokens that is.
+#: Leading dimensions of activations.
 BATCHES: list[tuple[int, ...]] = [(1,), (3, 5), (0,), (2, 0), (2, 1, 3), ()]
 
 
@@ -58,14 +58,14 @@ def test_every_layout_multiplies_as_its_decoded_weight(layout: str, label: str) 
 
 
 @pytest.mark.parametrize("batch", BATCHES)
-def test_any_leading_dimensions_and_no_tokens_at_all(batch: tuple[int, ...]) -> None:
+def test_any_leading_dimensions_and_zero_tokens_are_accepted(batch: tuple[int, ...]) -> None:
     q = values("int4:g128")
     layer = packed("marlin", q)
     x = gauss(*batch, 256)
     assert same(layer(x), linear(x, q.dequantize(), layer.bias))
 
 
-def test_activations_that_are_no_contiguous_aligned_matrix() -> None:
+def test_strided_and_unaligned_activations_are_accepted() -> None:
     q = values("int4:g128")
     layer = packed("marlin", q, bias=False)
     weight = q.dequantize()
@@ -79,7 +79,7 @@ def test_activations_that_are_no_contiguous_aligned_matrix() -> None:
         assert same(layer(x), linear(x, weight))
 
 
-def test_padding_is_never_seen() -> None:
+def test_outputs_have_no_padding() -> None:
     q = values("int4:g128", 100, 256)
     q = QuantizedTensor(q.scheme, q.codes.clone(), q.scales)
     q.codes[:, 200:] = INT4.zero_code
@@ -92,7 +92,7 @@ def test_padding_is_never_seen() -> None:
 @pytest.mark.parametrize("cast", CASTS)
 @pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("compressed-tensors", "fp6:channel")])
 def test_a_cast_of_the_model_changes_no_weight(cast: partial, layout: str, label: str) -> None:
-    layer = packed(layout, record(Scheme.parse(label), 128, 256))  # scales that bfloat16 does not hold
+    layer = packed(layout, record(Scheme.parse(label), 128, 256))  # scales that bfloat16 cannot represent
     before = {suffix: tensor.clone() for suffix, tensor in layer.packed().items()}
     cast(layer)
     for suffix, tensor in layer.packed().items():
@@ -101,19 +101,19 @@ def test_a_cast_of_the_model_changes_no_weight(cast: partial, layout: str, label
     assert layer.bias.dtype != torch.float32
 
 
-def test_packed_tensors_are_never_trained() -> None:
+def test_packed_tensors_require_no_gradient() -> None:
     layer = packed("marlin", values("int4:g128"))
     assert not any(parameter.requires_grad for parameter in layer.parameters())
 
 
 @pytest.mark.parametrize("x", [gauss(2, 255), gauss(256, 2), torch.zeros(2, 256, dtype=torch.int64)])
-def test_activations_of_another_layer_are_one_line(x: Tensor) -> None:
+def test_activations_of_a_wrong_shape_or_dtype_are_refused(x: Tensor) -> None:
     with pytest.raises(KernelError, match="a packed linear of 256 inputs got") as caught:
         packed("marlin", values("int4:g128"))(x)
     assert "\n" not in str(caught.value)
 
 
-def test_damage_that_only_the_data_show_is_an_error_not_a_number() -> None:
+def test_a_nan_scale_raises_an_error() -> None:
     layer = packed("marlin", values("int4:g128"))
     layer.s.data[0, 3] = torch.nan
     with pytest.raises(LayoutError, match="nan"):
@@ -121,7 +121,7 @@ def test_damage_that_only_the_data_show_is_an_error_not_a_number() -> None:
 
 
 @pytest.mark.parametrize("layout", sorted(MATMULS))
-def test_a_compiler_sees_one_operator_and_no_break(layout: str) -> None:
+def test_a_compiled_graph_has_one_operator_and_no_break(layout: str) -> None:
     q = values(HELD[layout][0][0])
     layer = packed(layout, q)
     seen: list[str] = []
@@ -137,7 +137,7 @@ def test_a_compiler_sees_one_operator_and_no_break(layout: str) -> None:
     assert [name for name in seen if "quantkit" in name] == ["quantkit.packed_linear"]
 
 
-def test_the_operator_keeps_what_it_promises_to_torch() -> None:
+def test_the_operator_passes_the_checks_of_torch() -> None:
     layer = packed("marlin", values("int4:g128"))
     args = (
         gauss(2, 3, 256),
@@ -181,7 +181,7 @@ def test_repacking_changes_no_value(case: str, fits: bool) -> None:
     before = layer(x)
     assert layer.repack() is None
     assert layer.layout == REPACKED[case] and layer.layout in MATMULS
-    assert {name for name, _ in layer.named_parameters()} == {*layer.packed(), "bias"}  # nothing is left behind
+    assert {name for name, _ in layer.named_parameters()} == {*layer.packed(), "bias"}  # the old tensors are gone
     assert torch.equal(layer.record().dequantize()[:, : shape[1]], q.dequantize())
     assert torch.allclose(layer(x), before, atol=1e-4)
     form = layer.packed()
@@ -190,7 +190,7 @@ def test_repacking_changes_no_value(case: str, fits: bool) -> None:
     )
 
 
-def test_asymmetric_weights_go_to_marlin_if_they_can_be_recentred() -> None:
+def test_asymmetric_weights_are_repacked_for_marlin_if_possible() -> None:
     q = values("int4:g128:asym")
     q = QuantizedTensor(q.scheme, q.codes.clamp(4, 11), q.scales, q.zeros.clamp(7, 9))  # type: ignore[union-attr]
     layer = packed("awq", q)
@@ -198,7 +198,7 @@ def test_asymmetric_weights_go_to_marlin_if_they_can_be_recentred() -> None:
     assert torch.equal(layer.record().dequantize(), q.dequantize())
 
 
-def test_scales_of_another_width_are_made_those_of_the_kernel() -> None:
+def test_repacking_casts_scales_to_the_dtype_of_the_kernel() -> None:
     layer = packed("marlin", tame(values("int4:g128"), torch.bfloat16))
     x, before = gauss(2, 256), layer.packed()["s"]
     y = layer(x)
@@ -208,7 +208,7 @@ def test_scales_of_another_width_are_made_those_of_the_kernel() -> None:
     assert torch.equal(layer.packed()["s"], before) and layer.packed()["s"].dtype == torch.float16
 
 
-def test_what_no_kernel_takes_stays_and_says_why() -> None:
+def test_a_weight_without_a_kernel_is_unchanged_with_a_reason() -> None:
     scheme = replace(Scheme.parse("int4:g128"), group_size=16)
     layer = packed("compressed-tensors", tame(record(scheme, 128, 256), torch.float16))
     why = layer.repack()

@@ -47,7 +47,7 @@ def edited(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tenso
     return folder
 
 
-def told(out: Path) -> tuple[dict[str, Any], str]:
+def report_and_summary(out: Path) -> tuple[dict[str, Any], str]:
     found = report.load(out)
     return found, summary(found)
 
@@ -70,7 +70,7 @@ def test_a_tensor_that_is_not_finite_is_not_copied(
 
 def test_a_linear_left_dense_is_reported(tiny_llama: Path, tmp_path: Path) -> None:
     quantize(tiny_llama, tmp_path / "out", from_mapping({**RTN, "skip": ["lm_head", "layers.1.mlp.up_proj"]}))
-    found, text = told(tmp_path / "out")
+    found, text = report_and_summary(tmp_path / "out")
     assert found["dense"] == ["model.layers.1.mlp.up_proj", "lm_head"]
     assert "left dense: model.layers.1.mlp.up_proj, lm_head" in text and "gate_proj, up_proj mix dense" in text
 
@@ -79,7 +79,7 @@ def test_an_option_without_effect_is_reported(tiny_llama: Path, tmp_path: Path, 
     wishes = {"skip": ["lm_head", "typo_proj"], "overrides": {"lm_head": "int4:g64"}}
     calib["max_length"] = 4096
     quantize(tiny_llama, tmp_path / "out", from_mapping({**wishes, "calibration": calib}))
-    found, text = told(tmp_path / "out")
+    found, text = report_and_summary(tmp_path / "out")
     assert "skip 'typo_proj' matches no linear" in found["notices"]
     assert "override 'lm_head' to int4:g64 matches no linear that is quantized" in text
     assert "end at the model's 512 positions, 4096 were asked for" in text
@@ -90,7 +90,7 @@ def test_rounding_instead_of_gptq_is_reported(tmp_path: Path, calib: dict[str, A
     with pytest.raises(NumericError, match=r"down_proj: no input channel ever moved"):
         quantize(model, tmp_path / "out", from_mapping({"calibration": calib}))
     quantize(model, tmp_path / "out", from_mapping({"calibration": calib, "gptq": {"on_unsolvable": "rtn"}}))
-    found, text = told(tmp_path / "out")
+    found, text = report_and_summary(tmp_path / "out")
     layers = {layer["name"]: layer for layer in found["layers"]}
     layer = layers["model.layers.0.mlp.down_proj"]
     assert layer["method"] == "rtn" and "ever moved" in layer["reason"]
@@ -100,7 +100,7 @@ def test_rounding_instead_of_gptq_is_reported(tmp_path: Path, calib: dict[str, A
 def test_more_damping_than_asked_is_reported(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
     calib["samples"] = 2  # fewer tokens than channels: the Hessian is singular
     quantize(tiny_llama, tmp_path / "out", from_mapping({"calibration": calib, "gptq": {"damp": 1e-17}}))
-    found, text = told(tmp_path / "out")
+    found, text = report_and_summary(tmp_path / "out")
     tried = [layer["rungs"] for layer in found["layers"] if len(layer["rungs"]) > 1]
     assert tried and all(rungs[0] == 1e-17 for rungs in tried)
     assert f"{len(tried)} of 14 linears {EVENTS['rungs']}" in text
@@ -111,7 +111,7 @@ def test_dead_channels_are_reported(tmp_path: Path, calib: dict[str, Any]) -> No
         tmp_path / "model", "layers.0.input_layernorm", lambda t: torch.cat([torch.zeros(40, dtype=t.dtype), t[40:]])
     )
     quantize(model, tmp_path / "out", from_mapping({"calibration": calib}))
-    found, text = told(tmp_path / "out")
+    found, text = report_and_summary(tmp_path / "out")
     assert sum(layer["dead_columns"] for layer in found["layers"]) == 120
     assert f"3 of 14 linears {EVENTS['dead_columns']}: 120" in text
 
@@ -119,7 +119,7 @@ def test_dead_channels_are_reported(tmp_path: Path, calib: dict[str, Any]) -> No
 def test_scales_at_the_limits_of_float16_are_reported(tmp_path: Path) -> None:
     small = edited(tmp_path / "small", "up_proj", lambda t: (t.float() * 1e-6).to(t.dtype))
     quantize(small, tmp_path / "out", from_mapping(RTN))
-    found, text = told(tmp_path / "out")
+    found, text = report_and_summary(tmp_path / "out")
     assert sum(layer["floored_scales"] for layer in found["layers"]) > 0
     assert EVENTS["floored_scales"] in text and EVENTS["subnormal_scales"] in text
     large = edited(tmp_path / "large", "up_proj", lambda t: torch.full_like(t, 65504.0))
@@ -130,7 +130,7 @@ def test_scales_at_the_limits_of_float16_are_reported(tmp_path: Path) -> None:
 
 def test_cut_documents_are_reported(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
     quantize(tiny_llama, tmp_path / "out", from_mapping({"calibration": calib}))
-    found, text = told(tmp_path / "out")
+    found, text = report_and_summary(tmp_path / "out")
     assert found["calibration"]["cut"] > 0 and f"{found['calibration']['cut']} documents cut, 0 skipped" in text
 
 
@@ -138,7 +138,7 @@ def test_ignored_files_are_reported(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model")
     (model / "pytorch_model.bin").write_bytes(b"pickle")
     quantize(model, tmp_path / "out", from_mapping(RTN))
-    assert "ignored: pytorch_model.bin" in told(tmp_path / "out")[1]
+    assert "ignored: pytorch_model.bin" in report_and_summary(tmp_path / "out")[1]
 
 
 def test_tokens_outside_the_vocabulary_are_refused(tmp_path: Path, calib: dict[str, Any]) -> None:
@@ -160,7 +160,7 @@ def test_a_loss_too_large_for_a_perplexity_is_refused(tmp_path: Path) -> None:
 def test_a_packed_folder_reports_its_own_facts(tiny_llama: Path, tmp_path: Path) -> None:
     quantize(tiny_llama, tmp_path / "ct", from_mapping({**RTN, "skip": ["lm_head", "up_proj"]}))
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
-    (before, _), (found, text) = told(tmp_path / "ct"), told(tmp_path / "marlin")
+    (before, _), (found, text) = report_and_summary(tmp_path / "ct"), report_and_summary(tmp_path / "marlin")
     assert found["notices"] == before["notices"] != []
     assert not set(found["layout_notices"]) & set(before["layout_notices"])
     assert "the public marlin config has no place for dense linears" in text
@@ -184,7 +184,7 @@ def test_damage_in_dense_weights_is_not_converted(tiny_llama: Path, tmp_path: Pa
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
 
 
-def test_a_run_that_fails_leaves_its_report_beside_the_finished_work(
+def test_a_failed_run_writes_a_report_of_the_finished_work(
     tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]
 ) -> None:
     recipe = from_mapping({"calibration": calib})

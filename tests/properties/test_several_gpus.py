@@ -102,8 +102,8 @@ def test_a_product_runs_on_the_device_of_its_weights(layout: str, label: str) ->
 
 @pytest.mark.parametrize("layout", CASES)
 def test_two_gpus_give_the_bits_of_one(layout: str, packed: Packed, shared: Path) -> None:
-    alone = quantkit.load(packed(layout), device="cuda")
-    expected = logits(alone)
+    single = quantkit.load(packed(layout), device="cuda")
+    expected = logits(single)
     split: Any = quantkit.load(packed(layout), device_map="auto")
     assert len(set(places(split))) >= 2, places(split)
     fused_linears = [module for module in split.modules() if isinstance(module, FusedLinear)]
@@ -111,19 +111,19 @@ def test_two_gpus_give_the_bits_of_one(layout: str, packed: Packed, shared: Path
     assert torch.equal(logits(split), expected)
     text = (shared / "data" / "wikitext2" / "test.txt").read_text()[:20_000]
     words = load_tokenizer(packed(layout))
-    figures = [perplexity(model, words, text, window=512).perplexity for model in (alone, split)]
+    figures = [perplexity(model, words, text, window=512).perplexity for model in (single, split)]
     print(f"{layout}: perplexity {figures[0]:.5f} on one GPU, {figures[1]:.5f} on two")
     assert figures[1] == pytest.approx(figures[0], rel=1e-6)
     ids = torch.tensor([[5, 99, 31, 7]])
     greedy: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
-    wrote = [model.generate(ids.to(model.device), **greedy).cpu() for model in (alone, split)]
+    wrote = [model.generate(ids.to(model.device), **greedy).cpu() for model in (single, split)]
     assert torch.equal(wrote[0], wrote[1])
-    moved = alone.to("cuda:1")
+    moved = single.to("cuda:1")
     assert set(places(moved)) == {"cuda:1"} and torch.equal(logits(moved), expected)
 
 
 @pytest.mark.parametrize("layout", CASES)
-def test_two_gpus_a_cpu_and_a_disk_hold_one_model(layout: str, packed: Packed) -> None:
+def test_a_model_over_two_gpus_a_cpu_and_a_disk(layout: str, packed: Packed) -> None:
     expected = logits(quantkit.load(packed(layout), device="cuda"))
     where: dict[str, Any] = {f"model.layers.{i}": place for i, place in enumerate([0, 0, 0, 1, 1, 1, "cpu", "disk"])}
     where |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 0}
