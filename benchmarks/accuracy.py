@@ -23,7 +23,7 @@ from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import Pruning, Recipe, from_mapping, merge, pruning
+from quantkit.pipeline.recipe import Pruning, Recipe, from_mapping, merge, pruning_from_mapping
 
 INT4_ABSMAX = {"scheme": {"format": "int4"}, "clip": "none"}
 #: The published loop: natural order, absmax scales, mean damping, windows of fixed length, unquantized inputs.
@@ -96,7 +96,7 @@ def steps(name: str, calibration: Mapping[str, Any]) -> list[Recipe | Pruning]:
     """Return the steps of a variant, in order."""
     chosen = sparse().get(name) or [variants()[name]]
     asked = [merge(mapping, {"calibration": calibration}) for mapping in chosen]
-    return [from_mapping(m) if name not in sparse() or "scheme" in m else pruning(m) for m in asked]
+    return [from_mapping(m) if name not in sparse() or "scheme" in m else pruning_from_mapping(m) for m in asked]
 
 
 def main() -> None:

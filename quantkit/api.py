@@ -159,7 +159,7 @@ def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, dict[str, Any]]:
 def build_pruning(*, skip: Iterable[str] = (), **options: Any) -> Pruning:
     """Return what `prune` does by default with options laid over it; `skip` adds to lm_head."""
     mapping = recipes.merge({}, _flags(options))
-    return recipes.pruning({**mapping, "skip": [*Recipe.skip, *skip]})
+    return recipes.pruning_from_mapping({**mapping, "skip": [*Recipe.skip, *skip]})
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, Any]:

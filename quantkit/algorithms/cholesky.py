@@ -2,7 +2,7 @@
 
 The upper factor is the lower Cholesky factor of the matrix with both axes reversed. `factorize` first divides each
 channel by the root of its diagonal. Damping is then added to a correlation matrix, and a massive channel cannot drown
-the others (docs/algorithms.md 5.1).
+the others (ALGORITHMS 5.1).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quantkit.core import sparsity
 from quantkit.core.sparsity import QUAD
 from quantkit.errors import NumericError
 
-_LEAST_DAMP_FLOAT32 = 1e-3  # below it a float32 factor loses its digits (docs/algorithms.md 5.1)
+_LEAST_DAMP_FLOAT32 = 1e-3  # below it a float32 factor loses its digits (ALGORITHMS 5.1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,9 +44,9 @@ class Factor:
 
 
 def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
-    """Factor the damped Hessian `h` `[k, k]`, in float64 where the device computes it fast (docs/algorithms.md 5.1).
+    """Factor the damped Hessian `h` `[k, k]`, in float64 where the device computes it fast (ALGORITHMS 5.1).
 
-    `sparse` sorts whole quads of columns, as 2:4 weights need it (docs/algorithms.md 9). A failing factorization is
+    `sparse` sorts whole quads of columns, as 2:4 weights need it (ALGORITHMS 9). A failing factorization is
     repeated with ten times the damping, up to 1; `rungs` records this. NumericError if that is not enough, if every
     channel is dead, if `h` is not finite or no covariance, or if `damp` is too small for float32. LayoutError if
     `sparse` and 4 does not divide k.

@@ -2,7 +2,7 @@
 
 With all other codes fixed, the loss of a row is a parabola in each of its weights. The best code for a column is the
 one nearest to the parabola's minimum. With all codes fixed, the loss is a quadratic form in the row's scales. Both fit
-the noise of the calibration tokens too, so a recipe must ask for them (docs/algorithms.md 8).
+the noise of the calibration tokens too, so a recipe must ask for them (ALGORITHMS 8).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quantkit.algorithms.numerics import factor_dtype, working_dtype
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 
-#: With fewer tokens per column, descent fits the noise of the calibration text (docs/algorithms.md 8).
+#: With fewer tokens per column, descent fits the noise of the calibration text (ALGORITHMS 8).
 TOKENS_PER_COLUMN = 16
 _BLOCK = 128  # columns whose slopes come from one product over the whole row
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block

@@ -1,4 +1,4 @@
-"""GPTQ: quantize a weight so that its outputs change least on the calibration tokens (docs/algorithms.md 5 to 9).
+"""GPTQ: quantize a weight so that its outputs change least on the calibration tokens (ALGORITHMS 5 to 9).
 
 Rows never interact. Linears that share an input are therefore solved as one tall weight, and `split` separates them.
 """
@@ -101,7 +101,7 @@ def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
 def _quantize_sparse(
     weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor: Factor, errors: list[GroupError] | None
 ) -> Solution:
-    """Choose mask and codes together, in two sweeps over one factor (docs/algorithms.md 9).
+    """Choose mask and codes together, in two sweeps over one factor (ALGORITHMS 9).
 
     The first sweep does not round: it shows how large the survivors grow, which their scales must cover. The second
     starts from the original weight with those scales, and chooses the mask again from targets with rounding errors.
@@ -140,7 +140,7 @@ def _guarded(
     factor: Factor,
     changes: dict[str, Tensor],
 ) -> Solution:
-    """Take the better of the refined sweep and plain rounding, row by row (docs/algorithms.md 5.3)."""
+    """Take the better of the refined sweep and plain rounding, row by row (ALGORITHMS 5.3)."""
     loss, rtn_loss = row_losses(weight, swept, h), row_losses(weight, plain, h)
     worse = rtn_loss < loss
     take_plain = worse.unsqueeze(-1)

@@ -1,7 +1,7 @@
 """A grid is the set of values that a group's codes stand for; here weights are rounded to one.
 
 A scale is rounded to float16 before it is used, so the scale that was judged is the scale that is stored
-(docs/algorithms.md 3).
+(ALGORITHMS 3).
 """
 
 from __future__ import annotations

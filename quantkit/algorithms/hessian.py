@@ -1,6 +1,6 @@
 """The Hessian of a linear: the sum of outer products of its calibration inputs.
 
-Every quantizer here minimises `delta H delta^T` for each row's error `delta` (docs/algorithms.md 1 and 2).
+Every quantizer here minimises `delta H delta^T` for each row's error `delta` (ALGORITHMS 1 and 2).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Hessian:
     """Sum `x^T x` over tokens in float32.
 
     Tokens are summed in chunks of 4096 in the order of their arrival, so their division between calls does not matter
-    (docs/algorithms.md 2). `tokens` counts them.
+    (ALGORITHMS 2). `tokens` counts them.
     """
 
     def __init__(self, k: int, device: torch.device | str) -> None:
@@ -101,7 +101,7 @@ def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
 def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Tensor:
     """Return the proxy loss `d H d^T` of each row of `weight - tensor`, float64 `[n]`.
 
-    With `tensor` None, `d` is the weight `[n, k]` itself. `h` `[k, k]` is undamped (docs/algorithms.md 1).
+    With `tensor` None, `d` is the weight `[n, k]` itself. `h` `[k, k]` is undamped (ALGORITHMS 1).
     """
     h = h.to(factor_dtype(h.device))
     d = weight.to(working_dtype(weight))

@@ -1,4 +1,4 @@
-"""2:4 masks that are known before any rounding: by magnitude, and by wanda's score (docs/algorithms.md 9)."""
+"""2:4 masks that are known before any rounding: by magnitude, and by wanda's score (ALGORITHMS 9)."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ class Options:
 
     `damp_kind` "own" adds `damp` times each channel's own diagonal; "mean" adds `damp` times the mean diagonal, as
     published. `block` (columns) changes speed only. `on_unsolvable` decides whether a broken Hessian stops the run or
-    falls back to RTN. `signed` allows negative scales for symmetric INT4 (docs/algorithms.md 3). `descent` (passes)
-    and `refit` refine the result of the sweep (docs/algorithms.md 8). `prune` chooses the mask of a 2:4 weight, whose
-    scales are static in any order (docs/algorithms.md 9). RecipeError for a value out of range.
+    falls back to RTN. `signed` allows negative scales for symmetric INT4 (ALGORITHMS 3). `descent` (passes)
+    and `refit` refine the result of the sweep (ALGORITHMS 8). `prune` chooses the mask of a 2:4 weight, whose
+    scales are static in any order (ALGORITHMS 9). RecipeError for a value out of range.
     """
 
     damp: float = 0.01

@@ -1,4 +1,4 @@
-"""Round to nearest (RTN): choose scales, then take the nearest code (docs/algorithms.md 3, 4 and 10)."""
+"""Round to nearest (RTN): choose scales, then take the nearest code (ALGORITHMS 3, 4 and 10)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def quantize(
     """Round `weight` `[n, k]` to nearest; also return the counts of `scale_facts`.
 
     `clip="search"` searches each scale, judged by `metric`; "diag" and "block" need `hessian` `[k, k]`. FP6 and FP5
-    without search follow the published rule: codes from the unrounded scale (docs/layouts.md 6.3). `signed` allows
+    without search follow the published rule: codes from the unrounded scale (LAYOUTS 6.3). `signed` allows
     negative scales. A weight of a 2:4 scheme is first pruned by the mask that `fixed_mask` makes for `prune`.
 
     NumericError if the weight is not finite, or if dequantized weights overflow float16. LayoutError if the group size
@@ -92,6 +92,6 @@ def _published(weight: Tensor, scheme: Scheme) -> QuantizedTensor:
 
 
 def published_codes(x: Tensor, fmt: Format) -> tuple[Tensor, Tensor]:
-    """Return codes uint8 `[..., g]` and unrounded scales `[...]` of float32 `x` `[..., g]` (docs/layouts.md 6.3)."""
+    """Return codes uint8 `[..., g]` and unrounded scales `[...]` of float32 `x` `[..., g]` (LAYOUTS 6.3)."""
     scale = divide(x.abs().amax(-1).clamp_(min=1e-12), fmt.largest)
     return fmt.encode(x / scale.unsqueeze(-1)), scale

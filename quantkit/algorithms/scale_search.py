@@ -1,7 +1,7 @@
 """Choose scales: from the largest magnitude of each group, or by a search over candidates.
 
 The search tries a table of candidates on all groups at once and takes the one with the least error. The error is a
-function of the rounding errors of a group; `group_errors` makes it from the Hessian (docs/algorithms.md 4).
+function of the rounding errors of a group; `group_errors` makes it from the Hessian (ALGORITHMS 4).
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def fit_scales(
     """Return the grid `[m]` for groups of weights `x` `[m, g]` (float32 or float64), the larger scale on ties.
 
     `stored` is the dtype of the original weight. NumericError, naming the row, if a base scale overflows float16; group
-    `i` belongs to row `row + i // groups` (docs/algorithms.md 3 and 4).
+    `i` belongs to row `row + i // groups` (ALGORITHMS 3 and 4).
     """
     fmt = scheme.format
     scales, zeros = _candidates(x, scheme, clip, stored, signed)
@@ -157,7 +157,7 @@ def square_error(delta: Tensor) -> Tensor:
 
 
 def _ratios(fmt: Format, clip: Clip) -> list[float]:
-    """Return candidate scales relative to the base scale, largest first (docs/algorithms.md 4)."""
+    """Return candidate scales relative to the base scale, largest first (ALGORITHMS 4)."""
     if clip == "none":
         return [1.0]
     return [2 ** (i / 16) for i in range(16, -9, -1)] if fmt.is_float else [1 - i / 100 for i in range(76)]

@@ -1,4 +1,4 @@
-"""SparseGPT: choose the 2:4 mask during the sweep, and move the surviving weights (docs/algorithms.md 9)."""
+"""SparseGPT: choose the 2:4 mask during the sweep, and move the surviving weights (ALGORITHMS 9)."""
 
 from __future__ import annotations
 

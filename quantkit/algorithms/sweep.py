@@ -3,7 +3,7 @@
 With `R R^T = H + damping`, `R` upper triangular, and `V = R / diag(R)`, the target of column j is
 `t_j = w_j + sum_{i<j} D_i V_ij` for the errors `D` so far. The column is rounded to its target, and its own error joins
 `D`. The codes equal those of the published loop, from one factorization and without updating the weights
-(docs/algorithms.md 5.2). Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
+(ALGORITHMS 5.2). Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def sweep(
 ) -> QuantizedTensor:
     """Round `weight` `[n, k]` in processing order on `grid` `[n, groups]`.
 
-    Without a grid, scales are chosen as each group begins, in natural order (docs/algorithms.md 5.2). With a `pattern`,
+    Without a grid, scales are chosen as each group begins, in natural order (ALGORITHMS 5.2). With a `pattern`,
     which needs a grid, the entries that it removes become zero.
     """
     dtype = working_dtype(weight)
@@ -138,7 +138,7 @@ def remaining_error(factor: Factor, metric: Metric, a: int, b: int, dtype: torch
     """Return the error of the group of columns [a, b) as its sweep begins.
 
     For "block" this is the part that the best compensation leaves: the Schur complement of the group in the damped
-    Hessian of itself and all later columns (docs/algorithms.md 7).
+    Hessian of itself and all later columns (ALGORITHMS 7).
     """
     if metric == "mse":
         return square_error

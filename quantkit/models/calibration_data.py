@@ -1,6 +1,6 @@
 """Calibration sequences, drawn from the documents of a source by a seeded generator.
 
-Documents stay apart, each at its own length and unpadded (docs/algorithms.md 2). The model then sees its calibration
+Documents stay apart, each at its own length and unpadded (ALGORITHMS 2). The model then sees its calibration
 text as it will see real prompts, and no padding leaks into a Hessian. A source that holds too little is refused.
 """
 
@@ -36,7 +36,7 @@ def draw_calibration(
     seed: int,
     lengths: Literal["own", "fixed"] = "own",
 ) -> Calibration:
-    """Draw `samples` token sequences of a source by `seed` (docs/algorithms.md 2).
+    """Draw `samples` token sequences of a source by `seed` (ALGORITHMS 2).
 
     `own`: documents in shuffled order, each at its own length. A longer one is cut to a window of `max_length` tokens
     at a random offset; documents of fewer than 2 tokens are skipped. `fixed`: all documents are concatenated and cut

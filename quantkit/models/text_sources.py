@@ -23,7 +23,7 @@ SUFFIXES = (".txt", ".jsonl", ".parquet")
 class _Named:
     """Describe a data set: its hub repository, text column, splits, and how evaluation joins its rows.
 
-    The joins are those of the published perplexities (docs/algorithms.md 15). `rows` and
+    The joins are those of the published perplexities (ALGORITHMS 15). `rows` and
     `test_rows` bound the download.
     """
 

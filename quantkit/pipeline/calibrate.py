@@ -1,10 +1,12 @@
-"""The loop over blocks that quantizes with activations: GPTQ, and scale searches that weigh errors by the Hessian.
+"""The loop over blocks that quantizes with activations: GPTQ, SparseGPT, and scale searches that use the Hessian.
 
-One block is in memory. Its linears are taken in groups that share an input, in the order in which the block calls them:
-a group's Hessian is summed over all documents, its rows are solved together, and the dequantized weights go back into
-the block before the next group's Hessian is taken (ALGORITHMS 2 and 12). The finished block then turns the stored
-activations into the inputs of the next. Every finished block is a commit; its activations are saved before it, so that
-a stopped run continues after the last commit with the same bits (RELIABILITY 1.2, 1.3).
+One block is in memory. Its linears are solved in groups that share an input, in the order in which the block calls
+them. A group's Hessian is summed over all documents, its rows are solved together, and the dequantized weights replace
+the original ones before the next group's Hessian is summed (ALGORITHMS 2 and 12). The finished block then turns the
+stored activations into the inputs of the next.
+
+Every finished block is a commit. Its activations are saved first, so that a stopped run continues after the last commit
+with the same bits (RELIABILITY 1.2, 1.3).
 """
 
 from __future__ import annotations
@@ -30,17 +32,17 @@ from quantkit.io.safetensors_header import read_header
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.tokenizer import check_tokens
-from quantkit.pipeline.layer_solver import alone, solve
+from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goal_of
 from quantkit.progress import Clock, Progress
 
-#: What a commit outside the blocks calls itself.
+#: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
 
 
 @dataclass(frozen=True)
 class Group:
-    """Linears that receive the same tensor, in the order of their first call; `once` if a document calls them once."""
+    """List linears that receive the same tensor, in order of first call; `once` if a document calls them once."""
 
     linears: tuple[str, ...]
     once: bool = True
@@ -48,9 +50,9 @@ class Group:
 
 @dataclass
 class Run:
-    """What one calibrated run holds: the source, the model, the documents and their activations between blocks.
+    """Hold the state of one calibrated run: the source, the model, the documents and their current activations.
 
-    `hidden` `[T, h]`, in the model's compute dtype, has the hidden states of all documents behind one another.
+    `hidden` `[T, h]`, in the compute dtype, concatenates the hidden states of all documents.
     """
 
     src: Checkpoint
@@ -78,7 +80,7 @@ class Run:
             start += len(tokens)
 
     def forward(self, block: int) -> None:
-        """Run the loaded block on every document and keep what it returns in the place of what went in."""
+        """Run the loaded block on every document, and replace each hidden state by the block's output."""
         with self.clock.phase("forward"):
             for _, tokens, hidden in self.documents():
                 out = self.model.run(block, tokens, hidden)
@@ -99,13 +101,13 @@ def calibrated(
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears quantized or pruned on `sequences` (int64 `[t]`).
 
-    Blocks come first, each followed by a Commit, then all that lies outside them. `work` is the run's folder: it keeps
-    the activations after the last two blocks, and past `act_budget` bytes the current ones. `done` has the journal
-    lines of an interrupted run, which is continued. Facts of a quantized or pruned item: method, relative_error, loss,
-    rtn_loss (if quantized), norm (proxy losses, ALGORITHMS 1), tokens, seconds and what the solver reports; of a
-    commit: block, phases, activations. Raises RecipeError for sequences that the model cannot take and for a tied
-    linear that is not skipped, NumericError for activations, Hessians or weights that cannot be used, CheckpointError
-    for a model that cannot be run block by block.
+    Each block is followed by a Commit; the tensors outside the blocks come last. `work` is the run's folder. It holds
+    the activations after the last two blocks and, if they exceed `act_budget` bytes, the current ones. `done` has the
+    journal lines of an interrupted run to continue. Facts of an item are those of `layer_solver.solve`; facts of a
+    commit are block, phases, activations and extras.
+
+    RecipeError for sequences that the model cannot take, or a tied linear that is not skipped. NumericError for
+    unusable activations, Hessians or weights. CheckpointError for a model that cannot run block by block.
     """
     run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), Clock(model.device))
     _check(run)
@@ -116,23 +118,23 @@ def calibrated(
         _start(run, finished, done)
     for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
         yield from _block(run, block)
-        kept = _save(run, block) if block + 1 < last else None
-        yield Commit({"block": block, "phases": run.clock.take(), "activations": kept, "extras": model.extras})
+        saved = _save(run, block) if block + 1 < last else None
+        yield Commit({"block": block, "phases": run.clock.take(), "activations": saved, "extras": model.extras})
     if len(facts) == len(finished):
         yield from _rest(run)
         yield Commit({"block": REST, "phases": run.clock.take()})
 
 
 def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
-    """Return the groups of a loaded block's `targets` that receive the same tensor object, in order of first call.
+    """Group a loaded block's `targets` that receive the same tensor object, in order of first call.
 
-    Documents are run until every target was called, so one unless experts are chosen by token. A target that no
-    document reaches becomes a group of its own, at the end.
+    Documents are run until every target was called: one, unless tokens choose experts. A target that no document
+    reaches becomes a group of its own, at the end.
     """
     groups: list[Group] = []
     waiting = set(targets)
     for _, tokens, hidden in run.documents():
-        inputs: dict[str, list[Tensor]] = {}  # held, so that no two of them can have one identity
+        inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
 
         def see(linear: str, x: Tensor, inputs: dict[str, list[Tensor]] = inputs) -> bool:
             inputs.setdefault(linear, []).append(x)
@@ -151,9 +153,9 @@ def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
 
 
 def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
-    """Return the Hessian of each group's input over all documents, from one pass through the loaded block.
+    """Sum the Hessian of each group's input over all documents, in one pass through the loaded block.
 
-    The pass of a single group ends where its first linear would run.
+    The pass for a single group ends before its first linear runs.
     """
     model = run.model
     hessians = {g.linears[0]: Hessian(model.linears[g.linears[0]][1], model.device) for g in groups}
@@ -174,8 +176,8 @@ def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
 def _check(run: Run) -> None:
     longest = max((len(s) for s in run.sequences), default=0)
     if not longest:
-        way = "--method magnitude" if isinstance(run.recipe, Pruning) else "--method rtn --clip none"
-        raise RecipeError(f"no calibration sequences: give calibration data, or use {way}")
+        other = "--method magnitude" if isinstance(run.recipe, Pruning) else "--method rtn --clip none"
+        raise RecipeError(f"no calibration sequences: give calibration data, or use {other}")
     if longest > run.model.max_length:
         raise RecipeError(
             f"a calibration sequence has {longest} tokens, the model takes {run.model.max_length}: use --max-length "
@@ -188,13 +190,16 @@ def _check(run: Run) -> None:
 
 
 def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]) -> None:
-    """Fill `run.hidden` with what enters the first block that is not finished."""
+    """Fill `run.hidden` with the input of the first unfinished block.
+
+    It comes from the saved activations, or is computed again through the finished blocks.
+    """
     model = run.model
     if finished:
-        kept = finished[-1]["activations"]
+        saved = finished[-1]["activations"]
         try:
-            shape, dtype = tuple(kept["shape"]), getattr(torch, kept["dtype"])
-            found = files.load_tensor(_snapshot(run, len(finished) - 1), shape, dtype, kept["sha256"])
+            shape, dtype = tuple(saved["shape"]), getattr(torch, saved["dtype"])
+            found = files.load_tensor(_snapshot(run, len(finished) - 1), shape, dtype, saved["sha256"])
             run.hidden = _allocate(run, shape).copy_(found)
             model.extras = finished[-1]["extras"]
             with run.clock.phase("load"):
@@ -220,7 +225,7 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
 
 
 def _block(run: Run, block: int) -> Iterator[Item]:
-    """Quantize one block and yield its tensors in the order of the source; `run.hidden` moves on to the next block."""
+    """Quantize one block and yield its tensors in source order; `run.hidden` becomes the input of the next block."""
     model = run.model
     with run.clock.phase("load"):
         model.load_block(block)
@@ -228,14 +233,14 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     with run.clock.phase("forward"):
         groups = find_groups(run, block, list(goals)) if goals else []
     solved: dict[str, Item] = {}
-    # One pass for each group, with the groups before it quantized; or one pass for all of them.
+    # True-sequential: one pass per group, with the groups before it quantized. Else one pass for all groups.
     for passed in [[group] for group in groups] if run.recipe.true_sequential else [groups]:
         for group, hessian in zip(passed, collect(run, block, passed), strict=True):
             with run.clock.phase("solve"):
                 weights = {name: run.src.get(f"{name}.weight").to(model.device) for name in group.linears}
                 items = solve(weights, {name: goals[name] for name in weights}, hessian, run.recipe, run.progress)
             for item in items:
-                assert not isinstance(item.value, Packed)  # that comes of files alone
+                assert not isinstance(item.value, Packed)  # only conversions yield packed items
                 _put_back(model, item.name.removesuffix(".weight"), item.value)
                 solved[item.name] = item
                 run.progress.detail(_detail(item))
@@ -253,7 +258,7 @@ def _detail(item: Item) -> str:
 
 
 def _rest(run: Run) -> Iterator[Item]:
-    """Yield what lies outside the blocks; a linear there that is not skipped has no Hessian."""
+    """Yield the tensors outside the blocks; a linear there that is not skipped is solved without a Hessian."""
     outside = run.model.stored(None)
     goals = run.goals(linear for linear in run.model.linears if f"{linear}.weight" in outside)
     for name in outside:
@@ -264,12 +269,12 @@ def _rest(run: Run) -> Iterator[Item]:
             yield Item(name, tensor)
             continue
         with run.clock.phase("solve"):
-            item = alone(linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks")
+            item = solve_uncalibrated(linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks")
         yield item
 
 
 def _allocate(run: Run, shape: tuple[int, ...]) -> Tensor:
-    """Return an empty tensor for the activations, in RAM or past the budget in a file that is mapped."""
+    """Return an empty tensor for the activations: in RAM, or beyond the budget in a memory-mapped file."""
     size = prod(shape) * run.model.dtype.itemsize
     if run.act_budget is not None and size > run.act_budget:
         return files.mapped_tensor(run.work / "activations-live.bin", shape, run.model.dtype)
@@ -277,7 +282,7 @@ def _allocate(run: Run, shape: tuple[int, ...]) -> Tensor:
 
 
 def _snapshot(run: Run, block: int) -> Path:
-    # Two generations: while one is written the other belongs to the last committed block.
+    # Two files alternate: while one is written, the other belongs to the last committed block.
     return run.work / f"activations-{block % 2}.bin"
 
 
@@ -289,7 +294,7 @@ def _save(run: Run, block: int) -> dict[str, Any]:
 
 
 def _put_back(model: BlockRunner, linear: str, value: QuantizedTensor | Tensor) -> None:
-    """Put what a linear of a loaded block became in the place of its weight, without padding."""
+    """Replace the weight of a linear in a loaded block by its solved value, without padding."""
     n, k = model.linears[linear]
     dense = value.dequantize(model.dtype) if isinstance(value, QuantizedTensor) else value
     model.replace(linear, dense[:n, :k].contiguous())
@@ -298,7 +303,7 @@ def _put_back(model: BlockRunner, linear: str, value: QuantizedTensor | Tensor) 
 def _committed(
     run: Run, block: int, done: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
-    """Yield what became of a finished block's linears, read back from the files that the journal lists."""
+    """Yield the solved linears of a finished block, read back from the files in the journal."""
     layout = None if isinstance(run.recipe, Pruning) else LAYOUTS[run.recipe.layout]
     paths = [run.work / name for line in done for name in line.get("files", {})]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}

@@ -1,17 +1,16 @@
-"""One group of linears that share an input: weights and a Hessian in, quantized or pruned items with their facts out.
+"""Quantize or prune the linears that share an input, given their weights and one Hessian.
 
-Weights of one scheme are solved as one tall weight, since rows never meet and the factor is the same (ALGORITHMS 2).
-What could not be done as asked is an error here, or, where the recipe allows it, done otherwise, warned of and
-recorded.
+Weights of one scheme are solved as one tall weight: rows never interact, and the factor is the same
+(ALGORITHMS 2). An unusable Hessian is an error or, if the recipe allows it, means RTN with a warning.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -36,19 +35,28 @@ Solved = list[tuple[QuantizedTensor | Tensor, dict[str, Any]]]
 _Part = TypeVar("_Part")
 
 
+class _System(NamedTuple):
+    """Hold a Hessian `[width, width]` and, if the method needs it, its factor."""
+
+    h: Tensor
+    factor: Factor | None
+
+
 def solve(
     weights: Mapping[str, Tensor],
-    schemes: Mapping[str, Goal],
+    goals: Mapping[str, Goal],
     hessian: Hessian,
     recipe: Recipe | Pruning,
     progress: Progress,
 ) -> list[Item]:
-    """Return the quantized or pruned items of linears `[n, k]`, by name, whose common input `hessian` was summed over.
+    """Quantize or prune linears `[n, k]`, by name, whose common input gave `hessian`.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
-    tokens, seconds, `descent_skipped` if there were too few tokens for it, `true_shape` if it is stored with zeros in a
-    larger one, and what the solver reports. Raises NumericError, naming the linear, for weights that are not finite or
-    overflow, and for a Hessian that cannot be used unless the recipe says `on_unsolvable: rtn`.
+    tokens, seconds, and those of the solver. `descent_skipped` says that there were too few tokens for descent,
+    `true_shape` that the stored weight is padded.
+
+    NumericError, naming the linear, for weights that are not finite or overflow. NumericError for an unusable Hessian,
+    unless the recipe says `on_unsolvable: rtn`.
     """
     names = ", ".join(weights)
     k = next(iter(weights.values())).shape[1]
@@ -56,94 +64,90 @@ def solve(
         with about(name):
             check_weight(weight)
     if not hessian.tokens:
+        reason = "no calibration token came here"
         if recipe.gptq.on_unsolvable == "stop":
             raise NumericError(
-                f"{names}: no calibration token came here: give more text, leave it dense with --skip, or set gptq "
-                "on_unsolvable: rtn in a recipe"
+                f"{names}: {reason}: give more text, leave it dense with --skip, or set gptq on_unsolvable: rtn in a "
+                "recipe"
             )
-        progress.warn(f"{names}: no calibration token came here, rounded to nearest")
-        return [alone(name, w, schemes[name], recipe, "no calibration token came here") for name, w in weights.items()]
+        progress.warn(f"{names}: {reason}, rounded to nearest")
+        return [solve_uncalibrated(name, w, goals[name], recipe, reason) for name, w in weights.items()]
     if hessian.tokens < k / 8:
         progress.warn(f"{names}: only {hessian.tokens} tokens calibrate {k} input channels")
-    recipe, skipped = _trusted(names, k, hessian.tokens, recipe, progress)
-    h = hessian.matrix()
-    kinds = sorted({(is_sparse(goal), _width(goal, k, recipe)) for goal in schemes.values()})
-    hessians = {width: _widened(h, width) for _, width in kinds}
-    asked = kinds if recipe.factored else []
-    factors = {kind: _factor(names, hessians[kind[1]], recipe, kind[0], progress) for kind in asked}
-    together: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
+    recipe, skipped = _without_noise(names, k, hessian.tokens, recipe, progress)
+    systems = _systems(names, hessian.matrix(), goals.values(), recipe, progress)
+    alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
-        together.setdefault((schemes[name], weight.dtype), {})[name] = weight
+        alike.setdefault((goals[name], weight.dtype), {})[name] = weight
     items: list[Item] = []
-    for (scheme, _), chosen in together.items():
+    for (goal, _), chosen in alike.items():
         progress.check()
         started = time.perf_counter()
-        width = _width(scheme, k, recipe)
-        h, factor = hessians[width], factors.get((is_sparse(scheme), width))
-        wide = {name: _filled(weight, width) for name, weight in chosen.items()}
-        if isinstance(recipe, Pruning) or not isinstance(scheme, Scheme):
-            found = _pruned(wide, h, recipe, factor)
-        elif recipe.factored:
-            found = _gptq(wide, scheme, h, recipe, factor)
-        else:
-            found = _rtn(wide, scheme, h, recipe)
+        width = _width(goal, k, recipe)
+        system = systems[is_sparse(goal), width]
+        solved = _solve_alike({name: _widened(w, width) for name, w in chosen.items()}, goal, system, recipe)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
-        for (name, weight), (tensor, facts) in zip(chosen.items(), found, strict=True):
-            known = {"tokens": hessian.tokens, **skipped, "seconds": seconds * len(weight)}
-            items.append(_item(name, weight, tensor, {**facts, **known}, recipe))
+        for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
+            common = {"tokens": hessian.tokens, **skipped, "seconds": seconds * len(weight)}
+            items.append(_item(name, weight, tensor, {**facts, **common}, recipe))
     return items
 
 
-def alone(linear: str, weight: Tensor, scheme: Goal, recipe: Recipe | Pruning, reason: str | None = None) -> Item:
-    """Return a linear done by its weight `[n, k]` alone, rounded or pruned by magnitude; `reason` as for `rounded`."""
-    if isinstance(recipe, Recipe) and isinstance(scheme, Scheme):
-        return rounded(linear, weight, scheme, recipe, reason)
+def solve_uncalibrated(
+    linear: str, weight: Tensor, goal: Goal, recipe: Recipe | Pruning, reason: str | None = None
+) -> Item:
+    """Round to nearest, or prune by magnitude, one weight `[n, k]` without a Hessian.
+
+    `reason` tells the report why, if the recipe asked for calibration. NumericError if the weight is not finite or
+    overflows.
+    """
+    if isinstance(recipe, Recipe) and isinstance(goal, Scheme):
+        return _round_to_nearest(linear, weight, goal, recipe, reason)
     started = time.perf_counter()
     with about(linear):
         check_weight(weight)
         value = weight.masked_fill(~fixed_mask(weight, "magnitude", None), 0)
-        known = {"method": "magnitude", **_checked(value), "relative_error": relative_error(weight, value), "tokens": 0}
+        facts = {"method": "magnitude", **_checked(value), "relative_error": relative_error(weight, value), "tokens": 0}
     why = {} if reason is None else {"by_magnitude": reason}
-    return Item(f"{linear}.weight", value, {**known, **why, "seconds": time.perf_counter() - started})
+    return Item(f"{linear}.weight", value, {**facts, **why, "seconds": time.perf_counter() - started})
 
 
-def rounded(linear: str, weight: Tensor, scheme: Scheme, recipe: Recipe, reason: str | None = None) -> Item:
-    """Return a linear rounded to nearest by its weight `[n, k]` alone; `reason` says why, if that was not asked for."""
+def _round_to_nearest(linear: str, weight: Tensor, scheme: Scheme, recipe: Recipe, reason: str | None) -> Item:
     started = time.perf_counter()
     with about(linear):
-        wide = _filled(weight, _width(scheme, weight.shape[1], recipe))
+        wide = _widened(weight, _width(scheme, weight.shape[1], recipe))
         tensor, facts = rtn.quantize(wide, scheme, clip=recipe.clip, signed=recipe.signed)
-    known = {"method": "rtn", "tokens": 0, **({} if reason is None else {"reason": reason})}
-    item = _item(linear, weight, tensor, {**facts, **known}, recipe)
+    common = {"method": "rtn", "tokens": 0, **({} if reason is None else {"reason": reason})}
+    item = _item(linear, weight, tensor, {**facts, **common}, recipe)
     return Item(item.name, item.value, {**(item.facts or {}), "seconds": time.perf_counter() - started})
 
 
 def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
-    """Return `||W - Q|| / ||W||`, 0 for a weight of zeros; columns of Q past those of W do not count."""
+    """Return `||W - Q|| / ||W||`, 0 for a weight of zeros; padding columns of Q do not count."""
     decoded = value.dequantize() if isinstance(value, QuantizedTensor) else value.to(torch.float32, copy=True)
     difference = decoded[:, : weight.shape[1]]
-    difference.sub_(weight)  # in place, and no float32 copy of the weight: this is a run's peak
+    difference.sub_(weight)  # in place, without a float32 copy of the weight: memory peaks here
     norm = torch.linalg.vector_norm(weight, dtype=working_dtype(weight)).clamp_min(1e-30)
     return float(torch.linalg.vector_norm(difference) / norm)
 
 
 def _width(goal: Goal, k: int, recipe: Recipe | Pruning) -> int:
-    """Return how many columns a weight of `k` is solved in: those of whole groups and quads, where padding is asked."""
+    """Return the columns in which a weight `[n, k]` is solved: with padding, those of whole groups and quads."""
     return goal.padded_k(k) if isinstance(recipe, Recipe) and recipe.pad and isinstance(goal, Scheme) else k
 
 
-def _filled(weight: Tensor, width: int) -> Tensor:
-    """Return a weight with columns of zeros up to `width`, which leave the scale of a last group as it was."""
+def _widened(weight: Tensor, width: int) -> Tensor:
+    """Return a weight with columns of zeros up to `width`, which do not change the scale of a last group."""
     if weight.shape[1] == width:
         return weight
-    check_weight(weight)  # here, where its size is still its own
+    check_weight(weight)  # an error must name the shape without padding
     return pad(weight, (0, width - weight.shape[1]))
 
 
-def _widened(h: Tensor, width: int) -> Tensor:
-    """Return a Hessian with columns that no other depends on, as large as the mean one: damping stays, none is dead.
+def _widened_hessian(h: Tensor, width: int) -> Tensor:
+    """Return a Hessian with uncorrelated channels added, as large as the mean one: none is dead, damping stays.
 
-    Weights of zero there have no error, so they change neither a loss nor what becomes of a real column.
+    The weights there are zero and have no error, so they change no loss and no real column.
     """
     missing = width - len(h)
     return torch.block_diag(h, h.diagonal().mean() * torch.eye(missing, device=h.device)) if missing else h
@@ -152,7 +156,7 @@ def _widened(h: Tensor, width: int) -> Tensor:
 def _item(
     name: str, weight: Tensor, tensor: QuantizedTensor | Tensor, facts: dict[str, Any], recipe: Recipe | Pruning
 ) -> Item:
-    """Return a solved linear as it is stored, filled up with zeros where that was asked, with the weight's facts."""
+    """Return a solved linear as it is stored, padded if the recipe asks for it, with its facts."""
     facts = {**facts, "relative_error": relative_error(weight, tensor)}
     shape = tuple(weight.shape)
     if isinstance(tensor, QuantizedTensor):
@@ -163,21 +167,43 @@ def _item(
     return Item(f"{name}.weight", tensor, facts)
 
 
-def _trusted(
+def _without_noise(
     names: str, k: int, tokens: int, recipe: Recipe | Pruning, progress: Progress
 ) -> tuple[Recipe | Pruning, dict[str, str]]:
-    """Return the recipe, without descent where it would fit the noise of so few tokens, and the fact that says so."""
+    """Return the recipe, and the fact for the report; descent is dropped if it would fit the noise of few tokens."""
     if not recipe.gptq.descent or tokens >= coordinate_descent.TOKENS_PER_COLUMN * k:
         return recipe, {}
     few = f"{tokens} tokens for {k} input channels"
     progress.warn(
         f"{names}: no descent: {few} are fewer than {coordinate_descent.TOKENS_PER_COLUMN} each; give more --samples"
     )
-    return dataclasses.replace(recipe, gptq=dataclasses.replace(recipe.gptq, descent=0)), {"descent_skipped": few}
+    return replace(recipe, gptq=replace(recipe.gptq, descent=0)), {"descent_skipped": few}
+
+
+def _systems(
+    names: str, h: Tensor, goals: Iterable[Goal], recipe: Recipe | Pruning, progress: Progress
+) -> dict[tuple[bool, int], _System]:
+    """Return the system for each kind of goal, by sparsity and width; `h` is `[k, k]`."""
+    kinds = sorted({(is_sparse(goal), _width(goal, len(h), recipe)) for goal in goals})
+    hessians = {width: _widened_hessian(h, width) for _, width in kinds}
+    factors = {
+        (sparse, width): _factor(names, hessians[width], recipe, sparse, progress) if recipe.factored else None
+        for sparse, width in kinds
+    }
+    return {kind: _System(hessians[kind[1]], factors[kind]) for kind in kinds}
+
+
+def _solve_alike(weights: Mapping[str, Tensor], goal: Goal, system: _System, recipe: Recipe | Pruning) -> Solved:
+    """Solve weights of one dtype with one goal, by the method of the recipe."""
+    if isinstance(recipe, Pruning) or not isinstance(goal, Scheme):
+        return _prune(weights, system, recipe)
+    if recipe.factored:
+        return _gptq(weights, goal, system, recipe)
+    return _rtn(weights, goal, system.h, recipe)
 
 
 def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progress: Progress) -> Factor | None:
-    """Return the group's factor, with a warning if it took more damping; None if the recipe then allows rounding."""
+    """Factor the Hessian, warning of extra damping; None if that fails and the recipe allows rounding."""
     try:
         with about(names):
             factor = factorize(h, recipe.gptq, sparse)
@@ -191,19 +217,19 @@ def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progr
     return factor
 
 
-def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recipe, factor: Factor | None) -> Solved:
-    def tall(weight: Tensor, rows: list[int]) -> list[gptq.Solution]:
-        return gptq.split(gptq.quantize(weight, scheme, h, recipe.gptq, factor), rows)
+def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe: Recipe) -> Solved:
+    def solve_tall(weight: Tensor, rows: list[int]) -> list[gptq.Solution]:
+        return gptq.split(gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor), rows)
 
-    parts = _as_one(weights, tall)
+    parts = _as_one(weights, solve_tall)
     return [
         (
             part.tensor,
             {
                 "method": part.facts.get("fallback", "gptq"),
-                "loss": _known(part.loss),
-                "rtn_loss": _known(part.rtn_loss),
-                "norm": _known(part.norm),
+                "loss": _finite(part.loss),
+                "rtn_loss": _finite(part.rtn_loss),
+                "norm": _finite(part.norm),
                 **part.facts,
             },
         )
@@ -211,43 +237,45 @@ def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Reci
     ]
 
 
-def _pruned(weights: Mapping[str, Tensor], h: Tensor, recipe: Recipe | Pruning, factor: Factor | None) -> Solved:
-    def tall(weight: Tensor, rows: list[int]) -> list[Tensor]:
+def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe | Pruning) -> Solved:
+    h, factor = system
+
+    def prune_tall(weight: Tensor, rows: list[int]) -> list[Tensor]:
         return list(sparsegpt.prune(weight, h, recipe.gptq, factor).split(rows))
 
     used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}
     found: Solved = []
-    for (name, weight), value in zip(weights.items(), _as_one(weights, tall), strict=True):
+    for (name, weight), value in zip(weights.items(), _as_one(weights, prune_tall), strict=True):
         with about(name):
             facts = {"method": recipe.gptq.prune, **used, **_checked(value)}
-        facts["loss"] = _known(row_losses(weight.float() - value.float(), None, h))
-        facts["norm"] = _known(row_losses(weight, None, h))
+        facts["loss"] = _finite(row_losses(weight.float() - value.float(), None, h))
+        facts["norm"] = _finite(row_losses(weight, None, h))
         facts["dead_columns"] = int((h.diagonal() == 0).sum())
-        found.append((value.clone(), facts))  # a slice of the tall weight would keep all of it in memory
+        found.append((value.clone(), facts))  # a slice would hold the whole tall weight in memory
     return found
 
 
-def _as_one(weights: Mapping[str, Tensor], tall: Callable[[Tensor, list[int]], list[_Part]]) -> list[_Part]:
-    """Return what `tall` makes of all weights stacked, given the rows of each; on an error it is asked one by one."""
+def _as_one(weights: Mapping[str, Tensor], solve_tall: Callable[[Tensor, list[int]], list[_Part]]) -> list[_Part]:
+    """Apply `solve_tall` to all weights stacked, given the rows of each; after an error, to one weight at a time."""
     try:
-        return tall(torch.cat(list(weights.values())), [len(w) for w in weights.values()])
-    except NumericError:  # which says whose row it is
+        return solve_tall(torch.cat(list(weights.values())), [len(w) for w in weights.values()])
+    except NumericError:  # its row must be named within its own linear
         parts = []
         for name, weight in weights.items():
             with about(name):
-                parts += tall(weight, [len(weight)])
+                parts += solve_tall(weight, [len(weight)])
         return parts
 
 
 def _checked(value: Tensor) -> dict[str, Any]:
-    """Return what is reported of a pruned weight, which is made sure to be 2:4."""
-    kept = value != 0
-    sparsity.check(kept)
-    return {"zeros": value.numel() - int(kept.sum()), "kept": int(kept.sum())}
+    """Return the counts for the report of a pruned weight; LayoutError if it is not 2:4."""
+    nonzero = value != 0
+    sparsity.check(nonzero)
+    return {"zeros": value.numel() - int(nonzero.sum()), "kept": int(nonzero.sum())}
 
 
-def _known(losses: Tensor) -> float | None:
-    """Return the sum of losses; None if it is no number, as with a Hessian that could not be used."""
+def _finite(losses: Tensor) -> float | None:
+    """Return the sum of losses; None if it is not finite, as with an unusable Hessian."""
     total = float(losses.sum(dtype=torch.float64))
     return total if math.isfinite(total) else None
 
@@ -266,6 +294,6 @@ def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recip
                 prune=recipe.prune or "magnitude",
             )
         w = weight.float()
-        loss, norm = (_known((d @ h) * d) for d in (w - tensor.dequantize(), w))
+        loss, norm = (_finite((d @ h) * d) for d in (w - tensor.dequantize(), w))
         found.append((tensor, {"method": "rtn", "loss": loss, "rtn_loss": loss, "norm": norm, **facts}))
     return found

@@ -1,8 +1,8 @@
-"""How much memory a run will need at its peak: an estimate from shapes alone, with its parts.
+"""Estimate the peak memory of a run, by part, from shapes alone.
 
-The peak of a calibrated run is in the largest block: its weights, the calibration activations, one Hessian with its
-factor, and the solver's copies of the rows that share that Hessian. Factors are the number of arrays of a kind that are
-alive together; they were set by measured runs and lean upwards, so that a run that fits on paper fits.
+A calibrated run peaks in its largest block: the block's weights, the calibration activations, one Hessian with its
+factor, and the solver's copies of the rows that share that Hessian. The constants count arrays that exist at the same
+time. They come from measured runs and are rounded up: the estimate should never be too low.
 """
 
 from __future__ import annotations
@@ -22,34 +22,35 @@ from quantkit.pipeline.recipe import Pruning, Recipe
 MIB = 2**20
 #: Python, torch, transformers, datasets and numba imported, and the skeleton of the model (measured: 540 MB).
 PROGRAM = 600 * MIB
-#: What the CUDA runtime and its libraries add, on the host and on the device.
+#: Bytes that the CUDA runtime and its libraries add, on the host and on the device.
 CUDA_HOST, CUDA_DEVICE = 2500 * MIB, 800 * MIB
 #: Bytes for each weight of the largest linear while it is rounded, packed or unpacked: the source, its float32 copy,
 #: the scale search's scratch, the codes, the words (measured: 11.4).
 STREAMED = 12
-#: float32 matrices `[k, k]` alive while a factor is made: the sum, H, its damped copy, the factor, scratch.
+#: float32 matrices `[k, k]` during a factorization: the sum, H, its damped copy, the factor, scratch.
 SQUARES = 5
-#: float32 matrices `[rows, k]` alive while rows are solved: weights, targets, errors, the result, RTN's, scratch.
+#: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, scratch.
 SOLVED = 7
-#: The head of a block in a module path: everything up to the first number.
+#: The path of a block in a module path: everything up to the first number.
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`, empty without one)."""
+    """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`)."""
 
     ram: dict[str, int]
     vram: dict[str, int] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:
+        """Return totals and parts as plain data."""
         found: dict[str, Any] = {"ram": sum(self.ram.values()), "ram_parts": self.ram, "estimate": True}
         if self.vram:
             found |= {"vram": sum(self.vram.values()), "vram_parts": self.vram}
         return found
 
     def notices(self) -> list[str]:
-        """Return a line for each kind of memory of which the run may need more than is free here."""
+        """Return a warning for each kind of memory of which the run may need more than is free."""
         found = []
         free = free_memory()
         if free is not None and sum(self.ram.values()) > free:
@@ -64,7 +65,7 @@ class Memory:
 
 
 def streamed_memory(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> Memory:
-    """Return the peak of rounding to nearest or repacking, where one tensor is in memory at a time."""
+    """Estimate the peak of rounding to nearest or repacking: one tensor is in memory at a time."""
     copied = max((prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names()), default=0)
     largest = max((n * k for n, k in linears.values()), default=0)
     return Memory({"program": PROGRAM, "largest weight": max(STREAMED * largest, 2 * copied)})
@@ -77,9 +78,9 @@ def calibrated_memory(
     device: str | None = None,
     act_budget: int | None = None,
 ) -> Memory:
-    """Return the peak of a run with activations, for the device that `auto` (None) would choose or the one given.
+    """Estimate the peak of a run with activations, on `device` (None: as `auto` chooses).
 
-    The tokens are an upper bound: documents keep their own length, which is known only once they are drawn.
+    The number of tokens is an upper bound, because documents may be shorter than the maximum.
     """
     cuda = torch.cuda.is_available() if device in (None, "auto") else str(device).startswith("cuda")
     width = src.dtype_of_model.itemsize if cuda else 4  # a CPU computes in float32
@@ -93,21 +94,21 @@ def calibrated_memory(
         "block": width * max(_blocks(src).values(), default=0),
         "Hessian and factor": 4 * SQUARES * max((k * k for _, k in inside.values()), default=0),
         "rows being solved": 4 * SOLVED * max(_sharing(inside).values(), default=0),
-        # While a document runs, a block holds the outputs of its linears, about twice over.
+        # While a document runs, a block holds about two copies of its linears' outputs.
         "one document": 2 * width * tokens * max(_outputs(inside).values(), default=0),
     }
-    # The embeddings are in memory only while documents enter the first block, before anything is solved.
+    # The embeddings are in memory only before the first block is solved.
     outside = width * max((prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)), default=0)
     solve["embeddings, before the blocks"] = max(0, outside - sum(solve.values()))
-    kept = min(activations, act_budget) if act_budget is not None else activations
+    in_ram = min(activations, act_budget) if act_budget is not None else activations
     if not cuda:
-        return Memory({"program": PROGRAM, "activations": kept, **solve})
-    host = {"program": PROGRAM + CUDA_HOST, "activations": kept, "loading": 2 * solve["block"]}
+        return Memory({"program": PROGRAM, "activations": in_ram, **solve})
+    host = {"program": PROGRAM + CUDA_HOST, "activations": in_ram, "loading": 2 * solve["block"]}
     return Memory(host, {"CUDA": CUDA_DEVICE, **solve})
 
 
 def free_memory() -> int | None:
-    """Return the bytes of RAM that can be used without swapping, None where the system does not say."""
+    """Return the bytes of RAM available without swapping, None if the system does not report them."""
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
@@ -120,7 +121,7 @@ def free_memory() -> int | None:
 
 
 def _stated(src: Checkpoint, key: str) -> int | None:
-    """Return a size that config.json states for the text model, None if it does not state a number."""
+    """Return a size of the text model from config.json, None if it is not a positive number."""
     text = src.config.get("text_config")
     value = (text if isinstance(text, dict) else src.config).get(key)
     return value if type(value) is int and value > 0 else None
@@ -136,7 +137,7 @@ def _blocks(src: Checkpoint) -> dict[str, int]:
 
 
 def _sharing(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[str, int], int]:
-    """Return the weights that may share one Hessian: those of one parent with equal k (an upper bound)."""
+    """Count the weights that may share one Hessian, as an upper bound: those of one parent with equal k."""
     found: dict[tuple[str, int], int] = {}
     for module, (n, k) in linears.items():
         key = (module.rpartition(".")[0], k)

@@ -1,6 +1,6 @@
-"""Weights that a layout cannot hold as asked, the rule that each breaks, and what to type instead.
+"""Weights that a layout cannot hold as asked: the rule that each breaks, and the options that would help.
 
-Only a way out that was tried on the layouts' own `check` is offered.
+An option is offered only after the layouts' own `check` has accepted it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from quantkit.layouts.recast import broken_rule, nearest, padded_shape, target
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe
 
 FILLED = "to fill it up with zeros"
-#: What a way out offers, the finest last but one scale per row, which every k allows.
+#: Group sizes to suggest, in this order; one scale per row (None) fits every k.
 GROUP_SIZES = (128, 64, 32, None)
 
 
 @dataclass(frozen=True)
 class Misfit:
-    """A linear that cannot be done as asked, and the rule that it breaks."""
+    """Hold a linear that cannot be quantized as asked, and the rule that it breaks."""
 
     module: str
     shape: tuple[int, int]
@@ -39,9 +39,10 @@ def ways_out(
     recipe: Recipe | Pruning | None,
     source: Layout | None,
 ) -> tuple[str, ...]:
-    """Return a line for each broken rule: the weights by shape, and what to type; only what was tried is offered.
+    """Return a line for each broken rule: its weights by shape, and the options that help.
 
-    `layout` is None where weights stay dense; then, and for a linear that is nowhere at home, --skip is the way.
+    `schemes` has the goal of every linear, misfit or not. `layout` is None if weights stay dense, `recipe` is None for
+    a conversion, `source` is the layout of its source.
     """
     rules: dict[str, list[Misfit]] = {}
     for misfit in misfits:
@@ -49,41 +50,45 @@ def ways_out(
     everything = len(misfits) == sum(scheme is not None for scheme in schemes.values())
     lines = []
     for rule, group in rules.items():
-        shapes: dict[tuple[int, int], list[str]] = {}
-        for misfit in group:
-            shapes.setdefault(misfit.shape, []).append(misfit.module)
-        which = ", ".join(
-            f"{modules[0]} is {list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
-            for shape, modules in shapes.items()
-        )
-        ways = []
+        options = []
         if layout is not None and not isinstance(recipe, Pruning):
-            ways = _other_ways(group, layout, recipe, source) or _two_changes(misfits, recipe)
-            ways += [f"add --pad {FILLED}"] if recipe is not None and _padding_helps(group, layout) else []
+            options = _one_change(group, layout, recipe, source) or _two_changes(misfits, recipe)
+            options += [f"add --pad {FILLED}"] if recipe is not None and _padding_helps(group, layout) else []
         if recipe is not None and not everything:
-            ways.append(f"leave them dense with --skip '{_skip_pattern(group, schemes)}'")
+            options.append(f"leave them dense with --skip '{_skip_pattern(group, schemes)}'")
         last = "quantize the original model in another way" if recipe is None else "download or convert the model again"
-        lines.append(f"{rule}: {which}: {', or '.join(ways) or last}")
+        lines.append(f"{rule}: {_by_shape(group)}: {', or '.join(options) or last}")
     return tuple(lines)
 
 
-def _other_ways(group: list[Misfit], layout: Layout, recipe: Recipe | None, source: Layout | None) -> list[str]:
-    """Return the options with which a layout would hold all weights of a group; of a source at fault there are none."""
+def _by_shape(group: list[Misfit]) -> str:
+    """Name the first weight of each shape and count the others."""
+    shapes: dict[tuple[int, int], list[str]] = {}
+    for misfit in group:
+        shapes.setdefault(misfit.shape, []).append(misfit.module)
+    return ", ".join(
+        f"{modules[0]} is {list(shape)}{f' (and {len(modules) - 1} more)' if len(modules) > 1 else ''}"
+        for shape, modules in shapes.items()
+    )
+
+
+def _one_change(group: list[Misfit], layout: Layout, recipe: Recipe | None, source: Layout | None) -> list[str]:
+    """Return the options that make all weights of a group fit; none if the source, not the layout, is at fault."""
     if _fits(group, layout):
         return []
-    ways = [] if recipe is not None else _of_conversions(group, layout)
+    options = [] if recipe is not None else _for_conversion(group, layout)
     if recipe is not None:
-        size_ = next((g for g in GROUP_SIZES if _fits(group, layout, group_size=g)), ...)
-        ways += [] if size_ is ... else [f"use --group-size {size_ or 'channel'}"]
+        size = next((g for g in GROUP_SIZES if _fits(group, layout, group_size=g)), ...)
+        options += [] if size is ... else [f"use --group-size {size or 'channel'}"]
         asymmetric = any(not Scheme.parse(misfit.scheme).symmetric for misfit in group)
-        ways += ["drop --asym"] if asymmetric and _fits(group, layout, symmetric=True) else []
-        ways += ["add --prune 2:4"] if _dense_integers(group) and _fits(group, layout, sparsity="2:4") else []
+        options += ["drop --asym"] if asymmetric and _fits(group, layout, symmetric=True) else []
+        options += ["add --prune 2:4"] if _dense_integers(group) and _fits(group, layout, sparsity="2:4") else []
     other = next((name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)), None)
-    return ways + ([f"use --layout {other}"] if other else [])
+    return options + ([f"use --layout {other}"] if other else [])
 
 
-def _of_conversions(group: list[Misfit], layout: Layout) -> list[str]:
-    """Return the options of `pack` with which the layout would hold all weights of a group."""
+def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:
+    """Return the options of `pack` that make all weights of a group fit the layout."""
     flags = ((" --pad", target, True), (" --requantize", nearest, False), (" --pad --requantize", nearest, True))
     for flag, find, pad in flags:
         if all(find(layout, Scheme.parse(misfit.scheme), *misfit.shape, pad=pad) for misfit in group):
@@ -92,7 +97,7 @@ def _of_conversions(group: list[Misfit], layout: Layout) -> list[str]:
 
 
 def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
-    """Return whether it is the layout that refuses the weights of a group, and would hold them in larger shapes."""
+    """Return whether the layout refuses the weights of a group, but would hold them in larger shapes."""
     asked = [(misfit.rule, Scheme.parse(misfit.scheme), *misfit.shape) for misfit in group]
     return all(
         broken_rule(layout, scheme, n, k) == rule and padded_shape(layout, scheme, n, k) is not None
@@ -101,7 +106,7 @@ def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
 
 
 def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
-    """Return a layout and a group size that together hold all misfits, where one change does not help."""
+    """Return a layout and a group size that together hold all misfits, if one change does not help."""
     if recipe is None or _fits(misfits, LAYOUTS[recipe.layout]):
         return []
     both = ((name, g) for name, layout in LAYOUTS.items() for g in GROUP_SIZES if _fits(misfits, layout, group_size=g))
@@ -114,13 +119,13 @@ def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
 
 
 def _dense_integers(group: list[Misfit]) -> bool:
-    """Return whether all weights of a group are of schemes that could be 2:4 and are not."""
+    """Return whether all weights of a group have a dense scheme that could be 2:4."""
     schemes = [Scheme.parse(misfit.scheme) for misfit in group]
     return all(s.symmetric and not s.format.is_float and s.sparsity is None for s in schemes)
 
 
 def _skip_pattern(group: list[Misfit], schemes: Mapping[str, Goal | None]) -> str:
-    """Return a --skip pattern for exactly this group: by the names' ends where that meets no other linear."""
+    """Return a --skip pattern for exactly this group: by last name parts if these match no other linear."""
     modules = {misfit.module for misfit in group}
     leaves = sorted({module.rpartition(".")[2] for module in modules})
     same = {m for m, scheme in schemes.items() if scheme is not None and m.rpartition(".")[2] in leaves}

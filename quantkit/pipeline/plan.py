@@ -1,7 +1,7 @@
-"""What a run will write, need and refuse, from config.json and safetensors headers alone.
+"""Plan a run from config.json and safetensors headers: its output, its memory, and everything that it must refuse.
 
-Every misfit is found here, all at once and before any work. Byte counts are exact because they come from the layout's
-own `stored`; memory is an estimate, said as such, with its parts listed.
+All misfits are found at once, before any work. Byte counts are exact, because each layout states the tensors that it
+stores. Memory is an estimate, with its parts listed.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, label, st
 from quantkit.reporting.model_card import READERS
 from quantkit.reporting.units import format_bytes
 
-#: Linears that engines multiply as one: these must share a scheme.
+#: Linears that engines fuse into one product; they must share a scheme.
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-#: What is to be known of 2:4 without training (ALGORITHMS 9).
+#: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = (
     "2:4 without training costs quality: published 7B and 8B models about double their perplexity, and recover by "
     "fine-tuning with the mask held; late layers are the sensitive ones: --skip them first"
 )
-#: What the layout of a pruned model that is not quantized is called.
+#: The layout name of a pruned model that is not quantized.
 DENSE = "dense"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One linear of the plan: shape `[n, k]`, its scheme's label (None: stays dense), its bytes in the output.
+    """Hold one linear of the plan: shape `[n, k]`, the label of its scheme (None: dense), its bytes in the output.
 
-    `padded` is the shape that it is stored in where that is a larger one, filled up with zeros.
+    `padded` is the stored shape if zeros are added.
     """
 
     module: str
@@ -58,16 +58,17 @@ class Row:
 
     @property
     def stored(self) -> tuple[int, int]:
+        """The shape in the output, padding included."""
         return self.padded or self.shape
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `quantize` or `pack` would write; `bytes` are exactly those of the output's tensors.
+    """Describe the output of `quantize` or `pack`; `bytes` counts exactly the output's tensors.
 
-    A weight that does not fit is counted as if left dense. `ways_out` has one line for each rule that is broken,
-    `problems` are reasons to refuse that are no weight's. `remarks` are worth knowing of this model in any layout,
-    `layout_remarks` of what reads this layout.
+    A misfit is counted as if left dense. `ways_out` has one line for each broken rule, with the options that help.
+    `problems` are other reasons to refuse. `remarks` are about this model in any layout, `layout_remarks` about the
+    readers of this layout.
     """
 
     layout: str
@@ -85,31 +86,33 @@ class Plan:
 
     @property
     def notices(self) -> list[str]:
-        """All remarks, and what the free memory of this machine makes doubtful."""
+        """All remarks, and a warning for each kind of memory that may not suffice."""
         return [*self.layout_remarks, *self.remarks, *self.memory.notices()]
 
     @property
     def quantized(self) -> list[Row]:
+        """The rows that do not stay dense."""
         return [row for row in self.rows if row.scheme is not None]
 
     @property
     def packed_bytes(self) -> int:
+        """The bytes of all rows that do not stay dense."""
         return sum(row.bytes for row in self.quantized)
 
     @property
     def bits_per_weight(self) -> float | None:
-        """Stored bits for each quantized weight, scales and zero points included; None when there is none."""
+        """Stored bits per quantized weight, scales and zero points included; None if there is none."""
         weights = sum(prod(row.shape) for row in self.quantized)
         return 8 * self.packed_bytes / weights if weights else None
 
     def require(self) -> None:
-        """Raise one LayoutError with a line for each broken rule and problem; nothing if the plan can be done."""
+        """Raise one LayoutError with a line for each broken rule and problem, if there are any."""
         lines = [*self.ways_out, *self.problems]
         if lines:
             raise LayoutError("\n".join(lines))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain data, the `--json` of `plan`."""
+        """Return the plan as plain data, as `plan --json` prints it."""
         return {
             "layout": self.layout,
             "scheme": self.scheme,
@@ -135,57 +138,52 @@ def plan_quantize(
     linears: Mapping[str, tuple[int, int]],
     recipe: Recipe | Pruning,
     *,
-    schemes: Mapping[str, Goal | None] | None = None,
+    goals: Mapping[str, Goal | None] | None = None,
     tied: Collection[str] = (),
     out: Path | None = None,
     device: str | None = None,
     act_budget: int | None = None,
 ) -> Plan:
-    """Return the plan of quantizing or pruning the `linears` (name -> `(n, k)`) of a dense checkpoint.
+    """Plan to quantize or prune the `linears` (name -> `(n, k)`) of a dense checkpoint.
 
-    `schemes` has the scheme of each where the recipe's own reading of its name is not meant; `tied` are those that
-    share their weight with the embeddings; `out` is where free disk space is looked up; `device` is where the run
-    would compute (None: a GPU if there is one). A recipe that pads gives a shape that does not fit a larger one.
+    `goals` has the goal of each linear (None: by name in the recipe). `tied` are those that share their weight with the
+    embeddings. The free disk space is that at `out`. `device` is where the run would compute (None: a GPU if there is
+    one).
     """
     layout = None if isinstance(recipe, Pruning) else LAYOUTS[recipe.layout]
-    schemes = {module: recipe.scheme_of(module) for module in linears} if schemes is None else schemes
+    goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
     stored = set(src.names())
     rows, misfits = [], []
-    for module, (n, k) in linears.items():
-        scheme = schemes[module]
-        here = f"{module}.weight" in stored
-        rule, shape = None, (n, k)
-        if scheme is not None:
-            shape = stored_shape(recipe, scheme, n, k)
-            tied_here = module in tied or not here
-            rule = _source_rule(src, module, (n, k), tied_here) or _misfit_rule(layout, scheme, *shape)
-        if scheme is not None and rule is not None:
-            misfits.append(Misfit(module, (n, k), label(scheme), rule))
-        kept = scheme if rule is None else None
-        size_ = src.nbytes(f"{module}.weight") if here else 0
-        if layout is not None and isinstance(kept, Scheme):
-            size_ = stored_bytes(layout, kept, *shape)
-        padded = shape if kept and shape != (n, k) else None
-        rows.append(Row(module, (n, k), label(kept) if kept else None, size_, padded))
+    for module, shape in linears.items():
+        goal, in_source = goals[module], f"{module}.weight" in stored
+        if goal is not None:
+            own_weight = in_source and module not in tied
+            rule = _source_rule(src, module, shape, own_weight) or _misfit_rule(
+                layout, goal, *stored_shape(recipe, goal, *shape)
+            )
+            if rule is not None:
+                misfits.append(Misfit(module, shape, label(goal), rule))
+                goal = None
+        rows.append(_row(src, recipe, module, shape, goal, in_source))
     sizes = {row.module: row.stored for row in rows}
     if recipe.calibrated:
         memory = calibrated_memory(src, sizes, recipe, device, act_budget)
     else:
         memory = streamed_memory(src, sizes)
-    plan = _assembled(src, layout, recipe.scheme, rows, misfits, memory, out)
-    ways = ways_out(misfits, schemes, layout, recipe, None)
-    told = [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in schemes.values()) else []
-    told += _fused(schemes) if layout is not None else []
-    return replace(plan, ways_out=ways, remarks=(*plan.remarks, *told))
+    plan = _assemble(src, layout, recipe.scheme, rows, misfits, memory, out)
+    remarks = [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in goals.values()) else []
+    remarks += _fused(goals) if layout is not None else []
+    lines = ways_out(misfits, goals, layout, recipe, None)
+    return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks))
 
 
 def plan_pack(
     src: Checkpoint, layout: Layout, *, out: Path | None = None, pad: bool = False, requantize: bool = False
 ) -> Plan:
-    """Return the plan of rewriting a quantized checkpoint in another layout; values are looked at only by the run.
+    """Plan to rewrite a quantized checkpoint in another layout, without reading its values.
 
-    A weight whose scheme the layout does not hold gets one that holds the same values, with `requantize` the nearest
-    one where there is none; with `pad` a shape that does not fit gets a larger one (LAYOUTS 11).
+    If the layout does not hold a weight's scheme, the weight is recast to one with the same values. If there is none,
+    `requantize` takes the nearest scheme. `pad` enlarges a shape that does not fit (LAYOUTS 11).
     """
     rows, misfits = [], []
     changes: Counter[str] = Counter()
@@ -207,16 +205,30 @@ def plan_pack(
     assert src.schemes is not None
     labels = Counter(row.scheme for row in rows if row.scheme is not None)
     default = Scheme.parse(labels.most_common(1)[0][0]) if labels else src.schemes.default
-    plan = _assembled(src, layout, default, rows, misfits, streamed_memory(src, sizes), out)
-    told = tuple(f"{count} of {len(rows)} linears: {change}" for change, count in changes.items())
-    ways = ways_out(misfits, schemes, layout, None, src.layout)
-    return replace(plan, ways_out=ways, remarks=(*plan.remarks, *told))
+    plan = _assemble(src, layout, default, rows, misfits, streamed_memory(src, sizes), out)
+    remarks = (f"{count} of {len(rows)} linears: {change}" for change, count in changes.items())
+    lines = ways_out(misfits, schemes, layout, None, src.layout)
+    return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks))
+
+
+def _row(
+    src: Checkpoint, recipe: Recipe | Pruning, module: str, shape: tuple[int, int], goal: Goal | None, in_source: bool
+) -> Row:
+    """Return the row of a linear with its goal, or of one that stays dense (None)."""
+    dense = src.nbytes(f"{module}.weight") if in_source else 0
+    if goal is None:
+        return Row(module, shape, None, dense)
+    stored = stored_shape(recipe, goal, *shape)
+    padded = None if stored == shape else stored
+    if isinstance(recipe, Pruning) or not isinstance(goal, Scheme):
+        return Row(module, shape, label(goal), dense, padded)
+    return Row(module, shape, goal.label, stored_bytes(LAYOUTS[recipe.layout], goal, *stored), padded)
 
 
 def _destination(src: Checkpoint, module: str, layout: Layout, pad: bool, requantize: bool) -> Target | None:
-    """Return the scheme and the shape that a packed weight is to be stored in, the least changed; None: it cannot be.
+    """Return the scheme and shape for a packed weight that change it least; None if the layout cannot hold it.
 
-    Padding is left away where the last group of columns is a whole one, and kept where the layout needs it.
+    Padding is removed if the last group of columns is complete without it, and the layout does not need it.
     """
     scheme, true, stored = src.scheme(module), src.true_size(module), src.size(module)
     shapes = [true, stored] if scheme.padded_k(true[1]) == true[1] else [stored]
@@ -225,11 +237,11 @@ def _destination(src: Checkpoint, module: str, layout: Layout, pad: bool, requan
     asked += [(nearest, true, False)] if requantize else []
     asked += [(nearest, true, True)] if requantize and pad else []
     found = (find(layout, scheme, *shape, pad=padding) for find, shape, padding in asked)
-    return next((place for place in found if place is not None), None)
+    return next((result for result in found if result is not None), None)
 
 
 def _change(scheme: Scheme, now: Scheme) -> str:
-    """Return what is done to a weight whose scheme changes, and what its data must be like for that."""
+    """Describe the change of a weight's scheme, and the condition on its data."""
     if now not in candidates(scheme):
         return f"{scheme.label} is rounded again to {now.label}, which is lossy"
     needs = [] if scheme.symmetric == now.symmetric else ["codes fit around zero points of 8"]
@@ -243,7 +255,7 @@ def stored_bytes(layout: Layout, scheme: Scheme, n: int, k: int) -> int:
 
 
 def _misfit_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | None:
-    """Return the rule that a weight breaks in a layout or, where it stays dense, as a 2:4 weight."""
+    """Return the rule that a weight breaks in a layout or, if it stays dense, as a 2:4 weight."""
     if layout is not None and isinstance(goal, Scheme):
         return broken_rule(layout, goal, n, k)
     try:
@@ -253,7 +265,7 @@ def _misfit_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | Non
     return None
 
 
-def _assembled(
+def _assemble(
     src: Checkpoint,
     layout: Layout | None,
     scheme: Goal,
@@ -262,9 +274,9 @@ def _assembled(
     memory: Memory,
     out: Path | None,
 ) -> Plan:
-    """Add everything else that the output holds, and what is worth knowing before it is made."""
-    ours = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
-    others = sum(src.nbytes(name) for name in src.names() if name not in ours)
+    """Add the other tensors of the output, the remarks and the free disk space."""
+    linears = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
+    others = sum(src.nbytes(name) for name in src.names() if name not in linears)
     total = others + sum(row.bytes for row in rows)
     free = _free_disk(out)
     problems = []
@@ -288,10 +300,10 @@ def _assembled(
     )
 
 
-def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], tied: bool) -> str | None:
-    """Return what makes a weight no source to quantize, before any layout is asked."""
+def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], own_weight: bool) -> str | None:
+    """Return the rule, independent of the layout, by which a weight cannot be quantized."""
     name = f"{module}.weight"
-    if tied or (src.config.get("tie_word_embeddings") is True and shape[0] == src.config.get("vocab_size")):
+    if not own_weight or (src.config.get("tie_word_embeddings") is True and shape[0] == src.config.get("vocab_size")):
         return "a linear tied to the embeddings has no weight of its own, and those stay dense"
     if src.dtype(name) not in FLOATS:
         return (
@@ -304,12 +316,12 @@ def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], tied: boo
 
 
 def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row]) -> list[str]:
-    """Return what readers of the layout will want to know of this output (LAYOUTS 3.1, 3.5, 9 and 10)."""
+    """Return the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and 10)."""
     quantized = [row for row in rows if row.scheme is not None]
     asymmetric = any(row.scheme is not None and row.scheme.endswith(":asym") for row in quantized)
     found = []
-    left = [row.module for row in rows if row.scheme is None] + list(src.schemes.ignore if src.schemes else ())
-    dense = any(module != "lm_head" for module in left)
+    skipped = [row.module for row in rows if row.scheme is None] + list(src.schemes.ignore if src.schemes else ())
+    dense = any(module != "lm_head" for module in skipped)
     mixed = len({row.scheme for row in quantized}) > 1
     if (layout.NAME == "marlin" and (dense or mixed)) or (layout.NAME == "humming" and mixed):
         what = "linears with a scheme of their own" if mixed else "dense linears besides lm_head"
@@ -341,13 +353,13 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row]) -> list[st
     return found
 
 
-def _fused(schemes: Mapping[str, Goal | None]) -> list[str]:
-    """Return a notice for linears that engines fuse and that would have different schemes."""
+def _fused(goals: Mapping[str, Goal | None]) -> list[str]:
+    """Return a notice if linears that engines fuse would have different schemes."""
     found = []
     for parts in FUSED:
-        for module in schemes:
+        for module in goals:
             parent, _, leaf = module.rpartition(".")
-            together = {schemes[f"{parent}.{part}"] for part in parts if f"{parent}.{part}" in schemes}
+            together = {goals[f"{parent}.{part}"] for part in parts if f"{parent}.{part}" in goals}
             if leaf == parts[0] and len(together) > 1:
                 labels = " and ".join(sorted(label(goal) if goal else "dense" for goal in together))
                 found.append(f"{parent}: {', '.join(parts)} mix {labels}; engines that fuse them will not load this")

@@ -32,7 +32,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.calibration_data import draw_calibration
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline.calibrate import calibrated
-from quantkit.pipeline.layer_solver import alone
+from quantkit.pipeline.layer_solver import solve_uncalibrated
 from quantkit.pipeline.plan import Plan, plan_quantize
 from quantkit.pipeline.publish import finish, name_of, publish_complete, write
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goal_of, label
@@ -72,7 +72,7 @@ def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, r
         src,
         skeleton.linears,
         recipe,
-        schemes=chosen,
+        goals=chosen,
         tied=skeleton.tied,
         out=None if out is None else Path(out),
         device=skeleton.device.type,
@@ -154,7 +154,7 @@ def streamed(
         scheme = chosen.get(module) if module != name else None
         pending += src.nbytes(name)
         # The weight has no name here, so that its memory is free when the next one is read.
-        yield Item(name, src.get(name)) if scheme is None else alone(module, src.get(name), scheme, recipe)
+        yield Item(name, src.get(name)) if scheme is None else solve_uncalibrated(module, src.get(name), scheme, recipe)
         if pending >= COMMIT_BYTES:
             yield Commit({})
             pending = 0

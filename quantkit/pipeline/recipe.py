@@ -1,7 +1,7 @@
-"""A recipe is the `Recipe` dataclass written as YAML, nothing more.
+"""A recipe: the `Recipe` dataclass, and its YAML form.
 
-Command-line flags are merged over a recipe's mapping before it is read, so a flag overrides its key and one function
-(`from_mapping`) checks both. Unknown keys are errors. Defaults depend on the format (ALGORITHMS 0).
+Command-line options are merged over a recipe's mapping before it is read. An option thus overrides its key, and one
+function, `from_mapping`, checks both. Unknown keys are errors. Defaults depend on the format (ALGORITHMS 0).
 """
 
 from __future__ import annotations
@@ -27,20 +27,21 @@ from quantkit.layouts import LAYOUTS, humming
 from quantkit.layouts.recast import fitting
 
 Method = Literal["gptq", "rtn"]
-#: What becomes of a linear: codes of a scheme, or a dense weight of which two in four are kept.
+#: The result for a linear: codes of a scheme, or a dense 2:4 weight.
 Goal = Scheme | Literal["2:4"]
 SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
-#: Keys of the `gptq` section; the scale search and sign are the recipe's own, since RTN uses them too.
+#: Keys of the `gptq` section; scale search and sign are keys of the recipe, because RTN uses them too.
 GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
-#: Keys of that section that pruning has a use for.
+#: Keys of that section that pruning uses.
 PRUNING_KEYS = ("damp", "damp_kind", "block", "act_order")
 
 
 @dataclass(frozen=True)
 class Calib:
-    """Which text calibrates: a data set name or file, how many sequences, their longest length in tokens, the seed.
+    """Name the calibration text: a data set or file, the number of sequences, their maximum length, the seed.
 
-    `lengths` is `own` (each document at its own length, unpadded: ALGORITHMS 2) or `fixed` (windows of `max_length`).
+    `lengths` is `own` (each document at its own length, ALGORITHMS 2) or `fixed` (windows of `max_length` tokens).
+    RecipeError for a value out of range.
     """
 
     data: str = "c4"
@@ -59,11 +60,11 @@ class Calib:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the bytes of a quantized checkpoint, besides its source.
+    """Hold everything that decides the bytes of a quantized checkpoint, besides its source.
 
-    `skip` are regular expressions of linears left dense, matched against the whole module name or its end after a dot;
-    `overrides` give other linears a scheme of their own, matched the same way, the first match wins. `prune` chooses
-    the masks of 2:4 schemes and is None without any. `pad` fills weights up with zeros to shapes that the layout holds.
+    `skip` has regular expressions of linears left dense, matched against the module name or its end after a dot.
+    `overrides` give other linears their own scheme; the first match wins. `prune` chooses the masks of 2:4 schemes, and
+    is None without any. `pad` adds zeros to weights whose shape the layout does not hold.
     """
 
     scheme: Scheme
@@ -82,7 +83,7 @@ class Recipe:
 
     @property
     def calibrated(self) -> bool:
-        """Whether activations are needed: GPTQ, a scale search that weighs errors by the Hessian, or wanda's mask."""
+        """Whether activations are needed: by GPTQ, a scale search that uses the Hessian, or wanda's mask."""
         return self.factored or (self.clip == "search" and self.metric != "mse") or self.prune == "wanda"
 
     @property
@@ -97,16 +98,16 @@ class Recipe:
         return next((scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme)
 
     def unmatched(self, modules: Collection[str]) -> list[str]:
-        """Return a line for every pattern that, of these linears, changes none."""
-        found = _idle_skips(self.skip, modules)
-        kept = [m for m in modules if not any(matches(p, m) for p in self.skip)]
+        """Return a line for every pattern that has no effect on these linears."""
+        found = _unused_skips(self.skip, modules)
+        quantized = [m for m in modules if not any(matches(p, m) for p in self.skip)]
         for pattern, scheme in self.overrides:
-            if not any(matches(pattern, module) for module in kept):
+            if not any(matches(pattern, module) for module in quantized):
                 found.append(f"override {pattern!r} to {scheme.label} matches no linear that is quantized")
         return found
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the mapping that `from_mapping` reads back to an equal recipe."""
+        """Return the mapping from which `from_mapping` makes an equal recipe."""
         return {
             "scheme": {
                 "format": self.scheme.format.name,
@@ -129,6 +130,7 @@ class Recipe:
         }
 
     def to_yaml(self) -> str:
+        """Return the recipe as a YAML file."""
         return yaml.safe_dump(self.to_mapping(), sort_keys=False)
 
     def sha256(self) -> str:
@@ -138,9 +140,9 @@ class Recipe:
 
 @dataclass(frozen=True)
 class Pruning:
-    """Everything that decides the bytes of a model pruned 2:4 and kept dense, besides its source.
+    """Hold everything that decides the bytes of a pruned, dense model, besides its source.
 
-    `gptq` has the rule (`prune`), damping and order of columns; `skip` is as in a Recipe.
+    `gptq` has the rule (`prune`), damping and column order; `skip` is as in a Recipe.
     """
 
     gptq: Options = field(default_factory=Options)
@@ -151,7 +153,7 @@ class Pruning:
 
     @property
     def method(self) -> Rule:
-        """The rule by which weights stay: magnitude, wanda or sparsegpt."""
+        """The rule that chooses the mask: magnitude, wanda or sparsegpt."""
         return self.gptq.prune
 
     @property
@@ -165,15 +167,15 @@ class Pruning:
         return self.method == "sparsegpt"
 
     def scheme_of(self, module: str) -> Literal["2:4"] | None:
-        """Return what becomes of the linear called `module`, None if it is skipped."""
+        """Return the goal of the linear called `module`, None if it is skipped."""
         return None if any(matches(pattern, module) for pattern in self.skip) else self.scheme
 
     def unmatched(self, modules: Collection[str]) -> list[str]:
-        """Return a line for every pattern that, of these linears, skips none."""
-        return _idle_skips(self.skip, modules)
+        """Return a line for every pattern that skips none of these linears."""
+        return _unused_skips(self.skip, modules)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the mapping that `pruning` reads back to an equal one."""
+        """Return the mapping from which `pruning_from_mapping` makes an equal object."""
         return {
             "method": self.method,
             "gptq": {name: getattr(self.gptq, name) for name in PRUNING_KEYS},
@@ -188,28 +190,28 @@ class Pruning:
 
 
 def goal_of(recipe: Recipe | Pruning, name: str, path: str) -> Goal | None:
-    """Return what a linear becomes, None if it is skipped.
+    """Return the goal of a linear, None if it is skipped.
 
-    A recipe may call it by its `name` in the checkpoint or by its `path` in the model; a few families have both.
+    A recipe may call it by its `name` in the checkpoint or its `path` in the model, which differ in a few families.
     """
     by_path, by_name = recipe.scheme_of(path), recipe.scheme_of(name)
     return None if by_path is None or by_name is None else by_path if by_name == recipe.scheme else by_name
 
 
 def label(goal: Goal) -> str:
-    """Return the short name of what becomes of a linear: `int4:g128`, `2:4`."""
+    """Return the short name of a goal: `int4:g128`, `2:4`."""
     return goal.label if isinstance(goal, Scheme) else goal
 
 
 def is_sparse(goal: Goal) -> bool:
-    """Return whether a linear becomes 2:4, with codes or without."""
+    """Return whether a goal is 2:4, with codes or without."""
     return not isinstance(goal, Scheme) or goal.sparsity is not None
 
 
 def stored_shape(recipe: Recipe | Pruning, goal: Goal, n: int, k: int) -> tuple[int, int]:
-    """Return the shape that an `[n, k]` weight is stored in: its own, or one filled up as its layout needs, if asked.
+    """Return the stored shape of an `[n, k]` weight: its own, or the padded one if the recipe pads.
 
-    A weight that fits in no shape, which the plan refuses, keeps its own.
+    If no shape fits, it is the weight's own; the plan then refuses the weight.
     """
     if not isinstance(recipe, Recipe) or not isinstance(goal, Scheme):
         return n, k
@@ -217,17 +219,17 @@ def stored_shape(recipe: Recipe | Pruning, goal: Goal, n: int, k: int) -> tuple[
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Return whether a skip or override pattern means `module`: its whole name, or a part of it that ends it."""
+    """Return whether a skip or override pattern matches the name `module`, or its end after a dot."""
     return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module) is not None
 
 
-def _idle_skips(skip: Collection[str], modules: Collection[str]) -> list[str]:
+def _unused_skips(skip: Collection[str], modules: Collection[str]) -> list[str]:
     return [f"skip {p!r} matches no linear" for p in skip if not any(matches(p, m) for m in modules)]
 
 
-def pruning(mapping: Mapping[str, Any]) -> Pruning:
-    """Read what is to be pruned; RecipeError names an unknown key or a misplaced value."""
-    _no_strangers(mapping, ("method", "gptq", "true_sequential", "calibration", "skip"), "the options of prune")
+def pruning_from_mapping(mapping: Mapping[str, Any]) -> Pruning:
+    """Read a Pruning; RecipeError names an unknown key or a wrong value."""
+    _refuse_unknown(mapping, ("method", "gptq", "true_sequential", "calibration", "skip"), "the options of prune")
     rule = _choice(mapping, "method", Rule, "sparsegpt")
     return Pruning(
         gptq=_build(Options, _section(mapping, "gptq"), PRUNING_KEYS, "gptq", prune=rule),
@@ -236,7 +238,7 @@ def pruning(mapping: Mapping[str, Any]) -> Pruning:
 
 
 def _shared(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what quantizing and pruning have in common: the order of work, the text, the linears left alone."""
+    """Read the keys that quantizing and pruning share: order of work, calibration text, skipped linears."""
     calibration = _section(mapping, "calibration")
     return {
         "true_sequential": _typed(mapping.get("true_sequential", True), bool, "true_sequential"),
@@ -246,7 +248,7 @@ def _shared(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme]) -> Rule | None:
-    """Return the rule for 2:4 masks, None if no scheme asks for them."""
+    """Return the rule for 2:4 masks, None if no scheme is 2:4."""
     if not any(is_sparse(scheme) for scheme in schemes):
         if mapping.get("prune") is not None:
             raise RecipeError("prune chooses the masks of 2:4 schemes, and there is none: add --prune 2:4, or drop it")
@@ -258,9 +260,9 @@ def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
-    """Read a recipe, filling in its format's defaults; RecipeError names an unknown key or a misplaced value."""
+    """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong value."""
     known = [f.name for f in dataclasses.fields(Recipe)]
-    _no_strangers(mapping, known, "the recipe")
+    _refuse_unknown(mapping, known, "the recipe")
     scheme = _scheme(_section(mapping, "scheme"))
     integer = not scheme.format.is_float
     method = _choice(mapping, "method", Method, "gptq" if integer else "rtn")
@@ -276,7 +278,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         raise RecipeError(f"gptq damp is {gptq.damp}: use a number above 0 and up to 1")
     if method != "gptq" and (gptq.refit or gptq.descent):
         raise RecipeError(f"refit and descent refine what gptq made, the method is {method}: drop them or use gptq")
-    # In true bits where an engine of today reads them so.
+    # The humming layout stores formats in their true bits, and engines read it.
     layout = mapping.get("layout", "humming" if scheme.format in humming.DTYPES.values() else "compressed-tensors")
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise RecipeError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
@@ -298,12 +300,12 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a recipe file's mapping; RecipeError if it is no YAML mapping or repeats a key."""
+    """Read the mapping of a recipe file; RecipeError if it is no YAML mapping or repeats a key."""
     try:
         mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
         raise RecipeError(f"{path}: cannot read the recipe ({error.strerror}): give the path of a YAML file") from error
-    except Exception as error:  # besides its own errors, yaml passes on those of int(), date(), recursion
+    except Exception as error:  # yaml also raises errors of int(), date() and recursion
         raise RecipeError(
             f"{path}: not a YAML recipe ({reason(error)}): compare with quantize --print-recipe"
         ) from error
@@ -313,7 +315,7 @@ def load(path: Path) -> dict[str, Any]:
 
 
 def merge(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `base` with `flags` laid over it, section by section; flags that are None leave their key alone."""
+    """Return `base` with `flags` merged over it, section by section; flags that are None change nothing."""
     merged = dict(base)
     for key, value in flags.items():
         if isinstance(value, Mapping):
@@ -326,7 +328,7 @@ def merge(base: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without repeated keys, which the standard loader resolves silently."""
+    """Refuse repeated keys, which the standard loader resolves silently."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         mapping = super().construct_mapping(node, deep=deep)
@@ -336,7 +338,7 @@ class _StrictLoader(yaml.SafeLoader):
 
 
 def _scheme(section: Mapping[str, Any]) -> Scheme:
-    _no_strangers(section, SCHEME_KEYS, "scheme")
+    _refuse_unknown(section, SCHEME_KEYS, "scheme")
     name = section.get("format", "int4")
     if not isinstance(name, str) or name not in FORMATS:
         raise RecipeError(f"unknown format {name!r}: use one of {', '.join(FORMATS)}")
@@ -351,8 +353,8 @@ def _scheme(section: Mapping[str, Any]) -> Scheme:
 
 
 def _build(cls: Any, section: Mapping[str, Any], keys: Any, where: str, **fixed: Any) -> Any:
-    """Return dataclass `cls` from a section, each value checked against the type of its field."""
-    _no_strangers(section, keys, where)
+    """Make a dataclass `cls` from a section; check each value against the type of its field."""
+    _refuse_unknown(section, keys, where)
     hints = get_type_hints(cls)
     values = {}
     for key, value in section.items():
@@ -366,7 +368,7 @@ def _build(cls: Any, section: Mapping[str, Any], keys: Any, where: str, **fixed:
 def _choice(mapping: Mapping[str, Any], key: str, choices: Any, default: str) -> Any:
     value = mapping.get(key, default)
     if value is False and "off" in get_args(choices):
-        return "off"  # what YAML makes of an unquoted off
+        return "off"  # YAML reads an unquoted off as False
     if value not in get_args(choices):
         raise RecipeError(f"{key} is {value!r}: use one of {', '.join(get_args(choices))}")
     return value
@@ -377,7 +379,7 @@ def _typed(value: Any, kind: type, where: str) -> Any:
         return float(value)
     if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
         raise RecipeError(f"{where} is {value!r}: it must be of type {kind.__name__}")
-    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # a file name that is no text
+    if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):  # a file name that is not UTF-8
         raise RecipeError(f"{where} is {value!r}: it goes into the report, which is UTF-8: rename it")
     return value
 
@@ -397,7 +399,7 @@ def _section(mapping: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     return section
 
 
-def _no_strangers(mapping: Mapping[str, Any], known: Any, where: str) -> None:
-    strangers = [str(key) for key in mapping if key not in known]
-    if strangers:
-        raise RecipeError(f"unknown key {strangers[0]!r} in {where}: known are {', '.join(known)}")
+def _refuse_unknown(mapping: Mapping[str, Any], known: Any, where: str) -> None:
+    unknown = [str(key) for key in mapping if key not in known]
+    if unknown:
+        raise RecipeError(f"unknown key {unknown[0]!r} in {where}: known are {', '.join(known)}")

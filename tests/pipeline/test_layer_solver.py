@@ -12,7 +12,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError
 from quantkit.io.json_files import dump_json
-from quantkit.pipeline.layer_solver import rounded, solve
+from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.progress import Progress
 
@@ -63,12 +63,12 @@ def test_few_tokens_and_dead_inputs_are_said(capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_the_relative_error_of_every_source_dtype(dtype: torch.dtype) -> None:
     weight = torch.randn(8, 128, generator=torch.Generator().manual_seed(0)).to(dtype)
-    item = rounded("x", weight, Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
+    item = solve_uncalibrated("x", weight, Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
     assert isinstance(item.value, QuantizedTensor) and item.facts is not None
     w = weight.double()
     expected = float((w - item.value.dequantize().double()).norm() / w.norm())
     assert item.facts["relative_error"] == pytest.approx(expected, rel=1e-4) and "reason" not in item.facts
-    zeros = rounded("x", torch.zeros_like(weight), Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
+    zeros = solve_uncalibrated("x", torch.zeros_like(weight), Scheme.parse("int4:g64"), from_mapping({"method": "rtn"}))
     assert zeros.facts is not None and zeros.facts["relative_error"] == 0
 
 

@@ -24,7 +24,7 @@ from quantkit.core.sparsity import check, weight_mask
 from quantkit.errors import LayoutError, NumericError, RecipeError
 from quantkit.io import files
 from quantkit.pipeline import quantize
-from quantkit.pipeline.recipe import from_mapping, pruning
+from quantkit.pipeline.recipe import from_mapping, pruning_from_mapping
 from quantkit.reporting import report
 from quantkit.reporting.summary import summary
 from tests import command_line, synthetic
@@ -338,7 +338,7 @@ def test_killed_anywhere_and_resumed_gives_the_same_bytes(
     text: dict[str, Any] = {"data": str(calib), "samples": 4, "max_length": 64}
     joint = from_mapping({"scheme": {"sparsity": "2:4"}, "calibration": text})
     rule = "sparsegpt" if command == "prune" else "magnitude"
-    recipe: Any = joint if command == "joint" else pruning({"method": rule, "calibration": text})
+    recipe: Any = joint if command == "joint" else pruning_from_mapping({"method": rule, "calibration": text})
     work = quantize.quantize if command == "joint" else quantize.prune
     whole, out = tmp_path / "whole", tmp_path / "out"
     operations = count(lambda: work(small_llama, whole, recipe) and None)
@@ -360,7 +360,9 @@ def test_killed_anywhere_and_resumed_gives_the_same_bytes(
 def test_a_head_that_is_not_skipped_is_pruned_by_magnitude_and_said(
     small_llama: Path, calib: Path, tmp_path: Path
 ) -> None:
-    recipe = replace(pruning({"calibration": {"data": str(calib), "samples": 4, "max_length": 64}}), skip=())
+    recipe = replace(
+        pruning_from_mapping({"calibration": {"data": str(calib), "samples": 4, "max_length": 64}}), skip=()
+    )
     made = quantize.prune(small_llama, tmp_path / "out", recipe)
     (head,) = [layer for layer in made["layers"] if layer["name"] == "lm_head"]
     assert head["method"] == "magnitude" and head["by_magnitude"] == "it is outside the blocks"
@@ -396,6 +398,6 @@ def test_recipes_of_2_4_round_trip_and_slips_are_named() -> None:
         from_mapping({"scheme": {"sparsity": 124}})  # what YAML makes of 2:4
     for slip in ({"method": "taylor"}, {"gptq": {"damp": 0.0}}, {"gptq": {"descent": 1}}, {"layout": "marlin"}):
         with pytest.raises(RecipeError):
-            pruning(slip)
-    asked = pruning({"method": "wanda", "gptq": {"act_order": "off"}, "skip": []})
-    assert pruning(asked.to_mapping()) == asked
+            pruning_from_mapping(slip)
+    asked = pruning_from_mapping({"method": "wanda", "gptq": {"act_order": "off"}, "skip": []})
+    assert pruning_from_mapping(asked.to_mapping()) == asked

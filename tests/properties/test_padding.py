@@ -19,7 +19,7 @@ from quantkit.errors import NumericError
 from quantkit.io.journal import JOURNAL
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
-from quantkit.pipeline.layer_solver import rounded, solve
+from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
 from quantkit.pipeline.recipe import Recipe, from_mapping
 from quantkit.progress import Progress
 from quantkit.reporting.report import REPORT
@@ -202,7 +202,7 @@ def test_nan_is_counted_in_the_true_shape() -> None:
     weight = torch.ones(8, 100)
     weight[3, 4] = torch.nan
     with pytest.raises(NumericError, match=r"x: 1 of 800 .*\[3, 4\]"):
-        rounded("x", weight, recipe.scheme, recipe)
+        solve_uncalibrated("x", weight, recipe.scheme, recipe)
 
 
 def test_padding_is_offered_only_where_it_helps(odd: Path, tmp_path: Path) -> None:
