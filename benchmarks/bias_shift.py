@@ -37,10 +37,10 @@ def measure(label: str, n: int, k: int, tokens: list[int]) -> list[dict[str, Any
     from quantkit.core.scheme import Scheme
     from quantkit.kernels import LAUNCHERS
     from quantkit.kernels.hopper import HopperKernel, HopperTile
-    from quantkit.layouts import tcfpx
+    from quantkit.layouts import LAYOUTS
 
     scheme, cuda = Scheme.parse(label), torch.device("cuda")
-    one = tcfpx.pack(kernels.random_record(scheme, n, k, cuda))
+    one = LAYOUTS["tcfpx"].pack(kernels.random_record(scheme, n, k, cuda))
     size = sum(part.nbytes for part in one.values())
     count = timing.copies(size, torch.cuda.get_device_properties(cuda).L2_cache_size)
     packed = [{name: part.clone() for name, part in one.items()} for _ in range(count)]

@@ -23,7 +23,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, about
 from quantkit.kernels import MATMULS, missing
 from quantkit.kernels.proof import activations, mismatch, reference, relative_error
-from quantkit.layouts import LAYOUTS, family, marlin24
+from quantkit.layouts import LAYOUTS, family
 from quantkit.progress import Progress
 
 #: layout -> the schemes that it is timed with by default.
@@ -125,7 +125,7 @@ def random_record(scheme: Scheme, n: int, k: int, device: torch.device, seed: in
 
 def flops(layout: str, n: int, k: int, m: int) -> int:
     """Count the operations of a product: half of them where only two of each four weights are stored."""
-    return 2 * m * n * k // (2 if family(layout) == marlin24.NAME else 1)
+    return 2 * m * n * k // (2 if family(layout) == "marlin24" else 1)
 
 
 def _time_weight(

@@ -24,9 +24,9 @@ from quantkit.io import config_checks, files, hashing, json_files, model_folder
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.model_folder import inside
 from quantkit.io.safetensors_header import TensorInfo, read_header
-from quantkit.layouts import LAYOUTS, read_config, stored_as
+from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.base import Layout, Unpacking
-from quantkit.layouts.recast import broken_rule, check_padding, restated
+from quantkit.layouts.recast import broken_rule, check_padding, recast
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.validation import DAMAGED
 
@@ -210,7 +210,7 @@ class Checkpoint:
         return found
 
     def _tell(self, layout: Layout, tensors: Mapping[str, Tensor], scheme: Scheme, notices: list[str]) -> None:
-        found = stored_as(layout, tensors, scheme)
+        found = layout.stored_as(tensors, scheme)
         line = f"labelled {layout.NAME}, stored as {found}: the data was trusted"
         if found != layout.NAME and line not in notices:
             notices.append(line)
@@ -221,7 +221,7 @@ class Checkpoint:
         if module not in self._padded:
             return q
         n, k = self._padded[module]
-        return restated(q, q.scheme, (n, q.scheme.padded_k(k)))
+        return recast(q, q.scheme, (n, q.scheme.padded_k(k)))
 
     def dense(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Read the tensor `name`, or decode a packed module's weight, in its true shape.

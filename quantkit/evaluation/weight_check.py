@@ -21,7 +21,7 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import QuantkitError
 from quantkit.evaluation.verification import Row
 from quantkit.kernels import proof
-from quantkit.layouts import LAYOUTS, stored_as
+from quantkit.layouts import LAYOUTS
 from quantkit.progress import Clock
 from quantkit.reporting.report import REPORT
 
@@ -102,7 +102,7 @@ def _changed_by_repacking(
     That is a notice, not a difference.
     """
     assert src.layout is not None
-    packed = LAYOUTS[stored_as(src.layout, tensors, q.scheme)].pack(q)
+    packed = LAYOUTS[src.layout.stored_as(tensors, q.scheme)].pack(q)
     different = [suffix for suffix, tensor in tensors.items() if not _same(tensor, packed.get(suffix))]
     for suffix, tensor in tensors.items() if not different else ():
         if tensor.dtype != packed[suffix].dtype:

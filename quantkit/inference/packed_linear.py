@@ -26,7 +26,7 @@ from quantkit.errors import KernelError, LayoutError
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Stored
-from quantkit.layouts.recast import restated, target
+from quantkit.layouts.recast import recast, target
 
 #: Layouts with a kernel. If several can hold a weight, the one that reads the fewest bytes comes first.
 PREFERRED = ("marlin24", "tcfpx", "marlin", "quick")
@@ -90,7 +90,7 @@ class PackedLinear(nn.Module):
     def record(self) -> QuantizedTensor:
         """Unpack the weight without its padding, except for the columns that complete the last group."""
         q = LAYOUTS[self.layout].unpack(self.packed(), self.scheme)
-        return restated(q, q.scheme, (self.out_features, q.scheme.padded_k(self.in_features)))
+        return recast(q, q.scheme, (self.out_features, q.scheme.padded_k(self.in_features)))
 
     def is_multiplied_on(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Return True if a kernel multiplies activations of this dtype on this device, False if torch decodes."""
@@ -127,7 +127,7 @@ class PackedLinear(nn.Module):
             if place is None:
                 continue
             try:
-                moved = restated(q, *place)
+                moved = recast(q, *place)
                 self.set_packed(layout, moved.scheme, moved.shape, LAYOUTS[layout].pack(moved))
             except LayoutError as error:
                 why = str(error).split(": ")[0]

@@ -24,7 +24,6 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, KernelError, about
 from quantkit.inference.packed_linear import PREFERRED, PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key
-from quantkit.layouts.gptq import OPTIONAL
 from quantkit.models.state_names import ignored, places, require_complete
 from quantkit.reporting.units import format_bytes
 
@@ -71,7 +70,7 @@ def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLi
         asked = [dense.out_features, dense.in_features]
         raise CheckpointError(f"{src.path}: {module} is packed from {list(true)}, config.json asks for {asked}")
     for suffix in src.layout.stored(scheme, *stored):
-        if suffix not in parts and suffix not in OPTIONAL:
+        if suffix not in parts and suffix not in src.layout.OPTIONAL:
             raise CheckpointError(f"{src.path}: {module}.{suffix} is missing from the checkpoint: fetch it again")
     tensors = {
         suffix: torch.empty(src.shape(name), dtype=src.dtype(name), device="meta") for suffix, name in parts.items()

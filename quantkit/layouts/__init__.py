@@ -1,6 +1,9 @@
-"""Where each code, scale and zero point lies in a file: one module a layout, all of them in `LAYOUTS`.
+"""File layouts: the place of each code, scale and zero point in a checkpoint, and the form of its config.json.
 
-The bit-exact definitions are in docs/layouts.md. A new layout is a module and a line here.
+A layout is a subclass of `base.Layout` in a module of its own, with its variants; `LAYOUTS` has one instance of each.
+`Arrangement` packs codes by a line of axis names. `recast` and `compatibility` say which layout can hold the weights of
+another. Files, quantization and kernels are elsewhere; docs/layouts.md has the bit-exact definitions. To add a layout,
+start with `marlin.py`, the shortest one.
 """
 
 from __future__ import annotations
@@ -9,58 +12,55 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
-from quantkit.layouts import (
-    awq,
-    compressed_tensors,
-    gptq,
-    gptq_v2,
-    humming,
-    marlin,
-    marlin24,
-    marlin24_ct,
-    quick,
-    tcfpx,
-    validation,
-)
+from quantkit.layouts import validation
+from quantkit.layouts.awq import Awq
 from quantkit.layouts.base import Layout
+from quantkit.layouts.compressed_tensors import CompressedTensors
+from quantkit.layouts.gptq import Gptq, GptqV2
+from quantkit.layouts.humming import Humming
+from quantkit.layouts.marlin import Marlin
+from quantkit.layouts.marlin24 import Marlin24, Marlin24CompressedTensors
+from quantkit.layouts.quick import Quick
 from quantkit.layouts.schemes import Schemes
+from quantkit.layouts.tcfpx import TcFpx
 
 LAYOUTS: dict[str, Layout] = {
-    compressed_tensors.NAME: compressed_tensors,
-    humming.NAME: humming,
-    tcfpx.NAME: tcfpx,
-    gptq.NAME: gptq,
-    gptq_v2.NAME: gptq_v2,
-    awq.NAME: awq,
-    quick.NAME: quick,
-    marlin.NAME: marlin,
-    marlin24.NAME: marlin24,
-    marlin24_ct.NAME: marlin24_ct,
+    layout.NAME: layout
+    for layout in (
+        CompressedTensors(),
+        Humming(),
+        TcFpx(),
+        Gptq(),
+        GptqV2(),
+        Awq(),
+        Quick(),
+        Marlin(),
+        Marlin24(),
+        Marlin24CompressedTensors(),
+    )
 }
 
-#: Keys of the public config that tell layouts apart; they must agree with our own key.
+#: Keys of the public config that tell layouts apart; they must agree with the `quantkit` key.
 FORMAT_KEYS = ("quant_method", "format", "checkpoint_format", "is_marlin_format", "b_dtype")
 
-#: Layouts that are another's under other names or numbers -> that other one.
-SPELLINGS = {gptq_v2.NAME: gptq.NAME, marlin24_ct.NAME: marlin24.NAME}
+#: Variants of a layout -> that layout.
+VARIANTS = {GptqV2.NAME: Gptq.NAME, Marlin24CompressedTensors.NAME: Marlin24.NAME}
 
 OWN_KEYS = {"version", "layout", "scheme", "overrides", "ignore", "recipe_sha256", "padded"}
 
 
 def family(name: str) -> str:
-    """Return the name that `convert A-to-B` uses for a layout: both GPTQ versions are `gptq`."""
-    return SPELLINGS.get(name, name)
+    """Give the name that `convert A-to-B` uses for a layout: both GPTQ versions are `gptq`."""
+    return VARIANTS.get(name, name)
 
 
 def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tuple[Layout, Schemes]:
-    """Return the layout and the schemes that the `quantization_config` of the file `path` states.
+    """Read the layout and the schemes from the `quantization_config` of the file `path`.
 
-    Our own `quantkit` key wins where it is present, since public configs cannot say everything. CheckpointError names
-    `path` for a config that no layout knows, that is malformed, or that contradicts itself.
+    The `quantkit` key has precedence, because public configs cannot state everything. CheckpointError, which names
+    `path`, for a config that no layout knows, that is malformed, or that contradicts itself.
     """
     with about(str(path)):
         if not isinstance(quantization_config, Mapping):
@@ -71,24 +71,14 @@ def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tup
             schemes = layout.read_config(quantization_config)
             if schemes is not None:
                 return layout, schemes
-        said = {key: quantization_config[key] for key in FORMAT_KEYS if key in quantization_config}
-        raise CheckpointError(f"{said!s:.120} is no layout that quantkit reads: {', '.join(LAYOUTS)}")
-
-
-def stored_as(layout: Layout, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
-    """Return the name of the layout that stored tensors are in, which may be another spelling than the label's.
-
-    That is GPTQ's version of symmetric zero points, which are read by their data (LAYOUTS 1.4).
-    """
-    if family(layout.NAME) == gptq.NAME and scheme.symmetric and "qzeros" in tensors:
-        return gptq_v2.NAME if bool((tensors["qzeros"] == gptq.SYMMETRIC_V2).all()) else gptq.NAME
-    return layout.NAME
+        stated = {key: quantization_config[key] for key in FORMAT_KEYS if key in quantization_config}
+        raise CheckpointError(f"{stated!s:.120} is no layout that quantkit reads: {', '.join(LAYOUTS)}")
 
 
 def quantkit_key(layout_name: str, schemes: Schemes, version: str, recipe_sha256: str | None) -> dict[str, Any]:
-    """Return what stands under `quantkit` inside `quantization_config`; `read_config` reads it back exactly.
+    """Make the `quantkit` entry of `quantization_config`, which `read_config` reads back exactly.
 
-    `recipe_sha256` is None for a checkpoint that no recipe of ours made.
+    `recipe_sha256` is None for a checkpoint that no recipe of quantkit made.
     """
     overrides: dict[str, str] = {}
     for pattern, scheme in schemes.overrides:
@@ -125,7 +115,7 @@ def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
         public = LAYOUTS[name].write_config(schemes)
     except LayoutError as error:
         raise CheckpointError(f"the 'quantkit' key contradicts itself: {error}") from error
-    for key in (*FORMAT_KEYS, *(public.keys() & {"version"})):  # AWQ's; of others it is the version of a library
+    for key in (*FORMAT_KEYS, *(public.keys() & {"version"})):  # of AWQ; other methods state a library version there
         if config.get(key) != public.get(key):
             raise CheckpointError(
                 f"{key!r} is {str(config.get(key))!r:.40}, and the 'quantkit' key says layout {name!r} "

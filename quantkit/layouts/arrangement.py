@@ -1,7 +1,7 @@
-"""A layout is a line of axis names: `Arrangement` permutes a matrix, and packs codes into 32-bit words on the way.
+"""`Arrangement`: the order of a matrix in memory as a line of axis names, and its codes packed into 32-bit words.
 
 `Arrangement("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d")` names the axes of the rows, of the columns (slow to
-fast), and their order in memory. The inverse is computed, never written, so both directions come from the one line.
+fast), and their order in memory. The inverse is derived, so both directions come from the one line.
 """
 
 from __future__ import annotations
@@ -17,108 +17,87 @@ from torch import Tensor
 from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
 
-#: Codes that torch packs or unpacks at a time on a CPU, so that what becomes of them takes little memory.
-_CACHED = 1 << 20
-#: Neighbours from which on it is quicker to widen all than to move each.
-_LONG = 32
+#: Codes that are packed or unpacked at a time on a CPU, so that intermediate tensors stay in its cache.
+BLOCK = 1 << 20
 
-#: What takes or fills some rows of a matrix, given the number of the first.
-RowsOf = Callable[[int, Tensor], None]
+#: Packs or unpacks some rows of a matrix, given the number of the first one.
+OnRows = Callable[[int, Tensor], None]
 
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A permutation of a matrix given by axis names; the first axis of each side takes what its sizes leave.
+    """A permutation of a matrix given by axis names.
 
-    `flip` names axes that run backwards; the first of the rows never does.
+    The first axis of the rows and of the columns has no size: it takes what the others leave. `reverse` names axes in
+    descending order; for packed codes they must lie within a word.
     """
 
     rows: str
     cols: str
     order: str
-    flip: str = ""
+    reverse: str = ""
 
     def __call__(self, matrix: Tensor) -> Tensor:
-        """Return the entries of `matrix` `[rows, cols]` in memory order, flat and contiguous."""
+        """Copy the entries of `matrix` `[rows, cols]` in memory order, flat and contiguous."""
         split = matrix.reshape(self._sizes(*matrix.shape))
-        return self._flipped(split, self._permutation).permute(self._permutation).reshape(-1)
+        return split.flip(self._reversed).permute(self._permutation).reshape(-1)
 
     def inverse(self, flat: Tensor, shape: tuple[int, int]) -> Tensor:
-        """Return the `[rows, cols]` matrix of `shape` whose arrangement is `flat`."""
+        """Copy the entries of `flat`, in memory order, to a matrix of `shape` `[rows, cols]`."""
         sizes = self._sizes(*shape)
         if flat.numel() != prod(sizes):
             raise LayoutError(f"{flat.numel()} packed entries do not fill a {shape[0]} x {shape[1]} matrix")
-        arranged = flat.reshape([sizes[p] for p in self._permutation])
-        return self._flipped(arranged.permute(_rising(self._permutation)), self._permutation).reshape(shape)
+        arranged = flat.reshape([sizes[axis] for axis in self._permutation])
+        return arranged.permute(_inverse(self._permutation)).flip(self._reversed).reshape(shape)
 
     def pack(self, codes: Tensor, bits: int) -> Tensor:
-        """Return uint8 `codes` `[rows, cols]` of `bits` each in memory order as flat int32 words, the first lowest."""
+        """Pack uint8 `codes` `[rows, cols]` of `bits` each in memory order into flat int32 words, the first lowest."""
         words = torch.empty([codes.numel() * bits // 32], dtype=torch.int32, device=codes.device)
-        self.packing(words, bits, (len(codes), codes.shape[1]))(0, codes)
+        self.packer(words, bits, (len(codes), codes.shape[1]))(0, codes)
         return words
 
     def unpack(self, words: Tensor, bits: int, shape: tuple[int, int]) -> Tensor:
-        """Return the uint8 codes `[rows, cols]` of `shape` that `pack` made the int32 `words` (any shape) of."""
+        """Unpack int32 `words` (any shape) to uint8 codes `[rows, cols]` of `shape`, the inverse of `pack`."""
         codes = torch.empty(shape, dtype=torch.uint8, device=words.device)
-        self.unpacking(words, bits, shape)(0, codes)
+        self.unpacker(words, bits, shape)(0, codes)
         return codes
 
-    def packing(self, words: Tensor, bits: int, shape: tuple[int, int], above: int | None = None) -> RowsOf:
-        """Return what packs rows of a matrix of `shape` into its flat int32 `words`, given the number of the first.
+    def packer(self, words: Tensor, bits: int, shape: tuple[int, int]) -> OnRows:
+        """Make a function that packs uint8 rows `[some, cols]` of a matrix of `shape` into its flat int32 `words`.
 
-        Rows are uint8 codes `[some, cols]`; their number and that of the first are multiples of what the sizes of the
-        rows' axes make. With `above`, only the `bits` above that many of each code.
+        The number of rows and that of the first row must be multiples of the product of the row axes' sizes.
 
-        The last axes of the order must fill a word. They are joined one by one while everything else still lies where
-        `codes` has it, so that a processor's word of codes is joined at a time and only words are permuted, not codes.
+        The codes of a word are joined pair by pair while all other axes still have their order in the matrix. Then
+        only words are permuted, which are fewer than codes.
         """
-        places = _places(self, bits, shape)
-        order, outer = places.order, places.outer
-        places.require(words)
+        split = _split_words(self, bits, shape)
+        split.check(words)
 
-        def packed(first: int, codes: Tensor) -> None:
-            codes = aligned(codes)
-            sizes, those = places.split(words, first, codes)
-            for part, some in _slices(codes.view(sizes), those, outer):
-                parts, width = order._flipped(part, outer).contiguous().view(-1), bits
-                if above is not None:
-                    eights = _eights(parts) >> above if above else _eights(parts)
-                    parts = (eights & _lanes(bits, torch.int64)).view(torch.uint8)
-                for axis, run in _runs(places.inner, sizes):
-                    parts = _joined(parts, sizes[axis], run, width, axis in order._backwards)
-                    width *= sizes[axis]
-                back = _rising(outer)
-                some.copy_(parts.view([some.shape[axis] for axis in back]).permute(_rising(back)))
+        def pack_rows(first: int, codes: Tensor) -> None:
+            for part, out in split.blocks(first, aligned(codes), words):
+                parts, width = part.reshape(-1), bits
+                for run, reverse in split.runs(part.shape):
+                    parts = _join(parts, run, width, reverse)
+                    width *= 2
+                axes = sorted(split.outer)
+                out.copy_(parts.view([part.shape[axis] for axis in axes]).permute([axes.index(a) for a in split.outer]))
 
-        return packed
+        return pack_rows
 
-    def unpacking(self, words: Tensor, bits: int, shape: tuple[int, int], onto: bool = False, above: int = 0) -> RowsOf:
-        """Return what fills rows of contiguous uint8 codes with what `packing` made `words` (any shape) of.
+    def unpacker(self, words: Tensor, bits: int, shape: tuple[int, int]) -> OnRows:
+        """Make a function that fills contiguous uint8 rows from `words` (any shape): the inverse of `packer`."""
+        split, words = _split_words(self, bits, shape), aligned(words).view(-1)
+        split.check(words)
 
-        With `onto`, their bits are added to those there, above as many as `above`.
-        """
-        places, words = _places(self, bits, shape), aligned(words).view(-1)
-        order, outer = places.order, places.outer
-        places.require(words)
-        direct = not onto and not order._backwards.intersection(outer)
+        def unpack_rows(first: int, codes: Tensor) -> None:
+            for part, some in split.blocks(first, codes, words):
+                parts, width = some.permute(_inverse(split.outer)).contiguous().view(-1), 32
+                for run, reverse in reversed(split.runs(part.shape)):
+                    width //= 2
+                    parts = _separate(parts, run, width, reverse)
+                part.copy_(parts.view(part.shape))
 
-        def unpacked(first: int, codes: Tensor) -> None:
-            sizes, those = places.split(words, first, codes)
-            last, *runs = _runs(places.inner, sizes)
-            for part, some in _slices(codes.view(sizes), those, outer):
-                parts, width = some.permute(_rising(outer)).contiguous().view(-1), 32
-                for axis, run in reversed(runs):
-                    width //= sizes[axis]
-                    parts = _split(parts, sizes[axis], run, width, axis in order._backwards)
-                found = part if direct else torch.empty_like(part)
-                _split(parts, sizes[last[0]], last[1], bits, last[0] in order._backwards, out=found.view(-1))
-                if onto:
-                    _eights(found).bitwise_left_shift_(above)
-                    _eights(part).bitwise_or_(_eights(order._flipped(found, outer)))
-                elif not direct:
-                    part.copy_(order._flipped(found, outer))
-
-        return unpacked
+        return unpack_rows
 
     @cached_property
     def _names(self) -> list[str]:
@@ -129,13 +108,8 @@ class Arrangement:
         return [self._names.index(name) for name in self.order.split()]
 
     @cached_property
-    def _backwards(self) -> set[int]:
-        return {self._names.index(name) for name in self.flip.split()}
-
-    def _flipped(self, split: Tensor, axes: list[int]) -> Tensor:
-        """Return a matrix that is split into axes with those of `axes` turned around that run backwards."""
-        turned = sorted(self._backwards.intersection(axes))
-        return split.flip(turned) if turned else split
+    def _reversed(self) -> list[int]:
+        return [self._names.index(name) for name in self.reverse.split()]
 
     def _sizes(self, rows: int, cols: int) -> list[int]:
         sizes = []
@@ -148,166 +122,127 @@ class Arrangement:
 
 
 @dataclass(frozen=True, eq=False)
-class _Places:
-    """Where the codes of a matrix with axes of `sizes` by `order` lie in its words.
+class _Split:
+    """The axes of a packed matrix, of `sizes`: `inner` lie within a word, fastest first, `outer` are the others.
 
-    These have the axes `outer`, slowest first; those of `inner`, of `bits` each, lie within one.
+    Axes within a word have size 2.
     """
 
     order: Arrangement
     bits: int
+    sizes: list[int]
     inner: list[int]
     outer: list[int]
-    sizes: list[int]
 
-    def require(self, words: Tensor) -> None:
-        """Raise LayoutError if `words` are not as many as the matrix has."""
+    def check(self, words: Tensor) -> None:
+        """Raise LayoutError unless the number of `words` is that of the matrix."""
         if words.numel() * 32 != prod(self.sizes) * self.bits:
             rows = len(self.order.rows.split())
             n, k = prod(self.sizes[:rows]), prod(self.sizes[rows:])
             raise LayoutError(f"{words.numel()} packed words do not fill a {n} x {k} matrix")
 
-    def split(self, words: Tensor, first: int, codes: Tensor) -> tuple[list[int], Tensor]:
-        """Return the sizes of the axes of the rows `codes` from `first` on, and those of the flat `words` for them."""
-        sizes = self.order._sizes(*codes.shape)
-        axes = words.view([self.sizes[axis] for axis in self.outer])
-        return sizes, axes.narrow(self.outer.index(0), first * sizes[0] // len(codes), sizes[0])
+    def blocks(self, first: int, codes: Tensor, words: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield blocks of rows of `codes`, split into axes, with the words of each, split into outer axes."""
+        split, axis = codes.view(self.order._sizes(*codes.shape)), self.outer.index(0)
+        count = split.shape[0]
+        start = first * count // len(codes)
+        own = words.view([self.sizes[a] for a in self.outer]).narrow(axis, start, count)
+        rows = max(1, BLOCK * count // max(1, codes.numel())) if codes.device.type == "cpu" else max(1, count)
+        return zip(split.split(rows), own.split(rows, axis), strict=True)
+
+    def runs(self, sizes: torch.Size) -> list[tuple[int, bool]]:
+        """For each axis within a word: parts that lie behind one of its steps when it is joined, and its direction."""
+        behind = [
+            [axis for axis in range(last + 1, len(sizes)) if axis not in self.inner[:i]]
+            for i, last in enumerate(self.inner)
+        ]
+        return [
+            (prod(sizes[b] for b in axes), axis in self.order._reversed)
+            for axis, axes in zip(self.inner, behind, strict=True)
+        ]
 
 
 @lru_cache(maxsize=64)
-def _places(whole: Arrangement, bits: int, shape: tuple[int, int]) -> _Places:
-    """Return where the codes of a matrix of `shape` lie; LayoutError if the order's axes do not divide it."""
-    order, inner = _within(whole, bits)
-    sizes, outer = order._sizes(*shape), [axis for axis in order._permutation if axis not in inner]
-    return _Places(order, bits, inner, outer, sizes)
-
-
-def pieces(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the same rows of all `matrices` at a time, as many of `k` codes as a processor's cache holds.
-
-    On a GPU all of them, which has no cache to stay in.
-    """
-    rows = max(1, _CACHED // max(1, k) if matrices[0].device.type == "cpu" else len(matrices[0]))
-    return zip(*(matrix.split(rows) for matrix in matrices), strict=True)
-
-
-def _slices(codes: Tensor, words: Tensor, outer: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield some rows of `codes`, split into axes, and the words that they are packed into."""
-    first = codes.shape[0]  # what the rows' other axes leave is never inside a word
-    rows = max(1, _CACHED * first // max(1, codes.numel())) if codes.device.type == "cpu" else first
-    axis = outer.index(0)
-    for start in range(0, first, rows):
-        count = min(rows, first - start)
-        yield codes.narrow(0, start, count), words.narrow(axis, start, count)
+def _split_words(order: Arrangement, bits: int, shape: tuple[int, int]) -> _Split:
+    """Find the axes within a word; raise LayoutError if the axes do not divide `shape`."""
+    order, inner = _halved(order, bits)
+    outer = [axis for axis in order._permutation if axis not in inner]
+    assert not set(order._reversed) & set(outer), "only axes within a word may be reversed"
+    return _Split(order, bits, order._sizes(*shape), inner, outer)
 
 
 @lru_cache
-def _within(whole: Arrangement, bits: int) -> tuple[Arrangement, list[int]]:
-    """Return the same order with axes of two wherever codes share a byte, and its axes inside a word, fastest first."""
+def _halved(order: Arrangement, bits: int) -> tuple[Arrangement, list[int]]:
+    """Split every axis within a word into axes of size 2; return the same order, and these axes, fastest first."""
     inner: list[int] = []
-    width, sizes = bits, dict(axis.split(":") for axis in f"{whole.rows} {whole.cols}".split() if ":" in axis)
-    for name in reversed(whole.order.split()):
-        if width >= 32:
+    sizes = dict(axis.split(":") for axis in f"{order.rows} {order.cols}".split() if ":" in axis)
+    for name in reversed(order.order.split()):
+        if bits << len(inner) == 32:
             break
         size = int(sizes[name])
-        if width < 8 and size > 2:
-            return _within(_halved(whole, name, size // 2), bits)
-        inner.append(whole._names.index(name))
-        width *= size
-    return whole, inner
+        if size > 2:
+            two = {f"{name}:{size}": f"{name}':{size // 2} {name}:2", name: f"{name}' {name}"}
+            lines = (order.rows, order.cols, order.order, order.reverse)
+            return _halved(Arrangement(*(" ".join(two.get(a, a) for a in line.split()) for line in lines)), bits)
+        inner.append(order._names.index(name))
+    return order, inner
 
 
-def _halved(whole: Arrangement, name: str, half: int) -> Arrangement:
-    """Return the same order with the axis `name` as two, of the sizes `half` and 2."""
-    two = {f"{name}:{2 * half}": f"{name}':{half} {name}:2", name: f"{name}' {name}"}
-    lines = (whole.rows, whole.cols, whole.order, whole.flip)
-    return Arrangement(*(" ".join(two.get(axis, axis) for axis in line.split()) for line in lines))
+def blocks(k: int, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the same rows of all `matrices` at a time: BLOCK codes of rows of `k` on a CPU, all rows on a GPU."""
+    rows = max(1, BLOCK // max(1, k) if matrices[0].device.type == "cpu" else len(matrices[0]))
+    return zip(*(matrix.split(rows) for matrix in matrices), strict=True)
 
 
-def _runs(inner: list[int], sizes: list[int]) -> list[tuple[int, int]]:
-    """Return each axis inside a word, and how many parts one of its steps is in plain order when it is joined."""
-    behind = [[axis for axis in range(last + 1, len(sizes)) if axis not in inner[:i]] for i, last in enumerate(inner)]
-    return [(axis, prod(sizes[b] for b in after)) for axis, after in zip(inner, behind, strict=True)]
+def _inverse(permutation: list[int]) -> list[int]:
+    return sorted(range(len(permutation)), key=permutation.__getitem__)
 
 
-def _rising(axes: list[int]) -> list[int]:
-    return sorted(range(len(axes)), key=axes.__getitem__)
+def _join(parts: Tensor, run: int, width: int, reverse: bool) -> Tensor:
+    """Join flat `parts` `[..., 2, run]` of `width` bits to `[..., run]` of twice as many, the first of two lowest.
 
-
-def _joined(parts: Tensor, size: int, run: int, width: int, backwards: bool) -> Tensor:
-    """Return flat `parts` `[..., size, run]` of `width` bits as `[..., run]`, the first of `size` in the lowest bits.
-
-    With `backwards` the last one.
+    With `reverse` the second is lowest.
     """
-    if run == 1:
-        parts = parts.view(-1, size).flip(1).view(-1) if backwards else parts
+    if run == 1 and not reverse:
         if width >= 8:
-            return parts.view(_holding(width * size))
-        pairs = parts.view(torch.int32)  # two pairs of bytes
-        return (pairs >> (8 - width)).bitwise_or_(pairs).view(torch.int16).to(torch.uint8)  # which drops what is above
-    if width < 8:
-        wide = _wide(run)
-        halves = parts.view(wide).view(-1, 2, run // wide.itemsize).unbind(1)
-        low, high = reversed(halves) if backwards else halves
-        return torch.add(low, high, alpha=1 << width).view(-1).view(torch.uint8)  # shift and or in one
-    whole = _holding(width * size)
-    each_one = parts.view(-1, size, run).unbind(1)
-    each_one = each_one[::-1] if backwards else each_one
-    if run >= _LONG:
-        *lower, part = each_one
-        words = part.to(whole)
-        for part in reversed(lower):
-            below = part.to(whole)
-            below = below if part.dtype == torch.uint8 else below.bitwise_and_((1 << width) - 1)
-            words = torch.add(below, words, alpha=1 << width)
-        return words.view(-1)
-    moved = parts.new_empty(parts.numel() // (size * run), run, size)
-    for i, part in enumerate(each_one):  # at once would go by twos and fours
-        moved[..., i] = part
-    return moved.view(-1).view(whole)
+            return parts.view(_integer(2 * width))
+        pairs = parts.view(torch.int16)
+        return (pairs >> (8 - width)).bitwise_or_(pairs).to(torch.uint8)
+    lanes = _lanes(run, width)
+    low, high = parts.view(lanes).view(-1, 2, run * parts.itemsize // lanes.itemsize).unbind(1)
+    low, high = (high, low) if reverse else (low, high)
+    if width >= 8:
+        wide = _integer(2 * width)
+        low, high = low.to(wide).bitwise_and_((1 << width) - 1), high.to(wide)
+    return torch.add(low, high, alpha=1 << width).view(-1).view(_integer(2 * width))
 
 
-def _split(parts: Tensor, size: int, run: int, width: int, backwards: bool, out: Tensor | None = None) -> Tensor:
-    """Return what `_joined` made `parts` of, each of `width` bits; with `out`, flat and of their dtype, in that."""
-    if out is None:
-        if width >= 8 and run == 1 and not backwards:
-            return parts.view(_holding(width))
-        out = torch.empty(parts.numel() * size, dtype=_holding(width), device=parts.device)
-    if width < 8 and run > 1:
-        wide = _wide(run)
-        low = parts.view(wide).view(-1, run // wide.itemsize)
-        both = out.view(wide).view(-1, 2, run // wide.itemsize)
-        torch.stack((low >> width, low) if backwards else (low, low >> width), 1, out=both)
-        both &= _lanes(width, wide)
-    elif width < 8:
-        pairs, both = parts.to(torch.int16).view(torch.int32), out.view(torch.int32)
-        torch.bitwise_left_shift(pairs, 8 - width, out=both)
-        both |= pairs
-        both &= _lanes(width, torch.int32)
-        if backwards:
-            out.copy_(out.view(-1, 2).flip(1).view(-1))
+def _separate(parts: Tensor, run: int, width: int, reverse: bool) -> Tensor:
+    """Separate flat `parts` `[..., run]` into `[..., 2, run]` of `width` bits each: the inverse of `_join`."""
+    narrow = _integer(width)
+    if run == 1 and not reverse:
+        if width >= 8:
+            return parts.view(narrow)
+        pairs = parts.to(torch.int16)
+        return (pairs << (8 - width)).bitwise_or_(pairs).bitwise_and_(_mask(width, torch.int16)).view(torch.uint8)
+    if width >= 8:
+        pair = parts.to(narrow), (parts >> width).to(narrow)
     else:
-        apart = out.view(-1, size, run)
-        for i in range(size):
-            part = (parts.view(torch.int32) >> width * i).view(parts.dtype) if i else parts
-            apart[:, size - 1 - i if backwards else i] = part.view(-1, run)  # which drops what lies above
-    return out
+        parts = parts.view(_lanes(run, width))
+        pair, run = (parts, parts >> width), run // parts.itemsize
+    both = torch.stack([half.view(-1, run) for half in (reversed(pair) if reverse else pair)], 1)
+    return (both if width >= 8 else both.bitwise_and_(_mask(width, both.dtype))).view(-1).view(narrow)
 
 
-def _eights(codes: Tensor) -> Tensor:
-    """Return contiguous uint8 codes as flat integers of eight."""
-    return codes.view(-1).view(torch.int64)
+def _integer(bits: int) -> torch.dtype:
+    return torch.uint8 if bits <= 8 else torch.int16 if bits == 16 else torch.int32
 
 
-def _holding(bits: int) -> torch.dtype:
-    return torch.uint8 if bits <= 8 else torch.int16 if bits <= 16 else torch.int32
+def _lanes(run: int, width: int) -> torch.dtype:
+    """Return the dtype to process `run` parts of `width` bits in: eight parts at a time if they share bytes."""
+    return _integer(width) if width >= 8 or run % 8 else torch.int64
 
 
-def _wide(run: int) -> torch.dtype:
-    """Return the widest integers that `run` bytes are whole ones of."""
-    return next(dtype for dtype in (torch.int64, torch.int32, torch.int16, torch.uint8) if run % dtype.itemsize == 0)
-
-
-def _lanes(width: int, dtype: torch.dtype) -> int:
-    """Return the mask of the lowest `width` bits of every byte."""
+def _mask(width: int, dtype: torch.dtype) -> int:
+    """Set the lowest `width` bits of every byte of an integer."""
     return int.from_bytes(bytes([(1 << width) - 1] * dtype.itemsize), "little")

@@ -1,99 +1,147 @@
-"""What every layout module offers; a layout is a module with these names, no class and no instance."""
+"""`Layout`: the interface of a file layout, and `pack` and `unpack` over its `packing` and `unpacking`."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.layouts.arrangement import RowsOf
+from quantkit.layouts import validation
+from quantkit.layouts.arrangement import OnRows
 from quantkit.layouts.schemes import Schemes
 
 Stored = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-#: Rows of codes that are whole tiles in every layout.
+#: A number of rows that is a whole number of tiles in every layout.
 TILE = 128
 
 
 class SideFile(NamedTuple):
-    """A file that readers look for beside config.json: its name, and what it holds, made of `quantization_config`."""
+    """A file that readers look for beside config.json: its name, and its contents, made from `quantization_config`."""
 
     name: str
     contents: Callable[[Mapping[str, Any]], dict[str, Any]] = dict
 
 
 class Packing(NamedTuple):
-    """A weight on its way into a file: what is stored of it, and what packs rows of its codes into that.
+    """The tensors of a weight, with scales and zero points filled in, and the function that packs rows of codes.
 
-    `add` is given the number of the first row and uint8 codes `[some, k]`, both multiples of TILE, or all that follow.
+    `add` takes the number of the first row and uint8 codes `[some, k]`. Both numbers are multiples of TILE, except that
+    the last rows may be fewer.
     """
 
     tensors: dict[str, Tensor]
-    add: RowsOf
-
-    def whole(self, codes: Tensor) -> dict[str, Tensor]:
-        """Return the tensors with all codes `[n, k]` in them."""
-        self.add(0, codes)
-        return self.tensors
+    add: OnRows
 
 
 class Unpacking(NamedTuple):
-    """A weight on its way from a file: its record but for the codes, and what fills rows of them, as `Packing.add`."""
+    """The record of a stored weight without its codes, and the function that unpacks rows of them, as `Packing.add`."""
 
     scheme: Scheme
     shape: tuple[int, int]
     scales: Tensor
     zeros: Tensor | None
-    fill: RowsOf
+    fill: OnRows
 
     def codes(self) -> Tensor:
-        """Return all codes, uint8 `[n, k]`."""
+        """Unpack all codes, uint8 `[n, k]`."""
         codes = torch.empty(self.shape, dtype=torch.uint8, device=self.scales.device)
         self.fill(0, codes)
         return codes
 
     def record(self) -> QuantizedTensor:
-        """Return the record; LayoutError for codes that the scheme does not have."""
+        """Unpack the record; raise LayoutError for codes that the scheme does not have."""
         return QuantizedTensor(self.scheme, self.codes(), self.scales, self.zeros)
 
 
-class Layout(Protocol):
-    """Where each code, scale and zero point lies in a checkpoint's tensors, and what its config.json says of it."""
+class Layout(ABC):
+    """The place of each code, scale and zero point in a checkpoint's tensors, and the form of its config.json."""
 
-    NAME: str
-    #: Every suffix that the layout may store behind a module's name, e.g. ("B", "s").
-    TENSORS: tuple[str, ...]
-    #: The suffix whose presence marks a module as packed in this layout, e.g. "B".
-    MARKER: str
+    NAME: ClassVar[str]
+    #: Every suffix that the layout may store behind a module's name, such as ("B", "s").
+    TENSORS: ClassVar[tuple[str, ...]]
+    #: Suffixes that a file may leave out.
+    OPTIONAL: ClassVar[tuple[str, ...]] = ()
+    #: The suffix whose presence marks a module as packed in this layout.
+    MARKER: ClassVar[str]
     #: The file beside config.json, or None where no reader looks for one.
-    SIDE_FILE: SideFile | None
+    SIDE_FILE: ClassVar[SideFile | None] = None
+    #: The layout's name in messages, the multiples that `n` and `k` must be, and the way out if they are not.
+    TITLE: ClassVar[str]
+    MULTIPLES: ClassVar[tuple[int, int]]
+    WAY_OUT: ClassVar[str]
+
+    @abstractmethod
+    def check_scheme(self, scheme: Scheme) -> None:
+        """Raise LayoutError unless the layout holds the scheme; the message names a way out."""
+
+    @abstractmethod
+    def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
+        """Give the dtype and shape of every tensor that `pack` stores for an `[n, k]` weight, by suffix."""
+
+    @abstractmethod
+    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+        """Compute `(n, k)` of a packed weight from the shapes of its stored tensors, by suffix."""
+
+    @abstractmethod
+    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+        """Make a row-wise packer with its output tensors; scales and zero points are already filled in.
+
+        It raises LayoutError for schemes and shapes that `check` refuses, and for values that cannot be stored.
+        """
+
+    @abstractmethod
+    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+        """Make a row-wise unpacker; raise LayoutError for wrong dtypes, shapes, scales or zero points."""
+
+    @abstractmethod
+    def write_config(self, schemes: Schemes) -> dict[str, Any]:
+        """Make the `quantization_config` that public readers of the layout expect."""
+
+    @abstractmethod
+    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
+        """Read the schemes from a `quantization_config`; None if it is of another layout.
+
+        CheckpointError for a config of this layout that is malformed or cannot be read.
+        """
 
     def check(self, scheme: Scheme, n: int, k: int) -> None:
-        """Raise LayoutError naming the rule that a scheme or an `[n, k]` shape breaks, and the way out."""
+        """Raise LayoutError unless the layout holds an `[n, k]` weight of the scheme; the message names a way out."""
+        self.check_scheme(scheme)
+        validation.check_multiples(self.TITLE, (n, k), self.MULTIPLES, self.WAY_OUT)
+        scheme.groups(k)
 
-    def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
-        """Return suffix -> (dtype, shape) of everything `pack` would store for an `[n, k]` weight."""
+    def check_all(self, schemes: Schemes) -> None:
+        """Raise LayoutError unless the layout holds the default scheme and every override."""
+        for scheme in (schemes.default, *(scheme for _, scheme in schemes.overrides)):
+            self.check_scheme(scheme)
 
-    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        """Return `(n, k)` of a packed weight from the shapes of its stored tensors (suffix -> shape)."""
+    def check_tensors(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
+        """Compute `(n, k)` of a stored weight; raise LayoutError unless dtypes and shapes are those of `stored`."""
+        n, k = self.size({name: tuple(tensor.shape) for name, tensor in tensors.items()}, scheme)
+        self.check(scheme, n, k)
+        validation.match(tensors, self.stored(scheme, n, k), self.OPTIONAL)
+        return n, k
 
     def pack(self, q: QuantizedTensor) -> dict[str, Tensor]:
-        """Return suffix -> tensor; LayoutError for what `check` refuses or a value that cannot be stored."""
-
-    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
-        """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
+        """Pack a record into tensors, by suffix; raise LayoutError as `packing`."""
+        packing = self.packing(q.scheme, q.shape, q.scales, q.zeros)
+        packing.add(0, q.codes)
+        return packing.tensors
 
     def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
-        """Return the record of suffix -> tensor; LayoutError for wrong dtypes, shapes or contents."""
+        """Unpack tensors, by suffix, to a record; raise LayoutError for wrong dtypes, shapes or contents."""
+        return self.unpacking(tensors, scheme).record()
 
-    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
-        """Return what `unpack` does, rows of codes at a time; LayoutError for all that shows before the codes."""
+    def stored_as(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
+        """Name the variant of this layout that the data show; it may differ from the label in the config."""
+        return self.NAME
 
-    def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Return the `quantization_config` that the layout's public readers expect."""
 
-    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
-        """Return the schemes that a `quantization_config` states, or None if it is not of this layout."""
+def static_groups(scheme: Scheme, k: int, device: torch.device) -> Tensor:
+    """Give the group of each column without act-order, `k // group_size`, as int32 `[k]`."""
+    return torch.arange(k, dtype=torch.int32, device=device) // (scheme.group_size or k)

@@ -1,7 +1,7 @@
-"""Which layout can become which, and what that depends on (LAYOUTS 11): `convert --list` and docs/conversions.md.
+"""The table of conversions between layouts, with their conditions: `convert --list` and docs/conversions.md.
 
-Nothing is claimed that the layouts do not say themselves: every scheme that one holds is asked of the other by
-`restate.target`, shapes are tried on `check`. Only what depends on a file's contents is written down here.
+It is derived from the layouts: every scheme that one holds is tried on the other with `recast.target`, and shapes with
+`check`. Only conditions on the contents of a file are stated here (docs/layouts.md 11).
 """
 
 from __future__ import annotations
@@ -9,29 +9,28 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import product
-from typing import Literal
 
 from quantkit.core.formats import FORMATS
-from quantkit.core.scheme import Scheme
+from quantkit.core.scheme import Scheme, Sparsity
 from quantkit.errors import RecipeError
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import broken_rule, target
 
-#: What a source's INT4 tensors must not hold, since no record could: act-order that moves columns between groups.
-OF_SOURCES = {
+#: Conditions on the INT4 tensors of a source: no record holds act-order that moves columns between groups.
+SOURCE_CONDITIONS = {
     "compressed-tensors": "there is no act-order",
     "gptq": "g_idx is static (k // group size)",
     "gptq-v2": "g_idx is static (k // group size)",
 }
-#: What FP6 and FP5 must be like where a source carries them in a wider format.
-OF_CARRIERS = {"compressed-tensors": "every FP8 value is one of the format"}
-#: What a target cannot store although its `check` takes the scheme and the shape.
-OF_TARGETS = {"gptq": "no zero point is 0"}
+#: Conditions on FP6 and FP5 that a source carries in a wider format.
+CARRIER_CONDITIONS = {"compressed-tensors": "every FP8 value is one of the format"}
+#: Conditions of a target that depend on values, not on scheme and shape.
+TARGET_CONDITIONS = {"gptq": "no zero point is 0"}
 RECENTRED = "asymmetric weights fit around zero points of 8"
 PRUNED = "dense weights really are 2:4"
 
-SPARSITIES: tuple[Literal["2:4"] | None, ...] = (None, "2:4")
+SPARSITIES: tuple[Sparsity, ...] = (None, "2:4")
 SIZES = (32, 64, 128, 256, None)
 SCHEMES = [
     Scheme(FORMATS[name], group_size, symmetric, sparsity)
@@ -69,9 +68,10 @@ weights again and reports the loss. It is never implied.
 
 @dataclass(frozen=True)
 class Conversion:
-    """One pair of layouts: `lossless` True always, None under `condition`, False never, and then that is the reason.
+    """The conversion of one layout to another.
 
-    `restated` says which schemes are written as which others of the same values.
+    `lossless` is True, None under `condition`, or False because of `condition`. `restated` lists the schemes that are
+    recast, and to which ones.
     """
 
     source: str
@@ -88,12 +88,12 @@ class Conversion:
 
 
 def conversions() -> list[Conversion]:
-    """Return the verdict of every pair of different layouts."""
+    """List the conversions between all pairs of different layouts."""
     return [_conversion(a, b) for a in LAYOUTS.values() for b in LAYOUTS.values() if a is not b]
 
 
 def parse(pair: str) -> tuple[str, str]:
-    """Return source and target of `A-to-B`; RecipeError unless both are layouts (a source may be a family: `gptq`)."""
+    """Split `A-to-B` into source and target; RecipeError unless both are layouts (`gptq` stands for both versions)."""
     source, _, target = pair.partition("-to-")
     sources = {*LAYOUTS, *(family(name) for name in LAYOUTS)}
     if source not in sources or target not in LAYOUTS:
@@ -102,7 +102,7 @@ def parse(pair: str) -> tuple[str, str]:
 
 
 def markdown() -> str:
-    """Return the page docs/conversions.md."""
+    """Generate the page docs/conversions.md."""
     rows = [(c.source, c.target, c.verdict, c.restated or "") for c in conversions()]
     return PAGE + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
@@ -113,14 +113,18 @@ def _conversion(a: Layout, b: Layout) -> Conversion:
     found = {scheme: place[0] for scheme, place in asked if place is not None}
     if not found:
         return Conversion(a.NAME, b.NAME, False, broken_rule(b, held[0], SIZE, SIZE))
-    conditions = [*_of_schemes(held, list(found)), *_of_shapes(a, b, found), *_of_data(a, b, found)]
+    conditions = [
+        *_scheme_conditions(held, list(found)),
+        *_shape_conditions(a, b, found),
+        *_data_conditions(a, b, found),
+    ]
     changes = dict.fromkeys(change for scheme, now in found.items() for change in _changes(scheme, now))
     condition, restated = "; ".join(conditions) or None, ", ".join(changes) or None
     return Conversion(a.NAME, b.NAME, None if conditions else True, condition, restated)
 
 
-def _of_schemes(held: list[Scheme], found: list[Scheme]) -> list[str]:
-    """Return which formats and group sizes are asked for, where those held are more."""
+def _scheme_conditions(held: list[Scheme], found: list[Scheme]) -> list[str]:
+    """Name the formats and group sizes that the target takes, if the source holds more."""
     formats = list(dict.fromkeys(scheme.format.name for scheme in found))
     within = [scheme for scheme in held if scheme.format.name in formats]
     sizes = list(dict.fromkeys(scheme.group_size for scheme in found))
@@ -130,8 +134,8 @@ def _of_schemes(held: list[Scheme], found: list[Scheme]) -> list[str]:
     return lines + ([f"the group size is {_either(str(size or 'channel') for size in sizes)}"] if some else [])
 
 
-def _of_shapes(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list[str]:
-    """Return which multiples the target asks for and the source does not, as one line."""
+def _shape_conditions(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list[str]:
+    """Name the multiples that the target needs and the source does not, as one line."""
     scheme = next((scheme for scheme in found if scheme.group_size is None), next(iter(found)))
     lines = []
     for letter in ("n", "k"):
@@ -143,20 +147,24 @@ def _of_shapes(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list[str]:
     return [f"{' and '.join(lines)} (or --pad)"] if lines else []
 
 
-def _of_data(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list[str]:
-    """Return what the tensors must be like, which no header says."""
+def _data_conditions(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list[str]:
+    """List the conditions on values, which no header shows."""
     integers = any(not scheme.format.is_float for scheme in found)
-    lines = [OF_SOURCES[a.NAME]] if a.NAME in OF_SOURCES and integers else []
+    lines = [SOURCE_CONDITIONS[a.NAME]] if a.NAME in SOURCE_CONDITIONS and integers else []
     carried = any(scheme.format.is_float for scheme in found)
-    lines += [OF_CARRIERS[a.NAME]] if a.NAME in OF_CARRIERS and carried else []
+    lines += [CARRIER_CONDITIONS[a.NAME]] if a.NAME in CARRIER_CONDITIONS and carried else []
     lines += [RECENTRED] if any(scheme.symmetric != now.symmetric for scheme, now in found.items()) else []
     lines += [PRUNED] if any(scheme.sparsity != now.sparsity for scheme, now in found.items()) else []
     asymmetric = any(not now.symmetric for now in found.values())
-    return lines + ([OF_TARGETS[b.NAME]] if b.NAME in OF_TARGETS and asymmetric and a.NAME not in OF_TARGETS else [])
+    return lines + (
+        [TARGET_CONDITIONS[b.NAME]]
+        if b.NAME in TARGET_CONDITIONS and asymmetric and a.NAME not in TARGET_CONDITIONS
+        else []
+    )
 
 
 def _changes(scheme: Scheme, now: Scheme) -> list[str]:
-    """Return what is written otherwise when one scheme is stated as another."""
+    """List the properties that change when one scheme is recast to another."""
     sizes = [str(s.group_size or "channel") for s in (scheme, now)]
     pairs = [(scheme.format.name, now.format.name), (sizes[0], sizes[1])]
     pairs += [("dense" if s is None else s, "dense" if t is None else t) for s, t in [(scheme.sparsity, now.sparsity)]]

@@ -1,30 +1,29 @@
-"""Sparse-MARLIN: 2:4-sparse symmetric INT4, the two kept codes of each four as MARLIN fragments (LAYOUTS 5).
+"""Sparse-MARLIN: 2:4-sparse symmetric INT4, the two kept codes of each four as MARLIN fragments (docs/layouts.md 5).
 
-Which two were kept is computed from the codes and stored beside them. A file whose metadata was made from a pruning
-mask is read too, with the values it means: written again, it gets the metadata of LAYOUTS 4.1, and `verify` tells.
+The metadata, which say where the kept codes belong, are computed from the codes and stored beside them. Files whose
+metadata came from a pruning mask are read too, with the same values. Written again, they get the metadata of
+docs/layouts.md 4.1, and `verify` reports it.
+
+The variant of compressed-tensors holds the same bytes under other names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from quantkit.core.formats import INT4
-from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.layouts import gptq, sparse24, validation
+from quantkit.layouts import compressed_tensors, marlin, sparse24, validation
 from quantkit.layouts.arrangement import Arrangement
-from quantkit.layouts.base import Packing, SideFile, Stored, Unpacking
+from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking
 from quantkit.layouts.schemes import Schemes
-
-NAME = "marlin24"
-TENSORS: tuple[str, ...] = ("B_24", "B_meta", "s")
-MARKER = "B_24"
-SIDE_FILE: SideFile | None = SideFile("quantize_config.json")
 
 #: The public name of the format, and vLLM's own name of the method.
 FORMAT, METHOD = "marlin_24", "gptq_marlin_24"
@@ -33,126 +32,136 @@ KEPT = Arrangement("N a:8 b:2 j:4", "K h:2 q:4 e:2", "K N a q j e b h")
 GROUPED_SCALES = Arrangement("G", "N b:2 c:4", "G N c b")
 
 
-def check(scheme: Scheme, n: int, k: int) -> None:
-    """Raise LayoutError unless INT4, 2:4, group 128 or one scale per row, n % 128 == 0 and k % 128 == 0."""
-    check_scheme(scheme)
-    way_out = "--skip the weight, or use --layout compressed-tensors"
-    validation.multiples("Sparse-MARLIN", n, k, of_n=128, of_k=128, way_out=way_out)
+class Marlin24(Layout):
+    """Sparse-MARLIN: groups of 128 or one scale per row, n % 128 == 0 and k % 128 == 0."""
 
+    NAME = "marlin24"
+    #: Kept codes, metadata and scales, in this order.
+    TENSORS = ("B_24", "B_meta", "s")
+    MARKER = "B_24"
+    SIDE_FILE: ClassVar[SideFile | None] = SideFile("quantize_config.json")
+    TITLE, MULTIPLES = "Sparse-MARLIN", (128, 128)
+    WAY_OUT = "--skip the weight, or use --layout compressed-tensors"
 
-def stored(scheme: Scheme, n: int, k: int) -> Stored:
-    """Return suffix -> (dtype, shape) of what `pack` stores for an `[n, k]` weight (LAYOUTS 5.1)."""
-    return {
-        "B_24": (torch.int32, (k // 32, 2 * n)),
-        "B_meta": (torch.int16, (k // 32, 2 * n)),
-        "s": (torch.float16, (scheme.groups(k), n)),
-    }
+    def check_scheme(self, scheme: Scheme) -> None:
+        if scheme.format != INT4:
+            raise LayoutError(f"Sparse-MARLIN holds int4, not {scheme.format.name}: use --layout compressed-tensors")
+        if scheme.sparsity is None:
+            raise LayoutError(
+                "Sparse-MARLIN holds 2:4 weights only, two of four along k: quantize with --prune 2:4, or use "
+                "--layout marlin"
+            )
+        marlin.check_group_size(self.TITLE, scheme)
 
+    def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
+        kept, metadata, scales = self.TENSORS
+        return {
+            kept: (torch.int32, (k // 32, 2 * n)),
+            metadata: (torch.int16, (k // 32, 2 * n)),
+            scales: (torch.float16, (scheme.groups(k), n)),
+        }
 
-def size(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-    """Return `(n, k)` from the shape of `B_24`."""
-    rows, columns = validation.matrix(shapes, "B_24")
-    return columns // 2, 32 * rows
+    def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
+        rows, columns = validation.matrix(shapes, self.TENSORS[0])
+        return columns // 2, 32 * rows
 
+    def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
+        n, k = shape
+        self.check(scheme, n, k)
+        rows = validation.half(scales).t()
+        words, meta = (torch.empty([n * k // size], dtype=torch.int32, device=scales.device) for size in (16, 32))
+        pack_kept = KEPT.packer(words, 4, (n, k // 2))
+        pack_metadata = sparse24.SPARSE_MARLIN.packer(meta, 4, (n, k // 4))
 
-def pack(q: QuantizedTensor) -> dict[str, Tensor]:
-    """Return `B_24` int32 and `B_meta` int16 `[k/32, 2n]`, and `s` float16 `[g, n]` (LAYOUTS 5.2)."""
-    return packing(q.scheme, q.shape, q.scales, q.zeros).whole(q.codes)
+        def add(first: int, codes: Tensor) -> None:
+            kept, metadata = sparse24.compress(codes, INT4.zero_code)
+            pack_kept(first, kept)
+            pack_metadata(first, metadata)
 
-
-def packing(scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
-    """Return what `pack` does with rows of codes, and its tensors, of which those without codes are filled."""
-    n, k = shape
-    check(scheme, n, k)
-    rows = validation.half(scales).t()
-    words, meta = (torch.empty([n * k // size], dtype=torch.int32, device=scales.device) for size in (16, 32))
-    values, places = KEPT.packing(words, 4, (n, k // 2)), sparse24.SPARSE_MARLIN.packing(meta, 4, (n, k // 4))
-
-    def add(first: int, codes: Tensor) -> None:
-        kept, where = sparse24.compress4(codes, INT4.zero_code)
-        values(first, kept)
-        places(first, where)
-
-    tensors = {
-        "B_24": words.view(k // 32, 2 * n),
-        "B_meta": meta.view(torch.int16).view(k // 32, 2 * n),
-        "s": GROUPED_SCALES(rows).view(rows.shape) if len(rows) > 1 else rows.contiguous(),
-    }
-    return Packing(tensors, add)
-
-
-def unpack(tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
-    """Return the record; LayoutError for malformed tensors and metadata that does not describe two of four."""
-    return unpacking(tensors, scheme).record()
-
-
-def unpacking(tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
-    """Return what `unpack` does, rows of codes at a time."""
-    n, k = size({name: tuple(t.shape) for name, t in tensors.items()}, scheme)
-    check(scheme, n, k)
-    validation.match(tensors, stored(scheme, n, k))
-    places = sparse24.unpacking_codes(tensors["B_meta"], sparse24.SPARSE_MARLIN, (n, k))
-    values = KEPT.unpacking(tensors["B_24"], 4, (n, k // 2))
-
-    def fill(first: int, codes: Tensor) -> None:
-        kept, where = (codes.new_empty(len(codes), k // size) for size in (2, 4))
-        values(first, kept)
-        places(first, where)
-        sparse24.expand4(kept, where, INT4.zero_code, out=codes)
-
-    scales = tensors["s"]
-    if len(scales) > 1:  # the number of rows decides, as in MARLIN (LAYOUTS 5.2)
-        scales = GROUPED_SCALES.inverse(scales, (len(scales), n))
-    return Unpacking(scheme, (n, k), validation.half(scales.t()), None, fill)
-
-
-def write_config(schemes: Schemes) -> dict[str, Any]:
-    """Return the `quantization_config` of LAYOUTS 5.4.
-
-    It has no place for overrides or for dense linears other than `lm_head`: those stand in the `quantkit` key only.
-    """
-    for scheme in (schemes.default, *(scheme for _, scheme in schemes.overrides)):
-        check_scheme(scheme)
-    return {
-        "quant_method": "gptq",  # not METHOD: readers that do not know it take it for a dense model
-        "bits": 4,
-        "group_size": schemes.default.group_size or -1,
-        "sym": True,
-        "desc_act": False,
-        "checkpoint_format": FORMAT,
-        "lm_head": gptq.head_is_packed(schemes),
-    }
-
-
-def read_config(config: Mapping[str, Any]) -> Schemes | None:
-    """Return the schemes of a Sparse-MARLIN config by its format or vLLM's method, None for anything else."""
-    method = config.get("quant_method")
-    marked = FORMAT in (config.get("checkpoint_format"), config.get("format"))
-    if method != METHOD and not (method == "gptq" and marked):
-        return None
-    bits = validation.entry(config, "bits", int, default=4)
-    group = validation.entry(config, "group_size", int)
-    symmetric = validation.entry(config, "sym", bool, default=True)
-    if bits != 4 or group not in (128, -1) or not symmetric:
-        raise CheckpointError(
-            f"a Sparse-MARLIN config with bits {bits}, group_size {group}, sym {symmetric}: "
-            "quantkit reads 4, 128 or -1, and true"
+        tensors = (
+            words.view(k // 32, 2 * n),
+            meta.view(torch.int16).view(k // 32, 2 * n),
+            GROUPED_SCALES(rows).view(rows.shape) if len(rows) > 1 else rows.contiguous(),
         )
-    lm_head = validation.entry(config, "lm_head", bool, default=False)
-    return Schemes(Scheme(INT4, None if group == -1 else group, True, "2:4"), ignore=() if lm_head else ("lm_head",))
+        return Packing(dict(zip(self.TENSORS, tensors, strict=True)), add)
+
+    def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
+        """Make a row-wise unpacker, which raises LayoutError for metadata that does not describe two of four.
+
+        The library of compressed-tensors left the scales of k = 256 in groups of 128 unpermuted, which nothing in the
+        file shows. They are read as the kernel reads them, permuted (docs/layouts.md 5.5).
+        """
+        n, k = self.check_tensors(tensors, scheme)
+        words, meta, scales = (tensors[name] for name in self.TENSORS)
+        fill_kept = KEPT.unpacker(words, 4, (n, k // 2))
+        fill_metadata = sparse24.SPARSE_MARLIN.unpacker(aligned(meta).view(torch.int32), 4, (n, k // 4))
+
+        def fill(first: int, codes: Tensor) -> None:
+            kept, metadata = (codes.new_empty(len(codes), k // size) for size in (2, 4))
+            fill_kept(first, kept)
+            fill_metadata(first, metadata)
+            sparse24.expand(kept, metadata, INT4.zero_code, out=codes)
+
+        if len(scales) > 1:  # the number of rows decides, as in MARLIN (docs/layouts.md 5.2)
+            scales = GROUPED_SCALES.inverse(scales, (len(scales), n))
+        return Unpacking(scheme, (n, k), validation.half(scales.t()), None, fill)
+
+    def write_config(self, schemes: Schemes) -> dict[str, Any]:
+        """Make the config of docs/layouts.md 5.4.
+
+        Overrides and dense linears other than `lm_head` are in the `quantkit` key only. The method is not METHOD,
+        because readers that do not know it take it for a dense model.
+        """
+        self.check_all(schemes)
+        return {**marlin.gptq_config(schemes, FORMAT), "lm_head": schemes.quantizes_head}
+
+    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
+        """Read the schemes of a Sparse-MARLIN config, by its format or vLLM's method; None for another layout."""
+        method = config.get("quant_method")
+        marked = FORMAT in (config.get("checkpoint_format"), config.get("format"))
+        if method != METHOD and not (method == "gptq" and marked):
+            return None
+        scheme = marlin.read_scheme(config, self.TITLE, "quantkit reads 4, 128 or -1, and true")
+        return Schemes(replace(scheme, sparsity="2:4"), ignore=marlin.read_ignore(config))
 
 
-def check_scheme(scheme: Scheme) -> None:
-    """Raise LayoutError unless the scheme is INT4, symmetric, 2:4, of group 128 or one scale per row."""
-    if scheme.format != INT4:
-        raise LayoutError(f"Sparse-MARLIN holds int4, not {scheme.format.name}: use --layout compressed-tensors")
-    if scheme.sparsity is None:
-        raise LayoutError(
-            "Sparse-MARLIN holds 2:4 weights only, two of four along k: quantize with --prune 2:4, or use "
-            "--layout marlin"
-        )
-    if scheme.group_size not in (128, None):
-        raise LayoutError(
-            f"Sparse-MARLIN has groups of 128 or one scale per row, not groups of {scheme.group_size}: "
-            "quantize with --group-size 128 or channel, or use --layout gptq"
-        )
+class Marlin24CompressedTensors(Marlin24):
+    """Sparse-MARLIN as compressed-tensors stores it, format `marlin-24` (docs/layouts.md 5.1)."""
+
+    NAME = "marlin24-ct"
+    TENSORS = ("weight_packed", "meta", "scale_packed")
+    MARKER = "scale_packed"
+    SIDE_FILE = None
+
+    def write_config(self, schemes: Schemes) -> dict[str, Any]:
+        """Make the config of docs/layouts.md 5.4.
+
+        The format is in every config group too: a library that cannot read it then refuses it by name. Otherwise it
+        would take the tensors for `pack-quantized`.
+        """
+        self.check_all(schemes)
+        config = compressed_tensors.CompressedTensors().write_config(schemes)
+        fmt = {"format": compressed_tensors.MARLIN24}
+        groups = {name: group | fmt for name, group in config["config_groups"].items()}
+        return config | fmt | {"config_groups": groups}
+
+    def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
+        fmt = compressed_tensors.MARLIN24
+        if config.get("quant_method") != compressed_tensors.METHOD or config.get("format") != fmt:
+            return None
+        sparse = validation.entry(config, "sparsity_config", dict, type(None), default=None) or {}
+        if sparse.get("format", "dense") not in ("dense", fmt):  # it may say 2:4, and that nothing more was packed
+            raise CheckpointError(f"a {fmt} checkpoint with sparsity {str(sparse['format'])!r:.40}: only dense is read")
+        schemes = compressed_tensors.schemes_of({**config, "sparsity_config": None}, fmt)
+        overrides = tuple((pattern, self._sparse(scheme)) for pattern, scheme in schemes.overrides)
+        return Schemes(self._sparse(schemes.default), overrides, schemes.ignore)
+
+    def _sparse(self, scheme: Scheme) -> Scheme:
+        try:
+            if not scheme.symmetric:
+                raise LayoutError("Sparse-MARLIN is symmetric only, and the config says asymmetric: quantize again")
+            sparse = replace(scheme, sparsity="2:4")
+            self.check_scheme(sparse)
+        except LayoutError as error:
+            raise CheckpointError(str(error)) from error
+        return sparse

@@ -1,7 +1,8 @@
-"""The same values in another scheme or shape, for a layout that does not hold them as they are (LAYOUTS 11).
+"""Recast a record: the same values in another scheme or shape, for a layout that does not hold its own.
 
-`target` says from headers alone what a layout would be given, `restated` does it to the data, bit for bit in values, or
-says what in the data forbids it. Nothing is rounded here; `nearest` only names the scheme to round to.
+`target` chooses scheme and shape from headers alone. `recast` changes the data; values stay the same bit for bit, or it
+names the place that forbids it (docs/layouts.md 11). Nothing is rounded here; `nearest` only chooses the scheme to
+round to.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -17,22 +17,21 @@ from torch.nn.functional import pad
 
 from quantkit.core.formats import FORMATS, INT4, Format
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.scheme import Scheme
+from quantkit.core.scheme import Scheme, Sparsity
 from quantkit.errors import LayoutError
 from quantkit.layouts.base import Layout
 
 #: A scheme and the shape `[n, k]` that is stored in it.
 Target = tuple[Scheme, tuple[int, int]]
-Sparsity = Literal["2:4"] | None
 
-#: Columns per scale that scales are repeated onto, the coarsest first.
+#: Group sizes that scales can be repeated for, the coarsest first.
 GROUP_SIZES = (128, 64, 32)
-#: No layout asks for a multiple of more rows, or of more columns times the group size.
-FAR = 4096
+#: Upper bound of the multiples that a layout needs, of rows, and of columns per group size.
+LARGEST_MULTIPLE = 4096
 
 
 def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
-    """Return the rule that a weight breaks in a layout, without its way out; None if it fits."""
+    """Give the rule of a layout that a weight breaks, without the way out; None if it fits."""
     try:
         layout.check(scheme, n, k)
     except LayoutError as error:
@@ -41,18 +40,19 @@ def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
 
 
 def target(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> Target | None:
-    """Return the scheme and the shape in which a layout holds an `[n, k]` weight of another scheme, the least changed.
+    """Choose the scheme and shape, with the fewest changes, in which a layout holds an `[n, k]` weight of a scheme.
 
-    None if there is none. Whether the data allow it is found by `restated`. With `pad` the shape may be a larger one
-    where none fits as it is (`padded_shape`).
+    None if there is none. Whether the data allow it is found by `recast`. With `pad` the shape may be larger if none
+    fits as it is (`padded_shape`).
     """
-    return _first(layout, list(candidates(scheme)), n, k, pad)
+    return _first_that_fits(layout, list(candidates(scheme)), n, k, pad)
 
 
 def nearest(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> Target | None:
-    """Return the scheme to round a decoded weight to where `target` or the data say no: lossy, and only if asked for.
+    """Choose the scheme to round a decoded weight to if `target` or the data refuse: lossy, and only on request.
 
-    The format stays if the layout holds it; 128 columns per scale come before fewer, and those before one per row.
+    The format stays if the layout holds it. Groups of 128 are preferred to smaller ones, and those to one scale per
+    row.
     """
     own = scheme.format
     formats = sorted(FORMATS.values(), key=lambda f: (f != own, f.is_float != own.is_float, -f.bits))
@@ -63,33 +63,40 @@ def nearest(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False
         if (symmetric or not fmt.is_float) and (sparsity is None or (symmetric and not fmt.is_float))
         for size in (*([scheme.group_size] if fmt == own else []), *GROUP_SIZES, None)
     ]
-    return _first(layout, found, n, k, pad)
+    return _first_that_fits(layout, found, n, k, pad)
 
 
 def fitting(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> tuple[int, int] | None:
-    """Return the shape in which a layout holds an `[n, k]` weight, with `pad` maybe a larger one; None if in none."""
+    """Give the shape in which a layout holds an `[n, k]` weight, larger only with `pad`; None if there is none."""
     if broken_rule(layout, scheme, n, k) is None:
         return n, k
     return padded_shape(layout, scheme, n, k) if pad else None
 
 
 def padded_shape(layout: Layout, scheme: Scheme, n: int, k: int) -> tuple[int, int] | None:
-    """Return the smallest shape of at least `[n, k]` that a layout holds a scheme in, None if no shape helps."""
+    """Find the smallest shape of at least `[n, k]` that a layout holds in a scheme; None if there is none."""
     group = scheme.group_size or 1
-    if broken_rule(layout, scheme, FAR, FAR * group) is not None:
+    if broken_rule(layout, scheme, LARGEST_MULTIPLE, LARGEST_MULTIPLE * group) is not None:
         return None
     first = scheme.padded_k(k)
-    rows = (size for size in range(n, n + FAR) if broken_rule(layout, scheme, size, FAR * group) is None)
-    columns = range(first, first + FAR * group, group)
-    found = next(rows, 0), next((size for size in columns if broken_rule(layout, scheme, FAR, size) is None), 0)
+    rows = (
+        size
+        for size in range(n, n + LARGEST_MULTIPLE)
+        if broken_rule(layout, scheme, size, LARGEST_MULTIPLE * group) is None
+    )
+    columns = range(first, first + LARGEST_MULTIPLE * group, group)
+    found = (
+        next(rows, 0),
+        next((size for size in columns if broken_rule(layout, scheme, LARGEST_MULTIPLE, size) is None), 0),
+    )
     return found if broken_rule(layout, scheme, *found) is None else None
 
 
-def restated(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> QuantizedTensor:
-    """Return a record of `scheme` and `shape` that decodes to the values of `q` bit for bit; past them it holds zeros.
+def recast(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> QuantizedTensor:
+    """Recast a record to `scheme` and `shape` with the same values bit for bit, and zeros past them.
 
-    A smaller shape cuts rows and columns off, which must be zeros. LayoutError, with a count and the first place, where
-    the data forbid it: codes that do not fit around a zero point of 8, quads of more than two values (LAYOUTS 11).
+    A smaller shape drops rows and columns, which must be zeros. LayoutError, with a count and the first place, if the
+    data forbid it: codes that do not fit around a zero point of 8, or quads of more than two values.
     """
     if scheme == q.scheme and shape == q.shape:
         return q
@@ -101,7 +108,7 @@ def restated(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> Quan
         q = QuantizedTensor(replace(q.scheme, format=scheme.format), codes, q.scales)
     if scheme.symmetric and q.zeros is not None:
         q = _recentred(q, q.zeros)
-    if q.scheme.group_size is None:  # the scale of a row is that of its new columns too
+    if q.scheme.group_size is None:  # the scale of a row holds for its new columns too
         q = _reshaped(q, *shape)
     if scheme.group_size != q.scheme.group_size:
         q = _regrouped(q, scheme.group_size)
@@ -122,7 +129,7 @@ def check_padding(q: QuantizedTensor, n: int, k: int) -> None:
 
 
 def candidates(scheme: Scheme) -> Iterator[Scheme]:
-    """Yield every scheme that may hold the values of another, the least changed first and itself before all."""
+    """Yield every scheme that may hold the values of another: itself first, then by number of changes."""
     values = set(scheme.format.values)
     wider = [f for f in FORMATS.values() if f.is_float and scheme.format.is_float and values < set(f.values)]
     formats: list[Format] = [scheme.format, *wider]
@@ -134,7 +141,7 @@ def candidates(scheme: Scheme) -> Iterator[Scheme]:
             yield Scheme(fmt, g, symmetric, sparsity)
 
 
-def _first(layout: Layout, schemes: list[Scheme], n: int, k: int, pad: bool) -> Target | None:
+def _first_that_fits(layout: Layout, schemes: list[Scheme], n: int, k: int, pad: bool) -> Target | None:
     for padding in (False, True) if pad else (False,):
         for scheme in schemes:
             shape = fitting(layout, scheme, n, k, pad=padding)
@@ -144,7 +151,7 @@ def _first(layout: Layout, schemes: list[Scheme], n: int, k: int, pad: bool) -> 
 
 
 def _recentred(q: QuantizedTensor, zeros: Tensor) -> QuantizedTensor:
-    """Return the symmetric record of the same values; LayoutError unless `0 <= code - zero point + 8 <= 15`."""
+    """Move zero points to 8, which makes a record symmetric; LayoutError unless `0 <= code - zero point + 8 <= 15`."""
     n, k = q.shape
     g = zeros.shape[1]
     codes = q.codes.view(n, g, -1).short().sub_(zeros.unsqueeze(-1)).add_(INT4.zero_code)
@@ -161,23 +168,23 @@ def _recentred(q: QuantizedTensor, zeros: Tensor) -> QuantizedTensor:
 
 
 def _regrouped(q: QuantizedTensor, size: int | None) -> QuantizedTensor:
-    """Return the record with each scale and zero point repeated onto groups of `size` columns."""
+    """Repeat each scale and zero point for smaller groups of `size` columns."""
     times = q.shape[1] // q.scales.shape[1] // (size or q.shape[1])
     zeros = None if q.zeros is None else q.zeros.repeat_interleave(times, 1)
     return QuantizedTensor(replace(q.scheme, group_size=size), q.codes, q.scales.repeat_interleave(times, 1), zeros)
 
 
 def _reshaped(q: QuantizedTensor, n: int, k: int) -> QuantizedTensor:
-    """Return the record cut or filled up with zeros to `[n, k]`; new groups have scales of 1 and zero points of 8."""
+    """Cut a record, or pad it with zeros, to `[n, k]`; new groups have scales of 1 and zero points of 8."""
     if q.shape == (n, k):
         return q
     if q.shape[0] > n or q.shape[1] > k:
         check_padding(q, min(n, q.shape[0]), min(k, q.shape[1]))
     groups = q.scheme.groups(k)
-    zero, more = q.scheme.format.zero_code, (0, max(0, groups - q.scales.shape[1]), 0, max(0, n - q.shape[0]))
+    zero, added = q.scheme.format.zero_code, (0, max(0, groups - q.scales.shape[1]), 0, max(0, n - q.shape[0]))
     codes = pad(q.codes[:n, :k], (0, max(0, k - q.shape[1]), 0, max(0, n - q.shape[0])), value=zero)
-    scales = pad(q.scales[:n, :groups], more, value=1.0)
-    zeros = None if q.zeros is None else pad(q.zeros[:n, :groups], more, value=zero)
+    scales = pad(q.scales[:n, :groups], added, value=1.0)
+    zeros = None if q.zeros is None else pad(q.zeros[:n, :groups], added, value=zero)
     if zeros is not None and groups == 1:
         codes[:, q.shape[1] :] = zeros
     return QuantizedTensor(q.scheme, codes.contiguous(), scales.contiguous(), zeros)

@@ -1,4 +1,4 @@
-"""Which scheme each linear of a checkpoint has, and its true shape, as its configuration states it."""
+"""`Schemes`: the scheme and the true shape of each linear of a checkpoint, as its configuration states them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from quantkit.core.scheme import Scheme
 
 @dataclass(frozen=True)
 class Schemes:
-    """The default scheme of a checkpoint's quantized linears, exceptions by module name, and what was left dense.
+    """The default scheme of a checkpoint's quantized linears, exceptions by module name, and the dense linears.
 
-    `overrides` are (regular expression, scheme) pairs matched against the whole module name, the first match wins.
-    `ignore` lists the module names that stayed dense, as public readers want them named. `padded` are (module name,
-    true shape `[n, k]`) pairs of those stored larger, with zeros; only the `quantkit` key says so.
+    `overrides` are (regular expression, scheme) pairs, matched against the whole module name; the first match wins.
+    `ignore` lists the names of dense modules, or patterns `re:...`, as public readers expect them. `padded` are
+    (module name, true shape `[n, k]`) pairs of linears stored larger, with zeros; only the `quantkit` key has them.
     """
 
     default: Scheme
@@ -23,8 +23,13 @@ class Schemes:
     padded: tuple[tuple[str, tuple[int, int]], ...] = ()
 
     def of(self, module: str) -> Scheme:
-        """Return the scheme of the linear called `module`, e.g. `model.layers.0.self_attn.q_proj`."""
+        """Give the scheme of the linear called `module`, such as `model.layers.0.self_attn.q_proj`."""
         for pattern, scheme in self.overrides:
             if re.fullmatch(pattern, module):
                 return scheme
         return self.default
+
+    @property
+    def quantizes_head(self) -> bool:
+        """True if the output head is quantized too: `ignore` has none of the names that models give it."""
+        return not any(module.rpartition(".")[2] in ("lm_head", "embed_out") for module in self.ignore)

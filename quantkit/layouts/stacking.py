@@ -1,8 +1,8 @@
-"""Several packed weights as one: what a layout stores for the weights of linears below each other, `[n + n', k]`.
+"""Packed weights of linears below each other, `[n + n', k]`, stacked into one and cut apart again.
 
-MARLIN and Sparse-MARLIN have n along their columns, so packings stand side by side (LAYOUTS 3.1, 5.1). TC-FPx is one
-flat buffer of planes, each with n as its slowest axis: there the planes follow each other (LAYOUTS 7.2). QUICK turns
-columns within the whole of n, and the interchange layouts have no kernel that would gain by it.
+MARLIN and Sparse-MARLIN have n along their columns, so packed weights are joined side by side (docs/layouts.md 3.1,
+5.1). TC-FPx has two planes with n as their slowest axis, and each is joined (7.2). QUICK permutes columns across all of
+n, and the interchange layouts have no kernel that would gain by it.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from quantkit.core.scheme import Scheme
+from quantkit.layouts import tcfpx
 
-#: Layouts that can be stacked -> what n of every weight is a multiple of, so that none shares a tile with another.
+#: Layouts that can be stacked, with the multiple that n of every weight must be, so that none shares a tile.
 UNITS = {"marlin": 64, "marlin24": 128, "marlin24-ct": 128, "tcfpx": 64}
 
 
 def stack(layout: str, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the packed tensors, suffix -> tensor, of weights of one scheme and k below each other, in new memory."""
+    """Stack the packed tensors, by suffix, of weights of one scheme and `k`, in new memory."""
     found = {}
     for suffix in parts[0]:
         tensors = [part[suffix] for part in parts]
@@ -35,7 +36,7 @@ def stack(layout: str, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) ->
 
 
 def cut(layout: str, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows: range) -> dict[str, Tensor]:
-    """Return the packed tensors of some rows of a stacked weight `[n, k]`, in new memory; the inverse of `stack`."""
+    """Copy the packed tensors of some rows of a stacked weight `[n, k]`: the inverse of `stack`."""
     found = {}
     for suffix, tensor in tensors.items():
         if layout != "tcfpx":
@@ -49,9 +50,6 @@ def cut(layout: str, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows
     return found
 
 
-def _planes(words: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
-    """Return the high and the low plane of TC-FPx's words, each `[n, words of a row]`; blocks of 64 rows are whole."""
-    n, bits = len(words), scheme.format.bits
-    flat = words.reshape(-1)
-    high = flat.numel() * (bits - 4) // bits
-    return flat[:high].view(n, -1), flat[high:].view(n, -1)
+def _planes(words: Tensor, scheme: Scheme) -> list[Tensor]:
+    """View both planes of TC-FPx as `[n, words of a row]`."""
+    return [plane.view(len(words), -1) for plane in tcfpx.planes(words.reshape(-1), scheme.format.bits)]

@@ -1,6 +1,6 @@
-"""What a stored tensor or a config entry must be; anything else ends in one line that names it and the rule.
+"""Checks of stored tensors and config entries; a failure is one line that names the tensor or entry, and the rule.
 
-Checkpoints come from strangers: nothing is used before its type, shape and contents were looked at.
+Checkpoints are untrusted input: type, shape and contents are checked before anything is used.
 """
 
 from __future__ import annotations
@@ -13,33 +13,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.core.formats import Format
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.layouts.base import Stored
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 DAMAGED = "the checkpoint is damaged or in another layout than its config states, fetch it again"
 
 
-def multiples(layout: str, n: int, k: int, *, of_n: int, of_k: int, way_out: str) -> None:
-    """Raise LayoutError unless `n` and `k` are positive multiples of `of_n` and `of_k`."""
-    for letter, size, unit in (("n", n, of_n), ("k", k, of_k)):
+def check_multiples(title: str, shape: tuple[int, int], units: tuple[int, int], way_out: str) -> None:
+    """Raise LayoutError unless `n` and `k` of `shape` are positive multiples of `units`."""
+    for letter, size, unit in zip("nk", shape, units, strict=True):
         if size < 1 or size % unit:
             rule = f"a multiple of {unit}" if unit > 1 else "positive"
-            raise LayoutError(f"{layout} needs {letter} to be {rule}, and it is {size}: {way_out}")
+            raise LayoutError(f"{title} needs {letter} to be {rule}, and it is {size}: {way_out}")
 
 
 def half(scales: Tensor) -> Tensor:
-    """Return a contiguous float16 copy of scales `[n, g]`; zero and negative ones are legal.
+    """Copy scales `[n, g]` to contiguous float16; zero and negative ones are legal.
 
-    LayoutError for NaN, infinity, and values that float16 would change (LAYOUTS 11).
+    LayoutError for NaN, infinity, and values that float16 would change (docs/layouts.md 11).
     """
-    if scales.numel() and not isfinite(float(scales.abs().amax())):  # in which a NaN comes out too
+    if scales.numel() and not isfinite(float(scales.abs().amax())):  # amax propagates NaN
         row, group = (~torch.isfinite(scales)).nonzero()[0].tolist()
         raise LayoutError(f"the scale of row {row}, group {group} is {float(scales[row, group])}: quantize again")
-    if scales.dtype == torch.float16:
-        return scales.clone(memory_format=torch.contiguous_format)
-    exact = scales.to(torch.float16, memory_format=torch.contiguous_format)
+    exact = scales.to(torch.float16, copy=True, memory_format=torch.contiguous_format)
     changed = exact.float() != scales.float()
     if bool(changed.any()):
         row, group = changed.nonzero()[0].tolist()
@@ -50,8 +48,12 @@ def half(scales: Tensor) -> Tensor:
     return exact
 
 
-def match(tensors: Mapping[str, Tensor], stored: Stored, optional: Collection[str] = ()) -> None:
-    """Raise LayoutError unless `tensors` are those of `stored`; scales may also be bfloat16 or float32."""
+def match(
+    tensors: Mapping[str, Tensor],
+    stored: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+    optional: Collection[str] = (),
+) -> None:
+    """Raise LayoutError unless `tensors` have the dtypes and shapes of `stored`; scales may be bfloat16 or float32."""
     for name, (dtype, shape) in stored.items():
         if name not in tensors:
             if name in optional:
@@ -69,15 +71,22 @@ def match(tensors: Mapping[str, Tensor], stored: Stored, optional: Collection[st
 
 
 def matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
-    """Return the two sizes of the stored matrix `name`; LayoutError if it is missing or no matrix."""
+    """Give both sizes of the stored matrix `name`; raise LayoutError if it is missing or no matrix."""
     shape = shapes.get(name)
     if shape is None or len(shape) != 2:
         raise LayoutError(f"tensor {name!r} must be a matrix, it is {'missing' if shape is None else list(shape)}")
     return shape[0], shape[1]
 
 
+def codes_in_words(words: int, fmt: Format) -> int:
+    """Count the codes in 32-bit `words` of a row; raise LayoutError if they are no whole number of 32 codes."""
+    if words % fmt.bits:
+        raise LayoutError(f"{words} words a row are no multiple of {fmt.bits}, as {fmt.name} has")
+    return words // fmt.bits * 32
+
+
 def entry(config: Mapping[str, Any], key: str, *kinds: type, default: Any = ...) -> Any:
-    """Return `config[key]` if its type is one of `kinds` (a bool is no int); CheckpointError otherwise."""
+    """Get `config[key]`; raise CheckpointError unless its type is one of `kinds` (a bool is no int)."""
     value = config.get(key, default)
     if value is ...:
         raise CheckpointError(f"{key!r} is missing in the quantization config")
@@ -88,36 +97,43 @@ def entry(config: Mapping[str, Any], key: str, *kinds: type, default: Any = ...)
 
 
 def strings(config: Mapping[str, Any], key: str) -> tuple[str, ...]:
-    """Return the list of strings `config[key]`, `()` when missing or null; CheckpointError otherwise."""
+    """Get the list of strings `config[key]`, `()` when missing or null; raise CheckpointError otherwise."""
     values = entry(config, key, list, type(None), default=None) or []
     if not all(type(value) is str for value in values):
         raise CheckpointError(f"{key!r} must be a list of strings in the quantization config")
     return tuple(values)
 
 
+def group_size(size: int, method: str) -> int | None:
+    """Convert a config's group size, where -1 stands for one scale per row; raise CheckpointError for other signs."""
+    if size < 1 and size != -1:
+        raise CheckpointError(f"{method} group_size {size}: it must be positive, or -1 for one scale per row")
+    return None if size == -1 else size
+
+
 def pattern(text: str) -> str:
-    """Return `text` if it is a regular expression; CheckpointError otherwise."""
-    if not compiles(text):
+    """Return `text` if it is a regular expression; raise CheckpointError otherwise."""
+    if not is_pattern(text):
         raise CheckpointError(f"{text!r:.80} in the quantization config is no regular expression")
     return text
 
 
-def whole(text: str) -> str:
-    """Return the pattern that matches what `text` matches as a whole; LayoutError if it cannot be part of another."""
+def anchored(text: str) -> str:
+    """Wrap a pattern so that it matches to the end of a name; raise LayoutError if it cannot be embedded."""
     inner = f"(?:{text})$"
-    if not compiles(text) or not compiles(inner):
+    if not is_pattern(text) or not is_pattern(inner):
         raise LayoutError(f"override {text!r:.80} cannot stand in a config: write it without flags at its start")
     return inner
 
 
 def literal(text: str) -> str | None:
-    """Return the one name that the pattern `text` matches if it is `re.escape` of a name, else None."""
+    """Give the one name that the pattern `text` matches, if it is `re.escape` of a name, else None."""
     name = re.sub(r"\\(.)", r"\1", text)
     return name if re.escape(name) == text else None
 
 
-def compiles(text: str) -> bool:
-    """Return whether `text` is a regular expression."""
+def is_pattern(text: str) -> bool:
+    """Return True if `text` is a regular expression."""
     try:
         re.compile(text)
     except (re.error, OverflowError, RecursionError):

@@ -26,7 +26,7 @@ from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, about
-from quantkit.layouts.recast import restated
+from quantkit.layouts.recast import recast
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, stored_shape
 from quantkit.progress import Progress
 
@@ -163,7 +163,7 @@ def _item(
         stored = stored_shape(recipe, tensor.scheme, *shape)
         if stored != shape:
             facts |= {"zeros": facts["zeros"] - tensor.codes.numel() + weight.numel()} if "zeros" in facts else {}
-            tensor, facts = restated(tensor, tensor.scheme, stored), {**facts, "true_shape": list(shape)}
+            tensor, facts = recast(tensor, tensor.scheme, stored), {**facts, "true_shape": list(shape)}
     return Item(f"{name}.weight", tensor, facts)
 
 

@@ -21,9 +21,9 @@ from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Digest, QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
-from quantkit.layouts import LAYOUTS, family, gptq
+from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import TILE
-from quantkit.layouts.recast import broken_rule, restated
+from quantkit.layouts.recast import broken_rule, recast
 from quantkit.pipeline.layer_solver import relative_error
 from quantkit.pipeline.plan import Plan, Row
 from quantkit.reporting.report import REPORT
@@ -128,7 +128,7 @@ def _checked_digest(name: str, q: QuantizedTensor, recorded: str | None) -> str:
 def _trusted_labels(src: Checkpoint) -> list[str]:
     """Give a notice where only a label says which version of GPTQ's zero points the data have."""
     assert src.layout is not None
-    if family(src.layout.NAME) != gptq.NAME or all(src.scheme(module).symmetric for module in src.modules()):
+    if family(src.layout.NAME) != "gptq" or all(src.scheme(module).symmetric for module in src.modules()):
         return []
     return [
         f"zero points are read as the label {src.layout.NAME} says: asymmetric ones do not show whether they are v1 or "
@@ -149,7 +149,7 @@ def _as_planned(
     if scheme != q.scheme:
         facts["restated_from"] = q.scheme.label
     try:
-        value = restated(q, scheme, shape)
+        value = recast(q, scheme, shape)
     except LayoutError as error:
         if not requantize:
             raise LayoutError(f"{error}: {_ways_out(src, q.scheme, true)}") from error

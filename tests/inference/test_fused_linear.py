@@ -21,7 +21,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.inference.fused_linear import FusedLinear, fuse_linears, sibling_linears
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.recast import restated
+from quantkit.layouts.recast import recast
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.stacking import UNITS, cut, stack
 from tests.bench.test_random_model import CPU, LLAMA, QUIET, tiny
@@ -138,7 +138,7 @@ def test_padded_linears_are_fused_and_return_no_padding() -> None:
     stored_sizes = [(128, 256), (64, 256), (64, 256)]
     parts = []
     for q, size in zip(qs, stored_sizes, strict=True):
-        moved = restated(q, q.scheme, size)
+        moved = recast(q, q.scheme, size)
         true = (q.shape[0], 200)
         parts.append(PackedLinear("marlin", q.scheme, size, true, LAYOUTS["marlin"].pack(moved), gauss(true[0])))
     separate = Attention(parts)

@@ -17,7 +17,7 @@ from quantkit.errors import KernelError, LayoutError
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.kernels import MATMULS
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.recast import restated
+from quantkit.layouts.recast import recast
 from tests.layouts.samples import HELD, record, tame
 
 ALL = [(layout, label) for layout, (labels, _) in HELD.items() for label in labels]
@@ -83,7 +83,7 @@ def test_outputs_have_no_padding() -> None:
     q = values("int4:g128", 100, 256)
     q = QuantizedTensor(q.scheme, q.codes.clone(), q.scales)
     q.codes[:, 200:] = INT4.zero_code
-    layer = packed("marlin", restated(q, q.scheme, (128, 256)), (100, 200))
+    layer = packed("marlin", recast(q, q.scheme, (128, 256)), (100, 200))
     x = gauss(2, 3, 200)
     assert layer(x).shape == (2, 3, 100)
     assert same(layer(x), linear(x, q.dequantize()[:, :200].contiguous(), layer.bias))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.layouts import LAYOUTS, quantkit_key, sparse24
+from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 
 #: layout -> schemes that it holds, with shapes [n, k] that it holds them in.
@@ -102,10 +102,3 @@ def write_folder(
     if side:
         (out / side.name).write_text(json.dumps(side.contents(public)))
     return records
-
-
-def expanded(kept: torch.Tensor, codes: torch.Tensor, zero: int) -> torch.Tensor:
-    """Return the values of quads of four bits each, of which `kept` stayed."""
-    values = torch.empty(len(kept), 2 * kept.shape[1], dtype=torch.uint8)
-    sparse24.expand4(kept, codes, zero, out=values)
-    return values

@@ -14,12 +14,13 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError
-from quantkit.layouts import LAYOUTS, awq, quantkit_key, quick, read_config
+from quantkit.layouts import LAYOUTS, quantkit_key, read_config
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import record
 from tests.layouts.test_golden import both_ways, golden, scheme_of
 
+AWQ, QUICK = LAYOUTS["awq"], LAYOUTS["quick"]
 ASYM = Scheme.parse("int4:g128:asym")
 GEMM = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 OLDER = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
@@ -53,7 +54,7 @@ def test_checkpoint_side_and_run_time_zero_points_of_vllm(shared: Path) -> None:
 def test_the_worked_example_of_the_documentation() -> None:
     n, k = torch.arange(256).view(-1, 1), torch.arange(128).view(1, -1)
     codes = ((k + 3 * (k // 8) + 5 * n + 7 * (n // 8)) % 16).to(torch.uint8)
-    packed = awq.pack(QuantizedTensor(Scheme.parse("int4:g128"), codes, torch.ones(256, 1, dtype=torch.float16)))
+    packed = AWQ.pack(QuantizedTensor(Scheme.parse("int4:g128"), codes, torch.ones(256, 1, dtype=torch.float16)))
     words = [
         f"{word & 0xFFFFFFFF:08x}" for word in [*packed["qweight"][0, :4].tolist(), packed["qweight"][1, 0].item()]
     ]
@@ -86,7 +87,7 @@ def test_a_symmetric_record_stores_eights_and_no_other_zero_point_is_read_as_sym
 )
 def test_published_configs_are_read_in_their_spellings(changes: dict[str, Any], label: str) -> None:
     layout, schemes = read_config({**GEMM, **changes}, "config.json")
-    assert layout is awq and schemes == Schemes(Scheme.parse(label), ignore=HEAD)
+    assert layout is AWQ and schemes == Schemes(Scheme.parse(label), ignore=HEAD)
 
 
 @pytest.mark.parametrize(
@@ -113,14 +114,14 @@ def test_other_versions_and_malformed_entries_are_refused_by_name(changes: dict[
 
 def test_awq_and_quick_never_claim_each_others_configs() -> None:
     for version, owner, other in (
-        ("gemm", awq, quick),
-        ("GEMM", awq, quick),
-        ("quick", quick, awq),
-        ("Quick", quick, awq),
+        ("gemm", AWQ, QUICK),
+        ("GEMM", AWQ, QUICK),
+        ("quick", QUICK, AWQ),
+        ("Quick", QUICK, AWQ),
     ):
         config = {**GEMM, "version": version}
         assert read_config(config, "config.json")[0] is owner and other.read_config(config) is None
-    for module, version in ((awq, "quick"), (quick, "gemm"), (awq, "gemv"), (awq, None)):
+    for module, version in ((AWQ, "quick"), (QUICK, "gemm"), (AWQ, "gemv"), (AWQ, None)):
         schemes = Schemes(ASYM, ignore=HEAD)
         config = module.write_config(schemes) | {"quantkit": quantkit_key(module.NAME, schemes, "1", None)}
         assert read_config(config, "config.json")[0] is module
@@ -129,19 +130,19 @@ def test_awq_and_quick_never_claim_each_others_configs() -> None:
 
 
 def test_dense_linears_are_substrings_for_public_readers() -> None:
-    assert awq.write_config(Schemes(ASYM, ignore=HEAD)) == {**GEMM, "modules_to_not_convert": None}
-    assert awq.write_config(Schemes(ASYM)) == {**GEMM, "modules_to_not_convert": None, "lm_head": True}
+    assert AWQ.write_config(Schemes(ASYM, ignore=HEAD)) == {**GEMM, "modules_to_not_convert": None}
+    assert AWQ.write_config(Schemes(ASYM)) == {**GEMM, "modules_to_not_convert": None, "lm_head": True}
     ignore = ("lm_head", "model.layers.3.mlp.up_proj", r"re:.*vision\.tower.*", "re:.*[kv]_proj", "re:.*")
-    config = awq.write_config(Schemes(ASYM, ignore=ignore))
+    config = AWQ.write_config(Schemes(ASYM, ignore=ignore))
     assert config["modules_to_not_convert"] == ["model.layers.3.mlp.up_proj", "vision.tower"]
-    read = awq.read_config(config)
+    read = AWQ.read_config(config)
     assert read is not None and read.ignore == (
         "lm_head", r"re:.*model\.layers\.3\.mlp\.up_proj.*", r"re:.*vision\.tower.*"
     )  # fmt: skip
-    assert awq.write_config(read)["modules_to_not_convert"] == config["modules_to_not_convert"]
+    assert AWQ.write_config(read)["modules_to_not_convert"] == config["modules_to_not_convert"]
     for dense in (["lm_head"], [], None):
-        assert awq.read_config({**GEMM, "modules_to_not_convert": dense}) == Schemes(ASYM, ignore=HEAD)
-    assert awq.read_config({**GEMM, "lm_head": True}) == Schemes(ASYM)
+        assert AWQ.read_config({**GEMM, "modules_to_not_convert": dense}) == Schemes(ASYM, ignore=HEAD)
+    assert AWQ.read_config({**GEMM, "lm_head": True}) == Schemes(ASYM)
 
 
 @pytest.mark.parametrize("version", ["GEMM", "QUICK"])

@@ -25,16 +25,16 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, RecipeError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.compatibility import (
-    OF_TARGETS,
     PRUNED,
     RECENTRED,
     SCHEMES,
+    TARGET_CONDITIONS,
     Conversion,
     conversions,
     markdown,
     parse,
 )
-from quantkit.layouts.recast import broken_rule, restated, target
+from quantkit.layouts.recast import broken_rule, recast, target
 from quantkit.layouts.schemes import Schemes
 from quantkit.reporting.report import REPORT
 from tests.command_line import ROOT, call, refused
@@ -111,7 +111,7 @@ def check_cells(records: dict[Scheme, QuantizedTensor], refusals: set[str]) -> N
         if place is None:
             return broken_rule(LAYOUTS[layout], scheme, *q.shape) or ""
         try:
-            now = restated(q, *place)
+            now = recast(q, *place)
             stored = LAYOUTS[layout].pack(now)
         except LayoutError as error:
             return str(error)
@@ -124,13 +124,13 @@ def check_cells(records: dict[Scheme, QuantizedTensor], refusals: set[str]) -> N
         held = [scheme for scheme in records if not broken_rule(LAYOUTS[source], scheme, *records[scheme].shape)]
         assert held
         for scheme in held:
-            if source in OF_TARGETS and isinstance(arrived(source, scheme), str):
+            if source in TARGET_CONDITIONS and isinstance(arrived(source, scheme), str):
                 continue  # a zero point of 0, which could not have come from there
             assert arrived(source, scheme).equal(records[scheme])  # type: ignore[union-attr]
             there = arrived(to, scheme)
             if isinstance(there, str):
                 assert conversion.lossless is not True, (conversion, there)
-                reasons = {RECENTRED: "re-centred", PRUNED: "quads", OF_TARGETS["gptq"]: "zero point of 0"}
+                reasons = {RECENTRED: "re-centred", PRUNED: "quads", TARGET_CONDITIONS["gptq"]: "zero point of 0"}
                 known = [c for c, words in reasons.items() if words in there and c in conversion.verdict]
                 assert known or conversion.lossless is False or excluded(conversion, scheme), (conversion, there)
                 refusals.update(known)
@@ -147,7 +147,7 @@ def test_every_cell_on_random_weights() -> None:
         records = {s: record(s, 256, 512, seed=i, lowest_zero=lowest_zero) for i, s in enumerate(SCHEMES)}
         records = {s: q for s, q in records.items() if any(not broken_rule(x, s, 256, 512) for x in LAYOUTS.values())}
         check_cells(records, refusals)
-    assert refusals == {RECENTRED, PRUNED, OF_TARGETS["gptq"]}
+    assert refusals == {RECENTRED, PRUNED, TARGET_CONDITIONS["gptq"]}
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj"])

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
-from quantkit.layouts import LAYOUTS, arrangement, compressed_tensors
+from quantkit.layouts import LAYOUTS, arrangement
 from quantkit.layouts.arrangement import Arrangement
 from tests.layouts import oracle
 from tests.layouts.samples import CASES, HELD, record
@@ -73,16 +73,12 @@ def obeys(layout: str, q: QuantizedTensor) -> None:
 
 
 @pytest.mark.parametrize(("layout", "label", "n", "k"), [case for case in CASES if case[2:] == HELD[case[0]][1][-1]])
-@pytest.mark.parametrize("long", [1, 10**9])
-def test_pieces_and_ways_to_move_them_do_not_show(
-    layout: str, label: str, n: int, k: int, long: int, monkeypatch: pytest.MonkeyPatch
+def test_the_size_of_blocks_does_not_change_the_result(
+    layout: str, label: str, n: int, k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A weight is worked on in pieces of which the last is smaller, and moved in one of two ways."""
     q = record(Scheme.parse(label), n, k, lowest_zero=1)
     expected = LAYOUTS[layout].pack(q)
-    monkeypatch.setattr(arrangement, "_LONG", long)
-    monkeypatch.setattr(arrangement, "_CACHED", k * max(1, n // 5))
-    monkeypatch.setattr(compressed_tensors, "CHUNK", 1000)
+    monkeypatch.setattr(arrangement, "BLOCK", k * max(1, n // 5))
     assert same_bytes(LAYOUTS[layout].pack(q), expected)
     assert LAYOUTS[layout].unpack(expected, q.scheme).equal(q)
 
@@ -113,7 +109,7 @@ def test_a_stream_that_ends_or_begins_inside_wide_integers_is_whole(
     label: str, n: int, k: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of an odd number of words are worked on as integers of two."""
-    monkeypatch.setattr(arrangement, "_CACHED", rows_at_once * k)
+    monkeypatch.setattr(arrangement, "BLOCK", rows_at_once * k)
     q = record(Scheme.parse(label), n, k, lowest_zero=1)
     packed = LAYOUTS["humming"].pack(q)
     assert rows(packed["weight"]) == oracle.humming_words(q.codes.tolist(), q.scheme.format.bits)

@@ -11,11 +11,13 @@ import torch
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
-from quantkit.layouts import LAYOUTS, marlin, quick
+from quantkit.layouts import LAYOUTS, marlin
 from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import record
 from tests.layouts.test_golden import both_ways, golden, same, scheme_of
 from tests.layouts.test_laws import rows
+
+QUICK = LAYOUTS["quick"]
 
 
 def test_words_scales_and_zero_points_of_the_published_packer(shared: Path) -> None:
@@ -32,7 +34,7 @@ def test_the_worked_example_of_the_documentation() -> None:
     n, k = torch.arange(256).view(-1, 1), torch.arange(128).view(1, -1)
     codes = ((k + 3 * (k // 8) + 5 * n + 7 * (n // 8)) % 16).to(torch.uint8)
     zeros, scales = ((5 * n + 7 * (n // 8)) % 16).to(torch.uint8), (n + 1).half()
-    packed = quick.pack(QuantizedTensor(Scheme.parse("int4:g128:asym"), codes, scales, zeros))
+    packed = QUICK.pack(QuantizedTensor(Scheme.parse("int4:g128:asym"), codes, scales, zeros))
     words, zero_points = rows(packed["qweight"]), rows(packed["qzeros"])[0]
     assert [f"{word:08x}" for word in words[0][:9]] == [
         "b0c1afb0", "9eaf8d9e", "7c8d6b7c", "5a6b495a", "16270516", "f405e3f4", "d2e3c1d2", "b0c1afb0", "d2e3c1d2"
@@ -52,52 +54,52 @@ def test_the_words_are_marlins_in_another_order(n: int, k: int) -> None:
     place = ty * (n // 4) + (a // 4) * (n // 8) + 16 * bx + 4 * (a % 4) + quarter
     flat = 4 * n * (row // 2) + 8 * place + 4 * (row % 2) + j
     assert flat.flatten().sort().values.equal(torch.arange(k * n // 8))
-    assert torch.equal(quick.pack(q)["qweight"].flatten()[flat], theirs)
+    assert torch.equal(QUICK.pack(q)["qweight"].flatten()[flat], theirs)
 
 
 @pytest.mark.parametrize("label", ["int4:g64:asym", "int4:g64"])
 def test_copies_of_a_scale_or_zero_point_that_differ_are_refused(label: str) -> None:
     q = record(Scheme.parse(label), 256, 128)
     q.scales[5, 1] = 0.0
-    packed = quick.pack(q)
+    packed = QUICK.pack(q)
     for place in (0, 1, 700):
         scales = packed["scales"].clone()
         scales.view(-1).view(torch.int16)[place] ^= 1
         with pytest.raises(LayoutError, match="'scales' holds every entry twice"):
-            quick.unpack({**packed, "scales": scales}, q.scheme)
+            QUICK.unpack({**packed, "scales": scales}, q.scheme)
     sign = packed["scales"].clone()
     sign.view(-1)[int((sign.view(torch.int16) == 0).flatten().nonzero()[0])] = -0.0  # equal as numbers
     with pytest.raises(LayoutError, match="'scales' holds every entry twice"):
-        quick.unpack({**packed, "scales": sign}, q.scheme)
+        QUICK.unpack({**packed, "scales": sign}, q.scheme)
     for nibble in range(8):
         zeros = packed["qzeros"].clone()
         zeros[1, 33] ^= 1 << (4 * nibble) if nibble < 7 else -(1 << 31)
         with pytest.raises(LayoutError, match="'qzeros' holds every entry twice"):
-            quick.unpack({**packed, "qzeros": zeros}, q.scheme)
+            QUICK.unpack({**packed, "qzeros": zeros}, q.scheme)
 
 
 def test_both_copies_changed_alike_are_another_record_not_an_error() -> None:
     q = record(Scheme.parse("int4:g64:asym"), 256, 128)
-    packed = quick.pack(q)
+    packed = QUICK.pack(q)
     packed["qzeros"][0, 0] ^= 0x00010001
-    changed = quick.unpack(packed, q.scheme)
+    changed = QUICK.unpack(packed, q.scheme)
     assert int((changed.zeros != q.zeros).sum()) == 1 and changed.zeros[0, 0] == q.zeros[0, 0] ^ 1
 
 
 def test_tensors_of_fused_projections_are_not_the_parts_side_by_side() -> None:
     q = record(Scheme.parse("int4:g128"), 256, 128)
-    parts = [quick.pack(QuantizedTensor(q.scheme, q.codes[a:b], q.scales[a:b])) for a, b in ((0, 128), (128, 256))]
-    whole = quick.pack(q)
+    parts = [QUICK.pack(QuantizedTensor(q.scheme, q.codes[a:b], q.scales[a:b])) for a, b in ((0, 128), (128, 256))]
+    whole = QUICK.pack(q)
     for dim in (0, 1):
         side_by_side = torch.cat([part["qweight"] for part in parts], dim=dim)
         assert not torch.equal(side_by_side.flatten(), whole["qweight"].flatten())
 
 
 def test_the_side_file_has_exactly_the_keys_of_the_loader() -> None:
-    config = quick.write_config(Schemes(Scheme.parse("int4:g64"), ignore=("lm_head", "model.layers.0.mlp.up_proj")))
+    config = QUICK.write_config(Schemes(Scheme.parse("int4:g64"), ignore=("lm_head", "model.layers.0.mlp.up_proj")))
     assert config["version"] == "quick" and config["quant_method"] == "awq"
-    assert quick.SIDE_FILE is not None and quick.SIDE_FILE.name == "quant_config.json"
-    assert quick.SIDE_FILE.contents({**config, "quantkit": {}}) == {
+    assert QUICK.SIDE_FILE is not None and QUICK.SIDE_FILE.name == "quant_config.json"
+    assert QUICK.SIDE_FILE.contents({**config, "quantkit": {}}) == {
         "zero_point": True, "q_group_size": 64, "w_bit": 4, "version": "QUICK",
         "modules_to_not_convert": ["model.layers.0.mlp.up_proj"],
     }  # fmt: skip

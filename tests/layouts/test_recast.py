@@ -13,7 +13,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.recast import broken_rule, candidates, check_padding, nearest, padded_shape, restated, target
+from quantkit.layouts.recast import broken_rule, candidates, check_padding, nearest, padded_shape, recast, target
 from tests.layouts.samples import record
 
 LABELS = [
@@ -45,7 +45,7 @@ def test_every_candidate_decodes_to_the_same_bits(label: str) -> None:
     found = list(candidates(q.scheme))
     assert found[0] == q.scheme and len(set(found)) == len(found)
     for scheme in found:
-        now = restated(q, scheme, q.shape)
+        now = recast(q, scheme, q.shape)
         assert now.scheme == scheme
         assert torch.equal(bits(now.dequantize()), bits(q.dequantize())), scheme.label
 
@@ -57,13 +57,13 @@ def test_padding_is_zeros_and_the_way_back_gives_the_same_bits(label: str, shape
     for scheme in candidates(q.scheme):
         if shape[1] % (scheme.group_size or 1):
             continue
-        now = restated(q, scheme, shape)
+        now = recast(q, scheme, shape)
         values = now.dequantize()
         assert now.shape == shape and torch.isfinite(values).all()
         assert torch.equal(bits(values[:24, :512]), bits(q.dequantize()))
         assert int(torch.count_nonzero(values)) == int(torch.count_nonzero(q.dequantize()))
         check_padding(now, 24, 512)
-        assert restated(now, scheme, q.shape).equal(restated(q, scheme, q.shape))
+        assert recast(now, scheme, q.shape).equal(recast(q, scheme, q.shape))
 
 
 def test_zero_points_that_cannot_move_are_counted_and_the_first_is_named() -> None:
@@ -76,7 +76,7 @@ def test_zero_points_that_cannot_move_are_counted_and_the_first_is_named() -> No
             if any(not 0 <= c - int(q.zeros[row, g]) + 8 <= 15 for c in q.codes[row, 32 * g : 32 * g + 32].tolist())
         ]
         with pytest.raises(LayoutError, match=rf"^{len(bad)} of 64 .*first row {bad[0][0]}, group {bad[0][1]}, "):
-            restated(q, Scheme.parse("int4:g32"), q.shape)
+            recast(q, Scheme.parse("int4:g32"), q.shape)
 
 
 def test_one_code_too_many_is_enough() -> None:
@@ -87,27 +87,27 @@ def test_one_code_too_many_is_enough() -> None:
         zeros = torch.full((2, 1), zero, dtype=torch.uint8)
         q = QuantizedTensor(Scheme.parse("int4:g32:asym"), codes, torch.ones(2, 1, dtype=torch.float16), zeros)
         if fits:
-            assert torch.equal(restated(q, Scheme.parse("int4:g32"), (2, 32)).codes, codes)
+            assert torch.equal(recast(q, Scheme.parse("int4:g32"), (2, 32)).codes, codes)
         else:
             with pytest.raises(LayoutError, match=r"1 of 2 .*row 1, group 0, zero point 7 and code 15 of column 7"):
-                restated(q, Scheme.parse("int4:g32"), (2, 32))
+                recast(q, Scheme.parse("int4:g32"), (2, 32))
 
 
 def test_a_dense_weight_does_not_pass_for_a_pruned_one() -> None:
     q = willing("int4:g128", 8, 128)
     q.codes[5, 12:15] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     with pytest.raises(LayoutError, match=r"1 of 256 quads .*row 5, columns 12 to 15"):
-        restated(q, Scheme.parse("int4:g128:24"), q.shape)
+        recast(q, Scheme.parse("int4:g128:24"), q.shape)
 
 
 @pytest.mark.parametrize("to", ["int4:g64", "int4:channel", "int4:g128:asym", "fp6:channel", "int4:g256"])
 def test_what_would_change_values_is_refused(to: str) -> None:
     q = record(Scheme.parse("int4:g128"), 8, 256)
     if to == "int4:g64":
-        assert restated(q, Scheme.parse(to), q.shape).scales.shape == (8, 4)
+        assert recast(q, Scheme.parse(to), q.shape).scales.shape == (8, 4)
         return
     with pytest.raises(LayoutError, match="values would change"):
-        restated(q, Scheme.parse(to), q.shape)
+        recast(q, Scheme.parse(to), q.shape)
 
 
 def test_padding_that_is_not_zero_is_not_cut_off() -> None:
@@ -118,7 +118,7 @@ def test_padding_that_is_not_zero_is_not_cut_off() -> None:
     with pytest.raises(LayoutError, match=r"1 weights past its true shape \[8, 200\].*row 3, column 230"):
         check_padding(q, 8, 200)
     with pytest.raises(LayoutError, match="past its true shape"):
-        restated(q, q.scheme, (8, 128))
+        recast(q, q.scheme, (8, 128))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
