@@ -72,16 +72,12 @@ def verify(
         notices.append(UNREPORTED)
     unrun = _why_no_kernel(src, place, asked=device != "auto")
     other = None if against is None else _quantized(Path(against))
-    layers = {layer["name"]: layer for layer in recorded.get("layers", [])}
-    modules = src.modules()
-    if not modules:
+    if not src.modules():
         failures.append(f"{folder}: no packed weight found: the tensors are missing")
-    failures += _missing_weights(modules, layers if recorded else None, other)
     runs_on = torch.device("cpu") if unrun else place
     with ThreadPoolExecutor(1) as pool:
         job = Job(src, other, runs_on, unrun is None, pool, Clock(runs_on, clock.seconds))
-        rows = _check_weights(job, modules, layers, notices, progress)
-    failures += [f"{row.module}: {row.problem}" for row in rows if row.problem is not None]
+        rows = _check_weights(job, recorded, progress, failures, notices)
     found = Verification(
         src.layout.NAME,
         tuple(rows),
@@ -159,9 +155,12 @@ def _missing_weights(modules: list[str], layers: Mapping[str, Any] | None, other
 
 
 def _check_weights(
-    job: Job, modules: list[str], layers: Mapping[str, Any], notices: list[str], progress: Progress
+    job: Job, recorded: Mapping[str, Any], progress: Progress, failures: list[str], notices: list[str]
 ) -> list[Row]:
-    """Check each module; adds each notice to `notices` once."""
+    """Check each packed weight; adds to `failures`, and each notice once to `notices`."""
+    layers = {layer["name"]: layer for layer in recorded.get("layers", [])}
+    modules = job.src.modules()
+    failures += _missing_weights(modules, layers if recorded else None, job.other)
     rows = []
     for module in progress.bar(modules, "verify", len(modules)):
         try:
@@ -173,4 +172,5 @@ def _check_weights(
             ) from error
         rows.append(row)
         notices += [line for line in seen if line not in notices]
+    failures += [f"{row.module}: {row.problem}" for row in rows if row.problem is not None]
     return rows

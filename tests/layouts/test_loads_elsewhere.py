@@ -1,4 +1,4 @@
-"""What a process that never heard of quantkit makes of our folders: exact weights or an error, never random weights."""
+"""A process without quantkit loads our folders with exact weights or raises an error; it never gets random weights."""
 
 from __future__ import annotations
 
