@@ -1,8 +1,10 @@
 # Everything runs in a virtual environment of its own, which `setup` fills and the other targets call first.
 #   make demo   the whole job on the packaged model, no network, under a minute
 #   make test   the tests that need no GPU
+#   make fast   the quick ones of them, under a minute
 #   make lint   ruff, mypy and import-linter
-#   make check  both
+#   make check  lint and test
+#   make docs   write the generated pages
 #   make gpu    GPU tests and benchmarks; writes benchmarks/h200/
 # PYTHON chooses the interpreter (3.10 to 3.14), VENV where the environment lies.
 PYTHON ?= python3
@@ -10,7 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
-.PHONY: setup demo test lint check gpu
+.PHONY: setup demo fast test lint docs check gpu
 
 setup: $(STAMP)
 
@@ -26,11 +28,20 @@ demo: setup
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal
 
+# The tests of an edit-run loop: no whole model is quantized.
+FAST := tests/core tests/io tests/reporting tests/checkpoint tests/layouts tests/models tests/pipeline/test_recipe.py
+fast: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal $(FAST)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# docs/cli.md, docs/api.md and docs/conversions.md
+docs: setup
+	$(BIN)/python docs/generate.py
 
 check: lint test
 

@@ -1,4 +1,4 @@
-"""`python -m quantkit` is the command `quantkit`."""
+"""Let `python -m quantkit` run the command `quantkit`."""
 
 from quantkit.cli import main
 

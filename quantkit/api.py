@@ -1,7 +1,7 @@
-"""What `import quantkit` and the command line share: options by name laid over a recipe, and evaluations of a folder.
+"""The functions that `import quantkit` and the command line share.
 
-A flag of the command line and a keyword of `quantkit.quantize` are one row of `KEYS`, so they have the same name and
-the same default (ALGORITHMS 0).
+A flag of the command line and a keyword of `quantize` are one row of `KEYS`. So they have the same name and the same
+default (ALGORITHMS 0).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from quantkit.pipeline.recipe import Method, Pruning, Recipe
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.progress import Progress
 
-#: option -> where its value stands in a recipe's mapping. `asym`, `skip` and `override` are treated by hand.
+#: option -> its place in a recipe's mapping. `build_recipe` places `asym`, `skip` and `override`.
 KEYS: dict[str, tuple[str, ...]] = {
     "format": ("scheme", "format"),
     "group_size": ("scheme", "group_size"),
@@ -56,7 +56,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "layout": ("layout",),
     "pad": ("pad",),
 }
-#: Published perplexities have windows of 2048 tokens, or all that the model can take.
+#: Published perplexities have windows of 2048 tokens, or the model's longest context if that is shorter.
 LONGEST_WINDOW = 2048
 
 
@@ -74,7 +74,7 @@ class _Calibrating(RunKeywords, total=False):
 
 
 class QuantizeKeywords(_Calibrating, total=False):
-    """The keywords of `quantize`: those of a run, and the recipe's keys; None leaves the recipe's value."""
+    """The keywords of `quantize`. None leaves the recipe's value."""
 
     format: str | None
     group_size: int | Literal["channel"] | None
@@ -94,13 +94,13 @@ class QuantizeKeywords(_Calibrating, total=False):
 
 
 class PruneKeywords(_Calibrating, total=False):
-    """The keywords of `prune`: those of a run, and the choice of the weights that stay."""
+    """The keywords of `prune`. None leaves the default."""
 
     method: Rule | None
 
 
 class PackKeywords(TypedDict, total=False):
-    """The keywords of `convert`."""
+    """The keywords of `convert`: those of `pack`."""
 
     pad: bool
     requantize: bool
@@ -119,9 +119,8 @@ def quantize(
     """Quantize a Hugging Face causal LM (folder or hub id) into a new folder `out`; return its report.
 
     `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` change single values of it.
-    `group_size` is in columns, or "channel". `skip` are regular expressions of linears that stay dense. `override`
-    maps a regular expression to a scheme such as "int4:g64". `act_budget` is in bytes. An interrupted run leaves
-    `out.partial-*`, which `resume` continues. QuantkitError is raised for anything that cannot be done.
+    An interrupted run leaves `out.partial-*`, which `resume` continues. Raises a QuantkitError for anything that cannot
+    be done.
     """
     run, recipe_options = _split(options)
     return pipeline.quantize(model, out, build_recipe(recipe, **recipe_options), **run)
@@ -139,13 +138,13 @@ def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) 
 def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpack[PackKeywords]) -> dict[str, Any]:
     """Rewrite a quantized checkpoint from layout A to layout B, bit for bit; return the report of the new folder `out`.
 
-    `pair` is "A-to-B", such as "gptq-to-marlin". CheckpointError is raised if the checkpoint is not in layout A.
-    Everything else is as for `pack`.
+    `pair` is "A-to-B", such as "gptq-to-marlin". Everything else is as for `pack`. Raises a CheckpointError if the
+    checkpoint is not in layout A.
     """
     source, target = compatibility.parse(pair)
     try:
         return pack(checkpoint, out, target, expect=source, **options)
-    except QuantkitError as error:  # which names another target as the options of `pack` do
+    except QuantkitError as error:  # a hint at another target names the options of `pack`
         raise type(error)(str(error).replace("--layout ", f"convert {source}-to-")) from error
 
 
@@ -157,13 +156,13 @@ def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, dict[str, Any]]:
 
 
 def build_pruning(*, skip: Iterable[str] = (), **options: Any) -> Pruning:
-    """Return what `prune` does by default with options laid over it; `skip` adds to lm_head."""
+    """Make a Pruning of options by name. `skip` adds to lm_head. Raises a RecipeError for a wrong option or value."""
     mapping = recipes.merge({}, _flags(options))
     return recipes.pruning_from_mapping({**mapping, "skip": [*Recipe.skip, *skip]})
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options under their keys of a recipe; RecipeError for an unknown one."""
+    """Place options under their keys of a recipe. Raises a RecipeError for an unknown one."""
     flags: dict[str, Any] = {}
     for name, value in options.items():
         if name not in KEYS:
@@ -181,10 +180,10 @@ def build_recipe(
     override: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Recipe:
-    """Return `recipe` (default: the format's defaults) with options laid over it; options that are None change nothing.
+    """Make a Recipe of `recipe`, or of the format's defaults, with options by name in place of its values.
 
-    `skip` adds to the recipe's list, and `override` goes before the recipe's, since the first match wins. RecipeError
-    for an unknown recipe, option or value.
+    An option that is None changes nothing. `skip` adds to the recipe's list. `override` goes before the recipe's own:
+    the first match wins. Raises a RecipeError for an unknown recipe, option or value.
     """
     base = _mapping(recipe)
     flags = _flags(options)
@@ -200,7 +199,7 @@ def build_recipe(
 
 
 def shipped_recipes() -> dict[str, Path]:
-    """Return name -> file of the recipes that come with quantkit."""
+    """Find the recipes that come with quantkit, as name -> file."""
     packaged = Path(__file__).parent / "configs"
     folder = packaged if packaged.is_dir() else Path(__file__).parents[1] / "configs"
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
@@ -231,11 +230,12 @@ def eval_ppl(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Perplexity:
-    """Return the perplexity of a dense or quantized checkpoint.
+    """Measure the perplexity of a dense or quantized checkpoint.
 
-    Packed weights are multiplied by their kernels on a GPU, in the model's dtype, and decoded one at a time on a CPU; a
-    dense model is computed with in float32. `window` is by default the model's longest context, at most 2048 tokens;
-    `stride` is by default the window.
+    On a GPU, kernels multiply packed weights in the model's dtype. On a CPU, weights are decoded one at a time. A dense
+    model computes in float32. `data` is the name of a data set or a file. `window` and `stride` are in tokens:
+    `window` defaults to the model's longest context, at most 2048, and `stride` to the window. With `bos`, the BOS
+    token precedes every window. Raises a QuantkitError for a checkpoint, text or window that cannot be evaluated.
     """
     text, what = load_evaluation_text(data)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
@@ -259,10 +259,9 @@ def eval_kld(
     trust_remote_code: bool = False,
     progress: Progress | None = None,
 ) -> Divergence:
-    """Return how far the next-token distributions of a checkpoint are from those of the model `against`.
+    """Measure the KL divergence of a checkpoint's next-token distributions from those of the model `against`.
 
-    Both are in memory together, and computed with as for `eval_ppl`; windows as there, tokens by the tokenizer of
-    `against`.
+    Both models are in memory together, and the tokenizer is that of `against`. Everything else is as for `eval_ppl`.
     """
     text, what = load_evaluation_text(data)
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)

@@ -1,4 +1,4 @@
-"""The errors a user can meet; each message names the thing, the rule and the way out.
+"""The errors a user can meet. Each message names the thing, the rule and the way out.
 
 The command line prints them as one line and exits with their code. Any other exception is a bug.
 """
@@ -10,7 +10,10 @@ from contextlib import contextmanager
 
 
 class QuantkitError(Exception):
-    """A request that cannot be carried out, said in one line."""
+    """The base of all errors that a user can meet: a request that cannot be carried out, in one line.
+
+    `exit_code` is the code with which the command line ends.
+    """
 
     exit_code = 1
 
@@ -24,11 +27,11 @@ class CheckpointError(QuantkitError):
 
 
 class NumericError(QuantkitError):
-    """A value that no number format can carry: NaN, infinity, an overflowing scale, a broken Hessian."""
+    """A value that no number format holds: NaN, infinity, an overflowing scale, a broken Hessian."""
 
 
 class KernelError(QuantkitError):
-    """A multiplication that no kernel can carry out here: operands, GPU or compiler are not what it needs."""
+    """A product that no kernel can compute here, for its operands, the GPU or the compiler."""
 
 
 class RecipeError(QuantkitError):
@@ -38,14 +41,14 @@ class RecipeError(QuantkitError):
 
 
 def reason(error: BaseException) -> str:
-    """Return what another library's exception says as one short line, to stand inside a message of ours."""
+    """Shorten another library's exception to one line that fits into a message of quantkit."""
     text = " ".join(str(error).split())
     return (f"{type(error).__name__} {text}".strip() if len(text.split()) < 2 else text)[:200]
 
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Put `name` in front of any QuantkitError raised inside, by code that does not know whose weight it handles."""
+    """Put `name` in front of any QuantkitError raised inside: that code does not know the name of its weight."""
     try:
         yield
     except QuantkitError as error:

@@ -1,7 +1,8 @@
 """The command line: parse, call one function, print. Results go to stdout, progress and warnings to stderr.
 
-`main` is the whole front door: it prepares the process before anything heavy is imported, so that an interruption has
-its exit code and the arithmetic is set to repeat exactly from the first import on. The commands are in `commands`.
+`main` sets the environment and the signal handlers before it imports anything heavy. So an interruption during the
+imports has its exit code, and libraries read the settings at their first import. `commands` has the click group, one
+module each has the commands, `options` what they share, `show` the text of results, `exits` the exit codes.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ import click
 
 from quantkit.cli.exits import catch_signals, exits, ignore_signals
 
-#: Read by libraries when they are imported or first used; what the user has set stands.
+#: Variables that libraries read at their import or first use. A value set by the user is not changed.
 ENVIRONMENT = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # cuBLAS repeats its results only with a fixed workspace
-    # Threads that spin while they wait take the cores from those that work: with it the demo took 32 s on two busy
-    # cores instead of 128 s, and 18 s on idle ones instead of 14 s.
+    # Threads that spin while they wait keep the cores from those that work; on a busy machine runs take several times
+    # as long.
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",
     "TRANSFORMERS_VERBOSITY": "error",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
     "HF_HUB_DISABLE_TELEMETRY": "1",
-    "HF_HUB_VERBOSITY": "error",  # a hub that cannot be reached ends in one line of ours
+    "HF_HUB_VERBOSITY": "error",  # an unreachable hub ends in one line of quantkit's own
 }
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line on `args` (default: the process's) and leave with its exit code."""
+    """Run the command line on `args`, by default those of the process, and end the process with the exit code."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if hasattr(sys.stdout, "reconfigure"):
@@ -46,6 +47,6 @@ def main(args: Sequence[str] | None = None) -> None:
         except click.ClickException as error:
             error.show()
             code = error.exit_code
-        except click.Abort as error:  # what click makes of a signal before a command begins, or behind it
+        except click.Abort as error:  # click turns a signal outside of a command into this
             raise (error.__cause__ or error) from None
         sys.exit(code)

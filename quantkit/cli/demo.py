@@ -1,7 +1,7 @@
-"""The whole job in a minute, without network or GPU: quantize three ways, repack, verify, compare perplexities.
+"""The command demo: quantize three ways, repack, verify, compare perplexities, without network or GPU.
 
-The model comes with the package (`demo_model/README.md` says from what it was made). The text is Python's own
-documentation strings, which every installation carries: some modules' calibrate, others' are evaluated on.
+The model comes with the package; `demo_model/README.md` names its training text. The demo's text is Python's own
+documentation strings: those of some modules calibrate, those of others are evaluated on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CALIBRATION = """
 EVALUATION = """
     pathlib pickle random re statistics tempfile textwrap traceback urllib.request zipfile
 """
-#: Documentation strings of fewer characters say little.
+#: Shorter documentation strings, in characters, are left out.
 SHORTEST = 100
 SAMPLES = 128
 WINDOW = 512
@@ -68,13 +68,13 @@ def demo(out: Path | None, as_json: bool, progress: Progress) -> None:
 
 
 def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, Any]:
-    """Do the main job on the packaged model; return `rows` of the comparison, and the `protocol` of its perplexities.
+    """Do the main job on the packaged model; return the `rows` of the comparison and the `protocol` of perplexities.
 
-    With `out`, a new folder, the checkpoints stay there; else they are made in a temporary one. CheckpointError if
-    `out` cannot be made, if Python has no documentation strings, or if a checkpoint does not verify.
+    The checkpoints stay in the new folder `out`; without it they are made in a temporary one. Raises a CheckpointError
+    if `out` exists, if Python has no documentation strings, or if a checkpoint does not verify.
     """
     progress = progress or Progress(quiet=True)
-    os.environ["HF_HUB_OFFLINE"] = "1"  # read when the hub's client is first imported, which only commands do
+    os.environ["HF_HUB_OFFLINE"] = "1"  # the hub's client reads it at its first import
     if out is None:
         with tempfile.TemporaryDirectory(prefix="quantkit-demo-") as folder:
             _write_texts(Path(folder))
@@ -86,7 +86,7 @@ def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, 
 
 
 def texts() -> tuple[list[str], str]:
-    """Return the calibration documents (one a class or function) and the evaluation text; they share no string."""
+    """Collect the calibration documents, one a class or function, and the evaluation text. They share no string."""
     first = list(_documents(CALIBRATION))
     seen = {string for strings in first for string in strings}
     second = [string for strings in _documents(EVALUATION) for string in strings if string not in seen]

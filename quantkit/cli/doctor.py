@@ -1,6 +1,6 @@
-"""What is installed, what this machine has, and the exact command that fixes what is missing.
+"""The command doctor: installed packages, the machine, and the exact command that fixes what is missing.
 
-Versions come from package metadata, so a broken library cannot stop its own diagnosis, and nothing heavy is imported.
+Versions come from package metadata. So a broken library cannot stop its own diagnosis.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from quantkit.pipeline.memory_estimate import free_memory
 from quantkit.progress import Progress
 
 PYTHON = ((3, 10), (3, 15))
-#: What quantkit does not work without, with the lowest version of each; pyproject.toml says the same (a test compares).
+#: Required packages with the lowest version of each. A test compares them with pyproject.toml.
 REQUIRED = {
     "accelerate": "1.1",
     "blake3": "1.0",
@@ -49,7 +49,7 @@ REQUIRED = {
 
 @dataclass(frozen=True)
 class Check:
-    """One line of the diagnosis; `ok` is None when a thing is missing that nothing here needs."""
+    """One line of the diagnosis. `ok` is None if the thing is missing and nothing here needs it."""
 
     name: str
     found: str | None
@@ -70,10 +70,10 @@ def doctor(as_json: bool, progress: Progress) -> None:
 
 
 def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
-    """Return the diagnosis: `ok`, `checks` (name, found, needs, ok, fix), `gpus`, `kernels`, `machine`, `fixes`.
+    """Diagnose the installation: `ok`, `checks` (name, found, needs, ok, fix), `gpus`, `kernels`, `machine`, `fixes`.
 
-    `ok` is False when something is missing that quantkit or this machine's GPU needs. `folder` is where free disk space
-    is measured.
+    `ok` is False if something is missing that quantkit or this machine's GPU needs. The free disk space, in bytes, is
+    that of `folder`.
     """
     checks = [_python(), *(_package(name, lowest) for name, lowest in REQUIRED.items()), _cuda_build(), _cupy()]
     checks += [
@@ -100,7 +100,7 @@ def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
 
 
 def at_least(version: str, lowest: str) -> bool:
-    """Return whether a version is `lowest` or later, by its leading numbers (`2.13.0+cpu` is 2.13.0)."""
+    """Compare the leading numbers of two versions (`2.13.0+cpu` is 2.13.0): is the first one as high or higher?"""
     return _numbers(version) >= _numbers(lowest)
 
 
@@ -136,7 +136,7 @@ def _optional(name: str, lowest: str, why: str, target: str) -> Check:
 
 
 def _cuda_build() -> Check:
-    """A GPU that torch cannot see is worth a line; a machine without one is complete as it is."""
+    """Check that torch sees the GPU. A machine without a GPU needs no CUDA build."""
     found = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
     needs = "a CUDA build where there is an NVIDIA GPU"
     if torch.cuda.is_available():
@@ -149,7 +149,7 @@ def _cuda_build() -> Check:
 
 
 def _cupy() -> Check:
-    """CuPy compiles the kernels; its package depends on the CUDA version that torch was built for."""
+    """Check CuPy, which compiles the kernels. Its package depends on the CUDA version of the torch build."""
     state = toolchain()
     found = f"{state['cupy']}, NVRTC {state['nvrtc']}" if state["nvrtc"] else None
     needs = ">=13.6, for kernels on a GPU"

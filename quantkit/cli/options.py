@@ -85,7 +85,7 @@ def command(name: str, example: str, group: click.Group | None = None) -> Callab
             click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text."),
         ):
             run = option(run)
-        vars(run)["__click_params__"] += own  # click reads this list from its end: the command's own come first
+        vars(run)["__click_params__"] += own  # click reverses this list: the command's own come first
         make = click.command if group is None else group.command
         return make(name, epilog=f"\b\nExample:\n  {example}", no_args_is_help=False)(run)
 

@@ -1,4 +1,4 @@
-"""Results as text for people; `--json` prints the same facts for programs."""
+"""Format results as text for people. `--json` prints the same facts for programs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ DEMO = ("format", "method", "layout", "bits/weight", "size", "perplexity", "chan
 
 
 def as_json(result: Mapping[str, Any]) -> str:
-    """Return one JSON object."""
+    """Format a result as one JSON object."""
     return json.dumps(result, indent=1, allow_nan=False)
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
-    """Return aligned columns; those whose cells are all numbers are aligned to the right."""
+    """Align columns: to the right if all cells are numbers, else to the left."""
     cells = [[_cell(value) for value in row] for row in rows]
     numeric = [all(row[i][:1] in "+-0123456789" for row in cells) for i in range(len(header))]
     widths = [max(len(row[i]) for row in (list(header), *cells)) for i in range(len(header))]
@@ -43,12 +43,12 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def facts(pairs: Iterable[tuple[str, Any]]) -> str:
-    """Return one `label  value` line for each pair whose value is something."""
+    """Format one `label  value` line for each pair. Pairs with an empty value are left out."""
     return "\n".join(f"{label:<14} {value}" for label, value in pairs if value not in (None, "", [], {}))
 
 
 def plan(found: Plan) -> str:
-    """Return what a run would write, need and refuse."""
+    """Format a plan: the output, the memory, the weights that do not fit."""
     memory = found.memory.to_dict()
     needs = [f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory]
     facts_ = found.to_dict()
@@ -75,7 +75,7 @@ def plan(found: Plan) -> str:
 
 
 def description(found: Mapping[str, Any]) -> str:
-    """Return what `inspect` found in the headers of a checkpoint."""
+    """Format the facts that `inspect` read from the headers of a checkpoint."""
     bits = found["bits_per_weight"]
     return facts(
         [
@@ -99,7 +99,7 @@ def description(found: Mapping[str, Any]) -> str:
 
 
 def verification(found: Verification) -> str:
-    """Return the outcome of `verify`: a row for each weight, all of them if one failed, and a verdict."""
+    """Format the outcome of `verify`: a row for each weight, or only the failed ones, then a verdict."""
     shown = [row for row in found.rows if row.problem] or found.rows
     proofs = ("repack", "digest", "against", *(("product",) if found.kernel else ()))
     rows = [
@@ -116,25 +116,27 @@ def verification(found: Verification) -> str:
 
 
 def perplexity(found: Perplexity) -> str:
+    """Format a perplexity and its protocol."""
     return f"perplexity {found.perplexity:.4f}\n{_protocol(found)}"
 
 
 def divergence(found: Divergence) -> str:
+    """Format a KL divergence and its protocol."""
     return f"KL divergence {found.kld:.6f} nats\ntop-1 agreement {100 * found.top1:.3f} %\n{_protocol(found)}"
 
 
 def generated(found: Generated) -> str:
-    """Return a prompt and what a model wrote after it."""
+    """Format a prompt and the text generated after it."""
     return found.prompt + found.text
 
 
 def matrix(found: Iterable[Conversion]) -> str:
-    """Return the table of `convert --list`."""
+    """Format the table of `convert --list`."""
     return table(("conversion", "verdict"), [(f"{c.source}-to-{c.target}", c.verdict) for c in found])
 
 
 def diagnosis(found: Mapping[str, Any]) -> str:
-    """Return what `doctor` found, and what to type against what is missing."""
+    """Format the diagnosis of `doctor`, with the commands that fix it."""
     marks = {True: "ok", False: "MISSING", None: "-"}
     rows = [
         (marks[check["ok"]], check["name"], check["found"] or "not found", check["needs"]) for check in found["checks"]
@@ -164,7 +166,7 @@ def diagnosis(found: Mapping[str, Any]) -> str:
 
 
 def speeds(found: Mapping[str, Any]) -> str:
-    """Return the table of `bench kernels`, what it was measured on, and where kernels are behind their peers."""
+    """Format the table of `bench kernels`, the machine, and the cells in which a peer is faster."""
     lines = [table(SPEEDS, (_speed(row) for row in found["rows"])), ""]
     keys = ("layout", "scheme", "model", "M", "speedup_vs_cublas", "floor_speedup")
     averages = [_cells(row, keys) for row in found["means"]]
@@ -186,18 +188,18 @@ def speeds(found: Mapping[str, Any]) -> str:
 
 
 def paces(found: Mapping[str, Any]) -> str:
-    """Return the table of `bench generate`, what was left out, and what it was measured on."""
+    """Format the table of `bench generate`, what was left out, and the machine."""
     first, device = found["rows"][0], found["device"]
-    ways = dict.fromkeys((row["layout"], row["scheme"], row["weights"]) for row in found["rows"])
-    how = "compiled" if first["fused"] else "not compiled"
+    computed = dict.fromkeys((row["layout"], row["scheme"], row["weights"]) for row in found["rows"])
+    mode = "compiled" if first["fused"] else "not compiled"
     lines = [table(PACES, (_pace(row) for row in found["rows"])), ""]
-    lines += [f"{' '.join(filter(None, names))}: {way}" for *names, way in ways]
+    lines += [f"{' '.join(filter(None, names))}: {how}" for *names, how in computed]
     lines += [f"note: {notice}" for notice in found["notices"]]
     lines.append(
         f"{first['model']}, random weights, prompts of {first['prompt_tokens']} tokens, then {first['new_tokens']} new "
-        f"ones each, in CUDA graphs over a static cache, {how}; {device['gpu']}, torch {device['torch']}, transformers "
-        f"{first['transformers']}, CUDA {device['cuda']}, {device['dtype']}; the floor is to read all weights once a "
-        f"step at the {device['copy'] / 1e9:.0f} GB/s of a copy"
+        f"ones each, in CUDA graphs over a static cache, {mode}; {device['gpu']}, torch {device['torch']}, "
+        f"transformers {first['transformers']}, CUDA {device['cuda']}, {device['dtype']}; "
+        f"the floor is to read all weights once a step at the {device['copy'] / 1e9:.0f} GB/s of a copy"
     )
     return "\n".join(lines)
 
@@ -241,7 +243,7 @@ def _speed(row: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def demo(found: Mapping[str, Any]) -> str:
-    """Return the table of the demo, and what its figures mean."""
+    """Format the table of the demo and its protocol."""
     rows = [
         (
             row["format"],
