@@ -47,8 +47,8 @@ def generate(
     RecipeError if the prompt has no tokens and the tokenizer no BOS token, or if the model has too few positions.
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    words = load_tokenizer(src.path)
-    ids = _prompt_tokens(words, prompt)
+    tokenizer = load_tokenizer(src.path)
+    ids = _prompt_tokens(tokenizer, prompt)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and len(ids) + max_new_tokens > positions:
@@ -65,15 +65,15 @@ def generate(
             batch, attention_mask=torch.ones_like(batch), max_new_tokens=max_new_tokens, **greedy
         )
     new = output[0, len(ids) :].tolist()
-    text = str(words.decode(new, skip_special_tokens=True))
+    text = str(tokenizer.decode(new, skip_special_tokens=True))
     return Generated(prompt, text, len(new), time.perf_counter() - start, describe_weights(model))
 
 
-def _prompt_tokens(words: Any, prompt: str) -> Tensor:
+def _prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
     """Tokenize a prompt to int64 `[t]`, which is the BOS token if there is no other."""
-    ids = token_ids(words, prompt, special=True) if prompt else torch.tensor([], dtype=torch.int64)
+    ids = token_ids(tokenizer, prompt, special=True) if prompt else torch.tensor([], dtype=torch.int64)
     if len(ids):
         return ids
-    if words.bos_token_id is None:
+    if tokenizer.bos_token_id is None:
         raise RecipeError("the prompt has no tokens, and the tokenizer no BOS token to begin with: give a prompt")
-    return torch.tensor([words.bos_token_id])
+    return torch.tensor([tokenizer.bos_token_id])

@@ -75,9 +75,8 @@ def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, sc
 
 
 def _worst(report: Mapping[str, Any], most: int = 10) -> list[str]:
-    found = sorted(facts.figures(report.get("layers", []), "relative_error"), key=lambda item: (-item[0], item[1]))[
-        :most
-    ]
+    errors = facts.figures(report.get("layers", []), "relative_error")
+    found = sorted(errors, key=lambda item: (-item[0], item[1]))[:most]
     if not found:
         return ["Not recorded."]
     over_rounding = {name: f"{ratio:.3f}" for ratio, name in facts.ratios(report.get("layers", []))}

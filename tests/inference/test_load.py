@@ -83,12 +83,6 @@ def layers(model: nn.Module) -> list[PackedLinear]:
     return [module for module in model.modules() if isinstance(module, PackedLinear)]
 
 
-def from_pretrained(path: Path, **options: Any) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(path, **options)
-
-
 def stored(path: Path) -> dict[str, Tensor]:
     return {name: t for shard in sorted(path.glob("*.safetensors")) for name, t in load_file(shard).items()}
 
@@ -184,7 +178,7 @@ def test_experts_in_one_parameter_stay_dense(tmp_path: Path) -> None:
     )
     assert any("experts.gate_up_proj: parameter of Qwen2MoeExperts" in line for line in report["notices"])
     model = quantkit.load(tmp_path / "out", device="cpu")
-    reference = from_pretrained(tmp_path / "dense", dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
     assert len(layers(model)) == 4 + 3 and model.model.layers[0].mlp.experts.gate_up_proj.ndim == 3
     for path, layer in model.named_modules():
         if isinstance(layer, PackedLinear):
