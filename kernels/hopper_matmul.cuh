@@ -57,8 +57,9 @@ struct Frame {
     // Units that a thread has memory for: one of each block, or rounded up to a power of two of them.
     static constexpr int PLACES = CLUSTER > 2 * UNITS ? CLUSTER : 2 * UNITS, PLACED = 512 * OWNERS * UNIT * PLACES;
     static constexpr int EXCHANGE_BYTES = SEPARATE ? PLACED : 0;
-    static constexpr int RING_BYTES = STAGES * (X_BYTES + Weight::PADDED_BYTES);
-    static_assert(CLUSTER == 0 || SEPARATE || PLACED / (CLUSTER == 2 ? 2 : 1) <= RING_BYTES, "sums of neighbours");
+    static_assert(
+        CLUSTER == 0 || SEPARATE || PLACED / (CLUSTER == 2 ? 2 : 1) <= STAGES * (X_BYTES + Weight::PADDED_BYTES),
+        "the sums of the neighbours fit into the stages");
     // The phase that a warpgroup waits for must be the next one of its stage, and not that of one it has yet to
     // release.
     static_assert(Weight::COLUMNS <= 256 && STAGES > 1 && (Weight::SHARED || STAGES % WGS == 0), "stages");

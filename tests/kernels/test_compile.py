@@ -97,7 +97,8 @@ def test_a_launch_has_the_shared_memory_that_its_kernel_uses(layout: str, tmp_pa
     template <class W, int TOKENS, int STAGES, int CLUSTER>
     DEVICE constexpr int laid_out() {  // as Block::place
         using F = Frame<W, TOKENS, STAGES, CLUSTER>;
-        return F::RING_BYTES + F::HANDED_OVER + 4 * F::OWNERS * F::OUT_BYTES + F::EXCHANGE_BYTES;
+        const int stages = STAGES * (F::X_BYTES + W::PADDED_BYTES);
+        return stages + F::HANDED_OVER + 4 * F::OWNERS * F::OUT_BYTES + F::EXCHANGE_BYTES;
     }
     """
     for header in loader.source_dir().glob("*.cuh"):
