@@ -57,7 +57,7 @@ class SafetensorsWriter:
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name}: safetensors files here do not hold {tensor.dtype}: convert it first")
         if name in self._tensors or not self.fits(name):
-            what = "already has" if name in self._tensors else "has no room in its header for"
+            what = "already has" if name in self._tensors else "has no space in its header for"
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         data = raw_bytes(tensor).numpy().data
         self._tensors[name] = tensor.dtype, tuple(tensor.shape)

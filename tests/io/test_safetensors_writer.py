@@ -60,7 +60,7 @@ def test_a_header_that_is_full_refuses_before_it_breaks(tmp_path: Path) -> None:
     while file.fits(name := f"model.layers.{number}.ü" + "x" * 400):
         file.add(name, torch.zeros(2, dtype=torch.float32))
         number += 1
-    with pytest.raises(CheckpointError, match="no room"):
+    with pytest.raises(CheckpointError, match="no space"):
         file.add(name, torch.zeros(2))
     file.close()
     assert number > 80 and len(load_file(tmp_path / "x")) == number

@@ -12,7 +12,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 
-#: Third-party package -> the modules, or whole rooms, that import it.
+#: Third-party package -> the modules, or whole packages, that import it.
 FRONT_DOORS = {
     "transformers": {"models", "inference", "bench"},
     "accelerate": {"models"},
@@ -42,7 +42,7 @@ def imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
     if isinstance(node, ast.Import):
         yield from ((alias.name.split(".")[0], inside) for alias in node.names)
     if isinstance(node, ast.ImportFrom):
-        assert node.level == 0 and node.module, "relative imports hide the room"
+        assert node.level == 0 and node.module, "relative imports hide the package"
         yield node.module.split(".")[0], inside
     for child in ast.iter_child_nodes(node):
         yield from imports(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
