@@ -1,20 +1,22 @@
-"""The command line as its users meet it: help that ends in an example, JSON, recipes, conversions, exit codes."""
+"""Test the command line and the functions behind it: help, JSON, recipes, conversions, exit codes."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import click
 import pytest
 import torch
 
-from quantkit.api import build_recipe, shipped_recipes
+from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe, convert, shipped_recipes
 from quantkit.cli import doctor
 from quantkit.cli.commands import quantkit
-from quantkit.errors import RecipeError
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from tests import command_line
 from tests.command_line import ROOT, RTN, call, commands, refused
 from tests.pipeline.test_quantize import TEXT
@@ -24,7 +26,7 @@ calib, int4 = command_line.calib, command_line.int4
 # ------------------------------------------------------------------------------------------------ help and results
 
 
-def test_every_help_ends_with_an_example_of_its_command() -> None:
+def test_every_help_ends_with_an_example() -> None:
     found = [((), quantkit), *commands(quantkit)]
     assert len(found) > 12
     for path, command in found:
@@ -67,18 +69,18 @@ def test_json_is_one_object_and_text_has_the_same_exit_code(
     assert text.stdout.strip() and not text.stdout.startswith("{") and text.stderr == ""
 
 
-def test_a_plan_and_its_run_agree_to_the_byte(tiny_llama: Path, int4: Path) -> None:
+def test_a_plan_states_the_bytes_of_its_run(tiny_llama: Path, int4: Path) -> None:
     planned = json.loads(call("plan", tiny_llama, *RTN, "--json").stdout)
     written = json.loads(call("inspect", int4, "--json").stdout)
     assert planned["bytes"] == written["bytes"]["total"]
 
 
-def test_the_protocol_stands_beside_the_perplexity(int4: Path, calib: Path) -> None:
+def test_the_perplexity_is_printed_with_its_protocol(int4: Path, calib: Path) -> None:
     text = call("eval", "ppl", int4, "--data", calib, "--window", 32, "--stride", 16).stdout
     assert re.search(r"perplexity \d+\.\d+\n.*windows of 32 tokens, stride 16, no BOS", text)
 
 
-def test_reports_are_drawn(int4: Path, tmp_path: Path) -> None:
+def test_reports_are_drawn_as_html_and_png(int4: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     call("report", int4, "--html", tmp_path / "r.html", "--png", tmp_path / "r.png")
     assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
@@ -90,14 +92,14 @@ def test_reports_are_drawn(int4: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")))
-def test_shipped_recipes_load_and_survive_printing(name: str, tmp_path: Path) -> None:
+def test_a_printed_recipe_loads_as_the_same_recipe(name: str, tmp_path: Path) -> None:
     recipe = build_recipe(name)
     (tmp_path / "printed.yaml").write_text(call("quantize", "--recipe", name, "--print-recipe").stdout)
     assert build_recipe(tmp_path / "printed.yaml") == recipe
     assert name in shipped_recipes()
 
 
-def test_shipped_recipes_say_what_their_names_say() -> None:
+def test_shipped_recipes_do_what_their_names_say() -> None:
     assert build_recipe("int4-gptq") == build_recipe()
     assert build_recipe("fp6-humming") == build_recipe(format="fp6")
     assert build_recipe("int4-rtn") == build_recipe(method="rtn")
@@ -106,28 +108,37 @@ def test_shipped_recipes_say_what_their_names_say() -> None:
     assert (paper.gptq.damp, paper.gptq.damp_kind, paper.gptq.act_order) == (0.1, "mean", "off")
 
 
-def test_flags_are_laid_over_a_recipe() -> None:
+def test_options_change_single_values_of_a_recipe() -> None:
     recipe = build_recipe("marlin-paper", damp=0.01, group_size="channel", asym=False, skip=["o_proj"], seed=None)
     assert (recipe.gptq.damp, recipe.gptq.damp_kind, recipe.scheme.group_size) == (0.01, "mean", None)
     assert recipe.skip == ("lm_head", "o_proj")  # naming one more linear must not quantize the output layer
     assert recipe.calibration.seed == 0
 
 
-def test_an_override_on_the_command_line_goes_before_the_recipes() -> None:
+def test_an_override_option_precedes_those_of_the_recipe() -> None:
     base = {"overrides": {".*": "int4:g64", "v_proj": "int4:g32"}}
     recipe = build_recipe(base, override={"v_proj": "int4:channel"})
     scheme = recipe.scheme_of("model.layers.0.self_attn.v_proj")
     assert scheme is not None and scheme.group_size is None
 
 
-def test_python_and_command_line_have_the_same_options() -> None:
-    params = {param.name for param in quantkit.commands["quantize"].params}
+@pytest.mark.parametrize(("name", "keywords"), [("quantize", QuantizeKeywords), ("prune", PruneKeywords)])
+def test_the_command_and_the_function_have_the_same_options(name: str, keywords: type) -> None:
+    arguments = {"model", "out", "recipe"}
+    printed = {"print_recipe", "dry_run", "as_json", "quiet", "verbose"}
+    options = {param.name for param in quantkit.commands[name].params} - arguments - printed
+    assert keywords.__annotations__.keys() == options | {"progress"}
+
+
+def test_equal_options_make_equal_recipes() -> None:
     text = call("quantize", "--print-recipe", "--asym", "--calib", "ptb", "--samples", 5).stdout
     assert build_recipe(asym=True, calib="ptb", samples=5).to_yaml() == text
-    given = {"asym", "calib", "damp", "format", "group_size", "lengths", "override", "recipe", "skip", "device", "out"}
-    assert given <= params
     with pytest.raises(RecipeError, match="unknown option 'smaples'"):
         build_recipe(smaples=5)
+
+
+def test_the_keywords_of_a_run_are_the_fields_of_its_options() -> None:
+    assert [field.name for field in fields(RunOptions)] == list(RunKeywords.__annotations__)
 
 
 @pytest.mark.parametrize(
@@ -168,11 +179,18 @@ def test_wrong_usage_is_exit_code_2(args: str, tiny_llama: Path, tmp_path: Path)
 # ------------------------------------------------------------------------------------------------ conversions
 
 
-def test_convert_checks_what_it_is_given(int4: Path, tmp_path: Path) -> None:
+def test_convert_refuses_a_source_in_another_layout(int4: Path, tmp_path: Path) -> None:
     call("convert", "compressed-tensors-to-marlin", int4, "-o", tmp_path / "marlin", "-q")
     call("convert", "marlin-to-compressed-tensors", tmp_path / "marlin", "-o", tmp_path / "back", "-q")
     call("verify", tmp_path / "back", "--against", int4, "-q")
     assert "compressed-tensors" in refused("convert", "gptq-to-marlin", int4, out=tmp_path / "out")
+
+
+def test_convert_is_a_function_too(int4: Path, tmp_path: Path) -> None:
+    report = convert("compressed-tensors-to-marlin", int4, tmp_path / "marlin")
+    assert report["layout"] == "marlin" and (tmp_path / "marlin").is_dir()
+    with pytest.raises(CheckpointError, match="compressed-tensors-to-awq"):
+        convert("gptq-to-awq", int4, tmp_path / "awq")
 
 
 # ------------------------------------------------------------------------------------------------ exit codes

@@ -1,4 +1,4 @@
-"""The doctor is asked when something is broken: it must not break too, and what it says to type must be exact."""
+"""Test that doctor works in a broken installation, and that the commands it names are exact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quantkit.kernels import toolchain
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
 
 
-def test_versions_are_those_of_the_project_file() -> None:
+def test_required_versions_are_those_of_the_project_file() -> None:
     if sys.version_info < (3, 11):
         pytest.skip("reading pyproject.toml needs tomllib (Python 3.11)")
     import tomllib
@@ -47,7 +47,7 @@ def test_this_environment_is_complete() -> None:
     assert bool(found["gpus"]) == torch.cuda.is_available()
 
 
-def test_a_missing_or_old_package_has_its_command() -> None:
+def test_a_missing_or_old_package_has_a_fix() -> None:
     missing = doctor._package("no-such-package-here", "1.2")
     assert (missing.ok, missing.found) == (False, None)
     assert missing.fix == "pip install --upgrade 'no-such-package-here>=1.2'"
@@ -78,9 +78,7 @@ def test_versions_are_compared_as_numbers(version: str, lowest: str, enough: boo
 @pytest.mark.parametrize(
     "failure", ["raise ImportError('libcuda.so.1: cannot open')", "raise RuntimeError('no driver')"]
 )
-def test_a_cupy_that_does_not_load_is_a_finding_not_a_crash(
-    failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cupy_that_does_not_load_is_diagnosed(failure: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cupy").mkdir()
     (tmp_path / "cupy" / "__init__.py").write_text(failure)
     monkeypatch.syspath_prepend(tmp_path)
@@ -94,7 +92,7 @@ def test_a_cupy_that_does_not_load_is_a_finding_not_a_crash(
     assert re.search(r"quantkit\[cuda1[23]\]", str(check.fix))
 
 
-def test_a_gpu_that_is_too_old_for_the_kernels_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     old = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=16 << 30)
     new = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 << 30)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

@@ -1,4 +1,4 @@
-"""Bad input is refused in one line with the right exit code, and leaves nothing behind."""
+"""Test that bad input is refused in one line with the right exit code and leaves no files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,9 @@ READ_A_QUANTIZED_ONE = ["pack {bad} --layout marlin -o {out}", "verify {bad}", "
         *product(READ_A_QUANTIZED_ONE, ["dense"]),
     ],
 )
-def test_a_folder_that_is_no_model(args: str, kind: str, tiny_llama: Path, tmp_path: Path, calib: Path) -> None:
+def test_a_folder_without_a_model_is_refused(
+    args: str, kind: str, tiny_llama: Path, tmp_path: Path, calib: Path
+) -> None:
     bad, out = tmp_path / "bad", tmp_path / "out"
     if kind == "file":
         bad.write_text("not a folder")
@@ -73,7 +75,7 @@ def test_a_missing_or_damaged_shard_is_named(
 
 
 @pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/etc/passwd", "a/../../elsewhere.safetensors"])
-def test_an_index_that_leads_outside_the_folder(name: str, copy: Path, tmp_path: Path) -> None:
+def test_an_index_outside_the_folder_is_refused(name: str, copy: Path, tmp_path: Path) -> None:
     shutil.copy(shards(copy)[0], tmp_path / "elsewhere.safetensors")
     path = copy / "model.safetensors.index.json"
     index = json.loads(path.read_text())
@@ -99,13 +101,13 @@ def test_a_weight_that_is_not_finite_is_named(
 
 
 def refused_and_gone(*args: object, out: Path) -> str:
-    """Do as `refused` for failures after committed work: the partial folder may stay, OUT may not."""
+    """Check a failure after committed work: the partial folder may stay, OUT may not exist."""
     result = call(*args, "-o", out, "-q", code=1)
     assert len(result.stderr.splitlines()) == 1 and not out.exists()
     return result.stderr
 
 
-def test_every_misfit_is_listed_at_once_with_its_way_out(tmp_path: Path) -> None:
+def test_every_misfit_is_listed_with_a_remedy(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model", intermediate_size=352)
     for command in (("quantize", model, "-o", tmp_path / "out"), ("plan", model)):
         text = call(*command, *RTN, "--layout", "marlin", "-q", code=1).stderr
@@ -116,13 +118,13 @@ def test_every_misfit_is_listed_at_once_with_its_way_out(tmp_path: Path) -> None
     call("plan", model, *RTN, "--layout", "marlin", *(part for way in ways for part in ("--skip", way)))
 
 
-def test_a_group_size_that_does_not_divide(tiny_llama: Path, tmp_path: Path) -> None:
+def test_a_group_size_that_does_not_divide_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     result = call("quantize", tiny_llama, *RTN, "--group-size", 96, "-o", tmp_path / "out", "-q", code=1)
     assert "96" in result.stderr and "--group-size" in result.stderr
     assert not list(tmp_path.iterdir())
 
 
-def test_real_act_order_does_not_become_marlin(int4: Path, tmp_path: Path) -> None:
+def test_a_real_act_order_is_refused_for_marlin(int4: Path, tmp_path: Path) -> None:
     call("pack", int4, "--layout", "gptq", "-o", tmp_path / "gptq", "-q")
     shard = next((tmp_path / "gptq").glob("*.safetensors"))
     tensors = load_file(shard)
@@ -134,7 +136,7 @@ def test_real_act_order_does_not_become_marlin(int4: Path, tmp_path: Path) -> No
     assert name.removesuffix(".g_idx") in text and "act-order" in text
 
 
-def test_asymmetric_does_not_become_marlin(tiny_llama: Path, tmp_path: Path) -> None:
+def test_zero_points_are_refused_for_marlin(tiny_llama: Path, tmp_path: Path) -> None:
     call("quantize", tiny_llama, *RTN, "--asym", "-o", tmp_path / "asym", "-q")
     result = call("pack", tmp_path / "asym", "--layout", "marlin", "-o", tmp_path / "out", "-q", code=1)
     assert "zero points cannot be re-centred" in result.stderr and not list(tmp_path.glob("out*"))
@@ -144,7 +146,7 @@ def test_asymmetric_does_not_become_marlin(tiny_llama: Path, tmp_path: Path) -> 
     ("text", "options"),
     [("", ()), ("  \n\n ", ()), (TEXT, ("--samples", 1000)), (TEXT, ("--lengths", "fixed", "--samples", 1000))],
 )
-def test_calibration_text_that_is_empty_or_too_short(
+def test_calibration_text_that_is_empty_or_too_short_is_refused(
     text: str, options: tuple[object, ...], tiny_llama: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "short.txt").write_text(text)
@@ -163,7 +165,7 @@ def test_an_existing_output_folder_is_not_changed(tiny_llama: Path, int4: Path, 
 
 @pytest.mark.parametrize("step", [1, 3, 8, 15, 22])
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES])
-def test_a_full_disk_is_one_line_and_no_folder(step: int, error: int, int4: Path, tmp_path: Path) -> None:
+def test_a_full_disk_ends_in_one_line_and_no_folder(step: int, error: int, int4: Path, tmp_path: Path) -> None:
     with faults(failing(step, error, once=False)):
         text = call("pack", int4, "--layout", "marlin", "-o", tmp_path / "out", "-q", code=1).stderr
     assert len(text.splitlines()) == 1 and "Traceback" not in text

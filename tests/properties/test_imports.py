@@ -1,4 +1,4 @@
-"""Third-party packages come in by few modules, and starting is quick. import-linter holds who may import whom."""
+"""Test which modules import third-party packages, and that the start is quick. import-linter holds the layers."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 
-#: Third-party package -> the modules, or whole packages, that import it.
-FRONT_DOORS = {
+#: Third-party package -> the packages or modules of quantkit that import it.
+IMPORTERS = {
     "transformers": {"models", "inference", "bench"},
     "accelerate": {"models"},
     "datasets": {"models"},
@@ -30,13 +30,13 @@ FRONT_DOORS = {
     "filelock": {"io.staging"},
     "typing_extensions": {"api", "pipeline"},
 }
-#: Imported inside functions, but for the plugin, which derives classes from those of transformers.
+#: Imported inside functions only. The plugin is an exception: its classes derive from those of transformers.
 LATE = {"transformers", "datasets", "cupy", "matplotlib", "accelerate", "huggingface_hub"}
 PLUGIN = "inference.transformers_plugin"
 
 
 def imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
-    """Yield (package, is it inside a function) of each import; those for type checkers alone are left out."""
+    """Yield (package, is it inside a function) of each import, except those for type checkers only."""
     if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
         return
     if isinstance(node, ast.Import):
@@ -48,14 +48,14 @@ def imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
         yield from imports(child, inside or isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda))
 
 
-def test_third_parties_have_one_front_door() -> None:
+def test_third_party_packages_are_imported_in_few_places() -> None:
     wrong = []
     for path in sorted(PACKAGE.rglob("*.py")):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
         for package, inside in imports(ast.parse(path.read_text())):
             if package in ("quantkit", "torch") or package in sys.stdlib_module_names:
                 continue
-            if not {name, name.split(".")[0]} & FRONT_DOORS.get(package, set()):
+            if not {name, name.split(".")[0]} & IMPORTERS.get(package, set()):
                 wrong.append(f"{name} imports {package}")
             elif package in LATE and not inside and name != PLUGIN:
                 wrong.append(f"{name} imports {package} outside a function")
@@ -69,7 +69,7 @@ def test_third_parties_have_one_front_door() -> None:
         ("import quantkit.cli.commands", {*LATE, "safetensors"}),
     ],
 )
-def test_a_quick_start_loads_nothing_heavy(code: str, unwanted: set[str]) -> None:
+def test_the_start_imports_nothing_heavy(code: str, unwanted: set[str]) -> None:
     code += "; import sys; print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True
@@ -77,10 +77,11 @@ def test_a_quick_start_loads_nothing_heavy(code: str, unwanted: set[str]) -> Non
     assert unwanted & set(loaded.stdout.split()) == set()
 
 
-def test_the_public_names_are_there() -> None:
+def test_the_public_names_exist() -> None:
     import quantkit
 
-    for name in quantkit.__all__:
-        assert getattr(quantkit, name) is not None, name
+    functions = {"quantize", "prune", "pack", "convert", "verify", "load", "eval_ppl", "eval_kld", "register"}
+    assert set(quantkit.__all__) == functions | {"Recipe", "QuantkitError", "__version__"}
+    assert all(callable(getattr(quantkit, name)) for name in functions)
     with pytest.raises(AttributeError, match="no_such_name"):
         _ = quantkit.no_such_name
