@@ -17,9 +17,8 @@ from torch import Tensor, nn
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, RecipeError
+from quantkit.errors import CheckpointError
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.inference.generate import generate
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.tokenizer import load_tokenizer
@@ -210,19 +209,6 @@ def test_perplexity_and_divergence_are_those_of_the_decoded_model(folder: Folder
     itself = eval_kld(path, path, data=data, window=128, device="cpu")
     assert (itself.kld, itself.top1) == (0, 1)
     assert eval_kld(folder("marlin", "int4:g128"), path, data=data, window=128, device="cpu").kld > 0
-
-
-def test_generate_is_greedy_and_checks_the_positions(folder: Folders) -> None:
-    path = folder("quick", "int4:g32")
-    found = generate(path, "abc", max_new_tokens=7, device="cpu")
-    ids = load_tokenizer(path)("abc", return_tensors="pt")["input_ids"]
-    model = load_dense_model(Checkpoint(path))
-    for _ in range(found.tokens):
-        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
-    assert found.text == load_tokenizer(path).decode(ids[0, 3:], skip_special_tokens=True) and 1 <= found.tokens <= 7
-    assert generate(path, "", max_new_tokens=1, device="cpu").tokens == 1  # an empty prompt becomes BOS
-    with pytest.raises(RecipeError, match="--max-new-tokens 509"):
-        generate(path, "abc", max_new_tokens=510, device="cpu")
 
 
 @pytest.mark.parametrize(("layout", "label"), [("gptq", "int4:g128"), ("awq", "int4:g64:asym"), OTHERS[0]])
