@@ -1,7 +1,7 @@
-"""Number formats as tables: at six bits or fewer a format *is* the list of its codes' values.
+"""Number formats as tables: at six bits or fewer, a format is the list of its codes' values.
 
-Rounding, scale search, GPTQ and verification only call `encode`, `decode` and `nearest`, so a new format is one entry
-here. Codes are stored as in LAYOUTS 0 and 6.1: INT4 offset-binary (value + 8), FPx sign-exponent-mantissa.
+Rounding, scale search, GPTQ and verification call only `encode`, `decode` and `nearest`, so a new format is one entry
+in `FORMATS`. INT4 codes are offset binary (value + 8), FPx codes are sign, exponent and mantissa (docs/layouts.md 6.1).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.errors import NumericError
 
-#: How the reference programs cast to a floating format (LAYOUTS 6.2); "even" is quantkit's own.
+#: Casts of the reference programs to a floating format (docs/layouts.md 6.2); quantkit itself uses "even".
 Cast = Literal["even", "away", "truncate"]
 
 
@@ -23,13 +23,13 @@ Cast = Literal["even", "away", "truncate"]
 class Format:
     """A number format of at most eight bits.
 
-    `values[code]` is the value of every code; `absmax` is what the largest magnitude of a group is mapped to. `ebits`
-    and `mbits` are 0 for integers. FPx formats have no infinities and no NaNs (LAYOUTS 6.1).
+    `values[code]` is the value of a code. The largest magnitude of a group is scaled to `absmax`. `ebits` and `mbits`
+    are 0 for integers. FPx formats have no infinities and no NaNs (docs/layouts.md 6.1).
     """
 
     name: str
     bits: int
-    values: tuple[float, ...] = field(hash=False)  # names differ, and every launch looks a format up
+    values: tuple[float, ...] = field(hash=False)  # the name is enough, and every kernel launch hashes a format
     absmax: float
     ebits: int = 0
     mbits: int = 0
@@ -40,7 +40,7 @@ class Format:
 
     @property
     def zero_code(self) -> int:
-        """The code of (positive) zero, which pruned places hold."""
+        """The code of positive zero, which pruned weights have."""
         return self.values.index(0.0)
 
     @property
@@ -49,13 +49,12 @@ class Format:
         return max(abs(v) for v in self.values)
 
     def encode(self, x: Tensor, cast: Cast = "even") -> Tensor:
-        """Return the codes (uint8, shape of `x`) of the nearest values: ties to the even code, saturating.
+        """Round to the codes of the nearest values, uint8 in the shape of `x`: ties to the even code, saturating.
 
-        Floating formats keep the sign of zero. They also have the other casts of LAYOUTS 6.2, to read and compare what
-        other programs rounded: "away" sends ties away from zero and gives +0 whatever becomes zero; "truncate" is for
-        values that are on the grid: it drops what lies below a code's last bit, and raises NumericError for magnitudes
-        above the largest value, or under the smallest and not zero. `x` is float32 or float64 and finite or infinite;
-        NaN has no code and must be refused by the caller.
+        `x` is float32 or float64, finite or infinite. NaN has no code; the caller must refuse it. Floating formats keep
+        the sign of zero, and have two more casts for weights that other programs rounded (docs/layouts.md 6.2). "away"
+        rounds ties away from zero, and every value that becomes zero to +0. "truncate" is for values on the grid: it
+        drops the bits below the last one of a code. It raises NumericError for magnitudes outside of the format's.
         """
         if not self.is_float:
             if cast != "even":
@@ -66,18 +65,18 @@ class Format:
             self._check_range(magnitude)
         binade = self._binade(magnitude.clamp_(max=self.largest))
         steps = _rounded(magnitude.div_(binade).mul_(2**self.mbits), cast)
-        # A binade holds 2**mbits steps, and the lowest one twice: once for the subnormals. Rounding up carries over.
+        # A binade has 2**mbits steps; the lowest has twice as many, for the subnormals. Rounding up carries over.
         steps.add_(torch.log2(binade).round_().sub_(self._lowest), alpha=2**self.mbits)
         negative = torch.signbit(x) & (steps > 0) if cast == "away" else torch.signbit(x)
         return steps.add_(negative, alpha=2 ** (self.bits - 1)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Return the float32 value of each uint8 code, in the shape of `codes`."""
+        """Look up the float32 value of each uint8 code, in the shape of `codes`."""
         table = _table(self, codes.device)
         return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
 
     def nearest(self, x: Tensor) -> Tensor:
-        """Return `decode(encode(x))` in the dtype of `x`, without the table: the inner step of every search."""
+        """Compute `decode(encode(x))` in the dtype of `x` without the table: the inner step of every search."""
         if not self.is_float:
             return x.round().clamp_(self.values[0], self.values[-1])
         x = x.clamp(-self.largest, self.largest)
@@ -99,19 +98,19 @@ class Format:
         return 2 - (1 << (self.ebits - 1))
 
     def _binade(self, x: Tensor) -> Tensor:
-        """Return the power of two at or below each magnitude, and at least the smallest normal value."""
+        """Round each magnitude down to a power of two, but not below the smallest normal value."""
         bits, exponent = (torch.int32, 0xFF << 23) if x.dtype == torch.float32 else (torch.int64, 0x7FF << 52)
         return (x.view(bits) & exponent).view(x.dtype).clamp_(min=2.0**self._lowest)
 
 
 def integer(name: str, bits: int) -> Format:
-    """Return a signed integer format in offset binary; MARLIN's convention `scale = 2 max|w| / (2^bits - 1)`."""
+    """Make a signed integer format in offset binary, with MARLIN's convention `scale = 2 max|w| / (2^bits - 1)`."""
     half = 2 ** (bits - 1)
     return Format(name, bits, tuple(float(v) for v in range(-half, half)), absmax=half - 0.5)
 
 
 def floating(name: str, ebits: int, mbits: int) -> Format:
-    """Return an FPx format (LAYOUTS 6.1): gradual underflow, no infinities, no NaNs."""
+    """Make an FPx format with subnormals, without infinities and NaNs (docs/layouts.md 6.1)."""
     bias = 2 ** (ebits - 1) - 1
     magnitudes = [
         f * 2.0 ** (1 - bias - mbits) if e == 0 else (1 + f / 2**mbits) * 2.0 ** (e - bias)
@@ -136,7 +135,7 @@ def _rounded(steps: Tensor, cast: Cast) -> Tensor:
     if cast == "even":
         return steps.round_()
     whole = steps.floor()
-    # The fraction is exact, while adding a half before the floor would round up what lies just under it.
+    # The fraction is exact. Adding a half before the floor would round up values just under a half.
     return whole if cast == "truncate" else whole.add_(steps.sub_(whole) >= 0.5)
 
 

@@ -1,4 +1,4 @@
-"""Number formats against the published cast tables and against a search through all values: every code, every tie."""
+"""Number formats against the published cast tables and a search through all values: every code, every tie."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def searched(fmt: Format, x: float) -> int:
-    """The code that the rules of LAYOUTS 6.2 ask for, by looking at every value; INT4 rounds the same way."""
+    """Find the code of `x` by the rules of docs/layouts.md 6.2 among all values; INT4 rounds the same way."""
     codes = range(2**fmt.bits)
     if fmt.is_float:  # the sign is always kept
         codes = [c for c in codes if (math.copysign(1, fmt.values[c]) < 0) == (math.copysign(1, x) < 0)]
@@ -34,7 +34,7 @@ def searched(fmt: Format, x: float) -> int:
 
 
 def hard_values(fmt: Format) -> list[float]:
-    """Every value, every midpoint, their neighbours, and the ends of the floating range."""
+    """List every value, every midpoint, their neighbours, and the ends of the floating range."""
     ordered = sorted(set(fmt.values))
     middles = [(a + b) / 2 for a, b in pairwise(ordered)]
     points = [*ordered, *middles, max(ordered) + 0.5, 1.1 * max(ordered), 1e30, math.inf, 1e-30, 1e-45, 0.0, 5e-324]
@@ -44,7 +44,7 @@ def hard_values(fmt: Format) -> list[float]:
 
 
 def halves() -> torch.Tensor:
-    """Every float16 pattern, in order."""
+    """List every float16 pattern, in order."""
     return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
 
 
@@ -57,7 +57,7 @@ def cast_table(shared: Path, name: str) -> torch.Tensor:
 
 @pytest.mark.parametrize(("cast", "table"), [("even", "codes_rne"), ("away", "codes_half_away")])
 @pytest.mark.parametrize("name", GOLDEN)
-def test_all_fp16_patterns_get_the_codes_of_the_published_cast(name: str, cast: Cast, table: str, shared: Path) -> None:
+def test_every_fp16_pattern_has_the_code_of_the_published_cast(name: str, cast: Cast, table: str, shared: Path) -> None:
     expected, x = cast_table(shared, f"{name}.{table}"), halves()
     numbers = ~x.isnan()
     assert bool((expected[~numbers] == 255).all())
@@ -73,7 +73,7 @@ def test_every_code_has_the_published_value(name: str, shared: Path) -> None:
     assert torch.equal(bits(decoded), bits(values))  # the negative zero too
 
 
-def test_the_strict_cast_takes_and_rejects_the_patterns_that_the_published_converter_does(shared: Path) -> None:
+def test_the_truncating_cast_takes_the_patterns_of_the_published_converter(shared: Path) -> None:
     expected, x = cast_table(shared, "e3m2.codes_trunc"), halves().float()
     accepted, numbers = expected != 255, ~x.isnan()
     assert torch.equal(FP6.encode(x[accepted], "truncate"), expected[accepted])
@@ -86,7 +86,7 @@ def test_the_strict_cast_takes_and_rejects_the_patterns_that_the_published_conve
 
 
 @pytest.mark.parametrize("fmt", GOLDEN.values(), **ids)
-def test_the_other_casts_differ_from_the_nearest_value_only_as_they_say(fmt: Format) -> None:
+def test_other_casts_differ_from_rounding_to_even_only_as_documented(fmt: Format) -> None:
     x = torch.tensor(hard_values(fmt), dtype=torch.float32)
     before = x.clone()
     # Just under a tie is no tie: adding a half and cutting would round it up.
@@ -104,14 +104,14 @@ def test_the_other_casts_differ_from_the_nearest_value_only_as_they_say(fmt: For
     assert torch.equal(x, before)
 
 
-def test_integers_have_no_other_cast() -> None:
+def test_integers_refuse_other_casts() -> None:
     with pytest.raises(NumericError, match="int4 is rounded with ties to even only"):
         INT4.encode(torch.zeros(1), "away")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("fmt", ALL, **ids)
-def test_encode_is_the_nearest_value_with_ties_to_the_even_code(fmt: Format, dtype: torch.dtype) -> None:
+def test_encode_rounds_to_nearest_with_ties_to_the_even_code(fmt: Format, dtype: torch.dtype) -> None:
     x = torch.tensor(hard_values(fmt), dtype=torch.float64).to(dtype)
     before = x.clone()
     expected = torch.tensor([searched(fmt, value) for value in x.tolist()], dtype=torch.uint8)
@@ -121,7 +121,7 @@ def test_encode_is_the_nearest_value_with_ties_to_the_even_code(fmt: Format, dty
 
 
 @pytest.mark.parametrize("fmt", ALL, **ids)
-def test_every_code_is_a_fixed_point(fmt: Format) -> None:
+def test_every_code_encodes_to_itself(fmt: Format) -> None:
     codes = torch.arange(2**fmt.bits).to(torch.uint8).view(2, -1)
     assert torch.equal(fmt.encode(fmt.decode(codes)), codes)
     assert torch.equal(bits(fmt.nearest(fmt.decode(codes))).abs(), bits(fmt.decode(codes)).abs())
@@ -137,7 +137,7 @@ def test_encode_takes_any_shape_and_stride(fmt: Format) -> None:
     assert fmt.encode(x[0, 0]).shape == ()
 
 
-def test_the_tables_of_the_specification() -> None:
+def test_values_are_those_of_the_documentation() -> None:
     for fmt, width, largest, normal, subnormal in (
         (FP6, 6, 28.0, 0.25, 0.0625), (FP5, 5, 24.0, 0.25, 0.125),
         (GOLDEN["e2m3"], 6, 7.5, 1.0, 0.125), (GOLDEN["e2m2"], 5, 7.0, 1.0, 0.25),

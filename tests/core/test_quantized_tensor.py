@@ -1,4 +1,4 @@
-"""The canonical record: what contradicts its scheme is refused, what it holds is computed exactly, once."""
+"""The record: contradictions to its scheme are refused, values are rounded once, and the digest sees every bit."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ import torch
 from quantkit.core.formats import FORMATS, FP6, INT4
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import LayoutError, QuantkitError, RecipeError, about
-
-LABELS = ["int4:g128", "int4:channel", "int4:g32:asym", "int4:channel:asym", "int4:g128:24", "fp6:channel", "fp5:g64"]
+from quantkit.errors import LayoutError, RecipeError
 
 
 def codes(n: int = 4, k: int = 8, top: int = 16) -> torch.Tensor:
@@ -23,56 +21,7 @@ def scales(n: int = 4, g: int = 1) -> torch.Tensor:
     return torch.rand(n, g, generator=torch.Generator().manual_seed(1)).half()
 
 
-@pytest.mark.parametrize("label", LABELS)
-def test_labels_read_back(label: str) -> None:
-    assert Scheme.parse(label).label == label
-    assert Scheme.parse(Scheme.parse(label).label) == Scheme.parse(label)
-
-
-@pytest.mark.parametrize(
-    "label",
-    [
-        "",
-        "int5",
-        "int4:",
-        "int4:g",
-        "int4:g0",
-        "int4:g-1",
-        "int4:g1.5",
-        "int4:g²",
-        "int4:g٣",
-        "int4:g" + "9" * 5000,
-        "fp6:asym",
-        "INT4",
-        "int4:g128:sym",
-        " int4",
-        "int4:g 64",
-        ":",
-        "int4:g128\n",
-    ],
-)
-def test_labels_that_mean_nothing_are_wrong_usage_not_tracebacks(label: str) -> None:
-    with pytest.raises(RecipeError) as refusal:
-        Scheme.parse(label)
-    assert refusal.value.exit_code == 2
-
-
-def test_a_short_label_means_one_scale_per_row() -> None:
-    assert Scheme.parse("fp6") == Scheme(FP6) and Scheme.parse("int4").group_size is None
-
-
-def test_groups_must_divide_the_columns() -> None:
-    assert Scheme(INT4, 128).groups(384) == 3 and Scheme(INT4).groups(7) == 1
-    for k in (64, 129, 200):
-        with pytest.raises(LayoutError, match=f"128 does not divide k = {k}"):
-            Scheme(INT4, 128).groups(k)
-    with pytest.raises(RecipeError):
-        Scheme(INT4, -128)
-    with pytest.raises(RecipeError, match="symmetric only"):
-        Scheme(FP6, symmetric=False)
-
-
-def test_codes_scales_and_zeros_that_contradict_the_scheme_are_refused() -> None:
+def test_a_record_that_contradicts_its_scheme_is_refused() -> None:
     asym = Scheme(INT4, 4, symmetric=False)
     zeros = codes(4, 2)
     QuantizedTensor(asym, codes(), scales(4, 2), zeros)
@@ -95,7 +44,7 @@ def test_codes_scales_and_zeros_that_contradict_the_scheme_are_refused() -> None
             QuantizedTensor(*arguments)
 
 
-def test_a_2_4_record_has_at_most_two_values_in_each_four() -> None:
+def test_a_2_4_record_has_at_most_two_nonzero_codes_in_each_quad() -> None:
     sparse = Scheme(INT4, sparsity="2:4")
     mask = torch.tensor([True, False, False, True]).repeat(4, 2)
     pruned = codes().masked_fill(~mask, INT4.zero_code)
@@ -128,13 +77,13 @@ def test_dequantize_is_scale_times_value_minus_zero_rounded_once(label: str) -> 
         assert torch.equal(q.dequantize(dtype), exact.to(dtype))
 
 
-def test_the_largest_products_round_to_infinity_in_half_but_not_in_single_precision() -> None:
+def test_products_overflow_in_half_but_not_in_single_precision() -> None:
     q = QuantizedTensor(Scheme(FP6), torch.full((1, 2), 31, dtype=torch.uint8), torch.full((1, 1), 60000.0).half())
     assert q.dequantize().tolist() == [[28 * 60000.0] * 2]
     assert torch.isinf(q.dequantize(torch.float16)).all()
 
 
-def test_the_digest_sees_every_part_and_no_strides() -> None:
+def test_the_digest_depends_on_every_part_but_not_on_strides() -> None:
     asym = Scheme(INT4, 4, symmetric=False)
     q = QuantizedTensor(asym, codes(), scales(4, 2), codes(4, 2))
     strided = QuantizedTensor(asym, q.codes.t().contiguous().t(), q.scales.t().contiguous().t(), q.zeros.clone())
@@ -153,20 +102,14 @@ def test_the_digest_sees_every_part_and_no_strides() -> None:
     )
 
 
-def test_negative_zero_codes_and_scales_count() -> None:
+def test_negative_zero_is_not_positive_zero() -> None:
     plus = QuantizedTensor(Scheme(FP6), torch.zeros(1, 2, dtype=torch.uint8), torch.ones(1, 1).half())
     minus = QuantizedTensor(Scheme(FP6), torch.full((1, 2), 32, dtype=torch.uint8), torch.ones(1, 1).half())
     assert not plus.equal(minus)
     assert torch.signbit(minus.dequantize()).all() and not torch.signbit(plus.dequantize()).any()
 
 
-def test_errors_name_the_weight_they_are_about() -> None:
-    with pytest.raises(LayoutError, match=r"^model\.x: group size 3 does not divide"), about("model.x"):
-        Scheme(INT4, 3).groups(8)
-    assert all(issubclass(kind, QuantkitError) for kind in (LayoutError, RecipeError)) and set(FORMATS)
-
-
-def test_a_record_is_held_against_the_digest_that_was_recorded_and_nothing_else() -> None:
+def test_a_record_matches_its_own_digest_only() -> None:
     q = QuantizedTensor(Scheme(INT4, 4), codes(), scales(4, 2))
     seen = hashlib.sha256(f"int4:g4 {list(q.shape)}".encode())
     seen.update(q.codes.numpy().tobytes() + q.scales.numpy().tobytes())

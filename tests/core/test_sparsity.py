@@ -1,4 +1,4 @@
-"""Masks of two in four: exactly two, the larger ones, the lower index on ties; what is not 2:4 is named."""
+"""Tests of 2:4 masks: exactly two stay, the larger ones, and the lower index on ties; other weights are refused."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def slow_mask(scores: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_pattern_of_ties(dtype: torch.dtype) -> None:
+def test_every_pattern_of_ties_keeps_the_lower_indices(dtype: torch.dtype) -> None:
     patterns = torch.tensor(list(itertools.product([0, 1, 2, 3], repeat=4)), dtype=dtype)
     found = mask(patterns)
     assert torch.equal(found, slow_mask(patterns)) and (found.sum(1) == 2).all()
@@ -34,41 +34,41 @@ def test_every_pattern_of_ties(dtype: torch.dtype) -> None:
 
 
 @given(st.lists(st.lists(st.floats(0, width=32, allow_nan=False), min_size=8, max_size=8), min_size=1, max_size=4))
-def test_any_scores_that_are_no_nan(rows: list[list[float]]) -> None:
+def test_random_scores_keep_the_two_largest(rows: list[list[float]]) -> None:
     scores = torch.tensor(rows, dtype=torch.float32)
     assert torch.equal(mask(scores), slow_mask(scores))
 
 
-def test_pieces_do_not_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_does_not_change_the_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     scores = torch.rand(37, 64, generator=torch.Generator().manual_seed(0))
     whole = mask(scores)
-    monkeypatch.setattr(sparsity, "_PIECE", 300)
+    monkeypatch.setattr(sparsity, "BLOCK", 300)
     assert torch.equal(mask(scores), whole)
     assert torch.equal(mask(scores.T.contiguous().T), whole)
 
 
-def test_magnitudes_of_half_precision_tie_by_value_and_not_by_sign() -> None:
+def test_magnitudes_of_half_precision_tie_whatever_the_sign() -> None:
     weight = torch.tensor([[-1.0, 1.0, 1.0, -1.0, 0.0, -0.0, 65504, -65504]]).half()
     assert weight_mask(weight).tolist() == [[True, True, False, False, False, False, True, True]]
-    tiny = torch.tensor([[1e-30, 2e-30, 3e-30, 4e-30]])  # squares of these are all zero
+    tiny = torch.tensor([[1e-30, 2e-30, 3e-30, 4e-30]])  # their squares underflow to zero
     assert weight_mask(tiny).tolist() == [[False, False, True, True]]
 
 
-def test_wanda_weighs_by_the_root_of_the_diagonal() -> None:
+def test_wanda_multiplies_by_the_root_of_the_diagonal() -> None:
     weight, diagonal = torch.tensor([[3.0, 2.0, 1.0, 1.5]]), torch.tensor([1.0, 1.0, 16.0, 16.0])
     assert weight_mask(weight).tolist() == [[True, True, False, False]]
     assert weight_mask(weight, diagonal).tolist() == [[False, False, True, True]]
 
 
 @pytest.mark.parametrize("k", [1, 2, 6, 1023])
-def test_rows_that_are_no_quads_are_refused_with_the_way_out(k: int) -> None:
+def test_a_row_that_four_does_not_divide_is_refused(k: int) -> None:
     for refused in (lambda: quads(k), lambda: mask(torch.ones(2, k)), lambda: check(torch.zeros(2, k).bool())):
         with pytest.raises(LayoutError, match=f"multiple of 4, and it is {k}: --skip"):
             refused()
 
 
 @pytest.mark.parametrize("zero", [0, 8, 255])
-def test_every_byte_but_the_zero_counts(zero: int) -> None:
+def test_every_code_but_zero_counts_as_nonzero(zero: int) -> None:
     values = torch.full((256, 8), zero, dtype=torch.uint8)
     values[:, 5:] = torch.arange(256, dtype=torch.uint8).view(-1, 1)
     with pytest.raises(LayoutError, match=f"255 of 512 quads .* row {int(zero == 0)}, columns 4 to 7"):
@@ -78,7 +78,7 @@ def test_every_byte_but_the_zero_counts(zero: int) -> None:
     check(values.t().contiguous().t(), zero)
 
 
-def test_a_weight_that_is_not_2_4_is_named_by_row_and_columns() -> None:
+def test_a_quad_of_three_is_reported_by_row_and_columns() -> None:
     weight = torch.zeros(3, 16)
     weight[:, ::2] = 1
     check(weight != 0)

@@ -1,4 +1,4 @@
-"""Slow packers, one loop an index, written from the formulas of docs/layouts.md and sharing no code with the library.
+"""Slow packers, a loop for each index, written from the formulas of docs/layouts.md without code of the package.
 
 Codes, zeros and scales come as nested lists `[n][k]` and `[n][g]`; words are Python integers.
 """
@@ -20,12 +20,12 @@ def gptq_qweight(codes: Rows) -> Rows:
     return words
 
 
-def gptq_qzeros(zeros: Rows, less: int) -> Rows:
+def gptq_qzeros(zeros: Rows, offset: int) -> Rows:
     n_all, g_all = len(zeros), len(zeros[0])
     words = [[0] * (n_all // 8) for _ in range(g_all)]
     for n in range(n_all):
         for g in range(g_all):
-            words[g][n // 8] |= (zeros[n][g] - less) << 4 * (n % 8)
+            words[g][n // 8] |= (zeros[n][g] - offset) << 4 * (n % 8)
     return words
 
 
@@ -56,7 +56,7 @@ def marlin_scales(scales: Rows) -> Rows:
 
 
 def quad(codes: list[int]) -> tuple[int, int]:
-    """The kept positions of LAYOUTS 4.1 for four codes, where 8 is zero."""
+    """Choose the kept positions of four codes, where 8 is zero (docs/layouts.md 4.1)."""
     table = {
         (0, 1): (0, 1), (0, 2): (0, 2), (0, 3): (0, 3), (1, 2): (1, 2), (1, 3): (1, 3), (2, 3): (2, 3),
         (): (2, 3), (0,): (0, 2), (1,): (1, 2), (2,): (2, 3), (3,): (2, 3),
@@ -65,7 +65,7 @@ def quad(codes: list[int]) -> tuple[int, int]:
 
 
 def sparse_marlin(codes: Rows) -> tuple[Rows, Rows]:
-    """`B_24` and `B_meta` (LAYOUTS 4.4 and 5.2)."""
+    """Pack `B_24` and `B_meta` (docs/layouts.md 4.4 and 5.2)."""
     n_all, k_all = len(codes), len(codes[0])
     words, meta = ([[0] * (2 * n_all) for _ in range(k_all // 32)] for _ in range(2))
     for n in range(n_all):
@@ -96,7 +96,7 @@ def sparse_marlin_scales(scales: Rows) -> Rows:
 
 
 def awq_words(matrix: Rows) -> Rows:
-    """Codes `[n][k]` or zero points `[n][g]` as words (LAYOUTS 2)."""
+    """Pack codes `[n][k]` or zero points `[n][g]` (docs/layouts.md 2)."""
     n_all, k_all = len(matrix), len(matrix[0])
     words = [[0] * (n_all // 8) for _ in range(k_all)]
     for n in range(n_all):
@@ -120,7 +120,7 @@ def quick_words(codes: Rows) -> Rows:
 
 
 def quick_place(n: int, n_all: int) -> int:
-    """Where the scale and the zero point of output `n` lie (x of LAYOUTS 8.2)."""
+    """Compute the place x of output `n` among scales and zero points (docs/layouts.md 8.2)."""
     bx, ty, a = n // 128, (n % 128) // 64, n % 8
     return 8 * (ty * (n_all // 16) + (a // 4) * (n_all // 32) + 4 * bx + a % 4) + (n % 64) // 8
 
@@ -176,7 +176,7 @@ def humming_words(codes: Rows, bits: int) -> Rows:
 
 
 def fpx_value(code: int, ebits: int, mbits: int) -> float:
-    """The value of a code (LAYOUTS 6.1)."""
+    """Decode a code (docs/layouts.md 6.1)."""
     bias = 2 ** (ebits - 1) - 1
     sign, exponent, fraction = code >> (ebits + mbits), (code >> mbits) & (2**ebits - 1), code & ((1 << mbits) - 1)
     if exponent == 0:
@@ -187,7 +187,7 @@ def fpx_value(code: int, ebits: int, mbits: int) -> float:
 
 
 def e4m3_value(byte: int) -> float:
-    """The value of an FP8 E4M3 byte (bias 7, 0x7f and 0xff are NaN)."""
+    """Decode an FP8 E4M3 byte (bias 7, 0x7f and 0xff are NaN)."""
     sign, exponent, fraction = byte >> 7, (byte >> 3) & 15, byte & 7
     if exponent == 15 and fraction == 7:
         return math.nan
@@ -196,7 +196,7 @@ def e4m3_value(byte: int) -> float:
 
 
 def tcfpx_words(codes: Rows, bits: int) -> Rows:
-    """The flat buffer of LAYOUTS 7.2 and 7.3, cut into n rows."""
+    """Pack the flat buffer of docs/layouts.md 7.2 and 7.3, cut into n rows."""
     n_all, k_all = len(codes), len(codes[0])
     buffer: list[int] = []
     above = bits
@@ -227,7 +227,7 @@ def carrier_bytes(codes: Rows, ebits: int, mbits: int) -> Rows:
 def packed(
     layout: str, codes: Rows, scales: Rows, zeros: Rows | None, ebits: int, mbits: int, group: int
 ) -> dict[str, Rows]:
-    """Everything that `layout` stores, as rows of unsigned integers (scales and FP8 as their bits)."""
+    """Pack all tensors of `layout` as rows of unsigned integers (scales and FP8 as their bits)."""
     n_all, k_all = len(codes), len(codes[0])
     if layout in ("gptq", "gptq-v2", "awq", "quick"):
         zeros = zeros or [[8] * len(scales[0]) for _ in range(n_all)]
@@ -238,7 +238,7 @@ def packed(
     if layout in ("gptq", "gptq-v2"):
         return {
             "qweight": gptq_qweight(codes),
-            "qzeros": gptq_qzeros(zeros, less=1 if layout == "gptq" else 0),
+            "qzeros": gptq_qzeros(zeros, offset=1 if layout == "gptq" else 0),
             "scales": transposed(scales),
             "g_idx": [[k // group for k in range(k_all)]],
         }

@@ -14,7 +14,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 
-#: layout -> schemes that it holds, with shapes [n, k] that it holds them in.
+#: Layout -> schemes that it holds, and shapes [n, k].
 HELD = {
     "compressed-tensors": (
         [
@@ -55,7 +55,7 @@ CASES = [(layout, label, n, k) for layout, (labels, shapes) in HELD.items() for 
 
 
 def record(scheme: Scheme, n: int, k: int, seed: int = 0, lowest_zero: int = 0) -> QuantizedTensor:
-    """Return a record with every code possible, scales of either sign, normal, subnormal and zero."""
+    """Make a random record with all codes, and scales of both signs: normal, subnormal and zero."""
     random = torch.Generator().manual_seed(seed)
     top, g = 2**scheme.format.bits, scheme.groups(k)
     scales = torch.randint(0, 0x7C00, (n, g), generator=random, dtype=torch.int16)
@@ -63,14 +63,14 @@ def record(scheme: Scheme, n: int, k: int, seed: int = 0, lowest_zero: int = 0) 
     scales[torch.rand(n, g, generator=random) < 0.1] |= -0x8000
     zeros = torch.randint(lowest_zero, top, (n, g), generator=random, dtype=torch.uint8)
     codes = torch.randint(0, top, (n, k), generator=random, dtype=torch.uint8)
-    if scheme.sparsity is not None:  # some of the two that stay are zero as well
+    if scheme.sparsity is not None:  # some of the kept codes are zero too
         order = torch.rand(n, k // 4, 4, generator=random).argsort(-1).view(n, k)
         codes[order >= 2] = scheme.format.zero_code
     return QuantizedTensor(scheme, codes, scales.view(torch.float16), None if scheme.symmetric else zeros)
 
 
 def tame(q: QuantizedTensor, dtype: torch.dtype) -> QuantizedTensor:
-    """Return the record with scales around 0.01 that `dtype` holds exactly."""
+    """Replace the scales by values around 0.01 that `dtype` holds exactly."""
     random = torch.Generator().manual_seed(7)
     scales = (0.01 * (1 + torch.rand(q.scales.shape, generator=random))).to(dtype).to(torch.float16)
     return QuantizedTensor(q.scheme, q.codes, scales, q.zeros)

@@ -1,4 +1,4 @@
-"""AWQ GEMM: the published packer's words, zero points called symmetric, and configs in every published spelling."""
+"""AWQ in the GEMM packing: published words, symmetric zero points, and configs in every published form."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OLDER = {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"}
 HEAD = ("lm_head",)
 
 
-def test_words_and_zero_points_of_the_published_packer(shared: Path) -> None:
+def test_words_and_zero_points_equal_the_published_ones(shared: Path) -> None:
     file = golden(shared, "awq")
     groups = []
     for case, info in file.cases.items():
@@ -38,7 +38,7 @@ def test_words_and_zero_points_of_the_published_packer(shared: Path) -> None:
     assert len(groups) == 9 and {None, 32, 128} == set(groups)
 
 
-def test_checkpoint_side_and_run_time_zero_points_of_vllm(shared: Path) -> None:
+def test_zero_points_in_the_file_and_as_vllm_repacks_them(shared: Path) -> None:
     run_time = Arrangement("N h:4 o:2 x:8", "G", "G N x o h")  # LAYOUTS 3.6
     file = golden(shared, "marlin_vllm")
     for case, info in file.cases.items():
@@ -51,7 +51,7 @@ def test_checkpoint_side_and_run_time_zero_points_of_vllm(shared: Path) -> None:
     assert len(file.cases) == 5
 
 
-def test_the_worked_example_of_the_documentation() -> None:
+def test_worked_example_of_the_documentation() -> None:
     n, k = torch.arange(256).view(-1, 1), torch.arange(128).view(1, -1)
     codes = ((k + 3 * (k // 8) + 5 * n + 7 * (n // 8)) % 16).to(torch.uint8)
     packed = AWQ.pack(QuantizedTensor(Scheme.parse("int4:g128"), codes, torch.ones(256, 1, dtype=torch.float16)))
@@ -62,7 +62,7 @@ def test_the_worked_example_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("layout", ["awq", "quick"])
-def test_a_symmetric_record_stores_eights_and_no_other_zero_point_is_read_as_symmetric(layout: str) -> None:
+def test_symmetric_zero_points_are_8_and_others_are_refused(layout: str) -> None:
     q = record(Scheme.parse("int4:g64"), 128, 128)
     packed = LAYOUTS[layout].pack(q)
     assert bool((packed["qzeros"] == 0x88888888 - 2**32).all())
@@ -85,7 +85,7 @@ def test_a_symmetric_record_stores_eights_and_no_other_zero_point_is_read_as_sym
         ({"w_bit": 4, "q_group_size": 64}, "int4:g64:asym"),
     ],
 )
-def test_published_configs_are_read_in_their_spellings(changes: dict[str, Any], label: str) -> None:
+def test_published_configs_are_read_in_every_form(changes: dict[str, Any], label: str) -> None:
     layout, schemes = read_config({**GEMM, **changes}, "config.json")
     assert layout is AWQ and schemes == Schemes(Scheme.parse(label), ignore=HEAD)
 
@@ -106,13 +106,13 @@ def test_published_configs_are_read_in_their_spellings(changes: dict[str, Any], 
         ({"version": "quick", "group_size": 16}, "multiple of 32"),
     ],
 )
-def test_other_versions_and_malformed_entries_are_refused_by_name(changes: dict[str, Any], word: str) -> None:
+def test_other_versions_and_malformed_entries_are_refused(changes: dict[str, Any], word: str) -> None:
     with pytest.raises(CheckpointError) as refusal:
         read_config({**GEMM, **changes}, "config.json")
     assert word.lower() in str(refusal.value).lower() and "\n" not in str(refusal.value)
 
 
-def test_awq_and_quick_never_claim_each_others_configs() -> None:
+def test_awq_and_quick_do_not_read_each_others_configs() -> None:
     for version, owner, other in (
         ("gemm", AWQ, QUICK),
         ("GEMM", AWQ, QUICK),
@@ -129,7 +129,7 @@ def test_awq_and_quick_never_claim_each_others_configs() -> None:
             read_config({**config, "version": version}, "config.json")
 
 
-def test_dense_linears_are_substrings_for_public_readers() -> None:
+def test_dense_linears_are_written_as_substrings() -> None:
     assert AWQ.write_config(Schemes(ASYM, ignore=HEAD)) == {**GEMM, "modules_to_not_convert": None}
     assert AWQ.write_config(Schemes(ASYM)) == {**GEMM, "modules_to_not_convert": None, "lm_head": True}
     ignore = ("lm_head", "model.layers.3.mlp.up_proj", r"re:.*vision\.tower.*", "re:.*[kv]_proj", "re:.*")
@@ -146,7 +146,7 @@ def test_dense_linears_are_substrings_for_public_readers() -> None:
 
 
 @pytest.mark.parametrize("version", ["GEMM", "QUICK"])
-def test_a_folder_that_only_the_older_side_file_describes(tmp_path: Path, version: str) -> None:
+def test_a_folder_with_only_the_older_side_file_is_read(tmp_path: Path, version: str) -> None:
     layout = LAYOUTS["quick" if version == "QUICK" else "awq"]
     q = record(ASYM, 128, 256)
     save_file({f"a.q_proj.{name}": tensor for name, tensor in layout.pack(q).items()}, tmp_path / "model.safetensors")

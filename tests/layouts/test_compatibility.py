@@ -1,4 +1,4 @@
-"""Every pair of layouts: what the matrix calls possible gives the same bits there and back, the rest is refused."""
+"""Every pair of layouts: a possible conversion keeps all bits there and back, and others are refused."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g1
 # ------------------------------------------------------------------------------------------------ the matrix
 
 
-def test_the_page_is_what_the_layouts_say_today() -> None:
+def test_the_page_is_current() -> None:
     """To renew it, write the text of `quantkit.layouts.compatibility.markdown()` to docs/conversions.md."""
     assert (ROOT / "docs" / "conversions.md").read_text(encoding="utf-8") == markdown()
 
 
-def test_every_ordered_pair_is_in_the_matrix_and_is_a_command() -> None:
+def test_every_ordered_pair_is_listed_and_is_a_command() -> None:
     assert set(FOUND) == {(a, b) for a in LAYOUTS for b in LAYOUTS if a != b}
     for source, to in FOUND:
         assert parse(f"{source}-to-{to}") == (source, to)
@@ -65,8 +65,8 @@ def test_every_ordered_pair_is_in_the_matrix_and_is_a_command() -> None:
             parse(wrong)
 
 
-def test_the_list_says_what_the_specification_says() -> None:
-    """LAYOUTS 11, row by row."""
+def test_the_list_agrees_with_the_documentation() -> None:
+    """Compare with docs/layouts.md 11, row by row."""
     assert FOUND["gptq-v2", "gptq"].condition == "g_idx is static (k // group size); no zero point is 0"
     assert FOUND["marlin", "gptq"].lossless and FOUND["marlin", "compressed-tensors"].lossless
     assert FOUND["marlin24", "marlin24-ct"].lossless and FOUND["marlin24", "marlin"].lossless
@@ -84,7 +84,7 @@ def test_the_list_says_what_the_specification_says() -> None:
 
 
 def excluded(conversion: Conversion, scheme: Scheme) -> bool:
-    """Whether the matrix itself says that a scheme is not among those converted."""
+    """Return True if the list itself excludes a scheme from a conversion."""
     parts = (conversion.condition or "").split("; ")
     for start, value in (
         ("the format is ", scheme.format.name),
@@ -97,7 +97,7 @@ def excluded(conversion: Conversion, scheme: Scheme) -> bool:
 
 
 def check_cells(records: dict[Scheme, QuantizedTensor], refusals: set[str]) -> None:
-    """Do every conversion of the matrix with one record a scheme; collect the conditions that refused some."""
+    """Do every listed conversion with one record a scheme; collect the conditions that refused some."""
 
     @cache
     def packed(layout: str, scheme: Scheme) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ def check_cells(records: dict[Scheme, QuantizedTensor], refusals: set[str]) -> N
         assert held
         for scheme in held:
             if source in TARGET_CONDITIONS and isinstance(arrived(source, scheme), str):
-                continue  # a zero point of 0, which could not have come from there
+                continue  # a zero point of 0, which this source cannot hold
             assert arrived(source, scheme).equal(records[scheme])  # type: ignore[union-attr]
             there = arrived(to, scheme)
             if isinstance(there, str):
@@ -187,7 +187,7 @@ def chain(start: Path, layouts: list[str], work: Path) -> Path:
         ("compressed-tensors", "int4:g128:24", ["marlin24", "gptq", "marlin24", "compressed-tensors"]),
     ],
 )
-def test_chains_end_with_the_bytes_that_they_began_with(
+def test_a_chain_of_conversions_ends_with_the_bytes_of_its_start(
     layout: str, scheme: str, through: list[str], small_llama: Path, tmp_path: Path
 ) -> None:
     write_folder(small_llama, tmp_path / "start", layout, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
@@ -213,8 +213,8 @@ def test_fused_and_split_projections_keep_names_and_shapes(
         assert set(out.logical()) == set(Checkpoint(model).logical())
 
 
-def test_schemes_that_change_stand_in_the_config_under_exact_names(small_llama: Path, tmp_path: Path) -> None:
-    """Some modules are restated and others not; a pattern of the source can name both."""
+def test_recast_schemes_are_in_the_config_under_exact_names(small_llama: Path, tmp_path: Path) -> None:
+    """Some modules are recast and others are not; a pattern of the source can match both."""
     schemes = Schemes(
         Scheme.parse("int4:g32"), ((r".*\.self_attn\..*", Scheme.parse("int4:channel")),), ignore=("lm_head",)
     )
@@ -231,7 +231,7 @@ def test_schemes_that_change_stand_in_the_config_under_exact_names(small_llama: 
     assert {layer.get("restated_from") for layer in layers} == {None, "int4:channel"}
 
 
-def test_shards_are_cut_where_asked(small_llama: Path, tmp_path: Path) -> None:
+def test_shards_have_the_requested_size(small_llama: Path, tmp_path: Path) -> None:
     write_folder(small_llama, tmp_path / "a", "gptq", Schemes(INT4.default, ignore=("lm_head",)))
     call("pack", tmp_path / "a", "--layout", "gptq", "-o", tmp_path / "b", "--max-shard-size", "50KB", "-q")
     files = sorted((tmp_path / "b").glob("*.safetensors"))
@@ -247,10 +247,10 @@ def test_shards_are_cut_where_asked(small_llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("fault", ["killed", "failing", "interrupted"])
-def test_a_conversion_that_is_stopped_at_its_end_names_a_way_that_it_has(
+def test_a_conversion_interrupted_at_its_end_names_a_way_out_that_works(
     fault: str, small_llama: Path, tmp_path: Path
 ) -> None:
-    """It cannot be resumed, and its folder may be complete by then."""
+    """A conversion cannot be resumed, and its folder may be complete already."""
     write_folder(small_llama, tmp_path / "a", "gptq", INT4)
     command = ("convert", "gptq-to-marlin", tmp_path / "a", "-q", "-o")
     operations = count(lambda: call(*command, tmp_path / "good"))
@@ -271,7 +271,7 @@ def test_a_conversion_that_is_stopped_at_its_end_names_a_way_that_it_has(
             call(*command, out)
         assert tensors(out) == tensors(tmp_path / "good") and not list(tmp_path.glob("out.*"))
         shutil.rmtree(out)
-    assert fault == "killed" or left <= 2  # between the last two renames nobody knows whose the folder is
+    assert fault == "killed" or left <= 2  # between the last two renames the folder's owner is unknown
 
 
 def interrupting(step: int) -> Callable[[str, Path], None]:
@@ -286,10 +286,10 @@ def interrupting(step: int) -> Callable[[str, Path], None]:
     return hook
 
 
-# ------------------------------------------------------------------------------------------------ what is lost is said
+# ------------------------------------------------------------------------------------------------ losses are reported
 
 
-def test_rows_that_rounded_to_zeros_are_told_of_any_writers_folder(small_llama: Path, tmp_path: Path) -> None:
+def test_rows_of_zero_scales_are_reported_whoever_wrote_the_folder(small_llama: Path, tmp_path: Path) -> None:
     schemes = Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",))
     records = write_folder(small_llama, tmp_path / "a", "humming", schemes, key=False)
     module = list(records)[2]
@@ -302,7 +302,7 @@ def test_rows_that_rounded_to_zeros_are_told_of_any_writers_folder(small_llama: 
     assert told in json.loads((tmp_path / "b" / REPORT).read_text())["notices"]
 
 
-def test_what_a_conversion_advises_is_a_conversion(small_llama: Path, tmp_path: Path) -> None:
+def test_the_advised_conversion_is_possible(small_llama: Path, tmp_path: Path) -> None:
     schemes = Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",))
     write_folder(small_llama, tmp_path / "a", "humming", schemes)
     error = refused("convert", "humming-to-gptq", tmp_path / "a", out=tmp_path / "b")

@@ -1,4 +1,4 @@
-"""What config.json says: our key and the public part, read back, contradicting each other, foreign, and hostile."""
+"""config.json: the `quantkit` key and the public part, read back, in contradiction, foreign, and hostile."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse(*labels: str) -> list[Scheme]:
 
 
 def public_part(layout: str, scheme: Scheme) -> Scheme:
-    """The scheme as public readers need it: that dense values are 2:4, or AWQ's zero points all 8, is ours to know."""
+    """Give the scheme as public configs have it: without 2:4 of dense values, and with AWQ's zero points."""
     return replace(scheme, sparsity=None, symmetric=scheme.symmetric and layout not in ("awq", "quick"))
 
 
@@ -61,13 +61,13 @@ def refused(config: Any, *words: str) -> str:
 
 
 @pytest.mark.parametrize(("layout", "schemes"), CASES)
-def test_our_own_key_reads_back_exactly(layout: str, schemes: Schemes) -> None:
+def test_the_quantkit_key_reads_back_exactly(layout: str, schemes: Schemes) -> None:
     found, read = read_config(folder_config(layout, schemes), PATH)
     assert found is LAYOUTS[layout] and read == schemes
 
 
 @pytest.mark.parametrize(("layout", "schemes"), CASES)
-def test_the_public_part_alone_gives_the_same_scheme_to_every_module(layout: str, schemes: Schemes) -> None:
+def test_the_public_part_alone_gives_every_module_its_scheme(layout: str, schemes: Schemes) -> None:
     public = json.loads(json.dumps(LAYOUTS[layout].write_config(schemes)))
     if layout == "compressed-tensors" and any(
         s.format.is_float for s in (schemes.default, *dict(schemes.overrides).values())
@@ -84,7 +84,7 @@ def test_the_public_part_alone_gives_the_same_scheme_to_every_module(layout: str
         assert set(read.ignore) == set(schemes.ignore)
 
 
-def test_of_overlapping_overrides_the_first_wins_for_us_and_for_every_public_reader() -> None:
+def test_the_first_of_overlapping_overrides_wins_for_every_reader() -> None:
     patterns = (r".*\.v_proj", r".*\.[vq]_proj", r".*\.down_proj", r"model\.layers\.1\..*")
     overrides = tuple(zip(patterns, parse("int4:g32", "int4:g64", "int4:g16", "int4:channel"), strict=True))
     schemes = Schemes(Scheme.parse("int4:g128"), overrides)
@@ -104,7 +104,7 @@ def test_of_overlapping_overrides_the_first_wins_for_us_and_for_every_public_rea
                 assert len(hits) == (expected[module] != schemes.default)
 
 
-def test_overrides_of_single_modules_become_names_and_the_config_stays_small() -> None:
+def test_overrides_of_single_modules_become_names() -> None:
     modules = [f"model.layers.{i}.mlp.experts.{j}.up_proj" for i in range(20) for j in range(20)]
     rows = [(re.escape(module), INT4_ROWS) for module in modules]
     first = (r"model\.layers\.7\..*", Scheme.parse("int4:g64"))
@@ -116,7 +116,7 @@ def test_overrides_of_single_modules_become_names_and_the_config_stays_small() -
         assert read.of(module) == schemes.of(module), module
 
 
-def test_patterns_with_leading_flags_cannot_stand_in_public_configs() -> None:
+def test_patterns_with_leading_flags_are_refused() -> None:
     schemes = Schemes(INT4_G128, ((r"(?i).*Q_PROJ", Scheme.parse("int4:g64")),))
     for layout in ("gptq", "compressed-tensors"):
         with pytest.raises(LayoutError, match="flags"):
@@ -126,7 +126,7 @@ def test_patterns_with_leading_flags_cannot_stand_in_public_configs() -> None:
 INT4_G128, INT4_ROWS = parse("int4:g128", "int4:channel")
 
 
-def test_configs_of_the_documentation_are_what_we_write() -> None:
+def test_written_configs_are_those_of_the_documentation() -> None:
     head = ("lm_head",)
     assert LAYOUTS["marlin"].write_config(Schemes(INT4_G128, ignore=head)) == {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
@@ -149,7 +149,7 @@ def test_configs_of_the_documentation_are_what_we_write() -> None:
     assert weights.items() >= {"num_bits": 4, "type": "int", "strategy": "channel", "group_size": None}.items()
 
 
-def test_a_quantized_head_is_said_so_and_other_dense_linears_are_named() -> None:
+def test_a_quantized_head_is_marked_and_other_dense_linears_are_named() -> None:
     for layout in ("gptq", "marlin"):
         assert LAYOUTS[layout].write_config(Schemes(INT4_G128))["lm_head"] is True
         assert LAYOUTS[layout].write_config(Schemes(INT4_G128, ignore=("embed_out",)))["lm_head"] is False
@@ -177,7 +177,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("name", FOREIGN)
-def test_published_forms_are_read(name: str) -> None:
+def test_published_configs_are_read(name: str) -> None:
     config, layout = FOREIGN[name]
     found, schemes = read_config(config, PATH)
     assert layout == found.NAME
@@ -210,7 +210,7 @@ def ct(**changes: Any) -> dict[str, Any]:
     return config
 
 
-def test_foreign_compressed_tensors_that_hold_more_or_less_than_int4_weights_are_refused() -> None:
+def test_foreign_compressed_tensors_other_than_int4_weights_are_refused() -> None:
     assert read_config(ct(actorder="group"), PATH)[1].default == INT4_G128  # the tensors decide
     refused(ct(num_bits=8), "int8")
     refused(ct(format="float-quantized", num_bits=8, type="float"), "float8", "not written by quantkit", "fp6")
@@ -229,7 +229,7 @@ def test_foreign_compressed_tensors_that_hold_more_or_less_than_int4_weights_are
     assert read_config(ct(sparsity_config={}, transform_config={}, version="0.9.1"), PATH)[1].default == INT4_G128
 
 
-def test_foreign_compressed_tensors_targets_are_matched_in_the_order_of_the_library() -> None:
+def test_targets_of_compressed_tensors_are_matched_in_the_librarys_order() -> None:
     config = ct()
     weights = config["config_groups"]["group_0"]["weights"]
     for name, target, size in (("b", "re:.*proj", 64), ("a", "re:.*q_", 32), ("c", MODULES[0], 16)):
@@ -240,7 +240,7 @@ def test_foreign_compressed_tensors_targets_are_matched_in_the_order_of_the_libr
     assert schemes.of("model.layers.5.mlp.fc1").group_size == 128
 
 
-def test_configs_of_no_layout_are_refused_by_name() -> None:
+def test_a_config_of_no_layout_is_refused() -> None:
     refused({"quant_method": "aqlm", "bits": 4}, "aqlm")
     refused({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "format": "marlin_2"}, "marlin_2")
     refused({}, "is no layout")
@@ -287,13 +287,13 @@ HOSTILE_OWN: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("change", HOSTILE_OWN, ids=lambda change: str(change)[:40])
-def test_hostile_quantkit_keys_end_in_one_line(change: dict[str, Any]) -> None:
+def test_hostile_quantkit_keys_give_an_error_of_one_line(change: dict[str, Any]) -> None:
     config = folder_config("marlin", Schemes(INT4_G128, ((r"a.*", INT4_ROWS),), ("lm_head",)))
     config["quantkit"].update(change)
     refused(config)
 
 
-def test_a_quantkit_key_that_is_no_object_or_lacks_entries_is_refused() -> None:
+def test_an_incomplete_quantkit_key_is_refused() -> None:
     config = folder_config("marlin", Schemes(INT4_G128))
     for value in (None, [], "marlin", 1, {}):
         refused({**config, "quantkit": value})
@@ -310,7 +310,7 @@ json_values = st.recursive(
 
 @settings(max_examples=300)
 @given(st.sampled_from([folder_config(*case) for case in CASES] + [c for c, _ in FOREIGN.values()]), st.data())
-def test_configs_with_any_entry_replaced_never_give_a_traceback(config: dict[str, Any], data: st.DataObject) -> None:
+def test_configs_with_any_entry_replaced_give_no_traceback(config: dict[str, Any], data: st.DataObject) -> None:
     config = copy.deepcopy(config)
     if data.draw(st.booleans()):
         config.pop("quantkit", None)
@@ -330,7 +330,7 @@ def test_configs_with_any_entry_replaced_never_give_a_traceback(config: dict[str
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_schemes_that_a_layout_cannot_hold_never_get_a_config(layout: str) -> None:
+def test_no_config_is_written_for_a_scheme_that_the_layout_lacks(layout: str) -> None:
     good = Scheme.parse(HELD[layout][0][0])
     for label in ("fp6:g128",) + (("int4",) if layout in ("humming", "tcfpx") else ()):
         for schemes in (Schemes(Scheme.parse(label)), Schemes(good, (("x", Scheme.parse(label)),))):
@@ -346,7 +346,7 @@ def test_both_gptq_versions_are_one_family_for_convert() -> None:
     }  # fmt: skip
 
 
-def test_the_key_of_a_checkpoint_that_no_recipe_made() -> None:
+def test_the_key_of_a_checkpoint_without_a_recipe() -> None:
     key = quantkit_key("gptq", Schemes(INT4_G128, ((r"a", INT4_ROWS), (r"a", INT4_G128))), "1.2", None)
     assert key["recipe_sha256"] is None and key["overrides"] == {"a": "int4:channel"}
     config = LAYOUTS["gptq"].write_config(Schemes(INT4_G128))

@@ -1,4 +1,4 @@
-"""Malformed packed tensors: one line that names the tensor and the rule, never a traceback, never a wrong weight."""
+"""Malformed packed tensors: an error of one line that names tensor and rule, no traceback and no wrong weight."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def refused(layout: str, tensors: dict[str, Tensor], scheme: Scheme, *words: str
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_missing_foreign_misshapen_and_mistyped_tensors(layout: str) -> None:
+def test_missing_foreign_misshapen_and_mistyped_tensors_are_refused(layout: str) -> None:
     q, packed = sample(layout)
     for name, tensor in packed.items():
         if name != "g_idx":
@@ -57,10 +57,10 @@ def test_missing_foreign_misshapen_and_mistyped_tensors(layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_scheme_of_another_group_size_or_format_is_noticed(layout: str) -> None:
+def test_tensors_of_another_group_size_or_format_are_refused(layout: str) -> None:
     q, packed = sample(layout)
     for label in ("int4:g64", "int4:channel", "int4:g128:asym", "int4:g48", "fp6", "fp5", "fp6:g128"):
-        # Where symmetric zero points are stored they are zero points like any others.
+        # Stored zero points of a symmetric weight are valid in an asymmetric scheme.
         unseen = layout in ("gptq", "gptq-v2", "awq", "quick") and label.endswith("asym")
         if Scheme.parse(label) != q.scheme and not unseen:
             refused(layout, packed, Scheme.parse(label))
@@ -68,7 +68,7 @@ def test_the_scheme_of_another_group_size_or_format_is_noticed(layout: str) -> N
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_scales_that_are_no_numbers_are_refused_in_both_directions(layout: str, value: float) -> None:
+def test_nan_and_infinite_scales_are_refused_in_both_directions(layout: str, value: float) -> None:
     q, packed = sample(layout)
     name = SCALES.get(layout, "weight_scale")
     packed[name].view(-1)[2:4] = value  # both copies where there are two
@@ -79,7 +79,7 @@ def test_scales_that_are_no_numbers_are_refused_in_both_directions(layout: str, 
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_zero_negative_and_subnormal_scales_are_kept_to_the_bit(layout: str) -> None:
+def test_zero_negative_and_subnormal_scales_keep_their_bits(layout: str) -> None:
     q, _ = sample(layout)
     q.scales.view(-1)[:6] = torch.tensor([0.0, -0.0, -1.5, 6e-8, -6e-8, 65504.0], dtype=torch.float16)
     assert LAYOUTS[layout].unpack(LAYOUTS[layout].pack(q), q.scheme).equal(q)
@@ -101,7 +101,7 @@ def test_wider_scales_are_read_exactly_or_refused(layout: str, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq-v2"])
-def test_symmetric_gptq_zero_points_are_read_by_their_data_not_their_label(layout: str) -> None:
+def test_symmetric_gptq_zero_points_are_read_by_their_data(layout: str) -> None:
     q, packed = sample(layout)
     for word in (0x77777777, 0x88888888 - 2**32):
         other = {**packed, "qzeros": torch.full_like(packed["qzeros"], word)}
@@ -113,7 +113,7 @@ def test_symmetric_gptq_zero_points_are_read_by_their_data_not_their_label(layou
     refused(layout, other, q.scheme, "symmetric")
 
 
-def test_a_stored_gptq_v1_zero_point_of_15_is_refused_since_readers_disagree() -> None:
+def test_a_stored_gptq_v1_zero_point_of_15_is_refused() -> None:
     q, packed = sample("gptq", "int4:g64:asym")
     packed["qzeros"][1, 2] = -1
     refused("gptq", packed, q.scheme, "15 means 16")
@@ -121,7 +121,7 @@ def test_a_stored_gptq_v1_zero_point_of_15_is_refused_since_readers_disagree() -
 
 
 @pytest.mark.parametrize("layout", ["gptq", "gptq-v2", "compressed-tensors"])
-def test_act_order_is_read_only_where_it_is_the_natural_order(layout: str) -> None:
+def test_act_order_is_read_only_if_static(layout: str) -> None:
     name = "weight_g_idx" if layout == "compressed-tensors" else "g_idx"
     for label in ("int4:g64", "int4:channel"):
         q, packed = sample(layout, label)
@@ -134,7 +134,7 @@ def test_act_order_is_read_only_where_it_is_the_natural_order(layout: str) -> No
     assert LAYOUTS[layout].unpack(without, q.scheme).equal(q)
 
 
-def test_hostile_weight_shapes_of_compressed_tensors() -> None:
+def test_hostile_weight_shapes_of_compressed_tensors_are_refused() -> None:
     q, packed = sample("compressed-tensors", "int4:channel", 5, 100)
     for shape in ((5, 97), (5, 104)):  # the same number of words: the padding decides
         packed["weight_shape"] = torch.tensor(shape)
@@ -175,7 +175,7 @@ def test_fp8_values_off_the_grid_of_the_format_are_refused(label: str, value: fl
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_views_with_odd_strides_are_packed_and_unpacked_all_the_same(layout: str) -> None:
+def test_strided_views_are_packed_and_unpacked(layout: str) -> None:
     q, packed = sample(layout)
     odd = QuantizedTensor(q.scheme, q.codes.t().contiguous().t(), q.scales.t().contiguous().t())
     for name, tensor in LAYOUTS[layout].pack(odd).items():

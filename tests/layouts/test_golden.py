@@ -1,4 +1,4 @@
-"""Our bytes are those of the published packers, in both directions, on every golden case."""
+"""Packed bytes equal those of the published packers, in both directions, on every golden case."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quantkit.layouts import LAYOUTS, marlin
 
 
 class Golden:
-    """One golden file: its cases, and tensors by case and name."""
+    """A golden file: its cases, and tensors by case and name."""
 
     def __init__(self, path: Path) -> None:
         with safe_open(path, "pt") as file:
@@ -77,7 +77,7 @@ def test_gptq_v1_and_v2_words_and_zero_points(shared: Path) -> None:
             assert LAYOUTS[layout].unpack(expected, scheme).equal(q)
 
 
-def test_gptq_zero_point_0_is_written_in_v2_and_refused_in_v1(shared: Path) -> None:
+def test_gptq_zero_point_0_is_stored_in_v2_and_refused_in_v1(shared: Path) -> None:
     file = golden(shared, "gptq")
     seen = 0
     for case, info in file.cases.items():
@@ -108,7 +108,7 @@ def test_marlin_words_and_both_scale_orders(shared: Path) -> None:
     assert seen.count("g128") == 8 and seen.count("pc") == 3
 
 
-def test_checkpoint_side_and_repacked_words_of_vllm(shared: Path) -> None:
+def test_words_in_the_file_and_as_vllm_repacks_them(shared: Path) -> None:
     file = golden(shared, "marlin_vllm")
     for case, info in file.cases.items():
         q = QuantizedTensor(

@@ -54,7 +54,7 @@ def same_bytes(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 def obeys(layout: str, q: QuantizedTensor) -> None:
-    """Assert laws 1 and 2, that `stored` and `size` foretell `pack`, and that `q` was not touched."""
+    """Assert laws 1 and 2, that `stored` and `size` agree with `pack`, and that `q` is unchanged."""
     module, (n, k) = LAYOUTS[layout], q.shape
     before = q.digest()
     module.check(q.scheme, n, k)
@@ -84,8 +84,8 @@ def test_the_size_of_blocks_does_not_change_the_result(
 
 
 @pytest.mark.parametrize(("layout", "label"), [(layout, label) for layout, held in HELD.items() for label in held[0]])
-def test_rows_in_any_turn_make_what_all_at_once_make(layout: str, label: str) -> None:
-    """Also the last ones, which may be fewer; and nothing but what is of them is written."""
+def test_blocks_of_rows_in_any_order_give_the_same_bytes(layout: str, label: str) -> None:
+    """The last block may be smaller, and no block changes memory outside of its rows."""
     module, scheme, unit = LAYOUTS[layout], Scheme.parse(label), UNITS[layout][0]
     k = 253 if layout == "compressed-tensors" and label.startswith("int4:channel") else 256
     n = 384 + (unit if unit < 128 else 0)
@@ -105,10 +105,9 @@ def test_rows_in_any_turn_make_what_all_at_once_make(layout: str, label: str) ->
 
 @pytest.mark.parametrize("label", ["fp6:channel", "fp5:channel"])
 @pytest.mark.parametrize(("n", "k", "rows_at_once"), [(7, 96, 3), (9, 32, 1), (5, 160, 5)])
-def test_a_stream_that_ends_or_begins_inside_wide_integers_is_whole(
+def test_humming_rows_of_an_odd_number_of_words(
     label: str, n: int, k: int, rows_at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rows of an odd number of words are worked on as integers of two."""
     monkeypatch.setattr(arrangement, "BLOCK", rows_at_once * k)
     q = record(Scheme.parse(label), n, k, lowest_zero=1)
     packed = LAYOUTS["humming"].pack(q)
@@ -117,7 +116,7 @@ def test_a_stream_that_ends_or_begins_inside_wide_integers_is_whole(
 
 
 @pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
-def test_packed_tensors_may_begin_between_wide_integers(layout: str, label: str, n: int, k: int) -> None:
+def test_packed_tensors_may_start_at_any_word(layout: str, label: str, n: int, k: int) -> None:
     q = record(Scheme.parse(label), n, k, lowest_zero=1)
     packed = LAYOUTS[layout].pack(q)
     shifted = {name: torch.cat((t.flatten()[:1], t.flatten()))[1:].view(t.shape) for name, t in packed.items()}
@@ -126,7 +125,7 @@ def test_packed_tensors_may_begin_between_wide_integers(layout: str, label: str,
 
 
 @pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
-def test_unpack_of_pack_is_the_record_and_pack_of_unpack_the_bytes(layout: str, label: str, n: int, k: int) -> None:
+def test_pack_and_unpack_are_inverses(layout: str, label: str, n: int, k: int) -> None:
     q = record(Scheme.parse(label), n, k, lowest_zero=1)
     obeys(layout, q)
     expected = oracle.packed(
@@ -152,7 +151,7 @@ def legal(draw: st.DrawFn) -> tuple[str, QuantizedTensor]:
 
 @settings(max_examples=150, suppress_health_check=[HealthCheck.too_slow])
 @given(legal())
-def test_laws_hold_on_random_legal_shapes_groups_and_values(case: tuple[str, QuantizedTensor]) -> None:
+def test_pack_and_unpack_are_inverses_on_random_weights(case: tuple[str, QuantizedTensor]) -> None:
     obeys(*case)
 
 
@@ -207,7 +206,7 @@ ILLEGAL = [
 
 
 @pytest.mark.parametrize(("layout", "label", "n", "k"), ILLEGAL)
-def test_what_check_refuses_pack_refuses(layout: str, label: str, n: int, k: int) -> None:
+def test_pack_refuses_what_check_refuses(layout: str, label: str, n: int, k: int) -> None:
     scheme = Scheme.parse(label)
     with pytest.raises(LayoutError) as refusal:
         LAYOUTS[layout].check(scheme, n, k)
@@ -218,7 +217,7 @@ def test_what_check_refuses_pack_refuses(layout: str, label: str, n: int, k: int
         assert str(same.value) == str(refusal.value)
 
 
-def test_a_refusal_names_the_rule_and_the_way_out() -> None:
+def test_a_refusal_names_rule_and_way_out() -> None:
     for layout, label, n, k, words in (
         ("marlin", "int4:g64", 64, 128, ("groups of 128", "--group-size 128 or channel")),
         ("marlin24", "int4:g128", 128, 128, ("two of four", "--prune 2:4", "--layout marlin")),
@@ -267,7 +266,7 @@ def test_one_group_of_128_is_packed_as_one_scale_per_row_by_marlin() -> None:
     assert same_bytes(LAYOUTS["marlin"].pack(grouped), LAYOUTS["marlin"].pack(per_row))
 
 
-def test_marlin_tensors_of_stacked_weights_are_the_tensors_side_by_side() -> None:
+def test_marlin_tensors_of_stacked_weights_are_joined_side_by_side() -> None:
     q = record(Scheme.parse("int4:g128"), 192, 256)
     whole = LAYOUTS["marlin"].pack(q)
     parts = [
@@ -277,7 +276,7 @@ def test_marlin_tensors_of_stacked_weights_are_the_tensors_side_by_side() -> Non
         assert torch.equal(torch.cat([part[name] for part in parts], dim=1), whole[name])
 
 
-def test_every_fp6_and_fp5_code_survives_the_fp8_carrier_with_its_value() -> None:
+def test_every_fp6_and_fp5_code_keeps_its_value_in_fp8() -> None:
     for label in ("fp6", "fp5", "fp6-e2m3", "fp5-e2m2"):
         scheme = Scheme.parse(label)
         every = torch.arange(2**scheme.format.bits, dtype=torch.uint8).repeat(2, 1)
@@ -288,14 +287,14 @@ def test_every_fp6_and_fp5_code_survives_the_fp8_carrier_with_its_value() -> Non
         assert LAYOUTS["compressed-tensors"].unpack(packed, scheme).equal(q)
 
 
-def test_an_arrangement_packs_as_it_permutes_with_flipped_axes_and_every_width() -> None:
+def test_arrangements_pack_codes_in_the_order_of_their_permutation() -> None:
     random = torch.Generator().manual_seed(1)
     for line, bits in (
         (("N a:2 b:2 c:2 i:8", "K d:2 j:8", "N K a b i j c d", "c d"), 8),
         (("N j:4 y:2 w:8", "K d:2 e:4 f:2", "K N w e j f y d", "y"), 4),
         (("N p:16", "K", "K N p"), 2),
         (("N a:2 b:2 c:2 i:8", "K d:2 q:4 p:2", "N K i q p c a b d", "a b c d"), 1),  # a byte of eight rows and columns
-        (("N", "K i:16", "K N i", "i"), 2),  # neighbours that share a byte, backwards
+        (("N", "K i:16", "K N i", "i"), 2),  # neighbours that share a byte, in reverse
         (("N", "K i:2 j:2 l:2", "N K l j i", "j"), 4),  # in runs of four and of two
     ):
         order = Arrangement(*line)
@@ -309,12 +308,12 @@ def test_an_arrangement_packs_as_it_permutes_with_flipped_axes_and_every_width()
         assert torch.equal(order.unpack(words, bits, (128, 64)), codes)
         assert torch.equal(order.inverse(order(codes), (128, 64)), codes)
         for held in (codes.t().contiguous().t(), torch.cat((codes[:1, :1].view(-1), codes.view(-1)))[1:].view(128, 64)):
-            assert torch.equal(order.pack(held, bits), words)  # in any memory: transposed, at an odd address
+            assert torch.equal(order.pack(held, bits), words)  # transposed, and at an odd address
         with pytest.raises(LayoutError, match="do not fill"):
             order.unpack(words[1:], bits, (128, 64))
 
 
-def test_wrong_sizes_of_an_arrangement_are_refused() -> None:
+def test_an_arrangement_refuses_wrong_sizes() -> None:
     with pytest.raises(LayoutError, match="multiple of 8"):
         Arrangement("N", "K i:8", "K N i")(torch.zeros(4, 12, dtype=torch.uint8))
     with pytest.raises(LayoutError, match="do not fill"):

@@ -1,4 +1,4 @@
-"""A process without quantkit loads our folders with exact weights or raises an error; it never gets random weights."""
+"""Folders loaded by a process without quantkit: exact weights or an error, never random weights."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ RAISES = {
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, Path, dict[str, QuantizedTensor]]]:
-    """Every folder loaded by one process without quantkit: what came of it, the folder, the records."""
+    """Load every folder in one process without quantkit; give the result, the folder and the records of each."""
     root = tmp_path_factory.mktemp("elsewhere")
     sources: dict[tuple[str, str], Path] = {}
     folders, arguments = {}, {}
@@ -123,7 +123,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, 
 
 
 @pytest.mark.parametrize("name", LOADS)
-def test_transformers_reads_exactly_the_weights_of_the_record(name: str, elsewhere: dict) -> None:
+def test_transformers_reads_the_exact_weights(name: str, elsewhere: dict) -> None:
     outcome, folder, records = elsewhere[name]
     assert outcome == "loaded"
     found = load_file(folder / "loaded.safetensors")
@@ -139,12 +139,12 @@ def test_transformers_reads_exactly_the_weights_of_the_record(name: str, elsewhe
 
 
 @pytest.mark.parametrize("name", RAISES)
-def test_layouts_unknown_to_transformers_raise_instead_of_loading_random_weights(name: str, elsewhere: dict) -> None:
+def test_transformers_refuses_layouts_that_it_does_not_know(name: str, elsewhere: dict) -> None:
     outcome, folder, _ = elsewhere[name]
     assert outcome != "loaded"
     assert not (folder / "loaded.safetensors").exists()
 
 
-def test_quick_is_refused_for_its_version_whatever_awq_kernels_are_installed(elsewhere: dict) -> None:
+def test_transformers_refuses_quick_for_its_version(elsewhere: dict) -> None:
     assert "Invalid format 'quick'" in elsewhere["quick"][0]
     assert elsewhere["awq"][0].startswith("ImportError") and "gptqmodel" in elsewhere["awq"][0]

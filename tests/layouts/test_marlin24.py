@@ -1,4 +1,4 @@
-"""2:4 weights: the published encoding and orders, the Sparse-MARLIN tensors in both spellings, and damaged metadata."""
+"""2:4 weights: the published encoding and orders, both variants of Sparse-MARLIN, and damaged metadata."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def tensors_of(layout: str, b_24: Tensor, b_meta: Tensor, s: Tensor) -> dict[str
 
 
 @pytest.mark.parametrize("layout", VARIANTS)
-def test_every_published_sparse_marlin_case_in_both_directions(layout: str, shared: Path) -> None:
+def test_published_sparse_marlin_cases_in_both_directions(layout: str, shared: Path) -> None:
     file = golden(shared, "sparse_marlin")
     seen = []
     for case in file.cases:
@@ -78,7 +78,7 @@ def test_the_encoding_of_pytorch_chooses_the_same_places(shared: Path) -> None:
         assert torch.equal(kept.bool(), file(case, "values") != 0), case
 
 
-def test_the_worked_example_of_the_documentation() -> None:
+def test_worked_example_of_the_documentation() -> None:
     k, n = torch.meshgrid(torch.arange(128), torch.arange(256), indexing="ij")
     codes = (k + 3 * (k // 8) + 5 * n + 7 * (n // 8)) % 16
     codes[(k % 4) % 2 != n % 2] = 8
@@ -199,7 +199,7 @@ def test_metadata_must_name_two_places_in_rising_order(code: int) -> None:
 
 @pytest.mark.parametrize("layout", VARIANTS)
 def test_metadata_made_from_a_pruning_mask_gives_the_same_values(layout: str) -> None:
-    """A kept code that is zero leaves several pairs of places; readers go by the one that is stored."""
+    """If a kept code is zero, several pairs of places have the same values; readers take the stored one."""
     q = record(ROWS, 128, 128, seed=3)
     ours = sparse24.compress(q.codes, 8)[1]
     quads = q.codes.view(-1, 4)
@@ -219,7 +219,7 @@ def test_metadata_made_from_a_pruning_mask_gives_the_same_values(layout: str) ->
 
 
 @pytest.mark.parametrize("layout", VARIANTS)
-def test_every_changed_nibble_is_refused_changes_the_record_or_packs_to_other_bytes(layout: str) -> None:
+def test_every_changed_nibble_is_detected(layout: str) -> None:
     q = record(GROUPS, 128, 128)
     packed = LAYOUTS[layout].pack(q)
     random = torch.Generator().manual_seed(5)
@@ -241,23 +241,23 @@ def test_every_changed_nibble_is_refused_changes_the_record_or_packs_to_other_by
     assert refused > 10
 
 
-def test_codes_of_a_record_that_were_changed_to_three_of_four_are_not_packed() -> None:
+def test_a_record_changed_to_three_of_four_is_not_packed() -> None:
     q = record(GROUPS, 128, 128)
     q.codes[5, 8:11] = 3
     with pytest.raises(LayoutError, match="row 5, columns 8 to 11"):
         MARLIN24.pack(q)
 
 
-def test_one_group_is_stored_as_it_is_whatever_the_configured_size() -> None:
+def test_scales_of_one_group_are_not_permuted() -> None:
     q = record(GROUPS, 128, 128)
     assert torch.equal(MARLIN24.pack(q)["s"], q.scales.t())
     two = record(GROUPS, 128, 256)
-    for layout in VARIANTS:  # k = 256 too, where the library's own writer left them as they were
+    for layout in VARIANTS:  # k = 256 too, where the library's writer does not permute them
         s = list(LAYOUTS[layout].pack(two).values())[2]
         assert s[1, :8].tolist() == two.scales[[0, 4, 1, 5, 2, 6, 3, 7], 1].tolist()
 
 
-def test_the_two_spellings_hold_the_same_bytes() -> None:
+def test_both_variants_hold_the_same_bytes() -> None:
     q = record(GROUPS, 256, 256)
     ours, theirs = (list(LAYOUTS[layout].pack(q).values()) for layout in VARIANTS)
     assert all(torch.equal(bits(a), bits(b)) for a, b in zip(ours, theirs, strict=True))
@@ -271,7 +271,7 @@ def test_the_two_spellings_hold_the_same_bytes() -> None:
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False}
 
 
-def said(config: dict[str, Any]) -> tuple[str, Schemes]:
+def read(config: dict[str, Any]) -> tuple[str, Schemes]:
     layout, schemes = read_config(config, "config.json")
     return layout.NAME, schemes
 
@@ -282,7 +282,7 @@ def refused(config: dict[str, Any], *words: str) -> None:
     assert "\n" not in str(refusal.value) and all(word in str(refusal.value) for word in words), str(refusal.value)
 
 
-def test_configs_of_sparse_marlin_under_every_name_that_readers_give_it() -> None:
+def test_configs_with_every_name_of_sparse_marlin_are_read() -> None:
     dense_head = Schemes(GROUPS, ignore=("lm_head",))
     assert MARLIN24.write_config(dense_head) == {**GPTQ, "checkpoint_format": "marlin_24", "lm_head": False}
     for config in (
@@ -290,41 +290,41 @@ def test_configs_of_sparse_marlin_under_every_name_that_readers_give_it() -> Non
         {**GPTQ, "format": "marlin_24"},
         {"quant_method": "gptq_marlin_24", "bits": 4, "group_size": 128},
     ):
-        assert said(config) == ("marlin24", dense_head)
-    assert said({**GPTQ, "group_size": -1, "format": "marlin_24", "lm_head": True}) == ("marlin24", Schemes(ROWS))
+        assert read(config) == ("marlin24", dense_head)
+    assert read({**GPTQ, "group_size": -1, "format": "marlin_24", "lm_head": True}) == ("marlin24", Schemes(ROWS))
     for change in ({"bits": 8}, {"group_size": 64}, {"sym": False}):
         refused({**GPTQ, "checkpoint_format": "marlin_24", **change}, "Sparse-MARLIN")
     refused({**GPTQ, "checkpoint_format": "marlin_24", "format": "gptq"}, "contradicts")
-    assert said({**GPTQ, "checkpoint_format": "marlin"})[0] == "marlin"
-    assert said(GPTQ)[0] == "gptq"
+    assert read({**GPTQ, "checkpoint_format": "marlin"})[0] == "marlin"
+    assert read(GPTQ)[0] == "gptq"
 
 
 def foreign_ct(**weights: Any) -> dict[str, Any]:
-    """As the library wrote it: the format stands at the top only."""
+    """Make a config as the library does, with the format at the top only."""
     config = copy.deepcopy(LAYOUTS["marlin24-ct"].write_config(Schemes(GROUPS, ignore=("lm_head",))))
     assert config["config_groups"]["group_0"].pop("format") == config["format"] == "marlin-24"
     config["config_groups"]["group_0"]["weights"].update(weights)
     return config
 
 
-def test_configs_of_the_compressed_tensors_spelling_are_read_as_the_library_wrote_them() -> None:
+def test_configs_of_the_compressed_tensors_library_are_read() -> None:
     head = ("lm_head",)
-    assert said(foreign_ct()) == ("marlin24-ct", Schemes(GROUPS, ignore=head))
-    assert said(foreign_ct(strategy="channel", group_size=None)) == ("marlin24-ct", Schemes(ROWS, ignore=head))
+    assert read(foreign_ct()) == ("marlin24-ct", Schemes(GROUPS, ignore=head))
+    assert read(foreign_ct(strategy="channel", group_size=None)) == ("marlin24-ct", Schemes(ROWS, ignore=head))
     sparsity = {"format": "dense", "sparsity_structure": "2:4", "targets": ["Linear"]}
-    assert said({**foreign_ct(), "sparsity_config": sparsity})[0] == "marlin24-ct"
+    assert read({**foreign_ct(), "sparsity_config": sparsity})[0] == "marlin24-ct"
     refused({**foreign_ct(), "sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask")
     refused(foreign_ct(group_size=64), "groups of 128")
     refused(foreign_ct(symmetric=False), "symmetric only")
     refused(foreign_ct(num_bits=8), "int8", "marlin-24")
     refused({**foreign_ct(), "kv_cache_scheme": {"num_bits": 8}}, "kv_cache_scheme")
-    assert said({**foreign_ct(), "format": "pack-quantized"})[0] == "compressed-tensors"
+    assert read({**foreign_ct(), "format": "pack-quantized"})[0] == "compressed-tensors"
     mixed = Schemes(GROUPS, ((r".*\.q_proj", ROWS),), head)
-    assert said(LAYOUTS["marlin24-ct"].write_config(mixed))[1].of("model.layers.0.self_attn.q_proj") == ROWS
+    assert read(LAYOUTS["marlin24-ct"].write_config(mixed))[1].of("model.layers.0.self_attn.q_proj") == ROWS
 
 
 @pytest.mark.parametrize("layout", VARIANTS)
-def test_schemes_that_are_not_2_of_4_get_no_config(layout: str) -> None:
+def test_no_config_is_written_for_dense_schemes(layout: str) -> None:
     for label in ("int4:g128", "int4:channel", "int4:g64:24", "int4:g128:asym", "fp6"):
         with pytest.raises(LayoutError):
             LAYOUTS[layout].write_config(Schemes(GROUPS, ((r"x", Scheme.parse(label)),)))

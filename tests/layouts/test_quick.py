@@ -1,4 +1,4 @@
-"""QUICK: the published packer's bytes, the kinship with MARLIN's words, copies that disagree, what its loader reads."""
+"""QUICK: published bytes, the words of MARLIN in another order, copies that differ, and the side file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.layouts.test_laws import rows
 QUICK = LAYOUTS["quick"]
 
 
-def test_words_scales_and_zero_points_of_the_published_packer(shared: Path) -> None:
+def test_words_scales_and_zero_points_equal_the_published_ones(shared: Path) -> None:
     file = golden(shared, "quick")
     for case, info in file.cases.items():
         scheme = scheme_of({**info, "sym": False})
@@ -30,7 +30,7 @@ def test_words_scales_and_zero_points_of_the_published_packer(shared: Path) -> N
     assert len(file.cases) == 11
 
 
-def test_the_worked_example_of_the_documentation() -> None:
+def test_worked_example_of_the_documentation() -> None:
     n, k = torch.arange(256).view(-1, 1), torch.arange(128).view(1, -1)
     codes = ((k + 3 * (k // 8) + 5 * n + 7 * (n // 8)) % 16).to(torch.uint8)
     zeros, scales = ((5 * n + 7 * (n // 8)) % 16).to(torch.uint8), (n + 1).half()
@@ -45,7 +45,7 @@ def test_the_worked_example_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(128, 128), (384, 256), (512, 64)])
-def test_the_words_are_marlins_in_another_order(n: int, k: int) -> None:
+def test_words_are_those_of_marlin_in_another_order(n: int, k: int) -> None:
     q = record(Scheme.parse("int4:g32"), n, k)
     theirs = marlin.CODES.pack(q.codes, 4).view(k // 16, 2 * n)
     row, column = torch.meshgrid(torch.arange(k // 16), torch.arange(2 * n), indexing="ij")
@@ -78,7 +78,7 @@ def test_copies_of_a_scale_or_zero_point_that_differ_are_refused(label: str) -> 
             QUICK.unpack({**packed, "qzeros": zeros}, q.scheme)
 
 
-def test_both_copies_changed_alike_are_another_record_not_an_error() -> None:
+def test_both_copies_changed_alike_give_another_record() -> None:
     q = record(Scheme.parse("int4:g64:asym"), 256, 128)
     packed = QUICK.pack(q)
     packed["qzeros"][0, 0] ^= 0x00010001
@@ -86,7 +86,7 @@ def test_both_copies_changed_alike_are_another_record_not_an_error() -> None:
     assert int((changed.zeros != q.zeros).sum()) == 1 and changed.zeros[0, 0] == q.zeros[0, 0] ^ 1
 
 
-def test_tensors_of_fused_projections_are_not_the_parts_side_by_side() -> None:
+def test_fused_projections_are_not_the_parts_side_by_side() -> None:
     q = record(Scheme.parse("int4:g128"), 256, 128)
     parts = [QUICK.pack(QuantizedTensor(q.scheme, q.codes[a:b], q.scales[a:b])) for a, b in ((0, 128), (128, 256))]
     whole = QUICK.pack(q)
@@ -105,7 +105,7 @@ def test_the_side_file_has_exactly_the_keys_of_the_loader() -> None:
     }  # fmt: skip
 
 
-def test_the_way_through_every_int4_layout_ends_in_the_bytes_it_began_with() -> None:
+def test_a_chain_through_every_int4_layout_keeps_the_bytes() -> None:
     q = record(Scheme.parse("int4:g128"), 384, 256)
     first = LAYOUTS["gptq"].pack(q)
     packed = first

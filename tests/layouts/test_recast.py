@@ -1,4 +1,4 @@
-"""A restated weight must decode to the same bits, be refused where it cannot, and come back from any padding."""
+"""A recast weight decodes to the same bits or is refused, and comes back from any padding."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def bits(values: Tensor) -> Tensor:
     return values.contiguous().view(torch.int32)
 
 
-def willing(label: str, n: int, k: int, seed: int = 0) -> QuantizedTensor:
-    """A random record whose codes fit around zero points of 8, and of whose quads two values are zero."""
+def recastable(label: str, n: int, k: int, seed: int = 0) -> QuantizedTensor:
+    """Make a random record whose codes fit around zero points of 8, with two zeros in each quad."""
     q = record(Scheme.parse(label), n, k, seed)
     if q.zeros is not None:
         zeros = q.zeros.repeat_interleave(k // q.zeros.shape[1], 1).short()
@@ -41,7 +41,7 @@ def willing(label: str, n: int, k: int, seed: int = 0) -> QuantizedTensor:
 
 @pytest.mark.parametrize("label", LABELS)
 def test_every_candidate_decodes_to_the_same_bits(label: str) -> None:
-    q = willing(label, 24, 512)
+    q = recastable(label, 24, 512)
     found = list(candidates(q.scheme))
     assert found[0] == q.scheme and len(set(found)) == len(found)
     for scheme in found:
@@ -52,8 +52,8 @@ def test_every_candidate_decodes_to_the_same_bits(label: str) -> None:
 
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("shape", [(24, 768), (40, 512), (31, 1024)])
-def test_padding_is_zeros_and_the_way_back_gives_the_same_bits(label: str, shape: tuple[int, int]) -> None:
-    q = willing(label, 24, 512)
+def test_padding_is_zero_and_is_removed_without_a_change(label: str, shape: tuple[int, int]) -> None:
+    q = recastable(label, 24, 512)
     for scheme in candidates(q.scheme):
         if shape[1] % (scheme.group_size or 1):
             continue
@@ -66,7 +66,7 @@ def test_padding_is_zeros_and_the_way_back_gives_the_same_bits(label: str, shape
         assert recast(now, scheme, q.shape).equal(recast(q, scheme, q.shape))
 
 
-def test_zero_points_that_cannot_move_are_counted_and_the_first_is_named() -> None:
+def test_zero_points_that_cannot_move_are_counted_and_located() -> None:
     for seed in range(4):
         q = record(Scheme.parse("int4:g32:asym"), 16, 128, seed)
         assert q.zeros is not None
@@ -79,8 +79,8 @@ def test_zero_points_that_cannot_move_are_counted_and_the_first_is_named() -> No
             recast(q, Scheme.parse("int4:g32"), q.shape)
 
 
-def test_one_code_too_many_is_enough() -> None:
-    """The extremes on both sides: 15 around 8 is the last that fits, one zero point lower it does not."""
+def test_a_single_code_out_of_range_is_refused() -> None:
+    """Code 15 fits around a zero point of 8, and not around one of 7; likewise at the other end."""
     codes = torch.full((2, 32), 8, dtype=torch.uint8)
     codes[1, 7] = 15
     for zero, fits in ((8, True), (7, False)):
@@ -93,15 +93,15 @@ def test_one_code_too_many_is_enough() -> None:
                 recast(q, Scheme.parse("int4:g32"), (2, 32))
 
 
-def test_a_dense_weight_does_not_pass_for_a_pruned_one() -> None:
-    q = willing("int4:g128", 8, 128)
+def test_a_dense_weight_is_not_recast_to_2_4() -> None:
+    q = recastable("int4:g128", 8, 128)
     q.codes[5, 12:15] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     with pytest.raises(LayoutError, match=r"1 of 256 quads .*row 5, columns 12 to 15"):
         recast(q, Scheme.parse("int4:g128:24"), q.shape)
 
 
 @pytest.mark.parametrize("to", ["int4:g64", "int4:channel", "int4:g128:asym", "fp6:channel", "int4:g256"])
-def test_what_would_change_values_is_refused(to: str) -> None:
+def test_a_recast_that_would_change_values_is_refused(to: str) -> None:
     q = record(Scheme.parse("int4:g128"), 8, 256)
     if to == "int4:g64":
         assert recast(q, Scheme.parse(to), q.shape).scales.shape == (8, 4)
@@ -110,8 +110,8 @@ def test_what_would_change_values_is_refused(to: str) -> None:
         recast(q, Scheme.parse(to), q.shape)
 
 
-def test_padding_that_is_not_zero_is_not_cut_off() -> None:
-    q = willing("int4:g128", 8, 256)
+def test_nonzero_padding_is_not_removed() -> None:
+    q = recastable("int4:g128", 8, 256)
     q.scales.fill_(1)
     q.codes[:, 200:] = 8
     q.codes[3, 230] = 9
@@ -122,7 +122,7 @@ def test_padding_that_is_not_zero_is_not_cut_off() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_padded_shapes_are_the_smallest_that_the_layout_takes(layout: str) -> None:
+def test_padded_shapes_are_the_smallest_that_fit(layout: str) -> None:
     module = LAYOUTS[layout]
     for label in LABELS:
         scheme = Scheme.parse(label)
@@ -154,7 +154,9 @@ def test_padded_shapes_are_the_smallest_that_the_layout_takes(layout: str) -> No
         ("tcfpx", "int4:channel", (64, 64), None),
     ],
 )
-def test_the_least_change_is_chosen(layout: str, label: str, shape: tuple[int, int], expected: str | None) -> None:
+def test_the_scheme_with_the_fewest_changes_is_chosen(
+    layout: str, label: str, shape: tuple[int, int], expected: str | None
+) -> None:
     found = target(LAYOUTS[layout], Scheme.parse(label), *shape)
     assert found == (None if expected is None else (Scheme.parse(expected), shape))
 
@@ -172,11 +174,11 @@ def test_the_least_change_is_chosen(layout: str, label: str, shape: tuple[int, i
         ("tcfpx", "int4:channel:24", "fp6:channel"),
     ],
 )
-def test_rounding_again_keeps_what_it_can(layout: str, label: str, expected: str) -> None:
+def test_requantizing_keeps_format_and_group_size_if_possible(layout: str, label: str, expected: str) -> None:
     assert nearest(LAYOUTS[layout], Scheme.parse(label), 256, 256) == (Scheme.parse(expected), (256, 256))
     assert nearest(LAYOUTS[layout], Scheme.parse(label), 250, 256, pad=True) is not None
 
 
-def test_a_group_size_that_no_shape_helps_ends_soon() -> None:
+def test_a_group_size_that_no_shape_fits_is_refused_quickly() -> None:
     assert padded_shape(LAYOUTS["marlin"], Scheme.parse("int4:g999999999"), 64, 64) is None
     assert padded_shape(LAYOUTS["compressed-tensors"], Scheme.parse("int4:g999999999"), 64, 64) == (64, 999999999)

@@ -1,4 +1,4 @@
-"""TC-FPx: the published bytes of every case, planes and plain stream, and files that are damaged or not of ours."""
+"""TC-FPx: the published bytes of every case, planes and plain streams, and damaged or foreign files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def with_codes(scheme: Scheme, codes: Tensor, scales: Tensor | None = None) -> Q
 
 
 def plain(codes: Tensor, bits: int) -> list[bytes]:
-    """Each row as one big-endian bit stream (LAYOUTS 7.1)."""
+    """Write each row as one big-endian bit stream (docs/layouts.md 7.1)."""
     rows = []
     for row in codes.tolist():
         stream = 0
@@ -46,7 +46,7 @@ def from_plain(stream: Tensor, bits: int) -> list[list[int]]:
     return rows
 
 
-def test_published_bytes_planes_streams_and_values_in_both_directions(shared: Path) -> None:
+def test_published_bytes_and_values_in_both_directions(shared: Path) -> None:
     file = golden(shared, "fpx_tc")
     seen: dict[str, set[str]] = {}
     for case, info in file.cases.items():
@@ -74,7 +74,7 @@ def test_published_bytes_planes_streams_and_values_in_both_directions(shared: Pa
     assert all(patterns >= {"random", "ramp"} for patterns in seen.values()) and len(seen) == 4
 
 
-def test_a_weight_becomes_the_published_words_and_values_even_where_they_are_infinite(shared: Path) -> None:
+def test_weights_are_quantized_to_the_published_words_and_values(shared: Path) -> None:
     file = golden(shared, "fpx_quant")
     for case, info in file.cases.items():
         fmt = tcfpx.SPLITS[info["format"]]
@@ -87,7 +87,7 @@ def test_a_weight_becomes_the_published_words_and_values_even_where_they_are_inf
         assert torch.equal(q.dequantize(torch.float16).view(torch.int16), dense.view(torch.int16)), case
 
 
-def test_the_worked_example_of_the_documentation() -> None:
+def test_worked_example_of_the_documentation() -> None:
     m, k = torch.arange(64).view(-1, 1), torch.arange(64)
     codes = (7 * m + k + 3 * (k // 8) + 11 * (m // 8)) % 64
     assert plain(codes, 6)[0].startswith(bytes.fromhex("001083105187"))
@@ -104,7 +104,7 @@ def test_the_worked_example_of_the_documentation() -> None:
 
 
 @pytest.mark.parametrize("label", ["fp6", "fp5", "fp6-e2m3", "fp5-e2m2"])
-def test_bytes_instead_of_words_and_a_column_of_scales_are_read_as_the_same_record(label: str) -> None:
+def test_bytes_and_a_column_of_scales_are_read_as_the_same_record(label: str) -> None:
     q = record(Scheme.parse(label), 64, 192)
     packed = LAYOUTS["tcfpx"].pack(q)
     raw = packed["weight"].view(torch.uint8)
@@ -117,7 +117,7 @@ def test_bytes_instead_of_words_and_a_column_of_scales_are_read_as_the_same_reco
 
 
 @pytest.mark.parametrize("label", ["fp6", "fp5"])
-def test_sizes_that_no_weight_has_are_refused(label: str) -> None:
+def test_impossible_sizes_are_refused(label: str) -> None:
     q = record(Scheme.parse(label), 64, 192)
     packed = LAYOUTS["tcfpx"].pack(q)
     words, scales = packed["weight"], packed["scales"]
@@ -133,14 +133,14 @@ def test_sizes_that_no_weight_has_are_refused(label: str) -> None:
             LAYOUTS["tcfpx"].unpack({"weight": words, "scales": wrong}, q.scheme)
 
 
-def test_the_kernels_factor_is_never_in_the_stored_scale() -> None:
+def test_stored_scales_lack_the_factor_of_the_kernels() -> None:
     w = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
     q, _ = rtn.quantize(w, Scheme.parse("fp6"))
     stored = LAYOUTS["tcfpx"].pack(q)["scales"]
     assert torch.equal(stored, (w.abs().amax(1) / 28).to(torch.float16))
 
 
-def test_a_folder_with_bytes_has_the_sizes_of_its_weights_and_verifies(tmp_path: Path) -> None:
+def test_a_folder_of_bytes_has_the_right_sizes_and_verifies(tmp_path: Path) -> None:
     source = write_model("llama", tmp_path / "source", torch.float16, hidden_size=128, intermediate_size=256)
     schemes = Schemes(Scheme.parse("fp5-e2m2"), ignore=("lm_head",))
     records = write_folder(source, tmp_path / "bytes", "tcfpx", schemes, key=False)
@@ -164,7 +164,7 @@ def test_a_folder_with_bytes_has_the_sizes_of_its_weights_and_verifies(tmp_path:
 
 
 @pytest.mark.parametrize("layout", ["tcfpx", "humming", "compressed-tensors"])
-def test_packed_words_without_their_scales_are_no_dense_weight(layout: str, tmp_path: Path) -> None:
+def test_packed_words_without_scales_are_not_read_as_dense(layout: str, tmp_path: Path) -> None:
     source = write_model("llama", tmp_path / "source", torch.float16, hidden_size=128, intermediate_size=256)
     records = write_folder(source, tmp_path / "packed", layout, Schemes(Scheme.parse("fp6"), ignore=("lm_head",)))
     shard = tmp_path / "packed" / "model.safetensors"
