@@ -28,7 +28,7 @@ EXPECTED = {
 
 @dataclass(frozen=True)
 class Layer:
-    """A weight float64 `[n, k]`, the Hessian `[k, k]` of its calibration tokens, and that of held-out ones."""
+    """Hold a weight float64 `[n, k]`, the Hessian `[k, k]` of its calibration tokens, and that of held-out tokens."""
 
     weight: Tensor
     h: Tensor

@@ -1,4 +1,4 @@
-"""Signed scales, descent and refit: laws on hostile Hessians, slow references, options that must reach the bytes."""
+"""Signed scales, descent and refit: hostile Hessians, slow references, and options that change the output."""
 
 from __future__ import annotations
 
@@ -26,8 +26,7 @@ from quantkit.progress import Progress
 from quantkit.reporting import report
 from quantkit.reporting.summary import summary
 from tests import synthetic
-from tests.algorithms.test_gptq import hostile, loss
-from tests.algorithms.test_rtn import correlated, gauss
+from tests.algorithms.inputs import correlated, gauss, hostile, loss
 from tests.command_line import call
 from tests.tiny_models import write_model
 
@@ -36,7 +35,7 @@ HOSTILE = ["rank 1", "rank k/4", "duplicates", "massive channel", "dead column"]
 
 
 def rounded(w: Tensor, label: str, signed: bool = False) -> QuantizedTensor:
-    """Plain rounding, with every third and fourth weight of a quad pruned where the scheme is sparse."""
+    """Round to nearest; a sparse scheme first loses the second and fourth weight of each quad."""
     scheme = Scheme.parse(label)
     if scheme.sparsity is not None:
         w = w * torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=w.dtype).repeat(w.shape[1] // 4)
@@ -48,7 +47,7 @@ def rounded(w: Tensor, label: str, signed: bool = False) -> QuantizedTensor:
 
 
 def slow_pass(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
-    """One pass of coordinate descent as ALGORITHMS 8 has it, a column at a time, in float64; dequantized values."""
+    """Run one pass of coordinate descent (ALGORITHMS 8) column by column, in float64; return dequantized values."""
     n, k = w.shape
     scales = tensor.scales.double().repeat_interleave(k // tensor.scales.shape[1], 1)
     values = torch.tensor(tensor.scheme.format.values, dtype=torch.float64)
@@ -67,7 +66,7 @@ def slow_pass(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("k", [64, 320])
-def test_a_pass_is_the_slow_loop(label: str, k: int) -> None:
+def test_a_pass_equals_the_slow_loop(label: str, k: int) -> None:
     w, h = gauss(24, k), correlated(k)
     h[5] = h[:, 5] = 0
     tensor = rounded(w, label)
@@ -85,7 +84,7 @@ def test_a_pass_is_the_slow_loop(label: str, k: int) -> None:
 @pytest.mark.parametrize("name", HOSTILE)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 @pytest.mark.parametrize("label", LABELS)
-def test_no_pass_and_no_refit_ever_raises_the_loss_of_a_row(name: str, dtype: torch.dtype, label: str) -> None:
+def test_descent_and_refit_never_raise_the_loss_of_a_row(name: str, dtype: torch.dtype, label: str) -> None:
     w, h = gauss(48, 128).to(dtype), hostile(name, 128)
     h = h if dtype == torch.float64 else h.float()
     tensor = rounded(w, label)
@@ -101,18 +100,18 @@ def test_no_pass_and_no_refit_ever_raises_the_loss_of_a_row(name: str, dtype: to
     assert (row_losses(w, twice, h) <= row_losses(w, once, h)).all()
 
 
-def test_nothing_moves_where_nothing_can_be_gained() -> None:
+def test_optimal_codes_stay() -> None:
     w, tensor = gauss(8, 64), rounded(gauss(8, 64), "fp6:channel")
     tensor.codes[0, :8] = 32  # negative zeros
     for h in (torch.zeros(64, 64), torch.eye(64)):
         same, changes = coordinate_descent.refine(w[1:], rounded(w[1:], "int4:g32"), h, descent=3)
         assert same.equal(rounded(w[1:], "int4:g32")) and not changes["descent_changed"].any()
     exact, h = tensor.dequantize(torch.float64), correlated(64)
-    kept, changes = coordinate_descent.refine(exact, tensor, h, descent=3, refit=True)
-    assert kept.equal(tensor) and not changes["descent_changed"].any() and not changes["refit_rows"].any()
+    same, changes = coordinate_descent.refine(exact, tensor, h, descent=3, refit=True)
+    assert same.equal(tensor) and not changes["descent_changed"].any() and not changes["refit_rows"].any()
 
 
-def test_a_tiny_channel_with_a_huge_slope_gives_no_code_that_is_no_number() -> None:
+def test_a_tiny_channel_with_a_huge_slope_gives_finite_codes() -> None:
     w, h = gauss(4, 64).float(), correlated(64).float()
     h[7, 7] = 1e-42  # its target is infinite
     tensor = rounded(w, "int4:g32")
@@ -139,11 +138,11 @@ def test_refitted_scales_are_those_of_least_squares(label: str) -> None:
         inputs = (x.view(len(x), groups, -1) * values).sum(-1)  # what one step of each scale adds to the output
         best = torch.linalg.lstsq(inputs, (x @ w[row])[:, None]).solution[:, 0]
         assert torch.equal(found.scales[row], best.half()), row
-    kept = ~changes["refit_rows"]
-    assert torch.equal(found.scales[kept], tensor.scales[kept])
+    unchanged = ~changes["refit_rows"]
+    assert torch.equal(found.scales[unchanged], tensor.scales[unchanged])
 
 
-def test_a_refit_that_would_store_a_bad_scale_keeps_the_row() -> None:
+def test_a_refit_with_a_bad_scale_leaves_the_row_unchanged() -> None:
     h = torch.eye(32)
     scheme = Scheme.parse("int4:channel")
     codes = torch.full((5, 32), 9, dtype=torch.uint8)  # every value is one step
@@ -169,7 +168,7 @@ def test_refitted_scales_of_bfloat16_weights_are_bfloat16_values(dtype: torch.dt
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_the_extreme_of_each_group_meets_the_code_of_minus_eight(dtype: torch.dtype) -> None:
+def test_the_extreme_of_each_group_gets_the_code_of_minus_eight(dtype: torch.dtype) -> None:
     w = gauss(64, 128).to(dtype)
     tensor, _ = rtn.quantize(w, Scheme.parse("int4:g32"), signed=True)
     groups = w.float().view(64, 4, 32)
@@ -189,7 +188,7 @@ def test_the_extreme_of_each_group_meets_the_code_of_minus_eight(dtype: torch.dt
     assert torch.equal(negated.scales[untied], -searched.scales[untied])
 
 
-def test_signed_scales_at_the_edges() -> None:
+def test_signed_scales_at_their_limits() -> None:
     scheme = Scheme.parse("int4:channel")
     w = torch.zeros(6, 32)
     w[1, 3], w[2, 3], w[3, 3], w[4, :2] = 1e-7, -1e-7, 60000.0, torch.tensor([2.0, -2.0])
@@ -203,7 +202,7 @@ def test_signed_scales_at_the_edges() -> None:
 
 
 @pytest.mark.parametrize("label", ["int4:g32:asym", "fp6:channel", "fp5:channel"])
-def test_a_sign_where_it_means_nothing_is_refused(label: str) -> None:
+def test_signed_scales_are_refused_for_other_schemes(label: str) -> None:
     w, h, scheme = gauss(4, 64), correlated(64), Scheme.parse(label)
     for clip in ("none", "search"):
         with pytest.raises(RecipeError, match="signed"):
@@ -214,7 +213,7 @@ def test_a_sign_where_it_means_nothing_is_refused(label: str) -> None:
         build_recipe(override={"k_proj": label}, signed=True)
 
 
-def test_layouts_hold_what_signed_scales_and_refinements_make() -> None:
+def test_layouts_hold_signed_and_refined_weights() -> None:
     w, h = gauss(256, 256).half(), correlated(256).float()
     solution = gptq.quantize(w, Scheme.parse("int4:g128"), h, Options(signed=True, descent=1, refit=True))
     assert (solution.tensor.scales < 0).any() and (solution.tensor.scales > 0).any()
@@ -228,7 +227,7 @@ def test_layouts_hold_what_signed_scales_and_refinements_make() -> None:
 
 
 @pytest.mark.parametrize("order", ["static", "off"])
-def test_refined_gptq_keeps_the_guard_and_reports_the_final_tensor(order: Any) -> None:
+def test_refined_gptq_is_guarded_and_reports_the_final_tensor(order: Any) -> None:
     w, h = gauss(96, 128), correlated(128)
     for label in ("int4:g32", "int4:g64:asym", "fp6:channel"):
         scheme = Scheme.parse(label)
@@ -270,7 +269,7 @@ def test_the_refinements_lower_the_held_out_loss_of_the_synthetic_layer() -> Non
         assert found[1] < least * found[0] and found[2] < found[1], label
 
 
-def test_descent_is_left_out_where_tokens_are_few_and_the_report_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_descent_is_skipped_and_reported_if_tokens_are_few(capsys: pytest.CaptureFixture[str]) -> None:
     weights = {"proj": gauss(16, 64).float()}
     recipe = build_recipe(group_size=32, descent=2, refit=True)
     items = []
@@ -287,7 +286,7 @@ def test_descent_is_left_out_where_tokens_are_few_and_the_report_says_so(capsys:
     assert "1023 tokens" in summary({"layers": [{"name": "proj", **few}]})
 
 
-def test_recipes_refuse_refinements_of_what_is_not_there() -> None:
+def test_recipes_refuse_wrong_refinements() -> None:
     for key, value in (("descent", -1), ("descent", 1.0), ("descent", True), ("refit", 1), ("refit", "yes")):
         with pytest.raises(RecipeError, match=key):
             from_mapping({"gptq": {key: value}})
@@ -303,7 +302,7 @@ def test_recipes_refuse_refinements_of_what_is_not_there() -> None:
     assert from_mapping(best.to_mapping()) == best
 
 
-def test_the_options_reach_the_bytes(tmp_path: Path) -> None:
+def test_the_options_change_the_output(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model", num_hidden_layers=1, hidden_size=128, intermediate_size=128)
     (tmp_path / "text.txt").write_text("\n\n".join(f"{i} the quick brown fox jumps over {i * i}" for i in range(100)))
     calib = ("--calib", tmp_path / "text.txt", "--samples", 10, "--max-length", 256, "--lengths", "fixed")

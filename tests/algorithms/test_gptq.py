@@ -1,4 +1,4 @@
-"""GPTQ: against the published loop, its laws, hostile Hessians, and the synthetic layer that ranks the variants."""
+"""GPTQ: equality with the published loop, invariants, hostile Hessians, and the ranking on the synthetic layer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError
 from tests import synthetic
-from tests.algorithms.test_hessian import damped
-from tests.algorithms.test_rtn import LABELS, correlated, gauss
+from tests.algorithms.inputs import broken_hessians, correlated, damped, gauss, hostile, loss
+from tests.algorithms.test_rtn import LABELS
 
 EVERY_ORDER = [Options(act_order=o, clip=c) for o in ("static", "off") for c in ("none", "search")]
 
@@ -29,23 +29,8 @@ def label(options: Options) -> str:
     return f"{options.act_order}-{options.clip}-{options.damp_kind}"
 
 
-def loss(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
-    d = w.double() - tensor.dequantize(torch.float64)
-    return ((d @ h.double()) * d).sum(1)
-
-
-def broken_hessians(k: int) -> dict[str, Tensor]:
-    nan, infinite, large, star = correlated(k), correlated(k), correlated(k), torch.eye(k, dtype=torch.float64)
-    nan[3, 5] = nan[5, 3] = torch.nan
-    infinite[2, 2] = torch.inf
-    large[3, 5] = large[5, 3] = 2 * (large[3, 3] * large[5, 5]).sqrt()
-    star[0, 1:] = star[1:, 0] = 0.9  # passes every test of two channels, and is far from positive
-    negative = -torch.eye(k, dtype=torch.float64)
-    return {"NaN": nan, "infinite": infinite, "diagonal allows": large, "damping 1": star, "negative": negative}
-
-
 @pytest.mark.parametrize("words", ["NaN", "infinite", "diagonal allows", "damping 1", "negative", "ever moved"])
-def test_broken_hessians_stop_the_run_or_mean_rtn_if_allowed(words: str) -> None:
+def test_broken_hessians_are_refused_or_fall_back_to_rtn(words: str) -> None:
     w, scheme = gauss(8, 64), Scheme.parse("int4:g32")
     h = broken_hessians(64).get(words, torch.zeros(64, 64))
     with pytest.raises(NumericError, match=words):
@@ -61,13 +46,13 @@ def test_broken_hessians_stop_the_run_or_mean_rtn_if_allowed(words: str) -> None
 
 
 def tame(k: int) -> Tensor:
-    """A Hessian on which natural order does not let targets run away, so that rounding of float64 decides nothing."""
+    """Return a Hessian on which targets stay small in natural order, so that float64 rounding changes no code."""
     x = gauss(4 * k, k, seed=1) @ (gauss(k, k, seed=2) / k**0.5 + torch.eye(k) + 0.05)
     return x.T @ x * (2 / len(x))
 
 
 def published_loop(w: Tensor, h: Tensor, scales: Tensor | None, size: int, order: Tensor) -> Tensor:
-    """Right-looking GPTQ with the inverse Cholesky factor, as published; absmax scales as it goes if none are given."""
+    """Run GPTQ as published: right-looking, with the inverse Cholesky factor; absmax scales by default."""
     w, result = w[:, order].clone(), torch.empty_like(w)
     u = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h[order][:, order])), upper=True)
     for j in range(w.shape[1]):
@@ -94,33 +79,33 @@ def test_sweep_is_the_published_loop_code_for_code(kind: str, order: str, label:
     scales = None if dynamic else choose_scales(w, scheme, "none", None).scales
     columns = factorize(h, options).order
     expected = published_loop(w, damped(h, options), scales, 192 // scheme.groups(192), columns)
-    kept = ~solution.guard_rows
-    assert kept.sum() > 0.9 * len(kept)
-    assert torch.equal(solution.tensor.dequantize(torch.float64)[kept], expected[kept])
+    swept = ~solution.guard_rows
+    assert swept.sum() > 0.9 * len(swept)
+    assert torch.equal(solution.tensor.dequantize(torch.float64)[swept], expected[swept])
 
 
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
-def test_each_column_is_the_nearest_to_its_target_and_the_losses_add_up(label: str, options: Options) -> None:
+def test_each_column_is_nearest_to_its_target_and_losses_add_up(label: str, options: Options) -> None:
     w, h = gauss(64, 256), correlated(256)
     solution = gptq.quantize(w, Scheme.parse(label), h, options)
-    kept, tensor = ~solution.guard_rows, solution.tensor
+    swept, tensor = ~solution.guard_rows, solution.tensor
     factor = factorize(h, options)
-    d = (w - tensor.dequantize(torch.float64))[kept][:, factor.order]
+    d = (w - tensor.dequantize(torch.float64))[swept][:, factor.order]
     misses = d @ factor.unit(torch.float64)  # t_j - what it was rounded to
     running = (misses * factor.r.diagonal()).square().sum(1)
     whole = damped(h, options)[factor.order][:, factor.order]
     assert torch.allclose(running, ((d @ whole) * d).sum(1), rtol=1e-9)
     if tensor.zeros is None and not tensor.scheme.format.is_float:
         size = 256 // tensor.scales.shape[1]
-        scale = tensor.scales[kept].double().repeat_interleave(size, 1)[:, factor.order]
-        inner = (tensor.codes[kept][:, factor.order] > 0) & (tensor.codes[kept][:, factor.order] < 15)
+        scale = tensor.scales[swept].double().repeat_interleave(size, 1)[:, factor.order]
+        inner = (tensor.codes[swept][:, factor.order] > 0) & (tensor.codes[swept][:, factor.order] < 15)
         assert (misses.abs() <= scale * (0.5 + 1e-9))[inner].all()
 
 
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
-def test_diagonal_hessian_means_rtn(label: str, options: Options) -> None:
+def test_a_diagonal_hessian_gives_rtn(label: str, options: Options) -> None:
     w, scheme = gauss(32, 256), Scheme.parse(label)
     h = torch.exp(gauss(256, seed=9)).diag()
     solution = gptq.quantize(w, scheme, h, options)
@@ -149,7 +134,7 @@ def test_static_order_of_equal_channels_is_natural_order_with_frozen_scales() ->
 @pytest.mark.parametrize("metric", ["mse", "diag", "block"])
 @pytest.mark.parametrize("order", ["static", "off"])
 @pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel", "fp6-e2m3:channel"])
-def test_guard_law_and_gain_for_every_metric(metric: str, order: str, label: str) -> None:
+def test_guard_and_gain_for_every_metric(metric: str, order: str, label: str) -> None:
     w, h = gauss(128, 256), correlated(256)
     options = Options(metric=metric, act_order=order)
     solution = gptq.quantize(w, Scheme.parse(label), h, options)
@@ -176,37 +161,25 @@ def test_no_row_is_worse_than_plain_rounding(label: str, options: Options) -> No
     assert solution.facts["guard_rows"] == int(solution.guard_rows.sum())
 
 
-def test_guard_keeps_rounding_where_inputs_are_hardly_correlated() -> None:
+def test_guard_takes_rounding_if_inputs_are_hardly_correlated() -> None:
     h = torch.eye(128, dtype=torch.float64) + 0.02 * correlated(128) / correlated(128).diagonal().mean()
     w, scheme, options = gauss(300, 128), Scheme.parse("int4:g32"), Options(act_order="off", clip="none")
     solution = gptq.quantize(w, scheme, h, options)
     plain, _ = rtn.quantize(w, scheme)
-    kept = solution.guard_rows
-    assert 0 < kept.sum() < 300
-    assert torch.equal(solution.tensor.codes[kept], plain.codes[kept])
-    assert torch.equal(solution.tensor.scales[kept], plain.scales[kept])
-    assert torch.equal(solution.loss[kept], solution.rtn_loss[kept])
+    guard = solution.guard_rows
+    assert 0 < guard.sum() < 300
+    assert torch.equal(solution.tensor.codes[guard], plain.codes[guard])
+    assert torch.equal(solution.tensor.scales[guard], plain.scales[guard])
+    assert torch.equal(solution.loss[guard], solution.rtn_loss[guard])
 
 
 # Hostile Hessians -----------------------------------------------------------------------------------------------------
 
 
-def hostile(name: str, k: int) -> Tensor:
-    if name.startswith("rank"):
-        return correlated(k, rank={"rank 1": 1, "rank k/4": k // 4}[name])
-    h = correlated(k)
-    if name == "duplicates":
-        h[:, 1::2], h[1::2] = h[:, ::2], h[::2]
-        return (h + h.T) / 2
-    factors = torch.ones(k, dtype=torch.float64)
-    factors[17] = {"massive": 3000.0, "dead": 0.0}[name.split(" ")[0]]
-    return h * factors * factors[:, None]
-
-
 @pytest.mark.parametrize("name", ["rank 1", "rank k/4", "duplicates", "massive channel", "dead column"])
 @pytest.mark.parametrize("options", [*EVERY_ORDER, Options(damp_kind="mean")], ids=label)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_hostile_hessians_never_lose_to_rtn(name: str, options: Options, dtype: torch.dtype) -> None:
+def test_hostile_hessians_are_never_worse_than_rtn(name: str, options: Options, dtype: torch.dtype) -> None:
     w = gauss(64, 128).to(dtype)
     h = hostile(name, 128)
     h = h if dtype == torch.float64 else h.float()
@@ -221,7 +194,7 @@ def test_hostile_hessians_never_lose_to_rtn(name: str, options: Options, dtype: 
 
 @pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
 @pytest.mark.parametrize("label", ["int4:g32", "int4:g64:asym", "fp6:channel"])
-def test_dead_columns_are_rounded_to_nearest_and_change_nothing_else(options: Options, label: str) -> None:
+def test_dead_columns_are_rounded_to_nearest_and_affect_no_other(options: Options, label: str) -> None:
     w, h, scheme = gauss(64, 128), correlated(128), Scheme.parse(label)
     dead = torch.tensor([0, 17, 18, 127])
     h[:, dead] = h[dead] = 0
@@ -234,10 +207,10 @@ def test_dead_columns_are_rounded_to_nearest_and_change_nothing_else(options: Op
 
 
 @pytest.mark.parametrize("size", [1e3, 1e5])
-def test_one_massive_channel_does_not_turn_the_others_into_rtn(size: float) -> None:
+def test_a_massive_channel_does_not_reduce_the_others_to_rtn(size: float) -> None:
     h = synthetic.layer(5, n=1, k=256).h
     others = torch.arange(256) != 100
-    h[100, others] = h[others, 100] = 0  # it fires by itself, as the first token's does
+    h[100, others] = h[others, 100] = 0  # uncorrelated, like the channel of the first token
     w, scheme = gauss(128, 256), Scheme.parse("int4:g64")
     plain = loss(w, rtn.quantize(w, scheme)[0], h * others * others[:, None]).sum()
     massive = h + (size**2 - 1) * h[100, 100] * (~others).double().diag()
@@ -246,7 +219,7 @@ def test_one_massive_channel_does_not_turn_the_others_into_rtn(size: float) -> N
         solution = gptq.quantize(w, scheme, massive, Options(clip="none", damp_kind=kind))
         gains[kind] = loss(w, solution.tensor, h * others * others[:, None]).sum() / plain
     assert gains["own"] < 0.5
-    assert gains["own"] < gains["mean"] and (gains["mean"] > 0.9 or size < 1e5), "what damping by the mean would do"
+    assert gains["own"] < gains["mean"] and (gains["mean"] > 0.9 or size < 1e5), "mean damping drowns the others"
 
 
 # Shapes, dtypes, and what the pipeline relies on ----------------------------------------------------------------------
@@ -269,7 +242,7 @@ def test_odd_shapes(k: int, n: int, options: Options) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("options", EVERY_ORDER, ids=label)
-def test_float32_arithmetic_costs_a_thousandth_at_most(dtype: torch.dtype, options: Options) -> None:
+def test_float32_arithmetic_raises_the_loss_by_a_thousandth_at_most(dtype: torch.dtype, options: Options) -> None:
     layer = synthetic.layer(4, n=256, k=256)
     w, scheme = layer.weight.to(dtype), Scheme.parse("int4:g64")
     solution = gptq.quantize(w, scheme, layer.h.float(), options)
@@ -305,7 +278,7 @@ def test_zero_rows_stay_exact_zeros(label: str, options: Options) -> None:
 
 @pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6:channel", "fp6-e2m3:channel"])
 @pytest.mark.parametrize("options", [Options(), Options(act_order="off")], ids=label)
-def test_linears_solved_together_are_those_solved_alone(label: str, options: Options) -> None:
+def test_linears_solved_together_equal_those_solved_one_by_one(label: str, options: Options) -> None:
     w, h = gauss(192, 128), correlated(128)
     h[:, 5] = h[5] = 0
     scheme, rows = Scheme.parse(label), [96, 32, 64]
@@ -313,11 +286,11 @@ def test_linears_solved_together_are_those_solved_alone(label: str, options: Opt
     parts = gptq.split(together, rows)
     factor = factorize(h, options)
     for part, weight in zip(parts, w.split(rows), strict=True):
-        alone = gptq.quantize(weight, scheme, h, options, factor)
-        assert part.tensor.equal(alone.tensor)
-        assert part.facts == alone.facts and part.facts["dead_columns"] == 1
+        single = gptq.quantize(weight, scheme, h, options, factor)
+        assert part.tensor.equal(single.tensor)
+        assert part.facts == single.facts and part.facts["dead_columns"] == 1
         for field in ("loss", "rtn_loss", "norm"):
-            assert torch.allclose(getattr(part, field), getattr(alone, field), rtol=1e-9)
+            assert torch.allclose(getattr(part, field), getattr(single, field), rtol=1e-9)
     with pytest.raises(ValueError, match="128 rows"):
         gptq.split(together, [96, 32])
 
@@ -339,7 +312,7 @@ def test_same_bits_twice_and_same_codes_on_one_thread(options: Options) -> None:
     assert float(single.loss.sum()) == pytest.approx(float(one.loss.sum()), rel=1e-3)
 
 
-def test_the_order_of_documents_hardly_matters() -> None:
+def test_the_order_of_documents_changes_few_codes() -> None:
     x = (gauss(16, 512, 128) @ (gauss(128, 128, seed=3) / 12 + 0.1)).float()
     w, hessians = gauss(256, 128).half(), []
     for order in (torch.arange(16), torch.arange(15, -1, -1)):

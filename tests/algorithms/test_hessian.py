@@ -1,10 +1,9 @@
-"""The Hessian and its factor: batching and scaling change nothing, and nothing broken passes as a covariance."""
+"""The Hessian and its factor: batching and scaling change nothing, and broken matrices are refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 from quantkit.algorithms import gptq
 from quantkit.algorithms.cholesky import factorize
@@ -13,24 +12,18 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import remaining_error
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
-from tests.algorithms.test_rtn import correlated, gauss
-
-
-def damped(h: Tensor, options: Options) -> Tensor:
-    diagonal = h.diagonal()
-    return h + options.damp * (diagonal if options.damp_kind == "own" else diagonal.mean().expand(len(h))).diag()
-
+from tests.algorithms.inputs import correlated, damped, gauss
 
 # The sums of outer products -------------------------------------------------------------------------------------------
 
 
-def test_hessian_does_not_depend_on_how_tokens_were_cut() -> None:
+def test_hessian_does_not_depend_on_batching() -> None:
     x = gauss(9000, 65).float()
     whole, cut = Hessian(65, "cpu"), Hessian(65, "cpu")
     whole.add(x.view(3, 3000, 65))
     for a, b in ((0, 1), (1, 4095), (4095, 4097), (4097, 8999), (8999, 9000)):
         cut.add(x[a:b])
-        cut.matrix()  # reading it in between changes nothing
+        cut.matrix()  # a read in between changes nothing
     assert torch.equal(whole.matrix(), cut.matrix())
     assert whole.tokens == cut.tokens == 9000
     exact = x.double().T @ x.double() * 2 / 9000
@@ -48,7 +41,7 @@ def test_hessian_of_any_dtype_is_that_of_its_float32_values(dtype: torch.dtype) 
     assert torch.equal(one.matrix(), two.matrix())
 
 
-def test_hessian_keeps_its_own_copy_of_activations() -> None:
+def test_hessian_copies_activations() -> None:
     x = torch.ones(5, 4)
     h = Hessian(4, "cpu")
     h.add(x)
@@ -86,7 +79,7 @@ def test_factor_is_that_of_the_damped_hessian(kind: str, order: str) -> None:
     assert (h.diagonal()[factor.order].diff() <= 0).all() or order == "off"
 
 
-def test_float32_factor_is_good_to_1e_5_and_refuses_little_damping(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_float32_factor_is_accurate_to_1e_5_and_needs_damping(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         "quantkit.algorithms.cholesky.factor_dtype", lambda device: torch.float32
     )  # what a GPU without fast float64 gets
@@ -100,7 +93,7 @@ def test_float32_factor_is_good_to_1e_5_and_refuses_little_damping(monkeypatch: 
         factorize(h, Options(damp=9e-4))
 
 
-def test_rescaled_input_channels_leave_the_factor_of_correlations_alone() -> None:
+def test_rescaled_input_channels_do_not_change_the_factor_of_correlations() -> None:
     h = correlated(96)
     powers = 2.0 ** torch.randint(-20, 20, (96,), generator=torch.Generator().manual_seed(1)).double()
     options = Options(act_order="off")

@@ -1,4 +1,4 @@
-"""Plain rounding: the published FPx rule bit for bit, hostile weights, and searches that must never lose."""
+"""Round to nearest: the published FPx rule bit for bit, hostile weights, and the scale search."""
 
 from __future__ import annotations
 
@@ -19,21 +19,12 @@ from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
+from tests.algorithms.inputs import correlated, gauss
 
 FP_LABELS = ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"]
 LABELS = ["int4:g32", "int4:g128", "int4:channel", "int4:g32:asym", "int4:channel:asym", *FP_LABELS]
 INT4, ASYM, FP6 = Scheme.parse("int4:channel"), Scheme.parse("int4:channel:asym"), Scheme.parse("fp6:channel")
 FLOATS = {"e3m2": "fp6", "e3m1": "fp5", "e2m2": "fp5-e2m2", "e2m3": "fp6-e2m3"}
-
-
-def gauss(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def correlated(k: int, rank: int | None = None) -> Tensor:
-    """A Hessian whose channels differ in size by three orders of magnitude and are correlated."""
-    x = gauss(rank or 4 * k, k, seed=1) @ (gauss(k, k, seed=2) / k**0.5 + 0.2) * torch.exp(1.5 * gauss(k, seed=3))
-    return x.T @ x * (2 / len(x))
 
 
 def golden_cases(shared: Path) -> list[tuple[str, dict[str, Tensor]]]:
@@ -112,7 +103,7 @@ def test_zero_rows_and_groups(label: str, clip: Clip) -> None:
 
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("value", [1.0, -1.0, 0.37, -3e-3, 41.0])
-def test_a_lone_value_keeps_half_a_step(label: str, value: float) -> None:
+def test_a_single_value_errs_by_half_a_step_at_most(label: str, value: float) -> None:
     w = torch.zeros(2, 128)
     w[0, 77] = value
     w[1] = value
@@ -138,7 +129,7 @@ def test_subnormal_weights_are_not_flushed_and_low_scales_are_counted() -> None:
     assert (rtn.quantize(tiny, INT4)[0].dequantize() == 0).all()
 
 
-def test_one_huge_weight_is_right_and_small_ones_are_zero() -> None:
+def test_a_huge_weight_is_exact_and_small_ones_become_zero() -> None:
     w = gauss(2, 128).float() * 1e-4
     w[:, 5] = 1e4
     for scheme in (INT4, ASYM, FP6):
@@ -150,7 +141,7 @@ def test_one_huge_weight_is_right_and_small_ones_are_zero() -> None:
 @pytest.mark.parametrize("label", ["int4:channel", "int4:g32", "int4:channel:asym", "fp6:channel", "fp5:channel"])
 @pytest.mark.parametrize("clip", ["none", "search"])
 @pytest.mark.parametrize(("dtype", "top"), [(torch.float16, 65504), (torch.bfloat16, 3e38), (torch.float32, 3e38)])
-def test_overflowing_scale_is_refused_by_row(label: str, clip: Clip, dtype: torch.dtype, top: float) -> None:
+def test_an_overflowing_scale_is_refused_with_its_row(label: str, clip: Clip, dtype: torch.dtype, top: float) -> None:
     w = gauss(7, 64).to(dtype)
     w[5, 3], w[5, 4] = top, -top
     with pytest.raises(NumericError, match=r"row 5 .*65504"):
@@ -167,7 +158,7 @@ def test_the_largest_weights_that_pass_stay_finite_in_float16(label: str) -> Non
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_non_finite_weights_are_refused_with_place_and_count(bad: float, dtype: torch.dtype) -> None:
+def test_non_finite_weights_are_refused_with_index_and_count(bad: float, dtype: torch.dtype) -> None:
     w = gauss(600, 512).to(dtype)  # several chunks
     w[577, 3] = w[578, 9] = w[599, 511] = bad
     with pytest.raises(
@@ -181,7 +172,7 @@ def test_non_finite_weights_are_refused_with_place_and_count(bad: float, dtype: 
 @pytest.mark.parametrize(
     "bad", [torch.zeros(4), torch.zeros(2, 4, dtype=torch.int8), torch.zeros(0, 4), torch.zeros(4, 0)]
 )
-def test_what_is_no_weight_is_refused(bad: Tensor) -> None:
+def test_tensors_that_are_not_weights_are_refused(bad: Tensor) -> None:
     with pytest.raises(NumericError, match="convert it"):
         rtn.quantize(bad, INT4)
     with pytest.raises(NumericError, match="convert it"):
@@ -190,7 +181,7 @@ def test_what_is_no_weight_is_refused(bad: Tensor) -> None:
 
 @pytest.mark.parametrize("k", [1, 2, 127, 128, 129])
 @pytest.mark.parametrize("n", [1, 3])
-def test_odd_shapes_are_whole_or_refused(k: int, n: int) -> None:
+def test_odd_shapes_are_quantized_or_refused(k: int, n: int) -> None:
     w = gauss(n, k).float()
     h = correlated(k)
     for label in ("int4:channel", "int4:channel:asym", "fp6:channel", "fp5:channel", "int4:g128"):
@@ -224,7 +215,7 @@ def group_loss(w: Tensor, tensor: QuantizedTensor, h: Tensor) -> Tensor:
 @pytest.mark.parametrize("label", LABELS)
 @pytest.mark.parametrize("metric", ["mse", "diag", "block"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_a_search_never_loses_to_the_base_scale(label: str, metric: Metric, dtype: torch.dtype) -> None:
+def test_a_search_is_never_worse_than_the_base_scale(label: str, metric: Metric, dtype: torch.dtype) -> None:
     w = gauss(48, 256).mul(torch.exp(gauss(48, 1, seed=5))).to(dtype)
     w[3, 7], w[4, :128] = 40, 0
     scheme, h = Scheme.parse(label), correlated(256)
@@ -234,14 +225,14 @@ def test_a_search_never_loses_to_the_base_scale(label: str, metric: Metric, dtyp
     found, _ = rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h)
     before, after = group_loss(w, plain, judge), group_loss(w, found, judge)
     assert (after <= before * (1 + 1e-5) + 1e-9).all()
-    assert after.sum() < 0.96 * before.sum(), "the search finds something"
+    assert after.sum() < 0.96 * before.sum(), "the search gains nothing"
     scales = found.scales.float()
     assert torch.isfinite(scales).all() and (scales > 0).all()
     if dtype == torch.bfloat16:
         assert torch.equal(scales.to(torch.bfloat16).float(), scales)
 
 
-def test_the_metric_that_knows_more_does_better() -> None:
+def test_a_metric_with_more_information_gives_a_lower_loss() -> None:
     w, h = gauss(64, 256), correlated(256)
     scheme = Scheme.parse("int4:g64")
     losses = [rtn.quantize(w, scheme)[0]]
@@ -288,14 +279,14 @@ def test_scaling_by_a_power_of_two_keeps_every_code(label: str, clip: Clip, expo
 
 
 @pytest.mark.parametrize("metric", ["diag", "block"])
-def test_size_of_the_activations_and_dead_channels_do_not_matter(metric: Metric) -> None:
+def test_the_size_of_activations_does_not_matter(metric: Metric) -> None:
     w, h = gauss(32, 128).float(), correlated(128).float()
     h[:, 40:60] = h[40:60] = 0
     scheme = Scheme.parse("int4:g32")
     tensors = [rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h * 2.0**e)[0] for e in (-60, 0, 60)]
     assert tensors[0].equal(tensors[1]) and tensors[2].equal(tensors[1])
     dead, _ = rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h * 0)
-    assert dead.equal(rtn.quantize(w, scheme, clip="search")[0]), "all dead: the weights alone count"
+    assert dead.equal(rtn.quantize(w, scheme, clip="search")[0]), "all dead: as with mse"
 
 
 def test_broken_hessians_and_missing_ones_are_refused() -> None:
@@ -310,7 +301,7 @@ def test_broken_hessians_and_missing_ones_are_refused() -> None:
         rtn.quantize(w, INT4, clip="search", metric="block", hessian=indefinite)
 
 
-def test_singular_hessian_is_searched_without_complaint() -> None:
+def test_a_singular_hessian_is_usable() -> None:
     w = gauss(16, 128)
     for rank in (1, 7):
         h = correlated(128, rank).float()
@@ -319,7 +310,7 @@ def test_singular_hessian_is_searched_without_complaint() -> None:
         assert group_loss(w, tensor, h.double()).sum() < group_loss(w, rtn.quantize(w, INT4)[0], h.double()).sum()
 
 
-def test_rows_wider_than_a_whole_block_use_blocks_on_the_diagonal() -> None:
+def test_wide_rows_use_blocks_on_the_diagonal() -> None:
     k = 4096 + 130  # a tail that is no block of 128
     w = gauss(4, k).float()
     h = torch.eye(k) * torch.exp(gauss(k, seed=4)).float()

@@ -1,4 +1,4 @@
-"""The loop over blocks: the Hessians of plain forwards, groups found by identity, and the same bytes after any stop."""
+"""The loop over blocks: Hessians, groups found by identity, and the same bytes after any stop."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GROUPS = {
 
 @pytest.fixture(scope="module")
 def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of three small blocks."""
+    """Write a Llama of three small blocks."""
     changes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 256}
     return write_model("llama", tmp_path_factory.mktemp("three") / "model", **changes)
 
@@ -54,7 +54,7 @@ def sequences(lengths: tuple[int, ...] = (2, 100, 17, 80)) -> list[Tensor]:
 
 
 def start(folder: Path, recipe: Recipe, work: Path) -> Run:
-    """A run with the first block loaded and the activations that enter it."""
+    """Return a run with the first block loaded and its input activations."""
     src = Checkpoint(folder)
     model = BlockRunner(src, device="cpu")
     run = Run(src, recipe, model, sequences(), work, None, Progress(quiet=True), Phases(model.device))
@@ -66,7 +66,7 @@ def start(folder: Path, recipe: Recipe, work: Path) -> Run:
 
 
 def quantized(folder: Path, recipe: Recipe, work: Path, **options: Any) -> tuple[dict[str, Item], list[dict[str, Any]]]:
-    """Everything that a whole run yields: items by name, and the facts of its commits."""
+    """Return all that a whole run yields: items by name, and the facts of its commits."""
     src = Checkpoint(folder)
     items: dict[str, Item] = {}
     commits: list[dict[str, Any]] = []
@@ -85,7 +85,7 @@ def digests(items: dict[str, Item]) -> dict[str, str]:
 
 
 def plain_hessian(reference: Any, linear: str, docs: list[Tensor]) -> Tensor:
-    """`2/T sum x^T x` of a linear's input in float64, from whole forwards of a whole model."""
+    """Return `2/T sum x^T x` of a linear's input in float64, from forwards of the whole model."""
     seen: list[Tensor] = []
     hook = reference.get_submodule(linear).register_forward_pre_hook(
         lambda _m, args: seen.append(args[0].flatten(0, -2).double())
@@ -128,7 +128,7 @@ def test_groups_and_hessians_are_those_of_plain_forwards(family: str, folders: d
 
 @pytest.mark.parametrize("sequential", [True, False])
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt_neox", "gemma2"])
-def test_each_group_sees_what_was_quantized_before_it(
+def test_each_group_is_calibrated_on_quantized_earlier_ones(
     family: str, sequential: bool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     recipe = from_mapping({**COARSE, "true_sequential": sequential})
@@ -182,7 +182,7 @@ def test_skipped_and_overridden_members_of_a_group(folders: dict[str, Path], tmp
     assert labels == {"q_proj": "int4:channel", "v_proj": "int4:g64:asym"}
 
 
-def test_a_linear_solved_in_a_group_is_the_linear_solved_alone(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_a_linear_solved_in_a_group_equals_one_solved_by_itself(folders: dict[str, Path], tmp_path: Path) -> None:
     run = start(folders["llama"], from_mapping(COARSE), tmp_path)
     group = find_groups(run, 0, run.model.targets(0))[0]
     hessian = collect(run, 0, [group])[0]
@@ -190,13 +190,13 @@ def test_a_linear_solved_in_a_group_is_the_linear_solved_alone(folders: dict[str
     schemes = dict.fromkeys(weights, run.recipe.scheme)
     together = solve(weights, schemes, hessian, run.recipe, run.progress)
     for item, (name, weight) in zip(together, weights.items(), strict=True):
-        (alone,) = solve({name: weight}, {name: schemes[name]}, hessian, run.recipe, run.progress)
-        assert isinstance(item.value, QuantizedTensor) and isinstance(alone.value, QuantizedTensor)
-        same = (item.value.codes == alone.value.codes).float().mean()
-        assert item.name == alone.name == f"{name}.weight" and same >= 0.999
+        (single,) = solve({name: weight}, {name: schemes[name]}, hessian, run.recipe, run.progress)
+        assert isinstance(item.value, QuantizedTensor) and isinstance(single.value, QuantizedTensor)
+        same = (item.value.codes == single.value.codes).float().mean()
+        assert item.name == single.name == f"{name}.weight" and same >= 0.999
 
 
-def test_the_head_is_rounded_only_when_asked_for(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_head_is_rounded_only_on_request(folders: dict[str, Path], tmp_path: Path) -> None:
     items, _ = quantized(folders["llama"], from_mapping({**COARSE, "skip": []}), tmp_path)
     head = items["lm_head.weight"]
     assert isinstance(head.value, QuantizedTensor) and head.facts is not None
@@ -207,19 +207,19 @@ def test_the_head_is_rounded_only_when_asked_for(folders: dict[str, Path], tmp_p
         quantized(folders["qwen2"], from_mapping({**COARSE, "skip": []}), tmp_path)
 
 
-def test_rounding_weighed_by_activations_goes_through_the_loop(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_rtn_with_a_hessian_runs_in_the_loop(folders: dict[str, Path], tmp_path: Path) -> None:
     losses = {}
     for metric in ("diag", "block"):
         recipe = from_mapping({"method": "rtn", "clip": "search", "metric": metric})
         items, _ = quantized(folders["llama"], recipe, tmp_path)
         facts = [item.facts for item in items.values() if item.facts]
         assert {f["method"] for f in facts} == {"rtn"}
-        losses[metric] = sum(f["loss"] for f in facts[:3])  # the first group, whose input no quantizer touched
+        losses[metric] = sum(f["loss"] for f in facts[:3])  # the first group, whose input is not quantized
     assert losses["block"] < losses["diag"]
 
 
 def interrupted(src: Checkpoint, recipe: Recipe, partial: Path, blocks: int) -> dict[str, Item]:
-    """Run into a partial folder until `blocks` commits are made; the generator is then dropped in mid-work."""
+    """Run into a partial folder until `blocks` commits are made, then drop the generator."""
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
     writer.identify({"recipe": recipe.sha256()})
     items: dict[str, Item] = {}
@@ -279,16 +279,16 @@ def test_a_stop_between_snapshot_and_commit_loses_one_block_only(
     for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), partial, writer.done):
         if isinstance(item, Item):
             writer.add(item)
-        elif item.facts["block"] == 1:  # its snapshot is written, its commit never made
+        elif item.facts["block"] == 1:  # its snapshot is written, its commit is not
             break
         else:
             writer.commit(item.facts)
     second = resumed(src, recipe, partial, Progress())
-    assert "computed again" not in capsys.readouterr().err  # the snapshot of the last commit was not written over
+    assert "computed again" not in capsys.readouterr().err  # the snapshot of the last commit was not overwritten
     assert {n: d for n, d in digests(whole).items() if ".layers.0." not in n} == digests(second)
 
 
-def test_activations_past_the_budget_give_the_same_bits(three: Path, tmp_path: Path) -> None:
+def test_activations_beyond_the_budget_give_the_same_bits(three: Path, tmp_path: Path) -> None:
     recipe = from_mapping(COARSE)
     inside, commits = quantized(three, recipe, tmp_path)
     outside, mapped = quantized(three, recipe, tmp_path, act_budget=0)
@@ -309,7 +309,7 @@ def broken(folder: Path, work: Path, name: str, index: tuple[int, ...], value: f
     return work
 
 
-def test_what_is_not_finite_stops_the_run_by_name(three: Path, tmp_path: Path) -> None:
+def test_values_that_are_not_finite_stop_the_run_with_a_name(three: Path, tmp_path: Path) -> None:
     recipe = from_mapping(COARSE)
     token = int(sequences()[1][50])
     with pytest.raises(NumericError, match=r"layers\.0\.self_attn\.q_proj, calibration document \d: 128 of"):
@@ -355,8 +355,8 @@ def test_a_model_that_cannot_run_block_by_block_is_refused(three: Path, tmp_path
         list(calibrated(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), sequences(), tmp_path, []))
 
 
-def test_experts_are_grouped_once_a_token_has_chosen_them(three: Path, tmp_path: Path) -> None:
-    """A linear that only some documents call, and one called twice, through a block that routes by its tokens."""
+def test_experts_are_grouped_after_a_token_has_chosen_them(three: Path, tmp_path: Path) -> None:
+    """One linear is called for some documents only, and one is called twice."""
     run = start(three, from_mapping(COARSE), tmp_path)
     block = run.model.module.get_submodule("model.layers.0")
     mlp = block.mlp

@@ -1,4 +1,4 @@
-"""One group of linears: errors that name the right one, and nothing done otherwise than asked without a word."""
+"""One group of linears: errors name the right one, and every deviation from the recipe is reported."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_linear_that_no_token_reaches_is_refused_or_rounded(capsys: pytest.Cap
     assert "expert" in capsys.readouterr().err
 
 
-def test_few_tokens_and_dead_inputs_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_few_tokens_and_dead_inputs_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     weights = {"late": torch.randn(8, 128, generator=torch.Generator().manual_seed(0))}
     schemes = {"late": Scheme.parse("int4:g64")}
     few = Hessian(128, "cpu")
@@ -72,7 +72,7 @@ def test_the_relative_error_of_every_source_dtype(dtype: torch.dtype) -> None:
     assert zeros.facts is not None and zeros.facts["relative_error"] == 0
 
 
-def test_a_hessian_that_overflowed_gives_no_figure_that_is_no_number() -> None:
+def test_an_overflowed_hessian_gives_no_loss() -> None:
     weights = {"x": torch.randn(8, 128, generator=torch.Generator().manual_seed(0))}
     huge = Hessian(128, "cpu")
     huge.add(torch.full((200, 128), 1e25))

@@ -1,4 +1,4 @@
-"""A plan is believed before hours of work: its bytes must be exact, and it must find every misfit, all at once."""
+"""Plans: exact bytes, all misfits at once, and suggestions that work."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.tiny_models import write_model
 
 
 def tensor_bytes(folder: Path) -> int:
-    """Count what lies in an output by a reader that is not ours."""
+    """Count the tensor bytes of an output with the safetensors library."""
     total = 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -48,7 +48,7 @@ def dense(folder: Path, linears: dict[str, torch.Tensor], **config: Any) -> Chec
 
 
 def sparse(folder: Path, linears: dict[str, tuple[int, int]], **config: Any) -> Checkpoint:
-    """A checkpoint of any size whose bytes are a hole in the file."""
+    """Write a checkpoint of any size as a sparse file."""
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16", **config}))
     header, end = {}, 0
@@ -93,7 +93,7 @@ COMBINATIONS = [
 
 
 @pytest.mark.parametrize(("model", "asked"), COMBINATIONS, ids=lambda x: x if isinstance(x, str) else x.scheme.label)
-def test_planned_bytes_are_those_of_the_output_to_the_byte(
+def test_planned_bytes_equal_those_of_the_output(
     model: str, asked: Any, sources: dict[str, Path], tmp_path: Path
 ) -> None:
     planned = quantize.plan(sources[model], asked)
@@ -129,12 +129,12 @@ def test_plan_and_inspect_read_no_weights(tmp_path: Path) -> None:
 
 
 def with_skip(planned: Plan, src: Checkpoint, linears: Any, asked: dict[str, Any]) -> Plan:
-    """Follow every --skip of a plan's ways out."""
+    """Apply every --skip that a plan suggests."""
     patterns = re.findall(r"--skip '([^']*)'", "\n".join(planned.ways_out))
     return plan_quantize(src, linears, recipe(**asked, skip=["lm_head", *patterns]))
 
 
-def test_every_misfit_is_found_at_once_with_ways_out_that_work(tmp_path: Path) -> None:
+def test_every_misfit_is_found_at_once_with_suggestions_that_work(tmp_path: Path) -> None:
     linears = {
         **{f"model.layers.{i}.self_attn.k_proj": (1152 + 32, 4096) for i in range(28)},
         **{f"model.layers.{i}.self_attn.q_proj": (4096, 4096) for i in range(28)},
@@ -154,11 +154,11 @@ def test_every_misfit_is_found_at_once_with_ways_out_that_work(tmp_path: Path) -
     assert "model.layers.0.mlp.down_proj is [4096, 4032]" in lines[1]
     assert not with_skip(planned, src, linears, {"layout": "marlin"}).misfits
     skipped = {row.module for row in with_skip(planned, src, linears, {"layout": "marlin"}).rows if row.scheme is None}
-    assert skipped == {misfit.module for misfit in planned.misfits}, "the way out skips a weight that fits"
+    assert skipped == {misfit.module for misfit in planned.misfits}, "the suggestion skips a weight that fits"
 
 
 @pytest.mark.parametrize(
-    ("asked", "way"),
+    ("asked", "change"),
     [
         ({"layout": "marlin", "group_size": 64}, {"layout": "marlin", "group_size": 128}),
         ({"layout": "marlin", "symmetric": False}, {"layout": "marlin"}),
@@ -167,18 +167,18 @@ def test_every_misfit_is_found_at_once_with_ways_out_that_work(tmp_path: Path) -
         ({"layout": "gptq", "group_size": 96}, {"layout": "gptq", "group_size": 128}),
     ],
 )
-def test_ways_out_of_a_scheme_that_no_weight_fits(asked: Any, way: Any, tmp_path: Path) -> None:
+def test_suggestions_for_a_scheme_that_fits_no_weight(asked: Any, change: Any, tmp_path: Path) -> None:
     linears = {"model.layers.0.mlp.up_proj": (512, 256), "model.layers.0.mlp.down_proj": (256, 512)}
     src = sparse(tmp_path / "m", linears)
     planned = plan_quantize(src, linears, recipe(**asked))
     assert len(planned.misfits) == 2
     with pytest.raises(LayoutError, match=r"--layout|--group-size|--asym") as error:
         planned.require()
-    assert "--skip" not in str(error.value), "skipping every weight is no way out"
-    for flag, value in way.items():
+    assert "--skip" not in str(error.value), "skipping every weight is no help"
+    for flag, value in change.items():
         if value != asked.get(flag) and flag != "format":
             assert f"--{flag.replace('_', '-')} {value}" in str(error.value)
-    assert not plan_quantize(src, linears, recipe(**way)).misfits
+    assert not plan_quantize(src, linears, recipe(**change)).misfits
 
 
 def test_group_size_that_does_not_divide_one_of_the_weights(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_group_size_that_does_not_divide_one_of_the_weights(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
-def test_weights_that_are_no_plain_floats_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_weights_that_are_not_floats_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
     linears = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.0.mlp.down_proj": (128, 64)}
     tensors = {f"{m}.weight": torch.ones(shape, dtype=torch.float16) for m, shape in linears.items()}
     tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(64, 128).to(dtype)
@@ -225,7 +225,7 @@ def test_a_shape_that_config_and_headers_disagree_on_is_refused(tmp_path: Path) 
         planned.require()
 
 
-def test_notices_say_what_readers_will_meet(tmp_path: Path) -> None:
+def test_notices_name_the_limits_of_readers(tmp_path: Path) -> None:
     linears = {f"model.layers.0.self_attn.{p}_proj": (512 if p == "q" else 64, 256) for p in "qkv"}
     linears |= {f"model.layers.0.mlp.{p}_proj": (512, 256) for p in ("gate", "up")}
     src = sparse(tmp_path / "m", linears, dtype="bfloat16")

@@ -1,4 +1,4 @@
-"""Whole jobs on whole folders: bytes that survive every detour, and runs that can be stopped."""
+"""Quantizing whole folders: round trips through layouts, repeatable bytes, kill and resume, refusals."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def hashes(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("scheme", [{"format": "int4"}, {"format": "int4", "group_size": "channel"}])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_detour_through_other_layouts_changes_no_byte(
+def test_a_round_trip_through_other_layouts_changes_no_byte(
     scheme: dict[str, object], dtype: torch.dtype, tmp_path: Path
 ) -> None:
     model = write_model("llama", tmp_path / "model", dtype, num_hidden_layers=1)
@@ -79,13 +79,13 @@ def test_fp_carriers_and_bit_streams_hold_the_same_codes(name: str, tiny_llama: 
 
 
 @pytest.mark.parametrize("family", ["qwen2", "opt"])
-def test_biases_and_tied_embeddings_stay_as_they_were(family: str, calib: str, tmp_path: Path) -> None:
+def test_biases_and_tied_embeddings_do_not_change(family: str, calib: str, tmp_path: Path) -> None:
     model = write_model(family, tmp_path / "model")
     quantize(model, tmp_path / "out", from_mapping(gptq(calib)))
     before, after = tensors(model), tensors(tmp_path / "out")
-    kept = {name for name in before if name in after}
-    assert {n for n in before if n.endswith(".bias") or "embed" in n or "norm" in n} <= kept
-    assert all(before[name] == after[name] for name in kept)
+    same = {name for name in before if name in after}
+    assert {n for n in before if n.endswith(".bias") or "embed" in n or "norm" in n} <= same
+    assert all(before[name] == after[name] for name in same)
     assert "lm_head.weight" not in after
 
 
@@ -147,7 +147,7 @@ def test_bfloat16_models_get_scales_that_bfloat16_holds(tmp_path: Path) -> None:
         assert torch.equal(scales.bfloat16().half(), scales)
 
 
-def test_overrides_and_skips_reach_the_bytes(tiny_llama: Path, tmp_path: Path) -> None:
+def test_overrides_and_skips_change_the_output(tiny_llama: Path, tmp_path: Path) -> None:
     recipe = from_mapping({"method": "rtn", "overrides": {"down_proj": "int4:g64"}, "skip": ["lm_head", ".*k_proj"]})
     made, packed = quantize(tiny_llama, tmp_path / "ct", recipe), pack(tmp_path / "ct", tmp_path / "gptq", "gptq")
     assert {layer["layout"] for layer in made["layers"]} == {"compressed-tensors"}
@@ -169,7 +169,7 @@ def test_asymmetric_goes_to_gptq_and_is_refused_by_marlin(tiny_llama: Path, tmp_
     assert not any(tmp_path.glob("marlin*"))
 
 
-def test_a_weight_with_nan_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_weight_with_nan_is_named_and_leaves_no_output(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
     model = write_model("llama", tmp_path / "model")
@@ -184,7 +184,7 @@ def test_a_weight_with_nan_is_named_and_nothing_is_left(tmp_path: Path) -> None:
     assert not any(tmp_path.glob("out*"))
 
 
-def test_damaged_codes_are_not_packed_further(tiny_llama: Path, tmp_path: Path) -> None:
+def test_damaged_codes_are_not_packed(tiny_llama: Path, tmp_path: Path) -> None:
     quantize(tiny_llama, tmp_path / "ct", from_mapping({"method": "rtn"}))
     shard = next((tmp_path / "ct").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
@@ -197,7 +197,7 @@ def test_damaged_codes_are_not_packed_further(tiny_llama: Path, tmp_path: Path) 
     assert not any(tmp_path.glob("marlin*"))
 
 
-def test_quantized_sources_are_sent_to_pack(tiny_llama: Path, tmp_path: Path) -> None:
+def test_quantized_sources_are_refused_in_favour_of_pack(tiny_llama: Path, tmp_path: Path) -> None:
     quantize(tiny_llama, tmp_path / "ct", from_mapping({"method": "rtn"}))
     with pytest.raises(CheckpointError, match="quantized already"):
         quantize(tmp_path / "ct", tmp_path / "again", from_mapping({"method": "rtn"}))

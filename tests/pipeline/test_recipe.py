@@ -1,4 +1,4 @@
-"""Recipes come from files that people edit: every slip must be named, and nothing may be read in two ways."""
+"""Recipes: round trips, defaults of each format, and errors that name every mistake."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_round_trip_of_every_key_away_from_its_default(tmp_path: Path) -> None:
         "method": "gptq",
         "clip": "none",
         "metric": "diag",
-        "signed": False,  # away from it only where no scheme is asymmetric
+        "signed": False,  # True is refused with an asymmetric scheme
         "gptq": {
             "damp": 1e-05,
             "damp_kind": "mean",
@@ -86,7 +86,7 @@ def test_defaults_of_each_format() -> None:
         assert calibration.lengths == "own"
 
 
-def test_search_without_calibration_looks_at_the_weight_alone() -> None:
+def test_a_search_without_calibration_uses_mse() -> None:
     rtn = from_mapping({"method": "rtn"})
     assert (rtn.clip, rtn.metric, rtn.calibrated) == ("search", "mse", False)
     assert from_mapping({"method": "rtn", "metric": "diag"}).calibrated
@@ -185,7 +185,7 @@ def test_a_wrong_value_is_refused(text: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pattern", ["(", "*x", "[", "a{99999999999999999999}", "x(?i)", r"\9", "(?P<n>a)(?P<n>b)"])
-def test_a_pattern_that_is_no_regex_is_refused_before_it_is_used(pattern: str) -> None:
+def test_an_invalid_pattern_is_refused_when_read(pattern: str) -> None:
     for mapping in ({"skip": [pattern]}, {"overrides": {pattern: "int4"}}):
         with pytest.raises(RecipeError, match="regular expression"):
             from_mapping(mapping)
@@ -236,7 +236,7 @@ def test_a_repeated_key_is_refused_instead_of_the_last_one_winning(text: str, tm
         b"[" * 20000,
     ],
 )
-def test_a_file_that_is_no_recipe_is_refused(data: bytes, tmp_path: Path) -> None:
+def test_an_unreadable_recipe_is_refused(data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_bytes(data)
     with pytest.raises(RecipeError) as error:
@@ -245,7 +245,7 @@ def test_a_file_that_is_no_recipe_is_refused(data: bytes, tmp_path: Path) -> Non
     assert str(path) in str(error.value)
 
 
-def test_a_file_that_is_not_there_or_a_folder_is_refused(tmp_path: Path) -> None:
+def test_a_missing_file_or_a_folder_is_refused(tmp_path: Path) -> None:
     for path in (tmp_path / "none.yaml", tmp_path):
         with pytest.raises(RecipeError, match="cannot read"):
             load(path)
@@ -260,7 +260,7 @@ def test_flags_win_over_the_file_and_absent_flags_change_nothing() -> None:
     assert from_mapping(merged).scheme == Scheme(INT4)
 
 
-def test_a_flag_over_a_section_that_is_no_section_is_refused() -> None:
+def test_a_flag_over_a_malformed_section_is_refused() -> None:
     with pytest.raises(RecipeError, match="scheme"):
         merge({"scheme": "int4"}, {"scheme": {"group_size": 64}})
 

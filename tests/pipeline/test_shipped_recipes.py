@@ -1,4 +1,4 @@
-"""Every recipe in configs/ does on a small model what its name says, down to a folder that verifies."""
+"""Every recipe in configs/ gives the layout and scheme of its name, and an output that verifies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.command_line import calib, call
 
 __all__ = ["calib"]  # a fixture
 
-#: What a name says of layout and scheme, the longest match first.
+#: Part of a recipe's name -> layout and scheme, the longest match first.
 SAYS = {
     "int4-marlin24": ("marlin24", "int4:g128:24"),
     "int4-marlin": ("marlin", "int4:g128"),
@@ -28,7 +28,7 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
-def test_a_shipped_recipe_runs_as_it_is_called(name: str, tiny_llama: Path, calib: Path, tmp_path: Path) -> None:
+def test_a_shipped_recipe_does_what_its_name_says(name: str, tiny_llama: Path, calib: Path, tmp_path: Path) -> None:
     out, text = tmp_path / "out", ("--calib", calib, "--samples", 4, "--max-length", 32)
     call("quantize", tiny_llama, "-o", out, "--recipe", name, *(text if build_recipe(name).calibrated else ()), "-q")
     found = Checkpoint(out)

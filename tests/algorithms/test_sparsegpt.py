@@ -1,0 +1,214 @@
+"""2:4 in the algorithms: sweeps against a slow loop, hostile Hessians, and the published ranking of the rules."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.algorithms import gptq, rtn, sparsegpt
+from quantkit.algorithms.cholesky import factorize
+from quantkit.algorithms.hessian import row_losses
+from quantkit.algorithms.masks import fixed_mask
+from quantkit.algorithms.options import Options
+from quantkit.algorithms.scale_search import choose_scales, group_errors
+from quantkit.core.scheme import Scheme
+from quantkit.core.sparsity import check, weight_mask
+from quantkit.errors import LayoutError, NumericError, RecipeError
+from tests import synthetic
+from tests.algorithms.inputs import broken_hessians, correlated, damped, gauss, hostile, is_24, loss
+
+RULES = ("magnitude", "wanda", "sparsegpt")
+SPARSE = Scheme.parse("int4:g32:24")
+
+
+def dense_loss(weight: Tensor, pruned: Tensor, h: Tensor) -> Tensor:
+    d = weight.double() - pruned.double()
+    return ((d @ h.double()) * d).sum(1)
+
+
+# The sweep ------------------------------------------------------------------------------------------------------------
+
+
+def slow_sweep(w: Tensor, h: Tensor, order: Tensor, fixed: Tensor | None, scales: Tensor | None) -> Tensor:
+    """Run SparseGPT as published: right-looking, inverse Cholesky factor; each quad's mask is chosen as it begins."""
+    size = 0 if scales is None else w.shape[1] // scales.shape[1]
+    w, result = w[:, order].clone(), torch.zeros_like(w)
+    u = torch.linalg.cholesky(torch.cholesky_inverse(torch.linalg.cholesky(h[order][:, order])), upper=True)
+    for j, column in enumerate(order.tolist()):
+        if j % 4 == 0:
+            quad = slice(j, j + 4)
+            scores = (w[:, quad] / u.diagonal()[quad]).square()
+            mask = weight_mask(scores) if fixed is None else fixed[:, order[quad]]
+        q = w[:, j] * mask[:, j % 4]
+        if scales is not None:
+            s = scales[:, column // size].double()
+            q = s * (q / s).round().clamp(-8, 7)
+        result[:, column] = q
+        w[:, j:] -= torch.outer((w[:, j] - q) / u[j, j], u[j, j:])
+    return result
+
+
+@pytest.mark.parametrize("rule", ["wanda", "sparsegpt"])
+@pytest.mark.parametrize("order", ["static", "off"])
+@pytest.mark.parametrize("kind", ["own", "mean"])
+@pytest.mark.parametrize("block", [7, 128])
+def test_sweeps_equal_the_slow_loop(rule: Any, order: Any, kind: Any, block: int) -> None:
+    w, h = gauss(96, 160), correlated(160)
+    options = Options(prune=rule, act_order=order, damp_kind=kind, block=block)
+    columns = factorize(h, options, sparse=True).order
+    fixed = fixed_mask(w, "wanda", h) if rule == "wanda" else None
+    solution = gptq.quantize(w, SPARSE, h, options)
+    expected = slow_sweep(w, damped(h, options), columns, fixed, solution.tensor.scales)
+    swept = ~solution.guard_rows
+    assert swept.sum() > 0.8 * len(swept)
+    assert torch.equal(solution.tensor.dequantize(torch.float64)[swept], expected[swept])
+    first = slow_sweep(w, damped(h, options), columns, fixed, None)
+    if rule == "sparsegpt":
+        found = sparsegpt.prune(w, h, options)
+        assert torch.equal(found != 0, first != 0)
+        assert torch.allclose(found, first, rtol=1e-9, atol=1e-12)
+        assert not torch.equal(found != 0, weight_mask(w))
+    scales = choose_scales(first, SPARSE, "search", _errors(h, options)).scales
+    assert torch.equal(solution.tensor.scales[swept], scales[swept])
+
+
+def _errors(h: Tensor, options: Options) -> Any:
+    diagonal = factorize(h, options, sparse=True).diagonal
+    return group_errors(h, diagonal, h.shape[0] // 32, "block", torch.float64)
+
+
+def test_order_sorts_quads_by_their_sum_and_never_columns() -> None:
+    h = torch.diag(torch.tensor([1.0, 1, 1, 9, 4, 4, 4, 4, 3, 3, 3, 3]))
+    order = factorize(h, Options(), sparse=True).order
+    assert order.tolist() == [4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11]  # sums 16, 12 and 12: the lower index first on ties
+    assert factorize(h, Options(act_order="off"), sparse=True).order.tolist() == list(range(12))
+    with pytest.raises(LayoutError, match="multiple of 4"):
+        factorize(h[:10, :10], Options(), sparse=True)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("order", ["static", "off"])
+@pytest.mark.parametrize("name", ["rank 1", "rank k/4", "duplicates", "massive channel", "dead column"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_hostile_hessians_give_2_4_and_are_never_worse_than_rounding(
+    rule: Any, order: Any, name: str, dtype: torch.dtype
+) -> None:
+    w, h = gauss(32, 128).to(dtype), hostile(name, 128)
+    options = Options(prune=rule, act_order=order)
+    values = sparsegpt.prune(w, h, options)
+    assert is_24(values) and values.dtype == dtype and bool(values.isfinite().all())
+    solution = gptq.quantize(w, SPARSE, h, options)
+    tensor = solution.tensor
+    check(tensor.codes != 8)
+    assert (solution.loss <= solution.rtn_loss).all()
+    assert torch.allclose(solution.loss, loss(w, tensor, h).clamp(min=0), rtol=1e-6, atol=1e-9 * float(h.max()))
+    assert solution.facts["prune"] == rule and solution.facts["kept"] == int((tensor.codes != 8).sum())
+    assert solution.facts["zeros"] + solution.facts["kept"] == w.numel()
+
+
+def test_the_guard_compares_with_rounding_under_the_same_mask() -> None:
+    h = torch.eye(128, dtype=torch.float64) + 0.02 * correlated(128) / correlated(128).diagonal().mean()
+    w, options = gauss(300, 128), Options(act_order="off", clip="none", prune="magnitude")
+    solution = gptq.quantize(w, SPARSE, h, options)
+    plain, _ = rtn.quantize(w, SPARSE)
+    assert torch.equal(solution.rtn_loss, row_losses(w, plain, h))
+    guard = solution.guard_rows
+    assert 0 < guard.sum() < 300 and torch.equal(solution.tensor.codes[guard], plain.codes[guard])
+
+
+@pytest.mark.parametrize("h", [torch.eye(64, dtype=torch.float64), torch.exp(gauss(64, seed=9)).diag()], ids=["I", "d"])
+def test_with_independent_inputs_sparsegpt_is_wanda_and_nothing_moves(h: Tensor) -> None:
+    w = gauss(32, 64)
+    found = sparsegpt.prune(w, h, Options())
+    assert torch.equal(found, sparsegpt.prune(w, h, Options(prune="wanda")))
+    assert torch.equal(found, w * fixed_mask(w, "wanda", h))
+    joint = gptq.quantize(w, SPARSE, h, Options())
+    plain, _ = rtn.quantize(w, SPARSE, clip="search", metric="block", hessian=h, prune="wanda")
+    assert torch.equal(joint.tensor.codes, plain.codes)
+
+
+def test_magnitude_preserves_the_zeros_of_a_2_4_weight() -> None:
+    h = correlated(128)
+    before = sparsegpt.prune(gauss(64, 128).half(), h, Options())
+    assert torch.equal(sparsegpt.prune(before, h, Options(prune="magnitude")), before)
+    for tensor in (
+        rtn.quantize(before, SPARSE)[0],
+        gptq.quantize(before, SPARSE, h, Options(prune="magnitude")).tensor,
+    ):
+        assert bool((tensor.codes[before == 0] == 8).all())
+
+
+def test_unusable_rules_and_weights_are_refused() -> None:
+    w, h = gauss(4, 64), correlated(64)
+    with pytest.raises(RecipeError, match="rounding does not"):
+        rtn.quantize(w, SPARSE, prune="sparsegpt")
+    with pytest.raises(RecipeError, match="calibration"):
+        rtn.quantize(w, SPARSE, prune="wanda")
+    with pytest.raises(NumericError, match="ever moved"):
+        sparsegpt.prune(w, torch.zeros(64, 64), Options(prune="wanda"))
+    w[1, 2] = torch.nan
+    for rule in RULES:
+        with pytest.raises(NumericError, match=r"\[1, 2\]"):
+            sparsegpt.prune(w, h, Options(prune=rule))
+    with pytest.raises(LayoutError, match="multiple of 4"):
+        sparsegpt.prune(gauss(4, 62), correlated(62), Options())
+
+
+def test_a_survivor_that_overflows_half_precision_is_refused_or_left_to_the_guard() -> None:
+    w = torch.full((1, 4), 60000.0).half()
+    h = torch.ones(4, 4, dtype=torch.float64) + 1e-3 * torch.eye(4)
+    with pytest.raises(NumericError, match="overflow float16"):
+        sparsegpt.prune(w, h, Options())
+    solution = gptq.quantize(w, Scheme.parse("int4:channel:24"), h, Options())
+    assert (solution.loss <= solution.rtn_loss).all() and bool(solution.tensor.dequantize(torch.half).isfinite().all())
+    with pytest.raises(NumericError, match="row 0"):
+        gptq.quantize(torch.full_like(w, 65504), Scheme.parse("int4:channel:24"), h, Options())
+
+
+@pytest.mark.parametrize("words", ["NaN", "infinite", "diagonal allows", "damping 1", "negative", "ever moved"])
+def test_broken_hessians_are_refused_or_fall_back_to_magnitude(words: str) -> None:
+    w, h = gauss(8, 64), broken_hessians(64).get(words, torch.zeros(64, 64))
+    for solve in (lambda: sparsegpt.prune(w, h, Options()), lambda: gptq.quantize(w, SPARSE, h, Options())):
+        with pytest.raises(NumericError, match=words):
+            solve()
+    solution = gptq.quantize(w, SPARSE, h, Options(on_unsolvable="rtn"))
+    assert solution.facts["fallback"] == "rtn" and solution.facts["prune"] == "magnitude"
+    assert solution.tensor.equal(rtn.quantize(w, SPARSE, clip="search")[0])
+
+
+# The synthetic layer (ALGORITHMS 9) -----------------------------------------------------------------------------------
+
+
+def test_synthetic_layer_ranks_rules_and_their_combinations_with_int4() -> None:
+    layer = synthetic.layer(0)
+    w, h, scheme = layer.weight, layer.h, Scheme.parse("int4:g128:24")
+    norm = float(((w @ layer.held_out) * w).sum())
+    natural = Options(act_order="off")
+
+    def after(values: Tensor) -> float:
+        return float(dense_loss(w, values, layer.held_out).sum()) / norm
+
+    def joint(options: Options) -> float:
+        return layer.loss(gptq.quantize(w, scheme, h, options).tensor) / norm
+
+    dense = {rule: sparsegpt.prune(w, h, Options(prune=rule)) for rule in RULES}
+    rounded, _ = rtn.quantize(dense["sparsegpt"], scheme, clip="search", metric="block", hessian=h)
+    found = {rule: after(values) for rule, values in dense.items()}
+    found["sparsegpt, natural"] = after(sparsegpt.prune(w, h, natural))
+    found["then rtn block"] = layer.loss(rounded) / norm
+    found["joint"] = joint(Options())
+    found["joint, natural"] = joint(natural)
+    found["joint, diag"] = joint(Options(metric="diag"))
+    found["joint, mse"] = joint(Options(metric="mse"))
+    expected = {"magnitude": 0.269, "wanda": 0.021, "sparsegpt": 0.0094, "sparsegpt, natural": 0.0102}
+    expected |= {"then rtn block": 0.016, "joint": 0.0122, "joint, natural": 0.0133}
+    expected |= {"joint, diag": 0.0122, "joint, mse": 0.0237}
+    for name, figure in expected.items():
+        assert figure / 1.5 < found[name] < figure * 1.5, (name, found)
+    order = ["sparsegpt", "sparsegpt, natural", "joint", "joint, natural", "then rtn block", "wanda", "magnitude"]
+    assert sorted(order, key=found.__getitem__) == order, found
+    same_mask = layer.loss(gptq.quantize(dense["sparsegpt"], scheme, h, Options(prune="magnitude")).tensor) / norm
+    assert found["joint"] < same_mask < found["then rtn block"]

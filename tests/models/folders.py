@@ -1,0 +1,38 @@
+"""Documents, and forwards of whole models as references."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+LENGTHS = (2, 100, 17)  # 100 exceeds the sliding window of 64 in some families
+
+
+def documents() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(256, (n,), generator=generator) for n in LENGTHS]
+
+
+def plain(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def outputs(model: Any, blocks: list[str], tokens: Tensor) -> tuple[list[Tensor], Tensor]:
+    """Return the output of each block in one forward of the whole model, and the logits."""
+    found: list[Tensor] = []
+    hooks = [
+        model.get_submodule(path).register_forward_hook(
+            lambda _m, _i, out: found.append((out[0] if isinstance(out, tuple) else out)[0])
+        )
+        for path in blocks
+    ]
+    with torch.no_grad():
+        logits = model(tokens[None], use_cache=False).logits[0]
+    for hook in hooks:
+        hook.remove()
+    return found, logits
