@@ -46,7 +46,7 @@ class Factor:
 def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
     """Factor the damped Hessian `h` `[k, k]`, in float64 where the device computes it fast (ALGORITHMS 5.1).
 
-    `sparse` sorts whole quads of columns, as 2:4 weights need it (ALGORITHMS 9). A failing factorization is
+    `sparse` sorts whole quads of columns, as 2:4 weights need it (ALGORITHMS 9). A failing factorisation is
     repeated with ten times the damping, up to 1; `rungs` records this. NumericError if that is not enough, if every
     channel is dead, if `h` is not finite or no covariance, or if `damp` is too small for float32. LayoutError if
     `sparse` and 4 does not divide k.

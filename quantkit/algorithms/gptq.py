@@ -49,7 +49,7 @@ class Solution:
 def quantize(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor: Factor | None = None) -> Solution:
     """Quantize `weight` `[n, k]` so that its outputs change least on the calibration tokens behind `h` `[k, k]`.
 
-    `factor`, from `factorize` with the same `h`, options and sparsity, saves a factorization. No row is worse than
+    `factor`, from `factorize` with the same `h`, options and sparsity, saves a factorisation. No row is worse than
     plain rounding (for a 2:4 weight: under the same mask), measured with the undamped `h`.
 
     Raises what `rtn.quantize` and `factorize` raise. With `on_unsolvable="rtn"`, a Hessian that cannot be factored

@@ -19,7 +19,7 @@ def working_dtype(weight: Tensor) -> torch.dtype:
 
 
 def factor_dtype(device: torch.device) -> torch.dtype:
-    """Return float64 where factorizations in it are fast (CPUs, data-centre GPUs), else float32.
+    """Return float64 where factorisations in it are fast (CPUs, data-centre GPUs), else float32.
 
     Source: ALGORITHMS 5.1.
     """

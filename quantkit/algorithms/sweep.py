@@ -1,8 +1,8 @@
 """The sweep of GPTQ and SparseGPT: round column after column; each later column makes up for the errors so far.
 
-With `R R^T = H + damping`, `R` upper triangular, and `V = R / diag(R)`, the target of column j is
+`R` is upper triangular with `R R^T = H + damping`, and `V = R / diag(R)`. The target of column j is
 `t_j = w_j + sum_{i<j} D_i V_ij` for the errors `D` so far. The column is rounded to its target, and its own error joins
-`D`. The codes equal those of the published loop, from one factorization and without updating the weights
+`D`. The codes equal those of the published loop, from one factorisation and without updating the weights
 (ALGORITHMS 5.2). Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
 """
 
@@ -137,8 +137,8 @@ def round_block(
 def remaining_error(factor: Factor, metric: Metric, a: int, b: int, dtype: torch.dtype) -> GroupError:
     """Return the error of the group of columns [a, b) as its sweep begins.
 
-    For "block" this is the part that the best compensation leaves: the Schur complement of the group in the damped
-    Hessian of itself and all later columns (ALGORITHMS 7).
+    For "block" this is the error that remains after the best compensation. It is given by the Schur complement of the
+    group in the damped Hessian of itself and all later columns (ALGORITHMS 7).
     """
     if metric == "mse":
         return square_error

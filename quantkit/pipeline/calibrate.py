@@ -1,9 +1,9 @@
 """The loop over blocks that quantizes with activations: GPTQ, SparseGPT, and scale searches that use the Hessian.
 
 One block is in memory. Its linears are solved in groups that share an input, in the order in which the block calls
-them. A group's Hessian is summed over all documents, its rows are solved together, and the dequantized weights replace
-the original ones before the next group's Hessian is summed (ALGORITHMS 2 and 12). The finished block then turns the
-stored activations into the inputs of the next.
+them. A group's Hessian is summed over all documents, and its rows are solved together. The dequantized weights then
+replace the original ones, before the next group's Hessian is summed (ALGORITHMS 2 and 12). The finished block turns
+the stored activations into the inputs of the next.
 
 Every finished block is a commit. Its activations are saved first, so that a stopped run continues after the last commit
 with the same bits (RELIABILITY 1.2, 1.3).

@@ -1,8 +1,8 @@
 """Estimate the peak memory of a run, by part, from shapes alone.
 
-A calibrated run peaks in its largest block: the block's weights, the calibration activations, one Hessian with its
-factor, and the solver's copies of the rows that share that Hessian. The constants count arrays that exist at the same
-time. They come from measured runs and are rounded up: the estimate should never be too low.
+A calibrated run peaks in its largest block. In memory are then the block's weights, the calibration activations, one
+Hessian with its factor, and the solver's copies of the rows that share that Hessian. The constants count arrays that
+exist at the same time. They come from measured runs and are rounded up: the estimate should never be too low.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CUDA_HOST, CUDA_DEVICE = 2500 * MIB, 800 * MIB
 #: Bytes for each weight of the largest linear while it is rounded, packed or unpacked: the source, its float32 copy,
 #: the scale search's scratch, the codes, the words (measured: 11.4).
 STREAMED = 12
-#: float32 matrices `[k, k]` during a factorization: the sum, H, its damped copy, the factor, scratch.
+#: float32 matrices `[k, k]` during a factorisation: the sum, H, its damped copy, the factor, scratch.
 SQUARES = 5
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, scratch.
 SOLVED = 7

@@ -274,8 +274,6 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     prune = _prune_rule(mapping, method, schemes)
     fixed = {"clip": clip, "metric": metric, "signed": signed, **({"prune": prune} if prune else {})}
     gptq = _build(Options, _section(mapping, "gptq"), GPTQ_KEYS, "gptq", **fixed)
-    if not 0 < gptq.damp <= 1:
-        raise RecipeError(f"gptq damp is {gptq.damp}: use a number above 0 and up to 1")
     if method != "gptq" and (gptq.refit or gptq.descent):
         raise RecipeError(f"refit and descent refine what gptq made, the method is {method}: drop them or use gptq")
     # The humming layout stores formats in their true bits, and engines read it.
