@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,6 @@ from quantkit.errors import CheckpointError
 from quantkit.models.devices import compute_dtype, device_of
 from quantkit.models.meta_model import find_blocks, find_linears, get_tensor, put_tensor, skeleton
 from quantkit.models.state_names import match
-
-if TYPE_CHECKING:
-    pass
 
 #: `BlockRunner.max_length` of a model whose positions have no limit.
 UNLIMITED = 2**31

@@ -21,8 +21,8 @@ def load_dense_model(
 ) -> PreTrainedModel:
     """Load the whole model of a dense or quantized checkpoint, every weight decoded to `dtype`.
 
-    CheckpointError for a tensor that is missing, of another shape, or not part of the model; tensors that the model's
-    class declares as ignored may be there.
+    CheckpointError for a tensor that is missing, of another shape, or not part of the model. Tensors that the model's
+    class ignores are allowed.
     """
     module = skeleton(src, dtype, trust_remote_code)
     stored, missing, unexpected = match(module, src)
@@ -31,9 +31,8 @@ def load_dense_model(
     once = {name: state for state, name in reversed(stored.items())}
     for name, state in once.items():
         # Decoded to `dtype` directly, not rounded to the model's dtype first.
-        put_tensor(
-            module, state, src.dense(name, dtype if get_tensor(module, state).is_floating_point() else None).to(target)
-        )
+        tensor = src.dense(name, dtype if get_tensor(module, state).is_floating_point() else None)
+        put_tensor(module, state, tensor.to(target))
     module.tie_weights(missing_keys=set(stored) - set(once.values()), recompute_mapping=False)
     nn.Module.to(module, target)
     return module
