@@ -76,8 +76,8 @@ class Arrangement:
         def pack_rows(first: int, codes: Tensor) -> None:
             for part, out in split.blocks(first, aligned(codes), words):
                 parts, width = part.reshape(-1), bits
-                for run, reverse in split.runs(part.shape):
-                    parts = _join(parts, run, width, reverse)
+                for stride, reverse in split.strides(part.shape):
+                    parts = _join(parts, stride, width, reverse)
                     width *= 2
                 axes = sorted(split.outer)
                 out.copy_(parts.view([part.shape[axis] for axis in axes]).permute([axes.index(a) for a in split.outer]))
@@ -92,9 +92,9 @@ class Arrangement:
         def unpack_rows(first: int, codes: Tensor) -> None:
             for part, some in split.blocks(first, codes, words):
                 parts, width = some.permute(_inverse(split.outer)).contiguous().view(-1), 32
-                for run, reverse in reversed(split.runs(part.shape)):
+                for stride, reverse in reversed(split.strides(part.shape)):
                     width //= 2
-                    parts = _separate(parts, run, width, reverse)
+                    parts = _separate(parts, stride, width, reverse)
                 part.copy_(parts.view(part.shape))
 
         return unpack_rows
@@ -150,8 +150,8 @@ class _Split:
         rows = max(1, BLOCK * count // max(1, codes.numel())) if codes.device.type == "cpu" else max(1, count)
         return zip(split.split(rows), own.split(rows, axis), strict=True)
 
-    def runs(self, sizes: torch.Size) -> list[tuple[int, bool]]:
-        """For each axis within a word: parts that lie behind one of its steps when it is joined, and its direction."""
+    def strides(self, sizes: torch.Size) -> list[tuple[int, bool]]:
+        """Give the stride, in parts, of each axis within a word when it is joined, and if it is reversed."""
         behind = [
             [axis for axis in range(last + 1, len(sizes)) if axis not in self.inner[:i]]
             for i, last in enumerate(self.inner)
@@ -198,18 +198,15 @@ def _inverse(permutation: list[int]) -> list[int]:
     return sorted(range(len(permutation)), key=permutation.__getitem__)
 
 
-def _join(parts: Tensor, run: int, width: int, reverse: bool) -> Tensor:
-    """Join flat `parts` `[..., 2, run]` of `width` bits to `[..., run]` of twice as many, the first of two lowest.
-
-    With `reverse` the second is lowest.
-    """
-    if run == 1 and not reverse:
+def _join(parts: Tensor, stride: int, width: int, reverse: bool) -> Tensor:
+    """Join flat `parts` `[..., 2, stride]` as `low | high << width`; `reverse` swaps low and high."""
+    if stride == 1 and not reverse:
         if width >= 8:
             return parts.view(_integer(2 * width))
         pairs = parts.view(torch.int16)
         return (pairs >> (8 - width)).bitwise_or_(pairs).to(torch.uint8)
-    lanes = _lanes(run, width)
-    low, high = parts.view(lanes).view(-1, 2, run * parts.itemsize // lanes.itemsize).unbind(1)
+    lanes = _lanes(stride, width)
+    low, high = parts.view(lanes).view(-1, 2, stride * parts.itemsize // lanes.itemsize).unbind(1)
     low, high = (high, low) if reverse else (low, high)
     if width >= 8:
         wide = _integer(2 * width)
@@ -217,10 +214,10 @@ def _join(parts: Tensor, run: int, width: int, reverse: bool) -> Tensor:
     return torch.add(low, high, alpha=1 << width).view(-1).view(_integer(2 * width))
 
 
-def _separate(parts: Tensor, run: int, width: int, reverse: bool) -> Tensor:
-    """Separate flat `parts` `[..., run]` into `[..., 2, run]` of `width` bits each: the inverse of `_join`."""
+def _separate(parts: Tensor, stride: int, width: int, reverse: bool) -> Tensor:
+    """Separate flat `parts` `[..., stride]` into `[..., 2, stride]` of `width` bits each: the inverse of `_join`."""
     narrow = _integer(width)
-    if run == 1 and not reverse:
+    if stride == 1 and not reverse:
         if width >= 8:
             return parts.view(narrow)
         pairs = parts.to(torch.int16)
@@ -228,9 +225,9 @@ def _separate(parts: Tensor, run: int, width: int, reverse: bool) -> Tensor:
     if width >= 8:
         pair = parts.to(narrow), (parts >> width).to(narrow)
     else:
-        parts = parts.view(_lanes(run, width))
-        pair, run = (parts, parts >> width), run // parts.itemsize
-    both = torch.stack([half.view(-1, run) for half in (reversed(pair) if reverse else pair)], 1)
+        parts = parts.view(_lanes(stride, width))
+        pair, stride = (parts, parts >> width), stride // parts.itemsize
+    both = torch.stack([half.view(-1, stride) for half in (reversed(pair) if reverse else pair)], 1)
     return (both if width >= 8 else both.bitwise_and_(_mask(width, both.dtype))).view(-1).view(narrow)
 
 
@@ -238,9 +235,9 @@ def _integer(bits: int) -> torch.dtype:
     return torch.uint8 if bits <= 8 else torch.int16 if bits == 16 else torch.int32
 
 
-def _lanes(run: int, width: int) -> torch.dtype:
-    """Return the dtype to process `run` parts of `width` bits in: eight parts at a time if they share bytes."""
-    return _integer(width) if width >= 8 or run % 8 else torch.int64
+def _lanes(stride: int, width: int) -> torch.dtype:
+    """Choose the integer to join parts in: those that share bytes are joined eight at a time if possible."""
+    return _integer(width) if width >= 8 or stride % 8 else torch.int64
 
 
 def _mask(width: int, dtype: torch.dtype) -> int:

@@ -140,10 +140,10 @@ def _shape_conditions(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list
     lines = []
     for letter in ("n", "k"):
         shapes = [(2**p, SIZE) if letter == "n" else (SIZE, 2**p) for p in range(11)]
-        ours = next(shape for shape in shapes if broken_rule(a, scheme, *shape) is None)
-        theirs = next(shape for shape in shapes if target(b, scheme, *shape) is not None)
-        if min(theirs) > min(ours):
-            lines.append(f"{letter} % {min(theirs)} == 0")
+        needed_before = next(shape for shape in shapes if broken_rule(a, scheme, *shape) is None)
+        needed = next(shape for shape in shapes if target(b, scheme, *shape) is not None)
+        if min(needed) > min(needed_before):
+            lines.append(f"{letter} % {min(needed)} == 0")
     return [f"{' and '.join(lines)} (or --pad)"] if lines else []
 
 

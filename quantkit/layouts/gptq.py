@@ -89,8 +89,8 @@ class Gptq(Layout):
     def stored_as(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
         if not scheme.symmetric or "qzeros" not in tensors:
             return self.NAME
-        eights = 0x88888888 - 2**32  # a word of zero points of 8, in two's complement
-        return GptqV2.NAME if bool((tensors["qzeros"] == eights).all()) else Gptq.NAME
+        all_8 = 0x88888888 - 2**32  # a word of zero points of 8, in two's complement
+        return GptqV2.NAME if bool((tensors["qzeros"] == all_8).all()) else Gptq.NAME
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Make the config of docs/layouts.md 1.3; overrides and dense linears go to `dynamic`."""

@@ -88,36 +88,36 @@ class Humming(Layout):
 
 
 def _to_stream(codes: Tensor, words: Tensor, bits: int) -> None:
-    """Pack rows of codes into rows of `words`; eight codes become `bits` bytes."""
+    """Pack rows of codes into rows of `words`: eight codes, in one 64-bit word, become `bits` bytes."""
     unit = _unit(bits)
     for some, out in blocks(codes.shape[1], codes, words):
-        eights = aligned(some.reshape(-1)).view(torch.int64)
+        wide = aligned(some.reshape(-1)).view(torch.int64)
         for lane in (8, 16, 32):
             width = lane * bits // 8
             low = _low_lanes(width, lane)
-            high = (eights >> (lane - width)).bitwise_and_(low << width)
-            eights = high.bitwise_or_(eights & low)
-        stream = out.view(-1).view(unit).view(eights.numel(), -1)
-        stream.copy_(eights.view(unit).view(eights.numel(), -1)[:, : stream.shape[1]])
+            high = (wide >> (lane - width)).bitwise_and_(low << width)
+            wide = high.bitwise_or_(wide & low)
+        stream = out.view(-1).view(unit).view(wide.numel(), -1)
+        stream.copy_(wide.view(unit).view(wide.numel(), -1)[:, : stream.shape[1]])
 
 
 def _from_stream(words: Tensor, codes: Tensor, bits: int) -> None:
     """Unpack rows of `words` into rows of contiguous `codes`: the inverse of `_to_stream`."""
     unit = _unit(bits)
     for some, out in blocks(codes.shape[1], words, codes):
-        eights = torch.empty(out.numel() // 8, dtype=torch.int64, device=out.device)
-        stream = some.view(-1).view(unit).view(eights.numel(), -1)
-        eights.view(unit).view(eights.numel(), -1)[:, : stream.shape[1]] = stream
+        wide = torch.empty(out.numel() // 8, dtype=torch.int64, device=out.device)
+        stream = some.view(-1).view(unit).view(wide.numel(), -1)
+        wide.view(unit).view(wide.numel(), -1)[:, : stream.shape[1]] = stream
         for lane in (32, 16, 8):  # the first step drops bits that were not written
             width = lane * bits // 8
             low = _low_lanes(width, lane)
-            high = (eights & (low << width)).bitwise_left_shift_(lane - width)
-            eights = eights.bitwise_and_(low).bitwise_or_(high)
-        out.copy_(eights.view(torch.uint8).view(out.shape))
+            high = (wide & (low << width)).bitwise_left_shift_(lane - width)
+            wide = wide.bitwise_and_(low).bitwise_or_(high)
+        out.copy_(wide.view(torch.uint8).view(out.shape))
 
 
 def _unit(bits: int) -> torch.dtype:
-    """Choose the widest integer that `bits` bytes are whole ones of: fewer are copied faster."""
+    """Choose the integer to copy `bits` bytes in: wider ones are copied faster."""
     return torch.uint8 if bits % 2 else torch.int16
 
 

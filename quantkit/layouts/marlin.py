@@ -114,7 +114,7 @@ def read_scheme(config: Mapping[str, Any], title: str, rule: str) -> Scheme:
 
 
 def read_ignore(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Read which linears stay dense: the output head, unless the config says otherwise."""
+    """Read which linears stay dense: the output head, unless the config has it quantized."""
     return () if validation.entry(config, "lm_head", bool, default=False) else ("lm_head",)
 
 

@@ -1,4 +1,4 @@
-"""Packed weights of linears below each other, `[n + n', k]`, stacked into one and cut apart again.
+"""Packed weights of linears below each other, `[n + n', k]`, stacked into one weight and cut into parts again.
 
 MARLIN and Sparse-MARLIN have n along their columns, so packed weights are joined side by side (docs/layouts.md 3.1,
 5.1). TC-FPx has two planes with n as their slowest axis, and each is joined (7.2). QUICK permutes columns across all of

@@ -296,10 +296,12 @@ def test_rows_of_zero_scales_are_reported_whoever_wrote_the_folder(small_llama: 
     found = load_file(tmp_path / "a" / "model.safetensors")
     found[f"{module}.weight_scale"][3:5] = 0
     save_file(found, tmp_path / "a" / "model.safetensors", metadata={"format": "pt"})
-    told = f"{module}.weight: 2 of {len(records[module].codes)} rows have a stored scale of 0: their weights are zeros"
+    notice = (
+        f"{module}.weight: 2 of {len(records[module].codes)} rows have a stored scale of 0: their weights are zeros"
+    )
     printed = call("convert", "humming-to-tcfpx", tmp_path / "a", "-o", tmp_path / "b")
-    assert printed.stderr.count(told) == 1
-    assert told in json.loads((tmp_path / "b" / REPORT).read_text())["notices"]
+    assert printed.stderr.count(notice) == 1
+    assert notice in json.loads((tmp_path / "b" / REPORT).read_text())["notices"]
 
 
 def test_the_advised_conversion_is_possible(small_llama: Path, tmp_path: Path) -> None:

@@ -76,8 +76,8 @@ def test_the_public_part_alone_gives_every_module_its_scheme(layout: str, scheme
         return
     found, read = read_config(public, PATH)
     assert found is LAYOUTS[layout]
-    public_says_it = layout in ("gptq", "gptq-v2", "compressed-tensors", "marlin24-ct") or not schemes.overrides
-    if public_says_it:
+    is_public = layout in ("gptq", "gptq-v2", "compressed-tensors", "marlin24-ct") or not schemes.overrides
+    if is_public:
         assert [public_part(layout, read.of(module)) for module in MODULES] == [
             public_part(layout, schemes.of(module)) for module in MODULES
         ]
