@@ -39,7 +39,7 @@ def test_words_and_zero_points_equal_the_published_ones(shared: Path) -> None:
 
 
 def test_zero_points_in_the_file_and_as_vllm_repacks_them(shared: Path) -> None:
-    run_time = Arrangement("N h:4 o:2 x:8", "G", "G N x o h")  # LAYOUTS 3.6
+    run_time = Arrangement("N h:4 o:2 x:8", "G", "G N x o h")  # docs/layouts.md 3.6
     file = golden(shared, "marlin_vllm")
     for case, info in file.cases.items():
         scheme = scheme_of({**info, "sym": False})
@@ -158,5 +158,5 @@ def test_a_folder_with_only_the_older_side_file_is_read(tmp_path: Path, version:
     side.write_text(json.dumps({**OLDER, "version": "GEMV"}))
     with pytest.raises(CheckpointError, match=r"quant_config\.json: .*gemv"):
         Checkpoint(tmp_path)
-    side.write_text(json.dumps({"bits": 6, "group_size": 512}))  # how to quantize while loading (LAYOUTS 7.6)
+    side.write_text(json.dumps({"bits": 6, "group_size": 512}))  # how to quantize while loading (docs/layouts.md 7.6)
     assert Checkpoint(tmp_path).layout is None

@@ -105,7 +105,7 @@ def check_cells(records: dict[Scheme, QuantizedTensor], refusals: set[str]) -> N
 
     @cache
     def arrived(layout: str, scheme: Scheme) -> QuantizedTensor | str:
-        """What a layout gives back of a record, or why it does not take it."""
+        """Pack and unpack a record in a layout, or give the reason for a refusal."""
         q = records[scheme]
         place = target(LAYOUTS[layout], scheme, *q.shape)
         if place is None:
