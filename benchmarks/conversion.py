@@ -38,7 +38,7 @@ SCHEMES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
 HUB = "compressed-tensors"
 #: Kind of folder -> sizes of a Llama's blocks: large weights, and five hundred small ones.
 FOLDERS = {
-    "large": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2, "num_attention_heads": 32},
+    "large": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 5, "num_attention_heads": 32},
     "small": {"hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 72, "num_attention_heads": 8},
 }
 CONVERT = """
