@@ -58,7 +58,7 @@ class Repacker:
         return 2 * sum(map(self._src.nbytes, self._src.parts(module).values()))
 
     def notices(self) -> list[str]:
-        """Return what was found in the data so far, in the order of the checkpoint, each sentence once."""
+        """List the notices that the data gave so far, in the order of the checkpoint, each once."""
         found = [] if self._recorded else _trusted_labels(self._src)
         for name in self._src.logical():
             found += [line for line in self._notices.get(name, ()) if line not in found]
