@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -39,11 +40,17 @@ class Stop:
 
     def between(self, items: Iterable[T]) -> Iterator[T]:
         """Yield `items`, and ask for a request between them."""
-        self._loops += 1
-        try:
+        with self.loop():
             for item in items:
                 self.check()
                 yield item
-            self.check()
+        self.check()
+
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """Let requests wait inside; the caller asks for them with `check`, and once more behind it."""
+        self._loops += 1
+        try:
+            yield
         finally:
             self._loops -= 1

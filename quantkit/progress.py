@@ -46,6 +46,13 @@ class Progress:
         )
         return bar if isinstance(work, int) else self._stop.between(bar)
 
+    @contextmanager
+    def loop(self) -> Iterator[None]:
+        """Let a signal wait for `check`, or for the end of the block, while other threads work."""
+        with self._stop.loop():
+            yield
+        self._stop.check()
+
     def check(self) -> None:
         """End the loop that runs, if a signal asked for it: to be called within long items of a bar."""
         self._stop.check()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -71,14 +70,13 @@ class SafetensorsWriter:
     def close(self) -> str:
         """Write the header, make the file durable and return its hash."""
         late = sorted(self._last, key=lambda name: -self._tensors[name][0].itemsize)
-        with self._file, ThreadPoolExecutor(1, "quantkit-hash") as hasher:
+        with self._file:
             files.write(self._file, memoryview(b"".join(self._last[name] for name in late)), self.path)
             self._file.seek(0)
             files.write(self._file, memoryview(self._header(late)), self.path)
-            digest = hasher.submit(hashing.hash_of_file, self.path)  # from the page cache, while the disk works
             files.sync(self._file, self.path)
             files.sync_folder(self.path.parent)
-            return digest.result()
+        return hashing.hash_of_file(self.path)
 
     def _header(self, late: list[str]) -> bytes:
         entries, end = {}, 0

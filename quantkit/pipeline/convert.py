@@ -81,7 +81,8 @@ def pack(
             expected=_expected(src, planned),
         )
         report = _heading(checkpoint, before, planned, schemes, known)
-        with _hashed_behind(src, digests(known_files)) as hashes:
+        # A signal that raised while this thread waits for another could leave a lock taken.
+        with progress.loop(), _hashed_behind(src, digests(known_files)) as hashes:
             names = src.logical()
             bar = progress.bar(names, "pack", len(names))
             with closing(repacked(src, bar, planned, recorded, requantize, progress)) as items:

@@ -183,7 +183,7 @@ def test_a_signal_while_a_lock_of_threads_is_taken_ends_a_conversion(
         taken = enter(self)
         if threading.get_ident() == threading.main_thread().ident:
             seen += 1
-            if seen == at and STOP.is_in_loop():
+            if seen == at:
                 signal.raise_signal(signal.SIGINT)
         return taken
 
