@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError, QuantkitError
-from quantkit.evaluation import verify
+from quantkit.evaluation.verify import verify
 from quantkit.kernels import MATMULS, loader, missing, proof
 from quantkit.pipeline import quantize
 from quantkit.pipeline.recipe import from_mapping

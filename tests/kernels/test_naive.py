@@ -15,7 +15,7 @@ from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.evaluation import verify
+from quantkit.evaluation.verify import verify
 from quantkit.kernels import JUDGES, MATMULS, SOURCES, loader, proof
 from quantkit.pipeline import quantize
 from quantkit.pipeline.recipe import from_mapping
