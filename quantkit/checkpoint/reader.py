@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,19 @@ SIDE_FILES = {"quantize_config.json": ("gptq", None), "quant_config.json": ("awq
 
 #: Dtypes that codes are packed into. No dense weight of a causal LM has one of them.
 PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
+
+
+class Derived(NamedTuple):
+    """Describe a tensor that is computed from the tensors `inputs`, which it replaces (`Checkpoint.derive`).
+
+    `compute(index)` returns the tensor, or with an index its slice along the first dimension. It reads its inputs by
+    `Checkpoint.get`, which takes the same index, so that a slice needs only the bytes of that slice.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    inputs: tuple[str, ...]
+    compute: Callable[[int | None], Tensor]
 
 
 class _File(NamedTuple):
@@ -101,7 +115,8 @@ class Checkpoint:
         self.config = json_files.load_json(self._config_file.path)
         config_checks.check_config(self.config, self.path / CONFIG, trust_remote_code)
         self._shards: list[_File] = []
-        self._where: dict[str, tuple[_File, TensorInfo]] = {}
+        self._where: dict[str, tuple[_File, TensorInfo] | Derived] = {}
+        self._inputs: dict[str, tuple[_File, TensorInfo] | Derived] = {}  # what derived tensors replaced
         self._open_shards(*model_folder.shards(self.path, listing, self.notices))
         dense: tuple[Layout | None, Schemes | None] = (None, None)
         stated, where = self._quantization_config(listing)
@@ -112,30 +127,57 @@ class Checkpoint:
         self._owner = {name: m for m, parts in self._modules.items() for name in parts.values()}
         self._padded = self._true_shapes()
 
+    def derive(self, tensors: Mapping[str, Derived]) -> None:
+        """Replace stored tensors by tensors computed from them, each in the place of its first input.
+
+        Inputs no longer have a place in `names`, and can still be read. They may be derived tensors themselves.
+        """
+        replaced = {name for derived in tensors.values() for name in derived.inputs}
+        at: dict[str, list[str]] = {}
+        for name, derived in tensors.items():
+            at.setdefault(derived.inputs[0], []).append(name)
+        before, self._where = self._where, {}
+        for name, place in before.items():
+            self._where.update((new, tensors[new]) for new in at.get(name, ()))
+            if name in replaced:
+                self._inputs[name] = place
+            else:
+                self._where[name] = place
+
     def names(self) -> list[str]:
-        """Return the stored tensors' names, in the order of the shards' names and of the bytes in them."""
+        """Return the tensors' names, in the order of the shards' names and of the bytes in them."""
         return list(self._where)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor, from the header."""
-        return self._at(name)[1].shape
+        """Return the shape of a tensor, from the header."""
+        return self._info(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the dtype of a stored tensor, from the header."""
-        return self._at(name)[1].dtype
+        """Return the dtype of a tensor, from the header."""
+        return self._info(name).dtype
 
     def nbytes(self, name: str) -> int:
-        """Return the bytes of a stored tensor, from the header."""
-        info = self._at(name)[1]
-        return info.end - info.start
+        """Return the bytes of a tensor, from the header."""
+        info = self._info(name)
+        return prod(info.shape) * info.dtype.itemsize
 
-    def get(self, name: str) -> Tensor:
-        """Read one stored tensor; CheckpointError if its file changed since the checkpoint was opened."""
-        shard, info = self._at(name)
+    def get(self, name: str, index: int | None = None) -> Tensor:
+        """Read one tensor, or its slice `index` along the first dimension.
+
+        CheckpointError if its file changed since the checkpoint was opened.
+        """
+        place = self._at(name)
+        if isinstance(place, Derived):
+            return place.compute(index)
+        shard, info = place
+        start, size, shape = info.start, info.end - info.start, info.shape
+        if index is not None:
+            size, shape = size // shape[0], shape[1:]
+            start += index * size
         with files.open_regular(shard.path) as file:
             self._require_same(shard, _identity(os.fstat(file.fileno())))
-            data = files.read_exactly(file, info.start, info.end - info.start, shard.path)
-        return data.view(info.dtype).reshape(info.shape)
+            data = files.read_exactly(file, start, size, shard.path)
+        return data.view(info.dtype).reshape(shape)
 
     def modules(self) -> list[str]:
         """Return the names of the packed modules, in file order."""
@@ -275,8 +317,8 @@ class Checkpoint:
         for dtype in FLOATS:
             if stated in (dtype_name(dtype), str(dtype)):
                 return dtype
-        floats = [info for _, info in self._where.values() if info.dtype in FLOATS]
-        return max(floats, key=lambda info: info.end - info.start).dtype if floats else torch.float32
+        floats = [name for name in self._where if self.dtype(name) in FLOATS]
+        return self.dtype(max(floats, key=self.nbytes)) if floats else torch.float32
 
     def _open_shards(self, names: list[str], weight_map: dict[str, str] | None) -> None:
         for shard_name in names:
@@ -322,8 +364,8 @@ class Checkpoint:
                 raise CheckpointError(f"{self.path}: {module} is packed, and {CONFIG} says that it is not")
         ours = {name for parts in packed.values() for name in parts.values()}
         suffixes = {suffix for layout in LAYOUTS.values() for suffix in layout.TENSORS}
-        for name, (_, info) in self._where.items():
-            if name not in ours and name.rpartition(".")[2] in suffixes and info.dtype in PACKED:
+        for name in self._where:
+            if name not in ours and name.rpartition(".")[2] in suffixes and self.dtype(name) in PACKED:
                 raise CheckpointError(
                     f"{self.path}: {name} is packed and no part of the {self.layout.NAME} layout that {CONFIG} states: "
                     "a folder holds one layout, convert each on its own"
@@ -362,10 +404,15 @@ class Checkpoint:
         if identity != shard.identity:
             raise CheckpointError(f"{self.path / shard.name}: changed while it was in use: run again")
 
-    def _at(self, name: str) -> tuple[_File, TensorInfo]:
-        if name not in self._where:
+    def _at(self, name: str) -> tuple[_File, TensorInfo] | Derived:
+        place = self._where.get(name) or self._inputs.get(name)
+        if place is None:
             raise CheckpointError(f"{self.path}: has no tensor {shown(name)}: quantkit inspect lists them")
-        return self._where[name]
+        return place
+
+    def _info(self, name: str) -> TensorInfo | Derived:
+        place = self._at(name)
+        return place if isinstance(place, Derived) else place[1]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.reader import Checkpoint, Derived, resolve
 from quantkit.errors import CheckpointError
 from quantkit.io.model_folder import INDEX
 from tests.faults import memory_path
@@ -324,3 +324,20 @@ def test_a_folder_has_no_revision(tmp_path: Path) -> None:
     assert resolve(str(tmp_path)) == tmp_path
     with pytest.raises(CheckpointError, match="--revision"):
         resolve(str(tmp_path), "main")
+
+
+def test_a_derived_tensor_takes_the_place_of_its_inputs_and_reads_only_the_slice_asked_for(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m", index=False)
+    src = Checkpoint(folder)
+    twice = Derived((2, 2), torch.float32, ("c.weight",), lambda index: 2 * src.get("c.weight", index))
+    row = Derived((2,), torch.float32, ("twice",), lambda index: src.get("twice", 1))
+    before = src.names()
+    src.derive({"twice": twice})
+    assert src.names() == ["twice" if name == "c.weight" else name for name in before]
+    assert src.nbytes("twice") == 16 and src.shape("twice") == (2, 2) and src.dtype("twice") == torch.float32
+    assert torch.equal(src.get("twice"), 2 * TWO["c.weight"]) and torch.equal(
+        src.get("twice", 1), 2 * TWO["c.weight"][1]
+    )
+    src.derive({"row": row})
+    assert "twice" not in src.names() and torch.equal(src.get("row"), 2 * TWO["c.weight"][1])
+    assert src.shape("c.weight") == (2, 2)
