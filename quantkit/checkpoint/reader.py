@@ -39,23 +39,57 @@ SIDE_FILES = {"quantize_config.json": ("gptq", None), "quant_config.json": ("awq
 PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 
 
+#: Read a tensor by name, or only a slice of it along the first dimension.
+Read = Callable[[str, int | None], Tensor]
+
+
 class Derived(NamedTuple):
     """Describe a tensor that is computed from the tensors `inputs`, which it replaces (`Checkpoint.derive`).
 
-    `compute(index)` returns the tensor, or with an index its slice along the first dimension. It reads its inputs by
-    `Checkpoint.get`, which takes the same index, so that a slice needs only the bytes of that slice.
+    `compute(read, index)` returns the tensor, or with an index its slice along the first dimension. `read` gives the
+    inputs as they were before; with an index it reads only the bytes of that slice.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     inputs: tuple[str, ...]
-    compute: Callable[[int | None], Tensor]
+    compute: Callable[[Read, int | None], Tensor]
 
 
 class _File(NamedTuple):
     name: str
     path: Path
     identity: tuple[int, ...]
+
+
+class _Stored(NamedTuple):
+    """Hold where the bytes of a tensor are."""
+
+    file: _File
+    info: TensorInfo
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.info.dtype
+
+
+class _Bound(NamedTuple):
+    """Hold a derived tensor, and how it reads its inputs."""
+
+    derived: Derived
+    read: Read
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.derived.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.derived.dtype
 
 
 def resolve(model: str, revision: str | None = None) -> Path:
@@ -115,8 +149,7 @@ class Checkpoint:
         self.config = json_files.load_json(self._config_file.path)
         config_checks.check_config(self.config, self.path / CONFIG, trust_remote_code)
         self._shards: list[_File] = []
-        self._where: dict[str, tuple[_File, TensorInfo] | Derived] = {}
-        self._inputs: dict[str, tuple[_File, TensorInfo] | Derived] = {}  # what derived tensors replaced
+        self._where: dict[str, _Stored | _Bound] = {}
         self._open_shards(*model_folder.shards(self.path, listing, self.notices))
         dense: tuple[Layout | None, Schemes | None] = (None, None)
         stated, where = self._quantization_config(listing)
@@ -130,19 +163,20 @@ class Checkpoint:
     def derive(self, tensors: Mapping[str, Derived]) -> None:
         """Replace stored tensors by tensors computed from them, each in the place of its first input.
 
-        Inputs no longer have a place in `names`, and can still be read. They may be derived tensors themselves.
+        The inputs have no name any more; a derived tensor may have the name of one. Inputs may be derived themselves.
         """
+        before = self._where
+
+        def read(name: str, index: int | None) -> Tensor:
+            return self._read(before[name], index)
+
         replaced = {name for derived in tensors.values() for name in derived.inputs}
-        at: dict[str, list[str]] = {}
+        at: dict[str, dict[str, _Bound]] = {}
         for name, derived in tensors.items():
-            at.setdefault(derived.inputs[0], []).append(name)
-        before, self._where = self._where, {}
+            at.setdefault(derived.inputs[0], {})[name] = _Bound(derived, read)
+        self._where = {}
         for name, place in before.items():
-            self._where.update((new, tensors[new]) for new in at.get(name, ()))
-            if name in replaced:
-                self._inputs[name] = place
-            else:
-                self._where[name] = place
+            self._where.update(at.get(name, {}) if name in replaced else {name: place})
 
     def names(self) -> list[str]:
         """Return the tensors' names, in the order of the shards' names and of the bytes in them."""
@@ -150,25 +184,27 @@ class Checkpoint:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor, from the header."""
-        return self._info(name).shape
+        return self._at(name).shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor, from the header."""
-        return self._info(name).dtype
+        return self._at(name).dtype
 
     def nbytes(self, name: str) -> int:
         """Return the bytes of a tensor, from the header."""
-        info = self._info(name)
-        return prod(info.shape) * info.dtype.itemsize
+        place = self._at(name)
+        return prod(place.shape) * place.dtype.itemsize
 
     def get(self, name: str, index: int | None = None) -> Tensor:
         """Read one tensor, or its slice `index` along the first dimension.
 
         CheckpointError if its file changed since the checkpoint was opened.
         """
-        place = self._at(name)
-        if isinstance(place, Derived):
-            return place.compute(index)
+        return self._read(self._at(name), index)
+
+    def _read(self, place: _Stored | _Bound, index: int | None) -> Tensor:
+        if isinstance(place, _Bound):
+            return place.derived.compute(place.read, index)
         shard, info = place
         start, size, shape = info.start, info.end - info.start, info.shape
         if index is not None:
@@ -326,7 +362,7 @@ class Checkpoint:
             for name, info in read_header(shard.path)[0].items():
                 if weight_map is not None and weight_map.get(name) != shard_name:
                     raise CheckpointError(f"{self.path}: {name} is in {shard_name}, the index does not say so: {AGAIN}")
-                self._where[name] = (shard, info)
+                self._where[name] = _Stored(shard, info)
         absent = [name for name in weight_map or {} if name not in self._where]
         if absent:
             raise CheckpointError(f"{self.path}: the index lists {shown(absent[0])}, its shard has not: {AGAIN}")
@@ -404,15 +440,10 @@ class Checkpoint:
         if identity != shard.identity:
             raise CheckpointError(f"{self.path / shard.name}: changed while it was in use: run again")
 
-    def _at(self, name: str) -> tuple[_File, TensorInfo] | Derived:
-        place = self._where.get(name) or self._inputs.get(name)
-        if place is None:
+    def _at(self, name: str) -> _Stored | _Bound:
+        if name not in self._where:
             raise CheckpointError(f"{self.path}: has no tensor {shown(name)}: quantkit inspect lists them")
-        return place
-
-    def _info(self, name: str) -> TensorInfo | Derived:
-        place = self._at(name)
-        return place if isinstance(place, Derived) else place[1]
+        return self._where[name]
 
 
 @contextmanager
