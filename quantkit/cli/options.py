@@ -96,7 +96,8 @@ def _be_deterministic() -> None:
     """Set what makes equal runs give equal bytes and costs nothing (ALGORITHMS 13)."""
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Not use_deterministic_algorithms: that imports the compiler, which takes longer than a short command.
+    torch.set_deterministic_debug_mode("warn")
     # A debugging aid that writes every new tensor twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
