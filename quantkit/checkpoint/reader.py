@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from math import prod
 from pathlib import Path
@@ -16,11 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from quantkit.checkpoint import low_bit_sources
+from quantkit.checkpoint.derived import Derived, Read
 from quantkit.checkpoint.items import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS, dtype_name
-from quantkit.errors import CheckpointError, LayoutError, reason
+from quantkit.errors import CheckpointError, LayoutError, about, reason
 from quantkit.io import config_checks, files, hashing, json_files, model_folder
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.model_folder import inside
@@ -31,29 +33,12 @@ from quantkit.layouts.recast import broken_rule, check_padding, recast
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.validation import DAMAGED
 
-CONFIG = "config.json"
+CONFIG, QUANTIZATION = "config.json", "quantization_config"
 #: Files beside config.json in which early folders state their quantization -> method, and a key that identifies it.
 SIDE_FILES = {"quantize_config.json": ("gptq", None), "quant_config.json": ("awq", "w_bit")}
 
 #: Dtypes that codes are packed into. No dense weight of a causal LM has one of them.
 PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
-
-
-#: Read a tensor by name, or only a slice of it along the first dimension.
-Read = Callable[[str, int | None], Tensor]
-
-
-class Derived(NamedTuple):
-    """Describe a tensor that is computed from the tensors `inputs`, which it replaces (`Checkpoint.derive`).
-
-    `compute(read, index)` returns the tensor, or with an index its slice along the first dimension. `read` gives the
-    inputs as they were before; with an index it reads only the bytes of that slice.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    inputs: tuple[str, ...]
-    compute: Callable[[Read, int | None], Tensor]
 
 
 class _File(NamedTuple):
@@ -131,8 +116,9 @@ class Checkpoint:
     """Open a folder of safetensors shards with config.json, dense or packed, and read one tensor at a time.
 
     `path` is the real folder. `stated` is its `quantization_config`; `layout` and `schemes` are its meaning, None for a
-    dense model. `notices` list what was ignored. CheckpointError for a folder that is incomplete, damaged, hostile or
-    contradictory.
+    dense model. `low_bit` is the form of weights that are dequantized on reading, None if there are none: such a model
+    counts as dense. `source_bytes` are the bytes of all tensors in the files. `notices` list what was ignored.
+    CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
     """
 
     def __init__(self, folder: Path | str, trust_remote_code: bool = False) -> None:
@@ -151,26 +137,30 @@ class Checkpoint:
         self._shards: list[_File] = []
         self._where: dict[str, _Stored | _Bound] = {}
         self._open_shards(*model_folder.shards(self.path, listing, self.notices))
-        dense: tuple[Layout | None, Schemes | None] = (None, None)
-        stated, where = self._quantization_config(listing)
-        self.stated = stated
-        self.layout, self.schemes = dense if stated is None else read_config(stated, self.path / where)
+        self.source_bytes = sum(map(self.nbytes, self._where))
+        self.layout: Layout | None = None
+        self.schemes: Schemes | None = None
+        self.stated, where = self._quantization_config(listing)
+        self.low_bit = self._dequantize()
+        if self.stated is not None and self.low_bit is None:
+            self.layout, self.schemes = read_config(self.stated, self.path / where)
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules = self._find_modules()
         self._owner = {name: m for m, parts in self._modules.items() for name in parts.values()}
         self._padded = self._true_shapes()
 
-    def derive(self, tensors: Mapping[str, Derived]) -> None:
+    def derive(self, tensors: Mapping[str, Derived], drop: Collection[str] = ()) -> None:
         """Replace stored tensors by tensors computed from them, each in the place of its first input.
 
         The inputs have no name any more; a derived tensor may have the name of one. Inputs may be derived themselves.
+        The tensors `drop` have no name any more either.
         """
         before = self._where
 
         def read(name: str, index: int | None) -> Tensor:
             return self._read(before[name], index)
 
-        replaced = {name for derived in tensors.values() for name in derived.inputs}
+        replaced = {*drop, *(name for derived in tensors.values() for name in derived.inputs)}
         at: dict[str, dict[str, _Bound]] = {}
         for name, derived in tensors.items():
             at.setdefault(derived.inputs[0], {})[name] = _Bound(derived, read)
@@ -346,6 +336,13 @@ class Checkpoint:
         """Return file name -> real path of the shards, in their order, and config.json."""
         return {shard.name: shard.path for shard in (*self._shards, self._config_file)}
 
+    def dense_config(self) -> dict[str, Any]:
+        """Return the configuration without the quantization of the model, or of its language model."""
+        config = {key: value for key, value in self.config.items() if key != QUANTIZATION}
+        if isinstance(text := config.get("text_config"), dict):
+            config["text_config"] = {key: value for key, value in text.items() if key != QUANTIZATION}
+        return config
+
     @property
     def dtype_of_model(self) -> torch.dtype:
         """The dtype that config.json states, or without one that of the largest float tensor."""
@@ -367,9 +364,23 @@ class Checkpoint:
         if absent:
             raise CheckpointError(f"{self.path}: the index lists {shown(absent[0])}, its shard has not: {AGAIN}")
 
+    def _dequantize(self) -> str | None:
+        """Present the weights of a low-bit source under their dense names; return their form, None if it is no such."""
+        dtype = self.dtype_of_model
+        with about(str(self.path)):
+            found = None if self.stated is None else low_bit_sources.find(self, self.stated, dtype)
+        if found is None:
+            return None
+        self.derive(found.tensors, found.dropped)
+        self.notices.append(f"source weights are {found.form}, dequantized to {dtype_name(dtype)} on reading")
+        return found.form
+
     def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:
         """Return what is stated of the quantization, None for a dense model, and the file that states it."""
-        stated = self.config.get("quantization_config")
+        stated = self.config.get(QUANTIZATION)
+        text = self.config.get("text_config")
+        if stated is None and isinstance(text, dict):  # some wrappers state there what the language model has
+            stated = text.get(QUANTIZATION)
         if stated is not None and not isinstance(stated, dict):
             raise CheckpointError(f"{self.path / CONFIG}: quantization_config is no object: remove it or mend it")
         for name, (method, key) in SIDE_FILES.items():

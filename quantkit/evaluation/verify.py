@@ -105,8 +105,8 @@ def _quantized(folder: Path) -> Checkpoint:
     src = Checkpoint(folder)
     if src.layout is None:
         raise CheckpointError(
-            f"{folder}: is dense, and packed weights are compared with packed ones: give the quantized checkpoint, "
-            "or compare with a dense model by quantkit eval kld"
+            f"{folder}: is {src.low_bit or 'dense'}, and packed weights are compared with packed ones: give the "
+            "quantized checkpoint, or compare with a dense model by quantkit eval kld"
         )
     return src
 

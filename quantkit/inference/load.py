@@ -39,10 +39,14 @@ def load(
     transformers and overrides `device`. `dtype` defaults to float32 on a CPU and to the model's own on a GPU. The call
     runs `quantkit.register()`.
 
-    Raises a QuantkitError, before any weight is read, for an unknown layout or version, for missing or unexpected
-    tensors, and for a GPU that is too old or too small.
+    Raises a QuantkitError, before any weight is read, for an unknown layout or version, for FP8 and MXFP4 sources, for
+    missing or unexpected tensors, and for a GPU that is too old or too small.
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    if src.low_bit is not None:
+        raise CheckpointError(
+            f"{src.path}: holds {src.low_bit} weights, a source: use quantkit quantize, or load it by transformers"
+        )
     place = device_of(device)
     if device != "auto" and device_map is None and src.layout is not None:
         require_kernels(place)
@@ -57,6 +61,8 @@ def load_for_evaluation(
 ) -> PreTrainedModel:
     """Load a packed model, or a dense one in float32; warnings about slow weights become notes of `progress`."""
     if src.layout is None:
+        for line in src.notices:
+            (progress or Progress(quiet=True)).note(line)
         return load_dense_model(src, device=device, trust_remote_code=trust_remote_code)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)

@@ -18,6 +18,8 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, LayoutError
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
+#: The way out for weights of a method that is not read.
+ORIGINAL = "give the original model, which the model card names as base_model"
 DAMAGED = "the checkpoint is damaged or in another layout than its config states, fetch it again"
 
 

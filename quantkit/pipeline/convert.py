@@ -220,7 +220,8 @@ def rounded_again(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[s
 def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> Checkpoint:
     src = Checkpoint(Path(checkpoint))
     if src.layout is None:
-        raise CheckpointError(f"{checkpoint}: holds no quantized weights: use quantkit quantize first")
+        held = f"holds {src.low_bit} weights, a source" if src.low_bit else "holds no quantized weights"
+        raise CheckpointError(f"{checkpoint}: {held}: use quantkit quantize first")
     if expect is not None and family(src.layout.NAME) != family(expect):
         raise CheckpointError(
             f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"

@@ -290,7 +290,7 @@ def _assemble(
         scheme=label(scheme),
         rows=tuple(rows),
         bytes=total,
-        source_bytes=sum(src.nbytes(name) for name in src.names()),
+        source_bytes=src.source_bytes,
         memory=memory,
         misfits=tuple(misfits),
         remarks=tuple(src.notices),

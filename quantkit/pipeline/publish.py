@@ -99,7 +99,7 @@ def finish(
     A dense model has no `schemes`, and the config of its source. The layers state the true shapes of padded weights.
     """
     layout = writer.layout
-    config = {key: value for key, value in src.config.items() if key != "quantization_config"}
+    config = src.dense_config()
     if layout is not None and schemes is not None:
         true = ((layer["name"], layer.get("true_shape")) for layer in report["layers"])
         schemes = replace(schemes, padded=tuple((name, tuple(shape)) for name, shape in true if shape))

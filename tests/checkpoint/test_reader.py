@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from quantkit.checkpoint.reader import Checkpoint, Derived, resolve
+from quantkit.checkpoint.derived import Derived
+from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.errors import CheckpointError
 from quantkit.io.model_folder import INDEX
 from tests.faults import memory_path
