@@ -35,7 +35,11 @@ from quantkit.layouts.validation import DAMAGED
 
 CONFIG, QUANTIZATION = "config.json", "quantization_config"
 #: Files beside config.json in which early folders state their quantization -> method, and a key that identifies it.
-SIDE_FILES = {"quantize_config.json": ("gptq", None), "quant_config.json": ("awq", "w_bit")}
+SIDE_FILES = {
+    "quantize_config.json": ("gptq", None),
+    "quant_config.json": ("awq", "w_bit"),
+    "hf_quant_config.json": ("modelopt", None),
+}
 
 #: Dtypes that codes are packed into. No dense weight of a causal LM has one of them.
 PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)

@@ -71,8 +71,9 @@ def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tup
             schemes = layout.read_config(quantization_config)
             if schemes is not None:
                 return layout, schemes
-        stated = {key: quantization_config[key] for key in FORMAT_KEYS if key in quantization_config}
-        raise CheckpointError(f"{stated!s:.120} is no layout that quantkit reads: {', '.join(LAYOUTS)}")
+        raise CheckpointError(
+            f"weights quantized by {_method(quantization_config)} are not read: {validation.ORIGINAL}"
+        )
 
 
 def quantkit_key(layout_name: str, schemes: Schemes, version: str, recipe_sha256: str | None) -> dict[str, Any]:
@@ -92,6 +93,16 @@ def quantkit_key(layout_name: str, schemes: Schemes, version: str, recipe_sha256
         "recipe_sha256": recipe_sha256,
     }
     return key | ({"padded": {module: list(shape) for module, shape in schemes.padded}} if schemes.padded else {})
+
+
+def _method(config: Mapping[str, Any]) -> str:
+    """Name the method of a config that no layout reads; early tools do not state theirs."""
+    stated = [config[key] for key in (*FORMAT_KEYS, "quant_algo") if config.get(key) is not None]
+    if not stated and any(key in config for key in ("load_in_4bit", "load_in_8bit")):
+        return "bitsandbytes"
+    if not stated and {"bits", "group_size"} <= config.keys():
+        return "MLX, or a method without a name,"
+    return " ".join(f"{value!r:.40}" for value in stated) or "a method without a name"
 
 
 def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:

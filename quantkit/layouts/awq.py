@@ -85,7 +85,7 @@ class Awq(Layout):
         if version != "gemm" or config.get("backend") == "llm-awq":
             raise CheckpointError(
                 f"an AWQ checkpoint of version {version!r:.40}, backend {str(config.get('backend'))!r:.40}: "
-                "quantkit reads the versions gemm and quick, export it in one of them"
+                f"quantkit reads the versions gemm and quick, export it in one of them, or {validation.ORIGINAL}"
             )
         return schemes_of(config)
 
@@ -134,7 +134,7 @@ def schemes_of(config: Mapping[str, Any]) -> Schemes:
     bits = validation.entry(config, "w_bit" if "w_bit" in config else "bits", int)
     group = validation.entry(config, "q_group_size" if "q_group_size" in config else "group_size", int)
     if bits != 4:
-        raise CheckpointError(f"an AWQ checkpoint of {bits} bits: quantkit reads 4")
+        raise CheckpointError(f"an AWQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}")
     group_size = validation.group_size(group, "AWQ")
     dense = [part for part in validation.strings(config, "modules_to_not_convert") if part != "lm_head"]
     head = [] if validation.entry(config, "lm_head", bool, default=False) else ["lm_head"]

@@ -195,13 +195,17 @@ def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
     """Read the INT4 schemes of a config whose groups have the format `packed`; CheckpointError as `read_config`."""
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         if validation.entry(config, key, dict, type(None), default=None):
-            raise CheckpointError(f"a compressed-tensors checkpoint with {key!r}: only plain weights are read")
+            raise CheckpointError(
+                f"a compressed-tensors checkpoint with {key!r}: only plain weights are read, {validation.ORIGINAL}"
+            )
     groups = validation.entry(config, "config_groups", dict)
     by_target: dict[str, Scheme] = {}
     for name in groups:
         group = validation.entry(groups, name, dict)
         if any(group.get(key) is not None for key in ("input_activations", "output_activations")):
-            raise CheckpointError(f"config group {name!r:.40} quantizes activations: only weights are read")
+            raise CheckpointError(
+                f"config group {name!r:.40} quantizes activations: only weights are read, {validation.ORIGINAL}"
+            )
         fmt = validation.entry(group, "format", str, type(None), default=None) or validation.entry(
             config, "format", str
         )
@@ -282,7 +286,7 @@ def _scheme_of(weights: Mapping[str, Any], fmt: str, packed: str) -> Scheme:
     if fmt != packed or kind != "int" or bits != 4:
         raise CheckpointError(
             f"a compressed-tensors checkpoint of {kind}{bits} in format {fmt!r:.40}, not written by quantkit: "
-            f"read are int4 in {packed!r}, and fp6 and fp5 in FP8 with the 'quantkit' key"
+            f"read are int4 in {packed!r}, and fp6 and fp5 in FP8 with the 'quantkit' key; {validation.ORIGINAL}"
         )
     strategy = validation.entry(weights, "strategy", str)
     group = validation.entry(weights, "group_size", int, type(None), default=None)
@@ -290,4 +294,7 @@ def _scheme_of(weights: Mapping[str, Any], fmt: str, packed: str) -> Scheme:
         return Scheme(INT4, group, symmetric=validation.entry(weights, "symmetric", bool, default=True))
     if strategy == "channel":
         return Scheme(INT4, None, symmetric=validation.entry(weights, "symmetric", bool, default=True))
-    raise CheckpointError(f"strategy {strategy!r:.40} with group_size {group}: quantkit reads 'group' and 'channel'")
+    raise CheckpointError(
+        f"strategy {strategy!r:.40} with group_size {group}: quantkit reads 'group' and 'channel', "
+        f"{validation.ORIGINAL}"
+    )

@@ -128,7 +128,9 @@ class Gptq(Layout):
         if (newer or older or Gptq.NAME) != self.NAME.replace("-", "_"):
             return None
         if validation.entry(config, "pack_dtype", str, default="int32") != "int32":
-            raise CheckpointError(f"GPTQ words of pack_dtype {config['pack_dtype']!r:.40}: only int32 is read")
+            raise CheckpointError(
+                f"GPTQ words of pack_dtype {config['pack_dtype']!r:.40}: only int32 is read, {validation.ORIGINAL}"
+            )
         return _schemes(config)
 
     def _zeros(self, stored: Tensor, scheme: Scheme) -> Tensor | None:
@@ -179,6 +181,6 @@ def _schemes(config: Mapping[str, Any]) -> Schemes:
 def _scheme(config: Mapping[str, Any]) -> Scheme:
     bits, group = validation.entry(config, "bits", int), validation.entry(config, "group_size", int)
     if bits != 4:
-        raise CheckpointError(f"a GPTQ checkpoint of {bits} bits: quantkit reads 4")
+        raise CheckpointError(f"a GPTQ checkpoint of {bits} bits: quantkit reads 4, {validation.ORIGINAL}")
     group_size = validation.group_size(group, "GPTQ")
     return Scheme(INT4, group_size, symmetric=validation.entry(config, "sym", bool))

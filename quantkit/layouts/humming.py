@@ -81,9 +81,14 @@ class Humming(Layout):
         key = "weight_scale_group_size" if "weight_scale_group_size" in config else "group_size"
         group = validation.entry(config, key, int, default=0)
         if dtype not in DTYPES:
-            raise CheckpointError(f"a humming checkpoint of {dtype!r:.40}: quantkit reads {' and '.join(DTYPES)}")
+            raise CheckpointError(
+                f"a humming checkpoint of {dtype!r:.40}: quantkit reads {' and '.join(DTYPES)}, {validation.ORIGINAL}"
+            )
         if group != 0:
-            raise CheckpointError(f"a humming checkpoint with groups of {group}: quantkit reads one scale per row (0)")
+            raise CheckpointError(
+                f"a humming checkpoint with groups of {group}: quantkit reads one scale per row (0), "
+                f"{validation.ORIGINAL}"
+            )
         return Schemes(Scheme(DTYPES[dtype]), ignore=validation.strings(config, "ignore"))
 
 

@@ -151,7 +151,10 @@ class Marlin24CompressedTensors(Marlin24):
             return None
         sparse = validation.entry(config, "sparsity_config", dict, type(None), default=None) or {}
         if sparse.get("format", "dense") not in ("dense", fmt):  # it may say 2:4, and that nothing more was packed
-            raise CheckpointError(f"a {fmt} checkpoint with sparsity {str(sparse['format'])!r:.40}: only dense is read")
+            raise CheckpointError(
+                f"a {fmt} checkpoint with sparsity {str(sparse['format'])!r:.40}: only dense is read, "
+                f"{validation.ORIGINAL}"
+            )
         schemes = compressed_tensors.schemes_of({**config, "sparsity_config": None}, fmt)
         overrides = tuple((pattern, self._sparse(scheme)) for pattern, scheme in schemes.overrides)
         return Schemes(self._sparse(schemes.default), overrides, schemes.ignore)

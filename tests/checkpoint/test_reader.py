@@ -186,6 +186,9 @@ def sabotage(case: str, folder: Path) -> None:
         (folder / "config.json").write_text('{"text_config": {"auto_map": {"AutoConfig": "x.y"}}}')
     elif case == "unknown quantization":
         (folder / "config.json").write_text('{"quantization_config": {"quant_method": "hqq", "bits": 4}}')
+    elif case == "unknown quantization beside config.json":
+        stated = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+        (folder / "hf_quant_config.json").write_text(json.dumps(stated))
     elif case == "quantization no object":
         (folder / "config.json").write_text('{"quantization_config": ["gptq"]}')
 
@@ -218,7 +221,8 @@ SABOTAGE = {
     "no config": "config.json is missing",
     "config links out": "link out",
     "config of a stranger's code": "--trust-remote-code",
-    "unknown quantization": "'hqq'",
+    "unknown quantization": "weights quantized by 'hqq' are not read: give the original model",
+    "unknown quantization beside config.json": "weights quantized by 'modelopt' are not read",
     "quantization no object": "quantization_config",
 }
 

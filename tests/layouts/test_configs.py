@@ -243,10 +243,36 @@ def test_targets_of_compressed_tensors_are_matched_in_the_librarys_order() -> No
 def test_a_config_of_no_layout_is_refused() -> None:
     refused({"quant_method": "aqlm", "bits": 4}, "aqlm")
     refused({"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "format": "marlin_2"}, "marlin_2")
-    refused({}, "is no layout")
+    refused({}, "a method without a name are not read")
     for value in (None, [], "gptq", 4):
         refused(value, "must be an object")
-    refused({"quant_method": ["gptq"]}, "is no layout")
+    refused({"quant_method": ["gptq"]}, "['gptq'] are not read")
+
+
+#: What other tools state -> the name in the message.
+OTHERS: list[tuple[dict[str, Any], str]] = [
+    ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "'bitsandbytes'"),
+    ({"load_in_8bit": True, "llm_int8_threshold": 6.0}, "bitsandbytes"),
+    ({"quant_method": "torchao", "quant_type": {"default": {"_type": "Int4WeightOnlyConfig"}}}, "'torchao'"),
+    ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "'modelopt' 'NVFP4'"),
+    ({"group_size": 64, "bits": 4}, "MLX, or a method without a name,"),
+    *(
+        ({"quant_method": name}, repr(name))
+        for name in ("quark", "fbgemm_fp8", "aqlm", "hqq", "eetq", "spqr", "vptq", "quanto", "higgs", "bitnet")
+    ),
+]
+
+
+@pytest.mark.parametrize(("stated", "name"), OTHERS, ids=lambda value: str(value)[:40])
+def test_weights_of_other_tools_are_named_with_the_way_out(stated: dict[str, Any], name: str) -> None:
+    refused(stated, f"weights quantized by {name} are not read: give the original model")
+
+
+def test_variants_that_are_not_read_name_the_way_out() -> None:
+    gptq = {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}
+    for stated in (gptq, {**gptq, "quant_method": "awq"}, ct(num_bits=8), ct(input_activations={"num_bits": 8})):
+        refused(stated, "give the original model")
+    refused({"quant_method": "awq", "version": "gemv", "bits": 4, "group_size": 128}, "gemv", "give the original model")
 
 
 def test_contradictions_are_refused() -> None:
