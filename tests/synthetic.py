@@ -5,6 +5,7 @@ Its losses differ between the variants. On a benign random layer every search an
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -40,8 +41,9 @@ class Layer:
         return float(((d @ self.held_out) * d).sum())
 
 
-def layer(seed: int, n: int = 512, k: int = 1024) -> Layer:
-    """Draw the layer of ALGORITHMS 14 (there n = 512, k = 1024) from its own generator."""
+@functools.cache
+def layer(seed: int, n: int = 128, k: int = 1024) -> Layer:
+    """Draw the layer of ALGORITHMS 14 (there n = 512, k = 1024) from its own generator. Tests must not change it."""
     generator = torch.Generator().manual_seed(seed)
 
     def gauss(*shape: int) -> Tensor:
