@@ -104,6 +104,7 @@ class PackKeywords(TypedDict, total=False):
 
     pad: bool
     requantize: bool
+    requantize_scales: bool
     max_shard_size: int
     overwrite: bool
     progress: Progress | None

@@ -24,6 +24,9 @@ repacking_options = combined(
     click.option("--pad", is_flag=True, help=f"{options.PAD}."),
     click.option("--requantize", is_flag=True, help="Round again what has no lossless way (lossy; it is reported)."),
     click.option(
+        "--requantize-scales", is_flag=True, help="Round scales that are no float16 values, keep codes (reported)."
+    ),
+    click.option(
         "--max-shard-size", type=options.Bytes(), default="2GiB", help="Most bytes of one weight file [2GiB]."
     ),
     options.overwrite,

@@ -49,6 +49,7 @@ def pack(
     expect: str | None = None,
     pad: bool = False,
     requantize: bool = False,
+    requantize_scales: bool = False,
     max_shard_size: int = SHARD_BYTES,
     overwrite: bool = False,
     progress: Progress | None = None,
@@ -57,10 +58,10 @@ def pack(
 
     `expect` is the layout that the source must have (`convert A-to-B`). If the layout does not hold a weight's scheme,
     the weight is recast: the same values in a scheme that it holds (LAYOUTS 11). `pad` adds zeros up to a shape that it
-    holds; `requantize` rounds weights again that have no lossless way; `max_shard_size` is the most bytes of one weight
-    file. Only config.json and the weight files are read, a few weights at a time. LayoutError lists every weight
-    that the layout cannot hold, or names the one whose data it cannot; CheckpointError if a weight's codes are not
-    those that its report recorded.
+    holds; `requantize` rounds weights again that have no lossless way; `requantize_scales` rounds scales that are no
+    float16 values, and keeps the codes; `max_shard_size` is the most bytes of one weight file. Only config.json and the
+    weight files are read, a few weights at a time. LayoutError lists every weight that the layout cannot hold, or names
+    the one whose data it cannot; CheckpointError if a weight's codes are not those that its report recorded.
     """
     progress = progress or Progress(quiet=True)
     started = time.perf_counter()
@@ -85,14 +86,14 @@ def pack(
         with progress.loop(), _hashed_behind(src, digests(known_files)) as hashes:
             names = src.logical()
             bar = progress.bar(names, "pack", len(names))
-            with closing(repacked(src, bar, planned, recorded, requantize, progress)) as items:
+            with closing(repacked(src, bar, planned, recorded, requantize, progress, requantize_scales)) as items:
                 layers = write(items, writer, src, report)
             report["layers"], report["source"]["files"] = layers, hashes()
         src.require_unchanged()  # so these are the hashes of what was read
         require_unchanged(report["source"]["files"], known_files)
         for line in [line for line in src.notices if line not in known]:  # found in the data or on the disk
             progress.note(line)
-        for line in (lost := rounded_again(layers, recorded)):
+        for line in (lost := [*rounded_again(layers, recorded), *rounded_scales(layers, recorded)]):
             progress.warn(line)
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
         return finish(writer, src, partial, Path(out), schemes, report, started, overwrite)
@@ -105,13 +106,14 @@ def repacked(
     recorded: Mapping[str, Mapping[str, Any]],
     requantize: bool,
     progress: Progress,
+    requantize_scales: bool = False,
 ) -> Generator[Item, None, None]:
     """Yield the tensors `names` of `src.logical()`, in that order, packed weights as `planned`.
 
     `recorded` has the facts of each linear from the source's report. Errors of a weight are raised in its turn:
     LayoutError for data that the layout does not hold, CheckpointError for damaged data.
     """
-    repacker = Repacker(src, planned, recorded, requantize)
+    repacker = Repacker(src, planned, recorded, requantize, requantize_scales)
     waiting: deque[tuple[int, Future[deque[Item]]]] = deque()
     # Rounding again uses all of torch's threads for each weight, packing uses one.
     with ThreadPoolExecutor(1 if requantize else _workers(), "quantkit-pack") as pool:
@@ -214,6 +216,22 @@ def rounded_again(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[s
     return [
         f"{len(lost)} of {len(layers)} linears were rounded again: relative to the source's weights, mean {mean:.4g}, "
         f"worst {worst:.4g} ({name})"
+    ]
+
+
+def rounded_scales(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Warn, in one line or none, what it cost to round scales; `recorded` has the facts of the source's report."""
+    lost = [
+        (float(layer["scale_error"]), layer["name"], float(layer["mean_scale_error"]))
+        for layer in layers
+        if "scale_error" in layer and "scale_error" not in recorded.get(layer["name"], {})
+    ]
+    if not lost:
+        return []
+    worst, name, _ = max(lost)
+    return [
+        f"{len(lost)} of {len(layers)} linears had scales that are no float16 values, rounded: relative error of the "
+        f"weights, mean {sum(mean for *_, mean in lost) / len(lost):.4g}, worst {worst:.4g} ({name})"
     ]
 
 

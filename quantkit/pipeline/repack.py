@@ -39,14 +39,20 @@ class Repacker:
     """Reads weights of a checkpoint and packs them as `planned`; several threads may do so at once.
 
     `recorded` has the facts of each linear from the source's report. `requantize` allows to round a weight again whose
-    data have no lossless way. LayoutError, naming the weight, where there is none and rounding is not allowed;
-    CheckpointError for a damaged weight.
+    data have no lossless way, `requantize_scales` to round scales that are no float16 values. LayoutError, naming the
+    weight, where there is no lossless way and rounding is not allowed; CheckpointError for a damaged weight.
     """
 
     def __init__(
-        self, src: Checkpoint, planned: Plan, recorded: Mapping[str, Mapping[str, Any]], requantize: bool
+        self,
+        src: Checkpoint,
+        planned: Plan,
+        recorded: Mapping[str, Mapping[str, Any]],
+        requantize: bool,
+        requantize_scales: bool = False,
     ) -> None:
-        self._src, self._recorded, self._requantize = src, recorded, requantize
+        self._src, self._recorded = src, recorded
+        self._requantize, self._requantize_scales = requantize, requantize_scales
         self._layout, self._rows = LAYOUTS[planned.layout], {row.module: row for row in planned.rows}
         self._modules = {f"{module}.weight": module for module in src.modules()}
         self._notices: dict[str, list[str]] = {}
@@ -73,6 +79,8 @@ class Repacker:
             return Item(name, self._src.get(name))
         notices = self._notices.setdefault(name, [])
         tensors, before = self._src.stored(module), self._recorded.get(module, {})
+        if self._requantize_scales:
+            before = {**before, **_round_scales(self._src, module, tensors)}
         row = self._rows[module]
         if (same := self._by_rows(tensors, before.get("digest"), row, notices)) is not None:
             return Item(name, same, {key: value for key, value in before.items() if key != "true_shape"})
@@ -113,6 +121,26 @@ class Repacker:
             if recorded in (None, found) and not bool((scales == 0).any()):
                 return Packed(scheme, given.shape, made.tensors, found)
         return None
+
+
+def _round_scales(src: Checkpoint, module: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """Round the scales among a weight's `tensors` to float16, in place; return their number and relative errors.
+
+    Nothing is rounded if all scales are float16 values, or if one is beyond them.
+    """
+    assert src.layout is not None
+    for suffix, (dtype, _) in src.layout.stored(src.scheme(module), *src.size(module)).items():
+        exact = tensors.get(suffix)
+        if dtype != torch.float16 or exact is None or exact.dtype not in (torch.float32, torch.bfloat16):
+            continue
+        half, exact = exact.to(torch.float16), exact.float()
+        changed = half.float() != exact
+        if bool(changed.any()) and bool(torch.isfinite(half).all()):
+            tensors[suffix] = half
+            error = torch.where(changed, (half.float() / exact - 1).abs(), 0)
+            worst, mean = float(error.max()), float(error.mean())
+            return {"rounded_scales": int(changed.sum()), "scale_error": worst, "mean_scale_error": mean}
+    return {}
 
 
 def _checked_digest(name: str, q: QuantizedTensor, recorded: str | None) -> str:

@@ -43,7 +43,8 @@ TYPES: dict[str, type] = {
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
-NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS)
+SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
+NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS)
 TOTALS = ("bits_per_weight", "source_bytes", "bytes", "seconds")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -389,3 +390,72 @@ def test_no_condition_is_an_error_of_another_kind() -> None:
                 layout.pack(q)
             except QuantkitError as error:
                 assert "\n" not in str(error)
+
+
+# ------------------------------------------------------------------------------------------------ scales of other tools
+
+WIDE = [("gptq", "scales", "marlin"), ("awq", "scales", "gptq"), ("compressed-tensors", "weight_scale", "awq")]
+
+
+def widened(source: Path, out: Path, layout: str, suffix: str, dtype: torch.dtype, factor: float) -> list[Tensor]:
+    """Write a folder and a copy of it, `out`-half, whose scales are rounded to float16; return the first's scales."""
+    folder(source, out, layout, INT4)
+    wide: list[Tensor] = []
+
+    def widen(found: dict[str, Tensor]) -> None:
+        for name in [name for name in found if name.endswith(f".{suffix}")]:
+            found[name] = (found[name].float() * factor).to(dtype)
+            wide.append(found[name])
+
+    def rounded(found: dict[str, Tensor]) -> None:
+        found.update({name: t.half() for name, t in found.items() if name.endswith(f".{suffix}")})
+
+    change(out, widen)
+    half = out.with_name(f"{out.name}-half")
+    shutil.copytree(out, half)
+    change(half, rounded)
+    return wide
+
+
+@pytest.mark.parametrize(("layout", "suffix", "to"), WIDE)
+@pytest.mark.parametrize(("dtype", "factor"), [(torch.float32, 1.0003), (torch.bfloat16, 2.0**-11)])
+def test_wide_scales_are_rounded_if_asked_and_their_cost_is_told(
+    layout: str, suffix: str, to: str, dtype: torch.dtype, factor: float, small_llama: Path, tmp_path: Path
+) -> None:
+    wide = widened(small_llama, tmp_path / "a", layout, suffix, dtype, factor)
+    error = refused("pack", tmp_path / "a", "--layout", to, out=tmp_path / "b")
+    assert "scales are no float16 values" in error and "--requantize-scales rounds them" in error
+    printed = call("pack", tmp_path / "a", "--layout", to, "--requantize-scales", "-o", tmp_path / "b")
+    call("pack", tmp_path / "a-half", "--layout", to, "-o", tmp_path / "c", "-q")
+    assert tensors(tmp_path / "b") == tensors(tmp_path / "c"), "codes unchanged, scales the nearest float16"
+    errors = [((scale.half().double() - scale.double()) / scale.double()).abs() for scale in wide]
+    lossy = [error for error in errors if error.any()]
+    worst, mean = max(e.max() for e in lossy), sum(e.mean() for e in lossy) / len(lossy)
+    report = json.loads((tmp_path / "b" / REPORT).read_text())
+    facts = [layer for layer in report["layers"] if "rounded_scales" in layer]
+    assert len(facts) == len(lossy) > 0
+    assert sum(layer["rounded_scales"] for layer in facts) == sum(int((error > 0).sum()) for error in errors)
+    assert max(layer["scale_error"] for layer in facts) == pytest.approx(float(worst), rel=1e-3)
+    assert sum(layer["mean_scale_error"] for layer in facts) / len(facts) == pytest.approx(float(mean), rel=1e-3)
+    line = f"{len(lossy)} of {len(wide)} linears had scales that are no float16 values, rounded: relative error of the"
+    assert line in printed.stdout and line in printed.stderr and line in str(report["notices"])
+    again = call("pack", tmp_path / "b", "--layout", "gptq-v2", "--requantize-scales", "-o", tmp_path / "d")
+    assert line not in again.stderr and again.stdout.count(line) == 1, "the cost is told once, and stays in the report"
+
+
+@pytest.mark.parametrize(("value", "words"), [(1e5, "65504"), (1e-10, "scales are 0 over codes"), (torch.inf, "inf")])
+def test_scales_beyond_float16_are_refused_even_if_asked_to_round(
+    value: float, words: str, small_llama: Path, tmp_path: Path
+) -> None:
+    widened(small_llama, tmp_path / "a", "gptq", "scales", torch.float32, 1.0003)
+    change(tmp_path / "a", lambda found: found[f"{LAST}.scales"].view(-1)[5:6].fill_(value))
+    error = refused("pack", tmp_path / "a", "--layout", "marlin", "--requantize-scales", out=tmp_path / "b")
+    assert LAST in error and words in error and "--requantize-scales" not in error
+
+
+def test_float16_scales_are_not_touched_by_the_flag(small_llama: Path, tmp_path: Path) -> None:
+    folder(small_llama, tmp_path / "a", "gptq", INT4)
+    for name, flags in (("b", ()), ("c", ("--requantize-scales",))):
+        call("convert", "gptq-to-marlin", tmp_path / "a", *flags, "-o", tmp_path / name, "-q")
+    assert tensors(tmp_path / "b") == tensors(tmp_path / "c")
+    assert "rounded_scales" not in (tmp_path / "c" / REPORT).read_text()

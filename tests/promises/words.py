@@ -101,6 +101,11 @@ ERRORS = (
     f"quantize bad-json {RTN} -o out",
     f"quantize other-shape {RTN} -o out",
     f"quantize unknown-type {CALIB} {TO}",
+    f"quantize unscaled {RTN} -o out",
+    "plan unscaled",
+    f"quantize other-method {RTN} -o out",
+    "inspect other-method",
+    f"pack wide-scales --layout marlin {TO}",
     "plan cut",
     "inspect cut",
     "inspect garbled",
@@ -204,6 +209,7 @@ def spoil(work: Work) -> None:
         "fp6": "quantize model -o fp6 --format fp6 --layout compressed-tensors -q",
         "odd-int4": f"quantize odd -o odd-int4 --group-size channel {RTN}",
         "act-order": "pack dense-int4 --layout gptq -o act-order -q",
+        "wide-scales": "pack dense-int4 --layout gptq -o wide-scales -q",
     }.items():
         work.make(name, line)
     (work / "empty").mkdir()
@@ -221,6 +227,8 @@ def spoil(work: Work) -> None:
         ("model", "lost", Path.unlink),
         ("model", "garbled", garble),
         ("model", "nan", poison),
+        ("model", "unscaled", lose_scales),
+        ("wide-scales", "wide-scales", widen),
         ("int4", "cut-int4", cut),
         ("int4", "lost-int4", Path.unlink),
         ("int4", "damaged", flip),
@@ -233,13 +241,16 @@ def spoil(work: Work) -> None:
         ("outside", "model.safetensors.index.json", lead_outside),
         ("no-index-entry", "model.safetensors.index.json", forget),
         ("other-shape", "config.json", lambda c: c.update(hidden_size=64)),
+        ("other-method", "config.json", lambda c: c.update(quantization_config={"quant_method": "torchao"})),
         ("unknown-type", "config.json", lambda c: c.update(model_type="abacus", architectures=["Abacus"])),
     ):
         changed(Path(shutil.copytree(work / "model", work / name)) / file, change)
     (Path(shutil.copytree(work / "model", work / "bad-json")) / "config.json").write_text("{")
+    changed(work / "unscaled" / "config.json", lambda c: c.update(quantization_config={"quant_method": "fp8"}))
     for path in Path(shutil.copytree(work / "model", work / "untold")).glob("*token*.json"):
         path.unlink()
     (work / "act-order" / REPORT).unlink()
+    (work / "wide-scales" / REPORT).unlink()
     write_json(Path(shutil.copytree(work / "int4", work / "bad-report")) / REPORT, {"layers": "many"})
 
 
@@ -261,6 +272,19 @@ def flip(path: Path) -> None:
 def poison(path: Path) -> None:
     tensors = load_file(path)
     tensors["model.layers.0.self_attn.q_proj.weight"][3, 5] = torch.nan
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def lose_scales(path: Path) -> None:
+    tensors = load_file(path)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def widen(path: Path) -> None:
+    tensors = load_file(path)
+    tensors.update({name: 1.0003 * t.float() for name, t in tensors.items() if name.endswith(".scales")})
     save_file(tensors, path, metadata={"format": "pt"})
 
 
