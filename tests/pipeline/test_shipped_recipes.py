@@ -28,9 +28,9 @@ SAYS = {
 
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
-def test_a_shipped_recipe_does_what_its_name_says(name: str, tiny_llama: Path, calib: Path, tmp_path: Path) -> None:
+def test_a_shipped_recipe_does_what_its_name_says(name: str, small_llama: Path, calib: Path, tmp_path: Path) -> None:
     out, text = tmp_path / "out", ("--calib", calib, "--samples", 4, "--max-length", 32)
-    call("quantize", tiny_llama, "-o", out, "--recipe", name, *(text if build_recipe(name).calibrated else ()), "-q")
+    call("quantize", small_llama, "-o", out, "--recipe", name, *(text if build_recipe(name).calibrated else ()), "-q")
     found = Checkpoint(out)
     assert found.layout is not None and found.schemes is not None
     expected = next(said for start, said in SAYS.items() if name.startswith(start))

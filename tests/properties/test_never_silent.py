@@ -40,7 +40,7 @@ def calib(tmp_path: Path) -> dict[str, Any]:
 
 def edited(folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
     """Copy a Llama to `folder`, with changed tensors where the name contains `name`."""
-    write_model("llama", folder)
+    write_model("llama", folder, hidden_size=128, intermediate_size=256)
     for shard in folder.glob("*.safetensors"):
         tensors = load_file(shard)
         save_file({k: change(t) if name in k else t for k, t in tensors.items()}, shard, {"format": "pt"})
@@ -68,17 +68,17 @@ def test_a_tensor_that_is_not_finite_is_not_copied(
     assert not any(tmp_path.glob("out*"))
 
 
-def test_a_linear_left_dense_is_reported(tiny_llama: Path, tmp_path: Path) -> None:
-    quantize(tiny_llama, tmp_path / "out", from_mapping({**RTN, "skip": ["lm_head", "layers.1.mlp.up_proj"]}))
+def test_a_linear_left_dense_is_reported(small_llama: Path, tmp_path: Path) -> None:
+    quantize(small_llama, tmp_path / "out", from_mapping({**RTN, "skip": ["lm_head", "layers.1.mlp.up_proj"]}))
     found, text = report_and_summary(tmp_path / "out")
     assert found["dense"] == ["model.layers.1.mlp.up_proj", "lm_head"]
     assert "left dense: model.layers.1.mlp.up_proj, lm_head" in text and "gate_proj, up_proj mix dense" in text
 
 
-def test_an_option_without_effect_is_reported(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
+def test_an_option_without_effect_is_reported(small_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
     wishes = {"skip": ["lm_head", "typo_proj"], "overrides": {"lm_head": "int4:g64"}}
     calib["max_length"] = 4096
-    quantize(tiny_llama, tmp_path / "out", from_mapping({**wishes, "calibration": calib}))
+    quantize(small_llama, tmp_path / "out", from_mapping({**wishes, "calibration": calib}))
     found, text = report_and_summary(tmp_path / "out")
     assert "skip 'typo_proj' matches no linear" in found["notices"]
     assert "override 'lm_head' to int4:g64 matches no linear that is quantized" in text
@@ -97,9 +97,9 @@ def test_rounding_instead_of_gptq_is_reported(tmp_path: Path, calib: dict[str, A
     assert f"2 of 14 linears {EVENTS['reason']}" in text
 
 
-def test_more_damping_than_asked_is_reported(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
+def test_more_damping_than_asked_is_reported(small_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
     calib["samples"] = 2  # fewer tokens than channels: the Hessian is singular
-    quantize(tiny_llama, tmp_path / "out", from_mapping({"calibration": calib, "gptq": {"damp": 1e-17}}))
+    quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calib, "gptq": {"damp": 1e-17}}))
     found, text = report_and_summary(tmp_path / "out")
     tried = [layer["rungs"] for layer in found["layers"] if len(layer["rungs"]) > 1]
     assert tried and all(rungs[0] == 1e-17 for rungs in tried)
@@ -128,8 +128,8 @@ def test_scales_at_the_limits_of_float16_are_reported(tmp_path: Path) -> None:
     assert not any(tmp_path.glob("none*"))
 
 
-def test_cut_documents_are_reported(tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
-    quantize(tiny_llama, tmp_path / "out", from_mapping({"calibration": calib}))
+def test_cut_documents_are_reported(small_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
+    quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calib}))
     found, text = report_and_summary(tmp_path / "out")
     assert found["calibration"]["cut"] > 0 and f"{found['calibration']['cut']} documents cut, 0 skipped" in text
 
@@ -157,8 +157,8 @@ def test_a_loss_too_large_for_a_perplexity_is_refused(tmp_path: Path) -> None:
         perplexity(load_dense_model(Checkpoint(model)), load_tokenizer(model), TEXT, window=64)
 
 
-def test_a_packed_folder_reports_its_own_facts(tiny_llama: Path, tmp_path: Path) -> None:
-    quantize(tiny_llama, tmp_path / "ct", from_mapping({**RTN, "skip": ["lm_head", "up_proj"]}))
+def test_a_packed_folder_reports_its_own_facts(small_llama: Path, tmp_path: Path) -> None:
+    quantize(small_llama, tmp_path / "ct", from_mapping({**RTN, "skip": ["lm_head", "up_proj"]}))
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
     (before, _), (found, text) = report_and_summary(tmp_path / "ct"), report_and_summary(tmp_path / "marlin")
     assert found["notices"] == before["notices"] != []
@@ -171,8 +171,8 @@ def test_a_packed_folder_reports_its_own_facts(tiny_llama: Path, tmp_path: Path)
     assert f'base_model: "{before["source"]["name"]}"' in (tmp_path / "marlin" / "README.md").read_text()
 
 
-def test_damage_in_dense_weights_is_not_converted(tiny_llama: Path, tmp_path: Path) -> None:
-    quantize(tiny_llama, tmp_path / "ct", from_mapping(RTN))
+def test_damage_in_dense_weights_is_not_converted(small_llama: Path, tmp_path: Path) -> None:
+    quantize(small_llama, tmp_path / "ct", from_mapping(RTN))
     shard = next((tmp_path / "ct").glob("*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[read_header(shard)[0]["model.norm.weight"].start] ^= 1
@@ -185,22 +185,22 @@ def test_damage_in_dense_weights_is_not_converted(tiny_llama: Path, tmp_path: Pa
 
 
 def test_a_failed_run_writes_a_report_of_the_finished_work(
-    tiny_llama: Path, tmp_path: Path, calib: dict[str, Any]
+    small_llama: Path, tmp_path: Path, calib: dict[str, Any]
 ) -> None:
     recipe = from_mapping({"calibration": calib})
-    quantize(tiny_llama, tmp_path / "whole", recipe)
+    quantize(small_llama, tmp_path / "whole", recipe)
 
     def broken(operation: str, path: Path) -> None:
         if path.name == "model-00002.safetensors":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     with faults(broken), pytest.raises(CheckpointError, match="input/output error"):
-        quantize(tiny_llama, tmp_path / "out", recipe)
+        quantize(small_llama, tmp_path / "out", recipe)
     [partial] = tmp_path.glob("out.partial-*")
     found = load_json(partial / report.REPORT)
     assert "input/output error" in found["failed"] and len(found["layers"]) == 7
     assert summary(found).startswith("failed ")
-    quantize(tiny_llama, tmp_path / "out", recipe, resume=True)
+    quantize(small_llama, tmp_path / "out", recipe, resume=True)
     assert "failed" not in report.load(tmp_path / "out")
     whole, resumed = (json.loads((tmp_path / name / report.REPORT).read_text())["files"] for name in ("whole", "out"))
     assert whole == resumed
