@@ -16,8 +16,9 @@ from tests.inference import test_load
 from tests.inference.test_load import KERNELS, OTHERS
 from tests.layouts.samples import write_folder
 
-IMPORTED = """
-import sys, warnings
+#: One process checks both, because the imports take most of its time.
+OPENED = """
+import json, sys, warnings
 import torch, transformers
 from transformers.quantizers import auto
 
@@ -31,13 +32,8 @@ assert state() == before and type(quantkit) is type(sys)
 assert {name for name in set(sys.modules) - modules if not name.startswith("quantkit")} == set()
 import quantkit.inference.load, quantkit.inference.transformers_plugin
 assert state() == before
-"""
 
-OPENED = """
-import json, sys
-import quantkit
 from transformers import AutoModelForCausalLM
-from transformers.quantizers import auto
 from transformers.utils import logging
 logging.disable_progress_bar()
 tables = auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING
@@ -60,17 +56,7 @@ print(json.dumps(found))
 folder = test_load.folder
 
 
-def run(code: str, *arguments: str) -> str:
-    found = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300)
-    assert found.returncode == 0, found.stderr
-    return found.stdout
-
-
-def test_import_changes_no_table_hook_or_filter_of_the_process() -> None:
-    run(IMPORTED)
-
-
-def test_from_pretrained_opens_a_layout_packed_or_leaves_it_to_its_owner(
+def test_import_changes_no_table_and_from_pretrained_opens_a_layout_or_leaves_it_to_its_owner(
     folder: test_load.Folders, small_llama: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
@@ -83,7 +69,10 @@ def test_from_pretrained_opens_a_layout_packed_or_leaves_it_to_its_owner(
     config = json.loads((tmp_path / "marlin" / "config.json").read_text())
     config["quantization_config"]["quant_method"] = "marlin"
     (tmp_path / "marlin" / "config.json").write_text(json.dumps(config))
-    found = json.loads(run(OPENED, *map(str, cases.values())).splitlines()[-1])
+    command = [sys.executable, "-c", OPENED, *map(str, cases.values())]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
     outcomes = {name: found[str(path)] for name, path in cases.items()}
     ours = {name for name, outcome in outcomes.items() if outcome == "QuantkitQuantizer PackedLinear"}
     owned = {name for name, outcome in outcomes.items() if outcome.startswith("CompressedTensorsHfQuantizer")}
