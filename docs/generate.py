@@ -45,6 +45,7 @@ Modules are imported on first use. Every keyword after `*` or in a table is opti
 KEYWORDS = {
     "act_budget": "Bytes of calibration activations kept in RAM; more go to disk [all].",
     "lengths": "Documents whole, or windows of `max_length` [own].",
+    "moe_calibration": "Experts on the tokens that reach them, or on all of their layer [routed].",
     "max_shard_size": "Most bytes of one weight file [2 GiB].",
     "override": "Regular expression -> scheme of the linears that it matches, like int4:g64.",
     "overwrite": "Replace `out` when the new folder is complete [no].",

@@ -52,6 +52,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "samples": ("calibration", "samples"),
     "max_length": ("calibration", "max_length"),
     "lengths": ("calibration", "lengths"),
+    "moe_calibration": ("calibration", "moe"),
     "seed": ("calibration", "seed"),
     "layout": ("layout",),
     "pad": ("pad",),
@@ -69,6 +70,7 @@ class _Calibrating(RunKeywords, total=False):
     samples: int | None
     max_length: int | None
     lengths: Literal["own", "fixed"] | None
+    moe_calibration: Literal["routed", "all"] | None
     seed: int | None
     skip: Iterable[str]
 

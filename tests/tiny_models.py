@@ -10,6 +10,12 @@ import torch
 SMALL = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 257}
 GATED = {**SMALL, "intermediate_size": 512, "num_key_value_heads": 2, "max_position_embeddings": 512}
 
+#: Of mixtures of four experts, two for a token.
+EXPERTS = {
+    **{**GATED, "hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "head_dim": 64},
+    **{"moe_intermediate_size": 64, "num_experts_per_tok": 2},
+}
+
 #: family -> (config class, its arguments)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {**GATED, "num_key_value_heads": 4}),
@@ -20,13 +26,40 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("GemmaConfig", {**GATED, "head_dim": 64}),
     "gemma2": ("Gemma2Config", {**GATED, "head_dim": 64, "sliding_window": 64}),
 }
+#: Families that only some tests use.
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2Config", {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 512, "vocab_size": 257}),
+    "falcon": ("FalconConfig", {**SMALL, "hidden_size": 128, "num_attention_heads": 2}),
+    "mixtral": ("MixtralConfig", {**EXPERTS, "num_local_experts": 4}),
+    "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 4}),
+    "gpt_oss": ("GptOssConfig", {**EXPERTS, "num_local_experts": 4, "intermediate_size": 64}),
+    "llama4_text": ("Llama4TextConfig", {**EXPERTS, "num_local_experts": 4, "intermediate_size_mlp": 128}),
+    "granitemoe": ("GraniteMoeConfig", {**EXPERTS, "num_local_experts": 4}),
+    "dbrx": (
+        "DbrxConfig",
+        {
+            **{"d_model": 128, "n_heads": 2, "n_layers": 2, "vocab_size": 257, "max_seq_len": 512},
+            "ffn_config": {"ffn_hidden_size": 128, "moe_num_experts": 4, "moe_top_k": 2, "hidden_size": 128},
+            "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        },
+    ),
+    "nemotron_h": (
+        "NemotronHConfig",
+        {
+            **EXPERTS,
+            **{"layers_block_type": ["mamba", "moe", "attention"], "num_hidden_layers": 3, "n_routed_experts": 4},
+            **{"moe_shared_expert_intermediate_size": 64, "n_group": 1, "topk_group": 1, "mamba_num_heads": 4},
+            **{"mamba_head_dim": 64, "ssm_state_size": 16, "time_step_limit": [0.0, 100.0], "n_groups": 2},
+        },
+    ),
+}
 
 
 def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float16, **changes: Any) -> Path:
     """Write a random model of `family` with a byte-level tokenizer to `folder`; the same weights on every call."""
     import transformers
 
-    name, arguments = FAMILIES[family]
+    name, arguments = {**FAMILIES, **OTHERS}[family]
     ids = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
     config = getattr(transformers, name)(**{**arguments, **ids, **changes})
     with torch.random.fork_rng():

@@ -8,18 +8,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: Read a tensor by name, or only a slice of it along the first dimension.
-Read = Callable[[str, int | None], Tensor]
+#: Read a tensor by name, or only an entry or a range of its first dimension.
+Read = Callable[[str, "int | slice | None"], Tensor]
+Compute = Callable[[Read, "int | slice | None"], Tensor]
 
 
 class Derived(NamedTuple):
     """Describe a tensor that is computed from the tensors `inputs`, which it replaces (`Checkpoint.derive`).
 
-    `compute(read, index)` returns the tensor, or with an index its slice along the first dimension. `read` gives the
-    inputs as they were before; with an index it reads only the bytes of that slice.
+    `compute(read, index)` returns the tensor, or an entry or a range of its first dimension. `read` gives the inputs as
+    they were before; with an index it reads only the bytes of that part. `restore` undoes it for a tensor that is
+    written dense; without it, a dense tensor is written as it was computed.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     inputs: tuple[str, ...]
-    compute: Callable[[Read, int | None], Tensor]
+    compute: Compute
+    restore: Callable[[Tensor], Tensor] | None = None

@@ -190,9 +190,11 @@ def _read_fp8(
     block: tuple[int, int],
     dtype: torch.dtype,
     read: Read,
-    index: int | None,
+    index: int | slice | None,
 ) -> Tensor:
     """Read and dequantize a weight, or its slice `index`: the matrix of an expert, or a row of a matrix."""
+    if isinstance(index, slice):
+        return _read_fp8(inputs, shape, block, dtype, read, None)[index]
     name, scale = inputs
     *outer, n, k = shape
     if outer and index is None:
@@ -240,9 +242,11 @@ def _mxfp4(src: Checkpoint, dtype: torch.dtype) -> LowBit:
 
 
 def _read_mxfp4(
-    inputs: tuple[str, str], shape: tuple[int, int, int], dtype: torch.dtype, read: Read, index: int | None
+    inputs: tuple[str, str], shape: tuple[int, int, int], dtype: torch.dtype, read: Read, index: int | slice | None
 ) -> Tensor:
     """Read and dequantize all experts, or the matrix `[k, n]` of one."""
+    if isinstance(index, slice):
+        return _read_mxfp4(inputs, shape, dtype, read, None)[index]
     if index is None:
         return _stacked(shape, dtype, partial(_read_mxfp4, inputs, shape, dtype, read))
     _, k, n = shape

@@ -161,7 +161,7 @@ class Checkpoint:
         """
         before = self._where
 
-        def read(name: str, index: int | None) -> Tensor:
+        def read(name: str, index: int | slice | None) -> Tensor:
             return self._read(before[name], index)
 
         replaced = {*drop, *(name for derived in tensors.values() for name in derived.inputs)}
@@ -171,6 +171,12 @@ class Checkpoint:
         self._where = {}
         for name, place in before.items():
             self._where.update(at.get(name, {}) if name in replaced else {name: place})
+
+    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Return a dense tensor in the form in which the source stores it."""
+        place = self._where.get(name)
+        restore = place.derived.restore if isinstance(place, _Bound) else None
+        return tensor if restore is None else restore(tensor)
 
     def names(self) -> list[str]:
         """Return the tensors' names, in the order of the shards' names and of the bytes in them."""
@@ -189,21 +195,23 @@ class Checkpoint:
         place = self._at(name)
         return prod(place.shape) * place.dtype.itemsize
 
-    def get(self, name: str, index: int | None = None) -> Tensor:
-        """Read one tensor, or its slice `index` along the first dimension.
+    def get(self, name: str, index: int | slice | None = None) -> Tensor:
+        """Read one tensor, or an entry or a range of its first dimension.
 
         CheckpointError if its file changed since the checkpoint was opened.
         """
         return self._read(self._at(name), index)
 
-    def _read(self, place: _Stored | _Bound, index: int | None) -> Tensor:
+    def _read(self, place: _Stored | _Bound, index: int | slice | None) -> Tensor:
         if isinstance(place, _Bound):
             return place.derived.compute(place.read, index)
         shard, info = place
         start, size, shape = info.start, info.end - info.start, info.shape
         if index is not None:
-            size, shape = size // shape[0], shape[1:]
-            start += index * size
+            first, last, _ = index.indices(shape[0]) if isinstance(index, slice) else (index, index + 1, 1)
+            each = size // shape[0]
+            start, size = start + first * each, (last - first) * each
+            shape = (last - first, *shape[1:]) if isinstance(index, slice) else shape[1:]
         with files.open_regular(shard.path) as file:
             self._require_same(shard, _identity(os.fstat(file.fileno())))
             data = files.read_exactly(file, start, size, shard.path)

@@ -42,6 +42,11 @@ _calibrating = combined(
     click.option(
         "--lengths", type=choice_of(Calib, "lengths"), help="Documents whole, or windows of max-length [own]."
     ),
+    click.option(
+        "--moe-calibration",
+        type=choice_of(Calib, "moe"),
+        help="Experts on the tokens that reach them, or on all of their layer [routed].",
+    ),
     click.option("--seed", type=int, help="Seed of the draw of calibration text [0]."),
 )
 

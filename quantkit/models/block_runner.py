@@ -18,11 +18,15 @@ from torch import Tensor, nn
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.models.devices import compute_dtype, device_of
-from quantkit.models.meta_model import find_blocks, find_linears, get_tensor, put_tensor, skeleton
-from quantkit.models.state_names import match
+from quantkit.models.experts import ROUTER, Expert, UnfusedExperts, find_experts, find_routers, unfuse_experts
+from quantkit.models.linears import is_linear, replace_transposed, size_of
+from quantkit.models.meta_model import find_blocks, find_linears, get_tensor, language_model, put_tensor, skeleton
+from quantkit.models.state_names import match, spellings
 
 #: `BlockRunner.max_length` of a model whose positions have no limit.
 UNLIMITED = 2**31
+#: Linears with fewer outputs stay dense unless a recipe names them: gates and small mixers, which engines keep dense.
+FEWEST_OUTPUTS = 64
 
 
 class _Stop(Exception):
@@ -30,12 +34,17 @@ class _Stop(Exception):
 
 
 class BlockRunner:
-    """Run the causal LM of a dense checkpoint block by block.
+    """Run the language model of a dense checkpoint block by block.
 
     `blocks`: module paths of the transformer blocks, in order. `linears`: name in the checkpoint -> `(n, k)` of every
-    `nn.Linear`. `paths`: the same names -> module paths, which differ in a few published families. `tied`: linears that
-    share their weight with the embeddings. `notices`: matrices that stay dense without being skipped. `dtype`: of
-    weights and activations in memory, see `compute_dtype`. `max_length`: the most tokens of a sequence.
+    linear. `paths`: the same names -> module paths, which differ in a few published families. `tied`: linears that
+    share their weight with the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe
+    names them: routers, towers of other inputs, linears with few outputs. `experts`: name -> the expert that a linear
+    belongs to. `sliced`: stored tensors that hold several experts. `notices`: matrices that stay dense without being
+    skipped. `dtype`: of weights and activations in memory, see `compute_dtype`. `max_length`: the most tokens of a
+    sequence.
+
+    In `src`, tensors of many experts are replaced by one tensor a linear, and weights of Conv1D by their transposes.
 
     CheckpointError if transformers cannot build the model, RecipeError for an unknown device.
     """
@@ -46,17 +55,21 @@ class BlockRunner:
         self.device_name = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         self.dtype = compute_dtype(src.dtype_of_model, self.device)
         self.module = skeleton(src, self.dtype, trust_remote_code)
-        self._stored, self._missing, unexpected = match(self.module, src)
-        self.blocks = find_blocks(self.module)
+        self.sliced = unfuse_experts(self.module, src, spellings(self.module))
+        replace_transposed(self.module, match(self.module, src).stored, src)
+        self._stored, self._merged, self._missing, unexpected = match(self.module, src)
+        self._require_shapes()
+        decoder, module = language_model(self.module)
+        self.blocks = [f"{decoder}.{path}" if decoder else path for path in find_blocks(module)]
         if not self.blocks:
             raise CheckpointError(
                 f"{src.path}: {type(self.module).__name__} has no list of blocks with nn.Linear: use another model"
             )
         self.paths, self.tied, self.notices = find_linears(self.module, self._stored)
-        self.linears: dict[str, tuple[int, int]] = {}
-        for name, path in self.paths.items():
-            n, k = get_tensor(self.module, f"{path}.weight").shape
-            self.linears[name] = (n, k)
+        self.linears = {name: size_of(self.module.get_submodule(path)) for name, path in self.paths.items()}
+        self.kept_dense = self._find_kept_dense(decoder)
+        of_path = find_experts(self.module)
+        self.experts = {name: of_path[path] for name, path in self.paths.items() if path in of_path}
         if unexpected:
             self.notices.append(f"{unexpected[0]}: not part of the model, copied unchanged ({len(unexpected)} in all)")
         text = self.module.config.get_text_config()
@@ -72,10 +85,36 @@ class BlockRunner:
             block = self.module.get_submodule(path)
             block.forward = partial(self._visit, index, block.forward)
 
+    def _require_shapes(self) -> None:
+        """Raise CheckpointError if a stored tensor has not the shape that config.json asks for."""
+        for state, name in self._stored.items():
+            expected, found = tuple(get_tensor(self.module, state).shape), self.src.shape(name)
+            if found != expected:
+                raise CheckpointError(
+                    f"{name}: is {list(found)} in the checkpoint, config.json asks for {list(expected)}"
+                )
+
+    def _find_kept_dense(self, decoder: str) -> dict[str, str]:
+        routers, head = find_routers(self.module), self.module.get_output_embeddings()
+        kept: dict[str, str] = {}
+        for path, module in self.module.named_modules():
+            name = self._stored.get(f"{path}.weight", "").removesuffix(".weight")
+            if not name or module is head:
+                continue
+            if path in routers:
+                kept[name] = ROUTER
+            elif is_linear(module) and decoder and not path.startswith(f"{decoder}."):
+                kept[name] = "outside the language model"
+            elif is_linear(module) and size_of(module)[0] < FEWEST_OUTPUTS:
+                kept[name] = f"fewer than {FEWEST_OUTPUTS} outputs"
+        return kept
+
     def stored(self, block: int | None) -> list[str]:
         """Return the names of a block's tensors in checkpoint order; with None, of all tensors outside the blocks."""
         paths = self.blocks if block is None else [self.blocks[block]]
-        inside = {name for state, name in self._stored.items() if state.startswith(tuple(f"{p}." for p in paths))}
+        prefixes = tuple(f"{path}." for path in paths)
+        inside = {name for state, name in self._stored.items() if state.startswith(prefixes)}
+        inside |= {name for each in self._merged if each.states[0].startswith(prefixes) for name in each.names}
         return [name for name in self.src.names() if (name in inside) != (block is None)]
 
     def targets(self, block: int) -> list[str]:
@@ -98,9 +137,7 @@ class BlockRunner:
         first = {f"{name}." for name, module in self.module.named_modules() if module is table}
         excluded = tuple(last - first if embeddings else last | first)
         inside = tuple(f"{path}." for path in self.blocks)
-        for state in self._stored:
-            if not state.startswith(inside + excluded):
-                self._load(state)
+        self._load(lambda state: not state.startswith(inside + excluded))
         for name, buffer in self.module.named_buffers():
             if buffer.device.type != "meta":
                 put_tensor(self.module, name, buffer.to(self.device))
@@ -120,13 +157,12 @@ class BlockRunner:
 
     def load_block(self, index: int) -> None:
         """Read a block's parameters from the checkpoint, in the compute dtype."""
-        for state in self._states(index):
-            self._load(state)
+        self._load(lambda state: state.startswith(f"{self.blocks[index]}."))
 
     def unload_block(self, index: int) -> None:
         """Free a block's parameters."""
-        for state in self._states(index):
-            put_tensor(self.module, state, get_tensor(self.module, state).to("meta"))
+        for state, parameter in self.module.get_submodule(self.blocks[index]).named_parameters():
+            put_tensor(self.module, f"{self.blocks[index]}.{state}", parameter.to("meta"))
 
     def replace(self, linear: str, weight: Tensor) -> None:
         """Replace the weight `[n, k]` of a linear in a loaded block."""
@@ -139,6 +175,16 @@ class BlockRunner:
         """
         self._at, self._hidden = index, hidden.to(self.device)[None]
         return self._run(tokens)
+
+    def run_on_all_tokens(self, experts: Iterable[Expert]) -> None:
+        """Let these experts, and no others, also run on tokens that are routed elsewhere."""
+        chosen: dict[str, set[int]] = {}
+        for expert in experts:
+            chosen.setdefault(expert.owner, set()).add(expert.number)
+        for owner in {expert.owner for expert in self.experts.values()}:
+            module = self.module.get_submodule(owner)
+            assert isinstance(module, UnfusedExperts)
+            module.on_all_tokens = frozenset(chosen.get(owner, ()))
 
     @contextmanager
     def watching(self, linears: Iterable[str], see: Callable[[str, Tensor], bool]) -> Iterator[None]:
@@ -193,11 +239,17 @@ class BlockRunner:
         self._output = (out if self.extras is None else out[0])[0]
         raise _Stop
 
-    def _states(self, index: int) -> list[str]:
-        return [state for state in self._stored if state.startswith(f"{self.blocks[index]}.")]
+    def _load(self, wanted: Callable[[str], bool]) -> None:
+        """Read the wanted states from the checkpoint, in the compute dtype."""
+        for state, name in self._stored.items():
+            if wanted(state):
+                self._put(state, self.src.get(name))
+        for each in self._merged:
+            if wanted(each.states[0]):
+                for state, tensor in each.convert([self.src.get(name) for name in each.names]).items():
+                    self._put(state, tensor)
 
-    def _load(self, state: str) -> None:
-        tensor = self.src.get(self._stored[state])
+    def _put(self, state: str, tensor: Tensor) -> None:
         put_tensor(self.module, state, tensor.to(self.device, self.dtype if tensor.is_floating_point() else None))
 
     def _drop(self, table: nn.Module) -> None:

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import CheckpointError, reason
+from quantkit.models.experts import find_routers
+from quantkit.models.linears import is_linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,7 +30,8 @@ class Configured(Protocol):
 def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
     """Return the configuration in config.json, without its quantization.
 
-    CheckpointError for a model type that transformers does not know, or a config that it cannot read.
+    CheckpointError for a model type that transformers does not know, an encoder-decoder, or a config that it cannot
+    read.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -47,9 +50,40 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
             config = CONFIG_MAPPING[family].from_dict(known)
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{src.path}: {family} is an encoder-decoder, which quantkit does not quantize: use a decoder-only model"
+        )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     return config
+
+
+def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: bool) -> Any:
+    """Return the auto class of transformers that builds the model: for causal LMs, or for models of text and images.
+
+    It is the one whose class config.json names; CheckpointError if none knows the model type.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+
+    if trust_remote_code and "auto_map" in src.config:
+        return AutoModelForCausalLM
+    named = src.config.get("architectures")
+    able = [
+        auto
+        for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
+        if type(config) in auto._model_mapping
+    ]
+    for auto in able:
+        built: Any = auto._model_mapping[type(config)]
+        if isinstance(named, list) and getattr(built, "__name__", None) in named:
+            return auto
+    if not able:
+        raise CheckpointError(
+            f"{src.path}: model type {config.model_type!r} is no model that writes text, as transformers builds it: "
+            "use a causal or an image-text model"
+        )
+    return able[0]
 
 
 def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -59,14 +93,15 @@ def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> Pr
     it cannot build the model.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
     config = config_of(src, trust_remote_code)
-    config.use_cache = False
+    for each in (config, config.get_text_config()):
+        each.use_cache = False
+    auto = auto_class(src, config, trust_remote_code)
     remote = trust_remote_code and "auto_map" in src.config
     try:
         with init_empty_weights(include_buffers=False):
-            module: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+            module: PreTrainedModel = auto.from_config(config, dtype=dtype, trust_remote_code=remote)
     except Exception as error:  # as above
         raise unbuildable(src, error) from error
     module.eval()
@@ -81,14 +116,24 @@ def unbuildable(src: Configured, error: Exception) -> CheckpointError:
     )
 
 
+def language_model(module: PreTrainedModel) -> tuple[str, nn.Module]:
+    """Return the path and the module of the decoder that reads tokens, without the towers of other inputs."""
+    decoder = module.get_decoder()
+    path = next((path for path, found in module.named_modules() if found is decoder), "")
+    return (path, decoder) if path and find_blocks(decoder) else ("", module)
+
+
 def find_blocks(module: nn.Module) -> list[str]:
-    """Return the paths of the transformer blocks: the largest list of modules of one class that hold linears."""
+    """Return the paths of the transformer blocks: the largest list of modules that hold linears.
+
+    Blocks may be of several classes, as in models that mix attention and state spaces.
+    """
     best, largest = [], 0
     for path, found in module.named_modules():
-        if not isinstance(found, nn.ModuleList) or len({type(child) for child in found}) != 1:
+        if not isinstance(found, nn.ModuleList):
             continue
         size = sum(p.numel() for p in found.parameters())
-        if size > largest and any(isinstance(m, nn.Linear) for m in found.modules()):
+        if size > largest and any(is_linear(m) for m in found.modules()):
             best, largest = [f"{path}.{i}" for i in range(len(found))], size
     return best
 
@@ -103,21 +148,22 @@ def find_linears(module: PreTrainedModel, stored: dict[str, str]) -> tuple[dict[
     others: dict[str, list[str]] = {}
     for path, found in module.named_modules():
         weight = f"{path}.weight"
-        if isinstance(found, nn.Linear) and weight in module.all_tied_weights_keys:
+        if is_linear(found) and weight in module.all_tied_weights_keys:
             paths[path] = path
             tied.add(path)
-        elif isinstance(found, nn.Linear) and weight in stored:
+        elif is_linear(found) and weight in stored:
             paths[stored[weight].removesuffix(".weight")] = path
-        elif isinstance(found, nn.Linear):
-            others.setdefault("linear that is not in the checkpoint as such,", []).append(path)
+        elif is_linear(found):
+            others.setdefault("linear that transformers makes from other stored tensors,", []).append(path)
     return paths, tied, _notices(others) + dense_matrices(module)
 
 
 def dense_matrices(module: PreTrainedModel) -> list[str]:
     """Return notices of matrices outside linears, such as experts in one parameter, which stay dense."""
     others: dict[str, list[str]] = {}
+    routers = find_routers(module)
     for path, found in module.named_modules():
-        if not isinstance(found, nn.Linear | nn.Embedding):
+        if not is_linear(found) and not isinstance(found, nn.Embedding) and path not in routers:
             wide = [f"{path}.{name}" for name, p in found.named_parameters(recurse=False) if p.ndim > 1]
             if wide:
                 others.setdefault(f"parameter of {type(found).__name__}, which is no nn.Linear,", []).extend(wide)

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.devices import device_of
+from quantkit.models.experts import unfuse_experts
+from quantkit.models.linears import is_transposed
 from quantkit.models.meta_model import get_tensor, put_tensor, skeleton
-from quantkit.models.state_names import match, require_complete
+from quantkit.models.state_names import match, require_complete, spellings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,14 +27,25 @@ def load_dense_model(
     class ignores are allowed.
     """
     module = skeleton(src, dtype, trust_remote_code)
-    stored, missing, unexpected = match(module, src)
+    unfuse_experts(module, src, spellings(module))
+    stored, merged, missing, unexpected = match(module, src)
     require_complete(module, src, missing, unexpected)
     target = device_of(device)
-    once = {name: state for state, name in reversed(stored.items())}
-    for name, state in once.items():
+
+    packed = {f"{name}.weight" for name in src.modules()}
+
+    def read(name: str, state: str) -> Tensor:
         # Decoded to `dtype` directly, not rounded to the model's dtype first.
         tensor = src.dense(name, dtype if get_tensor(module, state).is_floating_point() else None)
-        put_tensor(module, state, tensor.to(target))
+        turned = name in packed and is_transposed(module.get_submodule(state.rpartition(".")[0]))
+        return tensor.T.contiguous() if turned else tensor
+
+    once = {name: state for state, name in reversed(stored.items())}
+    for name, state in once.items():
+        put_tensor(module, state, read(name, state).to(target))
+    for each in merged:
+        for state, tensor in each.convert([read(name, each.states[0]) for name in each.names]).items():
+            put_tensor(module, state, tensor.to(target))
     module.tie_weights(missing_keys=set(stored) - set(once.values()), recompute_mapping=False)
     nn.Module.to(module, target)
     return module

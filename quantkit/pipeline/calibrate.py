@@ -5,6 +5,9 @@ them. A group's Hessian is summed over all documents, and its rows are solved to
 replace the original ones, before the next group's Hessian is summed (ALGORITHMS 2 and 12). The finished block turns
 the stored activations into the inputs of the next.
 
+Experts of one layer do not depend on each other: the groups of all experts are one stage, whose Hessians are summed in
+as few passes as memory allows.
+
 Every finished block is a commit. Its activations are saved first, so that a stopped run continues after the last commit
 with the same bits (RELIABILITY 1.2, 1.3).
 """
@@ -20,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.hessian import CHUNK, Hessian
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -33,11 +36,15 @@ from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.tokenizer import check_tokens
 from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
-from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goal_of
+from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of
 from quantkit.progress import Clock, Progress
 
 #: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
+#: The most bytes of Hessians that one pass sums, unless a single one is larger.
+HESSIAN_BYTES = 4 * 2**30
+#: The most weights of a group that are solved together, unless a single one is larger.
+SOLVED_WEIGHTS = 2**28
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class Group:
 
 @dataclass
 class Run:
-    """Hold the state of one calibrated run: the source, the model, the documents and their current activations.
+    """Hold the state of one calibrated run: the source, the model, its goals, the documents and their activations.
 
     `hidden` `[T, h]`, in the compute dtype, concatenates the hidden states of all documents.
     """
@@ -63,11 +70,12 @@ class Run:
     act_budget: int | None
     progress: Progress
     clock: Clock
+    chosen: Mapping[str, Goal | None]
     hidden: Tensor | None = None
 
     def goals(self, linears: Iterable[str]) -> dict[str, Goal]:
-        """Return the goal of each linear that is not skipped."""
-        goals = {name: goal_of(self.recipe, name, self.model.paths[name]) for name in linears}
+        """Return the goal of each linear that does not stay dense."""
+        goals = {name: self.chosen[name] for name in linears}
         return {name: goal for name, goal in goals.items() if goal is not None}
 
     def documents(self) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -109,7 +117,8 @@ def calibrated(
     RecipeError for sequences that the model cannot take, or a tied linear that is not skipped. NumericError for
     unusable activations, Hessians or weights. CheckpointError for a model that cannot run block by block.
     """
-    run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), Clock(model.device))
+    clock, chosen = Clock(model.device), goals_of(recipe, model.paths, model.kept_dense)
+    run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), clock, chosen)
     _check(run)
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
@@ -128,11 +137,11 @@ def calibrated(
 def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
     """Group a loaded block's `targets` that receive the same tensor object, in order of first call.
 
-    Documents are run until every target was called: one, unless tokens choose experts. A target that no document
-    reaches becomes a group of its own, at the end.
+    Documents are run until every target was called: one, unless tokens choose experts that are not unfused. A target
+    that no document reaches becomes a group of its own, at the end, with those of its expert that share its input.
     """
     groups: list[Group] = []
-    waiting = set(targets)
+    waiting, experts = set(targets), run.model.experts
     for _, tokens, hidden in run.documents():
         inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
 
@@ -147,9 +156,86 @@ def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
             shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
         groups += [Group(tuple(linears), once=len(calls) == 1) for calls, linears in shared.items()]
         waiting.difference_update(inputs)
-        if not waiting:
+        if waiting <= experts.keys():
             break
-    return groups + [Group((linear,)) for linear in targets if linear in waiting]
+    idle: dict[object, list[str]] = {}
+    for linear in targets:
+        if linear in waiting:
+            expert = experts.get(linear)
+            idle.setdefault((expert.owner, expert.number, expert.role == "down") if expert else linear, []).append(
+                linear
+            )
+    return groups + [Group(tuple(linears)) for linears in idle.values()]
+
+
+def find_stages(run: Run, groups: Sequence[Group]) -> list[list[Group]]:
+    """Return the groups in stages that are solved one after the other; groups of a stage do not depend on each other.
+
+    True-sequential: one group is a stage, or the same projections of all experts of a layer. Else there is one stage.
+    """
+    if not run.recipe.true_sequential:
+        return [list(groups)]
+    stages: dict[object, list[Group]] = {}
+    for group in groups:
+        expert = run.model.experts.get(group.linears[0])
+        stages.setdefault((expert.owner, expert.role == "down") if expert else group, []).append(group)
+    return list(stages.values())
+
+
+def with_hessians(run: Run, block: int, stage: Sequence[Group]) -> Iterator[tuple[Group, Hessian, dict[str, Any]]]:
+    """Yield each group of a stage with its Hessian and facts for the report.
+
+    An expert that sees fewer tokens than it has input channels takes its Hessian from all tokens of the layer.
+    """
+    model, starved = run.model, []
+    for groups in _batches(run, stage):
+        for group, hessian in zip(groups, collect(run, block, groups), strict=True):
+            expert = model.experts.get(group.linears[0])
+            if (
+                expert
+                and run.recipe.calibration.moe == "routed"
+                and hessian.tokens < model.linears[group.linears[0]][1]
+            ):
+                starved.append(group)
+            else:
+                yield group, hessian, {"moe": run.recipe.calibration.moe} if expert else {}
+    if not starved:
+        return
+    model.run_on_all_tokens(model.experts[group.linears[0]] for group in starved)
+    for groups in _batches(run, find_groups(run, block, [name for group in starved for name in group.linears])):
+        for group, hessian in zip(groups, collect(run, block, groups), strict=True):
+            yield group, hessian, {"moe": "all"}
+    model.run_on_all_tokens([])
+
+
+def _batches(run: Run, groups: Sequence[Group]) -> Iterator[list[Group]]:
+    """Yield the groups in batches whose Hessians fit `HESSIAN_BYTES`."""
+    batch: list[Group] = []
+    size = 0
+    for group in groups:
+        k = run.model.linears[group.linears[0]][1]
+        needed = 4 * k * (k + CHUNK)
+        if batch and size + needed > HESSIAN_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(group)
+        size += needed
+    if batch:
+        yield batch
+
+
+def _parts(run: Run, group: Group) -> Iterator[list[str]]:
+    """Yield the linears of a group in parts of at most `SOLVED_WEIGHTS`, as `all` makes one group of all experts."""
+    part: list[str] = []
+    size = 0
+    for name in group.linears:
+        n, k = run.model.linears[name]
+        if part and size + n * k > SOLVED_WEIGHTS:
+            yield part
+            part, size = [], 0
+        part.append(name)
+        size += n * k
+    yield part
 
 
 def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
@@ -230,20 +316,23 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     with run.clock.phase("load"):
         model.load_block(block)
     goals = run.goals(model.targets(block))
+    if run.recipe.calibration.moe == "all":
+        model.run_on_all_tokens(model.experts[name] for name in goals if name in model.experts)
     with run.clock.phase("forward"):
         groups = find_groups(run, block, list(goals)) if goals else []
     solved: dict[str, Item] = {}
-    # True-sequential: one pass per group, with the groups before it quantized. Else one pass for all groups.
-    for passed in [[group] for group in groups] if run.recipe.true_sequential else [groups]:
-        for group, hessian in zip(passed, collect(run, block, passed), strict=True):
-            with run.clock.phase("solve"):
-                weights = {name: run.src.get(f"{name}.weight").to(model.device) for name in group.linears}
-                items = solve(weights, {name: goals[name] for name in weights}, hessian, run.recipe, run.progress)
-            for item in items:
-                assert not isinstance(item.value, Packed)  # only conversions yield packed items
-                _put_back(model, item.name.removesuffix(".weight"), item.value)
-                solved[item.name] = item
-                run.progress.detail(_detail(item))
+    for stage in find_stages(run, groups):
+        for group, hessian, facts in with_hessians(run, block, stage):
+            for part in _parts(run, group):
+                with run.clock.phase("solve"):
+                    weights = {name: run.src.get(f"{name}.weight").to(model.device) for name in part}
+                    items = solve(weights, {name: goals[name] for name in weights}, hessian, run.recipe, run.progress)
+                for item in items:
+                    assert not isinstance(item.value, Packed)  # only conversions yield packed items
+                    _put_back(model, item.name.removesuffix(".weight"), item.value)
+                    solved[item.name] = item._replace(facts={**(item.facts or {}), **facts})
+                    run.progress.detail(_detail(item))
+    model.run_on_all_tokens([])
     if block + 1 < len(model.blocks):
         run.forward(block)
     model.unload_block(block)

@@ -51,6 +51,7 @@ def write(
             if isinstance(item.value, Tensor):
                 with about(item.name):
                     check_finite(item.value)
+                item = item._replace(value=src.as_stored(item.name, item.value))
             writer.add(item)
             if item.facts or not isinstance(item.value, Tensor):
                 layers.append(_layer(item, writer))

@@ -35,7 +35,7 @@ from quantkit.pipeline.calibrate import calibrated
 from quantkit.pipeline.layer_solver import solve_uncalibrated
 from quantkit.pipeline.plan import Plan, plan_quantize
 from quantkit.pipeline.publish import finish, name_of, publish_complete, write
-from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goal_of, label
+from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of, label
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.progress import Progress
 from quantkit.reporting.report import heading, phases
@@ -67,7 +67,12 @@ def plan(
 
 def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, run: RunOptions) -> _Job:
     skeleton = BlockRunner(src, device=run.device, trust_remote_code=run.trust_remote_code)
-    chosen = {name: goal_of(recipe, name, skeleton.paths[name]) for name in skeleton.linears}
+    if isinstance(recipe, Pruning) and skeleton.sliced:
+        raise CheckpointError(
+            f"{src.path}: {skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor for "
+            "each, which no reader of dense models takes: use quantize --prune 2:4"
+        )
+    chosen = goals_of(recipe, skeleton.paths, skeleton.kept_dense)
     planned = plan_quantize(
         src,
         skeleton.linears,
@@ -78,7 +83,7 @@ def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, r
         device=skeleton.device.type,
         act_budget=run.act_budget,
     )
-    planned = replace(planned, remarks=(*planned.remarks, *skeleton.notices, *_without_effect(recipe, skeleton)))
+    planned = replace(planned, remarks=(*planned.remarks, *_remarks(recipe, skeleton, chosen)))
     return _Job(src, skeleton, chosen, planned)
 
 
@@ -167,9 +172,15 @@ def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
     return src
 
 
-def _without_effect(recipe: Recipe | Pruning, model: BlockRunner) -> list[str]:
-    """List the settings of the recipe that have no effect on this model."""
-    found = recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
+def _remarks(recipe: Recipe | Pruning, model: BlockRunner, chosen: Mapping[str, Goal | None]) -> list[str]:
+    """List what stays dense by default, and the settings of the recipe that have no effect on this model."""
+    found = list(model.notices)
+    reasons: dict[str, list[str]] = {}
+    for name, reason in model.kept_dense.items():
+        if chosen[name] is None:
+            reasons.setdefault(reason, []).append(name)
+    found += [f"{names[0]}: left dense, {reason} ({len(names)} in all)" for reason, names in reasons.items()]
+    found += recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
     if recipe.calibrated and recipe.calibration.max_length > model.max_length:
         asked = recipe.calibration.max_length
         found.append(f"calibration sequences end at the model's {model.max_length} positions, {asked} were asked for")
@@ -181,7 +192,8 @@ def _schemes(job: _Job, recipe: Recipe) -> Schemes:
 
     In a few families a linear has another name in the model than in the checkpoint. Public readers go by the model's.
     """
-    named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, job.model.paths[m]))]
+    paths = job.model.paths
+    named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, paths.get(m, m)))]
     overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != recipe.scheme)
     return Schemes(recipe.scheme, overrides, ignore=tuple(name for name, s in named if s is None))
 

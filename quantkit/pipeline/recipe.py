@@ -25,6 +25,7 @@ from quantkit.core.sparsity import Rule
 from quantkit.errors import RecipeError, reason
 from quantkit.layouts import LAYOUTS, humming
 from quantkit.layouts.recast import fitting
+from quantkit.models.experts import ROUTER
 
 Method = Literal["gptq", "rtn"]
 #: The result for a linear: codes of a scheme, or a dense 2:4 weight.
@@ -41,6 +42,8 @@ class Calib:
     """Name the calibration text: a data set or file, the number of sequences, their maximum length, the seed.
 
     `lengths` is `own` (each document at its own length, ALGORITHMS 2) or `fixed` (windows of `max_length` tokens).
+    `moe` says on which tokens an expert is calibrated: `routed` (those that the router sends to it) or `all` (of the
+    layer).
     RecipeError for a value out of range.
     """
 
@@ -49,6 +52,7 @@ class Calib:
     max_length: int = 4096
     seed: int = 0
     lengths: Literal["own", "fixed"] = "own"
+    moe: Literal["routed", "all"] = "routed"
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_length"):
@@ -196,6 +200,28 @@ def goal_of(recipe: Recipe | Pruning, name: str, path: str) -> Goal | None:
     """
     by_path, by_name = recipe.scheme_of(path), recipe.scheme_of(name)
     return None if by_path is None or by_name is None else by_path if by_name == recipe.scheme else by_name
+
+
+def goals_of(
+    recipe: Recipe | Pruning, paths: Mapping[str, str], kept_dense: Mapping[str, str]
+) -> dict[str, Goal | None]:
+    """Return the goal of every linear, by its name in the checkpoint; None for one that stays dense.
+
+    `paths`: name -> path in the model. `kept_dense`: name -> reason, of matrices that stay dense, linears or not; an
+    override that matches no other linear is for them. RecipeError if such an override names a router.
+    """
+    goals = {name: goal_of(recipe, name, path) for name, path in paths.items() if name not in kept_dense}
+    named: dict[str, Goal] = {}
+    for pattern, scheme in recipe.overrides if isinstance(recipe, Recipe) else ():
+        if any(matches(pattern, each) for name in goals for each in (name, paths[name])):
+            continue
+        for name, why in kept_dense.items():
+            if not matches(pattern, name) and not matches(pattern, paths.get(name, name)):
+                continue
+            if name not in paths or why == ROUTER:
+                raise RecipeError(f"override {pattern!r} names {name}, {why}, which stays dense: drop the override")
+            named.setdefault(name, scheme)
+    return {**goals, **{name: named.get(name) for name in kept_dense}}
 
 
 def label(goal: Goal) -> str:

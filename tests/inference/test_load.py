@@ -163,28 +163,6 @@ def test_experts_made_of_linears_are_packed(tmp_path: Path) -> None:
     assert torch.equal(logits(model), decoded(tmp_path / "out"))
 
 
-def test_experts_in_one_parameter_stay_dense(tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM, Qwen2MoeConfig
-
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "vocab_size": 257}
-    heads = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 4}
-    ids = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
-    config = Qwen2MoeConfig(**sizes, **heads, **ids, shared_expert_intermediate_size=256, num_experts=4)
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).half().save_pretrained(tmp_path / "dense")
-    report = quantkit.quantize(
-        tmp_path / "dense", tmp_path / "out", method="rtn", layout="marlin", skip=[".*expert_gate"]
-    )
-    assert any("experts.gate_up_proj: parameter of Qwen2MoeExperts" in line for line in report["notices"])
-    model = quantkit.load(tmp_path / "out", device="cpu")
-    reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
-    assert len(layers(model)) == 4 + 3 and model.model.layers[0].mlp.experts.gate_up_proj.ndim == 3
-    for path, layer in model.named_modules():
-        if isinstance(layer, PackedLinear):
-            reference.get_submodule(path).weight.data = layer.record().dequantize()
-    assert torch.equal(logits(model), logits(reference))
-
-
 def test_weights_can_be_offloaded_to_a_cpu_and_a_disk(folder: Folders) -> None:
     path = folder("marlin", "int4:g128")
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}

@@ -20,9 +20,10 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.calibration_data import draw_calibration
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
-from quantkit.pipeline.calibrate import Group, Run, calibrated, collect, find_groups
+from quantkit.pipeline import calibrate
+from quantkit.pipeline.calibrate import Group, Run, calibrated, collect, find_groups, find_stages, with_hessians
 from quantkit.pipeline.layer_solver import solve
-from quantkit.pipeline.recipe import Recipe, from_mapping
+from quantkit.pipeline.recipe import Recipe, from_mapping, goals_of
 from quantkit.progress import Clock as Phases
 from quantkit.progress import Progress
 from tests.tiny_models import FAMILIES, write_model
@@ -63,7 +64,8 @@ def start(folder: Path, recipe: Recipe, work: Path) -> Run:
     """Return a run with the first block loaded and its input activations."""
     src = Checkpoint(folder)
     model = BlockRunner(src, device="cpu")
-    run = Run(src, recipe, model, sequences(), work, None, Progress(quiet=True), Phases(model.device))
+    chosen = goals_of(recipe, model.paths, model.kept_dense)
+    run = Run(src, recipe, model, sequences(), work, None, Progress(quiet=True), Phases(model.device), chosen)
     model.prepare(embeddings=True)
     run.hidden = torch.cat([model.embed(tokens) for tokens in run.sequences])
     model.drop_embeddings()
@@ -395,6 +397,49 @@ def test_experts_are_grouped_after_a_token_has_chosen_them(three: Path, tmp_path
     unreached = find_groups(run, 0, run.model.targets(0))[2:]
     assert [len(g.linears) for g in unreached] == [1, 1, 1]
     assert all(collect(run, 0, [g])[0].tokens == 0 for g in unreached)
+
+
+def test_experts_are_calibrated_on_their_own_tokens_or_on_all_of_the_layer(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    run = start(folders["mixtral"], from_mapping(COARSE), tmp_path)
+    groups = find_groups(run, 0, run.model.targets(0))
+    stages = find_stages(run, groups)
+    experts = "model.layers.0.block_sparse_moe.experts"
+    pairs = [Group((f"{experts}.{e}.w1", f"{experts}.{e}.w3")) for e in range(4)]
+    downs = [Group((f"{experts}.{e}.w2",)) for e in range(4)]
+    assert [len(stage) for stage in stages[:2]] == [1, 1]
+    assert [set(stage) for stage in stages[2:]] == [set(pairs), set(downs)]
+    reference = load_dense_model(run.src)
+    found = {group: (hessian, facts) for group, hessian, facts in with_hessians(run, 0, stages[2])}
+    everything = sum(len(s) for s in run.sequences)
+    routed = [hessian.tokens for hessian, facts in found.values() if facts == {"moe": "routed"}]
+    starved = [group for group, (_, facts) in found.items() if facts == {"moe": "all"}]
+    assert all(128 <= tokens < everything for tokens in routed)
+    if starved:
+        assert found[starved[0]][0].tokens == everything
+    for group, (hessian, facts) in found.items():
+        if facts == {"moe": "routed"}:
+            expected = plain_hessian(reference, run.model.paths[group.linears[0]], sequences())
+            assert distance(hessian.matrix(), expected) < 1e-6
+
+
+@pytest.mark.parametrize("moe", ["routed", "all"])
+def test_the_number_of_passes_over_experts_changes_no_byte(
+    moe: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = from_mapping({**COARSE, "calibration": {"moe": moe}})
+    at_once, _ = quantized(folders["qwen3_moe"], recipe, tmp_path)
+    monkeypatch.setattr(calibrate, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(calibrate, "SOLVED_WEIGHTS", 1)
+    one_by_one, _ = quantized(folders["qwen3_moe"], recipe, tmp_path)
+    assert digests(at_once) == digests(one_by_one)
+    experts = [item.facts for name, item in at_once.items() if ".experts." in name and item.facts]
+    assert len(experts) == 24 and {facts["method"] for facts in experts} == {"gptq"}
+    assert all(facts["moe"] == moe or facts["moe"] == "all" for facts in experts)
+    assert all(isinstance(item.value, Tensor) for name, item in at_once.items() if name.endswith("mlp.gate.weight"))
+    if moe == "all":
+        assert {facts["tokens"] for facts in experts} == {sum(len(s) for s in sequences())}
 
 
 def test_gptq_beats_rounding_on_a_trained_model(shared: Path, tmp_path: Path) -> None:

@@ -1,0 +1,108 @@
+"""Experts one by one: the same function as the fused ones, under the names of the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.whole_model import load_dense_model
+from quantkit.pipeline.recipe import from_mapping, goals_of
+
+TOKENS = torch.arange(3, 60)[None] * 7 % 251
+#: family -> the linears of an expert, as the output names them, and the number of linears in experts
+FAMILIES = {
+    "mixtral": ("model.layers.0.block_sparse_moe.experts.3.w1", 24),
+    "qwen3_moe": ("model.layers.1.mlp.experts.0.down_proj", 24),
+    "gpt_oss": ("model.layers.0.mlp.experts.2.gate_proj", 24),
+    "llama4_text": ("model.layers.0.feed_forward.experts.1.up_proj", 24),
+    "granitemoe": ("model.layers.0.block_sparse_moe.experts.0.down_proj", 24),
+    "dbrx": ("transformer.blocks.0.ffn.experts.3.gate_proj", 24),
+    "nemotron_h": ("backbone.layers.1.mixer.experts.3.up_proj", 8),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_unfused_experts_compute_what_fused_ones_do(family: str, folders: dict[str, Path]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = folders[family]
+    with torch.no_grad():
+        expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)(input_ids=TOKENS).logits
+        whole = load_dense_model(Checkpoint(folder))(input_ids=TOKENS).logits
+    torch.testing.assert_close(whole, expected, rtol=1e-4, atol=1e-5)
+    model = BlockRunner(Checkpoint(folder), device="cpu")
+    example, linears = FAMILIES[family]
+    assert example in model.experts and len(model.experts) == linears
+    assert sorted(set(model.kept_dense.values()) - {"fewer than 64 outputs"}) == ["a router"]
+    model.prepare(embeddings=True)
+    hidden = model.embed(TOKENS[0])
+    with torch.no_grad():
+        for index in range(len(model.blocks)):
+            model.load_block(index)
+            found = model.run(index, TOKENS[0], hidden)
+            assert found is not None
+            hidden = found
+            model.unload_block(index)
+        reference = load_dense_model(Checkpoint(folder))
+        states = reference.model(input_ids=TOKENS, output_hidden_states=True) if family == "mixtral" else None
+    if states is not None:
+        torch.testing.assert_close(reference.model.norm(hidden)[None], states.last_hidden_state, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture
+def changed(folders: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that copies a family's folder into one file, with tensors replaced, or removed if None."""
+
+    def change(family: str, tensors: dict[str, torch.Tensor | None], **config: object) -> Path:
+        folder = tmp_path / family
+        shutil.copytree(folders[family], folder)
+        stored: dict[str, torch.Tensor | None] = {}
+        for path in folder.glob("*.safetensors"):
+            stored |= load_file(path)
+            path.unlink()
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+        stored |= tensors
+        save_file({k: v for k, v in stored.items() if v is not None}, folder / "model.safetensors")
+        known = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**known, **config}))
+        return folder
+
+    return change
+
+
+def test_a_missing_expert_is_named(changed: Callable[..., Path]) -> None:
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.2\.up_proj\.weight is not in the checkpoint"):
+        BlockRunner(Checkpoint(changed("qwen3_moe", {name: None})), device="cpu")
+
+
+def test_experts_of_unequal_shapes_are_refused(changed: Callable[..., Path]) -> None:
+    name = "model.layers.0.mlp.experts.1.down_proj.weight"
+    with pytest.raises(CheckpointError, match=r"experts\.1\.down_proj\.weight: is \[128, 32\] .* asks for \[128, 64\]"):
+        BlockRunner(Checkpoint(changed("qwen3_moe", {name: torch.zeros(128, 32)})), device="cpu")
+
+
+def test_a_config_of_another_family_is_refused(changed: Callable[..., Path]) -> None:
+    with pytest.raises(CheckpointError, match=r"is not in the checkpoint|config\.json asks for") as caught:
+        model = BlockRunner(
+            Checkpoint(changed("qwen3_moe", {}, model_type="mixtral", num_local_experts=4)), device="cpu"
+        )
+        model.prepare(embeddings=True)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_override_cannot_quantize_a_router(folders: dict[str, Path]) -> None:
+    model = BlockRunner(Checkpoint(folders["qwen3_moe"]), device="cpu")
+    with pytest.raises(RecipeError, match=r"names model\.layers\.0\.mlp\.gate, a router, which stays dense"):
+        goals_of(from_mapping({"overrides": {r"mlp\.gate": "int4:g64"}}), model.paths, model.kept_dense)
+    goals = goals_of(from_mapping({"overrides": {r"mlp\..*": "int4:g64"}}), model.paths, model.kept_dense)
+    assert goals["model.layers.0.mlp.gate"] is None and goals["model.layers.0.mlp.experts.0.up_proj"] is not None
