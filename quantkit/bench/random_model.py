@@ -121,7 +121,8 @@ def read(model: str) -> Outline:
         file = path / CONFIG if path.is_dir() else path
         if not model or not file.is_file():
             raise RecipeError(f"unknown model {model!r}: use {', '.join(CONFIGS)}, or a {CONFIG} or a folder with one")
-    config = json_files.load_json(file)
+    config = json_files.load_json(file, special_floats=True)
+    config_checks.drop_auto_map(config)
     config_checks.check_config(config, file)
     found = Outline(file.resolve().parent.name, file, config)
     if config.get("quantization_config") is None:

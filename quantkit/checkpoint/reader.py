@@ -136,7 +136,9 @@ class Checkpoint:
             hint = "merge the adapter into its base model" if "adapter_config.json" in listing else "check the path"
             raise CheckpointError(f"{folder} is no model folder, {CONFIG} is missing: {hint}")
         self._config_file = _found(self.path, CONFIG)
-        self.config = json_files.load_json(self._config_file.path)
+        self.config = json_files.load_json(self._config_file.path, special_floats=True)
+        if not trust_remote_code:
+            self.notices += config_checks.drop_auto_map(self.config)
         config_checks.check_config(self.config, self.path / CONFIG, trust_remote_code)
         self._shards: list[_File] = []
         self._where: dict[str, _Stored | _Bound] = {}

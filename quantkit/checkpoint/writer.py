@@ -145,8 +145,9 @@ class CheckpointWriter:
                 files.copy_atomic(inside(self.like.path, name), self.partial / name)
                 written[name] = hashing.hash_of_file(self.partial / name)
         written |= {name: hashing.hash_of(text) for name, text in texts.items()}
-        written[CONFIG] = hashing.hash_of(dump_json(config))
-        for name, text in {**texts, **sealed(written), CONFIG: dump_json(config)}.items():
+        stated = dump_json(config, special_floats=True)
+        written[CONFIG] = hashing.hash_of(stated)
+        for name, text in {**texts, **sealed(written), CONFIG: stated}.items():
             files.write_atomic(self.partial / name, text)
         return written
 

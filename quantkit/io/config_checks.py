@@ -9,6 +9,20 @@ from quantkit.errors import CheckpointError
 from quantkit.io.json_files import entries, shown
 
 
+def drop_auto_map(config: dict[str, Any]) -> list[str]:
+    """Remove each `auto_map` beside a model type that transformers has code for; return a notice for each."""
+    objects = [config, *(child for _, child in entries(config, Path("config.json")) if isinstance(child, dict))]
+    asking = [found for found in objects if "auto_map" in found and isinstance(found.get("model_type"), str)]
+    if not asking:
+        return []
+    from transformers import CONFIG_MAPPING
+
+    known = [found for found in asking if found["model_type"] in CONFIG_MAPPING]
+    for found in known:
+        del found["auto_map"]
+    return [f"auto_map is ignored: transformers has its own code for {shown(found['model_type'])}" for found in known]
+
+
 def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = False) -> None:
     """Refuse a config whose keys, at any depth, make transformers load code (RELIABILITY 1.6).
 

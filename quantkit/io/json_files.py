@@ -14,17 +14,20 @@ from quantkit.io import files
 
 DEPTH_LIMIT = 64
 AGAIN = "download it again"
+#: Numbers that JSON lacks. A config.json has them bare, as Python writes them, or as transformers does, behind a tag.
+SPECIAL_FLOATS = {"Infinity": float("inf"), "-Infinity": float("-inf"), "NaN": float("nan")}
+FLOAT_TAG = "__float__"
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = 100
 _SHORT.maxother = 100
 
 
-def load_json(path: Path, limit: int = 100 * 2**20) -> dict[str, Any]:
+def load_json(path: Path, limit: int = 100 * 2**20, *, special_floats: bool = False) -> dict[str, Any]:
     """Read the object of a JSON file; CheckpointError if it is larger than `limit` or ambiguous.
 
-    Refused: other encodings than UTF-8, duplicate keys, NaN and infinite numbers, integers past 64 bits, nesting
-    deeper than 64, unpaired surrogates.
+    Refused: other encodings than UTF-8, duplicate keys, numbers that are too large, nesting deeper than 64, unpaired
+    surrogates, and the words NaN and Infinity unless `special_floats` allows them.
     """
     with files.guarded(path):
         real = path.resolve(strict=True)
@@ -32,7 +35,7 @@ def load_json(path: Path, limit: int = 100 * 2**20) -> dict[str, Any]:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CheckpointError(f"{path}: {size} bytes of JSON are more than the limit of {limit}")
-        value = parse(files.read_exactly(file, 0, size, path).numpy().tobytes(), path)
+        value = parse(files.read_exactly(file, 0, size, path).numpy().tobytes(), path, special_floats)
     for key, child in entries(value, path):
         for text in (key, child):
             # Half of a surrogate pair is legal in JSON, and then cannot be printed or written again.
@@ -41,12 +44,24 @@ def load_json(path: Path, limit: int = 100 * 2**20) -> dict[str, Any]:
     return value
 
 
-def dump_json(value: Mapping[str, Any]) -> bytes:
-    """Write JSON to bytes; ValueError for NaN and infinity, which `load_json` would not read back."""
-    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+def dump_json(value: Mapping[str, Any], *, special_floats: bool = False) -> bytes:
+    """Write JSON to bytes; ValueError for NaN and infinity unless `special_floats` allows them, as `load_json`."""
+    return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=special_floats).encode() + b"\n"
 
 
-def parse(data: bytes, path: Path) -> dict[str, Any]:
+def decode_floats(value: Any) -> Any:
+    """Copy a JSON value with numbers in the place of transformers' tags, such as `{"__float__": "Infinity"}`."""
+    if isinstance(value, list):
+        return list(map(decode_floats, value))
+    if not isinstance(value, dict):
+        return value
+    tagged = value.get(FLOAT_TAG) if len(value) == 1 else None
+    if isinstance(tagged, str) and tagged in SPECIAL_FLOATS:
+        return SPECIAL_FLOATS[tagged]
+    return {key: decode_floats(child) for key, child in value.items()}
+
+
+def parse(data: bytes, path: Path, special_floats: bool = False) -> dict[str, Any]:
     """Parse the bytes of a JSON object; CheckpointError, naming `path`, for what `load_json` refuses."""
 
     def number(text: str) -> float:
@@ -60,8 +75,10 @@ def parse(data: bytes, path: Path) -> dict[str, Any]:
             raise ValueError(f"the number {text[:20]} is too large")
         return int(text)
 
-    def constant(text: str) -> NoReturn:
-        raise ValueError(f"{text} is not JSON")
+    def constant(text: str) -> float:
+        if not special_floats:
+            raise ValueError(f"{text} is not JSON")
+        return SPECIAL_FLOATS[text]
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found: dict[str, Any] = {}

@@ -59,7 +59,8 @@ weights again and reports the loss. It is never implied.
   back. If a quad has fewer than two, a convention decides which positions are marked, so the marks do not come back.
 - **Act-order.** Columns whose group is not `k // group size` are not read, because other layouts cannot hold them.
 - **FP8 carriers.** compressed-tensors holds FP6 and FP5 as FP8 values. Each must be a value of the format.
-- **Scales.** All are float16 here. bfloat16 and float32 scales of other programs are read if float16 has them exactly.
+- **Scales.** All are float16 here. bfloat16 and float32 scales of other programs are read if float16 has them exactly;
+  `--requantize-scales` rounds others, keeps the codes, and reports the loss.
 
 | from | to | lossless | recast |
 |---|---|---|---|

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.errors import CheckpointError, reason
+from quantkit.io.json_files import decode_floats
 from quantkit.models.experts import find_routers
 from quantkit.models.linears import is_linear
 
@@ -47,7 +48,7 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
             config = AutoConfig.from_pretrained(src.path, trust_remote_code=True)
         else:
             known = {key: value for key, value in src.config.items() if key not in ("quantization_config", "auto_map")}
-            config = CONFIG_MAPPING[family].from_dict(known)
+            config = CONFIG_MAPPING[family].from_dict(decode_floats(known))
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
     if config.is_encoder_decoder:

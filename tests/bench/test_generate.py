@@ -224,7 +224,7 @@ def test_models_that_cannot_be_measured_are_one_line_of_error(args: str, said: s
         "odd": {"intermediate_size": 200},
         "narrow": {"hidden_size": 100, "intermediate_size": 200, "head_dim": 20},
         "window": {"model_type": "mistral", "sliding_window": 64},
-        "code": {"auto_map": {"AutoModelForCausalLM": "x.Y"}},
+        "code": {"model_type": "theirs", "auto_map": {"AutoModelForCausalLM": "x.Y"}},
         "unknown": {"model_type": "nonsense"},
     }
     for name in (*changes, "broken"):

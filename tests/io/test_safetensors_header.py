@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from quantkit.errors import CheckpointError
-from quantkit.io.config_checks import check_config
-from quantkit.io.json_files import load_json
+from quantkit.io.config_checks import check_config, drop_auto_map
+from quantkit.io.json_files import decode_floats, dump_json, load_json
 from quantkit.io.model_folder import inside
 from quantkit.io.safetensors_header import DTYPES, parse_header, read_header
 
@@ -282,6 +282,29 @@ def test_ordinary_json_is_read(tmp_path: Path) -> None:
     assert load_json(tmp_path / "link.json") == value
 
 
+def test_infinity_and_nan_are_read_and_written_back_where_they_are_allowed(tmp_path: Path) -> None:
+    text = (
+        b'{\n  "a": Infinity,\n  "b": [\n    -Infinity,\n    NaN\n  ],\n  "c": {\n    "__float__": "Infinity"\n  }\n}\n'
+    )
+    (tmp_path / "x.json").write_bytes(text)
+    value = load_json(tmp_path / "x.json", special_floats=True)
+    assert dump_json(value, special_floats=True) == text
+    inf = float("inf")
+    assert decode_floats(value) == {"a": inf, "b": [-inf, value["b"][1]], "c": inf} and value["b"][1] != value["b"][1]
+    with pytest.raises(ValueError):
+        dump_json(value)
+    (tmp_path / "x.json").write_bytes(b'{"a": 1e999}')  # no word for infinity, but a number that is too large
+    with pytest.raises(CheckpointError, match="too large"):
+        load_json(tmp_path / "x.json", special_floats=True)
+
+
+@pytest.mark.parametrize(
+    "value", [{"__float__": "1.5"}, {"__float__": 1}, {"__float__": "NaN", "a": 1}, {"__float__": ["NaN"]}]
+)
+def test_what_only_looks_like_a_tagged_number_stays(value: dict[str, Any]) -> None:
+    assert decode_floats({"a": [value]}) == {"a": [value]}
+
+
 def test_json_past_the_limit_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_bytes(b"")
     os.truncate(tmp_path / "x.json", 100 * 2**20 + 1)
@@ -321,6 +344,27 @@ def test_config_keys_that_load_code_are_refused_at_any_depth(key: str, depth: in
             check_config(config, Path("config.json"), trust_remote_code=True)
     else:
         check_config(config, Path("config.json"), trust_remote_code=True)
+
+
+def test_code_for_a_family_that_transformers_knows_is_left_out_and_other_code_is_refused() -> None:
+    asks = {"AutoModelForCausalLM": "x.Y"}
+    config: dict[str, Any] = {
+        "model_type": "llama",
+        "auto_map": asks,
+        "text_config": {"model_type": "qwen2", "auto_map": asks},
+    }
+    assert len(drop_auto_map(config)) == 2
+    assert config == {"model_type": "llama", "text_config": {"model_type": "qwen2"}}
+    check_config(config, Path("config.json"))
+    for family in ("abacus", None, ["llama"]):
+        config = {"model_type": family, "auto_map": asks}
+        assert drop_auto_map(config) == []
+        with pytest.raises(CheckpointError, match="auto_map"):
+            check_config(config, Path("config.json"))
+    config = {"model_type": "llama", "text_config": {"auto_map": asks}}
+    assert drop_auto_map(config) == []
+    with pytest.raises(CheckpointError, match="auto_map"):
+        check_config(config, Path("config.json"))
 
 
 def test_harmless_config_keys_pass() -> None:

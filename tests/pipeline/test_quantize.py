@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
+from quantkit.inference.load import load
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
 from quantkit.pipeline import quantize as job
@@ -145,6 +148,26 @@ def test_bfloat16_models_get_scales_that_bfloat16_holds(tmp_path: Path) -> None:
     for module in out.modules():
         scales = out.quantized(module).scales
         assert torch.equal(scales.bfloat16().half(), scales)
+
+
+def test_infinite_numbers_and_code_for_a_known_family_in_config_are_no_obstacle(
+    small_llama: Path, tmp_path: Path
+) -> None:
+    source = Path(shutil.copytree(small_llama, tmp_path / "source"))
+    config = json.loads((source / "config.json").read_text())
+    odd = {"time_step_limit": [0.0, float("inf")], "floor": {"__float__": "-Infinity"}, "unset": float("nan")}
+    code = {"auto_map": {"AutoModelForCausalLM": "modeling_llama.Mine"}}
+    (source / "config.json").write_text(json.dumps({**config, **odd, **code}))
+    report = quantize(source, tmp_path / "out", from_mapping({"method": "rtn"}))
+    text = (tmp_path / "out" / "config.json").read_text()
+    written = json.loads(text)
+    assert "auto_map" not in text and any("auto_map is ignored" in line for line in report["notices"])
+    assert written["time_step_limit"] == [0.0, float("inf")] and written["floor"] == {"__float__": "-Infinity"}
+    assert '"unset": NaN' in text
+    pack(tmp_path / "out", tmp_path / "marlin", "marlin")
+    assert '"unset": NaN' in (tmp_path / "marlin" / "config.json").read_text()
+    model = load(tmp_path / "out", device="cpu")
+    assert model.config.floor == float("-inf") and model.config.time_step_limit[1] == float("inf")
 
 
 def test_overrides_and_skips_change_the_output(tiny_llama: Path, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 
 #: Third-party package -> the packages or modules of quantkit that import it.
 IMPORTERS = {
-    "transformers": {"models", "inference", "bench"},
+    "transformers": {"models", "inference", "bench", "io.config_checks"},
     "accelerate": {"models"},
     "datasets": {"models"},
     "cupy": {"kernels"},
