@@ -56,6 +56,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "seed": ("calibration", "seed"),
     "layout": ("layout",),
     "pad": ("pad",),
+    "fused_alike": ("fused_alike",),
 }
 #: Published perplexities have windows of 2048 tokens, or the model's longest context if that is shorter.
 LONGEST_WINDOW = 2048
@@ -92,6 +93,7 @@ class QuantizeKeywords(_Calibrating, total=False):
     prune_method: Rule | None
     layout: str | None
     pad: bool | None
+    fused_alike: bool | None
     override: Mapping[str, str] | None
 
 

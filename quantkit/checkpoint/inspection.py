@@ -8,7 +8,7 @@ from typing import Any
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
-from quantkit.reporting.model_card import READERS
+from quantkit.reporting.readers import Folder, opened_by
 
 
 def describe(src: Checkpoint) -> dict[str, Any]:
@@ -45,6 +45,13 @@ def describe(src: Checkpoint) -> dict[str, Any]:
         },
         "shapes": dict(shapes),
         "files": {path.name: path.stat().st_size for path in src.files()},
-        "readers": READERS[src.layout.NAME] if src.layout else "anything that reads Hugging Face folders",
+        "readers": ", ".join(_readers(src)) if src.layout else "anything that reads Hugging Face folders",
         "notices": list(src.notices),
     }
+
+
+def _readers(src: Checkpoint) -> list[str]:
+    assert src.layout is not None and src.schemes is not None
+    linears = {module: (src.scheme(module), src.size(module)) for module in src.modules()}
+    padded = any(map(src.is_padded, linears))
+    return opened_by(Folder(src.layout.NAME, linears, src.schemes.ignore, padded, src.config))

@@ -86,6 +86,11 @@ recipe_options = combined(
         type=options.Override(),
         help="A scheme for some: '.*down_proj=int4:g64'; repeatable.",
     ),
+    click.option(
+        "--fused-alike/--no-fused-alike",
+        default=None,
+        help="Treat q, k and v, gate and up, experts of a layer as the widest of them [off].",
+    ),
 )
 
 #: The options of a run besides its recipe.

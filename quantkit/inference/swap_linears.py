@@ -24,6 +24,7 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, KernelError, about
 from quantkit.inference.packed_linear import PREFERRED, PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.models.state_names import ignored, places, require_complete
 from quantkit.reporting.units import format_bytes
 
@@ -188,4 +189,4 @@ def config_in_memory(linears: Linears, src: Checkpoint) -> dict[str, Any]:
     schemes = replace(src.schemes, default=default, overrides=others, padded=padded)
     recipe = src.stated.get("quantkit", {}).get("recipe_sha256")
     key = quantkit_key(layouts[0], schemes, quantkit.__version__, recipe)
-    return {**LAYOUTS[layouts[0]].write_config(schemes), "quantkit": key}
+    return {**LAYOUTS[layouts[0]].write_config(with_joined_names(schemes, linears)), "quantkit": key}

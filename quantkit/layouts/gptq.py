@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking, static_groups
+from quantkit.layouts.dynamic import read_dynamic, write_dynamic
 from quantkit.layouts.schemes import Schemes
 
 CODES = Arrangement("N", "K i:8", "K N i")
@@ -102,8 +103,7 @@ class Gptq(Layout):
                 dynamic[f"-:{module[3:]}"] = {}
             elif module != "lm_head":  # which has a key of its own
                 dynamic[f"-:^(?:{re.escape(module)})$"] = {}
-        for pattern, scheme in schemes.overrides:
-            dynamic.setdefault(f"+:^{validation.anchored(pattern)}", _entries(scheme))
+        dynamic |= write_dynamic(schemes.overrides, _entries)
         config = {
             "quant_method": "gptq",
             **_entries(schemes.default),
@@ -163,19 +163,9 @@ def _entries(scheme: Scheme) -> dict[str, Any]:
 
 
 def _schemes(config: Mapping[str, Any]) -> Schemes:
-    ignore = [] if validation.entry(config, "lm_head", bool, default=False) else ["lm_head"]
-    overrides: list[tuple[str, Scheme]] = []
-    for key, changes in (validation.entry(config, "dynamic", dict, type(None), default=None) or {}).items():
-        start = key.removeprefix("+:").removeprefix("-:")
-        own = re.fullmatch(r"\^\(\?:(.*)\)\$", start)
-        pattern = own[1] if own and validation.is_pattern(own[1]) else validation.pattern(f"(?:{start}).*")
-        if key.startswith("-:"):
-            ignore.append(validation.literal(pattern) or f"re:{pattern}")
-        elif type(changes) is not dict:
-            raise CheckpointError(f"{key!r:.80} in 'dynamic' must be an object")
-        else:
-            overrides.append((pattern, _scheme({**config, **changes})))
-    return Schemes(_scheme(config), tuple(overrides), tuple(ignore))
+    head = () if validation.entry(config, "lm_head", bool, default=False) else ("lm_head",)
+    overrides, ignore = read_dynamic(config, _scheme)
+    return Schemes(_scheme(config), overrides, (*head, *ignore))
 
 
 def _scheme(config: Mapping[str, Any]) -> Scheme:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,10 +16,12 @@ from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import blocks
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
+from quantkit.layouts.dynamic import read_dynamic, write_dynamic
 from quantkit.layouts.schemes import Schemes
 
 #: A config's name for each format.
 DTYPES = {"float6e3m2": FP6, "float5e3m1": FP5}
+_NAMES = {fmt: name for name, fmt in DTYPES.items()}
 
 
 class Humming(Layout):
@@ -63,33 +66,55 @@ class Humming(Layout):
         return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), None, fill)
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
-        """Make the config of docs/layouts.md 9b; overrides are in the `quantkit` key only."""
+        """Make the config of docs/layouts.md 9b; overrides go to `dynamic`.
+
+        vLLM takes a plain entry of `ignore` for a part of a name, so an exact name is written as a pattern. A name
+        without dots, that of the head, stays plain: wrapper models put a prefix before it.
+        """
         self.check_all(schemes)
-        names = {fmt: name for name, fmt in DTYPES.items()}
-        return {
+        ignore = [f"re:^{re.escape(entry)}$" if _is_exact(entry) else entry for entry in schemes.ignore]
+        dynamic = write_dynamic(schemes.overrides, lambda scheme: {"b_dtype": _NAMES[scheme.format]})
+        config = {
             "quant_method": "humming",
-            "b_dtype": names[schemes.default.format],
+            "b_dtype": _NAMES[schemes.default.format],
             "weight_scale_group_size": 0,
-            "ignore": list(schemes.ignore),
+            "ignore": ignore,
         }
+        return config | ({"dynamic": dynamic} if dynamic else {})
 
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
         """Read the schemes of a humming config, also with the older keys `dtype` and `group_size`."""
         if config.get("quant_method") != "humming":
             return None
-        dtype = validation.entry(config, "b_dtype" if "b_dtype" in config else "dtype", str)
-        key = "weight_scale_group_size" if "weight_scale_group_size" in config else "group_size"
-        group = validation.entry(config, key, int, default=0)
-        if dtype not in DTYPES:
-            raise CheckpointError(
-                f"a humming checkpoint of {dtype!r:.40}: quantkit reads {' and '.join(DTYPES)}, {validation.ORIGINAL}"
-            )
-        if group != 0:
-            raise CheckpointError(
-                f"a humming checkpoint with groups of {group}: quantkit reads one scale per row (0), "
-                f"{validation.ORIGINAL}"
-            )
-        return Schemes(Scheme(DTYPES[dtype]), ignore=validation.strings(config, "ignore"))
+        overrides, dense = read_dynamic(config, _scheme)
+        ignore = tuple(map(_ignored, validation.strings(config, "ignore")))
+        return Schemes(_scheme(config), overrides, (*ignore, *dense))
+
+
+def _scheme(config: Mapping[str, Any]) -> Scheme:
+    dtype = validation.entry(config, "b_dtype" if "b_dtype" in config else "dtype", str)
+    key = "weight_scale_group_size" if "weight_scale_group_size" in config else "group_size"
+    group = validation.entry(config, key, int, default=0)
+    if dtype not in DTYPES:
+        raise CheckpointError(
+            f"a humming checkpoint of {dtype!r:.40}: quantkit reads {' and '.join(DTYPES)}, {validation.ORIGINAL}"
+        )
+    if group != 0:
+        raise CheckpointError(
+            f"a humming checkpoint with groups of {group}: quantkit reads one scale per row (0), {validation.ORIGINAL}"
+        )
+    return Scheme(DTYPES[dtype])
+
+
+def _is_exact(entry: str) -> bool:
+    return "." in entry and not entry.startswith("re:")
+
+
+def _ignored(entry: str) -> str:
+    """Translate an entry of humming's `ignore`: an exact pattern to a name, a part of a name to a pattern."""
+    own = re.fullmatch(r"re:\^(.*)\$", entry)
+    name = validation.literal(own[1]) if own else None
+    return name or (f"re:.*{re.escape(entry)}.*" if _is_exact(entry) else entry)
 
 
 def _to_stream(codes: Tensor, words: Tensor, bits: int) -> None:

@@ -264,4 +264,5 @@ def _heading(
         "dense": list(schemes.ignore),
         "notices": list(dict.fromkeys([*before.get("notices", []), *notices])),
         "layout_notices": list(planned.layout_remarks),
+        "readers": list(planned.readers),
     }

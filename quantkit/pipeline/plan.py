@@ -24,15 +24,13 @@ from quantkit.errors import LayoutError
 from quantkit.kernels import MATMULS, none_for
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import Layout
+from quantkit.layouts.fused_groups import joined_name
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
 from quantkit.pipeline.memory_estimate import Memory, calibrated_memory, streamed_memory
 from quantkit.pipeline.misfits import Misfit, ways_out
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
-from quantkit.reporting.model_card import READERS
+from quantkit.reporting import readers
 from quantkit.reporting.units import format_bytes
-
-#: Linears that engines fuse into one product; they must share a scheme.
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = (
@@ -68,7 +66,7 @@ class Plan:
 
     A misfit is counted as if left dense. `ways_out` has one line for each broken rule, with the options that help.
     `problems` are other reasons to refuse. `remarks` are about this model in any layout, `layout_remarks` about the
-    readers of this layout.
+    readers of this layout. `readers` are the programs that open the output.
     """
 
     layout: str
@@ -81,6 +79,7 @@ class Plan:
     ways_out: tuple[str, ...] = ()
     remarks: tuple[str, ...] = ()
     layout_remarks: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     disk_free: int | None = None
 
@@ -123,7 +122,7 @@ class Plan:
             "bits_per_weight": self.bits_per_weight,
             "peak_memory": self.memory.to_dict(),
             "disk_free": self.disk_free,
-            "readers": READERS[self.layout],
+            "readers": ", ".join(self.readers),
             "kernel": self.layout if self.layout in MATMULS else None,
             "misfits": [asdict(misfit) for misfit in self.misfits],
             "ways_out": list(self.ways_out),
@@ -172,7 +171,6 @@ def plan_quantize(
         memory = streamed_memory(src, sizes)
     plan = _assemble(src, layout, recipe.scheme, rows, misfits, memory, out)
     remarks = [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in goals.values()) else []
-    remarks += _fused(goals) if layout is not None else []
     lines = ways_out(misfits, goals, layout, recipe, None)
     return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks))
 
@@ -279,6 +277,7 @@ def _assemble(
     others = sum(src.nbytes(name) for name in src.names() if name not in linears)
     total = others + sum(row.bytes for row in rows)
     free = _free_disk(out)
+    folder = _folder(src, layout, rows) if layout else None
     problems = []
     if free is not None and free < total:
         problems.append(
@@ -294,7 +293,8 @@ def _assemble(
         memory=memory,
         misfits=tuple(misfits),
         remarks=tuple(src.notices),
-        layout_remarks=tuple(_layout_remarks(src, layout, rows)) if layout else (),
+        layout_remarks=tuple(_layout_remarks(src, layout, rows, folder)) if layout and folder else (),
+        readers=tuple(readers.opened_by(folder)) if folder else (),
         problems=tuple(problems),
         disk_free=free,
     )
@@ -315,17 +315,24 @@ def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], own_weigh
     return None
 
 
-def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row]) -> list[str]:
+def _folder(src: Checkpoint, layout: Layout, rows: list[Row]) -> readers.Folder:
+    """Collect the facts of the output on which its readers depend; of a packed source, dense linears are known by name.
+
+    A source's config may leave out dense linears, so the other members of each fused group are looked up in its files.
+    """
+    linears = {row.module: (Scheme.parse(row.scheme), row.stored) for row in rows if row.scheme is not None}
+    dense = dict.fromkeys(row.module for row in rows if row.scheme is None)
+    if src.schemes is not None:
+        stored = (name.removesuffix(".weight") for name in src.names() if name.endswith(".weight"))
+        dense |= dict.fromkeys(src.schemes.ignore)
+        dense |= dict.fromkeys(name for name in stored if joined_name(name) and name not in linears)
+    return readers.Folder(layout.NAME, linears, tuple(dense), any(row.padded for row in rows), src.config)
+
+
+def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: readers.Folder) -> list[str]:
     """Return the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and 10)."""
     quantized = [row for row in rows if row.scheme is not None]
-    asymmetric = any(row.scheme is not None and row.scheme.endswith(":asym") for row in quantized)
-    found = []
-    skipped = [row.module for row in rows if row.scheme is None] + list(src.schemes.ignore if src.schemes else ())
-    dense = any(module != "lm_head" for module in skipped)
-    mixed = len({row.scheme for row in quantized}) > 1
-    if (layout.NAME == "marlin" and (dense or mixed)) or (layout.NAME == "humming" and mixed):
-        what = "linears with a scheme of their own" if mixed else "dense linears besides lm_head"
-        found.append(f"the public {layout.NAME} config has no place for {what}: only quantkit reads this folder right")
+    found = readers.refusals(folder)
     if layout.NAME == "marlin":
         odd = [row for row in quantized if row.stored[0] % 256]
         if odd:
@@ -338,10 +345,8 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row]) -> list[st
     if family(layout.NAME) == "gptq":
         if src.dtype_of_model != torch.float16:
             found.append("GPTQ kernels other than MARLIN's run float16 only: load this model with dtype float16 there")
-        if asymmetric and layout.NAME == "gptq":
+        if layout.NAME == "gptq" and not all(scheme.symmetric for scheme in folder.schemes):
             found.append("gptq (v1) cannot store a zero point of 0: use gptq-v2 if the run stops at one")
-    if layout.NAME == "compressed-tensors" and asymmetric:
-        found.append("transformers loads asymmetric weights only with CompressedTensorsConfig(dequantize=True)")
     padded = [row for row in quantized if row.padded]
     if padded:
         found.append(
@@ -349,22 +354,7 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row]) -> list[st
             f"{list(padded[0].stored)}): only quantkit reads their true shapes, and this folder right"
         )
     if layout.NAME not in MATMULS:
-        found.append(f"{none_for(layout.NAME)}: it is loaded by {READERS[layout.NAME]}")
-    return found
-
-
-def _fused(goals: Mapping[str, Goal | None]) -> list[str]:
-    """Return a notice if linears that engines fuse would have different schemes."""
-    found = []
-    for parts in FUSED:
-        for module in goals:
-            parent, _, leaf = module.rpartition(".")
-            together = {goals[f"{parent}.{part}"] for part in parts if f"{parent}.{part}" in goals}
-            if leaf == parts[0] and len(together) > 1:
-                labels = " and ".join(sorted(label(goal) if goal else "dense" for goal in together))
-                found.append(f"{parent}: {', '.join(parts)} mix {labels}; engines that fuse them will not load this")
-    if len(found) > 1:
-        return [f"{found[0]} (and {len(found) - 1} more such groups)"]
+        found.append(f"{none_for(layout.NAME)}: it is loaded by {', '.join(readers.opened_by(folder))}")
     return found
 
 

@@ -26,6 +26,7 @@ from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import RECIPE
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts import quantkit_key
+from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.recipe import Pruning, Recipe
 from quantkit.reporting.model_card import model_card
@@ -105,7 +106,7 @@ def finish(
         true = ((layer["name"], layer.get("true_shape")) for layer in report["layers"])
         schemes = replace(schemes, padded=tuple((name, tuple(shape)) for name, shape in true if shape))
         config["quantization_config"] = {
-            **layout.write_config(schemes),
+            **layout.write_config(with_joined_names(schemes, [layer["name"] for layer in report["layers"]])),
             "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
         }
     weights = sum(n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"]))

@@ -32,6 +32,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.calibration_data import draw_calibration
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline.calibrate import calibrated
+from quantkit.pipeline.fused_alike import changes
 from quantkit.pipeline.layer_solver import solve_uncalibrated
 from quantkit.pipeline.plan import Plan, plan_quantize
 from quantkit.pipeline.publish import finish, name_of, publish_complete, write
@@ -84,6 +85,9 @@ def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, r
         act_budget=run.act_budget,
     )
     planned = replace(planned, remarks=(*planned.remarks, *_remarks(recipe, skeleton, chosen)))
+    if isinstance(recipe, Recipe) and recipe.fused_alike:
+        asked = goals_of(replace(recipe, fused_alike=False), skeleton.paths, skeleton.kept_dense)
+        planned = replace(planned, remarks=(*planned.remarks, *changes(asked, chosen)))
     return _Job(src, skeleton, chosen, planned)
 
 
@@ -231,6 +235,7 @@ def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
         "dense": [module for module, goal in job.chosen.items() if goal is None],
         "notices": list(job.plan.remarks),
         "layout_notices": list(job.plan.layout_remarks),
+        "readers": list(job.plan.readers),
     }
 
 

@@ -26,6 +26,7 @@ from quantkit.errors import RecipeError, reason
 from quantkit.layouts import LAYOUTS, humming
 from quantkit.layouts.recast import fitting
 from quantkit.models.experts import ROUTER
+from quantkit.pipeline.fused_alike import treat_alike
 
 Method = Literal["gptq", "rtn"]
 #: The result for a linear: codes of a scheme, or a dense 2:4 weight.
@@ -68,7 +69,8 @@ class Recipe:
 
     `skip` has regular expressions of linears left dense, matched against the module name or its end after a dot.
     `overrides` give other linears their own scheme; the first match wins. `prune` chooses the masks of 2:4 schemes, and
-    is None without any. `pad` adds zeros to weights whose shape the layout does not hold.
+    is None without any. `pad` adds zeros to weights whose shape the layout does not hold. `fused_alike` gives linears
+    that engines join the widest treatment among them.
     """
 
     scheme: Scheme
@@ -78,6 +80,7 @@ class Recipe:
     gptq: Options
     layout: str
     pad: bool = False
+    fused_alike: bool = False
     signed: bool = False
     prune: Rule | None = None
     true_sequential: bool = True
@@ -129,6 +132,7 @@ class Recipe:
             "calibration": dataclasses.asdict(self.calibration),
             "layout": self.layout,
             "pad": self.pad,
+            **({"fused_alike": True} if self.fused_alike else {}),
             "skip": list(self.skip),
             "overrides": {pattern: scheme.label for pattern, scheme in self.overrides},
         }
@@ -221,7 +225,8 @@ def goals_of(
             if name not in paths or why == ROUTER:
                 raise RecipeError(f"override {pattern!r} names {name}, {why}, which stays dense: drop the override")
             named.setdefault(name, scheme)
-    return {**goals, **{name: named.get(name) for name in kept_dense}}
+    goals |= {name: named.get(name) for name in kept_dense}
+    return treat_alike(goals) if isinstance(recipe, Recipe) and recipe.fused_alike else goals
 
 
 def label(goal: Goal) -> str:
@@ -316,6 +321,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         gptq=gptq,
         layout=layout,
         pad=_typed(mapping.get("pad", False), bool, "pad"),
+        fused_alike=_typed(mapping.get("fused_alike", False), bool, "fused_alike"),
         signed=signed,
         prune=prune,
         overrides=overrides,

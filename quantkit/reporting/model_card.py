@@ -9,20 +9,6 @@ from typing import Any
 from quantkit.reporting import facts
 from quantkit.reporting.report import REPORT
 
-#: Programs that load each layout (layouts.md 10).
-READERS = {
-    "compressed-tensors": "transformers (with compressed-tensors), vLLM, SGLang",
-    "humming": "vLLM and SGLang, through humming-kernels; transformers (with quantkit)",
-    "tcfpx": "transformers (with quantkit), fp6_llm (E3M2 and E2M2), torchao until early 2026",
-    "gptq": "vLLM, SGLang, GPTQModel, transformers (through gptqmodel)",
-    "gptq-v2": "GPTQModel, vLLM since October 2025 (earlier versions read it wrongly)",
-    "awq": "vLLM, GPTQModel, transformers (through gptqmodel); one scale per row in vLLM alone",
-    "quick": "transformers (with quantkit), SqueezeBits' fork of AutoAWQ for n of 128 or a multiple of 256",
-    "marlin": "transformers (with quantkit), the original MARLIN kernel, AutoGPTQ 0.7, GPTQModel, vLLM up to 0.10.1",
-    "marlin24": "transformers (with quantkit), the original Sparse-MARLIN kernel, vLLM up to 0.14",
-    "marlin24-ct": "transformers (with quantkit), vLLM up to 0.14 (its compressed-tensors reader)",
-}
-
 
 def model_card(report: Mapping[str, Any]) -> str:
     """Write the text of the README.md: YAML front matter, then scheme, readers, calibration and figures."""
@@ -63,7 +49,10 @@ def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, sc
     yield "scheme", scheme
     yield "method", ", ".join(methods) or "as in the source"
     yield "layout", layout
-    yield "loads in", READERS.get(layout, "what loads the source" if layout == "dense" else "unknown")
+    yield (
+        "loads in",
+        ", ".join(map(str, report.get("readers", []))) or ("what loads the source" if layout == "dense" else "unknown"),
+    )
     yield "size", facts.sizes(totals)
     sparse = facts.sparsity(report.get("layers", []))
     if sparse:

@@ -39,6 +39,7 @@ TYPES: dict[str, type] = {
     "dense": list,
     "notices": list,
     "layout_notices": list,
+    "readers": list,
     "base": dict,
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.

@@ -237,10 +237,13 @@ def test_notices_name_the_limits_of_readers(tmp_path: Path) -> None:
     assert "gate_proj" not in notices
     assert "no kernel" not in notices
     notices = "\n".join(plan_quantize(src, linears, recipe("gptq", symmetric=False, skip=["up_proj"])).notices)
-    assert "no kernel of quantkit's own multiplies gptq: it is loaded by vLLM" in notices
+    assert "no kernel of quantkit's own multiplies gptq: it is loaded by GPTQModel, transformers (through" in notices
+    assert "vLLM and SGLang will not open this folder because of zero points" in notices
     assert "gate_proj, up_proj mix dense and int4:g128:asym" in notices
     assert "zero point of 0" in notices
-    assert "dequantize=True" in "\n".join(plan_quantize(src, linears, recipe(symmetric=False)).notices)
+    assert "transformers (with CompressedTensorsConfig(dequantize=True))" in "\n".join(
+        plan_quantize(src, linears, recipe(symmetric=False)).notices
+    )
 
 
 def test_a_conversion_lists_every_weight_that_the_target_cannot_hold(sources: dict[str, Path], tmp_path: Path) -> None:

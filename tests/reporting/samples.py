@@ -36,6 +36,7 @@ def example() -> dict[str, Any]:
         },
         "layers": [layer("a.q_proj"), layer("a.k_proj", relative_error=0.2, loss=0.9)],
         "dense": ["lm_head"],
+        "readers": ["quantkit.load"],
         "notices": ["something was left as it is"],
         "phases": {"forward": 1.5, "solve": 2.25},
         "files": {"model-00001.safetensors": "0" * 64},
