@@ -192,27 +192,29 @@ def _read_fp8(
     read: Read,
     index: int | slice | None,
 ) -> Tensor:
-    """Read and dequantize a weight, or its slice `index`: the matrix of an expert, or a row of a matrix."""
-    if isinstance(index, slice):
-        return _read_fp8(inputs, shape, block, dtype, read, None)[index]
+    """Read and dequantize a weight, or the entry or range `index` of its experts, or of the rows of a matrix."""
     name, scale = inputs
     *outer, n, k = shape
-    if outer and index is None:
-        return _stacked(shape, dtype, partial(_read_fp8, inputs, shape, block, dtype, read))
-    scales = _as_float32(read, scale, index if _trimmed(tuple(outer)) else None).reshape(_grid((n, k), *block))
+    if outer and not isinstance(index, int):
+        return _stacked(shape, dtype, partial(_read_fp8, inputs, shape, block, dtype, read), index)
+    expert = index if isinstance(index, int) and _trimmed(tuple(outer)) else None
+    scales = _as_float32(read, scale, expert).reshape(_grid((n, k), *block))
+    rows = torch.arange(n)
     if not outer and index is not None:
-        scales = scales[index // block[0]].unsqueeze(0)
+        rows = rows[index].reshape(-1)
     values = read(name, index)
-    return _scaled(values.view(-1, k), scales, block, dtype).view(values.shape)
+    return _scaled(values.view(-1, k), scales, rows // block[0], block[1], dtype).view(values.shape)
 
 
-def _scaled(values: Tensor, scales: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Multiply float8 values `[n, k]` by scales of blocks, in float32; return the product in `dtype`."""
+def _scaled(values: Tensor, scales: Tensor, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+    """Multiply float8 values `[n, k]` by scales in float32, and round to `dtype`.
+
+    `rows` has the row of the scales for each row of values; each of its scales is for `columns` columns.
+    """
     n, k = values.shape
     out = torch.empty(n, k, dtype=dtype)
     for some in row_slices(values, k):
-        rows = torch.arange(some.start, some.stop) // block[0]
-        factors = scales[rows].repeat_interleave(block[1], 1)[:, :k]
+        factors = scales[rows[some]].repeat_interleave(columns, 1)[:, :k]
         out[some] = values[some].float().mul_(factors)
     return out
 
@@ -244,25 +246,24 @@ def _mxfp4(src: Checkpoint, dtype: torch.dtype) -> LowBit:
 def _read_mxfp4(
     inputs: tuple[str, str], shape: tuple[int, int, int], dtype: torch.dtype, read: Read, index: int | slice | None
 ) -> Tensor:
-    """Read and dequantize all experts, or the matrix `[k, n]` of one."""
-    if isinstance(index, slice):
-        return _read_mxfp4(inputs, shape, dtype, read, None)[index]
-    if index is None:
-        return _stacked(shape, dtype, partial(_read_mxfp4, inputs, shape, dtype, read))
+    """Read and dequantize all experts or a range of them, or the matrix `[k, n]` of one."""
+    if not isinstance(index, int):
+        return _stacked(shape, dtype, partial(_read_mxfp4, inputs, shape, dtype, read), index)
     _, k, n = shape
     codes, scales = read(inputs[0], index), _as_float32(read, inputs[1], index)
     out = torch.empty(k, n, dtype=dtype)
     for some in row_slices(codes, k):
-        values = E2M1_PAIRS[codes[some].int()].view(-1, k // GROUP, GROUP)
+        values = E2M1_PAIRS.index_select(0, codes[some].flatten().int()).view(-1, k // GROUP, GROUP)
         out[:, some] = values.mul_(scales[some].unsqueeze(-1)).view(-1, k).t()
     return out
 
 
-def _stacked(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int], Tensor]) -> Tensor:
-    """Fill a tensor by its slices, so that the inputs of one slice are in memory at a time."""
-    out = torch.empty(shape, dtype=dtype)
-    for index in range(shape[0]):
-        out[index] = read(index)
+def _stacked(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int], Tensor], some: slice | None) -> Tensor:
+    """Read the matrices of experts, or of `some`, one after the other, into one tensor of the whole's `shape`."""
+    experts = range(shape[0])[some or slice(None)]
+    out = torch.empty(len(experts), *shape[1:], dtype=dtype)
+    for place, expert in enumerate(experts):
+        out[place] = read(expert)
     return out
 
 

@@ -280,6 +280,8 @@ def require_equal(low: Path, exact: Path) -> Checkpoint:
         assert found.dtype == tensor.dtype and torch.equal(found, tensor), name
         for index in range(0, len(tensor), 7):
             assert torch.equal(src.get(name, index), tensor[index]), (name, index)
+            some = slice(index, min(index + 3, len(tensor)))
+            assert torch.equal(src.get(name, some), tensor[some]), (name, some)
     return src
 
 
@@ -293,6 +295,27 @@ def test_fp8_weights_are_those_of_the_published_arithmetic(form: str, llama: Pat
 def test_fp8_experts_and_blocks_that_are_cut_are_those_of_the_published_arithmetic(deepseek: tuple[Path, Path]) -> None:
     src = require_equal(*deepseek)
     assert src.shape("model.layers.0.self_attn.kv_a_proj_with_mqa.weight") == (48, 64)  # 1.5 blocks of 32
+
+
+@pytest.mark.parametrize(
+    ("block", "shape"), [([32, 32], (3, 2, 2)), (None, (3,)), (None, (3, 1, 1)), (None, (3, 48, 1))]
+)
+def test_fp8_experts_in_one_tensor_have_the_scales_of_their_expert(
+    block: list[int] | None, shape: tuple[int, ...], llama: Path, tmp_path: Path
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    codes = torch.randn(3, 48, 64, generator=random).to(torch.float8_e4m3fn)
+    scales = torch.rand(shape, generator=random)
+    rows, columns = block or (1 if len(shape) == 3 and shape[1] == 48 else 48, 64)
+    each = [
+        by_blocks(fp8_values(codes[i]), scales[i].reshape(-(-48 // rows), -1).numpy(), rows, columns) for i in range(3)
+    ]
+    low = {"experts.up": codes, "experts.up_scale_inv": scales, "experts.up_activation_scale": torch.ones(3)}
+    stated = {**FINE, "weight_block_size": block}
+    require_equal(
+        rewritten(llama, tmp_path / "low", low, stated),
+        rewritten(llama, tmp_path / "exact", {"experts.up": torch.stack(each)}, None),
+    )
 
 
 def test_mxfp4_experts_are_those_of_the_published_arithmetic(gpt_oss: tuple[Path, Path]) -> None:
@@ -363,6 +386,20 @@ def test_quantizing_a_low_bit_folder_gives_the_bytes_of_quantizing_the_dense_one
     assert not any("dequantized" in line for line in reports[1]["notices"])
 
 
+@pytest.mark.parametrize("model", ["deepseek", "gpt_oss"])
+def test_gptq_of_a_low_bit_folder_gives_the_codes_of_the_dense_one(
+    model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Document {i}: " + "a scale multiplies a block " * (1 + i % 5) for i in range(8)))
+    calibration = {"data": str(text), "samples": 4, "max_length": 32}
+    recipe = from_mapping({**RTN, "method": "gptq", "calibration": calibration})
+    for folder in request.getfixturevalue(model):
+        quantize(folder, tmp_path / folder.name, recipe)
+    found, expected = (load_file(tmp_path / name / "model-00001.safetensors") for name in ("low", "exact"))
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+
+
 def test_a_pruned_low_bit_folder_is_dense_and_says_nothing_else(llama: Path, tmp_path: Path) -> None:
     low, exact = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
     asked = pruning_from_mapping({"method": "magnitude", "skip": ["lm_head"]})
@@ -373,8 +410,11 @@ def test_a_pruned_low_bit_folder_is_dense_and_says_nothing_else(llama: Path, tmp
     assert "quantization_config" not in json.loads((tmp_path / "pruned-low" / "config.json").read_text())
 
 
-def test_perplexity_of_a_low_bit_folder_is_that_of_the_dense_one(llama: Path, tmp_path: Path) -> None:
-    low, exact = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
+@pytest.mark.parametrize("model", ["deepseek", "gpt_oss"])
+def test_perplexity_of_a_low_bit_folder_is_that_of_the_dense_one(
+    model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    low, exact = request.getfixturevalue(model)
     text = tmp_path / "text.txt"
     text.write_text("A scale multiplies a block of weights. " * 40)
     found, expected = (eval_ppl(folder, data=str(text), window=64, device="cpu") for folder in (low, exact))
