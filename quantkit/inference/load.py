@@ -12,7 +12,7 @@ from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.inference.swap_linears import require_kernels
 from quantkit.models.devices import compute_dtype, device_of
-from quantkit.models.meta_model import config_of, unbuildable
+from quantkit.models.meta_model import auto_class, config_of, unbuildable
 from quantkit.models.whole_model import load_dense_model
 from quantkit.progress import Progress
 
@@ -88,7 +88,8 @@ def _from_pretrained(
     model: PreTrainedModel
     try:
         remote = trust_remote_code and "auto_map" in src.config
-        model, loading = _load_silently(src.path, config, device_map, dtype, remote)
+        auto = auto_class(src, config, trust_remote_code)
+        model, loading = _load_silently(auto, src.path, config, device_map, dtype, remote)
     except (QuantkitError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config is free to be wrong in any way
@@ -101,9 +102,8 @@ def _from_pretrained(
     return model
 
 
-def _load_silently(path: Path, config: Any, device_map: Any, dtype: torch.dtype, remote: bool) -> Any:
+def _load_silently(auto: Any, path: Path, config: Any, device_map: Any, dtype: torch.dtype, remote: bool) -> Any:
     """Load without transformers' progress bars and reports: our own checks find and report what is wrong."""
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
@@ -111,7 +111,7 @@ def _load_silently(path: Path, config: Any, device_map: Any, dtype: torch.dtype,
     logging.set_verbosity_error()
     options: Any = {"device_map": device_map, "dtype": dtype, "trust_remote_code": remote, "output_loading_info": True}
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(path, config=config, **options)
+        loaded: Any = auto.from_pretrained(path, config=config, **options)
         return loaded
     finally:
         logging.set_verbosity(level)

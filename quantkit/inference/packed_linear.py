@@ -36,7 +36,8 @@ class PackedLinear(nn.Module):
     """An `nn.Linear` whose packed tensors are frozen parameters under the layout's own names.
 
     `n` and `k` are the stored sizes, padding included; `out_features` and `in_features` are the true ones. Casts such
-    as `.half()` change the bias alone. A move from a CPU to a GPU repacks the weight for a kernel. It has no gradient.
+    as `.half()` change the bias alone; `weight` decodes to `dense_dtype`. A move from a CPU to a GPU repacks the weight
+    for a kernel. It has no gradient.
 
     A layer that is fused with its siblings is part `index` of `fused`, a `FusedLinear` that owns all their tensors.
     Then `packed` makes copies, and the state dict holds copies on the CPU.
@@ -54,6 +55,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = true_size
         self.suffixes: tuple[str, ...] = ()
+        self.dense_dtype = torch.float32
         self.fused: Any = None
         self.index = 0
         self.set_packed(layout, scheme, stored_size, tensors)
@@ -100,6 +102,18 @@ class PackedLinear(nn.Module):
         """Return True if the layout's kernel accepts the packed tensors, wherever they are."""
         owner = self.fused if self.is_fused else self
         return _kernel_accepts(self.layout, self.label, owner.n, self.k, owner.packed())
+
+    def __getattr__(self, name: str) -> Any:
+        """Decode `weight`, for models that use the weight of a linear itself, or ask for its dtype or device."""
+        suffixes = self.__dict__.get("suffixes", ())
+        if name != "weight" or name in suffixes or not suffixes:
+            return super().__getattr__(name)
+        if self.device.type == "meta":
+            decoded = torch.empty(self.out_features, self.in_features, dtype=self.dense_dtype, device="meta")
+        else:
+            decoded = self.record().dequantize(self.dense_dtype)[:, : self.in_features]
+        decoded._is_hf_initialized = True  # type: ignore[attr-defined] # transformers leaves it as it is
+        return decoded
 
     @property
     def device(self) -> torch.device:

@@ -25,7 +25,9 @@ from quantkit.errors import CheckpointError, KernelError, about
 from quantkit.inference.packed_linear import PREFERRED, PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.fused_groups import with_joined_names
-from quantkit.models.state_names import ignored, places, require_complete
+from quantkit.models.experts import unfuse_experts
+from quantkit.models.linears import is_linear, size_of
+from quantkit.models.state_names import ignored, places, require_complete, spellings
 from quantkit.reporting.units import format_bytes
 
 if TYPE_CHECKING:
@@ -38,9 +40,10 @@ Linears = dict[str, PackedLinear]
 def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
     """Replace linears of a skeleton of the checkpoint's model by packed ones on the meta device.
 
-    CheckpointError if a packed weight has no `nn.Linear` of its shape, if one of its tensors is missing, and if model
-    and folder do not have the same tensors.
+    Experts that the checkpoint stores one by one are unfused first. CheckpointError if a packed weight has no linear of
+    its shape, if one of its tensors is missing, and if model and folder do not have the same tensors.
     """
+    unfuse_experts(model, src, spellings(model), slices=False)
     place = places(model)
     linears: Linears = {}
     for module in src.modules():
@@ -48,9 +51,9 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
         path = state.removesuffix(".weight")
         owner, _, leaf = path.rpartition(".")
         dense = None if merged else dict(model.named_modules()).get(path)
-        if dense is None or type(dense).forward is not nn.Linear.forward:
+        if dense is None or not is_linear(dense):
             raise CheckpointError(
-                f"{src.path}: {module} is packed, and {type(model).__name__} in this transformers has no nn.Linear of "
+                f"{src.path}: {module} is packed, and {type(model).__name__} in this transformers has no linear of "
                 "that name: quantize the model again, with --skip for such weights"
             )
         linears[module] = _packed_skeleton(src, module, dense)
@@ -64,22 +67,23 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
 
 def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLinear:
     """Make the packed layer, on the meta device, that replaces a linear of the skeleton."""
-    assert src.layout is not None and isinstance(dense, nn.Linear)
+    assert src.layout is not None
     parts, scheme = src.parts(module), src.scheme(module)
     true, stored = src.true_size(module), src.size(module)
-    if (dense.out_features, dense.in_features) != true:
-        asked = [dense.out_features, dense.in_features]
-        raise CheckpointError(f"{src.path}: {module} is packed from {list(true)}, config.json asks for {asked}")
+    if (asked := size_of(dense)) != true:
+        raise CheckpointError(f"{src.path}: {module} is packed from {list(true)}, config.json asks for {list(asked)}")
     for suffix in src.layout.stored(scheme, *stored):
         if suffix not in parts and suffix not in src.layout.OPTIONAL:
             raise CheckpointError(f"{src.path}: {module}.{suffix} is missing from the checkpoint: fetch it again")
     tensors = {
         suffix: torch.empty(src.shape(name), dtype=src.dtype(name), device="meta") for suffix, name in parts.items()
     }
-    bias = dense.bias
+    bias: Any = dense.bias
     if bias is None and f"{module}.bias" in src.names():  # some programs always write one, of zeros
-        bias = torch.empty(true[0], dtype=dense.weight.dtype, device="meta")
-    return PackedLinear(src.layout.NAME, scheme, stored, true, tensors, bias)
+        bias = torch.empty(true[0], dtype=dense.get_parameter("weight").dtype, device="meta")
+    packed = PackedLinear(src.layout.NAME, scheme, stored, true, tensors, bias)
+    packed.dense_dtype = dense.get_parameter("weight").dtype
+    return packed
 
 
 def _require_complete(model: PreTrainedModel, src: Checkpoint) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers.core_model_loading import WeightConverter
 from transformers.integrations.accelerate import expand_device_map
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
@@ -101,6 +102,15 @@ class QuantkitQuantizer(HfQuantizer):
         fused_linear.fuse_linears(model)
         for line in self.notices:
             warnings.warn(line, RuntimeWarning, stacklevel=2)
+
+    def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
+        """Drop transformers' rules that merge what this model does not have merged, such as unfused experts."""
+        states = "\n".join(self._dtypes)
+        return [
+            rule
+            for rule in super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
+            if not isinstance(rule, WeightConverter) or any(target in states for target in rule.target_patterns)
+        ]
 
     def is_serializable(self) -> bool:
         """Return True, after the config was updated to the layout in memory; CheckpointError for several layouts."""

@@ -150,12 +150,14 @@ class _SortedExperts(UnfusedExperts):
         return out.view(hidden_states.shape)
 
 
-def unfuse_experts(model: PreTrainedModel, src: Checkpoint, rename: Callable[[str], Iterator[str]]) -> list[str]:
+def unfuse_experts(
+    model: PreTrainedModel, src: Checkpoint, rename: Callable[[str], Iterator[str]], *, slices: bool = True
+) -> list[str]:
     """Replace the experts of a model on the meta device by unfused ones.
 
     `rename` gives the states that a stored name may have in the model. Tensors of `src` that hold all experts are
-    replaced by one tensor an expert (`Checkpoint.derive`); their names are returned. CheckpointError if an expert or a
-    projection is missing.
+    replaced by one tensor an expert (`Checkpoint.derive`), unless `slices` is false; their names are returned.
+    CheckpointError if an expert or a projection is missing.
     """
     fused = {path: found for path, module in model.named_modules() if (found := _fused(module)) is not None}
     sliced: list[str] = []
@@ -176,7 +178,7 @@ def unfuse_experts(model: PreTrainedModel, src: Checkpoint, rename: Callable[[st
         module = model.get_submodule(path)
         if path in single:
             leaves = _leaves(src, path, single[path], found)
-        elif path in whole:
+        elif path in whole and slices:
             leaves = {role: LEAVES[role] for role in found.sizes}
             _slice(src, module, whole[path], found, path)
             sliced += whole[path].values()

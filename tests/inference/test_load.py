@@ -163,6 +163,20 @@ def test_experts_made_of_linears_are_packed(tmp_path: Path) -> None:
     assert torch.equal(logits(model), decoded(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "granitemoe", "dbrx", "gpt2"])
+def test_experts_and_transposed_linears_are_packed(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    report = quantkit.quantize(folders[family], tmp_path / "out", method="rtn", group_size=64, skip=["layers.1.*"])
+    model = quantkit.load(tmp_path / "out", device="cpu")
+    assert len(layers(model)) == len(report["layers"])
+    assert torch.equal(logits(model), decoded(tmp_path / "out"))
+
+
+def test_a_decoded_weight_is_there_for_models_that_ask(folder: Folders) -> None:
+    layer = layers(quantkit.load(folder("marlin", "int4:g128"), device="cpu"))[0]
+    assert torch.equal(layer.weight, layer.record().dequantize())
+    assert "weight" not in layer.state_dict()
+
+
 def test_weights_can_be_offloaded_to_a_cpu_and_a_disk(folder: Folders) -> None:
     path = folder("marlin", "int4:g128")
     places = {"model.embed_tokens": "cpu", "model.layers.0": "cpu", "model.layers.1": "disk", "model.norm": "cpu"}

@@ -63,7 +63,7 @@ BAD = {
         lambda path: restate(path, lambda config: config.update(intermediate_size=512)),
         "down_proj is packed from [128, 256], config.json asks for [128, 512]",
     ),
-    "another depth": (lambda path: restate(path, lambda config: config.update(num_hidden_layers=1)), "no nn.Linear of"),
+    "another depth": (lambda path: restate(path, lambda config: config.update(num_hidden_layers=1)), "no linear of"),
     "an unknown model": (lambda path: restate(path, lambda config: config.update(model_type="lama")), "'lama' is unk"),
     "a config that makes no sense": (
         lambda path: restate(path, lambda config: config.update(hidden_act="no such")),
