@@ -128,8 +128,8 @@ def _fp8(src: Checkpoint, stated: Mapping[str, Any], blocks: list[Block], dtype:
         scale = next((prefix + last for last in WEIGHT_SCALES if prefix + last in stored), None)
         if scale is None:
             raise CheckpointError(f"{name} is FP8 and has no {prefix}{WEIGHT_SCALES[0]}: {AGAIN}")
-        rows, columns = _shared_by(src, name, scale, blocks)
-        forms[_form(src.shape(name), rows, columns)] += 1
+        rows, columns, form = _shared_by(src, name, scale, blocks)
+        forms[form] += 1
         compute = partial(_read_fp8, (name, scale), src.shape(name), (rows, columns), dtype)
         tensors[name] = Derived(src.shape(name), dtype, (name, scale), compute)
         dropped += [prefix + last for last in INPUT_SCALES if prefix + last in stored]
@@ -142,26 +142,27 @@ def _fp8(src: Checkpoint, stated: Mapping[str, Any], blocks: list[Block], dtype:
     return LowBit(f"FP8 ({', '.join(form for form, _ in forms.most_common()) or 'none'})", tensors, tuple(dropped))
 
 
-def _shared_by(src: Checkpoint, name: str, scale: str, blocks: list[Block]) -> tuple[int, int]:
-    """Return how many rows and columns share a scale; CheckpointError if shapes or the scale's dtype cannot be."""
+def _shared_by(src: Checkpoint, name: str, scale: str, blocks: list[Block]) -> tuple[int, int, str]:
+    """Return how many rows and columns share a scale, also in words; CheckpointError for wrong shapes and dtypes."""
     shape, found = src.shape(name), src.shape(scale)
     if src.dtype(scale) not in SCALES:
         raise CheckpointError(f"{scale} has dtype {dtype_name(src.dtype(scale))}, no scale has: {AGAIN}")
     if len(shape) not in (2, 3):
         raise CheckpointError(f"{name} is FP8 of shape {list(shape)}, which is no matrix: {AGAIN}")
     *_, n, k = shape
-    sizes = [size for block in blocks for size in ([(n, k), (1, k)] if block is None else [block])]
+    whole = [(1, k, "one scale a row"), (n, k, "one scale a tensor")]
+    sizes = [size for b in blocks for size in (whole if b is None else [(*b, f"{b[0]}x{b[1]} block scales")])]
     fitting = {
-        (min(rows, n), min(columns, k))
-        for rows, columns in sizes
+        (min(rows, n), min(columns, k)): (rows, columns, form)
+        for rows, columns, form in sizes
         if _trimmed(_grid(shape, rows, columns)) == _trimmed(found)
     }
     if len(fitting) != 1:
-        asked = " or ".join(str(list(_grid(shape, *size))) for size in sizes)
+        asked = " or ".join(str(list(_grid(shape, rows, columns))) for rows, columns, _ in sizes)
         raise CheckpointError(
             f"{scale} has shape {list(found)}, config.json asks for {asked} with a weight of {list(shape)}: {AGAIN}"
         )
-    return fitting.pop()
+    return next(iter(fitting.values()))
 
 
 def _grid(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...]:
@@ -175,13 +176,6 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
-
-
-def _form(shape: tuple[int, ...], rows: int, columns: int) -> str:
-    *_, n, k = shape
-    if columns < k or 1 < rows < n:
-        return f"{rows}x{columns} block scales"
-    return "one scale a row" if rows == 1 else "one scale a tensor"
 
 
 def _read_fp8(

@@ -216,12 +216,13 @@ FORMS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "compressed-tensors, a tensor": (
         {
-            "stated": compressed("tensor"),
+            "stated": {**compressed("tensor"), "kv_cache_scheme": {"num_bits": 8, "type": "float"}},
             "rows": None,
             "columns": None,
             "store": lambda s: s.reshape(1),
             "suffix": "weight_scale",
             "input_scale": torch.ones(1),
+            "output_scale": torch.ones(1),
         },
         "one scale a tensor",
     ),
@@ -295,6 +296,11 @@ def test_fp8_weights_are_those_of_the_published_arithmetic(form: str, llama: Pat
 def test_fp8_experts_and_blocks_that_are_cut_are_those_of_the_published_arithmetic(deepseek: tuple[Path, Path]) -> None:
     src = require_equal(*deepseek)
     assert src.shape("model.layers.0.self_attn.kv_a_proj_with_mqa.weight") == (48, 64)  # 1.5 blocks of 32
+
+
+def test_a_weight_of_one_block_has_block_scales(llama: Path, tmp_path: Path) -> None:
+    low, _ = write_fp8(llama, tmp_path, {**FINE, "weight_block_size": [128, 128]}, 128, 128)
+    assert Checkpoint(low).low_bit == "FP8 (128x128 block scales)"
 
 
 @pytest.mark.parametrize(
