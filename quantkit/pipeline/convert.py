@@ -25,6 +25,7 @@ from quantkit.errors import CheckpointError
 from quantkit.io import hashing
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS, family
+from quantkit.layouts.fused_groups import is_expert
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.plan import Plan, plan_pack
 from quantkit.pipeline.publish import finish, name_of, write
@@ -192,14 +193,24 @@ def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:
         became.setdefault(src.scheme(module), set()).add(scheme)
     one = {before: next(iter(after)) for before, after in became.items() if len(after) == 1}
     default, overrides = src.schemes.default, src.schemes.overrides
+    ignore = tuple(dict.fromkeys([*src.schemes.ignore, *_routers(src)]))
     if len(one) == len(became) and default in one:
         kept = tuple((pattern, one[scheme]) for pattern, scheme in overrides if scheme in one)
-        stated = Schemes(one[default], kept, src.schemes.ignore)
+        stated = Schemes(one[default], kept, ignore)
         if all(stated.of(module) == scheme for module, scheme in now.items()):
             return stated
     most = Scheme.parse(planned.scheme)
     exact = tuple((re.escape(module), scheme) for module, scheme in now.items() if scheme != most)
-    return Schemes(most, exact, src.schemes.ignore)
+    return Schemes(most, exact, ignore)
+
+
+def _routers(src: Checkpoint) -> list[str]:
+    """Name the dense matrices beside packed experts. Some tools leave them out of a config, but engines need them."""
+    packed = set(src.modules())
+    parents = {module.partition(".experts.")[0] for module in packed if is_expert(module)}
+    dense = (name.removesuffix(".weight") for name in src.names() if name.endswith(".weight"))
+    beside = [module for module in dense if module.rpartition(".")[0] in parents and module not in packed]
+    return [module for module in beside if len(src.shape(f"{module}.weight")) == 2]
 
 
 def rounded_again(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:

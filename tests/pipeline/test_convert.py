@@ -459,3 +459,13 @@ def test_float16_scales_are_not_touched_by_the_flag(small_llama: Path, tmp_path:
         call("convert", "gptq-to-marlin", tmp_path / "a", *flags, "-o", tmp_path / name, "-q")
     assert tensors(tmp_path / "b") == tensors(tmp_path / "c")
     assert "rounded_scales" not in (tmp_path / "c" / REPORT).read_text()
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq-v2"])
+def test_routers_that_a_foreign_config_leaves_out_are_stated(layout: str, tmp_path: Path) -> None:
+    source = write_model("qwen3_moe", tmp_path / "model")
+    write_folder(source, tmp_path / "gptq", "gptq", Schemes(Scheme.parse("int4:g32"), ignore=("lm_head",)), key=False)
+    call("pack", tmp_path / "gptq", "--layout", layout, "-o", tmp_path / "out")
+    found = Checkpoint(tmp_path / "out").schemes
+    routers = [name.removesuffix(".weight") for name in Checkpoint(source).names() if name.endswith("mlp.gate.weight")]
+    assert found is not None and set(found.ignore) == {"lm_head", *routers} and routers
