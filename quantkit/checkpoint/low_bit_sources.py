@@ -139,7 +139,8 @@ def _fp8(src: Checkpoint, stated: Mapping[str, Any], blocks: list[Block], dtype:
             raise CheckpointError(f"{name} is there, the FP8 weight that it scales is not: {AGAIN}")
     if stated.get("kv_cache_scheme") is not None:
         dropped += [name for name in names if name.rpartition(".")[2] in CACHE_SCALES]
-    return LowBit(f"FP8 ({', '.join(form for form, _ in forms.most_common()) or 'none'})", tensors, tuple(dropped))
+    words = ", ".join(form for form, _ in forms.most_common())
+    return LowBit(f"FP8 ({words})" if words else "FP8", tensors, tuple(dropped))
 
 
 def _shared_by(src: Checkpoint, name: str, scale: str, blocks: list[Block]) -> tuple[int, int, str]:

@@ -386,7 +386,8 @@ class Checkpoint:
         if found is None:
             return None
         self.derive(found.tensors, found.dropped)
-        self.notices.append(f"source weights are {found.form}, dequantized to {dtype_name(dtype)} on reading")
+        told = f"source weights are {found.form}, dequantized to {dtype_name(dtype)} on reading"
+        self.notices.append(told if found.tensors else f"{CONFIG} states {found.form}, no tensor is stored in it")
         return found.form
 
     def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:

@@ -298,6 +298,15 @@ def test_fp8_experts_and_blocks_that_are_cut_are_those_of_the_published_arithmet
     assert src.shape("model.layers.0.self_attn.kv_a_proj_with_mqa.weight") == (48, 64)  # 1.5 blocks of 32
 
 
+@pytest.mark.parametrize(("stated", "form"), [(FINE, "FP8"), ({"quant_method": "mxfp4"}, "MXFP4 (one scale for 32)")])
+def test_a_dense_folder_with_a_stale_config_is_dense_and_says_so(
+    stated: dict[str, Any], form: str, llama: Path, tmp_path: Path
+) -> None:
+    stale = rewritten(llama, tmp_path / "stale", load_file(llama / "model.safetensors"), stated)
+    src = require_equal(stale, llama)
+    assert src.notices == [f"config.json states {form}, no tensor is stored in it"]
+
+
 def test_a_weight_of_one_block_has_block_scales(llama: Path, tmp_path: Path) -> None:
     low, _ = write_fp8(llama, tmp_path, {**FINE, "weight_block_size": [128, 128]}, 128, 128)
     assert Checkpoint(low).low_bit == "FP8 (128x128 block scales)"
