@@ -25,8 +25,11 @@ from quantkit.models.state_names import match, spellings
 
 #: `BlockRunner.max_length` of a model whose positions have no limit.
 UNLIMITED = 2**31
-#: Linears with fewer outputs stay dense unless a recipe names them: gates and small mixers, which engines keep dense.
-FEWEST_OUTPUTS = 64
+#: Linears with fewer inputs or outputs stay dense unless a recipe names them: gates and small mixers, which engines
+#: keep dense.
+FEWEST = 64
+#: Linears of state spaces whose weight the model multiplies itself, so that no input of theirs is ever seen.
+NEVER_CALLED = ("dt_proj",)
 
 
 class _Stop(Exception):
@@ -39,7 +42,7 @@ class BlockRunner:
     `blocks`: module paths of the transformer blocks, in order. `linears`: name in the checkpoint -> `(n, k)` of every
     linear. `paths`: the same names -> module paths, which differ in a few published families. `tied`: linears that
     share their weight with the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe
-    names them: routers, towers of other inputs, linears with few outputs. `experts`: name -> the expert that a linear
+    names them: routers, towers of other inputs, small linears. `experts`: name -> the expert that a linear
     belongs to. `sliced`: stored tensors that hold several experts. `notices`: matrices that stay dense without being
     skipped. `dtype`: of weights and activations in memory, see `compute_dtype`. `max_length`: the most tokens of a
     sequence.
@@ -98,15 +101,22 @@ class BlockRunner:
         routers, head = find_routers(self.module), self.module.get_output_embeddings()
         kept: dict[str, str] = {}
         for path, module in self.module.named_modules():
-            name = self._stored.get(f"{path}.weight", "").removesuffix(".weight")
-            if not name or module is head:
+            name = path if path in self.tied else self._stored.get(f"{path}.weight", "").removesuffix(".weight")
+            if not name:
                 continue
             if path in routers:
                 kept[name] = ROUTER
-            elif is_linear(module) and decoder and not path.startswith(f"{decoder}."):
+            elif not is_linear(module):
+                continue
+            elif module is head:
+                if "lm_head" not in (name.rpartition(".")[2], path.rpartition(".")[2]):  # which recipes skip by name
+                    kept[name] = "the output head"
+            elif decoder and not path.startswith(f"{decoder}."):
                 kept[name] = "outside the language model"
-            elif is_linear(module) and size_of(module)[0] < FEWEST_OUTPUTS:
-                kept[name] = f"fewer than {FEWEST_OUTPUTS} outputs"
+            elif min(size_of(module)) < FEWEST:
+                kept[name] = f"fewer than {FEWEST} inputs or outputs"
+            elif path.rpartition(".")[2] in NEVER_CALLED:
+                kept[name] = "its weight is used without calling it"
         return kept
 
     def stored(self, block: int | None) -> list[str]:

@@ -59,7 +59,7 @@ class Group:
 class Run:
     """Hold the state of one calibrated run: the source, the model, its goals, the documents and their activations.
 
-    `hidden` `[T, h]`, in the compute dtype, concatenates the hidden states of all documents.
+    `hidden` `[T, h]`, or `[T, streams, h]`, in the compute dtype, concatenates the hidden states of all documents.
     """
 
     src: Checkpoint
@@ -297,7 +297,12 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
         model.prepare(embeddings=True)
     with run.clock.phase("forward"):
         entered = [model.embed(tokens) for tokens in run.sequences[:1]]
-        run.hidden = _allocate(run, (sum(len(s) for s in run.sequences), entered[0].shape[-1]))
+        if entered[0].shape[0] != len(run.sequences[0]):
+            raise CheckpointError(
+                f"{run.src.path}: {len(run.sequences[0])} tokens enter the blocks of {type(model.module).__name__} as "
+                f"{list(entered[0].shape)}: they cannot be run one by one, use --method rtn"
+            )
+        run.hidden = _allocate(run, (sum(len(s) for s in run.sequences), *entered[0].shape[1:]))
         for _, tokens, hidden in run.documents():
             hidden.copy_(model.embed(tokens))
     model.drop_embeddings()

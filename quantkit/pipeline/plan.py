@@ -303,7 +303,7 @@ def _assemble(
 def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], own_weight: bool) -> str | None:
     """Return the rule, independent of the layout, by which a weight cannot be quantized."""
     name = f"{module}.weight"
-    if not own_weight or (src.config.get("tie_word_embeddings") is True and shape[0] == src.config.get("vocab_size")):
+    if not own_weight:
         return "a linear tied to the embeddings has no weight of its own, and those stay dense"
     if src.dtype(name) not in FLOATS:
         return (

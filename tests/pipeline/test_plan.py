@@ -214,8 +214,10 @@ def test_a_tied_lm_head_is_never_quantized_as_a_second_version(sources: dict[str
         tie_word_embeddings=True,
         vocab_size=256,
     )
-    planned = plan_quantize(twice, {"lm_head": (256, 64)}, recipe(skip=[], group_size=64))
+    planned = plan_quantize(twice, {"lm_head": (256, 64)}, recipe(skip=[], group_size=64), tied={"lm_head"})
     assert [misfit.module for misfit in planned.misfits] == ["lm_head"]
+    as_wide = plan_quantize(twice, {"lm_head": (256, 64)}, recipe(skip=[], group_size=64))
+    assert not as_wide.misfits  # as many outputs as tokens do not make a linear tied
 
 
 def test_a_shape_that_config_and_headers_disagree_on_is_refused(tmp_path: Path) -> None:
