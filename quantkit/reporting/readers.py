@@ -100,6 +100,11 @@ TRAITS = {
         "quantize with --fused-alike",
         lambda f: bool(_mixed_groups(f)),
     ),
+    "wrapped": Trait(
+        "several schemes in a wrapper model, whose linears the engine calls by other names",
+        "use --layout compressed-tensors",
+        lambda f: isinstance(f.config.get("text_config"), Mapping) and len(f.schemes) > 1,
+    ),
     "padded": Trait("weights padded with zeros", "leave out --pad", lambda f: f.padded),
     "channel": Trait(
         "one scale per row",
@@ -155,11 +160,11 @@ _SHARED = ("split", "padded")
 _PUBLIC_MARLIN = ("mixed", "dense", "padded")
 READERS = (
     Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", "topk"), LOADER),
-    Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", *_SHARED, "topk"), LOADER),
+    Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", *_SHARED, "topk"), LOADER),
     Reader("vLLM", ("awq",), ("mixed", "part", *_SHARED, "topk"), LOADER),
-    Reader("vLLM", ("humming",), (*_SHARED, "experts", "topk"), LOADER),
+    Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", "topk"), LOADER),
     Reader("SGLang", ("compressed-tensors",), (*_SHARED, "experts", "topk"), PUBLISHED),
-    Reader("SGLang", ("gptq",), ("asymmetric", *_SHARED), PUBLISHED),
+    Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", *_SHARED), PUBLISHED),
     Reader("SGLang", ("humming",), ("mixed", *_SHARED, "experts"), PUBLISHED),
     Reader("transformers (with compressed-tensors)", ("compressed-tensors",), ("zeros", "padded"), ELSEWHERE),
     Reader(
