@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, reason
 from quantkit.models.devices import compute_dtype, device_of
 from quantkit.models.experts import ROUTER, Expert, UnfusedExperts, find_experts, find_routers, unfuse_experts
 from quantkit.models.linears import is_linear, replace_transposed, size_of
@@ -107,7 +107,8 @@ class BlockRunner:
             if path in routers:
                 kept[name] = ROUTER
             elif not is_linear(module):
-                continue
+                if isinstance(module, nn.Linear):
+                    kept[name] = "no plain linear"
             elif module is head:
                 if "lm_head" not in (name.rpartition(".")[2], path.rpartition(".")[2]):  # which recipes skip by name
                     kept[name] = "the output head"
@@ -221,6 +222,11 @@ class BlockRunner:
                 self.module(input_ids=tokens.to(self.device)[None], use_cache=False)
         except _Stop:
             return self._output
+        except TypeError as error:  # an argument besides tokens, such as an image
+            raise CheckpointError(
+                f"{self.src.path}: {type(self.module).__name__} cannot be run on tokens alone ({reason(error)}): use "
+                "--method rtn"
+            ) from error
         finally:
             self._hidden = None
         raise CheckpointError(

@@ -289,7 +289,8 @@ def _prefix(name: str, parameter: str, path: str) -> str:
     """Return the stored name of the experts, given the stored name of one of their parameters."""
     if name.endswith(f".{parameter}"):
         return name.removesuffix(f".{parameter}")
-    return f"{name.removesuffix('.weight').rpartition('.')[0]}.{path.rpartition('.')[2]}"
+    prefix, leaf = name.removesuffix(".weight").rpartition(".")[0], path.rpartition(".")[2]
+    return prefix if prefix.endswith(f".{leaf}") else f"{prefix}.{leaf}"
 
 
 def _part(name: str, whole: int | slice, rows: slice, turned: bool) -> Compute:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.hessian import CHUNK, Hessian
+from quantkit.algorithms.hessian import Hessian
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -36,13 +36,12 @@ from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.tokenizer import check_tokens
 from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
+from quantkit.pipeline.memory_estimate import HESSIAN_BYTES, hessian_bytes
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of
 from quantkit.progress import Clock, Progress
 
 #: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
-#: The most bytes of Hessians that one pass sums, unless a single one is larger.
-HESSIAN_BYTES = 4 * 2**30
 #: The most weights of a group that are solved together, unless a single one is larger.
 SOLVED_WEIGHTS = 2**28
 
@@ -187,24 +186,21 @@ def with_hessians(run: Run, block: int, stage: Sequence[Group]) -> Iterator[tupl
 
     An expert that sees fewer tokens than it has input channels takes its Hessian from all tokens of the layer.
     """
-    model, starved = run.model, []
+    model = run.model
+    starved: dict[str, str] = {}
     for groups in _batches(run, stage):
         for group, hessian in zip(groups, collect(run, block, groups), strict=True):
-            expert = model.experts.get(group.linears[0])
-            if (
-                expert
-                and run.recipe.calibration.moe == "routed"
-                and hessian.tokens < model.linears[group.linears[0]][1]
-            ):
-                starved.append(group)
+            expert, k = model.experts.get(group.linears[0]), model.linears[group.linears[0]][1]
+            if expert and run.recipe.calibration.moe == "routed" and hessian.tokens < k:
+                starved |= dict.fromkeys(group.linears, f"{hessian.tokens} tokens for {k} input channels")
             else:
                 yield group, hessian, {"moe": run.recipe.calibration.moe} if expert else {}
     if not starved:
         return
-    model.run_on_all_tokens(model.experts[group.linears[0]] for group in starved)
-    for groups in _batches(run, find_groups(run, block, [name for group in starved for name in group.linears])):
+    model.run_on_all_tokens(model.experts[name] for name in starved)
+    for groups in _batches(run, find_groups(run, block, list(starved))):
         for group, hessian in zip(groups, collect(run, block, groups), strict=True):
-            yield group, hessian, {"moe": "all"}
+            yield group, hessian, {"moe": "all", "few_routed": starved[group.linears[0]]}
     model.run_on_all_tokens([])
 
 
@@ -213,8 +209,7 @@ def _batches(run: Run, groups: Sequence[Group]) -> Iterator[list[Group]]:
     batch: list[Group] = []
     size = 0
     for group in groups:
-        k = run.model.linears[group.linears[0]][1]
-        needed = 4 * k * (k + CHUNK)
+        needed = hessian_bytes(run.model.linears[group.linears[0]][1])
         if batch and size + needed > HESSIAN_BYTES:
             yield batch
             batch, size = [], 0

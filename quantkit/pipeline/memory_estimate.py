@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 
+from quantkit.algorithms.hessian import CHUNK
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.pipeline.recipe import Pruning, Recipe
 
 MIB = 2**20
-#: Python, torch, transformers, datasets and numba imported, and the skeleton of the model (measured: 540 MB).
+#: Python, torch, transformers and datasets imported, and the skeleton of the model (measured: 540 MB).
 PROGRAM = 600 * MIB
 #: Bytes that the CUDA runtime and its libraries add, on the host and on the device.
 CUDA_HOST, CUDA_DEVICE = 2500 * MIB, 800 * MIB
@@ -29,10 +31,14 @@ CUDA_HOST, CUDA_DEVICE = 2500 * MIB, 800 * MIB
 STREAMED = 12
 #: float32 matrices `[k, k]` during a factorisation: the sum, H, its damped copy, the factor, scratch.
 SQUARES = 5
+#: The most bytes of Hessians that one pass over experts sums, unless a single one is larger.
+HESSIAN_BYTES = 4 * 2**30
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, scratch.
 SOLVED = 7
 #: The path of a block in a module path: everything up to the first number.
 BLOCK = re.compile(r"(.*?\.\d+)\.")
+#: The layer and the number of the expert that a linear belongs to.
+EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ def calibrated_memory(
     solve = {
         "block": width * max(_blocks(src).values(), default=0),
         "Hessian and factor": 4 * SQUARES * max((k * k for _, k in inside.values()), default=0),
+        "Hessians of experts": min(HESSIAN_BYTES, _of_experts(inside)),
         "rows being solved": 4 * SOLVED * max(_sharing(inside).values(), default=0),
         # While a document runs, a block holds about two copies of its linears' outputs.
         "one document": 2 * width * tokens * max(_outputs(inside).values(), default=0),
@@ -143,6 +150,20 @@ def _sharing(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[str, int], in
         key = (module.rpartition(".")[0], k)
         found[key] = found.get(key, 0) + n * k
     return found
+
+
+def hessian_bytes(k: int) -> int:
+    """Return the bytes that summing a Hessian `[k, k]` takes, its chunk of tokens included."""
+    return 4 * k * (k + CHUNK)
+
+
+def _of_experts(linears: Mapping[str, tuple[int, int]]) -> int:
+    """Return the bytes of the Hessians of all experts of one layer, for the inputs of one projection."""
+    groups = {(found[1], found[2], k) for module, (_, k) in linears.items() if (found := EXPERT.match(module))}
+    sizes: Counter[tuple[str, int]] = Counter()
+    for layer, _, k in groups:
+        sizes[layer, k] += hessian_bytes(k)
+    return max(sizes.values(), default=0)
 
 
 def _outputs(linears: Mapping[str, tuple[int, int]]) -> dict[str, int]:

@@ -17,6 +17,7 @@ EVENTS = {
     "by_magnitude": "were pruned by magnitude although the method calibrates",
     "dead_columns": "have input channels that no calibration token reached (kept, rounded to nearest)",
     "descent_skipped": "were not refined by descent, which needs 16 tokens for each input channel",
+    "few_routed": "belong to experts that see too few tokens, and were calibrated on all tokens of their layer",
     "guard_rows": "have rows where rounding was better than GPTQ and was kept",
     "floored_scales": "have scales raised to 2^-20",
     "subnormal_scales": "have scales below the normal float16 range",

@@ -27,7 +27,7 @@ REPORT = "quantkit_report.json"
 SCALES = ("floored", "subnormal", "zero")
 
 #: Facts of a layer that are text.
-WORDS = ("reason", "by_magnitude", "descent_skipped", "restated_from", "requantized_from")
+WORDS = ("reason", "by_magnitude", "descent_skipped", "few_routed", "restated_from", "requantized_from")
 #: Types of the entries that quantkit reads; any of them may be absent.
 TYPES: dict[str, type] = {
     "layers": list,

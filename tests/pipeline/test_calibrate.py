@@ -414,7 +414,7 @@ def test_experts_are_calibrated_on_their_own_tokens_or_on_all_of_the_layer(
     found = {group: (hessian, facts) for group, hessian, facts in with_hessians(run, 0, stages[2])}
     everything = sum(len(s) for s in run.sequences)
     routed = [hessian.tokens for hessian, facts in found.values() if facts == {"moe": "routed"}]
-    starved = [group for group, (_, facts) in found.items() if facts == {"moe": "all"}]
+    starved = [group for group, (_, facts) in found.items() if facts["moe"] == "all"]
     assert all(128 <= tokens < everything for tokens in routed)
     if starved:
         assert found[starved[0]][0].tokens == everything
