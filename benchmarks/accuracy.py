@@ -124,7 +124,7 @@ def main() -> None:
     for name in args.only or every:
         rows[name] = measure(args, name)
         print(rows[name], flush=True)
-        _save([rows[name] for name in every if name in rows], args.out)
+        save([rows[name] for name in every if name in rows], args.out)
 
 
 def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     words = load_tokenizer(args.model)
     reference = load_dense_model(Checkpoint(args.model), device=args.device, dtype=torch.float32)
     if name == UNQUANTIZED:
-        return {"variant": name, **_evaluate(reference, reference, words, texts, args.window)}
+        return {"variant": name, **evaluate(reference, reference, words, texts, args.window)}
     calibration = {"data": args.calib, "samples": args.samples, "max_length": args.window}
     with tempfile.TemporaryDirectory() as folder:
         made = args.model
@@ -146,7 +146,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     print(name, {phase: round(seconds, 1) for phase, seconds in report["phases"].items()}, flush=True)
     return {
         "variant": name,
-        **_evaluate(model, reference, words, texts, args.window),
+        **evaluate(model, reference, words, texts, args.window),
         "bits": None if bits is None else round(bits, 3),
         "tokens": report["calibration"].get("tokens", 0),
         "loss_over_rtn": _ratio(report["layers"]),
@@ -155,7 +155,8 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     }
 
 
-def _save(rows: list[dict[str, Any]], path: Path) -> None:
+def save(rows: list[dict[str, Any]], path: Path) -> None:
+    """Write rows as CSV, with a column for each key of any row."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for row in rows for key in row)))
@@ -163,7 +164,8 @@ def _save(rows: list[dict[str, Any]], path: Path) -> None:
         writer.writerows(rows)
 
 
-def _evaluate(model: Any, reference: Any, words: Any, texts: Mapping[str, str], window: int) -> dict[str, Any]:
+def evaluate(model: Any, reference: Any, words: Any, texts: Mapping[str, str], window: int) -> dict[str, Any]:
+    """Return the perplexity on each text and, for any model but the reference, KL divergence and top-1 on the first."""
     row: dict[str, Any] = {}
     for name, text in texts.items():
         row[name] = round(perplexity(model, words, text, window=window, stride=window, data=name).perplexity, 4)

@@ -35,6 +35,19 @@ opt() {
     accuracy "$work/opt" opt-14m
 }
 
+moe_accuracy() { # routed or all; the first characters (all of PTB) are enough for KL, and six runs take their time
+    "$python" benchmarks/train_moe.py --tokenizer "$reference/models/llama-29m" --valid "$data/wikitext2/valid.txt" \
+        --text "$data/wikitext2/train.txt" "$data/ptb/train.txt" -o "$work/moe"
+    "$python" benchmarks/moe_accuracy.py --model "$work/moe" --calib "$data/wikitext2/train.txt" --characters 450000 \
+        --text "$data/wikitext2/test.txt" "$data/ptb/test.txt" -o "$results/moe_accuracy.csv"
+}
+
+moe_blocks() { # a process each, so that peaks of memory are those of one model
+    for model in qwen3-30b-a3b mixtral-8x7b; do
+        "$python" benchmarks/moe_blocks.py --model "$model" --work "$work" -o "$results/moe_blocks.json"
+    done
+}
+
 kernels() { # LAYOUT
     "$python" -m quantkit bench kernels -q --layout "$1" --model llama3-8b --model llama2-70b --model large \
         --csv "$results/kernels_$1.csv"
@@ -109,7 +122,7 @@ tiles() { # what the models of the Hopper kernels are fitted to
     done
 }
 
-for stage in "${@:-tests llama sparse opt kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate perplexity verify_8b cold_start bias_shift sanitizer}"; do
+for stage in "${@:-tests llama sparse opt moe_accuracy moe_blocks kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate perplexity verify_8b cold_start bias_shift sanitizer}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
