@@ -7,7 +7,7 @@ on 2026-11-23: of its model classes (`packed_modules_mapping`), and of its loade
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from quantkit.core.scheme import Scheme
@@ -50,11 +50,11 @@ def fused_groups(modules: Iterable[str]) -> dict[str, list[str]]:
     return {joined: members for joined, members in groups.items() if len(members) > 1}
 
 
-def with_joined_names(schemes: Schemes, modules: Iterable[str]) -> Schemes:
+def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
     """State the scheme of each joined linear too, if its members share one that its own name does not get.
 
-    `modules` are the quantized linears. A config of exact names does not reach the joined ones. Joined linears that are
-    dense are recognized by their members, except experts.
+    `modules` are the quantized linears. A config of exact names does not reach the joined ones. The same holds for a
+    group that is dense as a whole.
     """
     exact = (validation.literal(pattern) for pattern, _ in schemes.overrides)  # a linear's other names are there too
     named: list[tuple[str, Scheme]] = []
@@ -64,9 +64,10 @@ def with_joined_names(schemes: Schemes, modules: Iterable[str]) -> Schemes:
             scheme = found.pop()
             asked = [name for name in _asked_names(joined, members) if schemes.of(name) != scheme]
             named += [(re.escape(name), scheme) for name in asked]
-    ignore = dict.fromkeys(schemes.ignore)
-    for joined, members in fused_groups(filter(is_expert, schemes.ignore)).items():
-        ignore |= dict.fromkeys(_asked_names(joined, members))
+    ignore, packed = dict.fromkeys(schemes.ignore), set(map(joined_name, modules))
+    for joined, members in fused_groups(schemes.ignore).items():
+        if joined not in packed:
+            ignore |= dict.fromkeys(_asked_names(joined, members))
     return replace(schemes, overrides=(*named, *schemes.overrides), ignore=tuple(ignore))
 
 

@@ -108,6 +108,44 @@ def test_logits_by_kernel_are_those_of_the_decoded_model(
     assert relative_error(found, exact) < 1.5 * rounded + 1e-3  # no further off than cuBLAS in this dtype
 
 
+@pytest.mark.parametrize(
+    ("layout", "options", "kernel"),
+    [
+        ("marlin", {"group_size": 128}, "marlin"),
+        ("compressed-tensors", {"group_size": 128, "asym": True}, "quick"),
+        ("tcfpx", {"format": "fp6"}, "tcfpx"),
+    ],
+)
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_experts_are_multiplied_by_kernels(
+    family: str, layout: str, options: dict[str, Any], kernel: str, tmp_path: Path
+) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 256, "moe_intermediate_size": 128}
+    source = write_model(family, tmp_path / "dense", **sizes)
+    quantkit.quantize(source, tmp_path / "out", method="rtn", layout=layout, **options)
+    exact = logits(load_dense_model(Checkpoint(tmp_path / "out"), dtype=torch.float32, device="cuda"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RuntimeWarning)  # nothing is decoded
+        model = quantkit.load(tmp_path / "out", device="cuda")
+    assert {layer.layout for layer in layers(model)} == {kernel} and len(layers(model)) == 2 * (4 + 4 * 3)
+    assert relative_error(logits(model), exact) < 0.02
+    text = generate(tmp_path / "out", "experts", max_new_tokens=4, device="cuda")
+    assert text.tokens == 4 and "kernel" in text.weights
+
+
+def test_gptq_of_experts_on_a_gpu_repeats_its_bytes(tmp_path: Path) -> None:
+    source, text = write_model("qwen3_moe", tmp_path / "dense"), tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"Document {i} of some words, to be read by experts." * 3 for i in range(40)))
+    digests = []
+    for name in ("one", "two"):
+        report = quantkit.quantize(
+            source, tmp_path / name, group_size=64, calib=str(text), samples=16, max_length=128, device="cuda"
+        )
+        assert {layer["method"] for layer in report["layers"]} == {"gptq"}
+        digests.append([layer["digest"] for layer in report["layers"]])
+    assert digests[0] == digests[1]
+
+
 @pytest.mark.parametrize(("layout", "label"), [case[:2] for case in CASES if case[1] != "int4:channel"])
 def test_memory_stays_packed(layout: str, label: str, sources: dict[torch.dtype, Path], tmp_path: Path) -> None:
     path = write(sources[torch.float16], tmp_path / "out", layout, label)
