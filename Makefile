@@ -5,6 +5,7 @@
 #   make lint   ruff, mypy and import-linter
 #   make check  lint and test
 #   make docs   write the generated pages
+#   make census write docs/models.md: which model families work
 #   make gpu    GPU tests and benchmarks; writes benchmarks/h200/
 # PYTHON chooses the interpreter (3.10 to 3.14), VENV where the environment lies.
 PYTHON ?= python3
@@ -12,7 +13,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
-.PHONY: setup demo fast test lint docs check gpu
+.PHONY: setup demo fast test lint docs census check gpu
 
 setup: $(STAMP)
 
@@ -43,6 +44,11 @@ lint: setup
 # docs/cli.md, docs/api.md and docs/conversions.md
 docs: setup
 	$(BIN)/python docs/generate.py
+
+# Quantize a tiny model of every family that transformers knows, in some 15 minutes; VLLM names a script that asks vLLM.
+census: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.census -o benchmarks/census.json $(if $(VLLM),--vllm $(VLLM))
+	$(BIN)/python -m tests.census.page benchmarks/census.json docs/models.md
 
 check: lint test
 

@@ -1,0 +1,120 @@
+"""docs/models.md from the rows of a census: python -m tests.census.page census.json docs/models.md."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from tests.census.run import METHODS
+
+SHARE = 0.98
+PAGE = """# Model families
+
+Generated on {date} by `make census`, with quantkit {quantkit}, transformers {transformers}, torch {torch} and
+compressed-tensors {compressed_tensors}. The raw file is `benchmarks/census.json`.
+
+For each family of causal LMs and image-text models that transformers knows, a tiny model with random weights is
+quantized to INT4 in groups of 64, in the layout compressed-tensors. It has two blocks, or one of each kind, of width
+128. Released checkpoints of a family can differ from its default configuration, and no accuracy is measured here.
+
+- **RTN**, **GPTQ**: the share of the decoder's weights that is quantized. Matrices and experts of its blocks count if
+  they have 64 rows and columns. Embeddings, `lm_head`, convolutions, routers and towers do not.
+- **layouts**: those that hold every linear, in INT4 or FP6 as each layout has it.
+- **opens in**: the readers that give the same logits as transformers gives for the same values stored dense in float32:
+  `quantkit.load`, and transformers with its own compressed-tensors loader. "Same" means that logits differ by at most
+  {tolerance:g} of their standard deviation. "vLLM": its configuration, model class and loader take the folder, on a
+  CPU; nothing is computed.
+
+{summary}
+"""
+HEAD = "| family | class | kind | RTN | GPTQ | layouts | opens in |\n|---|---|---|---|---|---|---|"
+REST = "| family | class | kind | RTN | GPTQ | opens in | reason |\n|---|---|---|---|---|---|---|"
+REFUSED = "| family | reason |\n|---|---|"
+ABSENT = "| family | class | reason |\n|---|---|---|"
+
+
+def markdown(census: dict[str, Any]) -> str:
+    """Return the page for `census`: its date, versions and rows."""
+    rows = census["families"]
+    built = [row for row in rows if "outcome" not in row]
+    good = [row for row in built if all(is_good(row[method]) for method in METHODS)]
+    others = [row for row in built if row not in good]
+    absent = [row for row in rows if "outcome" in row]
+    counts = [f"{len(good)} of {len(built)} families are quantized in full by RTN and by GPTQ, with equal logits."]
+    for method in METHODS:
+        refused, bugs = (sum(key in row[method] for row in built) for key in ("error", "traceback"))
+        counts.append(f"{method.upper()} refuses {refused}" + (f", and fails in {bugs} by a bug." if bugs else "."))
+    parts = [PAGE.format(**census["versions"], tolerance=census["tolerance"], summary=" ".join(counts))]
+    if good:
+        parts.append("## Quantized in full\n\n" + "\n".join([HEAD, *map(_good, good)]) + "\n")
+    if others:
+        parts.append("## In part, or refused\n\n" + "\n".join([REST, *map(_other, others)]) + "\n")
+    if absent:
+        lines = (f"| {row['family']} | {row['class']} | {_cell(row.get('reason', row['outcome']))} |" for row in absent)
+        parts.append("## Without a tiny model\n\n" + "\n".join([ABSENT, *lines]) + "\n")
+    refused = [row for row in built if row.get("vllm") not in (None, "ok", "no class")]
+    if refused:
+        lines = (f"| {row['family']} | {_cell(row['vllm'])} |" for row in refused)
+        parts.append("## Refused by vLLM\n\n" + "\n".join([REFUSED, *lines]) + "\n")
+    return "\n".join(parts)
+
+
+def is_good(result: dict[str, Any]) -> bool:
+    """Return whether a method quantized a model in full, and `quantkit.load` gives equal logits."""
+    return result["exit"] == 0 and result["share"] >= SHARE and result.get("load") == "equal"
+
+
+def _good(row: dict[str, Any]) -> str:
+    layouts = row["layouts"]
+    holding = [name for name, found in layouts.items() if found == "all"]
+    held = "all" if len(holding) == len(layouts) else ", ".join(holding)
+    return f"{_start(row)} | {held} | {_opens(row, _readers(row['gptq']))} |"
+
+
+def _other(row: dict[str, Any]) -> str:
+    readers = [name for name in _readers(row["rtn"]) if row["gptq"]["exit"] or name in _readers(row["gptq"])]
+    return f"{_start(row)} | {_opens(row, readers)} | {_cell(reason(row))} |"
+
+
+def _start(row: dict[str, Any]) -> str:
+    shares = " | ".join(_share(row[method]) for method in METHODS)
+    return f"| {row['family']} | {row['class']} | {row['kind']} | {shares}"
+
+
+def _share(result: dict[str, Any]) -> str:
+    if result["exit"]:
+        return "bug" if "traceback" in result else "refused"
+    return f"{result['share']:.1%}".replace(".0%", "%")
+
+
+def _readers(result: dict[str, Any]) -> list[str]:
+    found = {"quantkit": result.get("load"), "transformers": result.get("transformers")}
+    return [name for name, verdict in found.items() if verdict == "equal"]
+
+
+def _opens(row: dict[str, Any], readers: list[str]) -> str:
+    return ", ".join([*readers, *(["vLLM"] if row.get("vllm") == "ok" else [])])
+
+
+def reason(row: dict[str, Any]) -> str:
+    """Return in one line why a family is not quantized in full by both methods."""
+    for method in METHODS:
+        result = row[method]
+        for key, prefix in (("traceback", ""), ("error", ""), ("reference", "not compared: "), ("load", "load: ")):
+            if result.get(key, "equal") != "equal":
+                return f"{method.upper()}: {prefix}{result[key]}"
+        if result["share"] < SHARE:
+            return f"{method.upper()} leaves dense {', '.join(list(result['dense'])[:2])}"
+    return ""
+
+
+def _cell(text: str) -> str:
+    line = text.split("\n")[0].replace("Error: ", "").replace("/model: ", "")
+    return line.replace("|", "\\|").replace("<", "&lt;")[:220]
+
+
+if __name__ == "__main__":
+    source, target = map(Path, sys.argv[1:])
+    target.write_text(markdown(json.loads(source.read_text(encoding="utf-8"))), encoding="utf-8")
