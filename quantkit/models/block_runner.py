@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, reason
+from quantkit.errors import CheckpointError, QuantkitError, reason
 from quantkit.models.devices import compute_dtype, device_of
 from quantkit.models.experts import ROUTER, Expert, UnfusedExperts, find_experts, find_routers, unfuse_experts
 from quantkit.models.linears import is_linear, replace_transposed, size_of
@@ -34,6 +34,25 @@ NEVER_CALLED = ("dt_proj",)
 
 class _Stop(Exception):
     """End the model's forward early."""
+
+
+def _is_ours(error: Exception) -> bool:
+    """Return whether code of quantkit raised an exception, not the code of the model that it runs."""
+    at = error.__traceback__
+    while at is not None and at.tb_next is not None:
+        at = at.tb_next
+    return at is not None and str(at.tb_frame.f_globals.get("__name__")).startswith("quantkit.")
+
+
+def _batch_axis(hidden: Tensor) -> int:
+    """Return the dimension of the batch of one document: 0, or 1 if streams of hidden states come before it."""
+    return 1 if hidden.ndim == 4 and hidden.shape[0] > 1 and hidden.shape[1] == 1 else 0
+
+
+def _by_token(hidden: Tensor) -> Tensor:
+    """Return hidden states of one document with the tokens first: `[s, 1, t, h]` as `[t, s, h]`."""
+    axis = _batch_axis(hidden)
+    return hidden.select(axis, 0).movedim(axis, 0)
 
 
 class BlockRunner:
@@ -156,7 +175,10 @@ class BlockRunner:
             self._drop(table)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input `[t, h]` of the first block for one document's tokens, int64 `[t]`."""
+        """Return the input `[t, h]`, or `[t, streams, h]`, of the first block for one document's tokens, int64 `[t]`.
+
+        CheckpointError, here and from `run`, if the model's own code does not run on tokens alone, block by block.
+        """
         self._at, self._hidden = 0, None
         entering = self._run(tokens)
         assert entering is not None
@@ -184,7 +206,7 @@ class BlockRunner:
 
         Returns None if a watcher stopped it. CheckpointError if a block needs more than the hidden state before it.
         """
-        self._at, self._hidden = index, hidden.to(self.device)[None]
+        self._at, self._hidden = index, hidden.to(self.device)
         return self._run(tokens)
 
     def run_on_all_tokens(self, experts: Iterable[Expert]) -> None:
@@ -222,10 +244,12 @@ class BlockRunner:
                 self.module(input_ids=tokens.to(self.device)[None], use_cache=False)
         except _Stop:
             return self._output
-        except TypeError as error:  # an argument besides tokens, such as an image
+        except Exception as error:  # an image may be missing, or what an earlier block left for later ones
+            if isinstance(error, QuantkitError | torch.OutOfMemoryError) or _is_ours(error):
+                raise
             raise CheckpointError(
-                f"{self.src.path}: {type(self.module).__name__} cannot be run on tokens alone ({reason(error)}): use "
-                "--method rtn"
+                f"{self.src.path}: {type(self.module).__name__} cannot be run on tokens alone, block by block "
+                f"({reason(error)}): use --method rtn"
             ) from error
         finally:
             self._hidden = None
@@ -240,19 +264,21 @@ class BlockRunner:
             extras = [self._placeholder if extra else None for extra in self.extras or ()]
             return entering if self.extras is None else (entering, *extras)
         if self._hidden is None:
-            self._output = entering[0]
+            self._output = _by_token(entering)
             raise _Stop
         if any(given is self._placeholder for given in (*args, *kwargs.values())):
             raise CheckpointError(
                 f"{self.blocks[index]}: takes more from the block before than its hidden state: use --method rtn"
             )
+        axis = _batch_axis(entering)
+        hidden = self._hidden.movedim(0, axis).unsqueeze(axis)
         if args:
-            args = (self._hidden, *args[1:])
+            args = (hidden, *args[1:])
         else:
-            kwargs["hidden_states"] = self._hidden
+            kwargs["hidden_states"] = hidden
         out = forward(*args, **kwargs)
         self.extras = [extra is not None for extra in out[1:]] if isinstance(out, tuple) else None
-        self._output = (out if self.extras is None else out[0])[0]
+        self._output = _by_token(out if self.extras is None else out[0])
         raise _Stop
 
     def _load(self, wanted: Callable[[str], bool]) -> None:

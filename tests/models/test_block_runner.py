@@ -15,6 +15,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.recipe import from_mapping, goal_of, label
+from tests.census import families
 from tests.models.folders import documents, outputs, plain
 from tests.tiny_models import FAMILIES
 
@@ -39,6 +40,33 @@ def test_block_by_block_activations_equal_those_of_the_whole_model(family: str, 
         hidden = [out for out in outs if out is not None]
         for document, out in enumerate(hidden):
             torch.testing.assert_close(out, expected[document][index], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "gemma3n_text"])
+def test_streams_of_hidden_states_stay_together(family: str, tmp_path: Path) -> None:
+    folder = families.write(family, tmp_path / "m", torch.float32)
+    model, whole = BlockRunner(Checkpoint(folder), device="cpu"), plain(folder)
+    model.prepare(embeddings=True)
+    for tokens in documents():
+        hidden = model.embed(tokens)
+        for index, expected in enumerate(outputs(whole, model.blocks[:2], tokens)[0]):
+            model.load_block(index)
+            output = model.run(index, tokens, hidden)
+            assert output is not None and output.shape[:1] == tokens.shape and output.ndim == 3
+            hidden = output
+            found = hidden[None, :, 0] if family == "gemma3n_text" else hidden  # `outputs` takes its first stream
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("family", "block"), [("blip-2", 0), ("gemma3n_text", 2)])
+def test_a_model_that_does_not_run_by_blocks_is_refused_in_one_line(family: str, block: int, tmp_path: Path) -> None:
+    model, tokens = BlockRunner(Checkpoint(families.write(family, tmp_path / "m")), device="cpu"), documents()[1]
+    model.prepare(embeddings=True)
+    with pytest.raises(CheckpointError, match=r"cannot be run on tokens alone, block .*use --method rtn") as caught:
+        hidden = model.embed(tokens)
+        model.load_block(block)
+        model.run(block, tokens, hidden)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_run_can_start_in_the_middle_without_embeddings(folders: dict[str, Path]) -> None:
