@@ -40,6 +40,12 @@ class RecipeError(QuantkitError):
     exit_code = 2
 
 
+class ThresholdError(QuantkitError):
+    """An output that would miss a threshold, such as the share of weights that are quantized."""
+
+    exit_code = 4
+
+
 def reason(error: BaseException) -> str:
     """Shorten another library's exception to one line that fits into a message of quantkit."""
     text = " ".join(str(error).split())

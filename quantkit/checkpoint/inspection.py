@@ -6,6 +6,7 @@ from collections import Counter
 from math import prod
 from typing import Any
 
+from quantkit.checkpoint.decoder import decoder_weights, share_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
 from quantkit.reporting.readers import Folder, opened_by
@@ -36,6 +37,7 @@ def describe(src: Checkpoint) -> dict[str, Any]:
         "dense_tensors": len(dense),
         "parameters": parameters,
         "quantized_weights": weights,
+        "share": share_of(decoder_weights(src), modules),
         "bits_per_weight": 8 * sum(suffixes.values()) / weights if weights else None,
         "bits_per_parameter": 8 * src.source_bytes / parameters if parameters else None,
         "bytes": {

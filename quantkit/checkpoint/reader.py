@@ -121,22 +121,27 @@ class Checkpoint:
 
     `path` is the real folder. `stated` is its `quantization_config`; `layout` and `schemes` are its meaning, None for a
     dense model. `low_bit` is the form of weights that are dequantized on reading, None if there are none: such a model
-    counts as dense. `source_bytes` are the bytes of all tensors in the files. `notices` list what was ignored.
+    counts as dense. `source_bytes` are the bytes of all tensors in the files. `notices` list what was ignored. `config`
+    takes the place of config.json in a folder that has none yet.
     CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
     """
 
-    def __init__(self, folder: Path | str, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, folder: Path | str, trust_remote_code: bool = False, *, config: dict[str, Any] | None = None
+    ) -> None:
         self.path = Path(os.path.realpath(folder))
         self.notices: list[str] = []
         if not self.path.is_dir():
             raise CheckpointError(f"{folder} is no folder: give a model's folder or hub id")
         with files.guarded(self.path):
             listing = sorted(os.listdir(self.path))
-        if CONFIG not in listing:
+        if config is None and CONFIG not in listing:
             hint = "merge the adapter into its base model" if "adapter_config.json" in listing else "check the path"
             raise CheckpointError(f"{folder} is no model folder, {CONFIG} is missing: {hint}")
-        self._config_file = _found(self.path, CONFIG)
-        self.config = json_files.load_json(self._config_file.path, special_floats=True)
+        self._config_file = [_found(self.path, CONFIG)] if config is None else []
+        if config is None:
+            config = json_files.load_json(self._config_file[0].path, special_floats=True)
+        self.config = config
         if not trust_remote_code:
             self.notices += config_checks.drop_auto_map(self.config)
         config_checks.check_config(self.config, self.path / CONFIG, trust_remote_code)
@@ -343,12 +348,12 @@ class Checkpoint:
 
     def require_unchanged(self) -> None:
         """Raise CheckpointError if config.json or a weight file is not what it was when the checkpoint was opened."""
-        for shard in (self._config_file, *self._shards):
+        for shard in (*self._config_file, *self._shards):
             self._require_same(shard, _found(self.path, shard.name).identity)
 
     def sources(self) -> dict[str, Path]:
         """Return file name -> real path of the shards, in their order, and config.json."""
-        return {shard.name: shard.path for shard in (*self._shards, self._config_file)}
+        return {shard.name: shard.path for shard in (*self._shards, *self._config_file)}
 
     def dense_config(self) -> dict[str, Any]:
         """Return the configuration without the quantization of the model, or of its language model."""

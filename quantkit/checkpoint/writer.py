@@ -125,12 +125,13 @@ class CheckpointWriter:
     def finish(
         self,
         config: dict[str, Any],
-        extra: dict[str, bytes],
+        extra: Callable[[], dict[str, bytes]],
         sealed: Callable[[dict[str, str]], dict[str, bytes]] = lambda written: {},
     ) -> dict[str, str]:
-        """Write index, companions of the source, `extra` files, side file and last config.json; name -> hash.
+        """Write index, companions of the source, side file, `extra` files and last config.json; name -> hash.
 
-        `sealed` is given the hash of all of these and returns what is written just before config.json.
+        `extra` is called when the folder has all that a reader opens, except config.json. `sealed` is given the hash of
+        every file and returns what is written just before config.json.
         """
         self.commit({})
         written = self.hashes()
@@ -139,17 +140,21 @@ class CheckpointWriter:
         if self.layout is not None and self.layout.SIDE_FILE is not None:
             name, contents = self.layout.SIDE_FILE
             texts[name] = dump_json(contents(config["quantization_config"]))
-        texts |= extra
         for name in self._companions:
             if name not in texts:
                 files.copy_atomic(inside(self.like.path, name), self.partial / name)
                 written[name] = hashing.hash_of_file(self.partial / name)
+        self._write(texts)
+        texts |= (described := extra())
         written |= {name: hashing.hash_of(text) for name, text in texts.items()}
         stated = dump_json(config, special_floats=True)
         written[CONFIG] = hashing.hash_of(stated)
-        for name, text in {**texts, **sealed(written), CONFIG: stated}.items():
-            files.write_atomic(self.partial / name, text)
+        self._write({**described, **sealed(written), CONFIG: stated})
         return written
+
+    def _write(self, texts: dict[str, bytes]) -> None:
+        for name, text in texts.items():
+            files.write_atomic(self.partial / name, text)
 
     def _tensors(self, item: Item) -> dict[str, Tensor]:
         if isinstance(item.value, Tensor):

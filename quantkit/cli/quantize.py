@@ -101,6 +101,13 @@ running_options = combined(
     click.option(
         "--act-budget", type=options.Bytes(), help="Calibration activations kept in RAM, like 8GB; more go to disk."
     ),
+    click.option(
+        "--min-share",
+        type=float,
+        default=RunOptions.min_share,
+        metavar="X",
+        help="Leave with exit code 4 if the share of the decoder's weights that change is below X [0.9].",
+    ),
     options.source,
 )
 RUNNING = [field.name for field in fields(RunOptions) if field.name != "progress"]
@@ -194,6 +201,7 @@ def _plan(model: str, out: Path | None, recipe: Recipe, running: dict[str, Any],
     found = pipeline.plan(model, recipe, out=out, **running)
     emit(show.as_json(found.to_dict()) if as_json else show.plan(found))
     found.require()
+    found.require_share(running["min_share"])
 
 
 def _split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:

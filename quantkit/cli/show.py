@@ -64,6 +64,7 @@ def plan(found: Plan) -> str:
                 f"{found.bytes} bytes of tensors ({format_bytes(found.bytes)}), "
                 f"source {format_bytes(found.source_bytes)}",
             ),
+            ("share", f"{100 * found.share:.2f} % of the decoder's weights" if found.share is not None else None),
             ("bits/weight", f"{found.bits_per_weight:.3f} with scales" if found.bits_per_weight else None),
             ("peak memory", f"about {' and '.join(needs)}"),
             ("disk free", format_bytes(found.disk_free) if found.disk_free else None),
@@ -84,6 +85,7 @@ def description(found: Mapping[str, Any]) -> str:
             ("layout", found["layout"] or f"dense {found['dtype']}"),
             ("schemes", ", ".join(f"{label} ({count} linears)" for label, count in found["schemes"].items())),
             ("parameters", f"{found['parameters']}, {found['quantized_weights']} of them quantized"),
+            ("share", f"{100 * found['share']:.2f} % of the decoder's weights" if found["share"] else None),
             ("padded", f"{found['padded_linears']} linears, with zeros" if found["padded_linears"] else None),
             ("bits/weight", f"{bits:.3f} with scales" if bits else None),
             ("bits/parameter", f"{found['bits_per_parameter']:.3f} over the whole model"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,8 +90,11 @@ def _from_pretrained(
     model: PreTrainedModel
     try:
         remote = trust_remote_code and "auto_map" in src.config
+        options: Any = {"device_map": device_map, "dtype": dtype, "trust_remote_code": remote}
         auto = auto_class(src, config, trust_remote_code)
-        model, loading = _load_silently(auto, src.path, config, device_map, dtype, remote)
+        with silent_transformers():
+            loaded: Any = auto.from_pretrained(src.path, config=config, output_loading_info=True, **options)
+        model, loading = loaded
     except (QuantkitError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # a config is free to be wrong in any way
@@ -102,17 +107,16 @@ def _from_pretrained(
     return model
 
 
-def _load_silently(auto: Any, path: Path, config: Any, device_map: Any, dtype: torch.dtype, remote: bool) -> Any:
-    """Load without transformers' progress bars and reports: our own checks find and report what is wrong."""
+@contextmanager
+def silent_transformers() -> Iterator[None]:
+    """Run without transformers' progress bars and reports: our own checks find and report what is wrong."""
     from transformers.utils import logging
 
     bars, level = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    options: Any = {"device_map": device_map, "dtype": dtype, "trust_remote_code": remote, "output_loading_info": True}
     try:
-        loaded: Any = auto.from_pretrained(path, config=config, **options)
-        return loaded
+        yield
     finally:
         logging.set_verbosity(level)
         if bars:

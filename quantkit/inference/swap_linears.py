@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +21,12 @@ from torch import nn
 import quantkit
 from quantkit import kernels
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import CheckpointError, KernelError, about
+from quantkit.errors import CheckpointError, KernelError, LayoutError, about
 from quantkit.inference.packed_linear import PREFERRED, PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.models.experts import unfuse_experts
 from quantkit.models.linears import is_linear, size_of
@@ -41,16 +44,16 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
     """Replace linears of a skeleton of the checkpoint's model by packed ones on the meta device.
 
     Experts that the checkpoint stores one by one are unfused first. CheckpointError if a packed weight has no linear of
-    its shape, if one of its tensors is missing, and if model and folder do not have the same tensors.
+    its shape, if one of its tensors is missing, and if model and folder differ in their tensors or shapes.
     """
     unfuse_experts(model, src, spellings(model), slices=False)
-    place = places(model)
+    place, modules = places(model), dict(model.named_modules())
     linears: Linears = {}
     for module in src.modules():
         (state, *_), merged = place(f"{module}.weight")
         path = state.removesuffix(".weight")
         owner, _, leaf = path.rpartition(".")
-        dense = None if merged else dict(model.named_modules()).get(path)
+        dense = None if merged else modules.get(path)
         if dense is None or not is_linear(dense):
             raise CheckpointError(
                 f"{src.path}: {module} is packed, and {type(model).__name__} in this transformers has no linear of "
@@ -61,7 +64,7 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
         # A head with a packed weight of its own is no longer tied to the embeddings.
         if model.all_tied_weights_keys.pop(f"{path}.weight", None) is not None:
             model.config.tie_word_embeddings = False
-    _require_complete(model, src)
+    check_states(model, src)
     return linears
 
 
@@ -69,8 +72,10 @@ def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLi
     """Make the packed layer, on the meta device, that replaces a linear of the skeleton."""
     assert src.layout is not None
     parts, scheme = src.parts(module), src.scheme(module)
-    true, stored = src.true_size(module), src.size(module)
-    if (asked := size_of(dense)) != true:
+    asked, true, stored = size_of(dense), src.true_size(module), src.size(module)
+    if asked != true and not src.is_padded(module) and _are_stored_alike(src.layout, scheme, asked, stored):
+        true = stored = asked  # headers may know k only roughly
+    if asked != true:
         raise CheckpointError(f"{src.path}: {module} is packed from {list(true)}, config.json asks for {list(asked)}")
     for suffix in src.layout.stored(scheme, *stored):
         if suffix not in parts and suffix not in src.layout.OPTIONAL:
@@ -86,14 +91,30 @@ def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLi
     return packed
 
 
-def _require_complete(model: PreTrainedModel, src: Checkpoint) -> None:
+def _are_stored_alike(layout: Layout, scheme: Scheme, one: tuple[int, int], other: tuple[int, int]) -> bool:
+    with suppress(LayoutError):
+        return layout.stored(scheme, *one) == layout.stored(scheme, *other)
+    return False
+
+
+def check_states(model: PreTrainedModel, src: Checkpoint) -> None:
+    """Raise CheckpointError unless the checkpoint has exactly the tensors that the model loads, in their shapes.
+
+    Packed weights were swapped before. The shapes of tensors that transformers merges or splits are not compared.
+    """
     states, place, old = model.state_dict(), places(model), ignored(model)
     found: set[str] = set()
     unexpected = []
     for name in src.names():
-        targets, _ = place(name)
+        targets, merged = place(name)
         if all(target in states for target in targets):
             found.update(targets)
+            expected = states[targets[0]].shape
+            if not merged and src.shape(name) != expected:
+                raise CheckpointError(
+                    f"{src.path}: {name} is {list(src.shape(name))}, config.json asks for {list(expected)}: "
+                    "mend config.json, or fetch the folder again"
+                )
         elif not old(name):
             unexpected.append(name)
     for a, b in model.all_tied_weights_keys.items():

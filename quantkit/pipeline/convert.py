@@ -27,6 +27,7 @@ from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.fused_groups import is_expert
 from quantkit.layouts.schemes import Schemes
+from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.plan import Plan, plan_pack
 from quantkit.pipeline.publish import finish, name_of, write
 from quantkit.pipeline.repack import Repacker
@@ -69,6 +70,7 @@ def pack(
     src = _packed_source(checkpoint, layout, expect)
     planned = plan_pack(src, LAYOUTS[layout], out=Path(out), pad=pad, requantize=requantize)
     planned.require()
+    require_complete_source(src)
     for notice in planned.notices:
         progress.note(notice)
     before, known_files = load_report(src.path), recorded_hashes(src)

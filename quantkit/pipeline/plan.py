@@ -9,18 +9,19 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from quantkit.checkpoint.decoder import decoder_weights, largest_others, share_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import quads
 from quantkit.core.tensors import FLOATS, dtype_name
-from quantkit.errors import LayoutError
+from quantkit.errors import LayoutError, ThresholdError
 from quantkit.kernels import MATMULS, none_for
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import Layout
@@ -66,7 +67,8 @@ class Plan:
 
     A misfit is counted as if left dense. `ways_out` has one line for each broken rule, with the options that help.
     `problems` are other reasons to refuse. `remarks` are about this model in any layout, `layout_remarks` about the
-    readers of this layout. `readers` are the programs that open the output.
+    readers of this layout. `readers` are the programs that open the output. `decoder` has the elements of each matrix
+    in the decoder's blocks.
     """
 
     layout: str
@@ -82,6 +84,7 @@ class Plan:
     readers: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     disk_free: int | None = None
+    decoder: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def notices(self) -> list[str]:
@@ -104,6 +107,27 @@ class Plan:
         weights = sum(prod(row.shape) for row in self.quantized)
         return 8 * self.packed_bytes / weights if weights else None
 
+    @property
+    def share(self) -> float | None:
+        """The share of the decoder's weights that do not stay dense; None if no blocks are found."""
+        return share_of(self.decoder, [row.module for row in self.quantized])
+
+    def require_share(self, least: float) -> None:
+        """Raise ThresholdError, naming the largest weights that stay dense, if the share is below `least`."""
+        if self.share is None or self.share >= least:
+            return
+        done = "pruned" if self.layout == DENSE else "quantized"
+        linears = {f"{row.module}.weight": "skipped" for row in self.rows}
+        others = [
+            f"{name} and its like in other blocks ({100 * share:.1f} %, {linears.get(name, 'no linear')})"
+            for name, share in largest_others(self.decoder, [row.module for row in self.quantized])
+        ]
+        more = f" and {len(others) - 3} more kinds" if len(others) > 3 else ""
+        raise ThresholdError(
+            f"{100 * self.share:.1f} % of the decoder's weights would be {done}, --min-share asks for "
+            f"{100 * least:g} %: {', '.join(others[:3])}{more} stay dense: skip fewer linears, or lower --min-share"
+        )
+
     def require(self) -> None:
         """Raise one LayoutError with a line for each broken rule and problem, if there are any."""
         lines = [*self.ways_out, *self.problems]
@@ -120,6 +144,7 @@ class Plan:
             "dense_bytes": self.bytes - self.packed_bytes,
             "source_bytes": self.source_bytes,
             "bits_per_weight": self.bits_per_weight,
+            "share": self.share,
             "peak_memory": self.memory.to_dict(),
             "disk_free": self.disk_free,
             "readers": ", ".join(self.readers),
@@ -297,6 +322,7 @@ def _assemble(
         readers=tuple(readers.opened_by(folder)) if folder else (),
         problems=tuple(problems),
         disk_free=free,
+        decoder=decoder_weights(src),
     )
 
 
@@ -354,7 +380,7 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: re
             f"{list(padded[0].stored)}): only quantkit reads their true shapes, and this folder right"
         )
     if layout.NAME not in MATMULS:
-        found.append(f"{none_for(layout.NAME)}: it is loaded by {', '.join(readers.opened_by(folder))}")
+        found.append(none_for(layout.NAME))
     return found
 
 

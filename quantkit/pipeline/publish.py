@@ -5,6 +5,7 @@ An output folder appears complete or not at all. A run that fails leaves its res
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -16,6 +17,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.algorithms.numerics import check_finite
+from quantkit.checkpoint.decoder import decoder_weights, share_of
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
@@ -28,6 +30,7 @@ from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.layouts.schemes import Schemes
+from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
 from quantkit.pipeline.recipe import Pruning, Recipe
 from quantkit.reporting.model_card import model_card
 from quantkit.reporting.report import REPORT, peak_memory
@@ -60,14 +63,19 @@ def write(
         writer.commit({"layers": layers})
     except Exception as error:
         if writer.done:
-            failed = {**report, "failed": str(error) or type(error).__name__, "layers": _layers(writer)}
-            with suppress(CheckpointError):  # the first error matters more
-                files.write_atomic(writer.partial / REPORT, dump_json(failed))
+            _leave_report(writer, report, error)
         raise
     missing = set(src.logical()) - writer.items_done()
     if missing:
         raise CheckpointError(f"{min(missing)}: was not written ({len(missing)} tensors): a bug, please report it")
     return _layers(writer)
+
+
+def _leave_report(writer: CheckpointWriter, report: Mapping[str, Any], error: Exception) -> None:
+    """Write the report of a failed run beside its resumable work."""
+    failed = {**report, "failed": str(error) or type(error).__name__, "layers": _layers(writer)}
+    with suppress(CheckpointError):  # the first error matters more
+        files.write_atomic(writer.partial / REPORT, dump_json(failed))
 
 
 def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
@@ -95,10 +103,12 @@ def finish(
     started: float,
     overwrite: bool,
     recipe: Recipe | None = None,
+    trust_remote_code: bool = False,
 ) -> dict[str, Any]:
-    """Write config, report, recipe and model card, then publish the folder.
+    """Open the folder as its readers do, write config, report, recipe and model card, then publish it.
 
     A dense model has no `schemes`, and the config of its source. The layers state the true shapes of padded weights.
+    A folder that a reader would open wrongly is not published; see `open_folder` for its CheckpointError.
     """
     layout = writer.layout
     config = src.dense_config()
@@ -112,6 +122,7 @@ def finish(
     weights = sum(n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"]))
     report["totals"] = {
         "quantized_weights": weights if layout else 0,
+        "share": share_of(decoder_weights(src), [layer["name"] for layer in report["layers"]]),
         "bytes": writer.bytes_written,
         "source_bytes": sum(path.stat().st_size for path in src.files()),
         "bits_per_weight": 8 * writer.packed_bytes / weights if weights and layout else None,
@@ -124,10 +135,22 @@ def finish(
         report["files"] = {name: digest for name, digest in written.items() if name != "README.md"}
         return {REPORT: dump_json(report)}
 
-    extra = {"README.md": model_card(report).encode()}
-    if recipe is not None:
-        extra[RECIPE] = recipe.to_yaml().encode()
-    writer.finish(config, extra, sealed)
+    def described() -> dict[str, bytes]:
+        try:
+            opening = open_folder(partial, copy.deepcopy(config), src, trust_remote_code)
+        except CheckpointError as error:
+            _leave_report(writer, report, error)
+            raise
+        report["opened_by"] = list(opening.readers)
+        report["not_opened_by"], report["not_tried"] = opening.refused, opening.untried
+        if THEIRS in opening.refused:
+            report["readers"] = [reader for reader in report.get("readers", []) if reader != TRIED]
+        if not opening.readers:
+            report["notices"].append(f"the output could not be opened here: {opening.untried[OURS]}")
+        card = {"README.md": model_card(report).encode()}
+        return card if recipe is None else {**card, RECIPE: recipe.to_yaml().encode()}
+
+    writer.finish(config, described, sealed)
     publish_folder(partial, out, overwrite=overwrite)
     return report
 

@@ -34,6 +34,7 @@ from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline.calibrate import calibrated
 from quantkit.pipeline.fused_alike import changes
 from quantkit.pipeline.layer_solver import solve_uncalibrated
+from quantkit.pipeline.opening import require_complete_source, require_right_weights
 from quantkit.pipeline.plan import Plan, plan_quantize
 from quantkit.pipeline.publish import finish, name_of, publish_complete, write
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of, label
@@ -67,6 +68,7 @@ def plan(
 
 
 def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, run: RunOptions) -> _Job:
+    require_complete_source(src, run.trust_remote_code)
     skeleton = BlockRunner(src, device=run.device, trust_remote_code=run.trust_remote_code)
     if isinstance(recipe, Pruning) and skeleton.sliced:
         raise CheckpointError(
@@ -119,6 +121,10 @@ def quantize(
         progress.note(notice)
     if not any(job.chosen.values()):
         raise RecipeError(f"every linear is skipped: nothing to {command}, loosen --skip")
+    job.plan.require_share(run.min_share)
+    if quantizing:
+        layout, stated = LAYOUTS[quantizing.layout], _schemes(job, quantizing)
+        require_right_weights(job.model.module, src, layout, stated, job.plan, run.trust_remote_code)
     lacking: list[str] = []  # what the file system cannot do
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path, notice=lacking.append) as partial:
         if is_complete(partial):
@@ -149,7 +155,8 @@ def quantize(
         report["layers"] = write(items, writer, src, report)
         report["phases"] = phases(writer.done)
         schemes = _schemes(job, quantizing) if quantizing else None
-        return finish(writer, src, partial, out, schemes, report, started, run.overwrite, quantizing)
+        trust = run.trust_remote_code
+        return finish(writer, src, partial, out, schemes, report, started, run.overwrite, quantizing, trust)
 
 
 def streamed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict
 
+from quantkit.errors import RecipeError
 from quantkit.progress import Progress
 
 
@@ -17,6 +18,7 @@ class RunKeywords(TypedDict, total=False):
     overwrite: bool
     trust_remote_code: bool
     act_budget: int | None
+    min_share: float
     progress: Progress | None
 
 
@@ -25,7 +27,9 @@ class RunOptions:
     """Hold the options of one run.
 
     `revision` is a branch, tag or commit of a hub model. `device` is `auto`, `cpu`, `cuda` or `cuda:1`. `act_budget` is
-    the bytes of calibration activations held in RAM before they go to disk. Without `progress` a run is quiet.
+    the bytes of calibration activations held in RAM before they go to disk. `min_share` is the least share of the
+    decoder's weights to quantize or prune; otherwise the run ends before any work. Without `progress` a run is quiet.
+    RecipeError for a share that is none.
     """
 
     revision: str | None = None
@@ -34,4 +38,9 @@ class RunOptions:
     overwrite: bool = False
     trust_remote_code: bool = False
     act_budget: int | None = None
+    min_share: float = 0.9
     progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.min_share <= 1:
+            raise RecipeError(f"min_share is {self.min_share}: use a number from 0 to 1")

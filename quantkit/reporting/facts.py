@@ -32,6 +32,18 @@ def sizes(totals: Mapping[str, Any]) -> str:
     return ", ".join([*parts, *([f"{bits:.3f} bits per quantized weight with scales"] if bits else [])])
 
 
+def share(report: Mapping[str, Any]) -> str:
+    """Describe how much of the decoder is quantized or pruned, empty if the report does not know."""
+    found = report.get("totals", {}).get("share")
+    return "" if found is None else f"{100 * found:.2f} % of the decoder's weights"
+
+
+def openings(report: Mapping[str, Any]) -> str:
+    """List the readers that opened the folder before it was published, empty if the report does not know."""
+    readers = [str(reader) for reader in report.get("opened_by", [])]
+    return ", ".join(readers) if readers else "no reader here, see the notes" if "opened_by" in report else ""
+
+
 def figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, str]]:
     """List (value, name) of each layer that has a number under `key`."""
     return [(float(layer[key]), str(layer.get("name"))) for layer in layers if isinstance(layer.get(key), (int, float))]

@@ -53,7 +53,11 @@ def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, sc
         "loads in",
         ", ".join(map(str, report.get("readers", []))) or ("what loads the source" if layout == "dense" else "unknown"),
     )
+    if opened := facts.openings(report):
+        yield "opened by", opened
     yield "size", facts.sizes(totals)
+    if share := facts.share(report):
+        yield "share", share
     sparse = facts.sparsity(report.get("layers", []))
     if sparse:
         yield "2:4", sparse

@@ -40,13 +40,16 @@ TYPES: dict[str, type] = {
     "notices": list,
     "layout_notices": list,
     "readers": list,
+    "opened_by": list,
+    "not_opened_by": dict,
+    "not_tried": dict,
     "base": dict,
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS)
-TOTALS = ("bits_per_weight", "source_bytes", "bytes", "seconds")
+TOTALS = ("bits_per_weight", "share", "source_bytes", "bytes", "seconds")
 
 
 def heading(

@@ -25,7 +25,7 @@ from quantkit.pipeline.quantize import plan, prune, quantize
 from quantkit.pipeline.recipe import from_mapping, pruning_from_mapping
 from tests.tiny_models import byte_tokenizer
 
-RTN = {"scheme": {"format": "int4", "group_size": 32}, "method": "rtn", "layout": "compressed-tensors"}
+RTN = {"scheme": {"format": "int4", "group_size": 32}, "method": "rtn", "layout": "gptq"}
 BLOCK = 32  # instead of 128, so that tiny weights have several blocks, the last of them cut
 
 Tensors = dict[str, Tensor]
@@ -392,11 +392,11 @@ def test_quantizing_a_low_bit_folder_gives_the_bytes_of_quantizing_the_dense_one
     low, exact = request.getfixturevalue(model)
     recipe = from_mapping(RTN)
     assert [row for row in plan(low, recipe).rows] == [row for row in plan(exact, recipe).rows]
-    reports = [quantize(folder, tmp_path / folder.name, recipe) for folder in (low, exact)]
+    reports = [quantize(folder, tmp_path / folder.name, recipe, min_share=0) for folder in (low, exact)]
     found, expected = (load_file(tmp_path / name / "model-00001.safetensors") for name in ("low", "exact"))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("low", "exact")]
-    assert configs[0] == configs[1] and configs[0]["quantization_config"]["quant_method"] == "compressed-tensors"
+    assert configs[0] == configs[1] and configs[0]["quantization_config"]["quant_method"] == "gptq"
     assert any("dequantized to bfloat16 on reading" in line for line in reports[0]["notices"])
     assert not any("dequantized" in line for line in reports[1]["notices"])
 
@@ -410,7 +410,7 @@ def test_gptq_of_a_low_bit_folder_gives_the_codes_of_the_dense_one(
     calibration = {"data": str(text), "samples": 4, "max_length": 32}
     recipe = from_mapping({**RTN, "method": "gptq", "calibration": calibration})
     for folder in request.getfixturevalue(model):
-        quantize(folder, tmp_path / folder.name, recipe)
+        quantize(folder, tmp_path / folder.name, recipe, min_share=0)
     found, expected = (load_file(tmp_path / name / "model-00001.safetensors") for name in ("low", "exact"))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
@@ -419,7 +419,7 @@ def test_a_pruned_low_bit_folder_is_dense_and_says_nothing_else(llama: Path, tmp
     low, exact = write_fp8(llama, tmp_path, FINE, BLOCK, BLOCK)
     asked = pruning_from_mapping({"method": "magnitude", "skip": ["lm_head"]})
     for folder in (low, exact):
-        prune(folder, tmp_path / f"pruned-{folder.name}", asked)
+        prune(folder, tmp_path / f"pruned-{folder.name}", asked, min_share=0)
     found, expected = (load_file(tmp_path / f"pruned-{n}" / "model-00001.safetensors") for n in ("low", "exact"))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert "quantization_config" not in json.loads((tmp_path / "pruned-low" / "config.json").read_text())
@@ -501,7 +501,7 @@ def test_damaged_low_bit_folders_are_one_line_and_leave_no_output(
     stated = json.loads((low / "config.json").read_text())["quantization_config"]
     folder = rewritten(low, tmp_path / "damaged", tensors, stated)
     with pytest.raises(QuantkitError) as caught:
-        quantize(folder, tmp_path / "out", from_mapping(RTN))
+        quantize(folder, tmp_path / "out", from_mapping(RTN), min_share=0)
     assert words in str(caught.value) and "\n" not in str(caught.value)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith("out")]
 

@@ -67,7 +67,7 @@ def copy_all(
                 if number % every == 0:
                     writer.commit({"number": number})
         writer.commit({})
-        hashes = writer.finish(config or source.config, {"README.md": b"a card\n"})
+        hashes = writer.finish(config or source.config, lambda: {"README.md": b"a card\n"})
         publish(partial, out)
     return hashes
 

@@ -98,7 +98,7 @@ def test_planned_bytes_equal_those_of_the_output(
 ) -> None:
     planned = quantize.plan(sources[model], asked)
     planned.require()
-    report = quantize.quantize(sources[model], tmp_path / "out", asked, device="cpu")
+    report = quantize.quantize(sources[model], tmp_path / "out", asked, device="cpu", min_share=0)
     assert planned.bytes == tensor_bytes(tmp_path / "out") == report["totals"]["bytes"]
     assert planned.bits_per_weight == pytest.approx(report["totals"]["bits_per_weight"], rel=1e-12)
     assert [row.module for row in planned.quantized] == [layer["name"] for layer in report["layers"]] or (
@@ -239,11 +239,11 @@ def test_notices_name_the_limits_of_readers(tmp_path: Path) -> None:
     assert "gate_proj" not in notices
     assert "no kernel" not in notices
     notices = "\n".join(plan_quantize(src, linears, recipe("gptq", symmetric=False, skip=["up_proj"])).notices)
-    assert "no kernel of quantkit's own multiplies gptq: it is loaded by GPTQModel, transformers (through" in notices
+    assert "no kernel of quantkit's own multiplies gptq" in notices
     assert "vLLM and SGLang will not open this folder because of zero points" in notices
     assert "gate_proj, up_proj mix dense and int4:g128:asym" in notices
     assert "zero point of 0" in notices
-    assert "transformers (with CompressedTensorsConfig(dequantize=True))" in "\n".join(
+    assert "load it with CompressedTensorsConfig(dequantize=True)" in "\n".join(
         plan_quantize(src, linears, recipe(symmetric=False)).notices
     )
 

@@ -35,8 +35,17 @@ PRINTED = (
     "report int4 -q",
     "doctor",
 )
-#: Keys of `doctor` whose presence or type depends on the machine.
-ELSEWHERE = ("gpus[]", "kernels.here[]", "checks[].found", "checks[].ok", "fixes[]", "machine.free_memory")
+#: Keys whose presence or type depends on the machine: of `doctor`, and of readers whose packages are missing.
+ELSEWHERE = (
+    "not_opened_by.",
+    "not_tried.",
+    "gpus[]",
+    "kernels.here[]",
+    "checks[].found",
+    "checks[].ok",
+    "fixes[]",
+    "machine.free_memory",
+)
 
 
 def keys(work: Work) -> dict[str, list[str]]:

@@ -25,7 +25,7 @@ FROZEN, HELP, ERROR_TEXTS = HERE / "frozen.json", HERE / "help.txt", HERE / "err
 WIDTH = 100  # columns of help texts
 REPORT = "quantkit_report.json"
 #: Entries of a report that differ from run to run or from machine to machine.
-VOLATILE = {"environment", "phases", "peak_memory", "seconds"}
+VOLATILE = {"environment", "phases", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried"}
 
 
 def group() -> click.Group:
@@ -117,7 +117,8 @@ def constant(path: Path) -> bytes:
     if path.name == REPORT:
         return json.dumps(_constant(json.loads(data)), indent=1).encode()
     if path.name == "README.md":
-        return re.sub(r"\d+\.\d[\d.]*(e-\d+)?", "#", data.decode()).encode()
+        text = re.sub(r"\| opened by \|.*", "| opened by | ... |", data.decode())
+        return re.sub(r"\d+\.\d[\d.]*(e-\d+)?", "#", text).encode()
     if path.suffix == ".json":
         return data.replace(f'"version": "{quantkit.__version__}"'.encode(), b'"version": "VERSION"')
     return data

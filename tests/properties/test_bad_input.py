@@ -115,7 +115,9 @@ def test_every_misfit_is_listed_with_a_remedy(tmp_path: Path) -> None:
         assert text.count("--skip") >= 2 and text.startswith("Error: ")
     assert not (tmp_path / "out").exists()
     ways = re.findall(r"--skip '([^']+)'", text)
-    call("plan", model, *RTN, "--layout", "marlin", *(part for way in ways for part in ("--skip", way)))
+    skips = [part for way in ways for part in ("--skip", way)]
+    assert "--min-share" in call("plan", model, *RTN, "--layout", "marlin", *skips, code=4).stderr
+    call("plan", model, *RTN, "--layout", "marlin", *skips, "--min-share", 0)
 
 
 def test_a_group_size_that_does_not_divide_is_refused(tiny_llama: Path, tmp_path: Path) -> None:

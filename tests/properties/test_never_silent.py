@@ -158,7 +158,8 @@ def test_a_loss_too_large_for_a_perplexity_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_packed_folder_reports_its_own_facts(small_llama: Path, tmp_path: Path) -> None:
-    quantize(small_llama, tmp_path / "ct", from_mapping({**RTN, "skip": ["lm_head", "down_proj", "none"]}))
+    recipe = from_mapping({**RTN, "skip": ["lm_head", "down_proj", "none"]})
+    quantize(small_llama, tmp_path / "ct", recipe, min_share=0.5)
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
     (before, _), (found, text) = report_and_summary(tmp_path / "ct"), report_and_summary(tmp_path / "marlin")
     assert found["notices"] == before["notices"] != []

@@ -1,0 +1,43 @@
+"""The weights of a model's decoder, from tensor names and headers alone."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Collection, Mapping
+from math import prod
+
+from quantkit.checkpoint.reader import Checkpoint
+
+
+def decoder_weights(src: Checkpoint) -> dict[str, int]:
+    """Return name -> elements of each tensor of two or more dimensions in the decoder's blocks, named as in `logical`.
+
+    The blocks are the numbered list that holds most elements. Embeddings, the head and other towers are outside it.
+    """
+    packed = {f"{module}.weight": src.true_size(module) for module in src.modules()}
+    shapes = {name: packed[name] if name in packed else src.shape(name) for name in src.logical()}
+    lists: dict[str, dict[str, int]] = {}
+    for name, shape in shapes.items():
+        numbered = re.match(r"(.+?)\.\d+\.", name)
+        if numbered and len(shape) > 1:
+            lists.setdefault(numbered[1], {})[name] = prod(shape)
+    return max(lists.values(), key=lambda weights: sum(weights.values()), default={})
+
+
+def share_of(weights: Mapping[str, int], modules: Collection[str]) -> float | None:
+    """Return the share of a decoder's weights that belong to `modules`; None without any."""
+    total = sum(weights.values())
+    return sum(weights.get(f"{module}.weight", 0) for module in modules) / total if total else None
+
+
+def largest_others(weights: Mapping[str, int], modules: Collection[str]) -> list[tuple[str, float]]:
+    """Return the weights outside `modules`, those of all blocks together: name of the first, and share of the whole."""
+    total, inside = sum(weights.values()), {f"{module}.weight" for module in modules}
+    groups: dict[str, str] = {}
+    found: Counter[str] = Counter()
+    for name, size in weights.items():
+        if name not in inside:
+            first = groups.setdefault(re.sub(r"\.\d+\.", ".N.", name), name)
+            found[first] += size
+    return [(first, size / total) for first, size in found.most_common()]

@@ -1,0 +1,71 @@
+"""Open stored tensors with transformers' own quantizer, from their dtypes and shapes, on the meta device."""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError, reason
+from quantkit.inference.load import silent_transformers
+from quantkit.layouts.compressed_tensors import METHOD
+from quantkit.models.meta_model import config_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Lists that `from_pretrained` gives -> what it does silently with the tensors in them.
+WRONG = {
+    "missing_keys": "fill with random values",
+    "mismatched_keys": "fill with random values",
+    "unexpected_keys": "leave out",
+}
+
+
+#: Name -> dtype and shape of stored tensors.
+Forms = dict[str, tuple[torch.dtype, tuple[int, ...]]]
+
+
+class NotTried(Exception):
+    """Say why transformers' own quantizer cannot be tried here."""
+
+
+def refusal_by_transformers(
+    model: type[PreTrainedModel], src: Checkpoint, stated: dict[str, Any] | None, forms: Forms, trust_remote_code: bool
+) -> str | None:
+    """Open tensors with transformers' own quantizer; return the reason why it refuses, None if it opens them.
+
+    `stated` is the `quantization_config`, None for a dense folder. CheckpointError if transformers would open them with
+    weights of its own making, NotTried if its quantizer cannot run here.
+    """
+    from transformers import __version__
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    config: Any = config_of(src, trust_remote_code)
+    if stated is not None:
+        method = stated["quant_method"]
+        if method not in AUTO_QUANTIZER_MAPPING:
+            raise NotTried(f"it has no quantizer for {method!r} until quantkit.register() is called")
+        if method != METHOD:
+            raise NotTried(f"its quantizer for {method!r} needs compiled packages")
+        config.quantization_config = stated
+    states = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in forms.items()}
+    options: Any = {"dtype": src.dtype_of_model, "device_map": {"": "meta"}, "output_loading_info": True}
+    try:
+        with silent_transformers(), redirect_stderr(io.StringIO()):  # compressed-tensors has bars of its own
+            loaded: Any = model.from_pretrained(None, config=config, state_dict=states, **options)
+    except ImportError as error:
+        raise NotTried(reason(error)) from error
+    except Exception as error:  # each quantizer has its own
+        return reason(error)
+    _, found = loaded
+    for key, what in WRONG.items():
+        for name in sorted(map(str, found[key])):
+            raise CheckpointError(
+                f"{src.path}: transformers {__version__} would open the output and {what} {name} "
+                f"({len(found[key])} in all), without an error: use another --layout"
+            )
+    return None

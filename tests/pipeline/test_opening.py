@@ -1,0 +1,254 @@
+"""An output that its readers cannot open, or open with random weights, is never published, and the run says why."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import quantkit
+from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError
+from quantkit.io.json_files import load_json
+from quantkit.layouts import LAYOUTS, read_config
+from quantkit.layouts.schemes import Schemes
+from quantkit.pipeline.opening import OURS, THEIRS, TRIED, Opening, open_folder
+from quantkit.reporting.report import REPORT
+from tests.command_line import RTN, call, refused
+from tests.layouts.samples import HELD, write_folder
+from tests.tiny_models import write_model
+
+Q, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.1.mlp.down_proj"
+NORM, HEAD = "model.norm.weight", "lm_head.weight"
+Tensors = dict[str, Tensor]
+
+
+@pytest.fixture(scope="module")
+def int4(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write `small_llama` in compressed-tensors."""
+    out = tmp_path_factory.mktemp("int4") / "int4"
+    quantkit.quantize(small_llama, out, method="rtn")
+    return out
+
+
+def opened(folder: Path, source: Path, **changes: Any) -> Opening:
+    """Open a folder as if its config.json had these `changes` and were not written yet."""
+    return open_folder(folder, {**load_json(folder / "config.json"), **changes}, Checkpoint(source))
+
+
+def edited(folder: Path, out: Path, edit: Callable[[Tensors], object]) -> Path:
+    """Copy a folder with other tensors in one file."""
+    shutil.copytree(folder, out, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
+    tensors: Tensors = {}
+    for shard in folder.glob("*.safetensors"):
+        tensors |= load_file(shard)
+    edit(tensors)
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    return out
+
+
+def _renamed(old: str, new: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({new: tensors.pop(old)})
+
+
+def _cast(name: str, dtype: torch.dtype) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
+
+
+WRONG: dict[str, tuple[Callable[[Tensors], object], str]] = {
+    "a dense tensor is missing": (lambda t: t.pop(NORM), f"{NORM} is missing"),
+    "a packed tensor is missing": (lambda t: t.pop(f"{Q}.weight_scale"), f"{Q}.weight_scale is missing"),
+    "a shape tensor is missing": (lambda t: t.pop(f"{DOWN}.weight_shape"), f"{DOWN}.weight_shape is absent"),
+    "a dense tensor is renamed": (_renamed(HEAD, "head.weight"), "head.weight is not a tensor of the source"),
+    "one too many": (lambda t: t.update({f"{Q}.bias": torch.zeros(128)}), f"{Q}.bias is not a tensor of the source"),
+    "a dense shape": (lambda t: t.update({NORM: torch.ones(64).half()}), f"{NORM} is float16 [64], and should be"),
+    "a packed shape": (lambda t: t.update({f"{Q}.weight_scale": torch.ones(64, 1).half()}), "must have shape [128, 1]"),
+    "a dense dtype": (_cast(NORM, torch.float32), f"{NORM} is float32 [128], and should be float16 [128]"),
+    "a packed dtype": (_cast(f"{Q}.weight_scale", torch.bfloat16), f"{Q}.weight_scale is bfloat16"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_tensor_that_is_not_as_the_source_and_the_layout_say(
+    case: str, int4: Path, small_llama: Path, tmp_path: Path
+) -> None:
+    edit, says = WRONG[case]
+    bad = edited(int4, tmp_path / "bad", edit)
+    config = load_json(int4 / "config.json")
+    with pytest.raises(CheckpointError, match=re.escape(says)) as caught:
+        open_folder(bad, config, Checkpoint(small_llama))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_of_another_model_is_seen_by_our_reader(int4: Path, small_llama: Path, tmp_path: Path) -> None:
+    """The tensors are those of the source; its config.json lies."""
+    source = shutil.copytree(small_llama, tmp_path / "source")
+    for change, says in (
+        ({"num_hidden_layers": 3}, r"model\.layers\.2\.\S+ is missing"),
+        ({"num_hidden_layers": 1}, r"model\.layers\.1\.\S+ is packed"),
+        ({"hidden_size": 256}, r"is packed from \[128, 256\], config.json asks for \[256, 256\]"),
+        ({"attention_bias": True}, r"self_attn\.\S_proj\.bias is missing"),
+    ):
+        (source / "config.json").write_text(json.dumps({**load_json(small_llama / "config.json"), **change}))
+        with pytest.raises(CheckpointError, match=says) as caught:
+            opened(int4, source, **change)
+        assert OURS in str(caught.value)
+
+
+@pytest.mark.parametrize("left_out", [("lm_head",), (Q,)])
+def test_transformers_would_fill_a_linear_that_is_not_ignored(
+    left_out: tuple[str, ...], small_llama: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    out = tmp_path / "out"
+    quantkit.quantize(small_llama, out, method="rtn", skip=[re.escape(Q)])
+    assert opened(out, small_llama) == Opening((OURS, THEIRS), {}, {})
+    stated = load_json(out / "config.json")["quantization_config"]
+    stated["ignore"] = [name for name in stated["ignore"] if name not in left_out]
+    stated["quantkit"]["ignore"] = stated["ignore"]
+    with pytest.raises(CheckpointError, match=rf"transformers \S+ would open the output and .* {left_out[0]}\.weight"):
+        opened(out, small_llama, quantization_config=stated)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_opens_in_ours_and_theirs_refuses_loudly_or_opens(
+    layout: str, small_llama: Path, tmp_path: Path
+) -> None:
+    for label in HELD[layout][0]:
+        schemes = Schemes(Scheme.parse(label), ignore=("lm_head",))
+        if layout != "quick" or schemes.default.symmetric:
+            write_folder(small_llama, tmp_path / label, layout, schemes)
+            found = opened(tmp_path / label, small_llama)
+            assert OURS in found.readers and {*found.readers, *found.refused, *found.untried} == {OURS, THEIRS}, label
+
+
+def test_a_pruned_model_opens_in_both(small_llama: Path, tmp_path: Path) -> None:
+    report = quantkit.prune(small_llama, tmp_path / "out", method="magnitude")
+    assert report["opened_by"] == [OURS, THEIRS] and report["not_opened_by"] == {}
+    bad = edited(tmp_path / "out", tmp_path / "bad", _cast(f"{Q}.weight", torch.float32))
+    with pytest.raises(CheckpointError, match=re.escape(f"{Q}.weight is float32")):
+        open_folder(bad, load_json(tmp_path / "out" / "config.json"), Checkpoint(small_llama))
+
+
+# ------------------------------------------------------------------------------------------------ whole runs
+
+
+def _spoil(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensors], Tensors]) -> None:
+    tensors = CheckpointWriter._tensors
+
+    def spoiled(self: CheckpointWriter, item: Item) -> Tensors:
+        return spoil(tensors(self, item))
+
+    monkeypatch.setattr(CheckpointWriter, "_tensors", spoiled)
+
+
+def test_a_writer_that_drops_a_tensor_publishes_nothing(
+    small_llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        _spoil(patch, lambda found: {k: v for k, v in found.items() if k != f"{Q}.weight_scale"})
+        line = call("quantize", small_llama, "-o", tmp_path / "out", *RTN, "-q", code=1).stderr
+    assert f"{Q}.weight_scale is missing" in line and line.count("\n") == 1
+    (partial,) = tmp_path.glob("out*")
+    assert partial.name.startswith("out.partial-") and not (partial / "config.json").exists()
+    assert "weight_scale is missing" in load_json(partial / REPORT)["failed"]
+    again = call("quantize", small_llama, "-o", tmp_path / "out", *RTN, "-q", "--resume", code=1).stderr
+    assert again == line and partial.exists(), "what was written stays wrong"
+    call("quantize", small_llama, "-o", tmp_path / "out", *RTN, "-q", "--overwrite")
+    assert not partial.exists()
+
+
+def test_a_conversion_that_casts_a_tensor_leaves_nothing(
+    int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _spoil(monkeypatch, lambda found: {k: v.float() if k == NORM else v for k, v in found.items()})
+    assert f"{NORM} is float32" in refused("pack", int4, "--layout", "marlin", out=tmp_path / "out")
+
+
+def test_a_source_that_is_not_complete_is_refused_before_work(
+    small_llama: Path, int4: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CheckpointWriter, "add", None)  # no work is done
+    for name, source, command in (
+        ("dense", small_llama, ("quantize", *RTN)),
+        ("dense", small_llama, ("prune", "--method", "magnitude")),
+        ("packed", int4, ("pack", "--layout", "marlin")),
+    ):
+        bad = tmp_path / name
+        if not bad.exists():
+            edited(source, bad, lambda tensors: tensors.pop(NORM))
+            shutil.copy(source / "config.json", bad)
+            (bad / REPORT).unlink(missing_ok=True)
+        error = refused(command[0], bad, *command[1:], out=tmp_path / "out")
+        assert f"{NORM} is missing from the checkpoint (1 in all)" in error and "bug" not in error
+
+
+def test_a_conversion_of_a_family_that_transformers_does_not_know(int4: Path, tmp_path: Path) -> None:
+    source = shutil.copytree(int4, tmp_path / "abacus")
+    (source / "config.json").write_text(
+        json.dumps({**load_json(int4 / "config.json"), "model_type": "abacus", "architectures": ["Abacus"]})
+    )
+    (source / REPORT).unlink()
+    printed = call("pack", source, "--layout", "marlin", "-o", tmp_path / "out", "-q").stdout
+    assert "opened by     no reader here" in printed and "'abacus' is unknown to transformers" in printed
+    report: Mapping[str, Any] = load_json(tmp_path / "out" / REPORT)
+    assert report["opened_by"] == [] and set(report["not_tried"]) == {OURS, THEIRS}
+    layout, _ = read_config(load_json(tmp_path / "out" / "config.json")["quantization_config"], "config.json")
+    assert layout.NAME == "marlin"
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gpt_oss"])
+def test_a_layout_that_transformers_fills_itself_is_refused_before_work(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its quantizer knows neither Conv1D nor experts that one stored tensor holds, and says nothing."""
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    model = write_model(family, tmp_path / "model")
+    options = (*RTN, "--group-size", 32)
+    with monkeypatch.context() as patch:
+        patch.setattr(CheckpointWriter, "add", None)
+        error = refused("quantize", model, *options, out=tmp_path / "out")
+    assert "would open the output and fill with random values" in error and "use another --layout" in error
+    call("quantize", model, "-o", tmp_path / "out", *options, "--layout", "gptq", "-q")
+
+
+@pytest.mark.parametrize("family", ["gpt2", "qwen3_moe"])
+def test_what_opening_says_of_experts_and_conv1d_is_true(family: str, tmp_path: Path) -> None:
+    model = write_model(family, tmp_path / "model")
+    report = quantkit.quantize(model, tmp_path / "out", method="rtn", layout="gptq", group_size=32)
+    assert report["opened_by"] == [OURS] and set(report["not_tried"]) == {THEIRS}
+    assert quantkit.load(tmp_path / "out", device="cpu")(torch.arange(8)[None]).logits.isfinite().all()
+    name = next(name for name in Checkpoint(tmp_path / "out").modules())
+    bad = edited(tmp_path / "out", tmp_path / "bad", lambda tensors: tensors.pop(f"{name}.qweight"))
+    with pytest.raises(CheckpointError, match="is missing"):
+        open_folder(bad, load_json(tmp_path / "out" / "config.json"), Checkpoint(model))
+
+
+def test_a_reader_that_refuses_is_not_on_the_card(tmp_path: Path) -> None:
+    """Falcon's linears are a class of its own, which transformers' quantizer does not expect."""
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    model = write_model("falcon", tmp_path / "model")
+    report = quantkit.quantize(model, tmp_path / "out", method="rtn", group_size=32)
+    assert report["opened_by"] == [OURS] and THEIRS in report["not_opened_by"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert TRIED not in card and "vLLM" in card
+
+
+def test_report_table_and_card_name_the_readers(int4: Path) -> None:
+    report = load_json(int4 / REPORT)
+    assert report["opened_by"][0] == OURS and report["totals"]["share"] == 1
+    assert f"opened by     {', '.join(report['opened_by'])}" in call("report", int4).stdout
+    card = (int4 / "README.md").read_text()
+    assert f"| opened by | {', '.join(report['opened_by'])} |" in card
+    assert "| share | 100.00 % of the decoder's weights |" in card
