@@ -56,7 +56,7 @@ def main() -> None:
             group["lr"] = rate
         starts = torch.randint(len(tokens) - LENGTH, (args.batch,)).tolist()
         batch = torch.stack([tokens[s : s + LENGTH] for s in starts])
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
             out = model(input_ids=batch, labels=batch, use_cache=False, output_router_logits=True)
             # transformers' own sum pools the blocks, so that a block could leave experts idle.
             balance = [load_balancing_loss_func((logits,), EXPERTS, CHOSEN) for logits in out.router_logits]
@@ -119,7 +119,7 @@ def _evaluated(model: Qwen3MoeForCausalLM, tokens: Tensor) -> tuple[float, tuple
     """Return the loss on the first 32 windows of a text, and the logits of each block's router."""
     model.eval()
     windows = tokens[: 32 * LENGTH].view(32, LENGTH)
-    with torch.autocast(tokens.device.type, torch.bfloat16):
+    with torch.autocast(tokens.device.type, torch.bfloat16, enabled=tokens.is_cuda):
         out = model(input_ids=windows, labels=windows, use_cache=False, output_router_logits=True)
     model.train()
     return out.loss.item(), out.router_logits
