@@ -55,6 +55,15 @@ def _by_token(hidden: Tensor) -> Tensor:
     return hidden.select(axis, 0).movedim(axis, 0)
 
 
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested arguments of a call."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(inner)
+
+
 class BlockRunner:
     """Run the language model of a dense checkpoint block by block.
 
@@ -153,7 +162,7 @@ class BlockRunner:
         return [name for name in self.linears if f"{name}.weight" in inside]
 
     def prepare(self, *, embeddings: bool) -> None:
-        """Load the weights that run before the blocks; without `embeddings`, zeros replace the embeddings.
+        """Load the weights that run before the blocks; without `embeddings`, they are freed as by `drop_embeddings`.
 
         CheckpointError if the checkpoint lacks a tensor of the model.
         """
@@ -165,14 +174,14 @@ class BlockRunner:
         table, head = self.module.get_input_embeddings(), self.module.get_output_embeddings()
         last = {f"{name}." for name, module in self.module.named_modules() if module is head}
         first = {f"{name}." for name, module in self.module.named_modules() if module is table}
-        excluded = tuple(last - first if embeddings else last | first)
+        excluded = tuple(last - first)
         inside = tuple(f"{path}." for path in self.blocks)
         self._load(lambda state: not state.startswith(inside + excluded))
         for name, buffer in self.module.named_buffers():
             if buffer.device.type != "meta":
                 put_tensor(self.module, name, buffer.to(self.device))
         if not embeddings:
-            self._drop(table)
+            self.drop_embeddings()
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the input `[t, h]`, or `[t, streams, h]`, of the first block for one document's tokens, int64 `[t]`.
@@ -185,8 +194,33 @@ class BlockRunner:
         return entering
 
     def drop_embeddings(self) -> None:
-        """Free the input embeddings, after every document has entered the first block."""
-        self._drop(self.module.get_input_embeddings())
+        """Free the input embeddings, after every document has entered the first block; zeros replace them.
+
+        They stay in a model whose blocks receive more that depends on them, such as inputs of their own for each layer
+        (Gemma 3n and 4) or the embeddings themselves (Zamba).
+        """
+        table = self.module.get_input_embeddings()
+        weight, before = table.get_parameter("weight"), self._beside()
+        # One row of zeros in memory: code that adds images indexes the weight too.
+        zeros = torch.zeros(1, weight.shape[1], dtype=self.dtype, device=self.device).expand(weight.shape)
+        table.weight = nn.Parameter(zeros, requires_grad=False)
+        if not all(torch.equal(a, b) for a, b in zip(before, self._beside(), strict=True)):
+            table.weight = weight
+
+    def _beside(self) -> list[Tensor]:
+        """Return the tensors that the first block receives beside the hidden state, for some tokens."""
+        self._at, self._hidden, found = 0, None, list[Tensor]()
+
+        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            entering = args[0] if args else kwargs["hidden_states"]
+            found.extend(x for x in _tensors((args, kwargs)) if x is not entering)
+
+        handle = self.module.get_submodule(self.blocks[0]).register_forward_pre_hook(see, with_kwargs=True)
+        try:
+            self._run(torch.arange(4))
+        finally:
+            handle.remove()
+        return found
 
     def load_block(self, index: int) -> None:
         """Read a block's parameters from the checkpoint, in the compute dtype."""
@@ -293,9 +327,3 @@ class BlockRunner:
 
     def _put(self, state: str, tensor: Tensor) -> None:
         put_tensor(self.module, state, tensor.to(self.device, self.dtype if tensor.is_floating_point() else None))
-
-    def _drop(self, table: nn.Module) -> None:
-        weight = table.get_parameter("weight")
-        width, dtype, device = weight.shape[1], self.dtype, self.device
-        table.weight = nn.Parameter(weight.to("meta"), requires_grad=False)
-        table.forward = lambda ids: torch.zeros(*ids.shape, width, dtype=dtype, device=device)

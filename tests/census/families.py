@@ -196,6 +196,7 @@ CHANGES: dict[str, Change] = {
     "lfm2_moe": _set(layer_types=["conv", "full_attention"]),
     "mamba2": _set(num_heads=128, head_dim=2),
     "ministral": _set(head_dim=64),
+    "minimax": _set(block_size=32),  # the decay of a block is a table [heads, block, block]
     "mistral4": _set(head_dim=128),
     "nemotron": _set(num_key_value_heads=2),
     "qwen2_5_omni_thinker": _set(text_config__rope_parameters=MROPE),
