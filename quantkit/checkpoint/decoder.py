@@ -9,20 +9,27 @@ from math import prod
 
 from quantkit.checkpoint.reader import Checkpoint
 
+#: Words in the names of towers for other inputs than text.
+TOWER = re.compile(r"vision|visual|image|audio|speech|tower|encoder|projector|resampler|qformer")
 
-def decoder_weights(src: Checkpoint) -> dict[str, int]:
+
+def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> dict[str, int]:
     """Return name -> elements of each tensor of two or more dimensions in the decoder's blocks, named as in `logical`.
 
-    The blocks are the numbered list that holds most elements. Embeddings, the head and other towers are outside it.
+    `inside` names the tensors of the blocks, as a model tells them. Without it, the blocks are the numbered list that
+    holds most elements, of those that are not named as a tower.
     """
     packed = {f"{module}.weight": src.true_size(module) for module in src.modules()}
     shapes = {name: packed[name] if name in packed else src.shape(name) for name in src.logical()}
+    sizes = {name: prod(shape) for name, shape in shapes.items() if len(shape) > 1}
+    if inside is not None:
+        return {name: size for name, size in sizes.items() if name in inside}
     lists: dict[str, dict[str, int]] = {}
-    for name, shape in shapes.items():
-        numbered = re.match(r"(.+?)\.\d+\.", name)
-        if numbered and len(shape) > 1:
-            lists.setdefault(numbered[1], {})[name] = prod(shape)
-    return max(lists.values(), key=lambda weights: sum(weights.values()), default={})
+    for name, size in sizes.items():
+        if numbered := re.match(r"(.+?)\.\d+\.", name):
+            lists.setdefault(numbered[1], {})[name] = size
+    best = max(lists, key=lambda path: (not TOWER.search(path), sum(lists[path].values())), default="")
+    return lists.get(best, {})
 
 
 def share_of(weights: Mapping[str, int], modules: Collection[str]) -> float | None:

@@ -99,7 +99,7 @@ def pack(
         for line in (lost := [*rounded_again(layers, recorded), *rounded_scales(layers, recorded)]):
             progress.warn(line)
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
-        return finish(writer, src, partial, Path(out), schemes, report, started, overwrite)
+        return finish(writer, src, partial, Path(out), schemes, report, planned.share, started, overwrite)
 
 
 def repacked(

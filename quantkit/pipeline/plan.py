@@ -164,6 +164,7 @@ def plan_quantize(
     *,
     goals: Mapping[str, Goal | None] | None = None,
     tied: Collection[str] = (),
+    inside: Collection[str] | None = None,
     out: Path | None = None,
     device: str | None = None,
     act_budget: int | None = None,
@@ -171,8 +172,8 @@ def plan_quantize(
     """Plan to quantize or prune the `linears` (name -> `(n, k)`) of a dense checkpoint.
 
     `goals` has the goal of each linear (None: by name in the recipe). `tied` are those that share their weight with the
-    embeddings. The free disk space is that at `out`. `device` is where the run would compute (None: a GPU if there is
-    one).
+    embeddings. `inside` names the tensors of the decoder's blocks (None: by their numbers). The free disk space is that
+    at `out`. `device` is where the run would compute (None: a GPU if there is one).
     """
     layout = None if isinstance(recipe, Pruning) else LAYOUTS[recipe.layout]
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
@@ -194,7 +195,9 @@ def plan_quantize(
         memory = calibrated_memory(src, sizes, recipe, device, act_budget)
     else:
         memory = streamed_memory(src, sizes)
-    plan = _assemble(src, layout, recipe.scheme, rows, misfits, memory, out)
+    plan = replace(
+        _assemble(src, layout, recipe.scheme, rows, misfits, memory, out), decoder=decoder_weights(src, inside)
+    )
     remarks = [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in goals.values()) else []
     lines = ways_out(misfits, goals, layout, recipe, None)
     return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks))
@@ -228,7 +231,9 @@ def plan_pack(
     assert src.schemes is not None
     labels = Counter(row.scheme for row in rows if row.scheme is not None)
     default = Scheme.parse(labels.most_common(1)[0][0]) if labels else src.schemes.default
-    plan = _assemble(src, layout, default, rows, misfits, streamed_memory(src, sizes), out)
+    plan = replace(
+        _assemble(src, layout, default, rows, misfits, streamed_memory(src, sizes), out), decoder=decoder_weights(src)
+    )
     remarks = (f"{count} of {len(rows)} linears: {change}" for change, count in changes.items())
     lines = ways_out(misfits, schemes, layout, None, src.layout)
     return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks))
@@ -322,7 +327,6 @@ def _assemble(
         readers=tuple(readers.opened_by(folder)) if folder else (),
         problems=tuple(problems),
         disk_free=free,
-        decoder=decoder_weights(src),
     )
 
 

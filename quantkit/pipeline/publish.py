@@ -17,7 +17,6 @@ from torch import Tensor
 
 import quantkit
 from quantkit.algorithms.numerics import check_finite
-from quantkit.checkpoint.decoder import decoder_weights, share_of
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
@@ -100,6 +99,7 @@ def finish(
     out: Path,
     schemes: Schemes | None,
     report: dict[str, Any],
+    share: float | None,
     started: float,
     overwrite: bool,
     recipe: Recipe | None = None,
@@ -108,7 +108,8 @@ def finish(
     """Open the folder as its readers do, write config, report, recipe and model card, then publish it.
 
     A dense model has no `schemes`, and the config of its source. The layers state the true shapes of padded weights.
-    A folder that a reader would open wrongly is not published; see `open_folder` for its CheckpointError.
+    `share` is the part of the decoder's weights that changed. A folder that a reader would open wrongly is not
+    published; see `open_folder` for its CheckpointError.
     """
     layout = writer.layout
     config = src.dense_config()
@@ -122,7 +123,7 @@ def finish(
     weights = sum(n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"]))
     report["totals"] = {
         "quantized_weights": weights if layout else 0,
-        "share": share_of(decoder_weights(src), [layer["name"] for layer in report["layers"]]),
+        "share": share,
         "bytes": writer.bytes_written,
         "source_bytes": sum(path.stat().st_size for path in src.files()),
         "bits_per_weight": 8 * writer.packed_bytes / weights if weights and layout else None,

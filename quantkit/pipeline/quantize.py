@@ -82,6 +82,7 @@ def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, r
         recipe,
         goals=chosen,
         tied=skeleton.tied,
+        inside={name for block in range(len(skeleton.blocks)) for name in skeleton.stored(block)},
         out=None if out is None else Path(out),
         device=skeleton.device.type,
         act_budget=run.act_budget,
@@ -156,7 +157,9 @@ def quantize(
         report["phases"] = phases(writer.done)
         schemes = _schemes(job, quantizing) if quantizing else None
         trust = run.trust_remote_code
-        return finish(writer, src, partial, out, schemes, report, started, run.overwrite, quantizing, trust)
+        return finish(
+            writer, src, partial, out, schemes, report, job.plan.share, started, run.overwrite, quantizing, trust
+        )
 
 
 def streamed(

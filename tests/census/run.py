@@ -89,13 +89,20 @@ def survey(family: str, folder: Path, methods: Iterable[str] = METHODS) -> dict[
 
 
 def quantized(source: Path, out: Path, method: str) -> dict[str, Any]:
-    """Quantize the folder `source` into compressed-tensors at `out`; return how that ended and who opens the result."""
+    """Quantize the folder `source` at `out`; return how that ended and who opens the result.
+
+    The layout is compressed-tensors, or awq where transformers would fill that with random weights.
+    """
     text = out.with_suffix(".txt")
     text.write_text(TEXT)
     calibration = ("--calib", str(text), *CALIBRATION) if method == "gptq" else ()
-    options = ("--method", method, "--group-size", str(GROUP), "--layout", "compressed-tensors", *calibration)
-    result = CliRunner().invoke(command_line, ["quantize", str(source), "-o", str(out), *options, "-q"])
-    row: dict[str, Any] = {"exit": result.exit_code}
+    options = ("--method", method, "--group-size", str(GROUP), "--min-share", "0", *calibration)
+    for layout in ("compressed-tensors", "awq"):
+        command = ["quantize", str(source), "-o", str(out), *options, "--layout", layout, "-q"]
+        result = CliRunner().invoke(command_line, command)
+        if "fill with random values" not in result.stderr:
+            break
+    row: dict[str, Any] = {"exit": result.exit_code, "layout": layout}
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         return {**row, "traceback": _line(result.exception), "at": _place(result.exception)}
     if result.exit_code:

@@ -7,6 +7,8 @@ from math import prod
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import quantkit
 from quantkit.checkpoint.decoder import decoder_weights
@@ -30,6 +32,19 @@ def test_the_decoder_is_what_the_block_runner_runs(family: str, folders: dict[st
     inside = {name for block in range(len(model.blocks)) for name in model.stored(block)}
     expected = {name: prod(src.shape(name)) for name in inside if len(src.shape(name)) > 1}
     assert decoder_weights(src) == expected and expected
+
+
+def test_a_tower_that_is_larger_than_the_decoder_is_none(tmp_path: Path) -> None:
+    """Of a conversion only names are known."""
+    decoder = {"model.language_model.layers.0.mlp.up_proj.weight": torch.ones(8, 8)}
+    tower = {f"model.visual.blocks.{i}.mlp.fc.weight": torch.ones(16, 16) for i in range(4)}
+    others = {
+        "model.embed_tokens.weight": torch.ones(64, 8),
+        "model.language_model.layers.0.norm.weight": torch.ones(8),
+    }
+    save_file(decoder | tower | others, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    assert decoder_weights(Checkpoint(tmp_path)) == {name: 64 for name in decoder}
 
 
 @pytest.mark.parametrize("command", [("quantize", *RTN), ("prune", "--method", "magnitude")])
