@@ -311,7 +311,7 @@ class BlockRunner:
         else:
             kwargs["hidden_states"] = hidden
         out = forward(*args, **kwargs)
-        self.extras = [extra is not None for extra in out[1:]] if isinstance(out, tuple) else None
+        self.extras = [extra is not None for extra in out[1:]] if isinstance(out, tuple | list) else None
         self._output = _by_token(out if self.extras is None else out[0])
         raise _Stop
 
