@@ -30,6 +30,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", {"n_embd": 128, "n_layer": 2, "n_head": 2, "n_positions": 512, "vocab_size": 257}),
     "falcon": ("FalconConfig", {**SMALL, "hidden_size": 128, "num_attention_heads": 2}),
+    "bart": (
+        "BartConfig",
+        {
+            **{"d_model": 128, "decoder_layers": 1, "decoder_ffn_dim": 128, "decoder_attention_heads": 2},
+            **{"vocab_size": 257, "max_position_embeddings": 512, "is_decoder": True, "is_encoder_decoder": False},
+        },
+    ),
     "mixtral": ("MixtralConfig", {**EXPERTS, "num_local_experts": 4}),
     "qwen3_moe": ("Qwen3MoeConfig", {**EXPERTS, "num_experts": 4}),
     "gpt_oss": ("GptOssConfig", {**EXPERTS, "num_local_experts": 4, "intermediate_size": 64}),

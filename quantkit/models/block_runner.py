@@ -7,6 +7,7 @@ the stored activation of the document. After it has run, an exception ends the f
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -30,6 +31,8 @@ UNLIMITED = 2**31
 FEWEST = 64
 #: Linears of state spaces whose weight the model multiplies itself, so that no input of theirs is ever seen.
 NEVER_CALLED = ("dt_proj",)
+#: Linears that only an encoder's or an image's states reach.
+CROSS_ATTENTION = re.compile(r"\.(encoder_attn|crossattention|cross_attn)\.")
 
 
 class _Stop(Exception):
@@ -104,7 +107,8 @@ class BlockRunner:
         if unexpected:
             self.notices.append(f"{unexpected[0]}: not part of the model, copied unchanged ({len(unexpected)} in all)")
         text = self.module.config.get_text_config()
-        self.max_length: int = getattr(text, "max_position_embeddings", None) or UNLIMITED
+        positions: int = getattr(text, "max_position_embeddings", None) or UNLIMITED
+        self.max_length = positions if positions > 0 else UNLIMITED
         #: Known once a block has run. None: blocks return a tensor. Else they return a tuple of the hidden state and
         #: extras; each entry tells whether that extra is not None.
         self.extras: list[bool] | None = None
@@ -140,6 +144,8 @@ class BlockRunner:
             elif module is head:
                 if "lm_head" not in (name.rpartition(".")[2], path.rpartition(".")[2]):  # which recipes skip by name
                     kept[name] = "the output head"
+            elif path in self.tied:
+                kept[name] = "its weight is shared"
             elif decoder and not path.startswith(f"{decoder}."):
                 kept[name] = "outside the language model"
             elif min(size_of(module)) < FEWEST:
@@ -242,6 +248,10 @@ class BlockRunner:
         """
         self._at, self._hidden = index, hidden.to(self.device)
         return self._run(tokens)
+
+    def is_cross_attention(self, linear: str) -> bool:
+        """Return whether a linear belongs to cross attention, which text alone never calls."""
+        return CROSS_ATTENTION.search(f".{self.paths[linear]}.") is not None
 
     def run_on_all_tokens(self, experts: Iterable[Expert]) -> None:
         """Let these experts, and no others, also run on tokens that are routed elsewhere."""

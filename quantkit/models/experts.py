@@ -186,7 +186,9 @@ def unfuse_experts(
             continue
         owner, _, leaf = path.rpartition(".")
         kind = _SortedExperts if _is_sorted(module) else UnfusedExperts
-        setattr(model.get_submodule(owner), leaf, kind(module, found, leaves))
+        holder = model.get_submodule(owner)
+        setattr(holder, leaf, kind(module, found, leaves))
+        holder._is_hf_initialized = True  # type: ignore[assignment] # transformers would fill the fused parameters
     return sliced
 
 

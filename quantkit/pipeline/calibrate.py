@@ -181,8 +181,10 @@ def find_stages(run: Run, groups: Sequence[Group]) -> list[list[Group]]:
     return list(stages.values())
 
 
-def with_hessians(run: Run, block: int, stage: Sequence[Group]) -> Iterator[tuple[Group, Hessian, dict[str, Any]]]:
-    """Yield each group of a stage with its Hessian and facts for the report.
+def with_hessians(
+    run: Run, block: int, stage: Sequence[Group]
+) -> Iterator[tuple[Group, Hessian, dict[str, dict[str, Any]]]]:
+    """Yield each group of a stage with its Hessian, and facts for the report by linear.
 
     An expert that sees fewer tokens than it has input channels takes its Hessian from all tokens of the layer.
     """
@@ -194,13 +196,14 @@ def with_hessians(run: Run, block: int, stage: Sequence[Group]) -> Iterator[tupl
             if expert and run.recipe.calibration.moe == "routed" and hessian.tokens < k:
                 starved |= dict.fromkeys(group.linears, f"{hessian.tokens} tokens for {k} input channels")
             else:
-                yield group, hessian, {"moe": run.recipe.calibration.moe} if expert else {}
+                facts = {"moe": run.recipe.calibration.moe} if expert else {}
+                yield group, hessian, dict.fromkeys(group.linears, facts)
     if not starved:
         return
     model.run_on_all_tokens(model.experts[name] for name in starved)
     for groups in _batches(run, find_groups(run, block, list(starved))):
         for group, hessian in zip(groups, collect(run, block, groups), strict=True):
-            yield group, hessian, {"moe": "all", "few_routed": starved[group.linears[0]]}
+            yield group, hessian, {name: {"moe": "all", "few_routed": starved[name]} for name in group.linears}
     model.run_on_all_tokens([])
 
 
@@ -319,8 +322,16 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     if run.recipe.calibration.moe == "all":
         model.run_on_all_tokens(model.experts[name] for name in goals if name in model.experts)
     with run.clock.phase("forward"):
-        groups = find_groups(run, block, list(goals)) if goals else []
+        reached = [name for name in goals if not model.is_cross_attention(name)]
+        groups = find_groups(run, block, reached) if reached else []
     solved: dict[str, Item] = {}
+    for name in [name for name in goals if name not in reached]:
+        with run.clock.phase("solve"):
+            weight = run.src.get(f"{name}.weight").to(model.device)
+            item = solve_uncalibrated(name, weight, goals[name], run.recipe, "text alone never calls cross attention")
+        assert not isinstance(item.value, Packed)
+        _put_back(model, name, item.value)
+        solved[item.name] = item
     for stage in find_stages(run, groups):
         for group, hessian, facts in with_hessians(run, block, stage):
             for part in _parts(run, group):
@@ -329,8 +340,9 @@ def _block(run: Run, block: int) -> Iterator[Item]:
                     items = solve(weights, {name: goals[name] for name in weights}, hessian, run.recipe, run.progress)
                 for item in items:
                     assert not isinstance(item.value, Packed)  # only conversions yield packed items
-                    _put_back(model, item.name.removesuffix(".weight"), item.value)
-                    solved[item.name] = item._replace(facts={**(item.facts or {}), **facts})
+                    name = item.name.removesuffix(".weight")
+                    _put_back(model, name, item.value)
+                    solved[item.name] = item._replace(facts={**(item.facts or {}), **facts[name]})
                     run.progress.detail(_detail(item))
     model.run_on_all_tokens([])
     if block + 1 < len(model.blocks):

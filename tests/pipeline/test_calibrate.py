@@ -411,7 +411,7 @@ def test_experts_are_calibrated_on_their_own_tokens_or_on_all_of_the_layer(
     assert [len(stage) for stage in stages[:2]] == [1, 1]
     assert [set(stage) for stage in stages[2:]] == [set(pairs), set(downs)]
     reference = load_dense_model(run.src)
-    found = {group: (hessian, facts) for group, hessian, facts in with_hessians(run, 0, stages[2])}
+    found = {group: (hessian, facts[group.linears[0]]) for group, hessian, facts in with_hessians(run, 0, stages[2])}
     everything = sum(len(s) for s in run.sequences)
     routed = [hessian.tokens for hessian, facts in found.values() if facts == {"moe": "routed"}]
     starved = [group for group, (_, facts) in found.items() if facts["moe"] == "all"]
@@ -422,6 +422,15 @@ def test_experts_are_calibrated_on_their_own_tokens_or_on_all_of_the_layer(
         if facts == {"moe": "routed"}:
             expected = plain_hessian(reference, run.model.paths[group.linears[0]], sequences())
             assert distance(hessian.matrix(), expected) < 1e-6
+
+
+def test_cross_attention_is_rounded_and_the_report_says_why(folders: dict[str, Path], tmp_path: Path) -> None:
+    items, _ = quantized(folders["bart"], from_mapping(COARSE), tmp_path)
+    facts = {name: item.facts for name, item in items.items() if item.facts}
+    cross = {name for name in facts if ".encoder_attn." in name}
+    assert len(cross) == 4 and len(facts) == 10
+    assert {facts[name].get("reason") for name in cross} == {"text alone never calls cross attention"}
+    assert {facts[name]["method"] for name in facts.keys() - cross} == {"gptq"}
 
 
 @pytest.mark.parametrize("moe", ["routed", "all"])
