@@ -21,15 +21,17 @@ random weights. It has two blocks, or one of each kind, of width 128. Released c
 its default configuration, and no accuracy is measured here.
 
 - **RTN**, **GPTQ**: the share of the decoder's weights that is quantized. Matrices and experts of its blocks count if
-  they have 64 rows and columns. Embeddings, `lm_head`, convolutions, routers and towers do not.
+  they have 64 rows and columns. Embeddings, `lm_head`, convolutions, routers and towers do not. The layout is named if
+  it is not compressed-tensors.
 - **layouts**: those that hold every linear, in INT4 or FP6 as each layout has it.
 - **opens in**: the readers that give the same logits as transformers gives for the same values stored dense in float32:
   `quantkit.load`, and transformers with its own compressed-tensors loader. "Same" means that logits differ by at most
-  {tolerance:g} of their standard deviation. "vLLM": its configuration, model class and loader take the folder, on a
-  CPU; nothing is computed.
+  {tolerance:g} of their standard deviation. {vllm}
 
 {summary}
 """
+ASKED = '"vLLM": its configuration, model class and loader take the folder, on a CPU; nothing is computed.'
+NOT_ASKED = "vLLM was not asked."
 HEAD = "| family | class | kind | RTN | GPTQ | layouts | opens in |\n|---|---|---|---|---|---|---|"
 REST = "| family | class | kind | RTN | GPTQ | opens in | reason |\n|---|---|---|---|---|---|---|"
 REFUSED = "| family | reason |\n|---|---|"
@@ -47,7 +49,8 @@ def markdown(census: dict[str, Any]) -> str:
     for method in METHODS:
         refused, bugs = (sum(key in row[method] for row in built) for key in ("error", "traceback"))
         counts.append(f"{method.upper()} refuses {refused}" + (f", and fails in {bugs} by a bug." if bugs else "."))
-    parts = [PAGE.format(**census["versions"], tolerance=census["tolerance"], summary=" ".join(counts))]
+    vllm = ASKED if any("vllm" in row for row in rows) else NOT_ASKED
+    parts = [PAGE.format(**census["versions"], tolerance=census["tolerance"], vllm=vllm, summary=" ".join(counts))]
     if good:
         parts.append("## Quantized in full\n\n" + "\n".join([HEAD, *map(_good, good)]) + "\n")
     if others:
@@ -87,7 +90,8 @@ def _start(row: dict[str, Any]) -> str:
 def _share(result: dict[str, Any]) -> str:
     if result["exit"]:
         return "bug" if "traceback" in result else "refused"
-    return f"{result['share']:.1%}".replace(".0%", "%")
+    layout = "" if result["layout"] == "compressed-tensors" else f" ({result['layout']})"
+    return f"{result['share']:.1%}".replace(".0%", "%") + layout
 
 
 def _readers(result: dict[str, Any]) -> list[str]:

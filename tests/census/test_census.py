@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import cache
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.census import families
-from tests.census.page import SHARE
+from tests.census.page import SHARE, markdown
 from tests.census.run import METHODS, quantized
 
+ROOT = Path(__file__).resolve().parents[2]
 #: family, or family and method -> why it is not quantized in full yet
 REFUSED = {"gemma3n_text-gptq": "blocks take keys and values of blocks before"}
 #: the same -> why the output does not open with equal logits yet
@@ -72,3 +75,8 @@ def test_family_is_quantized_in_full(family: str, method: str, survey: Callable[
 @pytest.mark.parametrize(("family", "method"), cases({**REFUSED, **CLOSED}))
 def test_output_opens_with_equal_logits(family: str, method: str, survey: Callable[[str, str], dict[str, Any]]) -> None:
     assert survey(family, method).get("load") == "equal", survey(family, method)
+
+
+def test_page_is_what_the_last_census_gives() -> None:
+    census = json.loads((ROOT / "benchmarks/census.json").read_text(encoding="utf-8"))
+    assert (ROOT / "docs/models.md").read_text(encoding="utf-8") == markdown(census), "run: make census"
