@@ -178,7 +178,7 @@ def unfuse_experts(
         module = model.get_submodule(path)
         if path in single:
             leaves = _leaves(src, path, single[path], found)
-        elif path in whole and slices:
+        elif slices and found.parameters.keys() <= whole.get(path, {}).keys():
             leaves = {role: LEAVES[role] for role in found.sizes}
             _slice(src, module, whole[path], found, path)
             sliced += whole[path].values()
