@@ -99,6 +99,7 @@ class BlockRunner:
             raise CheckpointError(
                 f"{src.path}: {type(self.module).__name__} has no list of blocks with nn.Linear: use another model"
             )
+        self._block_of = self._find_blocks_of_names()
         self.paths, self.tied, self.notices = find_linears(self.module, self._stored)
         self.linears = {name: size_of(self.module.get_submodule(path)) for name, path in self.paths.items()}
         self.kept_dense = self._find_kept_dense(decoder)
@@ -129,8 +130,21 @@ class BlockRunner:
                     f"{name}: is {list(found)} in the checkpoint, config.json asks for {list(expected)}"
                 )
 
+    def _find_blocks_of_names(self) -> dict[str, int]:
+        """Return stored name -> number of its block, the first one if blocks share the tensor."""
+        numbers = {path: index for index, path in enumerate(self.blocks)}
+        found: dict[str, int] = {}
+        states = [*self._stored.items(), *((each.states[0], name) for each in self._merged for name in each.names)]
+        for state, name in states:
+            parts = state.split(".")
+            path = next((path for cut in range(len(parts)) if (path := ".".join(parts[:cut])) in numbers), None)
+            if path is not None:
+                found[name] = min(found.get(name, numbers[path]), numbers[path])
+        return found
+
     def _find_kept_dense(self, decoder: str) -> dict[str, str]:
         routers, head = find_routers(self.module), self.module.get_output_embeddings()
+        shared = set(self.module.all_tied_weights_keys.values())
         kept: dict[str, str] = {}
         for path, module in self.module.named_modules():
             name = path if path in self.tied else self._stored.get(f"{path}.weight", "").removesuffix(".weight")
@@ -144,7 +158,7 @@ class BlockRunner:
             elif module is head:
                 if "lm_head" not in (name.rpartition(".")[2], path.rpartition(".")[2]):  # which recipes skip by name
                     kept[name] = "the output head"
-            elif path in self.tied:
+            elif path in self.tied or f"{path}.weight" in shared:
                 kept[name] = "its weight is shared"
             elif decoder and not path.startswith(f"{decoder}."):
                 kept[name] = "outside the language model"
@@ -156,11 +170,7 @@ class BlockRunner:
 
     def stored(self, block: int | None) -> list[str]:
         """Return the names of a block's tensors in checkpoint order; with None, of all tensors outside the blocks."""
-        paths = self.blocks if block is None else [self.blocks[block]]
-        prefixes = tuple(f"{path}." for path in paths)
-        inside = {name for state, name in self._stored.items() if state.startswith(prefixes)}
-        inside |= {name for each in self._merged if each.states[0].startswith(prefixes) for name in each.names}
-        return [name for name in self.src.names() if (name in inside) != (block is None)]
+        return [name for name in self.src.names() if self._block_of.get(name) == block]
 
     def targets(self, block: int) -> list[str]:
         """Return the checkpoint names of a block's linears, in module order."""

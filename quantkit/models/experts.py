@@ -151,11 +151,11 @@ class _SortedExperts(UnfusedExperts):
 
 
 def unfuse_experts(
-    model: PreTrainedModel, src: Checkpoint, rename: Callable[[str], Iterator[str]], *, slices: bool = True
+    model: PreTrainedModel, src: Checkpoint, spell: Callable[[str], Iterator[str]], *, slices: bool = True
 ) -> list[str]:
     """Replace the experts of a model on the meta device by unfused ones.
 
-    `rename` gives the states that a stored name may have in the model. Tensors of `src` that hold all experts are
+    `spell` gives the states that a stored name may have in the model. Tensors of `src` that hold all experts are
     replaced by one tensor an expert (`Checkpoint.derive`), unless `slices` is false; their names are returned.
     CheckpointError if an expert or a projection is missing.
     """
@@ -166,7 +166,7 @@ def unfuse_experts(
     single: dict[str, dict[tuple[int, str], str]] = {}
     whole: dict[str, dict[str, str]] = {}
     for name in src.logical():
-        for state in rename(name):
+        for state in spell(name):
             matched = _PER_EXPERT.fullmatch(state)
             if matched and matched[1] in fused and matched[3] in ROLES:
                 single.setdefault(matched[1], {})[int(matched[2]), f"{matched[3]}.{matched[4]}"] = name

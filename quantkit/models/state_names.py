@@ -60,7 +60,7 @@ class _Rules:
         self.converters = [t for t in transforms if isinstance(t, WeightConverter)]
         self.of_pattern = {pattern: c for c in self.converters for pattern in c.source_patterns}
 
-    def rename(self, name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
+    def state_of(self, name: str, converters: Sequence[Any]) -> tuple[str, str | None]:
         """Return the state of a stored name, and the pattern of the converter that makes it."""
         from transformers.core_model_loading import rename_source_key
 
@@ -68,7 +68,7 @@ class _Rules:
             name, self.renamings, list(converters), self.module.base_model_prefix, self.states
         )
         if pattern is not None and state not in self.states:  # experts that are unfused here
-            return self.rename(name, [])
+            return self.state_of(name, [])
         return (state if state in self.states or name not in self.states else name), pattern
 
 
@@ -77,7 +77,7 @@ def places(module: PreTrainedModel) -> Places:
     rules = _Rules(module)
 
     def place(name: str) -> tuple[tuple[str, ...], bool]:
-        state, pattern = rules.rename(name, rules.converters)
+        state, pattern = rules.state_of(name, rules.converters)
         if pattern is None:
             return (state,), False
         first, *others = rules.of_pattern[pattern].target_patterns
@@ -91,7 +91,7 @@ def spellings(module: PreTrainedModel) -> Callable[[str], Iterator[str]]:
     rules, prefix = _Rules(module), module.base_model_prefix
 
     def of(name: str) -> Iterator[str]:
-        state, _ = rules.rename(name, [])
+        state, _ = rules.state_of(name, [])
         yield state
         if prefix:
             yield f"{prefix}.{state}"
@@ -108,7 +108,7 @@ def match(module: PreTrainedModel, src: Checkpoint) -> Match:
     unexpected: list[str] = []
     sources: dict[str, dict[str, list[str]]] = {}
     for name in src.logical():
-        state, pattern = rules.rename(name, rules.converters)
+        state, pattern = rules.state_of(name, rules.converters)
         if pattern is not None:
             sources.setdefault(state, {}).setdefault(pattern, []).append(name)
         elif state in states and state not in stored:
