@@ -45,6 +45,7 @@ CONVERT = """
 import json, sys, time
 import torch
 import quantkit
+from transformers import LlamaForCausalLM  # what opening the output imports
 torch.set_num_threads(1)  # as the command line does
 pack = quantkit.pack
 
