@@ -80,8 +80,9 @@ class UnfusedExperts(nn.Module):
         self._interleaved = fused.interleaved
         self._gate_of: Callable[[Any, Tensor], Tensor] | None = getattr(type(module), "_apply_gate", None)
         inner = module.get_submodule("mlp") if "mlp" in held else module
-        act: Any = getattr(inner, "act_fn", None) or getattr(inner, "activation_fn", None)
-        self._act: Callable[[Tensor], Tensor] = act
+        self._act: Callable[[Tensor], Tensor]
+        # Past nn.Module, which would register an activation a second time.
+        self.__dict__["_act"] = getattr(inner, "act_fn", None) or getattr(inner, "activation_fn", None)
         bias = any(parameter.endswith(BIAS) for parameter in module._parameters)
         dtype = next(module.parameters()).dtype
         for number in range(fused.experts):
