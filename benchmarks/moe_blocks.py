@@ -178,7 +178,7 @@ def expert_tokens(layers: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def generated(packed: Path, device: str) -> dict[str, Any]:
-    """Return what the packed folder writes after a prompt, and how; or the error, which the run outlives."""
+    """Generate text with the packed folder, and return it with its facts; an error is returned, not raised."""
     if device == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()

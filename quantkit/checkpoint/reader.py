@@ -179,6 +179,11 @@ class Checkpoint:
         for name, place in before.items():
             self._where.update(at.get(name, {}) if name in replaced else {name: place})
 
+    def is_presented_otherwise(self, name: str) -> bool:
+        """Return whether a tensor has another form here than a dense tensor of its name is written in."""
+        place = self._where.get(name)
+        return isinstance(place, _Bound) and place.derived.restore is not None
+
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         """Return a dense tensor in the form in which the source stores it."""
         place = self._where.get(name)

@@ -17,7 +17,7 @@ from quantkit.models.meta_model import config_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Lists that `from_pretrained` gives -> what it does silently with the tensors in them.
+#: Names of the lists of tensors that `from_pretrained` reports -> how it treats such tensors, without an error.
 WRONG = {
     "missing_keys": "fill with random values",
     "mismatched_keys": "fill with random values",

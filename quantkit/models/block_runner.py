@@ -184,8 +184,9 @@ class BlockRunner:
         """
         if self._missing:
             raise CheckpointError(
-                f"{self.src.path}: {self._missing[0]} is not in the checkpoint ({len(self._missing)} missing in all): "
-                f"{type(self.module).__name__} cannot be run from it, use --method rtn"
+                f"{self.src.path}: {self._missing[0]} is not in the checkpoint ({len(self._missing)} missing in "
+                f"all): {type(self.module).__name__} cannot be run from it, use a complete checkpoint of a family in "
+                "docs/models.md"
             )
         table, head = self.module.get_input_embeddings(), self.module.get_output_embeddings()
         last = {f"{name}." for name, module in self.module.named_modules() if module is head}

@@ -48,11 +48,12 @@ def replace_transposed(model: nn.Module, stored: dict[str, str], src: Checkpoint
         owner, _, leaf = path.rpartition(".")
         bias = isinstance(module.bias, nn.Parameter)
         setattr(model.get_submodule(owner), leaf, nn.Linear(k, n, bias, device=weight.device, dtype=weight.dtype))
-        derived[name] = transposed(name, src)
+        if not src.is_presented_otherwise(name):  # by an earlier model of the same source
+            derived[name] = _transposed(name, src)
     src.derive(derived)
 
 
-def transposed(name: str, src: Checkpoint) -> Derived:
+def _transposed(name: str, src: Checkpoint) -> Derived:
     """Describe the transpose `[n, k]` of a stored matrix `[k, n]`."""
     k, n = src.shape(name)
 

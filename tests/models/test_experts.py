@@ -100,6 +100,14 @@ def test_a_config_of_another_family_is_refused(changed: Callable[..., Path]) -> 
     assert "\n" not in str(caught.value)
 
 
+def test_a_second_model_of_one_source_transposes_nothing_twice(folders: dict[str, Path]) -> None:
+    src, name = Checkpoint(folders["gpt2"]), "transformer.h.0.attn.c_proj.weight"  # square: no shape would tell
+    stored = src.get(name)
+    for _ in range(2):
+        BlockRunner(src, device="cpu")
+        assert torch.equal(src.get(name), stored.T) and torch.equal(src.as_stored(name, src.get(name)), stored)
+
+
 def test_an_override_cannot_quantize_a_router(folders: dict[str, Path]) -> None:
     model = BlockRunner(Checkpoint(folders["qwen3_moe"]), device="cpu")
     with pytest.raises(RecipeError, match=r"names model\.layers\.0\.mlp\.gate, a router, which stays dense"):

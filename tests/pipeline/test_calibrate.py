@@ -424,6 +424,18 @@ def test_experts_are_calibrated_on_their_own_tokens_or_on_all_of_the_layer(
             assert distance(hessian.matrix(), expected) < 1e-6
 
 
+def test_a_stopped_run_of_experts_continues_with_the_same_bits(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = from_mapping(COARSE)
+    whole, _ = quantized(folders["gpt_oss"], recipe, tmp_path)
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    first = interrupted(Checkpoint(folders["gpt_oss"]), recipe, partial, 1)
+    for path in partial.glob("activations-*"):
+        path.unlink()  # finished experts are put back and run again
+    second = resumed(Checkpoint(folders["gpt_oss"]), recipe, partial, Progress(quiet=True))
+    assert first and second and digests(first) | digests(second) == digests(whole)
+
+
 def test_cross_attention_is_rounded_and_the_report_says_why(folders: dict[str, Path], tmp_path: Path) -> None:
     items, _ = quantized(folders["bart"], from_mapping(COARSE), tmp_path)
     facts = {name: item.facts for name, item in items.items() if item.facts}
