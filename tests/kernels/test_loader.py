@@ -129,7 +129,7 @@ def test_processes_that_start_at_once_all_get_the_binary(sources: Path) -> None:
         from quantkit.kernels import loader
         os.fork(), os.fork()  # four processes, whose imports are done once
         binary = loader.cached('f', {INSTANCES!r}, 'sm_80', pathlib.Path({str(sources)!r}))
-        print(len(binary.cubin), sorted(binary.names), flush=True)
+        os.write(1, f'{{len(binary.cubin)}} {{sorted(binary.names)}}\\n'.encode())  # a line at once, not in parts
     """
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], timeout=120)
