@@ -143,7 +143,7 @@ def _open_plain(folder: Path) -> nn.Module:
 def _open_ours(folder: Path) -> nn.Module:
     import quantkit
 
-    return quantkit.load(folder, device="cpu")
+    return quantkit.load(folder, device="cpu", dtype=torch.float32)  # processors with AMX would take bfloat16
 
 
 def _logits(model: nn.Module) -> Tensor:
