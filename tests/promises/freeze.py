@@ -1,10 +1,15 @@
-"""Write the frozen values anew: `python -m tests.promises.freeze`. Only when a promise changes on purpose."""
+"""Write the frozen values anew: `python -m tests.promises.freeze`. Only when a promise changes on purpose.
+
+Calibrated weights stay as they were frozen if this machine's arithmetic is another, unless `--weights` is given.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -23,10 +28,21 @@ def main() -> None:
             works.append(prepare(Work(Path(folder) / name)))
         outputs = {key: found for name in CONVERTED for key, found in converted(works[0], name).items()}
         outputs |= {name: made(works[0], line) for name, line in {**ALONE, **CALIBRATED}.items()}
-        values = {"arithmetic": arithmetic(), "keys": keys(works[1]), "outputs": outputs}
+        before, here = json.loads(FROZEN.read_text()), arithmetic()
+        if here != before["arithmetic"] and "--weights" not in sys.argv:
+            for name in CALIBRATED.keys() & before["outputs"].keys():
+                keep_weights(outputs[name], before["outputs"][name])
+            here = before["arithmetic"]
+        values = {"arithmetic": here, "keys": keys(works[1]), "outputs": outputs}
         FROZEN.write_text(json.dumps(values, indent=1) + "\n")
         write_blocks(HELP, helps(works[2]))
         write_blocks(ERROR_TEXTS, errors(works[2]))
+
+
+def keep_weights(found: dict[str, Any], before: dict[str, Any]) -> None:
+    """Put the frozen weights back, where this machine's arithmetic gives other ones."""
+    found["tensors"] = before["tensors"]
+    found["files"] |= {name: held for name, held in before["files"].items() if name.endswith(".safetensors")}
 
 
 if __name__ == "__main__":
