@@ -58,14 +58,15 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
         sync_folder(path.parent)
 
 
-def save_tensor(path: Path, tensor: Tensor) -> str:
-    """Write the raw bytes of a tensor as `write_atomic` does; returns their SHA-256, which `load_tensor` asks for."""
-    data = raw_bytes(tensor).numpy().data
+def save_tensor(path: Path, *tensors: Tensor) -> str:
+    """Write the raw bytes of tensors as `write_atomic` does; returns their SHA-256, which `load_tensor` asks for."""
     seen = hashlib.sha256()
-    with _replacing(path, needed=len(data)) as file:
-        for i in range(0, len(data), CHUNK):
-            seen.update(data[i : i + CHUNK])
-            write(file, data[i : i + CHUNK], path)
+    with _replacing(path, needed=sum(tensor.nbytes for tensor in tensors)) as file:
+        for tensor in tensors:
+            data = raw_bytes(tensor).numpy().data
+            for i in range(0, len(data), CHUNK):
+                seen.update(data[i : i + CHUNK])
+                write(file, data[i : i + CHUNK], path)
     return seen.hexdigest()
 
 

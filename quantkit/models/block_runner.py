@@ -1,28 +1,42 @@
 """Run a model block by block, with the weights of one block in memory at a time.
 
 No code here knows an architecture. For each document the model's own forward makes masks, rotary tables and per-layer
-windows, and calls its blocks in order. Blocks before the current one pass their input on. The current block receives
-the stored activation of the document. After it has run, an exception ends the forward.
+windows, and calls its blocks in order. The block before the current one returns the stored activation of the document
+instead of running, and the model's own code hands that to the current block. After it has run, an exception ends the
+forward.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, QuantkitError, reason
+from quantkit.errors import CheckpointError, QuantkitError, about, reason
 from quantkit.models.devices import compute_dtype, device_of
 from quantkit.models.experts import ROUTER, Expert, UnfusedExperts, find_experts, find_routers, unfuse_experts
 from quantkit.models.linears import is_linear, replace_transposed, size_of
-from quantkit.models.meta_model import find_blocks, find_linears, get_tensor, language_model, put_tensor, skeleton
+from quantkit.models.meta_model import (
+    find_blocks,
+    find_linears,
+    find_towers,
+    get_tensor,
+    language_model,
+    put_tensor,
+    skeleton,
+    text_model,
+)
+from quantkit.models.passing import Form, Needed, Passed, State, Unused, pack, tensors_in, unpack
 from quantkit.models.state_names import match, spellings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 #: `BlockRunner.max_length` of a model whose positions have no limit.
 UNLIMITED = 2**31
@@ -33,6 +47,8 @@ FEWEST = 64
 NEVER_CALLED = ("dt_proj",)
 #: Linears that only an encoder's or an image's states reach.
 CROSS_ATTENTION = re.compile(r"\.(encoder_attn|crossattention|cross_attn)\.")
+#: Model types whose attention hashes tokens with random numbers.
+RANDOM = ("reformer",)
 
 
 class _Stop(Exception):
@@ -48,23 +64,20 @@ def _is_ours(error: Exception) -> bool:
 
 
 def _batch_axis(hidden: Tensor) -> int:
-    """Return the dimension of the batch of one document: 0, or 1 if streams of hidden states come before it."""
-    return 1 if hidden.ndim == 4 and hidden.shape[0] > 1 and hidden.shape[1] == 1 else 0
+    """Return the dimension of the batch of one document: 0, or 1 if tokens or streams of hidden states come before."""
+    return 1 if hidden.ndim > 2 and hidden.shape[0] > 1 and hidden.shape[1] == 1 else 0
 
 
 def _by_token(hidden: Tensor) -> Tensor:
     """Return hidden states of one document with the tokens first: `[s, 1, t, h]` as `[t, s, h]`."""
     axis = _batch_axis(hidden)
-    return hidden.select(axis, 0).movedim(axis, 0)
+    return hidden.select(axis, 0).movedim(axis if hidden.ndim > 3 else 0, 0)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested arguments of a call."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for inner in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(inner)
+def _like(hidden: Tensor, entering: Tensor) -> Tensor:
+    """Return `_by_token`'s result in the dimensions of a tensor that enters a block."""
+    axis = _batch_axis(entering)
+    return hidden.movedim(0, axis if entering.ndim > 3 else 0).unsqueeze(axis)
 
 
 class BlockRunner:
@@ -76,7 +89,8 @@ class BlockRunner:
     names them: routers, towers of other inputs, small linears. `experts`: name -> the expert that a linear
     belongs to. `sliced`: stored tensors that hold several experts. `notices`: matrices that stay dense without being
     skipped. `dtype`: of weights and activations in memory, see `compute_dtype`. `max_length`: the most tokens of a
-    sequence.
+    sequence. `text`: the module whose forward is run, the whole model or the outermost one that runs on tokens alone;
+    `text_path`: its path.
 
     In `src`, tensors of many experts are replaced by one tensor a linear, and weights of Conv1D by their transposes.
 
@@ -110,13 +124,15 @@ class BlockRunner:
         text = self.module.config.get_text_config()
         positions: int = getattr(text, "max_position_embeddings", None) or UNLIMITED
         self.max_length = positions if positions > 0 else UNLIMITED
-        #: Known once a block has run. None: blocks return a tensor. Else they return a tuple of the hidden state and
-        #: extras; each entry tells whether that extra is not None.
-        self.extras: list[bool] | None = None
-        self._placeholder = torch.empty(0, device=self.device)
+        self.text_path = text_model(self.module, self.blocks)
+        self.text = cast("PreTrainedModel", self.module.get_submodule(self.text_path))
+        #: Number of a block that has run -> the form of what it passes on.
+        self.forms: dict[int, Form] = {}
+        self._unused: dict[int, frozenset[int]] = {}
         self._at = 0
-        self._hidden: Tensor | None = None
-        self._output: Tensor | None = None
+        self._passed: Passed | None = None
+        self._enters_only = False
+        self._output: Passed | None = None
         for index, path in enumerate(self.blocks):
             block = self.module.get_submodule(path)
             block.forward = partial(self._visit, index, block.forward)
@@ -144,6 +160,7 @@ class BlockRunner:
 
     def _find_kept_dense(self, decoder: str) -> dict[str, str]:
         routers, head = find_routers(self.module), self.module.get_output_embeddings()
+        towers = tuple(f"{path}." for path in find_towers(self.module))
         shared = set(self.module.all_tied_weights_keys.values())
         kept: dict[str, str] = {}
         for path, module in self.module.named_modules():
@@ -160,7 +177,7 @@ class BlockRunner:
                     kept[name] = "the output head"
             elif path in self.tied or f"{path}.weight" in shared:
                 kept[name] = "its weight is shared"
-            elif decoder and not path.startswith(f"{decoder}."):
+            elif (decoder and not path.startswith(f"{decoder}.")) or path.startswith(towers):
                 kept[name] = "outside the language model"
             elif min(size_of(module)) < FEWEST:
                 kept[name] = f"fewer than {FEWEST} inputs or outputs"
@@ -180,15 +197,20 @@ class BlockRunner:
     def prepare(self, *, embeddings: bool) -> None:
         """Load the weights that run before the blocks; without `embeddings`, they are freed as by `drop_embeddings`.
 
-        CheckpointError if the checkpoint lacks a tensor of the model.
+        CheckpointError if the checkpoint lacks a tensor of the model, or a pass of the model is random.
         """
+        if self.module.config.model_type in RANDOM:
+            raise CheckpointError(
+                f"{self.src.path}: {type(self.module).__name__} draws random numbers when it runs, so that two passes "
+                "over a document differ: use --method rtn"
+            )
         if self._missing:
             raise CheckpointError(
                 f"{self.src.path}: {self._missing[0]} is not in the checkpoint ({len(self._missing)} missing in "
                 f"all): {type(self.module).__name__} cannot be run from it, use a complete checkpoint of a family in "
                 "docs/models.md"
             )
-        table, head = self.module.get_input_embeddings(), self.module.get_output_embeddings()
+        table, head = self.text.get_input_embeddings(), self.text.get_output_embeddings()
         last = {f"{name}." for name, module in self.module.named_modules() if module is head}
         first = {f"{name}." for name, module in self.module.named_modules() if module is table}
         excluded = tuple(last - first)
@@ -200,15 +222,14 @@ class BlockRunner:
         if not embeddings:
             self.drop_embeddings()
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input `[t, h]`, or `[t, streams, h]`, of the first block for one document's tokens, int64 `[t]`.
+    def embed(self, tokens: Tensor) -> State:
+        """Return the input of the first block for one document's tokens, int64 `[t]`.
 
         CheckpointError, here and from `run`, if the model's own code does not run on tokens alone, block by block.
         """
-        self._at, self._hidden = 0, None
-        entering = self._run(tokens)
+        entering = self._enter(0, tokens, None)
         assert entering is not None
-        return entering
+        return State(entering.hidden)
 
     def drop_embeddings(self) -> None:
         """Free the input embeddings, after every document has entered the first block; zeros replace them.
@@ -216,7 +237,7 @@ class BlockRunner:
         They stay in a model whose blocks receive more that depends on them, such as inputs of their own for each layer
         (Gemma 3n and 4) or the embeddings themselves (Zamba).
         """
-        table = self.module.get_input_embeddings()
+        table = self.text.get_input_embeddings()
         weight, before = table.get_parameter("weight"), self._beside()
         # One row of zeros in memory: code that adds images indexes the weight too.
         zeros = torch.zeros(1, weight.shape[1], dtype=self.dtype, device=self.device).expand(weight.shape)
@@ -226,15 +247,15 @@ class BlockRunner:
 
     def _beside(self) -> list[Tensor]:
         """Return the tensors that the first block receives beside the hidden state, for some tokens."""
-        self._at, self._hidden, found = 0, None, list[Tensor]()
+        found = list[Tensor]()
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             entering = args[0] if args else kwargs["hidden_states"]
-            found.extend(x for x in _tensors((args, kwargs)) if x is not entering)
+            found.extend(x for x in tensors_in((args, kwargs)) if x is not entering)
 
         handle = self.module.get_submodule(self.blocks[0]).register_forward_pre_hook(see, with_kwargs=True)
         try:
-            self._run(torch.arange(4))
+            self._enter(0, torch.arange(4), None)
         finally:
             handle.remove()
         return found
@@ -252,13 +273,44 @@ class BlockRunner:
         """Replace the weight `[n, k]` of a linear in a loaded block."""
         put_tensor(self.module, f"{self.paths[linear]}.weight", weight.to(self.device, self.dtype))
 
-    def run(self, index: int, tokens: Tensor, hidden: Tensor) -> Tensor | None:
-        """Run a loaded block on one document: tokens int64 `[t]`, hidden `[t, h]` -> output `[t, h]`.
+    def run(self, index: int, tokens: Tensor, state: State) -> State | None:
+        """Run a loaded block on one document, tokens int64 `[t]`, and return what it passes on.
 
-        Returns None if a watcher stopped it. CheckpointError if a block needs more than the hidden state before it.
+        `forms` gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs something of an
+        earlier block that was not stored.
         """
-        self._at, self._hidden = index, hidden.to(self.device)
-        return self._run(tokens)
+        passed = Passed(state.hidden.to(self.device, copy=True), None, {})
+        if index:
+            passed = unpack(state, self.forms[index - 1], self.device)
+        try:
+            output = self._run(index, tokens, passed)
+        except Needed as error:
+            raise CheckpointError(
+                f"{self.blocks[index]}: takes from an earlier block what the next one did not use: use --method rtn"
+            ) from error
+        if output is None:
+            return None
+        if index not in self._unused:
+            self._unused[index] = self._find_unused(index, tokens, output)
+        with about(self.blocks[index]):
+            packed, self.forms[index] = pack(output, self._unused[index])
+        return packed
+
+    def _find_unused(self, index: int, tokens: Tensor, output: Passed) -> frozenset[int]:
+        """Return the returned values, such as attention weights, that never enter the next block.
+
+        The model's own code is run up to that block, with a placeholder in place of each value.
+        """
+        returned = output.returned or []
+        unused = {i for i, value in enumerate(returned) if next(tensors_in(value), None) is not None}
+        while unused and index + 1 < len(self.blocks):
+            replaced = [Unused.of(i) if i in unused else value for i, value in enumerate(returned)]
+            try:
+                self._enter(index + 1, tokens, output._replace(returned=replaced))
+                break
+            except Needed as error:
+                unused.remove(error.number)
+        return frozenset(unused)
 
     def is_cross_attention(self, linear: str) -> bool:
         """Return whether a linear belongs to cross attention, which text alone never calls."""
@@ -292,22 +344,31 @@ class BlockRunner:
             for handle in handles:
                 handle.remove()
 
-    def _run(self, tokens: Tensor) -> Tensor | None:
-        self._output = None
+    def _enter(self, index: int, tokens: Tensor, passed: Passed | None) -> Passed | None:
+        """Run the model up to a block, which is not run; return its input."""
+        self._enters_only = True
+        try:
+            return self._run(index, tokens, passed)
+        finally:
+            self._enters_only = False
+
+    def _run(self, index: int, tokens: Tensor, passed: Passed | None) -> Passed | None:
+        """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped."""
+        self._at, self._passed, self._output = index, passed, None
         try:
             with torch.no_grad():
-                self.module(input_ids=tokens.to(self.device)[None], use_cache=False)
+                self.text(input_ids=tokens.to(self.device)[None], use_cache=False)
         except _Stop:
             return self._output
         except Exception as error:  # an image may be missing, or what an earlier block left for later ones
-            if isinstance(error, QuantkitError | torch.OutOfMemoryError) or _is_ours(error):
+            if isinstance(error, QuantkitError | torch.OutOfMemoryError | Needed) or _is_ours(error):
                 raise
             raise CheckpointError(
-                f"{self.src.path}: {type(self.module).__name__} cannot be run on tokens alone, block by block "
+                f"{self.src.path}: {type(self.text).__name__} cannot be run on tokens alone, block by block "
                 f"({reason(error)}): use --method rtn"
             ) from error
         finally:
-            self._hidden = None
+            self._passed = None
         raise CheckpointError(
             f"{self.blocks[self._at]}: the model's forward never reached this block: skip its linears"
         )
@@ -316,24 +377,33 @@ class BlockRunner:
         """Replace the forward of block `index`."""
         entering = args[0] if args else kwargs["hidden_states"]
         if index < self._at:
-            extras = [self._placeholder if extra else None for extra in self.extras or ()]
-            return entering if self.extras is None else (entering, *extras)
-        if self._hidden is None:
-            self._output = _by_token(entering)
+            assert self._passed is not None
+            # Code between blocks may change what they return in place: only the last block returns the activation.
+            hidden = _like(self._passed.hidden, entering) if index + 1 == self._at else entering
+            return hidden if self._passed.returned is None else (hidden, *self._passed.returned)
+        for given in tensors_in((args, kwargs)):
+            if isinstance(given, Unused):
+                raise Needed(given.number)
+        if self._enters_only:
+            self._output = Passed(_by_token(entering), None, {})
             raise _Stop
-        if any(given is self._placeholder for given in (*args, *kwargs.values())):
-            raise CheckpointError(
-                f"{self.blocks[index]}: takes more from the block before than its hidden state: use --method rtn"
-            )
-        axis = _batch_axis(entering)
-        hidden = self._hidden.movedim(0, axis).unsqueeze(axis)
-        if args:
-            args = (hidden, *args[1:])
-        else:
-            kwargs["hidden_states"] = hidden
+        assert self._passed is not None
+        if index == 0:
+            hidden = _like(self._passed.hidden, entering)
+            args = tuple(hidden if given is entering else given for given in args)
+            kwargs = {name: hidden if given is entering else given for name, given in kwargs.items()}
+        left = dict(self._passed.left)
+        arguments = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        shared = {name: value for name, value in arguments.items() if isinstance(value, MutableMapping)}
+        before = {name: dict(value) for name, value in shared.items()}
+        for name, mapping in shared.items():
+            mapping.update(left.get(name, {}))
         out = forward(*args, **kwargs)
-        self.extras = [extra is not None for extra in out[1:]] if isinstance(out, tuple | list) else None
-        self._output = _by_token(out if self.extras is None else out[0])
+        for name, mapping in shared.items():
+            if entries := {key: value for key, value in mapping.items() if before[name].get(key) is not value}:
+                left[name] = entries
+        first, returned = (out[0], list(out[1:])) if isinstance(out, tuple | list) else (out, None)
+        self._output = Passed(_by_token(first), returned, left)
         raise _Stop
 
     def _load(self, wanted: Callable[[str], bool]) -> None:

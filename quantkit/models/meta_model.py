@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,6 +18,14 @@ from quantkit.models.linears import is_linear
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.configuration_utils import PretrainedConfig
+
+
+#: Model types whose forward asks for an image when it runs, though its signature does not.
+ASKING_FOR_IMAGES = ("kosmos-2",)
+#: Model types of encoder-decoders whose configuration does not say so.
+ENCODER_DECODERS = ("diffusion_gemma",)
+#: Model types that transformers lists among models that write text, though their published class classifies.
+CLASSIFIERS = ("shieldgemma2",)
 
 
 class Configured(Protocol):
@@ -51,7 +61,7 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
             config = CONFIG_MAPPING[family].from_dict(decode_floats(known))
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or family in ENCODER_DECODERS:
         raise CheckpointError(
             f"{src.path}: {family} is an encoder-decoder, which quantkit does not quantize: use a decoder-only model"
         )
@@ -73,7 +83,7 @@ def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: boo
     able = [
         auto
         for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
-        if type(config) in auto._model_mapping
+        if type(config) in auto._model_mapping and config.model_type not in CLASSIFIERS
     ]
     for auto in able:
         built: Any = auto._model_mapping[type(config)]
@@ -124,14 +134,58 @@ def language_model(module: PreTrainedModel) -> tuple[str, nn.Module]:
     return (path, decoder) if path and find_blocks(decoder) else ("", module)
 
 
+def find_towers(module: nn.Module) -> tuple[str, ...]:
+    """Return the paths of the models inside a model that take other inputs than text: encoders of images or sound."""
+    from transformers import PreTrainedModel
+
+    return tuple(
+        path
+        for path, found in module.named_modules()
+        if path
+        and isinstance(found, PreTrainedModel)
+        and not {"input_ids", "inputs_embeds", "args"} & _inputs(found).keys()
+    )
+
+
+def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
+    """Return the path of the outermost model around the blocks whose forward runs on tokens alone; "" for the whole.
+
+    It embeds tokens as the whole model does. The whole is returned, too, if there is none.
+    """
+    from transformers import PreTrainedModel
+
+    asking = module.config.model_type in ASKING_FOR_IMAGES
+    path: str
+    for path, found in module.named_modules():
+        around = all(block.startswith(f"{path}." if path else "") for block in blocks)
+        if not around or not isinstance(found, PreTrainedModel) or (asking and not path):
+            continue
+        inputs = _inputs(found)
+        runs = "input_ids" in inputs and all(may for name, may in inputs.items() if name != "input_ids")
+        if runs and found.get_input_embeddings() is module.get_input_embeddings():
+            return path
+    return ""
+
+
+def _inputs(module: nn.Module) -> dict[str, bool]:
+    """Return the arguments of a model's forward, and whether each may be absent."""
+    found = inspect.signature(module.forward).parameters.values()
+    return {
+        each.name: each.default is not each.empty or each.kind is each.VAR_POSITIONAL
+        for each in found
+        if each.kind is not each.VAR_KEYWORD
+    }
+
+
 def find_blocks(module: nn.Module) -> list[str]:
     """Return the paths of the transformer blocks: the largest list of modules that hold linears.
 
     Blocks may be of several classes, as in models that mix attention and state spaces.
     """
     best, largest = [], 0
+    towers = tuple(f"{path}." for path in find_towers(module))
     for path, found in module.named_modules():
-        if not isinstance(found, nn.ModuleList):
+        if not isinstance(found, nn.ModuleList) or path.startswith(towers):
             continue
         size = sum(p.numel() for p in found.parameters())
         if size > largest and any(is_linear(m) for m in found.modules()):

@@ -16,11 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from quantkit.algorithms.hessian import Hessian
@@ -28,13 +26,14 @@ from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, RecipeError, about
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
+from quantkit.models.passing import State
 from quantkit.models.tokenizer import check_tokens
+from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
 from quantkit.pipeline.memory_estimate import HESSIAN_BYTES, hessian_bytes
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of
@@ -56,10 +55,7 @@ class Group:
 
 @dataclass
 class Run:
-    """Hold the state of one calibrated run: the source, the model, its goals, the documents and their activations.
-
-    `hidden` `[T, h]`, or `[T, streams, h]`, in the compute dtype, concatenates the hidden states of all documents.
-    """
+    """Hold the state of one calibrated run: the source, the model, its goals, the documents and their activations."""
 
     src: Checkpoint
     recipe: Recipe | Pruning
@@ -70,29 +66,28 @@ class Run:
     progress: Progress
     clock: Clock
     chosen: Mapping[str, Goal | None]
-    hidden: Tensor | None = None
+    activations: Activations | None = None
 
     def goals(self, linears: Iterable[str]) -> dict[str, Goal]:
         """Return the goal of each linear that does not stay dense."""
         goals = {name: self.chosen[name] for name in linears}
         return {name: goal for name, goal in goals.items() if goal is not None}
 
-    def documents(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield number, tokens `[t]` and the stored hidden state `[t, h]` (a view) of every document."""
-        assert self.hidden is not None
-        start = 0
+    def documents(self) -> Iterator[tuple[int, Tensor, State]]:
+        """Yield number, tokens `[t]` and the stored state of every document."""
+        assert self.activations is not None
         for number, tokens in enumerate(self.sequences):
             self.progress.check()
-            yield number, tokens, self.hidden[start : start + len(tokens)]
-            start += len(tokens)
+            yield number, tokens, self.activations.get(number)
 
     def forward(self, block: int) -> None:
-        """Run the loaded block on every document, and replace each hidden state by the block's output."""
+        """Run the loaded block on every document, and replace each state by the one that the block passes on."""
+        assert self.activations is not None
         with self.clock.phase("forward"):
-            for _, tokens, hidden in self.documents():
-                out = self.model.run(block, tokens, hidden)
+            for number, tokens, state in self.documents():
+                out = self.model.run(block, tokens, state)
                 assert out is not None
-                hidden.copy_(out)
+                self.activations.put(number, out)
 
 
 def calibrated(
@@ -111,7 +106,7 @@ def calibrated(
     Each block is followed by a Commit; the tensors outside the blocks come last. `work` is the run's folder. It holds
     the activations after the last two blocks and, if they exceed `act_budget` bytes, the current ones. `done` has the
     journal lines of an interrupted run to continue. Facts of an item are those of `layer_solver.solve`; facts of a
-    commit are block, phases, activations and extras.
+    commit are block, phases, activations and form.
 
     RecipeError for sequences that the model cannot take, or a tied linear that is not skipped. NumericError for
     unusable activations, Hessians or weights. CheckpointError for a model that cannot run block by block.
@@ -127,7 +122,8 @@ def calibrated(
     for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
         yield from _block(run, block)
         saved = _save(run, block) if block + 1 < last else None
-        yield Commit({"block": block, "phases": run.clock.take(), "activations": saved, "extras": model.extras})
+        form = model.forms.get(block)
+        yield Commit({"block": block, "phases": run.clock.take(), "activations": saved, "form": form})
     if len(facts) == len(finished):
         yield from _rest(run)
         yield Commit({"block": REST, "phases": run.clock.take()})
@@ -141,7 +137,7 @@ def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
     """
     groups: list[Group] = []
     waiting, experts = set(targets), run.model.experts
-    for _, tokens, hidden in run.documents():
+    for _, tokens, state in run.documents():
         inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
 
         def see(linear: str, x: Tensor, inputs: dict[str, list[Tensor]] = inputs) -> bool:
@@ -149,7 +145,7 @@ def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
             return False
 
         with run.model.watching(sorted(waiting), see):
-            run.model.run(block, tokens, hidden)
+            run.model.run(block, tokens, state)
         shared: dict[tuple[int, ...], list[str]] = {}
         for linear, seen in inputs.items():
             shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
@@ -252,8 +248,8 @@ def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
         return stop
 
     with run.clock.phase("forward"), model.watching(hessians, see):
-        for document, tokens, hidden in run.documents():  # noqa: B007 - read by `see`
-            model.run(block, tokens, hidden)
+        for document, tokens, state in run.documents():  # noqa: B007 - read by `see`
+            model.run(block, tokens, state)
     return list(hessians.values())
 
 
@@ -267,25 +263,23 @@ def _check(run: Run) -> None:
             f"a calibration sequence has {longest} tokens, the model takes {run.model.max_length}: use --max-length "
             f"{run.model.max_length}"
         )
-    embeddings = run.model.module.get_input_embeddings().get_parameter("weight")
+    embeddings = run.model.text.get_input_embeddings().get_parameter("weight")
     check_tokens(max(int(s.max()) for s in run.sequences), len(embeddings))
     for linear in run.goals(sorted(run.model.tied)):
         raise RecipeError(f"{linear} shares its weight with the embeddings, which stay dense: add --skip {linear}")
 
 
 def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]) -> None:
-    """Fill `run.hidden` with the input of the first unfinished block.
+    """Fill `run.activations` with the input of the first unfinished block.
 
     It comes from the saved activations, or is computed again through the finished blocks.
     """
     model = run.model
     if finished:
-        saved = finished[-1]["activations"]
+        number = len(finished) - 1
         try:
-            shape, dtype = tuple(saved["shape"]), getattr(torch, saved["dtype"])
-            found = files.load_tensor(_snapshot(run, len(finished) - 1), shape, dtype, saved["sha256"])
-            run.hidden = _allocate(run, shape).copy_(found)
-            model.extras = finished[-1]["extras"]
+            run.activations = Activations.load(run.work, run.act_budget, number % 2, finished[-1]["activations"])
+            model.forms[number] = finished[-1]["form"]
             with run.clock.phase("load"):
                 model.prepare(embeddings=False)
             return
@@ -294,15 +288,13 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
     with run.clock.phase("load"):
         model.prepare(embeddings=True)
     with run.clock.phase("forward"):
-        entered = [model.embed(tokens) for tokens in run.sequences[:1]]
-        if entered[0].shape[0] != len(run.sequences[0]):
-            raise CheckpointError(
-                f"{run.src.path}: {len(run.sequences[0])} tokens enter the blocks of {type(model.module).__name__} as "
-                f"{list(entered[0].shape)}: they cannot be run one by one, use --method rtn"
-            )
-        run.hidden = _allocate(run, (sum(len(s) for s in run.sequences), *entered[0].shape[1:]))
-        for _, tokens, hidden in run.documents():
-            hidden.copy_(model.embed(tokens))
+        first = model.embed(run.sequences[0]).hidden
+        rows = [len(tokens) for tokens in run.sequences]
+        if len(first) != rows[0]:  # padding, prompts or streams come with the tokens
+            rows = [len(model.embed(tokens).hidden) for tokens in run.sequences]
+        run.activations = Activations(run.work, run.act_budget, rows, tuple(first.shape[1:]), model.dtype)
+        for number, tokens, _ in run.documents():
+            run.activations.put(number, model.embed(tokens))
     model.drop_embeddings()
     for block in range(len(finished)):
         with run.clock.phase("load"):
@@ -314,7 +306,7 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
 
 
 def _block(run: Run, block: int) -> Iterator[Item]:
-    """Quantize one block and yield its tensors in source order; `run.hidden` becomes the input of the next block."""
+    """Quantize one block and yield its tensors in source order; `run.activations` become the input of the next."""
     model = run.model
     with run.clock.phase("load"):
         model.load_block(block)
@@ -374,24 +366,11 @@ def _rest(run: Run) -> Iterator[Item]:
         yield item
 
 
-def _allocate(run: Run, shape: tuple[int, ...]) -> Tensor:
-    """Return an empty tensor for the activations: in RAM, or beyond the budget in a memory-mapped file."""
-    size = prod(shape) * run.model.dtype.itemsize
-    if run.act_budget is not None and size > run.act_budget:
-        return files.mapped_tensor(run.work / "activations-live.bin", shape, run.model.dtype)
-    return torch.empty(shape, dtype=run.model.dtype)
-
-
-def _snapshot(run: Run, block: int) -> Path:
-    # Two files alternate: while one is written, the other belongs to the last committed block.
-    return run.work / f"activations-{block % 2}.bin"
-
-
 def _save(run: Run, block: int) -> dict[str, Any]:
-    assert run.hidden is not None
+    assert run.activations is not None
     with run.clock.phase("save"):
-        digest = files.save_tensor(_snapshot(run, block), run.hidden)
-    return {"sha256": digest, "shape": list(run.hidden.shape), "dtype": dtype_name(run.hidden.dtype)}
+        # Two snapshots alternate: while one is written, the other belongs to the last committed block.
+        return run.activations.save(block % 2)
 
 
 def _put_back(model: BlockRunner, linear: str, value: QuantizedTensor | Tensor) -> None:

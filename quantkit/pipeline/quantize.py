@@ -195,6 +195,10 @@ def _remarks(recipe: Recipe | Pruning, model: BlockRunner, chosen: Mapping[str, 
             reasons.setdefault(reason, []).append(name)
     found += [f"{names[0]}: left dense, {reason} ({len(names)} in all)" for reason, names in reasons.items()]
     found += recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
+    if recipe.calibrated and model.text_path:
+        found.append(
+            f"calibrated through {model.text_path}, on text alone: {type(model.module).__name__} asks for other inputs"
+        )
     if recipe.calibrated and recipe.calibration.max_length > model.max_length:
         asked = recipe.calibration.max_length
         found.append(f"calibration sequences end at the model's {model.max_length} positions, {asked} were asked for")

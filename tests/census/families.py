@@ -261,6 +261,16 @@ CHANGES: dict[str, Change] = {
         text_config__topk_group=1,
     ),
     "granite4_vision": _set(deepstack_layer_map=[[0, 0], [1, 1]], downsample_rate="1/2"),
+    "mistral_large4": _set(
+        text_config__num_hidden_layers=4,
+        text_config__mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        text_config__layer_types=["indexed_attention"] * 4,
+        text_config__indexer_types=["full", "full", "shared", "full"],
+        text_config__no_rope_layers=[1, 0, 1, 0],
+        text_config__kv_source_layers=[0, 1, 0, 1],
+    ),
+    "xmod": _set(default_language="en_XX"),
+    "pi0": _set(vlm_config__text_config__num_hidden_layers=3),  # the language model is the larger one
     "reformer": _set(is_decoder=True, axial_pos_embds_dim=[64, 64], axial_pos_shape=[16, 32]),
 }
 #: family -> why it has no tiny model

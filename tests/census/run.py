@@ -31,6 +31,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
+from quantkit.models.block_runner import BlockRunner
 from tests.census import families
 
 METHODS = ("rtn", "gptq")
@@ -109,17 +110,18 @@ def quantized(source: Path, out: Path, method: str) -> dict[str, Any]:
         return {**row, "error": _last_error(result.stderr).replace(str(source.parent), "")}
     row |= _share(out)
     reference = out.with_name(f"{out.name}-dense")
-    expected = _try(lambda: _logits(_open_plain(_dense_copy(out, source, reference))))
+    text = BlockRunner(Checkpoint(source), device="cpu").text_path  # as it is calibrated
+    expected = _try(lambda: _logits(_open_plain(_dense_copy(out, source, reference)), text))
     if isinstance(expected, str):
         return {**row, "reference": expected}
-    row["transformers"] = _compare(lambda: _open_plain(out), expected)
-    row["load"] = _compare(lambda: _open_ours(out), expected)
+    row["transformers"] = _compare(lambda: _open_plain(out), text, expected)
+    row["load"] = _compare(lambda: _open_ours(out), text, expected)
     return row
 
 
-def _compare(open_model: Callable[[], nn.Module], expected: Tensor) -> str:
+def _compare(open_model: Callable[[], nn.Module], text: str, expected: Tensor) -> str:
     """Return "equal", or how a model that `open_model` gives differs."""
-    found = _try(lambda: _logits(open_model()))
+    found = _try(lambda: _logits(open_model(), text))
     if isinstance(found, str):
         return re.sub(r"/\S+/(rtn|gptq): ", "", found)
     difference = float((found - expected).abs().max() / expected.std())
@@ -146,11 +148,16 @@ def _open_ours(folder: Path) -> nn.Module:
     return quantkit.load(folder, device="cpu", dtype=torch.float32)  # processors with AMX would take bfloat16
 
 
-def _logits(model: nn.Module) -> Tensor:
+def _logits(model: nn.Module, text: str) -> Tensor:
+    """Return the logits of the module at the path `text` for some tokens; without a head, its last hidden state."""
     generator = torch.Generator().manual_seed(7)
     tokens = torch.randint(97, 123, (1, 24), generator=generator)
+    for hook in list(model._forward_pre_hooks.values()) if text else ():
+        hook(model, ())  # compressed-tensors decodes the weights before the first forward of the whole model
     with torch.no_grad():
-        logits: Tensor = model(input_ids=tokens, use_cache=False).logits.float().clamp(min=-1e4)  # masked tokens
+        output = model.get_submodule(text)(input_ids=tokens, use_cache=False)
+        logits: Tensor = output.get("logits", output.get("last_hidden_state"))
+        logits = logits.float().clamp(min=-1e4)  # masked tokens
     if not logits.isfinite().all() or logits.std() < 1e-3:
         raise ValueError(f"the logits are degenerate, with a deviation of {logits.std():.2g}")
     return logits

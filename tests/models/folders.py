@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,15 @@ def documents() -> list[Tensor]:
 
 
 def plain(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    name = json.loads((folder / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name).from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def _of_one(hidden: Tensor) -> Tensor:
+    """Return a batch of one document without that dimension, which is the second one in XLNet."""
+    return hidden[:, 0] if hidden.ndim == 3 and hidden.shape[1] == 1 else hidden[0]
 
 
 def outputs(model: Any, blocks: list[str], tokens: Tensor) -> tuple[list[Tensor], Tensor]:
@@ -27,7 +34,7 @@ def outputs(model: Any, blocks: list[str], tokens: Tensor) -> tuple[list[Tensor]
     found: list[Tensor] = []
     hooks = [
         model.get_submodule(path).register_forward_hook(
-            lambda _m, _i, out: found.append((out[0] if isinstance(out, tuple) else out)[0])
+            lambda _m, _i, out: found.append(_of_one(out[0] if isinstance(out, tuple) else out))
         )
         for path in blocks
     ]

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
+from quantkit.models.passing import Passed, State, pack
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.recipe import from_mapping, goal_of, label
@@ -27,7 +32,7 @@ def test_block_by_block_activations_equal_those_of_the_whole_model(family: str, 
     docs = documents()
     expected = [outputs(reference, model.blocks, tokens)[0] for tokens in docs]
     model.prepare(embeddings=True)
-    hidden = [model.embed(tokens) for tokens in docs]
+    states = [model.embed(tokens) for tokens in docs]
     model.drop_embeddings()
     for index, path in enumerate(model.blocks):
         model.load_block(index)
@@ -36,11 +41,11 @@ def test_block_by_block_activations_equal_those_of_the_whole_model(family: str, 
         assert not any(name.startswith(others) for name in loaded)
         table = model.module.get_input_embeddings().weight
         assert table.untyped_storage().nbytes() == table[0].nbytes  # one row of zeros
-        outs = [model.run(index, tokens, h) for tokens, h in zip(docs, hidden, strict=True)]
+        outs = [model.run(index, tokens, state) for tokens, state in zip(docs, states, strict=True)]
         model.unload_block(index)
-        hidden = [out for out in outs if out is not None]
-        for document, out in enumerate(hidden):
-            torch.testing.assert_close(out, expected[document][index], rtol=1e-5, atol=1e-5)
+        states = [out for out in outs if out is not None]
+        for document, out in enumerate(states):
+            torch.testing.assert_close(out.hidden, expected[document][index], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", ["deepseek_v4", "gemma3n_text"])
@@ -49,25 +54,106 @@ def test_streams_of_hidden_states_stay_together(family: str, tmp_path: Path) -> 
     model, whole = BlockRunner(Checkpoint(folder), device="cpu"), plain(folder)
     model.prepare(embeddings=True)
     for tokens in documents():
-        hidden = model.embed(tokens)
+        state = model.embed(tokens)
         for index, expected in enumerate(outputs(whole, model.blocks[:2], tokens)[0]):
             model.load_block(index)
-            output = model.run(index, tokens, hidden)
-            assert output is not None and output.shape[:1] == tokens.shape and output.ndim == 3
-            hidden = output
+            output = model.run(index, tokens, state)
+            assert output is not None and output.hidden.shape[:1] == tokens.shape and output.hidden.ndim == 3
+            state, hidden = output, output.hidden
             found = hidden[None, :, 0] if family == "gemma3n_text" else hidden  # `outputs` takes its first stream
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize(("family", "block"), [("blip-2", 0), ("gemma3n_text", 2)])
-def test_a_model_that_does_not_run_by_blocks_is_refused_in_one_line(family: str, block: int, tmp_path: Path) -> None:
-    model, tokens = BlockRunner(Checkpoint(families.write(family, tmp_path / "m")), device="cpu"), documents()[1]
+@pytest.mark.parametrize(
+    ("family", "carried"),
+    [
+        ("glm_moe_dsa", {0: 1}),  # the tokens that an indexer chose, for blocks without one
+        ("zaya", {0: 1}),  # states of the router
+        ("gemma3n_text", {0: 2, 1: 4, 2: 4}),  # keys and values, in a mapping
+        ("mistral_large4", {0: 3, 1: 5, 2: 5}),  # both
+        ("bloom", {0: 0}),  # attention weights that nothing uses
+        ("cpmant", {0: 0}),  # 32 tokens of a prompt come before the text
+        ("prophetnet", {0: 0}),  # predicted streams follow the text
+        ("xlnet", {0: 0}),  # the batch is the second dimension
+    ],
+)
+def test_what_blocks_pass_on_reaches_later_ones(family: str, carried: dict[int, int], tmp_path: Path) -> None:
+    folder = families.write(family, tmp_path / "m", torch.float32)
+    model, whole, docs = BlockRunner(Checkpoint(folder), device="cpu"), plain(folder), documents()[1:]
     model.prepare(embeddings=True)
-    with pytest.raises(CheckpointError, match=r"cannot be run on tokens alone, block .*use --method rtn") as caught:
-        hidden = model.embed(tokens)
-        model.load_block(block)
-        model.run(block, tokens, hidden)
+    states: list[State | None] = [model.embed(tokens) for tokens in docs]
+    model.drop_embeddings()
+    expected = [outputs(whole, model.blocks, tokens)[0] for tokens in docs]
+    for index in range(len(model.blocks)):
+        model.load_block(index)
+        for document, tokens in enumerate(docs):
+            state = states[document]
+            assert state is not None
+            before = state.hidden.clone(), [tensor.clone() for tensor in state.passed]
+            states[document] = found = model.run(index, tokens, state)
+            assert found is not None
+            assert torch.equal(before[0], state.hidden) and all(map(torch.equal, before[1], state.passed))
+            streams = found.hidden[:, 0] if family == "gemma3n_text" else found.hidden  # `outputs` has the first one
+            reference = expected[document][index]
+            torch.testing.assert_close(streams, reference.reshape(streams.shape), rtol=1e-5, atol=1e-5)
+            if index in carried:
+                assert len(found.passed) == carried[index]
+        assert json.loads(json.dumps(model.forms[index])) == model.forms[index]
+        model.unload_block(index)
+
+
+@pytest.mark.parametrize(
+    ("family", "text"), [("blip", "text_decoder"), ("blip-2", "language_model"), ("kosmos-2", "text_model")]
+)
+def test_a_model_that_asks_for_an_image_runs_through_its_language_model(family: str, text: str, tmp_path: Path) -> None:
+    folder = families.write(family, tmp_path / "m", torch.float32)
+    model, tokens = BlockRunner(Checkpoint(folder), device="cpu"), documents()[2]
+    assert model.text_path == text
+    whole = plain(folder).get_submodule(text)
+    expected, _ = outputs(whole, [path.removeprefix(f"{text}.") for path in model.blocks], tokens)
+    model.prepare(embeddings=True)
+    state = model.embed(tokens)
+    model.drop_embeddings()
+    for index, reference in enumerate(expected):
+        model.load_block(index)
+        found = model.run(index, tokens, state)
+        assert found is not None
+        state = found
+        torch.testing.assert_close(state.hidden, reference, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["git", "phi4_multimodal"])
+def test_towers_are_no_blocks_and_stay_dense(family: str, tmp_path: Path) -> None:
+    model = BlockRunner(Checkpoint(families.write(family, tmp_path / "m")), device="cpu")
+    tower = {"git": "git.image_encoder.", "phi4_multimodal": "model.embed_tokens_extend."}[family]
+    inside = [name for name in model.linears if name.startswith(tower) and ".encoder" in name]
+    assert not any(path.startswith(tower) for path in model.blocks)
+    assert len(inside) > 10 and {model.kept_dense.get(name) for name in inside} == {"outside the language model"}
+
+
+@pytest.mark.parametrize(
+    ("family", "says"),
+    [
+        ("idefics", r"cannot be run on tokens alone, block by block .*use --method rtn"),
+        ("reformer", "draws random numbers when it runs.*use --method rtn"),
+    ],
+)
+def test_a_model_that_does_not_run_by_blocks_is_refused_in_one_line(family: str, says: str, tmp_path: Path) -> None:
+    model = BlockRunner(Checkpoint(families.write(family, tmp_path / "m")), device="cpu")
+    with pytest.raises(CheckpointError, match=says) as caught:
+        model.prepare(embeddings=True)
+        model.embed(documents()[1])
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "says"), [("shieldgemma2", "no model that writes text"), ("diffusion_gemma", "is an encoder-decoder")]
+)
+def test_a_model_of_another_kind_is_refused_by_its_config(family: str, says: str, tmp_path: Path) -> None:
+    families.tiny_config(family).save_pretrained(tmp_path)
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        BlockRunner(Checkpoint(tmp_path), device="cpu")
 
 
 def test_a_run_can_start_in_the_middle_without_embeddings(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -78,8 +164,10 @@ def test_a_run_can_start_in_the_middle_without_embeddings(folders: dict[str, Pat
         expected, _ = outputs(plain(folder), model.blocks, tokens)
         model.prepare(embeddings=False)
         model.load_block(1)
-        out = model.run(1, tokens, expected[0])
-        torch.testing.assert_close(out, expected[1], rtol=1e-5, atol=1e-5)
+        model.forms[0] = {"returned": None, "left": {}}
+        out = model.run(1, tokens, State(expected[0]))
+        assert out is not None
+        torch.testing.assert_close(out.hidden, expected[1], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -123,7 +211,7 @@ def test_a_tied_weight_may_be_stored_as_the_head(folders: dict[str, Path], chang
     ours, same = BlockRunner(other, device="cpu"), BlockRunner(src, device="cpu")
     for model in (ours, same):
         model.prepare(embeddings=True)
-    assert torch.equal(ours.embed(tokens), same.embed(tokens))
+    assert torch.equal(ours.embed(tokens).hidden, same.embed(tokens).hidden)
 
 
 @pytest.mark.parametrize(
@@ -189,28 +277,74 @@ def test_blocks_that_return_more_than_their_hidden_state(family: str, tmp_path: 
     tokens = documents()[1]
     expected, _ = outputs(plain(tmp_path), model.blocks, tokens)
     model.prepare(embeddings=True)
-    hidden: Tensor | None = model.embed(tokens)
+    state: State | None = model.embed(tokens)
     for index in range(3):
         model.load_block(index)
-        assert hidden is not None
-        hidden = model.run(index, tokens, hidden)
-        torch.testing.assert_close(hidden, expected[index], rtol=1e-5, atol=1e-5)
-    assert model.extras is not None
+        assert state is not None
+        state = model.run(index, tokens, state)
+        assert state is not None and not state.passed
+        torch.testing.assert_close(state.hidden, expected[index], rtol=1e-5, atol=1e-5)
+    assert len(model.forms[0]["returned"]) == 1
 
 
-def test_a_block_that_needs_more_than_a_hidden_state_is_refused(folders: dict[str, Path]) -> None:
-    model = BlockRunner(Checkpoint(folders["llama"]), device="cpu")
-    model.prepare(embeddings=False)
+def chain(model: BlockRunner, between: Callable[[Tensor], Tensor | None]) -> None:
+    """Let the model hand `between(extra)`, of an extra that block 0 returns, to block 1 as its mask."""
     base = model.module.model
 
     def chained(input_ids: Tensor, use_cache: bool) -> Tensor:
         hidden = base.embed_tokens(input_ids)
         rotary = base.rotary_emb(hidden, torch.arange(hidden.shape[1])[None])
         hidden, extra = base.layers[0](hidden, position_embeddings=rotary)
-        return base.layers[1](hidden, attention_mask=extra, position_embeddings=rotary)
+        return base.layers[1](hidden, attention_mask=between(extra), position_embeddings=rotary)
 
-    model.module.forward = chained
-    model.extras = [True]
+    model.text.forward = chained
+
+
+@pytest.mark.parametrize("between", [lambda extra: extra, lambda extra: extra + 1, lambda extra: extra[..., :1]])
+def test_a_block_that_takes_what_was_not_stored_is_refused(
+    between: Callable[[Tensor], Tensor], folders: dict[str, Path]
+) -> None:
+    model = BlockRunner(Checkpoint(folders["llama"]), device="cpu")
+    model.prepare(embeddings=False)
+    chain(model, between)
+    model.forms[0] = {"returned": [{"unused": 0}], "left": {}}
     model.load_block(1)
-    with pytest.raises(CheckpointError, match=r"layers\.1: takes more from the block before"):
-        model.run(1, documents()[1], torch.zeros(100, 256))
+    with pytest.raises(CheckpointError, match=r"layers\.1: takes from an earlier block .* use --method rtn"):
+        model.run(1, documents()[1], State(torch.zeros(100, 256)))
+
+
+@pytest.mark.parametrize(("between", "stored"), [(lambda extra: extra * 0, 1), (lambda extra: None, 0)])
+def test_a_returned_value_is_stored_if_the_model_uses_it_on_the_way(
+    between: Callable[[Tensor], Tensor | None], stored: int, folders: dict[str, Path]
+) -> None:
+    model = BlockRunner(Checkpoint(folders["llama"]), device="cpu")
+    model.prepare(embeddings=True)
+    tokens = documents()[2]
+    block = model.module.get_submodule(model.blocks[0])
+    state = model.embed(tokens)
+    chain(model, between)
+    visit, plain_forward = block.forward.func, block.forward.args[1]
+    block.forward = partial(
+        visit, 0, lambda *args, **kwargs: (plain_forward(*args, **kwargs), torch.ones(1, 1, 17, 17))
+    )
+    model.load_block(0)
+    found = model.run(0, tokens, state)
+    assert found is not None and len(found.passed) == stored
+
+
+def test_code_between_blocks_that_works_in_place_leaves_the_stored_state(folders: dict[str, Path]) -> None:
+    model = BlockRunner(Checkpoint(folders["llama"]), device="cpu")
+    model.prepare(embeddings=False)
+    tokens = documents()[2]
+    model.forms[0] = {"returned": [{"tensor": 0}], "left": {}}
+    chain(model, lambda extra: extra.zero_())
+    state = State(torch.ones(17, 256), (torch.ones(1, 1, 17, 17),))
+    model.load_block(1)
+    first, second = model.run(1, tokens, state), model.run(1, tokens, state)
+    assert first is not None and second is not None and torch.equal(first.hidden, second.hidden)
+    assert state.hidden.eq(1).all() and state.passed[0].eq(1).all()
+
+
+def test_a_value_that_is_no_tensor_is_refused() -> None:
+    with pytest.raises(CheckpointError, match=r"passes on a value of type object, .*: use --method rtn"):
+        pack(Passed(torch.zeros(1, 1), [(torch.zeros(1), object())], {}), frozenset())

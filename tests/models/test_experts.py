@@ -44,18 +44,20 @@ def test_unfused_experts_compute_what_fused_ones_do(family: str, folders: dict[s
     assert example in model.experts and len(model.experts) == linears
     assert sorted(set(model.kept_dense.values()) - {"fewer than 64 inputs or outputs"}) == ["a router"]
     model.prepare(embeddings=True)
-    hidden = model.embed(TOKENS[0])
+    state = model.embed(TOKENS[0])
     with torch.no_grad():
         for index in range(len(model.blocks)):
             model.load_block(index)
-            found = model.run(index, TOKENS[0], hidden)
+            found = model.run(index, TOKENS[0], state)
             assert found is not None
-            hidden = found
+            state = found
             model.unload_block(index)
         reference = load_dense_model(Checkpoint(folder))
         states = reference.model(input_ids=TOKENS, output_hidden_states=True) if family == "mixtral" else None
     if states is not None:
-        torch.testing.assert_close(reference.model.norm(hidden)[None], states.last_hidden_state, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            reference.model.norm(state.hidden)[None], states.last_hidden_state, rtol=1e-4, atol=1e-4
+        )
 
 
 @pytest.fixture

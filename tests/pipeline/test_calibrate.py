@@ -21,11 +21,13 @@ from quantkit.models.calibration_data import draw_calibration
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline import calibrate
+from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.calibrate import Group, Run, calibrated, collect, find_groups, find_stages, with_hessians
 from quantkit.pipeline.layer_solver import solve
 from quantkit.pipeline.recipe import Recipe, from_mapping, goals_of
 from quantkit.progress import Clock as Phases
 from quantkit.progress import Progress
+from tests.census import families
 from tests.tiny_models import FAMILIES, write_model
 
 COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
@@ -67,7 +69,11 @@ def start(folder: Path, recipe: Recipe, work: Path) -> Run:
     chosen = goals_of(recipe, model.paths, model.kept_dense)
     run = Run(src, recipe, model, sequences(), work, None, Progress(quiet=True), Phases(model.device), chosen)
     model.prepare(embeddings=True)
-    run.hidden = torch.cat([model.embed(tokens) for tokens in run.sequences])
+    states = [model.embed(tokens) for tokens in run.sequences]
+    like = tuple(states[0].hidden.shape[1:])
+    run.activations = Activations(work, None, [len(s) for s in run.sequences], like, model.dtype)
+    for number, state in enumerate(states):
+        run.activations.put(number, state)
     model.drop_embeddings()
     model.load_block(0)
     return run
@@ -434,6 +440,29 @@ def test_a_stopped_run_of_experts_continues_with_the_same_bits(folders: dict[str
         path.unlink()  # finished experts are put back and run again
     second = resumed(Checkpoint(folders["gpt_oss"]), recipe, partial, Progress(quiet=True))
     assert first and second and digests(first) | digests(second) == digests(whole)
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "glm_moe_dsa", "cpmant"])
+def test_a_stopped_run_of_blocks_that_pass_tensors_on_continues_with_the_same_bits(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, recipe = families.write(family, tmp_path / "m"), from_mapping(COARSE)
+    whole, commits = quantized(folder, recipe, tmp_path)
+    src, last = Checkpoint(folder), len(commits) - 2
+    for damage in ("none", "gone"):
+        partial = tmp_path / damage
+        partial.mkdir()
+        first = interrupted(src, recipe, partial, last)
+        saved = partial / f"activations-passed-{(last - 1) % 2}.bin"
+        if damage == "gone" and saved.exists():
+            saved.unlink()
+        second = resumed(src, recipe, partial, Progress())
+        assert not first.keys() & second.keys() and digests(first) | digests(second) == digests(whole)
+        assert ("computed again" in capsys.readouterr().err) == (damage == "gone" and family != "cpmant")
+    spilled, mapped = quantized(folder, recipe, tmp_path, act_budget=0)
+    assert digests(spilled) == digests(whole)
+    assert [c.get("activations") for c in mapped] == [c.get("activations") for c in commits]
+    assert any(tmp_path.glob("activations-passed-0-*.bin")) == (family != "cpmant")
 
 
 def test_cross_attention_is_rounded_and_the_report_says_why(folders: dict[str, Path], tmp_path: Path) -> None:

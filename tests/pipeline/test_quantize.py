@@ -17,9 +17,10 @@ from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.quantize import quantize
+from quantkit.pipeline.quantize import plan, quantize
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.reporting.report import REPORT
+from tests.census import families
 from tests.faults import Killed, count, faults, killer, memory_path
 from tests.tiny_models import write_model
 
@@ -229,3 +230,11 @@ def test_quantized_sources_are_refused_in_favour_of_pack(tiny_llama: Path, tmp_p
 def test_skipping_everything_is_refused(tiny_llama: Path, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="nothing to quantize"):
         quantize(tiny_llama, tmp_path / "out", from_mapping({"method": "rtn", "skip": [".*"]}))
+
+
+def test_a_model_calibrated_through_its_language_model_says_so(tmp_path: Path) -> None:
+    folder = families.write("kosmos-2", tmp_path / "model")
+    remark = "calibrated through text_model, on text alone: Kosmos2ForConditionalGeneration asks for other inputs"
+    for method in ("gptq", "rtn"):
+        planned = plan(folder, from_mapping({"method": method, "scheme": {"group_size": 64}}), device="cpu")
+        assert (remark in planned.remarks) == (method == "gptq")

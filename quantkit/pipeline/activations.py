@@ -1,0 +1,128 @@
+"""What enters the next block, for every calibration document: in RAM or beyond a budget on disk, and in snapshots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.core.tensors import dtype_name
+from quantkit.io import files
+from quantkit.models.passing import State
+
+#: Tensors of a document begin at a multiple of these bytes, so that they can be viewed in their dtype.
+ALIGNED = 64
+
+
+class Activations:
+    """Hold the state of every document.
+
+    `hidden` `[T, h]`, or `[T, streams, h]`, concatenates the hidden states of all documents; `rows` has the length of
+    each. Tensors that blocks pass on beside it are stored for each document. What exceeds `budget` bytes is in files in
+    `work`.
+    """
+
+    def __init__(
+        self, work: Path, budget: int | None, rows: Sequence[int], like: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self.work, self.budget, self.rows = work, budget, list(rows)
+        shape = (sum(rows), *like)
+        size = prod(shape) * dtype.itemsize
+        self._in_ram = 0
+        if budget is not None and size > budget:
+            self.hidden = files.mapped_tensor(work / "activations-live.bin", shape, dtype)
+        else:
+            self.hidden, self._in_ram = torch.empty(shape, dtype=dtype), size
+        self._starts = [sum(self.rows[:number]) for number in range(len(self.rows))]
+        self._passed: list[tuple[Tensor, ...]] = [()] * len(self.rows)
+        self._mapped: list[int | None] = [None] * len(self.rows)
+
+    def get(self, number: int) -> State:
+        """Return the state of a document; its hidden state is a view."""
+        start = self._starts[number]
+        return State(self.hidden[start : start + self.rows[number]], self._passed[number])
+
+    def put(self, number: int, state: State) -> None:
+        """Replace the state of a document, whose number of rows stays."""
+        self.get(number).hidden.copy_(state.hidden)
+        self._put_passed(number, state.passed)
+
+    def _put_passed(self, number: int, tensors: Sequence[Tensor]) -> None:
+        if self._mapped[number] is None:
+            self._in_ram -= sum(tensor.nbytes for tensor in self._passed[number])
+        needed = sum(tensor.nbytes for tensor in tensors)
+        if self.budget is None or self._in_ram + needed <= self.budget:
+            # A view would hold all of the tensor that it is a part of.
+            self._passed[number] = tuple(torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in tensors)
+            self._in_ram += needed
+            self._mapped[number] = None
+            return
+        # Two files alternate, as one of them may hold the old state that the new one was computed from.
+        turn = 1 - (self._mapped[number] or 0)
+        path = self.work / f"activations-passed-{number}-{turn}.bin"
+        forms = [(dtype_name(t.dtype), list(t.shape)) for t in tensors]
+        places = _views(files.mapped_tensor(path, (_size(forms),), torch.uint8), forms)
+        for place, tensor in zip(places, tensors, strict=True):
+            place.copy_(tensor)
+        self._passed[number], self._mapped[number] = places, turn
+
+    def save(self, parity: int) -> dict[str, Any]:
+        """Write a snapshot and return the facts with which `load` reads it."""
+        facts: dict[str, Any] = {
+            "sha256": files.save_tensor(_snapshot(self.work, parity), self.hidden),
+            "shape": list(self.hidden.shape),
+            "dtype": dtype_name(self.hidden.dtype),
+            "rows": self.rows,
+        }
+        forms = [[(dtype_name(t.dtype), list(t.shape)) for t in tensors] for tensors in self._passed]
+        if any(forms):
+            parts = []
+            for tensor in (tensor for tensors in self._passed for tensor in tensors):
+                parts += [tensor, torch.zeros(-tensor.nbytes % ALIGNED, dtype=torch.uint8)]
+            digest = files.save_tensor(_snapshot(self.work, parity, "passed-"), *parts)
+            facts["passed"] = {"sha256": digest, "forms": forms}
+        return facts
+
+    @classmethod
+    def load(cls, work: Path, budget: int | None, parity: int, facts: dict[str, Any]) -> Activations:
+        """Read a snapshot. CheckpointError if a file is missing, short, long or changed."""
+        (total, *like), dtype = facts["shape"], getattr(torch, facts["dtype"])
+        found = files.load_tensor(_snapshot(work, parity), (total, *like), dtype, facts["sha256"])
+        made = cls(work, budget, facts["rows"], tuple(like), dtype)
+        made.hidden.copy_(found)
+        if passed := facts.get("passed"):
+            size = sum(map(_size, passed["forms"]))
+            buffer = files.load_tensor(_snapshot(work, parity, "passed-"), (size,), torch.uint8, passed["sha256"])
+            start = 0
+            for number, form in enumerate(passed["forms"]):
+                made._put_passed(number, _views(buffer[start : start + _size(form)], form))
+                start += _size(form)
+        return made
+
+
+def _snapshot(work: Path, parity: int, kind: str = "") -> Path:
+    return work / f"activations-{kind}{parity}.bin"
+
+
+def _size(forms: Sequence[tuple[str, list[int]]]) -> int:
+    """Return the bytes that tensors of these dtypes and shapes take, each aligned."""
+    return sum(_aligned(dtype, shape) for dtype, shape in forms)
+
+
+def _aligned(dtype: str, shape: Sequence[int]) -> int:
+    size: int = prod(shape) * getattr(torch, dtype).itemsize
+    return -(-size // ALIGNED) * ALIGNED
+
+
+def _views(buffer: Tensor, forms: Sequence[tuple[str, list[int]]]) -> tuple[Tensor, ...]:
+    """Return the tensors of these dtypes and shapes whose memory is `buffer`, uint8 of `_size` bytes."""
+    found, start = [], 0
+    for dtype, shape in forms:
+        kind = getattr(torch, dtype)
+        found.append(buffer[start : start + prod(shape) * kind.itemsize].view(kind).reshape(shape))
+        start += _aligned(dtype, shape)
+    return tuple(found)
