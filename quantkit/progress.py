@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from quantkit.interrupts import Stop
+
+_T = TypeVar("_T")
 
 
 class Progress:
@@ -78,6 +80,7 @@ class Clock:
 
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
+    started: float = field(default_factory=time.perf_counter)
     _current: str | None = None
     _since: float = 0.0
 
@@ -89,6 +92,22 @@ class Clock:
             yield
         finally:
             self._switch(outer)
+
+    def around(self, name: str, items: Iterable[_T]) -> Iterator[_T]:
+        """Yield the items, and count the time that each takes to come as a phase."""
+        waiting = iter(items)
+        while True:
+            with self.phase(name):
+                try:
+                    item = next(waiting)
+                except StopIteration:
+                    return
+            yield item
+            del item  # its memory is free while the next one is made
+
+    def elapsed(self) -> float:
+        """Return the seconds since the clock was made."""
+        return time.perf_counter() - self.started
 
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call and start from zero."""

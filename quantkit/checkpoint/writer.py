@@ -32,9 +32,10 @@ MOST_HEADER_BYTES = 4 * 2**20
 class CheckpointWriter:
     """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
 
-    On a folder with a journal it continues after the last commit: `done` has the lines of earlier commits, files that
-    none of them lists are deleted. `expected` are the names of all tensors, if known: space for them is reserved in
-    each file's header. CheckpointError if a committed file is not what the journal says.
+    On a folder with a journal it continues after the last commit: `done` has the lines of all commits, the first
+    `resumed` of them those of earlier runs. Files that no commit lists are deleted. `expected` are the names of all
+    tensors, if known: space for them is reserved in each file's header. CheckpointError if a committed file is not
+    what the journal says.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class CheckpointWriter:
         lines = read_journal(self._journal)
         self._identity = lines[0] if lines else None
         self.done = lines[1:]
+        self.resumed = len(self.done)
         self._written = {name for line in self.done for name in line["items"]}
         # Listed now, so that a bad link does not stop a finished run.
         self._companions = model_folder.companions(like.path)

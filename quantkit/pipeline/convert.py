@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import os
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unchanged
@@ -31,7 +32,7 @@ from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.plan import Plan, plan_pack
 from quantkit.pipeline.publish import finish, name_of, write
 from quantkit.pipeline.repack import Repacker
-from quantkit.progress import Progress
+from quantkit.progress import Clock, Progress
 from quantkit.reporting.report import heading
 from quantkit.reporting.report import load as load_report
 
@@ -66,11 +67,12 @@ def pack(
     the one whose data it cannot; CheckpointError if a weight's codes are not those that its report recorded.
     """
     progress = progress or Progress(quiet=True)
-    started = time.perf_counter()
-    src = _packed_source(checkpoint, layout, expect)
-    planned = plan_pack(src, LAYOUTS[layout], out=Path(out), pad=pad, requantize=requantize)
-    planned.require()
-    require_complete_source(src)
+    clock = Clock(torch.device("cpu"))
+    with clock.phase("prepare"):
+        src = _packed_source(checkpoint, layout, expect)
+        planned = plan_pack(src, LAYOUTS[layout], out=Path(out), pad=pad, requantize=requantize)
+        planned.require()
+        require_complete_source(src)
     for notice in planned.notices:
         progress.note(notice)
     before, known_files = load_report(src.path), recorded_hashes(src)
@@ -90,16 +92,20 @@ def pack(
             names = src.logical()
             bar = progress.bar(names, "pack", len(names))
             with closing(repacked(src, bar, planned, recorded, requantize, progress, requantize_scales)) as items:
-                layers = write(items, writer, src, report)
-            report["layers"], report["source"]["files"] = layers, hashes()
+                layers = write(clock.around("pack", items), writer, src, report, clock)
+            with clock.phase("hash"):
+                report["layers"], report["source"]["files"] = layers, hashes()
         src.require_unchanged()  # so these are the hashes of what was read
         require_unchanged(report["source"]["files"], known_files)
         for line in [line for line in src.notices if line not in known]:  # found in the data or on the disk
             progress.note(line)
-        for line in (lost := [*rounded_again(layers, recorded), *rounded_scales(layers, recorded)]):
+        for line in (lost := _losses(layers, recorded)):
             progress.warn(line)
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
-        return finish(writer, src, partial, Path(out), schemes, report, planned.share, started, overwrite)
+        report["same_values"] = len(layers) - len(
+            {*_rounded_again(layers, recorded), *_rounded_scales(layers, recorded)}
+        )
+        return finish(writer, src, partial, Path(out), schemes, report, planned.share, clock, overwrite)
 
 
 def repacked(
@@ -215,37 +221,46 @@ def _routers(src: Checkpoint) -> list[str]:
     return [module for module in beside if len(src.shape(f"{module}.weight")) == 2]
 
 
-def rounded_again(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Warn, in one line or none, how much `requantize` lost; `recorded` has the facts of the source's report."""
-    lost = [
-        (float(layer["requantized_error"]), layer["name"])
+def _rounded_again(
+    layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """Find the layers that `requantize` rounded in this run; `recorded` has the facts of the source's report."""
+    return {
+        layer["name"]: layer
         for layer in layers
         if layer.get("requantized_error") != recorded.get(layer["name"], {}).get("requantized_error")
-    ]
-    if not lost:
-        return []
-    worst, name = max(lost)
-    mean = sum(error for error, _ in lost) / len(lost)
-    return [
-        f"{len(lost)} of {len(layers)} linears were rounded again: relative to the source's weights, mean {mean:.4g}, "
-        f"worst {worst:.4g} ({name})"
-    ]
+    }
 
 
-def rounded_scales(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Warn, in one line or none, what it cost to round scales; `recorded` has the facts of the source's report."""
-    lost = [
-        (float(layer["scale_error"]), layer["name"], float(layer["mean_scale_error"]))
+def _rounded_scales(
+    layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Mapping[str, Any]]:
+    """Find the layers whose scales were rounded in this run; `recorded` has the facts of the source's report."""
+    return {
+        layer["name"]: layer
         for layer in layers
         if "scale_error" in layer and "scale_error" not in recorded.get(layer["name"], {})
-    ]
-    if not lost:
-        return []
-    worst, name, _ = max(lost)
-    return [
-        f"{len(lost)} of {len(layers)} linears had scales that are no float16 values, rounded: relative error of the "
-        f"weights, mean {sum(mean for *_, mean in lost) / len(lost):.4g}, worst {worst:.4g} ({name})"
-    ]
+    }
+
+
+def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Warn, in a line each, how much rounding again and rounding scales lost in this run."""
+    found = []
+    if lost := _rounded_again(layers, recorded):
+        worst, name = max((float(layer["requantized_error"]), name) for name, layer in lost.items())
+        mean = sum(float(layer["requantized_error"]) for layer in lost.values()) / len(lost)
+        found.append(
+            f"{len(lost)} of {len(layers)} linears were rounded again: relative to the source's weights, mean "
+            f"{mean:.4g}, worst {worst:.4g} ({name})"
+        )
+    if lost := _rounded_scales(layers, recorded):
+        worst, name = max((float(layer["scale_error"]), name) for name, layer in lost.items())
+        mean = sum(float(layer["mean_scale_error"]) for layer in lost.values()) / len(lost)
+        found.append(
+            f"{len(lost)} of {len(layers)} linears had scales that are no float16 values, rounded: relative error of "
+            f"the weights, mean {mean:.4g}, worst {worst:.4g} ({name})"
+        )
+    return found
 
 
 def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> Checkpoint:

@@ -6,7 +6,6 @@ An output folder appears complete or not at all. A run that fails leaves its res
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -31,15 +30,18 @@ from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
 from quantkit.pipeline.recipe import Pruning, Recipe
+from quantkit.progress import Clock
 from quantkit.reporting.model_card import model_card
-from quantkit.reporting.report import REPORT, peak_memory
+from quantkit.reporting.report import REPORT, added_up, peak_memory, phases
 from quantkit.reporting.report import load as load_report
 
 
 def write(
-    items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any]
+    items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any], clock: Clock
 ) -> list[dict[str, Any]]:
     """Pack and store every item, and commit where the loop asks for it; return the facts of every changed layer.
+
+    A commit records the seconds of each phase since the last one: its own, and those of `clock`.
 
     A run that fails leaves `report` and the layers so far beside its resumable work (RELIABILITY 1.8). NumericError
     for a tensor that is not finite, even if it is only copied.
@@ -47,19 +49,27 @@ def write(
     layers: list[dict[str, Any]] = []
     try:
         for item in items:
-            if isinstance(item, Commit):
-                writer.commit({**item.facts, "layers": layers})
-                layers = []
-                continue
-            if isinstance(item.value, Tensor):
-                with about(item.name):
-                    check_finite(item.value)
-                item = item._replace(value=src.as_stored(item.name, item.value))
-            writer.add(item)
-            if item.facts or not isinstance(item.value, Tensor):
-                layers.append(_layer(item, writer))
-            del item  # before the next one is made
-        writer.commit({"layers": layers})
+            with clock.phase("write"):
+                if isinstance(item, Commit):
+                    writer.commit(
+                        {
+                            **item.facts,
+                            "phases": added_up([item.facts.get("phases", {}), clock.take()]),
+                            "layers": layers,
+                        }
+                    )
+                    layers = []
+                    continue
+                if isinstance(item.value, Tensor):
+                    with about(item.name):
+                        check_finite(item.value)
+                    item = item._replace(value=src.as_stored(item.name, item.value))
+                writer.add(item)
+                if item.facts or not isinstance(item.value, Tensor):
+                    layers.append(_layer(item, writer))
+                del item  # before the next one is made
+        with clock.phase("write"):
+            writer.commit({"phases": clock.take(), "layers": layers})
     except Exception as error:
         if writer.done:
             _leave_report(writer, report, error)
@@ -100,7 +110,7 @@ def finish(
     schemes: Schemes | None,
     report: dict[str, Any],
     share: float | None,
-    started: float,
+    clock: Clock,
     overwrite: bool,
     recipe: Recipe | None = None,
     trust_remote_code: bool = False,
@@ -109,7 +119,7 @@ def finish(
 
     A dense model has no `schemes`, and the config of its source. The layers state the true shapes of padded weights.
     `share` is the part of the decoder's weights that changed. A folder that a reader would open wrongly is not
-    published; see `open_folder` for its CheckpointError.
+    published; see `open_folder` for its CheckpointError. `clock` has run since the command began.
     """
     layout = writer.layout
     config = src.dense_config()
@@ -124,11 +134,9 @@ def finish(
     report["totals"] = {
         "quantized_weights": weights if layout else 0,
         "share": share,
-        "bytes": writer.bytes_written,
+        "bytes": sum((partial / name).stat().st_size for name in writer.hashes()),
         "source_bytes": sum(path.stat().st_size for path in src.files()),
         "bits_per_weight": 8 * writer.packed_bytes / weights if weights and layout else None,
-        "peak_memory": peak_memory(),
-        "seconds": time.perf_counter() - started,
     }
 
     def sealed(written: dict[str, str]) -> dict[str, bytes]:
@@ -138,7 +146,8 @@ def finish(
 
     def described() -> dict[str, bytes]:
         try:
-            opening = open_folder(partial, copy.deepcopy(config), src, trust_remote_code)
+            with clock.phase("open"):
+                opening = open_folder(partial, copy.deepcopy(config), src, trust_remote_code)
         except CheckpointError as error:
             _leave_report(writer, report, error)
             raise
@@ -148,12 +157,26 @@ def finish(
             report["readers"] = [reader for reader in report.get("readers", []) if reader != TRIED]
         if not opening.readers:
             report["notices"].append(f"the output could not be opened here: {opening.untried[OURS]}")
+        report["phases"], seconds = _times(writer, clock)
+        report["totals"] |= {"peak_memory": peak_memory(), "seconds": seconds}
         card = {"README.md": model_card(report).encode()}
         return card if recipe is None else {**card, RECIPE: recipe.to_yaml().encode()}
 
     writer.finish(config, described, sealed)
     publish_folder(partial, out, overwrite=overwrite)
     return report
+
+
+def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], float]:
+    """Return the seconds of each phase and in all, with those of the runs that this one continues.
+
+    The phase `other` is what no phase of this run claims, so the phases add up to the total.
+    """
+    before = phases(writer.done[: writer.resumed])
+    claimed = added_up([phases(writer.done[writer.resumed :]), clock.take()])
+    other = max(0.0, clock.elapsed() - sum(claimed.values()))
+    found = added_up([before, claimed, {"other": other}])
+    return found, sum(found.values())
 
 
 def publish_complete(

@@ -8,7 +8,6 @@ journal and collects the report. An output folder appears complete, by one renam
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -39,8 +38,8 @@ from quantkit.pipeline.plan import Plan, plan_quantize
 from quantkit.pipeline.publish import finish, name_of, publish_complete, write
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of, label
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
-from quantkit.progress import Progress
-from quantkit.reporting.report import heading, phases
+from quantkit.progress import Clock, Progress
+from quantkit.reporting.report import heading
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
@@ -112,28 +111,23 @@ def quantize(
     """
     run = RunOptions(**options)
     progress = run.progress or Progress(quiet=True)
-    started = time.perf_counter()
+    clock = Clock(torch.device("cpu"))
     out, quantizing = Path(out), None if isinstance(recipe, Pruning) else recipe
     command = "quantize" if quantizing else "prune"
-    src = _dense_source(model, run)
-    job = _survey(src, recipe, out, run)
-    job.plan.require()
-    for notice in job.plan.notices:
-        progress.note(notice)
-    if not any(job.chosen.values()):
-        raise RecipeError(f"every linear is skipped: nothing to {command}, loosen --skip")
-    job.plan.require_share(run.min_share)
-    if quantizing:
-        layout, stated = LAYOUTS[quantizing.layout], _schemes(job, quantizing)
-        require_right_weights(job.model.module, src, layout, stated, job.plan, run.trust_remote_code)
+    with clock.phase("prepare"):
+        job = _prepared(model, out, recipe, run, progress, command)
+    src = job.src
     lacking: list[str] = []  # what the file system cannot do
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path, notice=lacking.append) as partial:
         if is_complete(partial):
             return publish_complete(partial, out, recipe, src, run.overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
-        sequences, facts = _sequences(job, recipe)
+        with clock.phase("prepare"):
+            sequences, facts = _sequences(job, recipe)
+        with clock.phase("hash"):
+            hashes = source_hashes(src)
         report = {
-            **heading(command, name_of(model), _revision(src, run.revision), source_hashes(src)),
+            **heading(command, name_of(model), _revision(src, run.revision), hashes),
             **_known(job, recipe),
             "calibration": facts,
         }
@@ -145,21 +139,38 @@ def quantize(
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated and not writer.done:  # a NaN in the last block would cost the whole run
             for name in progress.bar(src.names(), "check", len(src.names())):
-                with about(name):
+                with clock.phase("check"), about(name):
                     check_finite(src.get(name))
         if recipe.calibrated:
             items = calibrated(
                 src, recipe, job.model, sequences, partial, writer.done, progress=progress, act_budget=run.act_budget
             )
         else:
-            items = streamed(src, recipe, job.chosen, writer.items_done(), progress)
-        report["layers"] = write(items, writer, src, report)
-        report["phases"] = phases(writer.done)
+            items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
+        report["layers"] = write(items, writer, src, report, clock)
         schemes = _schemes(job, quantizing) if quantizing else None
         trust = run.trust_remote_code
         return finish(
-            writer, src, partial, out, schemes, report, job.plan.share, started, run.overwrite, quantizing, trust
+            writer, src, partial, out, schemes, report, job.plan.share, clock, run.overwrite, quantizing, trust
         )
+
+
+def _prepared(
+    model: str | Path, out: Path, recipe: Recipe | Pruning, run: RunOptions, progress: Progress, command: str
+) -> _Job:
+    """Check everything that can be checked from config and headers, before any work."""
+    src = _dense_source(model, run)
+    job = _survey(src, recipe, out, run)
+    job.plan.require()
+    for notice in job.plan.notices:
+        progress.note(notice)
+    if not any(job.chosen.values()):
+        raise RecipeError(f"every linear is skipped: nothing to {command}, loosen --skip")
+    job.plan.require_share(run.min_share)
+    if isinstance(recipe, Recipe):
+        layout, stated = LAYOUTS[recipe.layout], _schemes(job, recipe)
+        require_right_weights(job.model.module, src, layout, stated, job.plan, run.trust_remote_code)
+    return job
 
 
 def streamed(

@@ -416,7 +416,8 @@ def _typed(value: Any, kind: type, where: str) -> Any:
 
 def _pattern(pattern: Any) -> str:
     try:
-        matches(_typed(pattern, str, "a skip or override pattern"), "")
+        re.compile(_typed(pattern, str, "a skip or override pattern"))  # alone, so that positions are the user's
+        matches(pattern, "")
     except (re.error, OverflowError, RecursionError) as error:
         raise RecipeError(f"{pattern!r} is not a regular expression ({error}): write it like '.*k_proj'") from error
     return str(pattern)

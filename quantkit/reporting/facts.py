@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -23,6 +24,22 @@ EVENTS = {
     "subnormal_scales": "have scales below the normal float16 range",
     "zero_scales": "have rows whose stored scale is 0",
 }
+
+
+def schemes(report: Mapping[str, Any]) -> str:
+    """Name the scheme of the linears; each with its number of linears if there are several."""
+    counts = Counter(str(layer["scheme"]) for layer in report.get("layers", []) if "scheme" in layer)
+    if len(counts) < 2:
+        return str(report.get("scheme"))
+    return " + ".join(f"{scheme} ({count})" for scheme, count in counts.most_common())
+
+
+def same_values(report: Mapping[str, Any]) -> tuple[str, str]:
+    """Say how many packed weights a conversion left with the same values; ("", "") if nothing was converted."""
+    same, count = report.get("same_values"), len(report.get("layers", []))
+    if same is None:
+        return "", ""
+    return "lossless" if same == count else "lossy", f"{same} of {count} tensors represent the same values"
 
 
 def sizes(totals: Mapping[str, Any]) -> str:

@@ -44,6 +44,7 @@ TYPES: dict[str, type] = {
     "not_opened_by": dict,
     "not_tried": dict,
     "base": dict,
+    "same_values": int,
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
@@ -77,10 +78,15 @@ def heading(
 
 
 def phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Add up the seconds of each phase over the journal lines of finished blocks."""
+    """Add up the seconds of each phase over journal lines."""
+    return added_up(line.get("facts", {}).get("phases", {}) for line in done)
+
+
+def added_up(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """Add up seconds by phase."""
     total: dict[str, float] = {}
-    for line in done:
-        for phase, seconds in line.get("facts", {}).get("phases", {}).items():
+    for part in parts:
+        for phase, seconds in part.items():
             total[phase] = total.get(phase, 0.0) + seconds
     return total
 

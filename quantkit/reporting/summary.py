@@ -17,8 +17,9 @@ def summary(report: Mapping[str, Any]) -> str:
         ("failed", report.get("failed", "")),
         (
             "so far" if "failed" in report else "done",
-            f"{report.get('command')}: {len(layers)} linears, {report.get('scheme')}, {report.get('layout')}",
+            f"{report.get('command')}: {len(layers)} linears, {facts.schemes(report)}, {report.get('layout')}",
         ),
+        facts.same_values(report),
         ("size", facts.sizes(totals)),
         ("share", facts.share(report)),
         ("opened by", facts.openings(report)),
@@ -35,7 +36,8 @@ def summary(report: Mapping[str, Any]) -> str:
 
 
 def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
-    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in report.get("phases", {}).items())
+    found = report.get("phases", {}).items()
+    phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found if seconds >= 0.05)
     total = totals.get("seconds")
     return "" if total is None else f"{total:.1f} s" + (f" ({phases})" if phases else "")
 

@@ -14,6 +14,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
 from quantkit.inference.load import load
 from quantkit.io import files
+from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_header import read_header
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
@@ -124,6 +125,8 @@ def test_killed_anywhere_and_resumed_gives_the_same_bytes(
             resumed += resumable
             quantize(small_llama, out, recipe, resume=resumable)
         assert hashes(out) == expected, stop
+        report = load_json(out / REPORT)
+        assert sum(report["phases"].values()) == pytest.approx(report["totals"]["seconds"]), "the phases add up"
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"], stop
         files.remove(out)
     assert operations > 40 and resumed > 3

@@ -42,6 +42,18 @@ def test_closing_table_and_card_count_every_event(fact: str) -> None:
         assert f"1 of 2 linears {EVENTS[fact]}: {counted}, first a.k_proj" in text
 
 
+def test_linears_of_several_schemes_are_counted_in_the_first_line() -> None:
+    report = example()
+    report["layers"][1]["scheme"] = "fp6:channel"
+    assert "2 linears, int4:g128 (1) + fp6:channel (1), marlin" in summary(report)
+
+
+@pytest.mark.parametrize(("same", "line"), [(2, "lossless      2 of 2 tensors"), (1, "lossy         1 of 2 tensors")])
+def test_a_conversion_says_how_many_tensors_have_the_same_values(same: int, line: str) -> None:
+    assert line in summary({**example(), "same_values": same})
+    assert "tensors represent" not in summary(example())
+
+
 def test_a_long_list_of_dense_linears_ends_in_a_count() -> None:
     report = example()
     report["dense"] = [f"l{i}" for i in range(9)]
