@@ -52,6 +52,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "samples": ("calibration", "samples"),
     "max_length": ("calibration", "max_length"),
     "lengths": ("calibration", "lengths"),
+    "text_column": ("calibration", "text_column"),
+    "split": ("calibration", "split"),
     "moe_calibration": ("calibration", "moe"),
     "seed": ("calibration", "seed"),
     "layout": ("layout",),
@@ -67,7 +69,9 @@ class _Calibrating(RunKeywords, total=False):
     damp_kind: Literal["own", "mean"] | None
     act_order: Literal["static", "off"] | None
     true_sequential: bool | None
-    calib: str | None
+    calib: str | Iterable[str] | None
+    text_column: str | None
+    split: str | None
     samples: int | None
     max_length: int | None
     lengths: Literal["own", "fixed"] | None
@@ -172,6 +176,8 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name not in KEYS:
             raise RecipeError(f"unknown option {name!r}: known are {', '.join([*KEYS, 'asym', 'skip', 'override'])}")
+        if name == "calib" and value is not None and not isinstance(value, str):
+            value = list(value) or None
         *section, key = KEYS[name]
         (flags.setdefault(section[0], {}) if section else flags)[key] = value
     return flags

@@ -61,6 +61,9 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+#: Writes BOS, then each message as `role:content` and a line end.
+CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
+
 
 def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float16, **changes: Any) -> Path:
     """Write a random model of `family` with a byte-level tokenizer to `folder`; the same weights on every call."""

@@ -24,6 +24,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.errors import CheckpointError, LayoutError, about, reason
 from quantkit.io import config_checks, files, hashing, json_files, model_folder
+from quantkit.io.hub import UNREACHABLE, is_unreachable
 from quantkit.io.json_files import AGAIN, shown
 from quantkit.io.model_folder import inside
 from quantkit.io.safetensors_header import TensorInfo, read_header
@@ -110,10 +111,11 @@ def resolve(model: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # the hub's client, its HTTP library and the disk each have their own
-        raise CheckpointError(
-            f"{model}: no folder here, and the hub does not give it ({reason(error)}): check the name, the network, "
-            "and whether HF_HUB_OFFLINE is set"
-        ) from error
+        if is_unreachable(error):
+            why = f"{UNREACHABLE}: download the model and give its folder"
+        else:
+            why = f"the hub does not give it ({reason(error)}): check the name and the revision"
+        raise CheckpointError(f"{model}: no folder here, and {why}") from error
 
 
 class Checkpoint:

@@ -17,14 +17,16 @@ import torch
 
 from quantkit.cli.exits import STOP, exits
 from quantkit.layouts import LAYOUTS
-from quantkit.models.text_sources import NAMED
+from quantkit.models.text_sources import NAMED, PACKAGED, SUFFIXES
 from quantkit.progress import Progress
 
 Function = Callable[..., Any]
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}
-DATA = f"{', '.join(NAMED)}, or a .txt, .jsonl or .parquet file"
+FILES = f"a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"
+DATA = f"{', '.join(NAMED)}, or {FILES}"
+CALIBRATION = f"{', '.join(NAMED)}, a hub data set org/name[:config], {PACKAGED}, or {FILES}, of text or conversations"
 PAD = "Fill weights up with zeros to shapes that the layout holds"
 PATH = click.Path(path_type=Path)
 

@@ -36,7 +36,16 @@ _calibrating = combined(
         default=None,
         help="Calibrate each linear behind those of its block that are done already [on].",
     ),
-    click.option("--calib", metavar="NAME|FILE", help=f"Calibration text: {options.DATA} [c4]."),
+    click.option(
+        "--calib",
+        multiple=True,
+        metavar="SOURCE[:WEIGHT]",
+        help=f"Calibration text: {options.CALIBRATION} [c4]; repeatable, the weights are relative.",
+    ),
+    click.option(
+        "--text-column", metavar="NAME", help="Key of the text or messages in records [text, messages, conversations]."
+    ),
+    click.option("--split", metavar="NAME", help="Split of a hub data set [train]."),
     click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences [256]."),
     click.option("--max-length", type=click.IntRange(min=2), help="Their longest length in tokens [4096]."),
     click.option(

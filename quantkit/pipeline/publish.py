@@ -180,11 +180,12 @@ def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], fl
 
 
 def publish_complete(
-    partial: Path, out: Path, recipe: Recipe | Pruning, src: Checkpoint, overwrite: bool
+    partial: Path, out: Path, recipes: Iterable[Recipe | Pruning], src: Checkpoint, overwrite: bool
 ) -> dict[str, Any]:
-    """Publish the folder of a run that was stopped just before its last step, if recipe and source are the same."""
+    """Publish the folder of a run that was stopped before its last step, if the source and one of `recipes` match."""
     report = load_report(partial)
-    if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != source_hashes(src):
+    known = {recipe.sha256() for recipe in recipes}
+    if report.get("recipe_sha256") not in known or report["source"].get("files") != source_hashes(src):
         raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
     publish_folder(partial, out, overwrite=overwrite)
     return report

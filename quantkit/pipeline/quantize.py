@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from typing_extensions import Unpack
 
 from quantkit.algorithms.numerics import check_finite
@@ -28,7 +27,8 @@ from quantkit.io.staging import is_complete, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.calibration_data import draw_calibration
+from quantkit.models.calibration_data import Calibration, draw_calibration
+from quantkit.models.text_sources import PACKAGED
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline.calibrate import calibrated
 from quantkit.pipeline.fused_alike import changes
@@ -120,18 +120,21 @@ def quantize(
     lacking: list[str] = []  # what the file system cannot do
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path, notice=lacking.append) as partial:
         if is_complete(partial):
-            return publish_complete(partial, out, recipe, src, run.overwrite)
+            return publish_complete(partial, out, [recipe, with_packaged_text(recipe)], src, run.overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
         with clock.phase("prepare"):
-            sequences, facts = _sequences(job, recipe)
+            text = _calibration(job, recipe, progress)
+        if text.facts.get("source") == PACKAGED:  # the recipe of the output names the text that was used
+            recipe = with_packaged_text(recipe)
+            quantizing = None if isinstance(recipe, Pruning) else recipe
         with clock.phase("hash"):
             hashes = source_hashes(src)
         report = {
             **heading(command, name_of(model), _revision(src, run.revision), hashes),
             **_known(job, recipe),
-            "calibration": facts,
+            "calibration": text.facts,
         }
-        report["notices"] += lacking
+        report["notices"] += [*text.warnings, *text.notices, *lacking]
         for notice in lacking:
             progress.note(notice)
         writer.identify(_identity(report))
@@ -143,7 +146,14 @@ def quantize(
                     check_finite(src.get(name))
         if recipe.calibrated:
             items = calibrated(
-                src, recipe, job.model, sequences, partial, writer.done, progress=progress, act_budget=run.act_budget
+                src,
+                recipe,
+                job.model,
+                text.sequences,
+                partial,
+                writer.done,
+                progress=progress,
+                act_budget=run.act_budget,
             )
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
@@ -232,10 +242,10 @@ def _revision(src: Checkpoint, asked: str | None) -> str | None:
     return src.path.name if src.path.parent.name == "snapshots" else asked
 
 
-def _sequences(job: _Job, recipe: Recipe | Pruning) -> tuple[list[torch.Tensor], dict[str, Any]]:
-    """Load the calibration sequences and their facts for the report; nothing if the recipe needs none."""
+def _calibration(job: _Job, recipe: Recipe | Pruning, progress: Progress) -> Calibration:
+    """Draw the calibration sequences and say what the user should know of them; nothing if the recipe needs none."""
     if not recipe.calibrated:
-        return [], {}
+        return Calibration([], {})
     calib = recipe.calibration
     text = draw_calibration(
         calib.data,
@@ -244,8 +254,21 @@ def _sequences(job: _Job, recipe: Recipe | Pruning) -> tuple[list[torch.Tensor],
         max_length=min(calib.max_length, job.model.max_length),
         seed=calib.seed,
         lengths=calib.lengths,
+        text_column=calib.text_column,
+        split=calib.split,
+        may_replace=not calib.chosen,
     )
-    return text.sequences, text.facts
+    for warning in text.warnings:
+        progress.warn(warning)
+    for notice in text.notices:
+        progress.note(notice)
+    return text
+
+
+def with_packaged_text(recipe: Recipe | Pruning) -> Recipe | Pruning:
+    """Return the recipe of a run whose text was replaced by the packaged one; one that chose its text stays."""
+    calib = recipe.calibration
+    return recipe if calib.chosen else replace(recipe, calibration=replace(calib, data=PACKAGED))
 
 
 def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:

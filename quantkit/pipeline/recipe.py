@@ -36,24 +36,37 @@ SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
 GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
 #: Keys of that section that pruning uses.
 PRUNING_KEYS = ("damp", "damp_kind", "block", "act_order")
+#: Optional keys of the `calibration` section: a recipe without them has none of them in its file.
+COLUMN_KEYS = ("text_column", "split")
 
 
 @dataclass(frozen=True)
 class Calib:
-    """Name the calibration text: a data set or file, the number of sequences, their maximum length, the seed.
+    """Name the calibration text: a data set, file or mixture, the number of sequences, their maximum length, the seed.
 
-    `lengths` is `own` (each document at its own length, ALGORITHMS 2) or `fixed` (windows of `max_length` tokens).
-    `moe` says on which tokens an expert is calibrated: `routed` (those that the router sends to it) or `all` (of the
-    layer).
+    `data` is a source, or a tuple of them with weights (`a.jsonl:0.5`). `text_column` is the key of records that have
+    their text or conversation there, `split` the split of hub data sets. `lengths` is `own` (each document at its own
+    length, ALGORITHMS 2) or `fixed` (windows of `max_length` tokens). `moe` says on which tokens an expert is
+    calibrated: `routed` (those that the router sends to it) or `all` (of the layer). Data that were not `chosen`, but
+    left to the default, may be replaced by the packaged text.
     RecipeError for a value out of range.
     """
 
-    data: str = "c4"
+    data: str | tuple[str, ...] = "c4"
     samples: int = 256
     max_length: int = 4096
     seed: int = 0
     lengths: Literal["own", "fixed"] = "own"
     moe: Literal["routed", "all"] = "routed"
+    text_column: str | None = None
+    split: str | None = None
+    chosen: bool = field(default=False, compare=False)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Return the section of a recipe."""
+        found = {key: getattr(self, key) for key in CALIBRATION_KEYS}
+        found["data"] = self.data if isinstance(self.data, str) else list(self.data)
+        return {key: value for key, value in found.items() if key not in COLUMN_KEYS or value is not None}
 
     def __post_init__(self) -> None:
         for name in ("samples", "max_length"):
@@ -61,6 +74,10 @@ class Calib:
                 raise RecipeError(f"calibration {name} is {getattr(self, name)}: use a positive number")
         if not 0 <= self.seed < 2**63:
             raise RecipeError(f"calibration seed is {self.seed}: use a number from 0 to 2^63 - 1")
+
+
+#: Keys of the `calibration` section.
+CALIBRATION_KEYS = tuple(f.name for f in dataclasses.fields(Calib) if f.name != "chosen")
 
 
 @dataclass(frozen=True)
@@ -129,7 +146,7 @@ class Recipe:
             "signed": self.signed,
             "gptq": {name: getattr(self.gptq, name) for name in GPTQ_KEYS},
             "true_sequential": self.true_sequential,
-            "calibration": dataclasses.asdict(self.calibration),
+            "calibration": self.calibration.to_mapping(),
             "layout": self.layout,
             "pad": self.pad,
             **({"fused_alike": True} if self.fused_alike else {}),
@@ -188,7 +205,7 @@ class Pruning:
             "method": self.method,
             "gptq": {name: getattr(self.gptq, name) for name in PRUNING_KEYS},
             "true_sequential": self.true_sequential,
-            "calibration": dataclasses.asdict(self.calibration),
+            "calibration": self.calibration.to_mapping(),
             "skip": list(self.skip),
         }
 
@@ -270,12 +287,29 @@ def pruning_from_mapping(mapping: Mapping[str, Any]) -> Pruning:
 
 def _shared(mapping: Mapping[str, Any]) -> dict[str, Any]:
     """Read the keys that quantizing and pruning share: order of work, calibration text, skipped linears."""
-    calibration = _section(mapping, "calibration")
     return {
         "true_sequential": _typed(mapping.get("true_sequential", True), bool, "true_sequential"),
-        "calibration": _build(Calib, calibration, [f.name for f in dataclasses.fields(Calib)], "calibration"),
+        "calibration": _calibration(_section(mapping, "calibration")),
         "skip": tuple(_pattern(p) for p in _typed(mapping.get("skip", ["lm_head"]), list, "skip")),
     }
+
+
+def _calibration(section: Mapping[str, Any]) -> Calib:
+    _refuse_unknown(section, CALIBRATION_KEYS, "calibration")
+    data = section.get("data", Calib.data)
+    sources = tuple(_typed(s, str, "calibration.data") for s in (data if isinstance(data, (list, tuple)) else [data]))
+    if not sources:
+        raise RecipeError("calibration.data is an empty list: name a data set or file, or leave it out")
+    columns = {k: _typed(section[k], str, f"calibration.{k}") for k in COLUMN_KEYS if section.get(k) is not None}
+    return _build(  # type: ignore[no-any-return]
+        Calib,
+        {key: value for key, value in section.items() if key not in ("data", *COLUMN_KEYS)},
+        CALIBRATION_KEYS,
+        "calibration",
+        data=sources[0] if len(sources) == 1 else sources,
+        chosen="data" in section,
+        **columns,
+    )
 
 
 def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme]) -> Rule | None:

@@ -114,7 +114,13 @@ def protocol(report: Mapping[str, Any]) -> str:
         f" ({facts.get('rule', 'unknown rule')}), lengths {facts.get('lengths', '?')} up to"
         f" {facts.get('max_length', '?')}, seed {facts.get('seed', '?')}"
     )
-    return f"{text}; {facts.get('cut', 0)} documents cut, {facts.get('skipped', 0)} skipped"
+    parts = [f"{text}; {facts.get('cut', 0)} documents cut, {facts.get('skipped', 0)} skipped"]
+    sources = facts.get("sources", [])
+    for each in sources if len(sources) > 1 else []:
+        share, digest = 100 * (each.get("share") or 0), str(each.get("sha256", "?"))[:16]
+        name, sequences, tokens = (each.get(key, "?") for key in ("source", "sequences", "tokens"))
+        parts.append(f"{share:.4g} % of them from {name}: {sequences} sequences, {tokens} tokens, SHA-256 {digest}")
+    return "; ".join(parts)
 
 
 def events(report: Mapping[str, Any]) -> list[str]:

@@ -123,6 +123,10 @@ def _malformed(report: Mapping[str, Any]) -> str | None:
         return "totals"
     numbers = {"phases": [*report.get("phases", {}).values()], "totals": [*totals.get("peak_memory", {}).values()]}
     numbers["totals"] += [totals.get(key) for key in TOTALS]
+    sources = report.get("calibration", {}).get("sources", [])
+    if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
+        return "calibration"
+    numbers["calibration"] = [source.get("share") for source in sources]
     for layer in report.get("layers", []):
         if not isinstance(layer, dict) or not isinstance(layer.get("name"), str):
             return "layers"

@@ -52,6 +52,8 @@ def test_round_trip_of_every_key_away_from_its_default(tmp_path: Path) -> None:
             "seed": 2**40,
             "lengths": "fixed",
             "moe": "all",
+            "text_column": "body",
+            "split": "validation",
         },
         "layout": "gptq-v2",
         "pad": True,

@@ -15,7 +15,7 @@ import pytest
 from quantkit.algorithms.gptq import Options
 from quantkit.api import shipped_recipes
 from quantkit.cli.commands import quantkit
-from quantkit.pipeline.recipe import GPTQ_KEYS, SCHEME_KEYS, Calib, Recipe
+from quantkit.pipeline.recipe import CALIBRATION_KEYS, GPTQ_KEYS, SCHEME_KEYS, Calib, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -81,7 +81,7 @@ def test_every_command_shown_exists_with_its_options(page: Path) -> None:
 
 
 def test_the_recipe_page_has_every_key_and_no_other() -> None:
-    sections = {"scheme": SCHEME_KEYS, "gptq": GPTQ_KEYS, "calibration": [f.name for f in fields(Calib)]}
+    sections = {"scheme": SCHEME_KEYS, "gptq": GPTQ_KEYS, "calibration": CALIBRATION_KEYS}
     keys = [f.name for f in fields(Recipe)]
     keys += [f"{section}.{name}" for section, names in sections.items() for name in names]
     shown = re.findall(r"^\| `([a-z_.]+)` \|", RECIPES.partition("## Shipped")[0], re.MULTILINE)
@@ -90,9 +90,9 @@ def test_the_recipe_page_has_every_key_and_no_other() -> None:
 
 def test_the_recipe_page_has_the_defaults_of_the_code() -> None:
     shown = dict(re.findall(r"^\| `([a-z_.]+)` \| `?([^|`]*)`? \|", RECIPES, re.MULTILINE))
-    for section, cls, names in (("gptq", Options, GPTQ_KEYS), ("calibration", Calib, None)):
+    for section, cls, names in (("gptq", Options, GPTQ_KEYS), ("calibration", Calib, CALIBRATION_KEYS)):
         for field in fields(cls):
-            if names is None or field.name in names:
+            if field.name in names:
                 default = field.default if isinstance(field.default, str) else json.dumps(field.default)
                 assert shown[f"{section}.{field.name}"] == default
 

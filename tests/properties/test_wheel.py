@@ -76,8 +76,8 @@ def test_the_wheel_holds_all_files(wheel: Path) -> None:
         files = [path for path in (ROOT / folder).rglob("*") if path.is_file()]
         assert files and {f"{inside}/{path.relative_to(ROOT / folder).as_posix()}" for path in files} <= names
     modules = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit").rglob("*.py")}
-    model = {path.relative_to(ROOT).as_posix() for path in (ROOT / "quantkit/demo_model").iterdir()}
-    assert modules | model | {"quantkit/py.typed"} <= names
+    data = (path for name in ("demo_model", "calibration_text") for path in (ROOT / "quantkit" / name).iterdir())
+    assert modules | {path.relative_to(ROOT).as_posix() for path in data} | {"quantkit/py.typed"} <= names
     assert not [name for name in names if name.startswith(("tests/", "benchmarks/")) or "__pycache__" in name]
     assert any(name.endswith("licenses/LICENSE") for name in names)
 

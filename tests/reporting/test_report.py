@@ -56,6 +56,20 @@ def test_a_layer_with_a_wrong_fact_is_refused_or_printed(key: str, value: Any, t
     draw(found, tmp_path / "r.html")
 
 
+@pytest.mark.parametrize(
+    "value", [*WRONG, [{"share": "x"}, {}], [{}, {"share": 0.5, "source": 5, "sha256": None}]], ids=repr
+)
+def test_a_calibration_with_wrong_sources_is_refused_or_printed(value: Any, tmp_path: Path) -> None:
+    report = example()
+    report["calibration"]["sources"] = value
+    (tmp_path / REPORT).write_text(json.dumps(report))
+    try:
+        found = load(tmp_path)
+    except CheckpointError:
+        return
+    assert summary(found) and model_card(found)
+
+
 def test_bytes_are_formatted_in_decimal_units() -> None:
     assert [format_bytes(x) for x in (0, 999, 1000, 4_459_008, 2e9, 3e13)] == [
         "0 B",

@@ -1,0 +1,24 @@
+"""Tell a hub that cannot be reached from one that refuses: the ways out differ."""
+
+from __future__ import annotations
+
+from quantkit.errors import CheckpointError
+
+UNREACHABLE = "the hub cannot be reached and nothing is cached"
+#: Classes of exceptions for a missing connection, by name: the hub's client has had three HTTP libraries, each with
+#: classes of its own.
+MISSING = {"ConnectionError", "TimeoutError", "TransportError", "LocalEntryNotFoundError"}
+
+
+class HubUnreachable(CheckpointError):
+    """A download that failed because no connection to the hub was possible, or none was allowed."""
+
+
+def is_unreachable(error: BaseException) -> bool:
+    """Return True if an exception of the hub's client, or one of its causes, is a missing connection."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if MISSING.intersection(kind.__name__ for kind in type(cause).__mro__):
+            return True
+        cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
+    return False

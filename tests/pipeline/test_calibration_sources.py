@@ -1,0 +1,154 @@
+"""Calibration data through whole runs: conversations, mixtures, and the packaged text where nothing else can be had."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from quantkit import api
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.pipeline import recipe as recipes
+from quantkit.pipeline.quantize import quantize
+from quantkit.pipeline.recipe import from_mapping
+from quantkit.reporting.report import REPORT
+from tests.command_line import call, refused
+from tests.faults import Killed, faults
+from tests.pipeline.test_quantize import TEXT
+from tests.tiny_models import CHAT_TEMPLATE
+
+FEW = ("--samples", 4, "--max-length", 48)
+
+
+@pytest.fixture(scope="module")
+def chat_model(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = Path(shutil.copytree(small_llama, tmp_path_factory.mktemp("chat") / "model"))
+    (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a.jsonl, of conversations, and b.txt."""
+    folder = tmp_path_factory.mktemp("texts")
+    talks = ([{"from": "human", "value": f"What is {i}?"}, {"from": "gpt", "value": "A number."}] for i in range(9))
+    (folder / "a.jsonl").write_text("\n".join(json.dumps({"id": 1, "conversations": talk}) for talk in talks))
+    (folder / "b.txt").write_text(TEXT)
+    return folder
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", refuse)
+
+
+def report_of(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / REPORT).read_text())
+    return found
+
+
+def test_report_and_card_state_each_source_of_a_mixture(
+    chat_model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(texts)
+    out = tmp_path / "out"
+    result = call("quantize", chat_model, "-o", out, "--calib", "a.jsonl:3", "--calib", "b.txt", *FEW)
+    found, card = report_of(out), (out / "README.md").read_text()
+    sources = found["calibration"]["sources"]
+    assert [(s["source"], s["share"], s["sequences"]) for s in sources] == [("a.jsonl", 0.75, 3), ("b.txt", 0.25, 1)]
+    for source in sources:
+        name, sequences, tokens, digest = (source[key] for key in ("source", "sequences", "tokens", "sha256"))
+        line = f"{name}: {sequences} sequences, {tokens} tokens, SHA-256 {digest[:16]}"
+        assert line in card and line in result.stdout
+    assert found["recipe"]["calibration"]["data"] == ["a.jsonl:3", "b.txt"]
+    assert not any("chat template" in notice for notice in found["notices"])
+    again = recipes.from_mapping(recipes.load(out / "quantkit_recipe.yaml"))
+    assert again.sha256() == found["recipe_sha256"]
+
+
+def test_a_resumed_run_must_have_the_same_mixture(small_llama: Path, texts: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.txt"
+    other.write_text(TEXT)
+
+    def calibration(weight: int) -> dict[str, Any]:
+        return {"data": [f"{texts / 'b.txt'}:{weight}", str(other)], "samples": 4, "max_length": 32}
+
+    def kill(what: str, path: Path) -> None:
+        if what == "rename" and path.name.startswith("config.json"):
+            raise Killed
+
+    with faults(kill), pytest.raises(Killed):
+        quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calibration(1)}))
+    with pytest.raises(CheckpointError, match="recipe"):
+        quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calibration(3)}), resume=True)
+    other.write_text(TEXT.replace("fox", "cat"))
+    with pytest.raises(CheckpointError, match="calibration"):
+        quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calibration(1)}), resume=True)
+    other.write_text(TEXT)
+    quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calibration(1)}), resume=True)
+
+
+def test_plain_text_for_a_chat_model_is_said_everywhere(chat_model: Path, texts: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    result = call("prune", chat_model, "-o", out, "--calib", texts / "b.txt", *FEW)
+    says = "the model has a chat template, and plain text calibrates it"
+    assert says in result.stderr and says in (out / "README.md").read_text()
+    assert any(says in notice for notice in report_of(out)["notices"])
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_the_packaged_text_is_used_loudly(small_llama: Path, tmp_path: Path) -> None:
+    out, again = tmp_path / "out", tmp_path / "again"
+    result = call("quantize", small_llama, "-o", out, "--recipe", "int4-gptq", *FEW, "-q")
+    says = "c4: the hub cannot be reached and nothing is cached: the text that comes with quantkit calibrates instead"
+    assert result.stderr.startswith(f"Warning: {says}") and len(result.stderr.splitlines()) == 1
+    found = report_of(out)
+    assert any(says in notice for notice in found["notices"]) and says in (out / "README.md").read_text()
+    assert (found["calibration"]["source"], found["recipe"]["calibration"]["data"]) == ("packaged", "packaged")
+    call("quantize", small_llama, "-o", again, "--recipe", out / "quantkit_recipe.yaml", "-q")
+    same = ("quantkit_recipe.yaml", "model-00001.safetensors")
+    assert all((out / name).read_bytes() == (again / name).read_bytes() for name in same)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_a_run_with_the_packaged_text_is_resumed(small_llama: Path, tmp_path: Path) -> None:
+    recipe = from_mapping({"calibration": {"samples": 4, "max_length": 48}})
+    for what, name in (("rename", "config.json"), ("rename", "out")):
+
+        def kill(done: str, path: Path, what: str = what, name: str = name) -> None:
+            if done == what and path.name.startswith(name):
+                raise Killed
+
+        with faults(kill), pytest.raises(Killed):
+            quantize(small_llama, tmp_path / "out", recipe, resume=name == "out")
+    assert quantize(small_llama, tmp_path / "out", recipe, resume=True)["calibration"]["source"] == "packaged"
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_without_a_hub_each_command_names_its_own_option(small_llama: Path, tmp_path: Path) -> None:
+    says = "the hub cannot be reached and nothing is cached: give a .txt, .json, .jsonl, .parquet file with"
+    for command in ("quantize", "prune"):
+        error = refused(command, small_llama, "--calib", "c4", out=tmp_path / "out")
+        assert error == f"Error: c4: {says} --calib FILE\n"
+    assert refused("eval", "ppl", small_llama) == f"Error: wikitext2: {says} --data FILE\n"
+
+
+def test_the_api_takes_one_source_or_many() -> None:
+    for calib, data in (("a.txt", "a.txt"), (["a.txt"], "a.txt"), (("a.txt:1", "b.txt:2"), ("a.txt:1", "b.txt:2"))):
+        assert api.build_recipe(calib=calib).calibration.data == data
+    assert not api.build_recipe(calib=()).calibration.chosen and api.build_recipe(calib="c4").calibration.chosen
+    shipped = api.build_recipe("int4-gptq").calibration
+    assert shipped.data == "c4" and not shipped.chosen
+    assert "text_column" not in api.build_recipe().to_mapping()["calibration"]
+    found = api.build_recipe(text_column="body", split="test").to_mapping()["calibration"]
+    assert (found["text_column"], found["split"]) == ("body", "test")
+    for wrong in ({"data": []}, {"data": ["a", 7]}, {"text_column": 7}, {"chosen": True}):
+        with pytest.raises(RecipeError, match="calibration"):
+            from_mapping({"calibration": wrong})
