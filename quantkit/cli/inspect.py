@@ -14,6 +14,7 @@ from quantkit.cli.options import command
 from quantkit.errors import CheckpointError
 from quantkit.evaluation import verification
 from quantkit.evaluation.verify import verify as verify_checkpoint
+from quantkit.io.json_files import load_json
 from quantkit.progress import Progress
 from quantkit.reporting import plots
 from quantkit.reporting.report import REPORT
@@ -57,7 +58,8 @@ def inspect(checkpoint: str, revision: str | None, trust_remote_code: bool, as_j
 def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, progress: Progress) -> None:
     """Print or draw a report.
 
-    FOLDER is an output of quantkit; drawn are error per layer, time per phase, size before and after."""
+    FOLDER is an output of quantkit. The page shows figures, proof, worst linears and their causes, error by depth,
+    time, memory and notices; the picture shows error by depth, time and sizes."""
     found = load_report(folder)
     if not found:
         raise CheckpointError(f"{folder}: has no {REPORT}: give a folder that quantkit wrote")
@@ -65,6 +67,7 @@ def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, pro
         if path is not None and path.suffix != suffix:
             raise click.UsageError(f"{path}: the file name must end in {suffix}")
         if path is not None:
-            plots.draw(found, path)
+            proof = folder / verification.VERIFICATION
+            plots.draw(found, path, load_json(proof) if proof.exists() else None)
             progress.note(f"drawn: {path}")
     emit(show.as_json(found) if as_json else summary(found))

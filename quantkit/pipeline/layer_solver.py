@@ -52,8 +52,8 @@ def solve(
     """Quantize or prune linears `[n, k]`, by name, whose common input gave `hessian`.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
-    tokens, seconds, and those of the solver. `descent_skipped` says that there were too few tokens for descent,
-    `true_shape` that the stored weight is padded.
+    tokens, channel_peak, seconds, and those of the solver. `descent_skipped` says that there were too few tokens for
+    descent, `true_shape` that the stored weight is padded.
 
     NumericError, naming the linear, for weights that are not finite or overflow. NumericError for an unusable Hessian,
     unless the recipe says `on_unsolvable: rtn`.
@@ -75,7 +75,9 @@ def solve(
     if hessian.tokens < k / 8:
         progress.warn(f"{names}: only {hessian.tokens} tokens calibrate {k} input channels")
     recipe, skipped = _without_noise(names, k, hessian.tokens, recipe, progress)
-    systems = _systems(names, hessian.matrix(), goals.values(), recipe, progress)
+    h = hessian.matrix()
+    peak = _channel_peak(h)
+    systems = _systems(names, h, goals.values(), recipe, progress)
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
         alike.setdefault((goals[name], weight.dtype), {})[name] = weight
@@ -88,7 +90,7 @@ def solve(
         solved = _solve_alike({name: _widened(w, width) for name, w in chosen.items()}, goal, system, recipe)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
-            common = {"tokens": hessian.tokens, **skipped, "seconds": seconds * len(weight)}
+            common = {"tokens": hessian.tokens, **peak, **skipped, "seconds": seconds * len(weight)}
             items.append(_item(name, weight, tensor, {**facts, **common}, recipe))
     return items
 
@@ -178,6 +180,14 @@ def _without_noise(
         f"{names}: no descent: {few} are fewer than {coordinate_descent.TOKENS_PER_COLUMN} each; give more --samples"
     )
     return replace(recipe, gptq=replace(recipe.gptq, descent=0)), {"descent_skipped": few}
+
+
+def _channel_peak(h: Tensor) -> dict[str, float]:
+    """Return the RMS of the largest input channel over that of the median live one, for the report."""
+    energy = h.diagonal()
+    live = energy[energy > 0]
+    peak = float((live.max() / live.median()).sqrt()) if len(live) else math.nan
+    return {"channel_peak": peak} if math.isfinite(peak) else {}
 
 
 def _systems(

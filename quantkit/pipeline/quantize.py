@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from typing_extensions import Unpack
 
 from quantkit.algorithms.numerics import check_finite

@@ -1,6 +1,7 @@
-"""What a run did, for people: report, model card, closing table, charts.
+"""What a run did, for people: report, model card, closing table, page, picture.
 
 `report` builds and reads `quantkit_report.json`. `facts` puts its entries into words, which `summary` (the closing
-table) and `model_card` print. `plots` and `html` draw it. Everything here works on plain report dictionaries; the
-pipeline collects their entries. Begin with `report`.
+table) and `model_card` print. `layer_errors` ranks its linears and gives causes. `html` is the page and `plots` the
+picture; both draw from `charts`. Everything here works on plain report dictionaries; the pipeline collects their
+entries. Begin with `report`.
 """

@@ -61,6 +61,11 @@ def openings(report: Mapping[str, Any]) -> str:
     return ", ".join(readers) if readers else "no reader here, see the notes" if "opened_by" in report else ""
 
 
+def methods(layers: Iterable[Mapping[str, Any]]) -> str:
+    """List the methods of the linears."""
+    return ", ".join(sorted({str(layer["method"]) for layer in layers if layer.get("method")})) or "as in the source"
+
+
 def figures(layers: Iterable[Mapping[str, Any]], key: str) -> list[tuple[float, str]]:
     """List (value, name) of each layer that has a number under `key`."""
     return [(float(layer[key]), str(layer.get("name"))) for layer in layers if isinstance(layer.get(key), (int, float))]

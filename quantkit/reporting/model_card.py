@@ -45,9 +45,8 @@ def model_card(report: Mapping[str, Any]) -> str:
 
 
 def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str) -> Iterable[tuple[str, str]]:
-    methods = sorted({str(layer["method"]) for layer in report.get("layers", []) if layer.get("method")})
     yield "scheme", scheme
-    yield "method", ", ".join(methods) or "as in the source"
+    yield "method", facts.methods(report.get("layers", []))
     yield "layout", layout
     yield (
         "loads in",

@@ -88,6 +88,22 @@ def test_reports_are_drawn_as_html_and_png(int4: Path, tmp_path: Path) -> None:
     call("report", int4, "--png", tmp_path / "r.jpg", code=2)
 
 
+def test_a_page_drawn_after_verify_says_so(int4: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "int4"
+    shutil.copytree(int4, folder, ignore=shutil.ignore_patterns("verify.json"))
+    call("report", folder, "--html", tmp_path / "r.html")
+    assert ">not verified<" in (tmp_path / "r.html").read_text()
+    call("verify", folder)
+    call("report", folder, "--html", tmp_path / "r.html")
+    assert ">✓ verified<" in (tmp_path / "r.html").read_text()
+    weights = next(folder.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"x")
+    call("verify", folder, code=3)
+    call("report", folder, "--html", tmp_path / "r.html")
+    page = (tmp_path / "r.html").read_text()
+    assert ">✗ verification failed<" in page and weights.name in page
+
+
 # ------------------------------------------------------------------------------------------------ recipes
 
 

@@ -81,3 +81,14 @@ def test_an_overflowed_hessian_gives_no_loss() -> None:
     assert item.facts is not None and item.facts["method"] == "rtn" and "infinite" in item.facts["reason"]
     assert item.facts["loss"] is item.facts["rtn_loss"] is item.facts["norm"] is None
     dump_json(item.facts)
+
+
+def test_the_largest_input_channel_is_compared_with_the_median_live_one() -> None:
+    inputs = torch.ones(256, 64) * torch.tensor([-1.0, 1.0]).repeat(128)[:, None]
+    inputs[:, 5] *= 30
+    inputs[:, 6] = 0
+    hessian = Hessian(64, "cpu")
+    hessian.add(inputs)
+    weights = {"x": torch.randn(8, 64, generator=torch.Generator().manual_seed(0))}
+    (item,) = solve(weights, {"x": Scheme.parse("int4:g64")}, hessian, from_mapping({}), Progress(quiet=True))
+    assert item.facts is not None and item.facts["channel_peak"] == pytest.approx(30)

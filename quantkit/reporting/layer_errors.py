@@ -1,0 +1,211 @@
+"""The errors of a report's linears: which are worst and why, and how they vary with depth."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from quantkit.core.scheme import Scheme
+from quantkit.errors import QuantkitError
+from quantkit.layouts.fused_groups import is_expert
+
+Layer = Mapping[str, Any]
+Error = Callable[[Layer], "float | None"]
+
+#: An input channel whose RMS is this many times the median channel's is called an outlier.
+OUTLIER = 10.0
+NO_CAUSE = "no cause recorded"
+
+
+def number(value: object) -> float | None:
+    """Take a finite number from a report, None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None
+
+
+def weight_error(layer: Layer) -> float | None:
+    """Return `||W - Q|| / ||W||`, None if it is not recorded."""
+    return number(layer.get("relative_error"))
+
+
+def output_error(layer: Layer) -> float | None:
+    """Return the relative RMS error of the outputs on the calibration text, None if it is not recorded.
+
+    It is the root of `tr(D H D^T) / tr(W H W^T)`, the recorded `loss` over `norm` (ALGORITHMS 1).
+    """
+    loss, norm = number(layer.get("loss")), number(layer.get("norm"))
+    if loss is None or loss < 0 or norm is None or norm <= 0:
+        return None
+    ratio = number(loss / norm)
+    return None if ratio is None else math.sqrt(ratio)
+
+
+def leading_error(layers: Iterable[Layer]) -> Error:
+    """Choose the error that ranks the linears: that of the outputs if at least half of the linears have it."""
+    found = list(layers)
+    return output_error if 2 * sum(output_error(layer) is not None for layer in found) >= len(found) else weight_error
+
+
+def worst(layers: Iterable[Layer], error: Error, most: int) -> list[tuple[float, Layer]]:
+    """List the linears of the largest errors, largest first; equal ones by name."""
+    found = [(value, layer) for layer in layers if (value := error(layer)) is not None]
+    return sorted(found, key=lambda item: (-item[0], str(item[1].get("name"))))[:most]
+
+
+def bits(layer: Layer) -> float | None:
+    """Count the bits for each weight of a linear, with scales, zero points and 2:4 indices; None for a dense one."""
+    columns = _columns(layer)
+    try:
+        scheme = Scheme.parse(str(layer.get("scheme")))
+    except QuantkitError:
+        return None
+    if columns is None:
+        return None
+    kept = 0.5 if scheme.sparsity else 1.0
+    per_scale = 16 + (0 if scheme.symmetric else scheme.format.bits)
+    index = 2 * kept if scheme.sparsity else 0.0
+    return scheme.format.bits * kept + index + per_scale / (scheme.group_size or columns)
+
+
+def weights(layer: Layer) -> int:
+    """Count the weights of a linear without its padding, 0 if the shape is not recorded."""
+    shape = layer.get("true_shape", layer.get("shape"))
+    return math.prod(shape) if _is_shape(shape) else 0
+
+
+def _columns(layer: Layer) -> int | None:
+    shape = layer.get("true_shape", layer.get("shape"))
+    return int(shape[1]) if _is_shape(shape) else None
+
+
+def _is_shape(shape: Any) -> bool:
+    return isinstance(shape, list) and len(shape) == 2 and all(type(size) is int and size > 0 for size in shape)
+
+
+def causes(layer: Layer, most_bits: float | None = None) -> list[str]:
+    """List the recorded reasons for the error of a linear; `most_bits` are those of the model's widest scheme."""
+    found = [_fallback(layer, key, words) for key, words in _FALLBACKS.items()]
+    found += [_few_tokens(layer), _outlier(layer), _damping(layer)]
+    found += [_counted(layer, key, words) for key, words in _COUNTED.items()]
+    kept, zeros = number(layer.get("kept")), number(layer.get("zeros"))
+    if kept is not None and zeros and kept + zeros > 0:
+        found.append(f"2:4 pruning: {100 * zeros / (kept + zeros):.1f} % of the weights are zero")
+    own = bits(layer)
+    if own is not None and most_bits is not None and own < 0.9 * most_bits:
+        found.append(f"fewer bits: {own:.2f}, elsewhere up to {most_bits:.2f}")
+    return [cause for cause in found if cause] or [NO_CAUSE]
+
+
+_FALLBACKS = {
+    "reason": "fallback to rounding: {}",
+    "by_magnitude": "fallback to pruning by magnitude: {}",
+    "requantized_from": "rounded a second time, from {}",
+    "few_routed": "few tokens routed to this expert: {} (calibrated on all of the layer)",
+    "descent_skipped": "not refined by descent: {}",
+}
+_COUNTED = {
+    "dead_columns": "input channels that no token reached: {}",
+    "guard_rows": "rows where rounding was better, and kept: {}",
+    "floored_scales": "scales raised to 2^-20: {}",
+    "subnormal_scales": "scales below the normal float16 range: {}",
+    "zero_scales": "rows whose stored scale is 0: {}",
+    "rounded_scales": "scales rounded to the layout's type: {}",
+}
+
+
+def _fallback(layer: Layer, key: str, words: str) -> str | None:
+    return words.format(layer[key]) if layer.get(key) else None
+
+
+def _counted(layer: Layer, key: str, words: str) -> str | None:
+    count = number(layer.get(key))
+    return words.format(f"{count:.0f}") if count else None
+
+
+def _few_tokens(layer: Layer) -> str | None:
+    tokens, columns = number(layer.get("tokens")), _columns(layer)
+    if not tokens or columns is None or tokens >= columns or layer.get("few_routed"):
+        return None
+    return f"few tokens: {tokens:.0f} for {columns} input channels"
+
+
+def _outlier(layer: Layer) -> str | None:
+    peak = number(layer.get("channel_peak"))
+    return f"outlier channel: {peak:.0f} times the median input channel" if peak and peak >= OUTLIER else None
+
+
+def _damping(layer: Layer) -> str | None:
+    rungs = layer.get("rungs")
+    if not isinstance(rungs, list) or len(rungs) < 2:
+        return None
+    return f"damping raised from {rungs[0]} to {rungs[-1]}"
+
+
+@dataclass(frozen=True)
+class Point:
+    """The errors of one kind of linear in one block: `count` linears, of which `name` is one."""
+
+    block: int
+    low: float
+    mid: float
+    high: float
+    count: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Series:
+    """One kind of linear over the blocks of a model; `experts` if a point stands for all experts of its block."""
+
+    kind: str
+    points: tuple[Point, ...]
+    experts: bool
+
+
+def by_depth(layers: Iterable[Layer], error: Error) -> list[Series]:
+    """Arrange the errors by kind of linear and by block; linears outside of numbered blocks are left out."""
+    found: dict[str, dict[int, list[tuple[float, str]]]] = {}
+    expert_kinds = set()
+    for layer in layers:
+        name, value = str(layer.get("name")), error(layer)
+        place = _place(name)
+        if value is None or place is None:
+            continue
+        kind, block = place
+        found.setdefault(kind, {}).setdefault(block, []).append((value, name))
+        expert_kinds |= {kind} if is_expert(name) else set()
+    short = _short_names(list(found))
+    return [
+        Series(
+            f"{short[kind]} (experts)" if kind in expert_kinds else short[kind],
+            tuple(_point(block, values) for block, values in sorted(blocks.items())),
+            any(len(values) > 1 for values in blocks.values()),
+        )
+        for kind, blocks in found.items()
+    ]
+
+
+def _place(name: str) -> tuple[str, int] | None:
+    """Split the name of a linear into its kind, which has no numbers, and the number of its block."""
+    parts = name.split(".")
+    numbers = [part for part in parts if part.isascii() and part.isdigit() and len(part) < 10]
+    if not numbers:
+        return None
+    return ".".join(part for part in parts if part not in numbers), int(numbers[0])
+
+
+def _point(block: int, values: Sequence[tuple[float, str]]) -> Point:
+    errors = [value for value, _ in values]
+    return Point(block, min(errors), median(errors), max(errors), len(errors), values[0][1])
+
+
+def _short_names(kinds: Sequence[str]) -> dict[str, str]:
+    """Shorten each dotted kind to the shortest end that no other kind has."""
+    ends = {kind: [".".join(kind.split(".")[-i:]) for i in range(1, kind.count(".") + 2)] for kind in kinds}
+    seen = Counter(end for own in ends.values() for end in own)
+    return {kind: next((end for end in own if seen[end] == 1), kind) for kind, own in ends.items()}
