@@ -17,6 +17,7 @@ import click
 
 import quantkit.api
 from quantkit.cli.commands import quantkit as group
+from quantkit.cli.parsing import Command
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.verification import Verification
@@ -25,7 +26,7 @@ from quantkit.layouts import compatibility
 HERE = Path(__file__).resolve().parent
 RESULTS = (Perplexity, Divergence, Verification)
 #: Options that every command has; the page names them once.
-SHARED = {"as_json", "quiet", "verbose"}
+SHARED = {"--json", "--quiet", "--verbose", "--help"}
 
 CLI = """# The command line
 
@@ -71,15 +72,12 @@ def cli_page() -> str:
         command = context.command
         usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
         parts += [f"## {context.command_path.removeprefix('quantkit ')}", _help_text(command), f"Usage: `{usage}`"]
-        rows = [
-            [f"`{left}`", right]
-            for option in command.params
-            if isinstance(option, click.Option)
-            and option.name not in SHARED
-            and (record := option.get_help_record(context))
-            for left, right in [record]
-        ]
-        parts += [_table(["option", "effect [default]"], rows)] if rows else []
+        assert isinstance(command, Command)
+        for name, params in command.sections(context).items():
+            records = [option.get_help_record(context) for option in params if not SHARED & set(option.opts)]
+            rows = [[f"`{left}`", right] for left, right in filter(None, records)]
+            heading = "option" if name == "Options" else name
+            parts += [_table([heading, "effect [default]"], rows)] if rows else []
         parts += [f"Example:\n\n```sh\n{(command.epilog or '').splitlines()[-1].strip()}\n```"]
     return _joined(parts)
 

@@ -10,11 +10,12 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from quantkit.interrupts import Stop
+
+if TYPE_CHECKING:
+    import torch
 
 
 class Progress:
@@ -97,6 +98,8 @@ class Clock:
 
     def _switch(self, name: str | None) -> None:
         if self.device.type == "cuda":
+            import torch
+
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         if self._current is not None:

@@ -10,7 +10,6 @@ import click
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import command
-from quantkit.inference import generate as inference
 from quantkit.progress import Progress
 
 
@@ -24,6 +23,8 @@ def generate(checkpoint: str, prompt: str, as_json: bool, progress: Progress, **
     """Write on after PROMPT.
 
     CHECKPOINT may be dense or quantized; the likeliest token is taken each time."""
+    from quantkit.inference import generate as inference
+
     found = inference.generate(checkpoint, prompt, progress=progress, **asked)
     emit(show.as_json(asdict(found)) if as_json else show.generated(found))
     rate = found.tokens / found.seconds

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quantkit.evaluation.divergence import Divergence
-from quantkit.evaluation.perplexity import Perplexity
-from quantkit.evaluation.verification import Verification
-from quantkit.inference.generate import Generated
-from quantkit.layouts.compatibility import Conversion
-from quantkit.pipeline.plan import Plan
 from quantkit.reporting.units import format_bytes
+
+if TYPE_CHECKING:
+    from quantkit.evaluation.divergence import Divergence
+    from quantkit.evaluation.perplexity import Perplexity
+    from quantkit.evaluation.verification import Verification
+    from quantkit.inference.generate import Generated
+    from quantkit.layouts.compatibility import Conversion
+    from quantkit.pipeline.plan import Plan
 
 MOST_ROWS = 40
 TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")

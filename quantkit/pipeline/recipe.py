@@ -17,18 +17,18 @@ from typing import Any, Literal, get_args, get_type_hints
 import yaml
 
 from quantkit.algorithms.masks import check_fixed
-from quantkit.algorithms.options import Clip, Metric, Options
+from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import check_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
-from quantkit.core.sparsity import Rule
 from quantkit.errors import RecipeError, reason
 from quantkit.layouts import LAYOUTS, humming
 from quantkit.layouts.recast import fitting
 from quantkit.models.experts import ROUTER
+from quantkit.names import Clip, Method, Metric, Rule
+from quantkit.pipeline.calibration_options import Calib
 from quantkit.pipeline.fused_alike import treat_alike
 
-Method = Literal["gptq", "rtn"]
 #: The result for a linear: codes of a scheme, or a dense 2:4 weight.
 Goal = Scheme | Literal["2:4"]
 SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
@@ -36,31 +36,6 @@ SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
 GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
 #: Keys of that section that pruning uses.
 PRUNING_KEYS = ("damp", "damp_kind", "block", "act_order")
-
-
-@dataclass(frozen=True)
-class Calib:
-    """Name the calibration text: a data set or file, the number of sequences, their maximum length, the seed.
-
-    `lengths` is `own` (each document at its own length, ALGORITHMS 2) or `fixed` (windows of `max_length` tokens).
-    `moe` says on which tokens an expert is calibrated: `routed` (those that the router sends to it) or `all` (of the
-    layer).
-    RecipeError for a value out of range.
-    """
-
-    data: str = "c4"
-    samples: int = 256
-    max_length: int = 4096
-    seed: int = 0
-    lengths: Literal["own", "fixed"] = "own"
-    moe: Literal["routed", "all"] = "routed"
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "max_length"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"calibration {name} is {getattr(self, name)}: use a positive number")
-        if not 0 <= self.seed < 2**63:
-            raise RecipeError(f"calibration seed is {self.seed}: use a number from 0 to 2^63 - 1")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quantkit.cli import doctor, show
+from quantkit.cli import diagnosis, show
 from quantkit.kernels import toolchain
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -25,8 +25,8 @@ def test_required_versions_are_those_of_the_project_file() -> None:
 
     project = tomllib.loads(PROJECT.read_text())["project"]
     stated = dict(requirement.split(">=") for requirement in project["dependencies"])
-    assert {name: version.split(",")[0] for name, version in stated.items()} == doctor.REQUIRED
-    low, high = (".".join(map(str, version)) for version in doctor.PYTHON)
+    assert {name: version.split(",")[0] for name, version in stated.items()} == diagnosis.REQUIRED
+    low, high = (".".join(map(str, version)) for version in diagnosis.PYTHON)
     assert project["requires-python"] == f">={low},<{high}"
     extras = project["optional-dependencies"]
     assert {"cuda12", "cuda13", "plot"} <= extras.keys(), "the fixes name these extras"
@@ -36,7 +36,7 @@ def test_required_versions_are_those_of_the_project_file() -> None:
 
 
 def test_this_environment_is_complete() -> None:
-    found = doctor.diagnose()
+    found = diagnosis.diagnose()
     assert found["ok"], found["fixes"]
     assert json.loads(json.dumps(found)) == found
     names = [check["name"] for check in found["checks"]]
@@ -48,12 +48,12 @@ def test_this_environment_is_complete() -> None:
 
 
 def test_a_missing_or_old_package_has_a_fix() -> None:
-    missing = doctor._package("no-such-package-here", "1.2")
+    missing = diagnosis._package("no-such-package-here", "1.2")
     assert (missing.ok, missing.found) == (False, None)
     assert missing.fix == "pip install --upgrade 'no-such-package-here>=1.2'"
-    old = doctor._package("torch", "999.0")
+    old = diagnosis._package("torch", "999.0")
     assert old.ok is False and old.fix == "pip install --upgrade 'torch>=999.0'"
-    assert doctor._optional("no-such-package-here", "1", "for x", "quantkit[plot]").fix == (
+    assert diagnosis._optional("no-such-package-here", "1", "for x", "quantkit[plot]").fix == (
         "pip install --upgrade 'quantkit[plot]'"
     )
 
@@ -72,7 +72,7 @@ def test_a_missing_or_old_package_has_a_fix() -> None:
     ],
 )
 def test_versions_are_compared_as_numbers(version: str, lowest: str, enough: bool) -> None:
-    assert doctor.at_least(version, lowest) is enough
+    assert diagnosis.at_least(version, lowest) is enough
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_cupy_that_does_not_load_is_diagnosed(failure: str, tmp_path: Path, mo
     state = toolchain()
     assert state["cupy"] is None and state["nvrtc"] is None
     assert re.search(r"libcuda|no driver", str(state["problem"]))
-    check = doctor._cupy()
+    check = diagnosis._cupy()
     assert check.ok is (False if torch.cuda.is_available() else None)
     assert re.search(r"quantkit\[cuda1[23]\]", str(check.fix))
 
@@ -98,7 +98,7 @@ def test_a_gpu_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", [old, new].__getitem__)
-    found = doctor.diagnose()
+    found = diagnosis.diagnose()
     assert [gpu["name"] for gpu in found["gpus"]] == ["Tesla T4", "A100"]
     assert "need 8.0 (Ampere) or newer" in found["gpus"][0]["problem"] and found["gpus"][1]["problem"] is None
     line = next(line for line in show.diagnosis(found).splitlines() if line.startswith("GPU"))
@@ -110,11 +110,11 @@ def test_the_cuda_extra_follows_the_build_of_torch(monkeypatch: pytest.MonkeyPat
         pytest.skip("CuPy works here, so nothing is to be installed")
     for version, extra in (("12.8", "cuda12"), ("13.0", "cuda13")):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert str(doctor._cupy().fix).endswith(f"pip install 'quantkit[{extra}]'")
+        assert str(diagnosis._cupy().fix).endswith(f"pip install 'quantkit[{extra}]'")
 
 
 def test_the_doctor_imports_nothing_heavy() -> None:
-    code = "import sys; from quantkit.cli import doctor; doctor.diagnose(); print(*sys.modules)"
+    code = "import sys; from quantkit.cli import diagnosis; diagnosis.diagnose(); print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT.parent
     )
