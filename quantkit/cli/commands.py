@@ -28,6 +28,7 @@ PLACES = {
     "bench": "quantkit.cli.bench:bench",
     "demo": "quantkit.cli.demo:demo",
     "doctor": "quantkit.cli.doctor:doctor",
+    "completion": "quantkit.cli.completion:completion",
 }
 
 

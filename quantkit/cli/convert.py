@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli import options, show
+from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, needed_unless, section
@@ -54,7 +54,9 @@ def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Prog
 
 
 @command("convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin")
-@click.argument("pair", metavar="A-to-B", required=False, callback=needed_unless("listing"))
+@click.argument(
+    "pair", metavar="A-to-B", required=False, callback=needed_unless("listing"), shell_complete=completers.pairs
+)
 @click.argument("checkpoint", type=options.PATH, required=False, callback=needed_unless("listing"))
 @section(
     "Basic",

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from quantkit.cli import options, show
+from quantkit.cli import completers, options, show
 from quantkit.cli.exits import MISSED, emit, leave
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, section
@@ -17,7 +17,13 @@ from quantkit.progress import Progress
 protocol_options = combined(
     section(
         "Basic",
-        click.option("--data", default="wikitext2", metavar="NAME|FILE", help=f"Text: {options.DATA} [wikitext2]."),
+        click.option(
+            "--data",
+            default="wikitext2",
+            metavar="NAME|FILE",
+            shell_complete=completers.texts,
+            help=f"Text: {options.DATA} [wikitext2].",
+        ),
         options.device,
     ),
     section(
@@ -38,7 +44,7 @@ def evaluate() -> None:
 
 
 @command("ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048", evaluate)
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=completers.folders)
 @protocol_options
 @section(
     "Output",
@@ -59,9 +65,16 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
 
 
 @command("kld", "quantkit eval kld ./model-int4 --against ./model --data wikitext2", evaluate)
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=completers.folders)
 @section(
-    "Basic", click.option("--against", required=True, metavar="MODEL", help="The model that CHECKPOINT was made from.")
+    "Basic",
+    click.option(
+        "--against",
+        required=True,
+        metavar="MODEL",
+        shell_complete=completers.folders,
+        help="The model that CHECKPOINT was made from.",
+    ),
 )
 @protocol_options
 @section(

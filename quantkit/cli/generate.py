@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from quantkit.cli import options, show
+from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import command
 from quantkit.progress import Progress
 
 
 @command("generate", "quantkit generate ./model-int4 'The capital of France is' --max-new-tokens 32")
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=completers.folders)
 @click.argument("prompt")
 @click.option("--max-new-tokens", type=click.IntRange(min=1), default=64, help="Most tokens to write [64].")
 @options.device

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from quantkit.cli import options, show
+from quantkit.cli import completers, options, show
 from quantkit.cli.exits import UNVERIFIED, emit, leave
 from quantkit.cli.options import command
 from quantkit.errors import CheckpointError
@@ -35,7 +35,7 @@ def verify(checkpoint: Path, against: Path | None, device: str, as_json: bool, p
 
 
 @command("inspect", "quantkit inspect ./model-marlin", computes=False)
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=completers.folders)
 @options.source
 def inspect(checkpoint: str, revision: str | None, trust_remote_code: bool, as_json: bool, progress: Progress) -> None:
     """Describe CHECKPOINT from its headers.

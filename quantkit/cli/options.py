@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 
 import click
 
+from quantkit.cli import completers
 from quantkit.cli.exits import STOP, exits
 from quantkit.cli.parsing import Choice, Command, Function, Group, combined, needed_unless
 from quantkit.models.text_sources import NAMED
@@ -127,7 +128,7 @@ def choice_of(kind: Any, field: str) -> Choice:
     return choice(get_args(get_type_hints(kind)[field]))
 
 
-model = click.argument("model")
+model = click.argument("model", shell_complete=completers.folders)
 checkpoint = click.argument("checkpoint", type=PATH)
 device = click.option("--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1 ... [auto].")
 overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT when the new folder is complete.")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 import click
 
 from quantkit.algorithms.options import Options
-from quantkit.cli import options, show
+from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, choice_of, command
 from quantkit.cli.parsing import combined, needed_unless, section
@@ -37,7 +37,9 @@ _solving = combined(
 )
 _calibrating = section(
     "Calibration",
-    click.option("--calib", metavar="NAME|FILE", help=f"Calibration text: {options.DATA} [c4]."),
+    click.option(
+        "--calib", metavar="NAME|FILE", shell_complete=completers.texts, help=f"Calibration text: {options.DATA} [c4]."
+    ),
     click.option("--samples", type=click.IntRange(min=1), help="Calibration sequences [256]."),
     click.option("--max-length", type=click.IntRange(min=2), help="Their longest length in tokens [4096]."),
     click.option(
@@ -66,7 +68,12 @@ pruning_options = combined(
 recipe_options = combined(
     section(
         "Basic",
-        click.option("--recipe", metavar="FILE|NAME", help="Recipe that the options below are laid over."),
+        click.option(
+            "--recipe",
+            metavar="FILE|NAME",
+            shell_complete=completers.files,
+            help="Recipe that the options below are laid over.",
+        ),
         click.option("--format", type=choice(FORMATS), help="Number format [int4]."),
         click.option(
             "--group-size", type=options.GroupSize(), help="Columns per scale, or channel [int4: 128, fp: channel]."
@@ -141,7 +148,7 @@ RUNNING = [field.name for field in fields(RunOptions) if field.name != "progress
 
 
 @command("quantize", "quantkit quantize ./model -o ./model-int4 --calib wikitext2 --samples 128")
-@click.argument("model", required=False, callback=needed_unless("print_recipe"))
+@click.argument("model", required=False, callback=needed_unless("print_recipe"), shell_complete=completers.folders)
 @section("Basic", options.out(unless=("print_recipe", "dry_run")))
 @recipe_options
 @section(
@@ -215,7 +222,7 @@ def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **give
 
 
 @command("run", "quantkit run int4-marlin ./model -o ./model-marlin")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=completers.files)
 @options.model
 @section("Basic", options.out())
 @running_options
