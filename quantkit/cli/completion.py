@@ -15,13 +15,12 @@ SHELLS = ("bash", "zsh", "fish")
 VARIABLE = "_QUANTKIT_COMPLETE"
 
 
-@command("completion", 'eval "$(quantkit completion bash)"', computes=False)
+@command("completion", "quantkit completion fish > ~/.config/fish/completions/quantkit.fish", computes=False)
 @click.argument("shell", type=choice(SHELLS))
 def completion(shell: str, as_json: bool, progress: Progress) -> None:
     """Print the script that lets SHELL complete.
 
-    Put the line of the example into ~/.bashrc or ~/.zshrc; for fish, write the output to
-    ~/.config/fish/completions/quantkit.fish."""
+    In ~/.bashrc write: eval "$(quantkit completion bash)". In ~/.zshrc the same with zsh. The example is for fish."""
     made = get_completion_class(shell)
     assert made is not None
     script = made(click.get_current_context().find_root().command, {}, "quantkit", VARIABLE).source()
