@@ -19,7 +19,7 @@ import torch
 
 import quantkit
 from quantkit.errors import KernelError
-from quantkit.kernels import MATMULS, loader, toolchain
+from quantkit.kernels import MATMULS, loader, missing, toolchain
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.memory_estimate import free_memory
 
@@ -72,7 +72,7 @@ def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
         "ok": all(check.ok is not False for check in checks),
         "checks": [asdict(check) for check in checks],
         "gpus": _gpus(),
-        "kernels": {"here": sorted(MATMULS), "note": _kernel_note()},
+        "kernels": _kernels(),
         "machine": {
             "platform": platform.platform(),
             "cores": os.cpu_count(),
@@ -165,6 +165,19 @@ def _gpus() -> list[dict[str, Any]]:
     return found
 
 
-def _kernel_note() -> str:
-    others = ", ".join(name for name in LAYOUTS if name not in MATMULS)
-    return f"for {', '.join(MATMULS)}; other programs multiply {others}, whose bits verify proves"
+def _kernels() -> dict[str, Any]:
+    """Name the layouts whose kernel runs on a GPU of this machine, and say in `note` where, or what is in the way."""
+    gpus = [
+        torch.device("cuda", index) for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    ]
+    obstacles = {(name, gpu): missing(name, gpu) for name in sorted(MATMULS) for gpu in gpus}
+    here = [name for name in sorted(MATMULS) if any(obstacles[name, gpu] is None for gpu in gpus)]
+    if not here:
+        why = next(iter(obstacles.values()), None) or "torch sees no CUDA GPU"
+        return {"here": here, "note": f"none run here: {why}; verify proves the bits without them"}
+    able = dict.fromkeys(
+        torch.cuda.get_device_properties(gpu).name for (_, gpu), why in obstacles.items() if why is None
+    )
+    others = ", ".join(name for name in LAYOUTS if name not in here)
+    note = f"for {', '.join(here)}, on {', '.join(able)}; other programs multiply {others}, whose bits verify proves"
+    return {"here": here, "note": note}

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from quantkit import kernels
 from quantkit.cli import diagnosis, show
 from quantkit.kernels import toolchain
 
@@ -42,8 +43,9 @@ def test_this_environment_is_complete() -> None:
     names = [check["name"] for check in found["checks"]]
     assert {"python", "torch", "transformers", "datasets", "safetensors", "cupy", "compressed-tensors"} <= set(names)
     assert found["machine"]["free_disk"] > 0 and found["machine"]["threads"] >= 1
-    assert found["kernels"]["here"] == ["marlin", "marlin24", "marlin24-ct", "quick", "tcfpx"]
-    assert "for marlin," in found["kernels"]["note"] and "other programs multiply" in found["kernels"]["note"]
+    able = any(gpu["problem"] is None for gpu in found["gpus"])
+    assert found["kernels"]["here"] == (["marlin", "marlin24", "marlin24-ct", "quick", "tcfpx"] if able else [])
+    assert found["kernels"]["note"].startswith("for marlin, " if able else "none run here: ")
     assert bool(found["gpus"]) == torch.cuda.is_available()
 
 
@@ -92,12 +94,48 @@ def test_a_cupy_that_does_not_load_is_diagnosed(failure: str, tmp_path: Path, mo
     assert re.search(r"quantkit\[cuda1[23]\]", str(check.fix))
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, *gpus: SimpleNamespace) -> None:
+    """Let torch see other GPUs than those of this machine."""
+    at = {key: index for index in range(len(gpus)) for key in (index, torch.device("cuda", index))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: gpus[at[gpu]])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (gpus[at[gpu]].major, gpus[at[gpu]].minor))
+
+
+T4 = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=16 << 30)
+A100 = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 << 30)
+
+
+def test_only_kernels_that_run_on_this_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    assert diagnosis._kernels()["here"] == []
+    assert diagnosis._kernels()["note"].startswith("none run here: torch sees no CUDA GPU; verify")
+    pretend(monkeypatch, T4)
+    assert diagnosis._kernels()["here"] == []
+    assert "none run here: this GPU has compute capability 7.5" in diagnosis._kernels()["note"]
+    monkeypatch.setattr(kernels, "toolchain", lambda: {"problem": None})
+    pretend(monkeypatch, T4, A100)
+    assert diagnosis._kernels()["here"] == sorted(kernels.MATMULS)
+    assert ", on A100; other programs multiply compressed-tensors, humming, " in diagnosis._kernels()["note"]
+
+
+def test_kernels_without_cupy_are_not_named_but_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, A100)
+    state = {"cupy": None, "nvrtc": None, "problem": "no module named 'cupy'"}
+    monkeypatch.setattr(kernels, "toolchain", lambda: state)
+    monkeypatch.setattr(diagnosis, "toolchain", lambda: state)
+    found = diagnosis.diagnose()
+    install = kernels.loader.install()
+    assert found["kernels"]["here"] == [] and not found["ok"]
+    assert found["kernels"]["note"] == (
+        f"none run here: CuPy does not load (no module named 'cupy'): {install}; verify proves the bits without them"
+    )
+    assert any(fix.endswith(install) for fix in found["fixes"])
+
+
 def test_a_gpu_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=16 << 30)
-    new = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 << 30)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", [old, new].__getitem__)
+    pretend(monkeypatch, T4, A100)
     found = diagnosis.diagnose()
     assert [gpu["name"] for gpu in found["gpus"]] == ["Tesla T4", "A100"]
     assert "need 8.0 (Ampere) or newer" in found["gpus"][0]["problem"] and found["gpus"][1]["problem"] is None
