@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from quantkit.evaluation.divergence import Divergence
     from quantkit.evaluation.perplexity import Perplexity
     from quantkit.evaluation.verification import Verification
-    from quantkit.inference.generate import Generated
     from quantkit.layouts.compatibility import Conversion
     from quantkit.pipeline.plan import Plan
 
@@ -127,11 +126,6 @@ def perplexity(found: Perplexity) -> str:
 def divergence(found: Divergence) -> str:
     """Format a KL divergence and its protocol."""
     return f"KL divergence {found.kld:.6f} nats\ntop-1 agreement {100 * found.top1:.3f} %\n{_protocol(found)}"
-
-
-def generated(found: Generated) -> str:
-    """Format a prompt and the text generated after it."""
-    return found.prompt + found.text
 
 
 def matrix(found: Iterable[Conversion]) -> str:

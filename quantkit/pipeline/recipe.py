@@ -253,6 +253,11 @@ def _shared(mapping: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
+def default_layout(scheme: Scheme) -> str:
+    """Name the layout that a scheme is written in if none is asked for."""
+    return "humming" if scheme.format in humming.DTYPES.values() else "compressed-tensors"
+
+
 def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme]) -> Rule | None:
     """Return the rule for 2:4 masks, None if no scheme is 2:4."""
     if not any(is_sparse(scheme) for scheme in schemes):
@@ -283,7 +288,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     if method != "gptq" and (gptq.refit or gptq.descent):
         raise RecipeError(f"refit and descent refine what gptq made, the method is {method}: drop them or use gptq")
     # The humming layout stores formats in their true bits, and engines read it.
-    layout = mapping.get("layout", "humming" if scheme.format in humming.DTYPES.values() else "compressed-tensors")
+    layout = mapping.get("layout", default_layout(scheme))
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise RecipeError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
     for each in schemes:
