@@ -114,7 +114,7 @@ def _bar_class() -> Any:
     """Make a tqdm bar that asks for the width of the terminal at each drawing, as the terminal may be resized."""
     from tqdm import tqdm
 
-    class Bar(tqdm):  # type: ignore[type-arg,misc]
+    class Bar(tqdm):  # type: ignore[misc]
         @property
         def format_dict(self) -> dict[str, Any]:
             return {**super().format_dict, "ncols": _columns()}

@@ -46,11 +46,10 @@ def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Prog
 
     Every value stays the same bit for bit; what the layout cannot hold is refused."""
     from quantkit.pipeline.convert import pack as pack_folder
-    from quantkit.reporting.summary import summary
 
     _use_one_thread_an_operation(asked)
     report = pack_folder(checkpoint, out, layout, progress=progress, **asked)
-    emit(show.as_json(report) if as_json else summary(report))
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 @command("convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin")
@@ -84,7 +83,6 @@ def convert(
     As pack, and CHECKPOINT must be in layout A."""
     from quantkit import api
     from quantkit.layouts import compatibility
-    from quantkit.reporting.summary import summary
 
     if listing:
         found = compatibility.conversions()
@@ -92,7 +90,7 @@ def convert(
         return
     _use_one_thread_an_operation(asked)
     report = api.convert(pair, checkpoint, out, progress=progress, **asked)
-    emit(show.as_json(report) if as_json else summary(report))
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:

@@ -57,7 +57,7 @@ def demo(out: Path | None, as_json: bool, progress: Progress) -> None:
 
     Quantize the small model that comes with quantkit, pack, verify, and compare perplexities: no network, no GPU."""
     found = run(out, progress)
-    emit(show.as_json(found) if as_json else show.demo(found))
+    emit(show.as_json(found) if as_json else show.demo(found, progress))
 
 
 def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, Any]:
@@ -107,7 +107,8 @@ def _run(folder: Path, progress: Progress) -> dict[str, Any]:
     for name, recipe in RECIPES.items():
         progress.note(f"quantize  {name}")
         options = {**recipe, "calib": str(calibration), "samples": SAMPLES, "max_length": WINDOW}
-        api.quantize(MODEL, folder / name, device="cpu", **options)
+        shown = progress if progress.verbose else None
+        api.quantize(MODEL, folder / name, device="cpu", progress=shown, **options)
     progress.note(f"pack      {SOURCE} -> {PACKED}")
     pack(folder / SOURCE, folder / PACKED, "marlin")
     methods = {**{name: options["method"] for name, options in RECIPES.items()}, PACKED: "as above, repacked"}

@@ -59,7 +59,7 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
     from quantkit import api
 
     found = api.eval_ppl(checkpoint, progress=progress, **protocol)
-    emit(show.as_json(asdict(found)) if as_json else show.perplexity(found))
+    emit(show.as_json(asdict(found)) if as_json else show.perplexity(found, progress))
     if max_perplexity is not None and not found.perplexity <= max_perplexity:
         leave(MISSED, f"Error: perplexity {found.perplexity:.4f} is above --max-perplexity {max_perplexity:g}")
 
@@ -92,6 +92,6 @@ def divergence(
     from quantkit import api
 
     found = api.eval_kld(checkpoint, against, progress=progress, **protocol)
-    emit(show.as_json(asdict(found)) if as_json else show.divergence(found))
+    emit(show.as_json(asdict(found)) if as_json else show.divergence(found, progress))
     if max_kld is not None and not found.kld <= max_kld:
         leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")

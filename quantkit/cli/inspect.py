@@ -28,7 +28,7 @@ def verify(checkpoint: Path, against: Path | None, device: str, as_json: bool, p
     from quantkit.evaluation.verify import verify as verify_checkpoint
 
     found = verify_checkpoint(checkpoint, against, progress, device)
-    emit(show.as_json(found.to_dict()) if as_json else show.verification(found))
+    emit(show.as_json(found.to_dict()) if as_json else show.verification(found, progress))
     verification.write(found, checkpoint)
     if not found.ok:
         leave(UNVERIFIED, f"Error: {checkpoint} is not what it should be: {len(found.failures)} failures, see above")
@@ -41,11 +41,12 @@ def inspect(checkpoint: str, revision: str | None, trust_remote_code: bool, as_j
     """Describe CHECKPOINT from its headers.
 
     Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program."""
-    from quantkit.checkpoint.inspection import describe
+    from quantkit.checkpoint.inspection import describe, tensors
     from quantkit.checkpoint.reader import Checkpoint, resolve
 
-    found = describe(Checkpoint(resolve(checkpoint, revision), trust_remote_code))
-    emit(show.as_json(found) if as_json else show.description(found))
+    src = Checkpoint(resolve(checkpoint, revision), trust_remote_code)
+    found = describe(src)
+    emit(show.as_json(found) if as_json else show.description(found, tensors(src), progress))
 
 
 @command("report", "quantkit report ./model-int4 --html ./model-int4.html", computes=False)
@@ -59,7 +60,6 @@ def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, pro
     from quantkit.reporting import plots
     from quantkit.reporting.report import REPORT
     from quantkit.reporting.report import load as load_report
-    from quantkit.reporting.summary import summary
 
     found = load_report(folder)
     if not found:
@@ -70,4 +70,4 @@ def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, pro
         if path is not None:
             plots.draw(found, path)
             progress.note(f"drawn: {path}")
-    emit(show.as_json(found) if as_json else summary(found))
+    emit(show.as_json(found) if as_json else show.report(found, progress))

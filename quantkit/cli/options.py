@@ -83,8 +83,8 @@ def command(
 
         own = vars(run).pop("__click_params__", [])
         for option in (
-            click.option("-v", "--verbose", is_flag=True, help="Say more about what is done."),
-            click.option("-q", "--quiet", is_flag=True, help="No progress and no notes, only warnings."),
+            click.option("-v", "--verbose", is_flag=True, help="Say more about what is done and found."),
+            click.option("-q", "--quiet", is_flag=True, help="Print one line, and only warnings besides."),
             click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text."),
         ):
             run = option(run)

@@ -182,7 +182,7 @@ def quantize(
         emit(recipe.to_yaml().rstrip())
         return
     if dry_run:
-        _plan(model, out, recipe, running, as_json)
+        _plan(model, out, recipe, running, as_json, progress)
         return
     _quantize(model, out, recipe, running, as_json, progress)
 
@@ -199,13 +199,12 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
     magnitude."""
     from quantkit import api
     from quantkit.pipeline import quantize as pipeline
-    from quantkit.reporting.summary import summary
 
     running = {name: given.pop(name) for name in RUNNING}
     asked = api.build_pruning(**given)
     progress.note(f"{asked.scheme} by {asked.method}")
     report = pipeline.prune(model, out, asked, progress=progress, **running)
-    emit(show.as_json(report) if as_json else summary(report))
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 @command("plan", "quantkit plan ./model --format int4 --layout marlin")
@@ -218,7 +217,7 @@ def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **give
 
     Exact bytes of the output, memory, and every weight that does not fit, from headers alone."""
     running, recipe = _split(given)
-    _plan(model, out, recipe, running, as_json)
+    _plan(model, out, recipe, running, as_json, progress)
 
 
 @command("run", "quantkit run int4-marlin ./model -o ./model-marlin")
@@ -239,18 +238,19 @@ def _quantize(
     model: str, out: Path, recipe: Recipe, running: dict[str, Any], as_json: bool, progress: Progress
 ) -> None:
     from quantkit.pipeline import quantize as pipeline
-    from quantkit.reporting.summary import summary
 
     progress.note(f"{recipe.scheme.label} by {recipe.method}, in the layout {recipe.layout}")
     report = pipeline.quantize(model, out, recipe, progress=progress, **running)
-    emit(show.as_json(report) if as_json else summary(report))
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
-def _plan(model: str, out: Path | None, recipe: Recipe, running: dict[str, Any], as_json: bool) -> None:
+def _plan(
+    model: str, out: Path | None, recipe: Recipe, running: dict[str, Any], as_json: bool, progress: Progress
+) -> None:
     from quantkit.pipeline import quantize as pipeline
 
     found = pipeline.plan(model, recipe, out=out, **running)
-    emit(show.as_json(found.to_dict()) if as_json else show.plan(found))
+    emit(show.as_json(found.to_dict()) if as_json else show.plan(found, progress))
     found.require()
     found.require_share(running["min_share"])
 
