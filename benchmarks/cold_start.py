@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from quantkit.bench import roofline
+from quantkit.bench import roofline, workloads
 from quantkit.io import files
 
 N = K = 4096
@@ -102,7 +102,7 @@ def _products(layout: str, scheme: Any, compiled: list[float]) -> dict[str, Any]
 
     q = kernels.random_record(scheme, N, K, torch.device("cuda"))
     tensors = LAYOUTS[layout].pack(q)
-    inputs = [torch.ones(m, K, dtype=dtype, device="cuda") for dtype in ACTIVATIONS for m in roofline.TOKENS]
+    inputs = [torch.ones(m, K, dtype=dtype, device="cuda") for dtype in ACTIVATIONS for m in workloads.TOKENS]
     torch.cuda.synchronize()
 
     def multiply(some: list[torch.Tensor]) -> tuple[float, float, int]:

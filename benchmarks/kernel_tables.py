@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 
-from quantkit.bench.roofline import MODELS, read_peers
+from quantkit.bench.roofline import read_peers
+from quantkit.bench.workloads import MODELS
 
 #: Scheme -> the published kernels of it.
 PEERS = {

@@ -14,8 +14,9 @@ from typing import Any
 import torch
 
 from quantkit.bench.kernels import flops, random_record
-from quantkit.bench.roofline import MODELS, TOKENS, floor
+from quantkit.bench.roofline import floor
 from quantkit.bench.timing import copies, medians, prepared
+from quantkit.bench.workloads import MODELS, TOKENS
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS, hopper
 from quantkit.kernels.hopper import HopperTile

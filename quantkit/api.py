@@ -13,9 +13,7 @@ from typing import Any, Literal, TypedDict, cast
 
 from typing_extensions import Unpack
 
-from quantkit.algorithms.options import Clip, Metric
 from quantkit.checkpoint.reader import Checkpoint, resolve
-from quantkit.core.sparsity import Rule
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.evaluation.divergence import Divergence, kld
 from quantkit.evaluation.perplexity import Perplexity, perplexity
@@ -24,10 +22,11 @@ from quantkit.inference.swap_linears import describe_weights
 from quantkit.layouts import compatibility
 from quantkit.models.text_sources import load_evaluation_text
 from quantkit.models.tokenizer import load_tokenizer
+from quantkit.names import Clip, Method, Metric, Rule
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline import recipe as recipes
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.recipe import Method, Pruning, Recipe
+from quantkit.pipeline.recipe import Pruning, Recipe
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.progress import Progress
 

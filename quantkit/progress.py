@@ -5,16 +5,20 @@ And the seconds that were waited, by phase.
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
-
-import torch
+from functools import cache
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from quantkit.interrupts import Stop
+
+if TYPE_CHECKING:
+    import torch
 
 _T = TypeVar("_T")
 
@@ -33,10 +37,8 @@ class Progress:
 
     def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None) -> Any:
         """Return a bar: an iterator over `work`, or for a number of steps an object with `update(n)` and `close()`."""
-        from tqdm import tqdm
-
         steps = work if isinstance(work, int) else total
-        bar = tqdm(
+        bar = _bar_class()(
             None if isinstance(work, int) else work,
             total=steps,
             desc=label,
@@ -44,7 +46,8 @@ class Progress:
             disable=self.quiet or not sys.stderr.isatty(),
             delay=2,
             leave=False,
-            dynamic_ncols=True,
+            ncols=_columns(),
+            nrows=20,  # else tqdm asks the terminal, and draws nothing where that has no size
         )
         return bar if isinstance(work, int) else self._stop.between(bar)
 
@@ -116,11 +119,35 @@ class Clock:
 
     def _switch(self, name: str | None) -> None:
         if self.device.type == "cuda":
+            import torch
+
             torch.cuda.synchronize(self.device)
         now = time.perf_counter()
         if self._current is not None:
             self.seconds[self._current] = self.seconds.get(self._current, 0.0) + now - self._since
         self._current, self._since = name, now
+
+
+@cache
+def _bar_class() -> Any:
+    """Make a tqdm bar that asks for the width of the terminal at each drawing, as the terminal may be resized."""
+    from tqdm import tqdm
+
+    class Bar(tqdm):  # type: ignore[misc]
+        @property
+        def format_dict(self) -> dict[str, Any]:
+            return {**super().format_dict, "ncols": _columns()}
+
+    return Bar
+
+
+def _columns() -> int:
+    """Count the columns that a bar may fill: all but the last one, because some terminals wrap after it."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return max(1, (columns or shutil.get_terminal_size().columns) - 1)
 
 
 def _say(text: str) -> None:

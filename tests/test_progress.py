@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import io
+import os
+import re
+import struct
+import subprocess
 import sys
+from contextlib import suppress
+from unicodedata import east_asian_width
 
 import pytest
 
@@ -59,3 +65,59 @@ def test_quiet_draws_no_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stderr", terminal)
     bar = Progress(quiet=True).bar(iter("ab"), "work", total=2)
     assert list(bar) == ["a", "b"] and terminal.getvalue() == ""
+
+
+#: A bar that began ten seconds ago, in a process whose stderr is a terminal.
+BAR = """
+import sys
+from quantkit.progress import Progress
+bar = Progress().bar(4, sys.argv[1])
+bar.start_t -= 10
+bar.update(1)
+bar.refresh()
+bar.close()
+"""
+
+
+def drawn(columns: int, rows: int, label: str, **variables: str) -> list[str]:
+    """Draw a bar on a pseudo-terminal of a size; return what stood on its line, one string a drawing."""
+    pty, fcntl, termios = (pytest.importorskip(name) for name in ("pty", "fcntl", "termios"))
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    with os.fdopen(leader, "rb", buffering=0) as screen:
+        process = subprocess.Popen(
+            [sys.executable, "-c", BAR, label], stdout=subprocess.DEVNULL, stderr=follower, env={**env, **variables}
+        )
+        os.close(follower)
+        data = b""
+        with suppress(OSError):  # Linux reports the end of a pseudo-terminal so
+            while part := screen.read(4096):
+                data += part
+    assert process.wait() == 0, data
+    return [line for line in re.split(r"[\r\n]", data.decode()) if line.strip()]
+
+
+def width(line: str) -> int:
+    return sum(2 if east_asian_width(letter) in "WF" else 1 for letter in line)
+
+
+@pytest.mark.parametrize(
+    ("size", "variables", "room"),
+    [
+        ((0, 0), {}, 80),
+        ((0, 0), {"COLUMNS": "33"}, 33),
+        ((0, 0), {"COLUMNS": "many"}, 80),
+        ((120, 40), {"COLUMNS": "200"}, 120),
+        ((40, 10), {}, 40),
+        ((10, 4), {}, 10),
+        ((1, 1), {}, 2),
+    ],
+)
+def test_a_bar_is_drawn_on_every_terminal_and_fits_it(
+    size: tuple[int, int], variables: dict[str, str], room: int
+) -> None:
+    lines = drawn(*size, "a label of 漢字 and more", **variables)
+    assert lines and lines[0].startswith("a label "[: room - 1])
+    assert all(width(line) < room for line in lines)
+    assert room < 80 or ("25%" in lines[0] and "<00:30" in lines[0] and "█" in lines[0])

@@ -7,9 +7,10 @@ from torch import Tensor
 from quantkit.algorithms.hessian import live_diagonal
 from quantkit.core import sparsity
 from quantkit.errors import NumericError, RecipeError
+from quantkit.names import Rule
 
 
-def fixed_mask(weight: Tensor, rule: sparsity.Rule, h: Tensor | None) -> Tensor:
+def fixed_mask(weight: Tensor, rule: Rule, h: Tensor | None) -> Tensor:
     """Return the mask bool `[n, k]` of `weight` by `rule`: magnitude, or wanda with the Hessian `h` `[k, k]`.
 
     RecipeError for what `check_fixed` refuses, and for wanda without a Hessian. NumericError if every channel is dead.
@@ -25,7 +26,7 @@ def fixed_mask(weight: Tensor, rule: sparsity.Rule, h: Tensor | None) -> Tensor:
     return sparsity.weight_mask(weight, diagonal)
 
 
-def check_fixed(rule: sparsity.Rule) -> None:
+def check_fixed(rule: Rule) -> None:
     """Raise RecipeError if rounding alone cannot follow a rule."""
     if rule == "sparsegpt":
         raise RecipeError(

@@ -5,11 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from quantkit.core.sparsity import Rule
 from quantkit.errors import RecipeError
-
-Clip = Literal["none", "search"]
-Metric = Literal["mse", "diag", "block"]
+from quantkit.names import Clip, Metric, Rule
 
 
 @dataclass(frozen=True)

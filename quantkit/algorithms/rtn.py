@@ -11,13 +11,12 @@ from quantkit.algorithms.grid import LARGEST_HALF, SMALLEST_SCALE, divide, encod
 from quantkit.algorithms.hessian import live_diagonal
 from quantkit.algorithms.masks import fixed_mask
 from quantkit.algorithms.numerics import check_weight, row_slices, working_dtype
-from quantkit.algorithms.options import Clip, Metric
 from quantkit.algorithms.scale_search import check_signed, choose_scales, group_errors
-from quantkit.core import sparsity
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
+from quantkit.names import Clip, Metric, Rule
 
 
 def quantize(
@@ -28,7 +27,7 @@ def quantize(
     metric: Metric = "mse",
     hessian: Tensor | None = None,
     signed: bool = False,
-    prune: sparsity.Rule = "magnitude",
+    prune: Rule = "magnitude",
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
     """Round `weight` `[n, k]` to nearest; also return the counts of `scale_facts`.
 

@@ -22,10 +22,10 @@ from quantkit.algorithms.grid import (
     stored_scale,
 )
 from quantkit.algorithms.numerics import row_slices, working_dtype
-from quantkit.algorithms.options import Clip, Metric
 from quantkit.core.formats import Format
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
+from quantkit.names import Clip, Metric
 
 #: From rounding errors `[m, g]`, which it may overwrite, to one number per row `[m]`.
 GroupError = Callable[[Tensor], Tensor]

@@ -17,13 +17,14 @@ from torch import Tensor
 from quantkit.algorithms.cholesky import Factor
 from quantkit.algorithms.grid import Grid, round_to_codes
 from quantkit.algorithms.numerics import working_dtype
-from quantkit.algorithms.options import Metric, Options
+from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import GroupError, diagonal_error, fit_scales, square_error, triangular_error
 from quantkit.core import sparsity
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import QUAD, best_two
+from quantkit.names import Metric
 
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block
 

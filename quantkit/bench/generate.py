@@ -44,7 +44,6 @@ from quantkit.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-BATCHES = (1, 4, 16, 64)
 #: Rounds of a timing; only one of a call that takes longer than LONG_S seconds.
 ROUNDS, LONG_S = 3, 1.0
 

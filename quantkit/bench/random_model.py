@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from quantkit.bench import kernels
+from quantkit.bench.workloads import CONFIGS
 from quantkit.checkpoint.reader import CONFIG
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -39,16 +40,6 @@ from quantkit.reporting.units import format_bytes
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LLAMA = {"model_type": "llama", "hidden_act": "silu", "rms_norm_eps": 1e-5, "num_key_value_heads": 8}
-#: Model -> the entries of its config.json that affect speed.
-CONFIGS: dict[str, dict[str, Any]] = {
-    "llama3-8b": _LLAMA
-    | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
-    | {"vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0},
-    "llama2-70b": _LLAMA
-    | {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64}
-    | {"vocab_size": 32000, "max_position_embeddings": 4096},
-}
 #: Name of the unpacked model in place of a layout.
 DENSE = "dense"
 

@@ -17,16 +17,9 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
+from quantkit.bench.workloads import MODELS
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.io import files
-
-#: Model -> its linears as `[n, k]`: the layers of the published figures.
-MODELS = {
-    "llama3-8b": {"qkv": (6144, 4096), "o": (4096, 4096), "gate_up": (28672, 4096), "down": (4096, 14336)},
-    "llama2-70b": {"qkv": (10240, 8192), "o": (8192, 8192), "gate_up": (57344, 8192), "down": (8192, 28672)},
-    "large": {"": (73728, 18432)},
-}
-TOKENS = (1, 8, 16, 32, 64, 128, 256, 1024)
 
 #: (kernel, n, k, m) -> its speedup over cuBLAS.
 Peers = dict[tuple[str, int, int, int], float]

@@ -52,6 +52,14 @@ def describe(src: Checkpoint) -> dict[str, Any]:
     }
 
 
+def tensors(src: Checkpoint) -> list[tuple[str, list[int], str]]:
+    """List each packed linear with its scheme, and each dense tensor with its dtype."""
+    packed = {name for module in src.modules() for name in src.parts(module).values()}
+    linears = [(module, list(src.true_size(module)), src.scheme(module).label) for module in src.modules()]
+    dense = [(name, list(src.shape(name)), dtype_name(src.dtype(name))) for name in src.names() if name not in packed]
+    return linears + dense
+
+
 def _readers(src: Checkpoint) -> list[str]:
     assert src.layout is not None and src.schemes is not None
     linears = {module: (src.scheme(module), src.size(module)) for module in src.modules()}

@@ -4,27 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
 
-from quantkit.bench import random_model, roofline
-from quantkit.bench.generate import BATCHES, measure
-from quantkit.bench.kernels import default_layouts
-from quantkit.bench.kernels import kernels as time_kernels
-from quantkit.bench.random_model import CONFIGS, Outline, Variant, Workload
-from quantkit.bench.roofline import MODELS, TOKENS, layers
+from quantkit.bench.workloads import BATCHES, CONFIGS, MODELS, TOKENS
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.options import choice, combined, command
-from quantkit.core.scheme import Scheme
-from quantkit.core.tensors import dtype_name
-from quantkit.io import files
-from quantkit.kernels import MATMULS
-from quantkit.kernels.contract import ACTIVATIONS
+from quantkit.cli.options import choice, command
+from quantkit.cli.parsing import combined
+from quantkit.names import ACTIVATIONS, KERNELS
 from quantkit.progress import Progress
-from quantkit.reporting import plots
+
+if TYPE_CHECKING:
+    import torch
+
+    from quantkit.bench.random_model import Outline, Variant, Workload
+    from quantkit.core.scheme import Scheme
 
 
 def _joined(numbers: Iterable[int]) -> str:
@@ -32,9 +28,9 @@ def _joined(numbers: Iterable[int]) -> str:
 
 
 _packed_options = combined(
-    click.option("--layout", multiple=True, type=choice(MATMULS), help="Whose kernel; repeatable [all]."),
+    click.option("--layout", multiple=True, type=choice(KERNELS), help="Whose kernel; repeatable [all]."),
     click.option("--scheme", multiple=True, metavar="SCHEME", help="Like int4:g128; repeatable [the layout's usual]."),
-    click.option("--dtype", type=choice(map(dtype_name, ACTIVATIONS)), default="float16", help="[float16]."),
+    click.option("--dtype", type=choice(ACTIVATIONS), default="float16", help="[float16]."),
 )
 
 #: The options of `bench kernels`: layouts, shapes, tokens.
@@ -61,7 +57,7 @@ generating_options = combined(
 )
 
 
-@click.group("bench", epilog="\b\nExample:\n  quantkit bench kernels --layout marlin")
+@options.group("bench", "quantkit bench kernels --layout marlin")
 def bench() -> None:
     """Measure how fast quantkit's parts are."""
 
@@ -85,12 +81,17 @@ def kernels(
 
     Beside cuBLAS on weights that were never quantized, a copy and the floor that these set; a wrong product is an
     error."""
+    from quantkit.bench import roofline
+    from quantkit.bench.kernels import kernels as time_kernels
+    from quantkit.io import files
+    from quantkit.reporting import plots
+
     _require_writable(csv, ".csv")
     _require_writable(png, ".png")
-    if png is not None:
-        plots.matplotlib_figure()  # fails at once without matplotlib, not after the measurement
     if peer and against is None:
         raise click.UsageError("--peer names a kernel of --against: give both")
+    if png is not None:
+        plots.matplotlib_figure()  # fails at once without matplotlib, not after the measurement
     peers = roofline.read_peers(against, peer) if against is not None else None
     measured = time_kernels(**_kernel_arguments(asked), progress=progress)
     rows = measured.rows()
@@ -109,6 +110,10 @@ def generate(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
     """Time whole models.
 
     Prompts and new tokens a second and GPU memory, packed beside dense, with random weights: nothing is downloaded."""
+    from quantkit.bench import roofline
+    from quantkit.bench.generate import measure
+    from quantkit.io import files
+
     _require_writable(csv, ".csv")
     found = measure(*_generate_arguments(asked), progress)
     if csv is not None:
@@ -118,6 +123,9 @@ def generate(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
 
 def _kernel_arguments(asked: dict[str, Any]) -> dict[str, Any]:
     """Make the arguments of `bench.kernels.kernels`: each value once, the usual ones where none is given."""
+    from quantkit.bench.kernels import default_layouts
+    from quantkit.bench.roofline import layers
+
     models = asked["model"] or (() if asked["shape"] else ("llama3-8b",))
     return {
         "layers": layers(models, asked["shape"]),
@@ -130,6 +138,9 @@ def _kernel_arguments(asked: dict[str, Any]) -> dict[str, Any]:
 
 def _generate_arguments(asked: dict[str, Any]) -> tuple[Outline, list[Variant], Workload]:
     """Make the arguments of `bench.generate.measure`."""
+    from quantkit.bench import random_model
+    from quantkit.bench.random_model import Workload
+
     named = random_model.read(asked["model"])
     found = random_model.variants(named, list(dict.fromkeys(asked["layout"])), _schemes(asked), asked["skip"])
     batches = tuple(sorted(set(asked["batch"] or BATCHES)))
@@ -137,11 +148,15 @@ def _generate_arguments(asked: dict[str, Any]) -> tuple[Outline, list[Variant], 
 
 
 def _schemes(asked: dict[str, Any]) -> list[Scheme]:
+    from quantkit.core.scheme import Scheme
+
     return list(dict.fromkeys(map(Scheme.parse, asked["scheme"])))
 
 
 def _dtype(asked: dict[str, Any]) -> torch.dtype:
-    return next(dtype for dtype in ACTIVATIONS if dtype_name(dtype) == asked["dtype"])
+    import torch
+
+    return {"float16": torch.float16, "bfloat16": torch.bfloat16}[asked["dtype"]]
 
 
 def _require_writable(path: Path | None, suffix: str) -> None:

@@ -1,25 +1,42 @@
-"""The group `quantkit`, to which every module of commands is added."""
+"""The group `quantkit`: the name of each command, and where it is imported from on use."""
 
 from __future__ import annotations
+
+from typing import Any, cast
 
 import click
 
 from quantkit import __version__
-from quantkit.cli.bench import bench
-from quantkit.cli.convert import convert, pack
-from quantkit.cli.demo import demo
-from quantkit.cli.doctor import doctor
-from quantkit.cli.evaluate import evaluate
-from quantkit.cli.generate import generate
-from quantkit.cli.inspect import inspect, report, verify
-from quantkit.cli.quantize import plan, prune, quantize, run
+from quantkit.cli.options import group
+from quantkit.cli.parsing import Commands
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
+#: Command -> the module and the variable that hold it.
+PLACES = {
+    "quantize": "quantkit.cli.quantize:quantize",
+    "prune": "quantkit.cli.quantize:prune",
+    "plan": "quantkit.cli.quantize:plan",
+    "run": "quantkit.cli.quantize:run",
+    "pack": "quantkit.cli.convert:pack",
+    "convert": "quantkit.cli.convert:convert",
+    "verify": "quantkit.cli.inspect:verify",
+    "inspect": "quantkit.cli.inspect:inspect",
+    "report": "quantkit.cli.inspect:report",
+    "eval": "quantkit.cli.evaluate:evaluate",
+    "generate": "quantkit.cli.generate:generate",
+    "bench": "quantkit.cli.bench:bench",
+    "demo": "quantkit.cli.demo:demo",
+    "doctor": "quantkit.cli.doctor:doctor",
+    "completion": "quantkit.cli.completion:completion",
+}
 
-@click.group(
+
+@group(
+    None,
+    "quantkit quantize ./Llama-3.2-1B -o ./Llama-3.2-1B-int4 --calib wikitext2",
+    commands=cast(Any, Commands(PLACES)),
     context_settings=HELP,
-    epilog="\b\nExample:\n  quantkit quantize ./Llama-3.2-1B -o ./Llama-3.2-1B-int4 --calib wikitext2",
 )
 @click.version_option(__version__, prog_name="quantkit")
 def quantkit() -> None:
@@ -28,22 +45,3 @@ def quantkit() -> None:
     Exit codes: 0 done, 1 failed, 2 wrong usage, 3 verification failed, 4 a quality threshold was missed, 75 stopped and
     can be resumed, 130 interrupted.
     """
-
-
-for _command in (
-    quantize,
-    prune,
-    plan,
-    run,
-    pack,
-    convert,
-    verify,
-    inspect,
-    report,
-    evaluate,
-    generate,
-    bench,
-    demo,
-    doctor,
-):
-    quantkit.add_command(_command)

@@ -8,57 +8,71 @@ from pathlib import Path
 from typing import Any
 
 import click
-import torch
 
-from quantkit import api
-from quantkit.cli import options, show
+from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.options import combined, command
-from quantkit.layouts import compatibility
-from quantkit.pipeline.convert import pack as pack_folder
+from quantkit.cli.options import command
+from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.progress import Progress
-from quantkit.reporting.summary import summary
 
 #: The options for a checkpoint that does not fit the other layout, and for the files of the output.
 repacking_options = combined(
-    click.option("--pad", is_flag=True, help=f"{options.PAD}."),
-    click.option("--requantize", is_flag=True, help="Round again what has no lossless way (lossy; it is reported)."),
-    click.option(
-        "--requantize-scales", is_flag=True, help="Round scales that are no float16 values, keep codes (reported)."
+    section(
+        "Method",
+        click.option("--pad", is_flag=True, help=f"{options.PAD}."),
+        click.option(
+            "--requantize", is_flag=True, help="Round again what has no lossless way (lossy; it is reported)."
+        ),
+        click.option(
+            "--requantize-scales", is_flag=True, help="Round scales that are no float16 values, keep codes (reported)."
+        ),
     ),
-    click.option(
-        "--max-shard-size", type=options.Bytes(), default="2GiB", help="Most bytes of one weight file [2GiB]."
+    section(
+        "Output",
+        click.option(
+            "--max-shard-size", type=options.Bytes(), default="2GiB", help="Most bytes of one weight file [2GiB]."
+        ),
+        options.overwrite,
     ),
-    options.overwrite,
 )
 
 
 @command("pack", "quantkit pack ./model-int4 --layout marlin -o ./model-marlin")
 @options.checkpoint
-@options.layout(required=True)
-@options.out()
+@section("Basic", options.layout(required=True), options.out())
 @repacking_options
 def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Progress, **asked: Any) -> None:
     """Rewrite CHECKPOINT in another layout.
 
     Every value stays the same bit for bit; what the layout cannot hold is refused."""
+    from quantkit.pipeline.convert import pack as pack_folder
+
     _use_one_thread_an_operation(asked)
     report = pack_folder(checkpoint, out, layout, progress=progress, **asked)
-    emit(show.as_json(report) if as_json else summary(report))
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 @command("convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin")
-@click.argument("pair", metavar="A-to-B", required=False)
-@click.argument("checkpoint", type=options.PATH, required=False)
-@options.out(required=False)
-@repacking_options
-@click.option(
-    "--list", "listing", is_flag=True, help="Print which conversions are lossless, when, and why others are not."
+@click.argument(
+    "pair", metavar="A-to-B", required=False, callback=needed_unless("listing"), shell_complete=completers.pairs
 )
+@click.argument("checkpoint", type=options.PATH, required=False, callback=needed_unless("listing"))
+@section(
+    "Basic",
+    options.out(unless=("listing",)),
+    click.option(
+        "--list",
+        "listing",
+        is_flag=True,
+        is_eager=True,
+        help="Print which conversions are lossless, when, and why others are not.",
+    ),
+)
+@repacking_options
 def convert(
-    pair: str | None,
-    checkpoint: Path | None,
-    out: Path | None,
+    pair: str,
+    checkpoint: Path,
+    out: Path,
     listing: bool,
     as_json: bool,
     progress: Progress,
@@ -67,18 +81,21 @@ def convert(
     """Rewrite CHECKPOINT from A to B.
 
     As pack, and CHECKPOINT must be in layout A."""
+    from quantkit import api
+    from quantkit.layouts import compatibility
+
     if listing:
         found = compatibility.conversions()
         emit(show.as_json({"conversions": [asdict(c) for c in found]}) if as_json else show.matrix(found))
         return
-    if pair is None or checkpoint is None or out is None:
-        raise click.UsageError("Missing one of 'A-to-B', 'CHECKPOINT', '-o'.")
     _use_one_thread_an_operation(asked)
     report = api.convert(pair, checkpoint, out, progress=progress, **asked)
-    emit(show.as_json(report) if as_json else summary(report))
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:
     """Several workers pack side by side: threads that share one operation would wait longer than they work."""
+    import torch
+
     if not asked["requantize"]:
         torch.set_num_threads(1)

@@ -18,17 +18,10 @@ from typing import Any
 
 import click
 
-from quantkit import api
-from quantkit.checkpoint.inspection import describe
-from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import command
 from quantkit.errors import CheckpointError
-from quantkit.evaluation.verify import verify
-from quantkit.io import files
-from quantkit.io.staging import publish, staging
-from quantkit.pipeline.convert import pack
 from quantkit.progress import Progress
 
 MODEL = Path(__file__).parents[1] / "demo_model"
@@ -64,7 +57,7 @@ def demo(out: Path | None, as_json: bool, progress: Progress) -> None:
 
     Quantize the small model that comes with quantkit, pack, verify, and compare perplexities: no network, no GPU."""
     found = run(out, progress)
-    emit(show.as_json(found) if as_json else show.demo(found))
+    emit(show.as_json(found) if as_json else show.demo(found, progress))
 
 
 def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, Any]:
@@ -73,6 +66,8 @@ def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, 
     The checkpoints stay in the new folder `out`; without it they are made in a temporary one. Raises a CheckpointError
     if `out` exists, if Python has no documentation strings, or if a checkpoint does not verify.
     """
+    from quantkit.io.staging import publish, staging
+
     progress = progress or Progress(quiet=True)
     os.environ["HF_HUB_OFFLINE"] = "1"  # the hub's client reads it at its first import
     if out is None:
@@ -96,17 +91,24 @@ def texts() -> tuple[list[str], str]:
 
 
 def _write_texts(folder: Path) -> None:
+    from quantkit.io import files
+
     documents, text = texts()
     files.write_atomic(folder / CALIBRATED_ON, "".join(json.dumps({"text": d}) + "\n" for d in documents).encode())
     files.write_atomic(folder / EVALUATED_ON, text.encode())
 
 
 def _run(folder: Path, progress: Progress) -> dict[str, Any]:
+    from quantkit import api
+    from quantkit.evaluation.verify import verify
+    from quantkit.pipeline.convert import pack
+
     calibration, evaluation = folder / CALIBRATED_ON, folder / EVALUATED_ON
     for name, recipe in RECIPES.items():
         progress.note(f"quantize  {name}")
         options = {**recipe, "calib": str(calibration), "samples": SAMPLES, "max_length": WINDOW}
-        api.quantize(MODEL, folder / name, device="cpu", **options)
+        shown = progress if progress.verbose else None
+        api.quantize(MODEL, folder / name, device="cpu", progress=shown, **options)
     progress.note(f"pack      {SOURCE} -> {PACKED}")
     pack(folder / SOURCE, folder / PACKED, "marlin")
     methods = {**{name: options["method"] for name, options in RECIPES.items()}, PACKED: "as above, repacked"}
@@ -127,6 +129,10 @@ def _run(folder: Path, progress: Progress) -> dict[str, Any]:
 
 
 def _row(folder: Path, method: str, text: Path, before: dict[str, Any] | None, progress: Progress) -> dict[str, Any]:
+    from quantkit import api
+    from quantkit.checkpoint.inspection import describe
+    from quantkit.checkpoint.reader import Checkpoint
+
     progress.note(f"evaluate  {folder.name}")
     found = describe(Checkpoint(folder))
     ppl = api.eval_ppl(folder, data=str(text), window=WINDOW, device="cpu", progress=progress)

@@ -7,54 +7,91 @@ from typing import Any
 
 import click
 
-from quantkit import api
-from quantkit.cli import options, show
+from quantkit.cli import completers, options, show
 from quantkit.cli.exits import MISSED, emit, leave
-from quantkit.cli.options import combined, command
+from quantkit.cli.options import command
+from quantkit.cli.parsing import combined, section
 from quantkit.progress import Progress
 
 #: The options of an evaluation: text, windows, device.
 protocol_options = combined(
-    click.option("--data", default="wikitext2", metavar="NAME|FILE", help=f"Text: {options.DATA} [wikitext2]."),
-    click.option("--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."),
-    click.option("--stride", type=click.IntRange(min=1), help="Tokens from one window to the next [the window]."),
-    click.option("--bos/--no-bos", default=False, help="Put the BOS token in front of every window [no]."),
-    options.device,
-    options.source,
+    section(
+        "Basic",
+        click.option(
+            "--data",
+            default="wikitext2",
+            metavar="NAME|FILE",
+            shell_complete=completers.texts,
+            help=f"Text: {options.DATA} [wikitext2].",
+        ),
+        options.device,
+    ),
+    section(
+        "Method",
+        click.option(
+            "--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."
+        ),
+        click.option("--stride", type=click.IntRange(min=1), help="Tokens from one window to the next [the window]."),
+        click.option("--bos/--no-bos", default=False, help="Put the BOS token in front of every window [no]."),
+    ),
+    section("Advanced", options.source),
 )
 
 
-@click.group("eval", epilog="\b\nExample:\n  quantkit eval ppl ./Llama-3.2-1B-int4 --data wikitext2")
+@options.group("eval", "quantkit eval ppl ./Llama-3.2-1B-int4 --data wikitext2")
 def evaluate() -> None:
     """Measure how good a checkpoint is."""
 
 
 @command("ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048", evaluate)
-@click.argument("checkpoint")
+@click.argument("checkpoint", shell_complete=completers.folders)
 @protocol_options
-@click.option("--max-perplexity", type=float, metavar="X", help="Leave with exit code 4 if the perplexity is above X.")
+@section(
+    "Output",
+    click.option(
+        "--max-perplexity", type=float, metavar="X", help="Leave with exit code 4 if the perplexity is above X."
+    ),
+)
 def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: Progress, **protocol: Any) -> None:
     """Measure perplexity.
 
     CHECKPOINT may be dense or quantized; the protocol is printed beside the figure."""
+    from quantkit import api
+
     found = api.eval_ppl(checkpoint, progress=progress, **protocol)
-    emit(show.as_json(asdict(found)) if as_json else show.perplexity(found))
+    emit(show.as_json(asdict(found)) if as_json else show.perplexity(found, progress))
     if max_perplexity is not None and not found.perplexity <= max_perplexity:
         leave(MISSED, f"Error: perplexity {found.perplexity:.4f} is above --max-perplexity {max_perplexity:g}")
 
 
 @command("kld", "quantkit eval kld ./model-int4 --against ./model --data wikitext2", evaluate)
-@click.argument("checkpoint")
-@click.option("--against", required=True, metavar="MODEL", help="The model that CHECKPOINT was made from.")
+@click.argument("checkpoint", shell_complete=completers.folders)
+@section(
+    "Basic",
+    click.option(
+        "--against",
+        required=True,
+        metavar="MODEL",
+        shell_complete=completers.folders,
+        help="The model that CHECKPOINT was made from.",
+    ),
+)
 @protocol_options
-@click.option("--max-kld", type=float, metavar="X", help="Leave with exit code 4 if the divergence is above X nats.")
+@section(
+    "Output",
+    click.option(
+        "--max-kld", type=float, metavar="X", help="Leave with exit code 4 if the divergence is above X nats."
+    ),
+)
 def divergence(
     checkpoint: str, against: str, max_kld: float | None, as_json: bool, progress: Progress, **protocol: Any
 ) -> None:
     """Measure KL divergence.
 
     How far CHECKPOINT's next-token distributions are from MODEL's, and how often both prefer the same token."""
+    from quantkit import api
+
     found = api.eval_kld(checkpoint, against, progress=progress, **protocol)
-    emit(show.as_json(asdict(found)) if as_json else show.divergence(found))
+    emit(show.as_json(asdict(found)) if as_json else show.divergence(found, progress))
     if max_kld is not None and not found.kld <= max_kld:
         leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")

@@ -117,6 +117,16 @@ def emit(text: str) -> None:
         _discard(sys.stdout.fileno())
 
 
+def stream(piece: str) -> None:
+    """Print a part of a result at once; if the reader has closed the pipe, the command is done."""
+    try:
+        click.echo(piece, nl=False)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _discard(sys.stdout.fileno())
+        sys.exit(0)
+
+
 def _discard(descriptor: int) -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
 

@@ -6,20 +6,11 @@ from pathlib import Path
 
 import click
 
-from quantkit.checkpoint.inspection import describe
-from quantkit.checkpoint.reader import Checkpoint, resolve
-from quantkit.cli import options, show
+from quantkit.cli import completers, options, show
 from quantkit.cli.exits import UNVERIFIED, emit, leave
 from quantkit.cli.options import command
 from quantkit.errors import CheckpointError
-from quantkit.evaluation import verification
-from quantkit.evaluation.verify import verify as verify_checkpoint
-from quantkit.io.json_files import load_json
 from quantkit.progress import Progress
-from quantkit.reporting import plots
-from quantkit.reporting.report import REPORT
-from quantkit.reporting.report import load as load_report
-from quantkit.reporting.summary import summary
 
 
 @command("verify", "quantkit verify ./model-marlin --against ./model-int4")
@@ -33,25 +24,32 @@ def verify(checkpoint: Path, against: Path | None, device: str, as_json: bool, p
 
     Every packed weight is unpacked and packed again and compared with its digest in the report, and on a GPU multiplied
     by its kernels; verify.json is written into the folder."""
+    from quantkit.evaluation import verification
+    from quantkit.evaluation.verify import verify as verify_checkpoint
+
     found = verify_checkpoint(checkpoint, against, progress, device)
-    emit(show.as_json(found.to_dict()) if as_json else show.verification(found))
+    emit(show.as_json(found.to_dict()) if as_json else show.verification(found, progress))
     verification.write(found, checkpoint)
     if not found.ok:
         leave(UNVERIFIED, f"Error: {checkpoint} is not what it should be: {len(found.failures)} failures, see above")
 
 
-@command("inspect", "quantkit inspect ./model-marlin")
-@click.argument("checkpoint")
+@command("inspect", "quantkit inspect ./model-marlin", computes=False)
+@click.argument("checkpoint", shell_complete=completers.folders)
 @options.source
 def inspect(checkpoint: str, revision: str | None, trust_remote_code: bool, as_json: bool, progress: Progress) -> None:
     """Describe CHECKPOINT from its headers.
 
     Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program."""
-    found = describe(Checkpoint(resolve(checkpoint, revision), trust_remote_code))
-    emit(show.as_json(found) if as_json else show.description(found))
+    from quantkit.checkpoint.inspection import describe, tensors
+    from quantkit.checkpoint.reader import Checkpoint, resolve
+
+    src = Checkpoint(resolve(checkpoint, revision), trust_remote_code)
+    found = describe(src)
+    emit(show.as_json(found) if as_json else show.description(found, tensors(src), progress))
 
 
-@command("report", "quantkit report ./model-int4 --html ./model-int4.html")
+@command("report", "quantkit report ./model-int4 --html ./model-int4.html", computes=False)
 @click.argument("folder", type=options.PATH)
 @click.option("--html", type=options.PATH, help="Draw it into this .html file.")
 @click.option("--png", type=options.PATH, help="Draw it into this .png file.")
@@ -60,6 +58,12 @@ def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, pro
 
     FOLDER is an output of quantkit. The page shows figures, proof, worst linears and their causes, error by depth,
     time, memory and notices; the picture shows error by depth, time and sizes."""
+    from quantkit.evaluation import verification
+    from quantkit.io.json_files import load_json
+    from quantkit.reporting import plots
+    from quantkit.reporting.report import REPORT
+    from quantkit.reporting.report import load as load_report
+
     found = load_report(folder)
     if not found:
         raise CheckpointError(f"{folder}: has no {REPORT}: give a folder that quantkit wrote")
@@ -70,4 +74,4 @@ def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, pro
             proof = folder / verification.VERIFICATION
             plots.draw(found, path, load_json(proof) if proof.exists() else None)
             progress.note(f"drawn: {path}")
-    emit(show.as_json(found) if as_json else summary(found))
+    emit(show.as_json(found) if as_json else show.report(found, progress))

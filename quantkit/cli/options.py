@@ -1,26 +1,25 @@
 """The parts that commands share: their decorator, common arguments and options, the types of values.
 
-Choices come from the tables (formats, layouts, the recipe's own types): a new entry there is a new choice here. An
-option that is not given is None and leaves the recipe's value.
+Choices come from `names` and the recipe's own types. An option that is not given is None and leaves the recipe's
+value. Modules of commands import torch, and whatever imports it, inside functions, so that `--help` is quick.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import click
-import torch
 
+from quantkit.cli import completers
 from quantkit.cli.exits import STOP, exits
-from quantkit.layouts import LAYOUTS
+from quantkit.cli.parsing import Choice, Command, Function, Group, combined, needed_unless
 from quantkit.models.text_sources import NAMED, PACKAGED, SUFFIXES
+from quantkit.names import LAYOUTS
 from quantkit.progress import Progress
-
-Function = Callable[..., Any]
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}
@@ -67,35 +66,52 @@ class Override(click.ParamType):  # type: ignore[type-arg]
         return pattern, scheme
 
 
-def command(name: str, example: str, group: click.Group | None = None) -> Callable[[Function], click.Command]:
+def command(
+    name: str, example: str, group: click.Group | None = None, computes: bool = True
+) -> Callable[[Function], Command]:
     """Make a function a command: its help ends with `example`, its errors end in one line and an exit code.
 
-    The function is handed a `progress` and the flag `as_json`.
+    The function is handed a `progress` and the flag `as_json`. A command that `computes` runs with torch set to be
+    deterministic.
     """
 
-    def decorate(function: Function) -> click.Command:
+    def decorate(function: Function) -> Command:
         @wraps(function)
         def run(quiet: bool, verbose: bool, **options: Any) -> None:
             with exits():
-                _be_deterministic()
+                if computes:
+                    _be_deterministic()
                 function(progress=Progress(quiet=quiet, verbose=verbose, stop=STOP), **options)
 
         own = vars(run).pop("__click_params__", [])
         for option in (
-            click.option("-v", "--verbose", is_flag=True, help="Say more about what is done."),
-            click.option("-q", "--quiet", is_flag=True, help="No progress and no notes, only warnings."),
+            click.option("-v", "--verbose", is_flag=True, help="Say more about what is done and found."),
+            click.option("-q", "--quiet", is_flag=True, help="Print one line, and only warnings besides."),
             click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text."),
         ):
             run = option(run)
         vars(run)["__click_params__"] += own  # click reverses this list: the command's own come first
-        make = click.command if group is None else group.command
-        return make(name, epilog=f"\b\nExample:\n  {example}", no_args_is_help=False)(run)
+        made = click.command(name, cls=Command, epilog=_example(example), no_args_is_help=False)(run)
+        if group is not None:
+            group.add_command(made)
+        return made
 
     return decorate
 
 
+def group(name: str | None, example: str, **settings: Any) -> Callable[[Function], Group]:
+    """Make a function a group of commands, whose help ends with `example`."""
+    return click.group(name, cls=Group, epilog=_example(example), **settings)
+
+
+def _example(line: str) -> str:
+    return f"\b\nExample:\n  {line}"
+
+
 def _be_deterministic() -> None:
     """Set what makes equal runs give equal bytes and costs nothing (ALGORITHMS 13)."""
+    import torch
+
     torch.backends.cuda.matmul.allow_tf32 = False
     torch.backends.cudnn.allow_tf32 = False
     # Not use_deterministic_algorithms: that imports the compiler, which takes longer than a short command.
@@ -104,28 +120,17 @@ def _be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def combined(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
-    """Make one decorator of several options, in the order in which help lists them."""
-
-    def decorate(function: Function) -> Function:
-        for option in reversed(options):
-            function = option(function)
-        return function
-
-    return decorate
-
-
-def choice(values: Iterable[str]) -> click.Choice[str]:
+def choice(values: Iterable[str]) -> Choice:
     """Make an option's type that takes one of `values`."""
-    return click.Choice(list(values))
+    return Choice(list(values))
 
 
-def choice_of(kind: Any, field: str) -> click.Choice[str]:
+def choice_of(kind: Any, field: str) -> Choice:
     """Make an option's type that takes one of the literals that annotate a field of a class."""
     return choice(get_args(get_type_hints(kind)[field]))
 
 
-model = click.argument("model")
+model = click.argument("model", shell_complete=completers.folders)
 checkpoint = click.argument("checkpoint", type=PATH)
 device = click.option("--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1 ... [auto].")
 overwrite = click.option("--overwrite", is_flag=True, help="Replace OUT when the new folder is complete.")
@@ -136,9 +141,11 @@ source = combined(
 )
 
 
-def out(*, required: bool = True) -> Callable[[Function], Function]:
-    """Make the option for the folder that a command writes."""
-    return click.option("-o", "--out", type=PATH, required=required, help="Folder to write; it must not exist yet.")
+def out(*, unless: Sequence[str] = (), required: bool = True) -> Callable[[Function], Function]:
+    """Make the option for the folder that a command writes; the eager flags `unless` make it optional."""
+    callback = needed_unless(*unless) if unless else None
+    help_text = "Folder to write; it must not exist yet."
+    return click.option("-o", "--out", type=PATH, required=required and not unless, callback=callback, help=help_text)
 
 
 def layout(*, required: bool = False) -> Callable[[Function], Function]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import click
 
-from quantkit import api
-from quantkit.algorithms.options import Clip, Metric, Options
-from quantkit.cli import options, show
+from quantkit.algorithms.options import Options
+from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.options import choice, choice_of, combined, command
-from quantkit.core.formats import FORMATS
-from quantkit.core.sparsity import Rule
-from quantkit.pipeline import quantize as pipeline
-from quantkit.pipeline.recipe import Calib, Method, Recipe
+from quantkit.cli.options import choice, choice_of, command
+from quantkit.cli.parsing import combined, needed_unless, section
+from quantkit.names import FORMATS, Clip, Method, Metric, Rule
+from quantkit.pipeline.calibration_options import Calib
 from quantkit.pipeline.run_options import RunOptions
 from quantkit.progress import Progress
-from quantkit.reporting.summary import summary
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.recipe import Recipe
 
 _solving = combined(
     click.option(
@@ -29,17 +29,19 @@ _solving = combined(
     click.option(
         "--damp-kind", type=choice_of(Options, "damp_kind"), help="By each channel's diagonal, or the mean [own]."
     ),
-)
-_calibrating = combined(
     click.option(
         "--true-sequential/--no-true-sequential",
         default=None,
         help="Calibrate each linear behind those of its block that are done already [on].",
     ),
+)
+_calibrating = section(
+    "Calibration",
     click.option(
         "--calib",
         multiple=True,
         metavar="SOURCE[:WEIGHT]",
+        shell_complete=completers.texts,
         help=f"Calibration text: {options.CALIBRATION} [c4]; repeatable, the weights are relative.",
     ),
     click.option(
@@ -61,77 +63,118 @@ _calibrating = combined(
 
 #: The options that decide the bytes of a pruned model; their names are those of `quantkit.prune`.
 pruning_options = combined(
-    click.option("--method", type=choice(get_args(Rule)), help="Which two of four stay [sparsegpt]."),
-    _solving,
+    section(
+        "Basic",
+        click.option("--method", type=choice(get_args(Rule)), help="Which two of four stay [sparsegpt]."),
+        options.skip,
+    ),
     _calibrating,
-    options.skip,
+    section("Method", _solving),
 )
 
 #: The options that decide the bytes of a quantized model; their names are those of `quantkit.quantize`.
 recipe_options = combined(
-    click.option("--recipe", metavar="FILE|NAME", help="Recipe that the options below are laid over."),
-    click.option("--format", type=choice(FORMATS), help="Number format [int4]."),
-    click.option(
-        "--group-size", type=options.GroupSize(), help="Columns per scale, or channel [int4: 128, fp: channel]."
+    section(
+        "Basic",
+        click.option(
+            "--recipe",
+            metavar="FILE|NAME",
+            shell_complete=completers.files,
+            help="Recipe that the options below are laid over.",
+        ),
+        click.option("--format", type=choice(FORMATS), help="Number format [int4]."),
+        click.option(
+            "--group-size", type=options.GroupSize(), help="Columns per scale, or channel [int4: 128, fp: channel]."
+        ),
+        click.option("--asym/--sym", default=None, help="Zero points, or none [sym]."),
+        click.option("--method", type=choice(get_args(Method)), help="How codes are chosen [int4: gptq, fp: rtn]."),
+        options.layout(),
+        options.skip,
+        click.option(
+            "--override",
+            multiple=True,
+            type=options.Override(),
+            help="A scheme for some: '.*down_proj=int4:g64'; repeatable.",
+        ),
     ),
-    click.option("--asym/--sym", default=None, help="Zero points, or none [sym]."),
-    click.option("--method", type=choice(get_args(Method)), help="How codes are chosen [int4: gptq, fp: rtn]."),
-    click.option("--clip", type=choice(get_args(Clip)), help="Search for scales [fp rtn: none, else search]."),
-    click.option("--metric", type=choice(get_args(Metric)), help="What the search minimises [gptq: block, rtn: mse]."),
-    _solving,
-    click.option("--on-unsolvable", type=choice_of(Options, "on_unsolvable"), help="If no damping suffices [stop]."),
-    click.option("--signed/--unsigned", default=None, help="Scales with a sign, for symmetric int4 [unsigned]."),
-    click.option("--descent", type=click.IntRange(min=0), metavar="N", help="Passes that move codes after gptq [0]."),
-    click.option("--refit/--no-refit", default=None, help="Least-squares scales after gptq [off]."),
-    click.option("--prune", type=choice(["2:4"]), help="Keep two of each four weights, int4 only [all]."),
-    click.option("--prune-method", type=choice(get_args(Rule)), help="Which two [gptq: sparsegpt, rtn: magnitude]."),
     _calibrating,
-    options.layout(),
-    click.option("--pad/--no-pad", default=None, help=f"{options.PAD} [off]."),
-    options.skip,
-    click.option(
-        "--override",
-        multiple=True,
-        type=options.Override(),
-        help="A scheme for some: '.*down_proj=int4:g64'; repeatable.",
+    section(
+        "Method",
+        click.option("--clip", type=choice(get_args(Clip)), help="Search for scales [fp rtn: none, else search]."),
+        click.option(
+            "--metric", type=choice(get_args(Metric)), help="What the search minimises [gptq: block, rtn: mse]."
+        ),
+        _solving,
+        click.option(
+            "--on-unsolvable", type=choice_of(Options, "on_unsolvable"), help="If no damping suffices [stop]."
+        ),
+        click.option("--signed/--unsigned", default=None, help="Scales with a sign, for symmetric int4 [unsigned]."),
+        click.option(
+            "--descent", type=click.IntRange(min=0), metavar="N", help="Passes that move codes after gptq [0]."
+        ),
+        click.option("--refit/--no-refit", default=None, help="Least-squares scales after gptq [off]."),
+        click.option("--prune", type=choice(["2:4"]), help="Keep two of each four weights, int4 only [all]."),
+        click.option(
+            "--prune-method", type=choice(get_args(Rule)), help="Which two [gptq: sparsegpt, rtn: magnitude]."
+        ),
     ),
-    click.option(
-        "--fused-alike/--no-fused-alike",
-        default=None,
-        help="Treat q, k and v, gate and up, experts of a layer as the widest of them [off].",
+    section("Output", click.option("--pad/--no-pad", default=None, help=f"{options.PAD} [off].")),
+    section(
+        "Advanced",
+        click.option(
+            "--fused-alike/--no-fused-alike",
+            default=None,
+            help="Treat q, k and v, gate and up, experts of a layer as the widest of them [off].",
+        ),
     ),
 )
 
 #: The options of a run besides its recipe.
 running_options = combined(
-    click.option("--resume", is_flag=True, help="Continue the interrupted run that left OUT.partial-*."),
-    options.overwrite,
-    options.device,
-    click.option(
-        "--act-budget", type=options.Bytes(), help="Calibration activations kept in RAM, like 8GB; more go to disk."
+    section("Basic", options.device),
+    section(
+        "Output",
+        click.option("--resume", is_flag=True, help="Continue the interrupted run that left OUT.partial-*."),
+        options.overwrite,
+        click.option(
+            "--min-share",
+            type=float,
+            default=RunOptions.min_share,
+            metavar="X",
+            help="Leave with exit code 4 if the share of the decoder's weights that change is below X [0.9].",
+        ),
     ),
-    click.option(
-        "--min-share",
-        type=float,
-        default=RunOptions.min_share,
-        metavar="X",
-        help="Leave with exit code 4 if the share of the decoder's weights that change is below X [0.9].",
+    section(
+        "Advanced",
+        click.option(
+            "--act-budget", type=options.Bytes(), help="Calibration activations kept in RAM, like 8GB; more go to disk."
+        ),
+        options.source,
     ),
-    options.source,
 )
 RUNNING = [field.name for field in fields(RunOptions) if field.name != "progress"]
 
 
 @command("quantize", "quantkit quantize ./model -o ./model-int4 --calib wikitext2 --samples 128")
-@click.argument("model", required=False)
-@options.out(required=False)
+@click.argument("model", required=False, callback=needed_unless("print_recipe"), shell_complete=completers.folders)
+@section("Basic", options.out(unless=("print_recipe", "dry_run")))
 @recipe_options
-@click.option("--print-recipe", is_flag=True, help="Print the recipe that these options make, and stop.")
-@click.option("--dry-run", is_flag=True, help="Print what would be written and needed, and stop: quantkit plan.")
+@section(
+    "Output",
+    click.option(
+        "--print-recipe", is_flag=True, is_eager=True, help="Print the recipe that these options make, and stop."
+    ),
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        is_eager=True,
+        help="Print what would be written and needed, and stop: quantkit plan.",
+    ),
+)
 @running_options
 def quantize(
-    model: str | None,
-    out: Path | None,
+    model: str,
+    out: Path,
     print_recipe: bool,
     dry_run: bool,
     as_json: bool,
@@ -146,19 +189,15 @@ def quantize(
     if print_recipe:
         emit(recipe.to_yaml().rstrip())
         return
-    if model is None:
-        raise click.UsageError("Missing argument 'MODEL'.")
     if dry_run:
-        _plan(model, out, recipe, running, as_json)
+        _plan(model, out, recipe, running, as_json, progress)
         return
-    if out is None:
-        raise click.UsageError("Missing option '-o' / '--out'.")
     _quantize(model, out, recipe, running, as_json, progress)
 
 
 @command("prune", "quantkit prune ./model -o ./model-24 --calib wikitext2")
 @options.model
-@options.out()
+@section("Basic", options.out())
 @pruning_options
 @running_options
 def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any) -> None:
@@ -166,16 +205,19 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
 
     OUT is an ordinary dense checkpoint, to be trained further, or quantized with --prune 2:4 --prune-method
     magnitude."""
+    from quantkit import api
+    from quantkit.pipeline import quantize as pipeline
+
     running = {name: given.pop(name) for name in RUNNING}
     asked = api.build_pruning(**given)
     progress.note(f"{asked.scheme} by {asked.method}")
     report = pipeline.prune(model, out, asked, progress=progress, **running)
-    emit(show.as_json(report) if as_json else summary(report))
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 @command("plan", "quantkit plan ./model --format int4 --layout marlin")
 @options.model
-@options.out(required=False)
+@section("Basic", options.out(required=False))
 @recipe_options
 @running_options
 def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **given: Any) -> None:
@@ -183,38 +225,48 @@ def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **give
 
     Exact bytes of the output, memory, and every weight that does not fit, from headers alone."""
     running, recipe = _split(given)
-    _plan(model, out, recipe, running, as_json)
+    _plan(model, out, recipe, running, as_json, progress)
 
 
 @command("run", "quantkit run int4-marlin ./model -o ./model-marlin")
-@click.argument("recipe")
+@click.argument("recipe", shell_complete=completers.files)
 @options.model
-@options.out()
+@section("Basic", options.out())
 @running_options
 def run(recipe: str, model: str, out: Path, as_json: bool, progress: Progress, **running: Any) -> None:
     """Quantize MODEL by a recipe.
 
     RECIPE is a YAML file, or the name of one that comes with quantkit."""
+    from quantkit import api
+
     _quantize(model, out, api.build_recipe(recipe), running, as_json, progress)
 
 
 def _quantize(
     model: str, out: Path, recipe: Recipe, running: dict[str, Any], as_json: bool, progress: Progress
 ) -> None:
+    from quantkit.pipeline import quantize as pipeline
+
     progress.note(f"{recipe.scheme.label} by {recipe.method}, in the layout {recipe.layout}")
     report = pipeline.quantize(model, out, recipe, progress=progress, **running)
-    emit(show.as_json(report) if as_json else summary(report))
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
-def _plan(model: str, out: Path | None, recipe: Recipe, running: dict[str, Any], as_json: bool) -> None:
+def _plan(
+    model: str, out: Path | None, recipe: Recipe, running: dict[str, Any], as_json: bool, progress: Progress
+) -> None:
+    from quantkit.pipeline import quantize as pipeline
+
     found = pipeline.plan(model, recipe, out=out, **running)
-    emit(show.as_json(found.to_dict()) if as_json else show.plan(found))
+    emit(show.as_json(found.to_dict()) if as_json else show.plan(found, progress))
     found.require()
     found.require_share(running["min_share"])
 
 
 def _split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:
     """Separate the options of a run, and make a recipe of the others."""
+    from quantkit import api
+
     running = {name: given.pop(name) for name in RUNNING}
     given["override"] = dict(given["override"])
     return running, api.build_recipe(given.pop("recipe"), **given)

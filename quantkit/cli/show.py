@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from quantkit.evaluation.divergence import Divergence
-from quantkit.evaluation.perplexity import Perplexity
-from quantkit.evaluation.verification import Verification
-from quantkit.inference.generate import Generated
-from quantkit.layouts.compatibility import Conversion
-from quantkit.pipeline.plan import Plan
+from quantkit.progress import Progress
 from quantkit.reporting.units import format_bytes
+
+if TYPE_CHECKING:
+    from quantkit.evaluation.divergence import Divergence
+    from quantkit.evaluation.perplexity import Perplexity
+    from quantkit.evaluation.verification import Verification
+    from quantkit.layouts.compatibility import Conversion
+    from quantkit.pipeline.plan import Plan
 
 MOST_ROWS = 40
 TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")
@@ -47,7 +50,35 @@ def facts(pairs: Iterable[tuple[str, Any]]) -> str:
     return "\n".join(f"{label:<14} {value}" for label, value in pairs if value not in (None, "", [], {}))
 
 
-def plan(found: Plan) -> str:
+def of_level(progress: Progress, line: str, text: str, more: str = "") -> str:
+    """Choose how much of a result is printed: one line (-q), its text, or more below it (-v)."""
+    if progress.quiet:
+        return line
+    return f"{text}\n\n{more}" if progress.verbose and more else text
+
+
+def report(found: Mapping[str, Any], progress: Progress) -> str:
+    """Format the report of a run."""
+    from quantkit.reporting import summary
+
+    header = ("linear", "shape", "scheme", "error", "loss/rtn", "seconds")
+    return of_level(progress, summary.line(found), summary.summary(found), table(header, summary.rows(found)))
+
+
+def plan(found: Plan, progress: Progress) -> str:
+    """Format a plan: the output, the memory, the weights that do not fit. -v lists every linear."""
+    dense = sum(row.scheme is None for row in found.rows)
+    bits = f", {found.bits_per_weight:.3f} bits/weight" if found.bits_per_weight else ""
+    misfits = f", {len(found.misfits)} misfits" if found.misfits else ""
+    line = (
+        f"plan: {len(found.quantized)} linears quantized, {dense} left dense{misfits}, {found.scheme}, {found.layout}; "
+        f"{format_bytes(found.source_bytes)} before, {format_bytes(found.bytes)} after{bits}"
+    )
+    rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in found.rows]
+    return of_level(progress, line, _plan(found), table(("linear", "shape", "scheme", "bytes"), rows))
+
+
+def _plan(found: Plan) -> str:
     """Format a plan: the output, the memory, the weights that do not fit."""
     memory = found.memory.to_dict()
     needs = [f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory]
@@ -75,8 +106,20 @@ def plan(found: Plan) -> str:
     )
 
 
-def description(found: Mapping[str, Any]) -> str:
-    """Format the facts that `inspect` read from the headers of a checkpoint."""
+def description(found: Mapping[str, Any], tensors: Iterable[Sequence[Any]], progress: Progress) -> str:
+    """Format the facts that `inspect` read from the headers of a checkpoint; -v lists `tensors`."""
+    bits = found["bits_per_weight"]
+    line = (
+        f"{found['path']}: {found['layout'] or 'dense ' + found['dtype']}, "
+        + "".join(f"{label} ({count} linears), " for label, count in found["schemes"].items())
+        + f"{found['parameters']} parameters, "
+        + (f"{bits:.3f} bits/weight with scales, " if bits else "")
+        + format_bytes(found["bytes"]["total"])
+    )
+    return of_level(progress, line, _description(found), table(("tensor", "shape", "held as"), tensors))
+
+
+def _description(found: Mapping[str, Any]) -> str:
     bits = found["bits_per_weight"]
     return facts(
         [
@@ -100,36 +143,45 @@ def description(found: Mapping[str, Any]) -> str:
     )
 
 
-def verification(found: Verification) -> str:
-    """Format the outcome of `verify`: a row for each weight, or only the failed ones, then a verdict."""
-    shown = [row for row in found.rows if row.problem] or found.rows
+def verification(found: Verification, progress: Progress) -> str:
+    """Format the outcome of `verify`: a row for each weight, or only the failed ones, then a verdict.
+
+    -q prints the verdict, below what failed. -v prints every row, and the digest of each file.
+    """
+    verdict, layout = ("verified" if found.ok else "NOT verified"), found.layout or "unreadable"
+    last = f"{verdict}: {len(found.rows)} linears, {found.weights} weights, {layout}; {found.note}"
+    failures = [f"FAILED: {failure}" for failure in found.failures]
+    if progress.quiet:
+        return "\n".join([*failures, last])
+    shown = [row for row in found.rows if row.problem and not progress.verbose] or found.rows
+    most = len(shown) if progress.verbose else MOST_ROWS
     proofs = ("repack", "digest", "against", *(("product",) if found.kernel else ()))
     rows = [
         (row.module, list(row.shape), row.scheme, *(_passed(getattr(row, proof)) for proof in proofs))
-        for row in shown[:MOST_ROWS]
+        for row in shown[:most]
     ]
     lines = [table(("weight", "shape", "scheme", *proofs), rows)] if rows else []
-    lines += [f"... and {len(shown) - MOST_ROWS} more, all in --json"] if len(shown) > MOST_ROWS else []
-    lines += [f"FAILED: {failure}" for failure in found.failures]
+    lines += [f"... and {len(shown) - most} more, all with -v"] if len(shown) > most else []
+    lines += [f"file: {name} {digest}" for name, digest in found.files.items()] if progress.verbose else []
+    lines += failures
     lines += [f"note: {notice}" for notice in found.notices]
-    verdict, layout = ("verified" if found.ok else "NOT verified"), found.layout or "unreadable"
-    lines.append(f"{verdict}: {len(found.rows)} linears, {found.weights} weights, {layout}; {found.note}")
-    return "\n".join(lines)
+    return "\n".join([*lines, last])
 
 
-def perplexity(found: Perplexity) -> str:
+def perplexity(found: Perplexity, progress: Progress) -> str:
     """Format a perplexity and its protocol."""
-    return f"perplexity {found.perplexity:.4f}\n{_protocol(found)}"
+    figure, protocol = f"perplexity {found.perplexity:.4f}", _protocol(found)
+    bits = found.nll / math.log(2)
+    more = f"{found.nll:.6f} nats or {bits:.6f} bits a token, {found.nll * found.tokens:.1f} nats in all"
+    return of_level(progress, f"{figure} {protocol}", f"{figure}\n{protocol}", more)
 
 
-def divergence(found: Divergence) -> str:
+def divergence(found: Divergence, progress: Progress) -> str:
     """Format a KL divergence and its protocol."""
-    return f"KL divergence {found.kld:.6f} nats\ntop-1 agreement {100 * found.top1:.3f} %\n{_protocol(found)}"
-
-
-def generated(found: Generated) -> str:
-    """Format a prompt and the text generated after it."""
-    return found.prompt + found.text
+    figures = [f"KL divergence {found.kld:.6f} nats", f"top-1 agreement {100 * found.top1:.3f} %"]
+    agreed, protocol = round(found.top1 * found.tokens), _protocol(found)
+    more = f"{found.kld / math.log(2):.6f} bits a token; {agreed} of {found.tokens} tokens agree"
+    return of_level(progress, f"{', '.join(figures)} {protocol}", "\n".join([*figures, protocol]), more)
 
 
 def matrix(found: Iterable[Conversion]) -> str:
@@ -244,8 +296,17 @@ def _speed(row: Mapping[str, Any]) -> tuple[Any, ...]:
     )
 
 
-def demo(found: Mapping[str, Any]) -> str:
+def demo(found: Mapping[str, Any], progress: Progress) -> str:
     """Format the table of the demo and its protocol."""
+    changes = [
+        f"{row['format']} {row['method']} {row['perplexity']:.3f} ({100 * row['change']:+.2f} %)"
+        for row in found["rows"][1:]
+    ]
+    line = f"verified; perplexity {found['rows'][0]['perplexity']:.3f}, {', '.join(changes)}"
+    return of_level(progress, line, _demo(found))
+
+
+def _demo(found: Mapping[str, Any]) -> str:
     rows = [
         (
             row["format"],

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import combinations
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,8 +15,6 @@ from torch import Tensor
 from quantkit.core.tensors import aligned
 from quantkit.errors import LayoutError
 
-#: How the two that stay are chosen; `sparsegpt` also updates them, to compensate for those that go.
-Rule = Literal["magnitude", "wanda", "sparsegpt"]
 QUAD = 4
 _PAIRS = tuple(combinations(range(QUAD), 2))
 #: Values that are checked, and scores that are compared, at a time: intermediate tensors stay small.

@@ -1,21 +1,30 @@
-"""Text that a checkpoint writes after a prompt."""
+"""Text that a checkpoint writes after a prompt, or in a conversation, in pieces as it is made."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint, resolve
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.tokenizer import check_tokens, load_tokenizer, token_ids
 from quantkit.progress import Progress
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Listener = Callable[[str], None]
+#: Stands at the end of a text whose last character is not complete.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 @dataclass(frozen=True)
@@ -32,41 +41,180 @@ class Generated:
     weights: str
 
 
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen: the likeliest, or drawn if `temperature` or `top_p` is given.
+
+    `top_p` keeps the likeliest tokens whose probabilities sum to it. Equal seeds draw equal tokens on one machine.
+    RecipeError for a value out of range, and for a seed without a draw.
+    """
+
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.temperature is not None and not 0 <= self.temperature < float("inf"):
+            raise RecipeError(f"temperature is {self.temperature}: use 0 for the likeliest token, or about 0.7")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise RecipeError(f"top_p {self.top_p} is not in (0, 1]: use 0.9")
+        if self.seed is not None and not 0 <= self.seed < 2**63:
+            raise RecipeError(f"seed is {self.seed}: use a number from 0 to 2^63 - 1")
+        if not self.draws and (self.seed is not None or self.top_p is not None):
+            raise RecipeError("the likeliest token is no draw: add --temperature 0.7, or drop --seed and --top-p")
+
+    @property
+    def draws(self) -> bool:
+        return self.temperature != 0 and (self.temperature is not None or self.top_p is not None)
+
+    def options(self) -> dict[str, Any]:
+        """Return the keywords of transformers' `generate`, with nothing left to the model's own configuration."""
+        if not self.draws:
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        temperature = 1.0 if self.temperature is None else self.temperature
+        return {"do_sample": True, "temperature": temperature, "top_p": self.top_p or 1.0, "top_k": 0}
+
+    @contextmanager
+    def seeded(self) -> Iterator[None]:
+        """Draw from the seed inside, and leave torch's own generators as they were."""
+        with torch.random.fork_rng(range(torch.cuda.device_count())):
+            torch.manual_seed(self.seed or 0)
+            yield
+
+
 def generate(
     checkpoint: str | Path,
     prompt: str,
     *,
     max_new_tokens: int = 64,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
     progress: Progress | None = None,
+    listener: Listener | None = None,
 ) -> Generated:
-    """Continue a prompt greedily with at most `max_new_tokens` tokens.
+    """Continue a prompt with at most `max_new_tokens` tokens; `listener` gets the text in pieces as it is made.
 
-    RecipeError if the prompt has no tokens and the tokenizer no BOS token, or if the model has too few positions.
+    The likeliest token is taken each time, unless `temperature` or `top_p` asks for a draw from `seed`. The last piece
+    comes when the text is complete, and may be empty. RecipeError if the prompt has no tokens and the tokenizer no BOS
+    token, or if the model has too few positions.
     """
+    sampling = Sampling(temperature, top_p, seed)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     tokenizer = load_tokenizer(src.path)
     ids = _prompt_tokens(tokenizer, prompt)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    with sampling.seeded():
+        return _write(model, tokenizer, prompt, ids, max_new_tokens, sampling, listener)
+
+
+def chat(
+    checkpoint: str | Path,
+    turns: Iterable[str],
+    *,
+    system: str | None = None,
+    max_new_tokens: int = 64,
+    temperature: float | None = None,
+    top_p: float | None = None,
+    seed: int | None = None,
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+    listener: Listener | None = None,
+) -> Iterator[Generated]:
+    """Answer each turn of a conversation through the model's chat template, after an optional `system` message.
+
+    Everything else is as for `generate`. RecipeError if the model has no template, or if that refuses the conversation.
+    """
+    sampling = Sampling(temperature, top_p, seed)
+    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    tokenizer = load_tokenizer(src.path)
+    if not tokenizer.chat_template:
+        raise RecipeError(f"{src.path}: the model has no chat template: use quantkit generate without --chat")
+    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    with sampling.seeded():
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
+            ids = token_ids(tokenizer, _templated(tokenizer, messages), special=False)
+            found = _write(model, tokenizer, turn, ids, max_new_tokens, sampling, listener)
+            messages.append({"role": "assistant", "content": found.text})
+            yield found
+
+
+def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+    except Exception as error:  # a template is a program of the model's author, which raises what it likes
+        raise RecipeError(
+            f"the model's chat template refuses the conversation ({reason(error)}): leave --system away"
+        ) from error
+
+
+def _write(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    ids: Tensor,
+    max_new_tokens: int,
+    sampling: Sampling,
+    listener: Listener | None,
+) -> Generated:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and len(ids) + max_new_tokens > positions:
         raise RecipeError(
             f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the model's {positions} "
             f"positions: use --max-new-tokens {max(1, positions - len(ids))} or a shorter prompt"
         )
-    check_tokens(int(ids.max()), model.get_input_embeddings().get_parameter("weight").shape[0])
+    embeddings: Any = model.get_input_embeddings()
+    check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
     batch: Any = ids[None].to(model.device)
-    greedy: Any = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "use_cache": True}
+    options = {**sampling.options(), "use_cache": True, "max_new_tokens": max_new_tokens}
+    streamer = None if listener is None else _streamer(tokenizer, listener)
     start = time.perf_counter()
     with torch.inference_mode():
         output: Any = model.generate(  # type: ignore[operator]
-            batch, attention_mask=torch.ones_like(batch), max_new_tokens=max_new_tokens, **greedy
+            batch, attention_mask=torch.ones_like(batch), streamer=streamer, **options
         )
     new = output[0, len(ids) :].tolist()
     text = str(tokenizer.decode(new, skip_special_tokens=True))
     return Generated(prompt, text, len(new), time.perf_counter() - start, describe_weights(model))
+
+
+def _streamer(tokenizer: PreTrainedTokenizerBase, listener: Listener) -> Any:
+    """Make a streamer that hands on each piece of text as soon as later tokens cannot change it.
+
+    transformers' own waits for the end of a word, and forgets at each new line which tokens came before.
+    """
+    from transformers.generation.streamers import BaseStreamer
+
+    class Streamer(BaseStreamer):
+        def __init__(self) -> None:
+            self.tokens: list[int] = []
+            self.told = ""
+            self.is_prompt = True
+
+        def put(self, value: Tensor) -> None:
+            if self.is_prompt:
+                self.is_prompt = False
+                return
+            self.tokens += value.flatten().tolist()
+            text = self.text()
+            if not text.endswith(INCOMPLETE) and text.startswith(self.told) and text != self.told:
+                listener(text[len(self.told) :])
+                self.told = text
+
+        def end(self) -> None:
+            listener(self.text()[len(self.told) :])
+
+        def text(self) -> str:
+            return str(tokenizer.decode(self.tokens, skip_special_tokens=True))
+
+    return Streamer()
 
 
 def _prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:

@@ -15,7 +15,8 @@ from quantkit.core.scheme import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import broken_rule, nearest, padded_shape, target
-from quantkit.pipeline.recipe import Goal, Pruning, Recipe
+from quantkit.names import KERNELS
+from quantkit.pipeline.recipe import Goal, Pruning, Recipe, default_layout
 
 FILLED = "to fill it up with zeros"
 #: Group sizes to suggest, in this order; one scale per row (None) fits every k.
@@ -83,8 +84,17 @@ def _one_change(group: list[Misfit], layout: Layout, recipe: Recipe | None, sour
         asymmetric = any(not Scheme.parse(misfit.scheme).symmetric for misfit in group)
         options += ["drop --asym"] if asymmetric and _fits(group, layout, symmetric=True) else []
         options += ["add --prune 2:4"] if _dense_integers(group) and _fits(group, layout, sparsity="2:4") else []
-    other = next((name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)), None)
-    return options + ([f"use --layout {other}"] if other else [])
+    others = [name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)]
+    return options + _instead(layout, others, Scheme.parse(group[0].scheme))
+
+
+def _instead(layout: Layout, others: list[str], scheme: Scheme) -> list[str]:
+    """Return the option for layouts that hold the weights: one with a kernel instead of one with a kernel, and the
+    one that is written by default."""
+    kernels = [name for name in KERNELS if name in others and layout.NAME in KERNELS]
+    usual = default_layout(scheme)
+    names = dict.fromkeys([*kernels[:1], *([usual] if usual in others else others[:1])])
+    return [f"use --layout {' or '.join(names)}"] if names else []
 
 
 def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:

@@ -17,18 +17,18 @@ from typing import Any, Literal, get_args, get_type_hints
 import yaml
 
 from quantkit.algorithms.masks import check_fixed
-from quantkit.algorithms.options import Clip, Metric, Options
+from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import check_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
-from quantkit.core.sparsity import Rule
 from quantkit.errors import RecipeError, reason
 from quantkit.layouts import LAYOUTS, humming
 from quantkit.layouts.recast import fitting
 from quantkit.models.experts import ROUTER
+from quantkit.names import Clip, Method, Metric, Rule
+from quantkit.pipeline.calibration_options import CALIBRATION_KEYS, COLUMN_KEYS, Calib
 from quantkit.pipeline.fused_alike import treat_alike
 
-Method = Literal["gptq", "rtn"]
 #: The result for a linear: codes of a scheme, or a dense 2:4 weight.
 Goal = Scheme | Literal["2:4"]
 SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
@@ -36,48 +36,6 @@ SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
 GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
 #: Keys of that section that pruning uses.
 PRUNING_KEYS = ("damp", "damp_kind", "block", "act_order")
-#: Optional keys of the `calibration` section: a recipe without them has none of them in its file.
-COLUMN_KEYS = ("text_column", "split")
-
-
-@dataclass(frozen=True)
-class Calib:
-    """Name the calibration text: a data set, file or mixture, the number of sequences, their maximum length, the seed.
-
-    `data` is a source, or a tuple of them with weights (`a.jsonl:0.5`). `text_column` is the key of records that have
-    their text or conversation there, `split` the split of hub data sets. `lengths` is `own` (each document at its own
-    length, ALGORITHMS 2) or `fixed` (windows of `max_length` tokens). `moe` says on which tokens an expert is
-    calibrated: `routed` (those that the router sends to it) or `all` (of the layer). Data that were not `chosen`, but
-    left to the default, may be replaced by the packaged text.
-    RecipeError for a value out of range.
-    """
-
-    data: str | tuple[str, ...] = "c4"
-    samples: int = 256
-    max_length: int = 4096
-    seed: int = 0
-    lengths: Literal["own", "fixed"] = "own"
-    moe: Literal["routed", "all"] = "routed"
-    text_column: str | None = None
-    split: str | None = None
-    chosen: bool = field(default=False, compare=False)
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the section of a recipe."""
-        found = {key: getattr(self, key) for key in CALIBRATION_KEYS}
-        found["data"] = self.data if isinstance(self.data, str) else list(self.data)
-        return {key: value for key, value in found.items() if key not in COLUMN_KEYS or value is not None}
-
-    def __post_init__(self) -> None:
-        for name in ("samples", "max_length"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"calibration {name} is {getattr(self, name)}: use a positive number")
-        if not 0 <= self.seed < 2**63:
-            raise RecipeError(f"calibration seed is {self.seed}: use a number from 0 to 2^63 - 1")
-
-
-#: Keys of the `calibration` section.
-CALIBRATION_KEYS = tuple(f.name for f in dataclasses.fields(Calib) if f.name != "chosen")
 
 
 @dataclass(frozen=True)
@@ -312,6 +270,11 @@ def _calibration(section: Mapping[str, Any]) -> Calib:
     )
 
 
+def default_layout(scheme: Scheme) -> str:
+    """Name the layout that a scheme is written in if none is asked for."""
+    return "humming" if scheme.format in humming.DTYPES.values() else "compressed-tensors"
+
+
 def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme]) -> Rule | None:
     """Return the rule for 2:4 masks, None if no scheme is 2:4."""
     if not any(is_sparse(scheme) for scheme in schemes):
@@ -342,7 +305,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     if method != "gptq" and (gptq.refit or gptq.descent):
         raise RecipeError(f"refit and descent refine what gptq made, the method is {method}: drop them or use gptq")
     # The humming layout stores formats in their true bits, and engines read it.
-    layout = mapping.get("layout", "humming" if scheme.format in humming.DTYPES.values() else "compressed-tensors")
+    layout = mapping.get("layout", default_layout(scheme))
     if not isinstance(layout, str) or layout not in LAYOUTS:
         raise RecipeError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
     for each in schemes:

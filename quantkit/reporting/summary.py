@@ -35,6 +35,32 @@ def summary(report: Mapping[str, Any]) -> str:
     return "\n".join(f"{label:<13} {_line(text)}" for label, text in rows if text)
 
 
+def line(report: Mapping[str, Any]) -> str:
+    """Format a report as one line: what was done, its size, its mean error, and how many notes the report has."""
+    layers, notes = report.get("layers", []), len(list(facts.events(report)))
+    head = f"{report.get('command')}: {len(layers)} linears, {report.get('scheme')}, {report.get('layout')}"
+    error = facts.statistics(layers, "relative_error").partition(", worst")[0]
+    parts = [
+        head,
+        facts.sizes(report.get("totals", {})),
+        f"weight error {error}" if error else "",
+        f"{notes} note{'s' if notes > 1 else ''}, which quantkit report prints" if notes else "",
+    ]
+    return _line("; ".join(filter(None, parts)))
+
+
+def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """List each layer: name, shape, scheme, relative error, loss relative to rounding, seconds."""
+    found = []
+    for layer in report.get("layers", []):
+        loss, rounded = layer.get("loss"), layer.get("rtn_loss")
+        ratio = loss / rounded if loss is not None and rounded else None
+        numbers = [layer.get("relative_error"), ratio, layer.get("seconds")]
+        cells = [layer.get("name"), layer.get("shape"), layer.get("scheme")]
+        found.append((*(_line(str(cell)) for cell in cells), *("-" if x is None else f"{x:.4g}" for x in numbers)))
+    return found
+
+
 def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
     found = report.get("phases", {}).items()
     phases = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in found if seconds >= 0.05)

@@ -13,12 +13,12 @@ from torch import Tensor
 from quantkit.algorithms import rtn
 from quantkit.algorithms.grid import Grid, encode
 from quantkit.algorithms.numerics import check_weight
-from quantkit.algorithms.options import Clip, Metric
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
+from quantkit.names import Clip, Metric
 from tests.algorithms.inputs import correlated, gauss
 
 FP_LABELS = ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"]

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from quantkit.bench import kernels, random_model, roofline
+from quantkit.bench import kernels, random_model, workloads
 from quantkit.bench.random_model import (
     DENSE,
     Outline,
@@ -80,7 +80,7 @@ def test_the_models_by_name_have_the_published_sizes_and_layers(name: str, param
     model = random_model.read(name)
     blank = skeleton(model, torch.float16, False)
     assert sizes(blank, Variant(DENSE, {})).weights == 2 * parameters
-    fused = roofline.MODELS[name]
+    fused = workloads.MODELS[name]
     shapes = {path.rpartition(".")[2]: shape for path, shape in random_model.linears_of(blank).items()}
     assert shapes["o_proj"] == fused["o"] and shapes["down_proj"] == fused["down"]
     assert sum(shapes[part][0] for part in ("q_proj", "k_proj", "v_proj")) == fused["qkv"][0]

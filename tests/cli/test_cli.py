@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe, convert, shipped_recipes
-from quantkit.cli import doctor
+from quantkit.cli import diagnosis
 from quantkit.cli.commands import quantkit
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
@@ -236,7 +236,7 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> None:
         raise ZeroDivisionError("a bug")
 
-    monkeypatch.setattr(doctor, "diagnose", broken)
+    monkeypatch.setattr(diagnosis, "diagnose", broken)
     with pytest.raises(ZeroDivisionError):
         call("doctor")
 
@@ -246,5 +246,5 @@ def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyP
     def greedy() -> None:
         raise error
 
-    monkeypatch.setattr(doctor, "diagnose", greedy)
+    monkeypatch.setattr(diagnosis, "diagnose", greedy)
     assert "out of memory" in refused("doctor")

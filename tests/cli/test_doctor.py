@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from quantkit.cli import doctor, show
+from quantkit import kernels
+from quantkit.cli import diagnosis, show
 from quantkit.kernels import toolchain
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -25,8 +26,8 @@ def test_required_versions_are_those_of_the_project_file() -> None:
 
     project = tomllib.loads(PROJECT.read_text())["project"]
     stated = dict(requirement.split(">=") for requirement in project["dependencies"])
-    assert {name: version.split(",")[0] for name, version in stated.items()} == doctor.REQUIRED
-    low, high = (".".join(map(str, version)) for version in doctor.PYTHON)
+    assert {name: version.split(",")[0] for name, version in stated.items()} == diagnosis.REQUIRED
+    low, high = (".".join(map(str, version)) for version in diagnosis.PYTHON)
     assert project["requires-python"] == f">={low},<{high}"
     extras = project["optional-dependencies"]
     assert {"cuda12", "cuda13", "plot"} <= extras.keys(), "the fixes name these extras"
@@ -36,24 +37,25 @@ def test_required_versions_are_those_of_the_project_file() -> None:
 
 
 def test_this_environment_is_complete() -> None:
-    found = doctor.diagnose()
+    found = diagnosis.diagnose()
     assert found["ok"], found["fixes"]
     assert json.loads(json.dumps(found)) == found
     names = [check["name"] for check in found["checks"]]
     assert {"python", "torch", "transformers", "datasets", "safetensors", "cupy", "compressed-tensors"} <= set(names)
     assert found["machine"]["free_disk"] > 0 and found["machine"]["threads"] >= 1
-    assert found["kernels"]["here"] == ["marlin", "marlin24", "marlin24-ct", "quick", "tcfpx"]
-    assert "for marlin," in found["kernels"]["note"] and "other programs multiply" in found["kernels"]["note"]
+    able = any(gpu["problem"] is None for gpu in found["gpus"])
+    assert found["kernels"]["here"] == (["marlin", "marlin24", "marlin24-ct", "quick", "tcfpx"] if able else [])
+    assert found["kernels"]["note"].startswith("for marlin, " if able else "none run here: ")
     assert bool(found["gpus"]) == torch.cuda.is_available()
 
 
 def test_a_missing_or_old_package_has_a_fix() -> None:
-    missing = doctor._package("no-such-package-here", "1.2")
+    missing = diagnosis._package("no-such-package-here", "1.2")
     assert (missing.ok, missing.found) == (False, None)
     assert missing.fix == "pip install --upgrade 'no-such-package-here>=1.2'"
-    old = doctor._package("torch", "999.0")
+    old = diagnosis._package("torch", "999.0")
     assert old.ok is False and old.fix == "pip install --upgrade 'torch>=999.0'"
-    assert doctor._optional("no-such-package-here", "1", "for x", "quantkit[plot]").fix == (
+    assert diagnosis._optional("no-such-package-here", "1", "for x", "quantkit[plot]").fix == (
         "pip install --upgrade 'quantkit[plot]'"
     )
 
@@ -72,7 +74,7 @@ def test_a_missing_or_old_package_has_a_fix() -> None:
     ],
 )
 def test_versions_are_compared_as_numbers(version: str, lowest: str, enough: bool) -> None:
-    assert doctor.at_least(version, lowest) is enough
+    assert diagnosis.at_least(version, lowest) is enough
 
 
 @pytest.mark.parametrize(
@@ -87,18 +89,54 @@ def test_a_cupy_that_does_not_load_is_diagnosed(failure: str, tmp_path: Path, mo
     state = toolchain()
     assert state["cupy"] is None and state["nvrtc"] is None
     assert re.search(r"libcuda|no driver", str(state["problem"]))
-    check = doctor._cupy()
+    check = diagnosis._cupy()
     assert check.ok is (False if torch.cuda.is_available() else None)
     assert re.search(r"quantkit\[cuda1[23]\]", str(check.fix))
 
 
+def pretend(monkeypatch: pytest.MonkeyPatch, *gpus: SimpleNamespace) -> None:
+    """Let torch see other GPUs than those of this machine."""
+    at = {key: index for index in range(len(gpus)) for key in (index, torch.device("cuda", index))}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(gpus))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(gpus))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda gpu: gpus[at[gpu]])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda gpu: (gpus[at[gpu]].major, gpus[at[gpu]].minor))
+
+
+T4 = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=16 << 30)
+A100 = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 << 30)
+
+
+def test_only_kernels_that_run_on_this_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch)
+    assert diagnosis._kernels()["here"] == []
+    assert diagnosis._kernels()["note"].startswith("none run here: torch sees no CUDA GPU; verify")
+    pretend(monkeypatch, T4)
+    assert diagnosis._kernels()["here"] == []
+    assert "none run here: this GPU has compute capability 7.5" in diagnosis._kernels()["note"]
+    monkeypatch.setattr(kernels, "toolchain", lambda: {"problem": None})
+    pretend(monkeypatch, T4, A100)
+    assert diagnosis._kernels()["here"] == sorted(kernels.MATMULS)
+    assert ", on A100; other programs multiply compressed-tensors, humming, " in diagnosis._kernels()["note"]
+
+
+def test_kernels_without_cupy_are_not_named_but_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, A100)
+    state = {"cupy": None, "nvrtc": None, "problem": "no module named 'cupy'"}
+    monkeypatch.setattr(kernels, "toolchain", lambda: state)
+    monkeypatch.setattr(diagnosis, "toolchain", lambda: state)
+    found = diagnosis.diagnose()
+    install = kernels.loader.install()
+    assert found["kernels"]["here"] == [] and not found["ok"]
+    assert found["kernels"]["note"] == (
+        f"none run here: CuPy does not load (no module named 'cupy'): {install}; verify proves the bits without them"
+    )
+    assert any(fix.endswith(install) for fix in found["fixes"])
+
+
 def test_a_gpu_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    old = SimpleNamespace(name="Tesla T4", major=7, minor=5, total_memory=16 << 30)
-    new = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 << 30)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", [old, new].__getitem__)
-    found = doctor.diagnose()
+    pretend(monkeypatch, T4, A100)
+    found = diagnosis.diagnose()
     assert [gpu["name"] for gpu in found["gpus"]] == ["Tesla T4", "A100"]
     assert "need 8.0 (Ampere) or newer" in found["gpus"][0]["problem"] and found["gpus"][1]["problem"] is None
     line = next(line for line in show.diagnosis(found).splitlines() if line.startswith("GPU"))
@@ -110,11 +148,11 @@ def test_the_cuda_extra_follows_the_build_of_torch(monkeypatch: pytest.MonkeyPat
         pytest.skip("CuPy works here, so nothing is to be installed")
     for version, extra in (("12.8", "cuda12"), ("13.0", "cuda13")):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert str(doctor._cupy().fix).endswith(f"pip install 'quantkit[{extra}]'")
+        assert str(diagnosis._cupy().fix).endswith(f"pip install 'quantkit[{extra}]'")
 
 
 def test_the_doctor_imports_nothing_heavy() -> None:
-    code = "import sys; from quantkit.cli import doctor; doctor.diagnose(); print(*sys.modules)"
+    code = "import sys; from quantkit.cli import diagnosis; diagnosis.diagnose(); print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT.parent
     )

@@ -1,13 +1,18 @@
-"""`generate` writes greedily and checks the positions of the model."""
+"""`generate` writes greedily or draws, in pieces, and checks the positions of the model; `chat` uses its template."""
 
 from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.cli.demo import MODEL
 from quantkit.errors import RecipeError
-from quantkit.inference.generate import generate
+from quantkit.inference.generate import chat, generate
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from tests.inference import test_load
@@ -27,3 +32,78 @@ def test_generate_is_greedy_and_checks_the_positions(folder: Folders) -> None:
     assert generate(path, "", max_new_tokens=1, device="cpu").tokens == 1  # an empty prompt becomes BOS
     with pytest.raises(RecipeError, match="--max-new-tokens 509"):
         generate(path, "abc", max_new_tokens=510, device="cpu")
+
+
+def test_pieces_make_the_text_one_token_at_a_time(tiny_llama: Path) -> None:
+    pieces: list[str] = []
+    found = generate(MODEL, "Return the", max_new_tokens=24, device="cpu", listener=pieces.append)
+    assert "".join(pieces) == found.text and len(pieces) > 0.8 * found.tokens > 15
+    pieces.clear()  # random bytes, many of which are no character, or a part of one
+    found = generate(tiny_llama, "abc", max_new_tokens=60, device="cpu", listener=pieces.append)
+    assert "".join(pieces) == found.text
+
+
+def test_a_draw_repeats_with_its_seed_and_leaves_torchs_generator(folder: Folders) -> None:
+    path = folder("quick", "int4:g32")
+    state = torch.get_rng_state()
+
+    def draw(seed: int, temperature: float | None = 1.5, top_p: float | None = None) -> str:
+        asked = {"temperature": temperature, "top_p": top_p, "seed": seed}
+        return generate(path, "abc", max_new_tokens=16, device="cpu", **asked).text
+
+    assert draw(1) == draw(1) != draw(2)
+    assert torch.equal(torch.get_rng_state(), state)
+    greedy = generate(path, "abc", max_new_tokens=16, device="cpu").text
+    assert (
+        draw(1)
+        != greedy
+        == draw(1, None, 1e-6)
+        == generate(path, "abc", max_new_tokens=16, device="cpu", temperature=0).text
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "rule"),
+    [
+        ({"temperature": -1}, "temperature is -1"),
+        ({"top_p": 0}, "top_p 0 is not in"),
+        ({"temperature": 1, "seed": -1}, "seed is -1"),
+        ({"seed": 3}, "add --temperature"),
+        ({"temperature": 0, "top_p": 0.5}, "add --temperature"),
+    ],
+)
+def test_a_draw_that_is_none_is_refused(asked: dict[str, float], rule: str) -> None:
+    with pytest.raises(RecipeError, match=rule):
+        generate("missing", "abc", **asked)
+
+
+#: A template that shows the messages, and refuses a system message.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    "{{ m.role[0] }}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+@pytest.fixture
+def templated(tiny_llama: Path, tmp_path: Path) -> Path:
+    path = Path(shutil.copytree(tiny_llama, tmp_path / "chat"))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return path
+
+
+def test_each_turn_follows_the_whole_conversation(templated: Path) -> None:
+    first, second = chat(templated, ["one", "two"], max_new_tokens=5, device="cpu")
+    tokenizer, model = load_tokenizer(templated), load_dense_model(Checkpoint(templated))
+    ids = tokenizer(f"uone;a{first.text};utwo;a", add_special_tokens=False, return_tensors="pt")["input_ids"]
+    length = ids.shape[1]
+    for _ in range(second.tokens):
+        ids = torch.cat([ids, model(ids).logits[:, -1:].argmax(-1)], 1)
+    assert second.prompt == "two" and second.text == tokenizer.decode(ids[0, length:], skip_special_tokens=True)
+    with pytest.raises(RecipeError, match=r"refuses the conversation \(no system message\)"):
+        list(chat(templated, ["one"], system="be brief", max_new_tokens=5, device="cpu"))
+
+
+def test_a_model_without_template_is_refused(tiny_llama: Path) -> None:
+    with pytest.raises(RecipeError, match="has no chat template: use quantkit generate without --chat"):
+        list(chat(tiny_llama, ["one"], device="cpu"))

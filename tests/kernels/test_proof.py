@@ -20,6 +20,7 @@ from quantkit.errors import LayoutError
 from quantkit.evaluation.verification import Row, Verification
 from quantkit.kernels import JUDGES, MATMULS, none_for, proof
 from quantkit.layouts import LAYOUTS
+from quantkit.progress import Progress
 from tests.kernels.operands import ONE_EACH, packed, weight
 from tests.layouts.samples import record
 
@@ -135,7 +136,10 @@ def test_the_note_names_the_kernels_that_ran() -> None:
     assert found.multiplied == 64 * 128 and found.errors == [2.5e-4]
     assert "marlin kernels on Some GPU" in found.note and "2.5e-04 at most (bound 0.001)" in found.note
     assert json.loads(show.as_json(found.to_dict()))["multiplied"] == 64 * 128
-    assert "product" in show.verification(found) and "FAILED" in show.verification(found).splitlines()[1]
+    assert (
+        "product" in show.verification(found, Progress())
+        and "FAILED" in show.verification(found, Progress()).splitlines()[1]
+    )
     none = Verification("gptq", (row,), {}, (), (), unrun=none_for("gptq"))
     assert none.note.endswith("the bits alone are proved: no kernel of quantkit's own multiplies gptq")
-    assert "product" not in show.verification(none)
+    assert "product" not in show.verification(none, Progress())

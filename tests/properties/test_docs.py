@@ -61,7 +61,8 @@ def parse(args: list[str]) -> tuple[str, dict[str, object]]:
         if args[0] not in command.commands:
             raise click.UsageError(f"no such command: {args[0]}")
         command, args = command.commands[args[0]], args[1:]
-    context = command.make_context(command.name, list(args))
+    above = click.Context(quantkit, info_name="quantkit", **quantkit.context_settings)
+    context = command.make_context(command.name, list(args), parent=above)
     return str(command.name), context.params
 
 

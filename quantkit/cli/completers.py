@@ -1,0 +1,32 @@
+"""What a shell completes besides the names of commands and options and the values of choices."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import click
+from click.shell_completion import CompletionItem
+
+from quantkit.models.text_sources import NAMED
+from quantkit.names import LAYOUTS
+
+
+def pairs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the A-to-B of `convert`."""
+    found = [f"{source}-to-{target}" for source, target in permutations(LAYOUTS, 2)]
+    return [CompletionItem(pair) for pair in found if pair.startswith(incomplete)]
+
+
+def folders(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete a folder where a hub id is possible too."""
+    return [CompletionItem(incomplete, type="dir")]
+
+
+def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete a file where a name is possible too."""
+    return [CompletionItem(incomplete, type="file")]
+
+
+def texts(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Complete the name of a data set, or a file."""
+    return [CompletionItem(name) for name in NAMED if name.startswith(incomplete)] + files(ctx, param, incomplete)

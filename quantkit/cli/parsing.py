@@ -1,0 +1,135 @@
+"""Click's commands and choices, with options in sections, lazy commands, and near matches for wrong words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from difflib import get_close_matches
+from importlib import import_module
+from typing import Any
+
+import click
+
+Function = Callable[..., Any]
+
+#: The headings of `--help`, in order. Options in no section come last.
+SECTIONS = ("Basic", "Calibration", "Method", "Output", "Advanced")
+OTHERS = "Other"
+#: Least similarity of a suggestion (difflib's ratio, dashes not counted). At 0.6 words are suggested that only share
+#: some letters.
+CUTOFF = 0.75
+
+
+class Commands(Mapping[str, click.Command]):
+    """The commands of a group by name, each imported from `module:variable` on use."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
+
+    def __getitem__(self, name: str) -> click.Command:
+        module, _, variable = self._places[name].partition(":")
+        found: click.Command = getattr(import_module(module), variable)
+        return found
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+
+class Group(click.Group):
+    """A group that names the nearest command for an unknown one."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
+            ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], self.commands)}")
+        return super().resolve_command(ctx, args)
+
+
+class Command(click.Command):
+    """A command whose help lists options in sections, and that names the nearest option for an unknown one."""
+
+    def sections(self, ctx: click.Context) -> dict[str, list[click.Option]]:
+        """Sort the options by section. A command without sections has one, called Options."""
+        found: dict[str, list[click.Option]] = {name: [] for name in (*SECTIONS, OTHERS)}
+        for param in self.get_params(ctx):
+            if isinstance(param, click.Option) and not param.hidden:
+                found[getattr(param, "section", OTHERS)].append(param)
+        found = {name: params for name, params in found.items() if params}
+        return {"Options": found[OTHERS]} if found.keys() == {OTHERS} else found
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for name, params in self.sections(ctx).items():
+            with formatter.section(name):
+                formatter.write_dl([record for param in params if (record := param.get_help_record(ctx))])
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            options = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]
+            near = did_you_mean(error.option_name, [name for name in options if name.startswith("--")])
+            raise click.UsageError(f"No such option {error.option_name!r}.{near}", ctx) from None
+
+
+class Choice(click.Choice):  # type: ignore[type-arg]
+    """A choice that names the nearest value for a wrong one."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        try:
+            return super().convert(value, param, ctx)
+        except click.BadParameter as error:
+            near = did_you_mean(str(value), map(str, self.choices))
+            raise click.BadParameter(error.message + near, ctx, param) from None
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """Make the sentence that names the word nearest to `word`; empty if none is near.
+
+    A word is near if it is similar, or if one of the two begins with the other: `--calibration` and `--calib`.
+    """
+    bare = {name.lstrip("-").lower(): name for name in words}
+    word = word.lstrip("-").lower()
+    prefixes = [name for name in bare if name and (word.startswith(name) or (word and name.startswith(word)))]
+    near = sorted(prefixes, key=lambda name: abs(len(name) - len(word)))
+    near += get_close_matches(word, bare, n=1, cutoff=CUTOFF)
+    return f" Did you mean {bare[near[0]]!r}?" if near else ""
+
+
+def combined(*options: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Make one decorator of several options, in the order in which help lists them."""
+
+    def decorate(function: Function) -> Function:
+        for option in reversed(options):
+            function = option(function)
+        return function
+
+    return decorate
+
+
+def section(name: str, *options: Callable[[Function], Function]) -> Callable[[Function], Function]:
+    """Make one decorator of several options that help lists under the heading `name`."""
+    assert name in SECTIONS
+
+    def decorate(function: Function) -> Function:
+        before = len(vars(function).get("__click_params__", ()))
+        function = combined(*options)(function)
+        for param in vars(function)["__click_params__"][before:]:
+            vars(param).setdefault("section", name)
+        return function
+
+    return decorate
+
+
+def needed_unless(*flags: str) -> Callable[[click.Context, click.Parameter, Any], Any]:
+    """Make a callback that asks for a parameter, unless one of `flags` is given. The flags must be eager."""
+
+    def check(ctx: click.Context, param: click.Parameter, value: Any) -> Any:
+        if value is None and not ctx.resilient_parsing and not any(map(ctx.params.get, flags)):
+            hint = f"'{param.human_readable_name}'" if isinstance(param, click.Argument) else None
+            raise click.MissingParameter(ctx=ctx, param=param, param_hint=hint)
+        return value
+
+    return check

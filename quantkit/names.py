@@ -1,0 +1,34 @@
+"""The names that options and tables share: formats, layouts, and the values of the recipe's keys.
+
+This module imports nothing, so that `--help` and completion need no torch. A test compares it with the tables.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+#: The keys of `core.formats.FORMATS`.
+FORMATS = ("int4", "fp6", "fp5", "fp6-e2m3", "fp5-e2m2")
+#: The keys of `layouts.LAYOUTS`.
+LAYOUTS = (
+    "compressed-tensors",
+    "humming",
+    "tcfpx",
+    "gptq",
+    "gptq-v2",
+    "awq",
+    "quick",
+    "marlin",
+    "marlin24",
+    "marlin24-ct",
+)
+#: The keys of `kernels.MATMULS`: layouts with a kernel of quantkit.
+KERNELS = ("marlin", "marlin24", "marlin24-ct", "tcfpx", "quick")
+#: The dtypes of `kernels.contract.ACTIVATIONS`.
+ACTIVATIONS = ("float16", "bfloat16")
+
+Method = Literal["gptq", "rtn"]
+#: How the two that stay of four are chosen; `sparsegpt` also updates them, to compensate for those that go.
+Rule = Literal["magnitude", "wanda", "sparsegpt"]
+Clip = Literal["none", "search"]
+Metric = Literal["mse", "diag", "block"]

@@ -1,0 +1,65 @@
+"""`-q` prints one line, and `-v` more than the usual text, in every command that works on a model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from quantkit.cli import show
+from quantkit.progress import Progress
+from tests import command_line
+from tests.command_line import call
+
+calib, int4 = command_line.calib, command_line.int4
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "quantize {model} -o {out} --method rtn",
+        "run int4-rtn {model} -o {out}",
+        "prune {model} -o {out} --method magnitude",
+        "pack {int4} --layout marlin -o {out}",
+        "convert compressed-tensors-to-marlin {int4} -o {out}",
+        "plan {model} --method rtn",
+        "quantize {model} --method rtn --dry-run",
+        "verify {int4}",
+        "inspect {int4}",
+        "inspect {model}",
+        "report {int4}",
+        "eval ppl {int4} --data {calib} --window 32",
+        "eval kld {int4} --against {model} --data {calib} --window 32",
+    ],
+)
+def test_quiet_is_one_line_and_verbose_says_more(
+    command: str, tiny_llama: Path, int4: Path, calib: Path, tmp_path: Path
+) -> None:
+    def printed(*flags: str) -> list[str]:
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        args = command.format(model=tiny_llama, int4=int4, calib=calib, out=tmp_path / "out").split()
+        result = call(*args, *flags)
+        assert result.stdout and (not flags or flags == ("-v",) or result.stderr == "")
+        return [line for line in result.output.splitlines() if line.strip()]
+
+    line, text, more = printed("-q"), printed(), printed("-v")
+    assert len(line) == 1 < len(text) < len(more)
+    # The seconds of two runs differ.
+    assert [row for row in text if row in more or row.startswith(("time", "memory", "disk free"))] == text
+
+
+def test_the_demo_is_one_line_too() -> None:
+    first = {"format": "float16", "method": "as it is", "layout": "-", "bits_per_weight": 16.0, "bytes": 9}
+    second = {**first, "format": "int4:g128", "method": "gptq", "perplexity": 20.5, "change": 0.025}
+    found = {"rows": [{**first, "perplexity": 20.0, "change": None}, second], "protocol": "on a text"}
+    assert show.demo(found, Progress(quiet=True)) == "verified; perplexity 20.000, int4:g128 gptq 20.500 (+2.50 %)"
+    assert len(show.demo(found, Progress()).splitlines()) > 3
+
+
+def test_a_quiet_failure_still_says_what_failed(int4: Path, tmp_path: Path) -> None:
+    bad = Path(shutil.copytree(int4, tmp_path / "bad"))
+    shard = next(bad.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+    *failures, verdict = call("verify", bad, "-q", code=3).stdout.splitlines()
+    assert failures and all(line.startswith("FAILED: ") for line in failures) and verdict.startswith("NOT verified")

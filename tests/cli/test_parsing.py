@@ -1,0 +1,121 @@
+"""Help and wrong usage need no torch, options have sections, and a wrong word is answered by the nearest one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import get_args, get_type_hints
+
+import click
+import pytest
+
+from quantkit import names
+from quantkit.bench.workloads import CONFIGS, MODELS
+from quantkit.cli.commands import quantkit
+from quantkit.cli.parsing import OTHERS, SECTIONS, Command, did_you_mean
+from quantkit.core.formats import FORMATS
+from quantkit.core.tensors import dtype_name
+from quantkit.kernels import MATMULS
+from quantkit.kernels.contract import ACTIVATIONS
+from quantkit.layouts import LAYOUTS
+from quantkit.pipeline.recipe import Recipe
+from tests.command_line import ROOT, call, commands
+
+HEAVY = ("torch", "numpy", "transformers", "datasets", "tqdm", "yaml", "huggingface_hub")
+#: Command lines that are answered without torch, besides the help of each command.
+LIGHT = [
+    ["--version"],
+    [],
+    ["quantise"],
+    ["quantize"],
+    ["quantize", "model"],
+    ["quantize", "model", "--layot", "marlin"],
+    ["pack", "model", "--layout", "marln", "-o", "out"],
+    ["convert", "gptq-to-marlin"],
+    ["eval", "ppl"],
+]
+#: Run command lines in one process; print those after which a heavy module is loaded.
+PROBE = """
+import contextlib, io, json, sys
+from quantkit.cli.commands import quantkit
+lines, heavy = json.loads(sys.argv[1])
+for line in lines:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.suppress(SystemExit):
+            quantkit(line)
+    loaded = [name for name in heavy if name in sys.modules]
+    if loaded:
+        sys.exit(f"quantkit {' '.join(line)} imports {loaded}")
+"""
+
+
+def test_help_and_wrong_usage_import_nothing_heavy() -> None:
+    lines = [[*path, "--help"] for path, _ in [((), quantkit), *commands(quantkit)]] + LIGHT
+    probe = [sys.executable, "-c", PROBE, json.dumps([lines, HEAVY])]
+    done = subprocess.run(probe, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_names_of_choices_are_those_of_the_tables() -> None:
+    assert tuple(FORMATS) == names.FORMATS
+    assert tuple(LAYOUTS) == names.LAYOUTS
+    assert tuple(MATMULS) == names.KERNELS
+    assert tuple(map(dtype_name, ACTIVATIONS)) == names.ACTIVATIONS
+    assert CONFIGS.keys() <= MODELS.keys()
+    hints = get_type_hints(Recipe)
+    assert [hints[name] for name in ("method", "clip", "metric")] == [names.Method, names.Clip, names.Metric]
+
+
+def test_options_that_decide_the_output_are_in_sections() -> None:
+    sectioned = ("quantize", "prune", "plan", "run", "pack", "convert")
+    evaluations = quantkit.commands["eval"]
+    assert isinstance(evaluations, click.Group)
+    for command in [*(quantkit.commands[name] for name in sectioned), *evaluations.commands.values()]:
+        assert isinstance(command, Command)
+        found = command.sections(click.Context(command, **quantkit.context_settings))
+        assert list(found) == [name for name in (*SECTIONS, OTHERS) if name in found] and len(found) > 2
+        assert {option.name for option in found[OTHERS]} - {"as_json", "quiet", "verbose"} == {
+            option.name for option in found[OTHERS] if "--help" in option.opts
+        }
+
+
+@pytest.mark.parametrize(
+    ("line", "near"),
+    [
+        ("quantise", "Did you mean 'quantize'?"),
+        ("eval pl", "Did you mean 'ppl'?"),
+        ("nonsense", None),
+        ("quantize m --layout marln -o o", "Did you mean 'marlin'?"),
+        ("quantize m --layout Marlin -o o", "Did you mean 'marlin'?"),
+        ("quantize m --layout exl3 -o o", None),
+        ("quantize m --sampels 3 -o o", "Did you mean '--samples'?"),
+        ("quantize m --calibration wikitext2 -o o", "Did you mean '--calib'?"),
+        ("quantize m --target marlin -o o", None),
+        ("quantize m --nonsense -o o", None),
+        ("quantize m --no-refitt -o o", "Did you mean '--no-refit'?"),
+    ],
+)
+def test_a_wrong_word_is_answered_by_the_nearest_one(line: str, near: str | None) -> None:
+    error = call(*line.split(), code=2).stderr.splitlines()[-1]
+    assert error.endswith(near) if near else "Did you mean" not in error
+
+
+def test_every_word_of_a_list_is_nearest_to_itself() -> None:
+    for words in (LAYOUTS, FORMATS, quantkit.commands, get_args(names.Rule)):
+        assert [did_you_mean(word, words) for word in words] == [f" Did you mean {word!r}?" for word in words]
+
+
+@pytest.mark.parametrize(
+    ("line", "missing"),
+    [
+        ("convert", "argument 'A-to-B'"),
+        ("convert gptq-to-marlin", "argument 'CHECKPOINT'"),
+        ("convert gptq-to-marlin model", "option '-o' / '--out'"),
+        ("quantize", "argument 'MODEL'"),
+        ("quantize --dry-run", "argument 'MODEL'"),
+        ("quantize model", "option '-o' / '--out'"),
+    ],
+)
+def test_the_missing_argument_is_named(line: str, missing: str) -> None:
+    assert call(*line.split(), code=2).stderr.splitlines()[-1] == f"Error: Missing {missing}."
