@@ -3,23 +3,20 @@
 For a small weight a kernel launch costs as much as the product. So sibling linears, found by their names, are stacked
 into one packed weight if their layout allows it.
 
-At each call the input tensor decides. The first sibling that gets a tensor multiplies it with all weights, and caches
-the product for the others. A sibling that gets another tensor computes a new product, again with all weights, which is
-correct but slow. Each sibling returns a view of the product.
+The first sibling that gets a tensor multiplies it with all weights (`SharedProduct`). Each sibling returns a view of
+the product.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from quantkit.inference.packed_linear import PackedLinear, has_kernel_on, multiply_packed, without_casts
-from quantkit.kernels import driver
 from quantkit.layouts.stacking import UNITS, cut, stack
+from quantkit.models.shared_product import SharedProduct
 
 #: Names of sibling linears that get the same input tensor; a model may lack some names of a row.
 SIBLINGS = (
@@ -32,19 +29,7 @@ SIBLINGS = (
 )
 
 
-class CachedProduct(NamedTuple):
-    """The product `y` with the tensor behind the weak reference `x`, for the parts that have not read it.
-
-    `version` is that of `x` when `y` was computed, see `_version`.
-    """
-
-    x: Callable[[], Tensor | None]
-    version: tuple[int, ...]
-    y: Tensor
-    unread: frozenset[int]
-
-
-class FusedLinear(nn.Module):
+class FusedLinear(SharedProduct, nn.Module):
     """Sibling linears whose packed weights can be stacked into one; each sibling has it as a submodule.
 
     Once `is_fused`, it owns the stacked tensors as frozen parameters under the layout's names, and `n` is the sum over
@@ -56,8 +41,7 @@ class FusedLinear(nn.Module):
         self.parts = tuple(parts)  # empty once fused; torch registers no submodules from a tuple
         self.is_fused = False
         self.bias: nn.Parameter | None = None
-        self._cached: CachedProduct | None = None
-        self._traced: tuple[Tensor, Tensor, tuple[int, ...]] | None = None
+        self.forget_products()
         for index, part in enumerate(parts):
             part.fused, part.index = self, index
 
@@ -80,6 +64,7 @@ class FusedLinear(nn.Module):
         ends = [sum(part.n for part in self.parts[: i + 1]) for i in range(len(self.parts))]
         self.starts = tuple(end - part.n for part, end in zip(self.parts, ends, strict=True))
         self.sizes = tuple((part.n, part.out_features) for part in self.parts)
+        self.readers = len(self.sizes)
         tensors = stack(self.layout, self.scheme, [part.packed() for part in self.parts])
         bias = None
         if first.bias is not None:
@@ -111,37 +96,16 @@ class FusedLinear(nn.Module):
 
     def multiply(self, x: Tensor, index: int) -> Tensor:
         """Multiply activations with one part: `[..., out_features]`, a view of the product with all parts."""
-        y = self._traced_product(x, index) if torch.compiler.is_compiling() else self._product(x, index)
+        y = self.product(x, index)
         start = self.starts[index]
         return y[..., start : start + self.sizes[index][1]]
 
-    def _product(self, x: Tensor, index: int) -> Tensor:
-        """Look up the product of all parts for this part, or compute it and cache it for the other parts."""
-        cached, version = self._cached, _version(x)
-        if cached is not None and cached.x() is x and cached.version == version and index in cached.unread:
-            unread, y, source = cached.unread - {index}, cached.y, cached.x
-        else:
-            unread, y = frozenset(range(len(self.sizes))) - {index}, multiply_packed(self, x, self.n)
-            source = weakref.ref(x, self._forget)  # an unread product is freed together with x
-        self._cached = CachedProduct(source, version, y, unread) if unread else None
-        return y
-
-    def _forget(self, dead: object) -> None:
-        if self._cached is not None and self._cached.x is dead:
-            self._cached = None
-
-    def _traced_product(self, x: Tensor, index: int) -> Tensor:
-        """Do as `_product` in code that torch.compile can trace; a traced tensor has one value and needs no version."""
-        traced = self._traced
-        if traced is not None and traced[0] is x and index in traced[2]:
-            y, unread = traced[1], tuple(i for i in traced[2] if i != index)
-        else:
-            y, unread = multiply_packed(self, x, self.n), tuple(i for i in range(len(self.sizes)) if i != index)
-        self._traced = (x, y, unread) if unread else None
-        return y
+    def multiply_all(self, x: Tensor) -> Tensor:
+        """Multiply activations with the stacked weight."""
+        return multiply_packed(self, x, self.n)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FusedLinear:
-        self._cached = self._traced = None
+        self.forget_products()
         super()._apply(without_casts(fn, self.suffixes if self.is_fused else (), self), recurse)  # type: ignore[no-untyped-call]
         return self
 
@@ -181,13 +145,3 @@ def _fusion_key(part: PackedLinear) -> tuple[object, ...]:
     """List the properties that fused linears must share."""
     bias = None if part.bias is None else (part.bias.dtype, part.bias.device)
     return part.layout, part.scheme, part.k, part.in_features, part.device, bias
-
-
-def _version(x: Tensor) -> tuple[int, ...]:
-    """Identify the values of a tensor: equal keys mean that a cached product with it is valid here and now.
-
-    The key has torch's counter of in-place writes, which inference mode does not keep. On a GPU it has the stream and
-    the CUDA graph capture too, because a captured product does not exist outside its graph.
-    """
-    version = -1 if x.is_inference() else x._version
-    return (version, *driver.stream_state(x.device)[:2]) if x.is_cuda else (version,)
