@@ -19,8 +19,7 @@ def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> d
     `inside` names the tensors of the blocks, as a model tells them. Without it, the blocks are the numbered list that
     holds most elements, of those that are not named as a tower.
     """
-    packed = {f"{module}.weight": src.true_size(module) for module in src.modules()}
-    shapes = {name: packed[name] if name in packed else src.shape(name) for name in src.logical()}
+    shapes = {name: src.true_shape(name) for name in src.logical()}
     sizes = {name: prod(shape) for name, shape in shapes.items() if len(shape) > 1}
     if inside is not None:
         return {name: size for name, size in sizes.items() if name in inside}

@@ -200,6 +200,11 @@ class Checkpoint:
         """Return the shape of a tensor, from the header."""
         return self._at(name).shape
 
+    def true_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor of `logical`, of a packed module without padding, from the headers."""
+        module = self._module_of(name)
+        return self.shape(name) if module is None else self.true_size(module)
+
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor, from the header."""
         return self._at(name).dtype

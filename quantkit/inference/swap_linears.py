@@ -30,7 +30,8 @@ from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.models.experts import unfuse_experts
 from quantkit.models.linears import is_linear, size_of
-from quantkit.models.state_names import ignored, places, require_complete, spellings
+from quantkit.models.state_names import ignored, match, places, require_complete, spellings
+from quantkit.models.stored_rows import follow_storage
 from quantkit.reporting.units import format_bytes
 
 if TYPE_CHECKING:
@@ -43,10 +44,12 @@ Linears = dict[str, PackedLinear]
 def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
     """Replace linears of a skeleton of the checkpoint's model by packed ones on the meta device.
 
-    Experts that the checkpoint stores one by one are unfused first. CheckpointError if a packed weight has no linear of
+    Experts that the checkpoint stores one by one are unfused first, and linears stacked or split as they are stored.
+    CheckpointError if a packed weight has no linear of
     its shape, if one of its tensors is missing, and if model and folder differ in their tensors or shapes.
     """
     unfuse_experts(model, src, spellings(model), slices=False)
+    stored = follow_storage(model, src, match(model, src).merged)
     place, modules = places(model), dict(model.named_modules())
     linears: Linears = {}
     for module in src.modules():
@@ -61,6 +64,8 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
             )
         linears[module] = _packed_skeleton(src, module, dense)
         setattr(model.get_submodule(owner), leaf, linears[module])
+        if path in stored:
+            stored[path].linear = linears[module]
         # A head with a packed weight of its own is no longer tied to the embeddings.
         if model.all_tied_weights_keys.pop(f"{path}.weight", None) is not None:
             model.config.tie_word_embeddings = False

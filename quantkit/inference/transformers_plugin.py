@@ -22,6 +22,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.layouts import read_config
+from quantkit.models.state_names import patterns_in_use
 
 #: The name of our quantizer in transformers, and the `quant_method` of a config that `quantkit.load` made.
 METHOD = "quantkit"
@@ -81,6 +82,7 @@ class QuantkitQuantizer(HfQuantizer):
             # The model's own code has run already, so trusting it adds no risk.
             src = Checkpoint(Path(checkpoint_files[0]).parent, trust_remote_code=True)
             self.linears = swap_linears.swap(model, src)
+            self._patterns = patterns_in_use(model, src)
         self._src, self._saved_forms = src, self._forms()
         self._dtypes = {name: parameter.dtype for name, parameter in model.named_parameters()}
         gpus: list[torch.device] = []
@@ -104,12 +106,11 @@ class QuantkitQuantizer(HfQuantizer):
             warnings.warn(line, RuntimeWarning, stacklevel=2)
 
     def update_weight_conversions(self, weight_conversions: Any, *model: Any) -> Any:
-        """Drop transformers' rules that merge what this model does not have merged, such as unfused experts."""
-        states = "\n".join(self._dtypes)
+        """Drop transformers' rules that merge or split what this model has as it is stored, such as unfused experts."""
         return [
             rule
             for rule in super().update_weight_conversions(weight_conversions, *model)  # type: ignore[no-untyped-call]
-            if not isinstance(rule, WeightConverter) or any(target in states for target in rule.target_patterns)
+            if not isinstance(rule, WeightConverter) or self._patterns.intersection(rule.source_patterns)
         ]
 
     def is_serializable(self) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, about, reason
 from quantkit.models.devices import compute_dtype, device_of
-from quantkit.models.experts import ROUTER, Expert, UnfusedExperts, find_experts, find_routers, unfuse_experts
+from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, unfuse_experts
 from quantkit.models.linears import is_linear, replace_transposed, size_of
 from quantkit.models.meta_model import (
     find_blocks,
@@ -28,12 +28,15 @@ from quantkit.models.meta_model import (
     find_towers,
     get_tensor,
     language_model,
+    lists_beside,
     put_tensor,
     skeleton,
     text_model,
 )
 from quantkit.models.passing import Form, Needed, Passed, State, Unused, pack, tensors_in, unpack
 from quantkit.models.state_names import match, spellings
+from quantkit.models.stored_rows import follow_storage
+from quantkit.models.unfused_experts import UnfusedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,6 +52,8 @@ NEVER_CALLED = ("dt_proj",)
 CROSS_ATTENTION = re.compile(r"\.(encoder_attn|crossattention|cross_attn)\.")
 #: Model types whose attention hashes tokens with random numbers.
 RANDOM = ("reformer",)
+#: The modules that hold experts for tokens of images alone.
+VISION_EXPERTS = re.compile(r"\.vision_moe\.")
 
 
 class _Stop(Exception):
@@ -104,7 +109,10 @@ class BlockRunner:
         self.dtype = compute_dtype(src.dtype_of_model, self.device)
         self.module = skeleton(src, self.dtype, trust_remote_code)
         self.sliced = unfuse_experts(self.module, src, spellings(self.module))
-        replace_transposed(self.module, match(self.module, src).stored, src)
+        matched = match(self.module, src)
+        if follow_storage(self.module, src, matched.merged):
+            matched = match(self.module, src)
+        replace_transposed(self.module, matched.stored, src)
         self._stored, self._merged, self._missing, unexpected = match(self.module, src)
         self._require_shapes()
         decoder, module = language_model(self.module)
@@ -210,6 +218,11 @@ class BlockRunner:
                 f"all): {type(self.module).__name__} cannot be run from it, use a complete checkpoint of a family in "
                 "docs/models.md"
             )
+        if beside := lists_beside(self.module, self.blocks):
+            raise CheckpointError(
+                f"{self.src.path}: a layer of {type(self.module).__name__} has parts in {beside[0]} and in "
+                f"{self.blocks[0].rpartition('.')[0]}: they cannot be run one by one, use --method rtn"
+            )
         table, head = self.text.get_input_embeddings(), self.text.get_output_embeddings()
         last = {f"{name}." for name, module in self.module.named_modules() if module is head}
         first = {f"{name}." for name, module in self.module.named_modules() if module is table}
@@ -312,9 +325,13 @@ class BlockRunner:
                 unused.remove(error.number)
         return frozenset(unused)
 
-    def is_cross_attention(self, linear: str) -> bool:
-        """Return whether a linear belongs to cross attention, which text alone never calls."""
-        return CROSS_ATTENTION.search(f".{self.paths[linear]}.") is not None
+    def why_uncalled(self, linear: str) -> str | None:
+        """Return the reason why text alone never calls a linear; None if it may."""
+        if CROSS_ATTENTION.search(f".{self.paths[linear]}."):
+            return "text alone never calls cross attention"
+        if linear in self.experts and VISION_EXPERTS.search(f".{self.experts[linear].owner}."):
+            return "text alone never calls vision experts"
+        return None
 
     def run_on_all_tokens(self, experts: Iterable[Expert]) -> None:
         """Let these experts, and no others, also run on tokens that are routed elsewhere."""

@@ -12,21 +12,25 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from quantkit.checkpoint.derived import Compute, Derived, Read
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.models.module_tree import add_module, is_free
+from quantkit.models.state_names import Rows, match, places, rows_of, select
+from quantkit.models.unfused_experts import BIAS, Fused, ParallelExperts, SharedExperts, SortedExperts, UnfusedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: The leaf of an expert's linear on the hub -> its role.
-ROLES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+ROLES = {
+    **{"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"},
+    "linear": "linear",
+}
 #: The names of expert linears whose source is a three-dimensional tensor.
-LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-BIAS = "_bias"
+LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "linear": "linear"}
 
 #: Why a matrix that chooses experts stays dense.
 ROUTER = "a router"
@@ -36,119 +40,20 @@ _ROUTER = re.compile(r"\.(\w*router\w*|gate|wg)(\.|$)")
 _PER_EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.(weight|bias)")
 
 
+#: Classes of fused experts that are called in another way -> their unfused form.
+KINDS: dict[str, type[UnfusedExperts]] = {
+    "Llama4TextExperts": SortedExperts,
+    "InklingSharedExperts": SharedExperts,
+    "JetMoeParallelExperts": ParallelExperts,
+}
+
+
 class Expert(NamedTuple):
-    """Name an expert, and the role of a linear in it: path of the unfused experts, number, `gate`, `up` or `down`."""
+    """Name an expert, and the role of a linear in it: path of the unfused experts, number, a value of ROLES."""
 
     owner: str
     number: int
     role: str
-
-
-class _Fused(NamedTuple):
-    """Describe fused experts: their number, `(n, k)` of each role, and the roles that each parameter holds.
-
-    `turned` has the parameters whose matrices are `[k, n]`. With `interleaved`, rows of gate and up take turns.
-    """
-
-    experts: int
-    sizes: dict[str, tuple[int, int]]
-    parameters: dict[str, tuple[str, ...]]
-    turned: frozenset[str]
-    interleaved: bool
-
-
-class UnfusedExperts(nn.Module):
-    """Experts that compute what the fused module computes, one expert after the other.
-
-    Each child `0`, `1`, ... holds an expert's linears under their `leaves` (role -> name). Everything else of the fused
-    module stays: its activation, limits, norms. Experts in `on_all_tokens` are also run on tokens that are routed
-    elsewhere, whose result is dropped: calibration watches their input. The arguments of the call are those of
-    transformers' `use_experts_implementation`.
-    """
-
-    def __init__(self, module: nn.Module, fused: _Fused, leaves: dict[str, str]) -> None:
-        super().__init__()
-        for key, value in vars(module).items():
-            if key not in vars(self):
-                self.__dict__[key] = value
-        held = {parameter.partition(".")[0] for parameter in fused.parameters}
-        self._modules.update({key: child for key, child in module._modules.items() if key not in held})
-        self._buffers.update(module._buffers)
-        self._parameters.update({k: v for k, v in module._parameters.items() if k.removesuffix(BIAS) not in held})
-        self.count, self.leaves = fused.experts, leaves
-        self.on_all_tokens: frozenset[int] = frozenset()
-        self._interleaved = fused.interleaved
-        self._gate_of: Callable[[Any, Tensor], Tensor] | None = getattr(type(module), "_apply_gate", None)
-        inner = module.get_submodule("mlp") if "mlp" in held else module
-        self._act: Callable[[Tensor], Tensor]
-        # Past nn.Module, which would register an activation a second time.
-        self.__dict__["_act"] = getattr(inner, "act_fn", None) or getattr(inner, "activation_fn", None)
-        bias = any(parameter.endswith(BIAS) for parameter in module._parameters)
-        dtype = next(module.parameters()).dtype
-        for number in range(fused.experts):
-            expert = nn.Module()
-            for role, leaf in leaves.items():
-                n, k = fused.sizes[role]
-                expert.add_module(leaf, nn.Linear(k, n, bias, device="meta", dtype=dtype))
-            self.add_module(str(number), expert)
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """Return the weighted sum of the chosen experts' outputs, for each token.
-
-        hidden_states `[..., h]`; top_k_index int64 and top_k_weights `[tokens, top_k]`. An index past the last expert
-        adds nothing, or the token itself in a model with identity experts.
-        """
-        flat = hidden_states.reshape(-1, hidden_states.shape[-1])
-        out = flat.new_zeros(*top_k_index.shape, flat.shape[-1])
-        slots = out.view(-1, flat.shape[-1])
-        order = top_k_index.flatten().argsort(stable=True)
-        chosen = torch.bincount(top_k_index.flatten(), minlength=self.count + 1).tolist()
-        start = 0
-        for number, tokens in enumerate(chosen):
-            slot = order[start : start + tokens]
-            token = slot // top_k_index.shape[1]
-            start += tokens
-            if number >= self.count:
-                if tokens and hasattr(self, "identity_expert"):
-                    slots[slot] = flat[token]
-            elif number in self.on_all_tokens:
-                slots[slot] = self._expert(number, flat)[token]
-            elif tokens:
-                slots[slot] = self._expert(number, flat[token])
-        return (out * top_k_weights[..., None]).sum(1).to(flat.dtype).view(hidden_states.shape)
-
-    def _expert(self, number: int, x: Tensor) -> Tensor:
-        expert = self.get_submodule(str(number))
-        linear = {role: expert.get_submodule(leaf) for role, leaf in self.leaves.items()}
-        if "gate" in linear:  # noqa: SIM108 - two calls of linears, in the order of their names
-            inner = self._activated(linear["gate"](x), linear["up"](x))
-        else:
-            inner = self._act(linear["up"](x))
-        out: Tensor = linear["down"](inner)
-        return self.get_submodule("post_expert_norm")(out) if getattr(self, "has_post_expert_norm", False) else out
-
-    def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self._gate_of is None:
-            return self._act(gate) * up
-        both = torch.stack((gate, up), -1).flatten(-2) if self._interleaved else torch.cat((gate, up), -1)
-        return self._gate_of(self, both)
-
-
-class _SortedExperts(UnfusedExperts):
-    """Experts whose input is sorted by expert, as in Llama 4: each takes an equal share of the rows.
-
-    Rows of tokens that are routed elsewhere are zero, and stay so.
-    """
-
-    def forward(self, hidden_states: Tensor) -> Tensor:  # type: ignore[override]
-        """Return the output of each row by its expert; hidden_states `[experts * tokens, h]`."""
-        parts = hidden_states.view(self.count, -1, hidden_states.shape[-1])
-        out = torch.zeros_like(parts)
-        for number, part in enumerate(parts):
-            routed = part.any(-1)
-            if routed.any():
-                out[number, routed] = self._expert(number, part[routed])
-        return out.view(hidden_states.shape)
 
 
 def unfuse_experts(
@@ -164,42 +69,114 @@ def unfuse_experts(
     sliced: list[str] = []
     if not fused:
         return sliced
+    single, whole = _stored(src, spell, fused)
+    homes = _homes(model, fused, single, whole)
+    converted: dict[str, dict[str, tuple[Rows, ...]]] | None = None
+    for path, found in fused.items():
+        module = model.get_submodule(path)
+        if path in homes:
+            home = homes[path]
+            leaves = _leaves(src, home, single[home[0]], found)
+        elif slices:
+            parts = whole.get(path, {})
+            if not found.parameters.keys() <= parts.keys():
+                converted = _converted(model, src, fused) if converted is None else converted
+                parts = {**converted.get(path, {}), **parts}
+            prefixes = {_prefix(each.name, parameter, path) for parameter, rows in parts.items() for each in rows}
+            if not found.parameters.keys() <= parts.keys() or len(prefixes) > 1:
+                continue
+            (prefix,), leaves = prefixes, {role: LEAVES[role] for role in found.sizes}
+            ending = f".0.{next(iter(leaves.values()))}.weight"
+            spelled = [state.removesuffix(ending) for state in spell(f"{prefix}{ending}")]
+            home = (path if path in spelled else spelled[0], 0)
+            if home[0] != path and not is_free(model, home[0]):
+                continue
+            _slice(src, module, parts, found, prefix)
+            sliced += dict.fromkeys(each.name for rows in parts.values() for each in rows)
+        else:
+            continue
+        owner, _, leaf = path.rpartition(".")
+        unfused = KINDS.get(type(module).__name__, UnfusedExperts)(module, found, leaves, home)
+        holder = model.get_submodule(owner)
+        setattr(holder, leaf, unfused)
+        for place, expert in zip(unfused.paths(), unfused.singles, strict=True):
+            add_module(model, place, expert)
+        holder._is_hf_initialized = True  # type: ignore[assignment] # transformers would fill the fused parameters
+    return sliced
+
+
+def _stored(
+    src: Checkpoint, spell: Callable[[str], Iterator[str]], fused: dict[str, Fused]
+) -> tuple[dict[str, dict[tuple[int, str], str]], dict[str, dict[str, tuple[Rows, ...]]]]:
+    """Return the stored names of single experts' linears by their path, and the rows of fused parameters by theirs."""
     single: dict[str, dict[tuple[int, str], str]] = {}
-    whole: dict[str, dict[str, str]] = {}
+    whole: dict[str, dict[str, tuple[Rows, ...]]] = {}
     for name in src.logical():
-        for state in spell(name):
+        for number, state in enumerate(spell(name)):
             matched = _PER_EXPERT.fullmatch(state)
-            if matched and matched[1] in fused and matched[3] in ROLES:
+            if matched and matched[3] in ROLES and (matched[1] in fused or number == 0):
                 single.setdefault(matched[1], {})[int(matched[2]), f"{matched[3]}.{matched[4]}"] = name
             for path in {state.rpartition(".")[0], state.rpartition(".")[0].rpartition(".")[0]} & fused.keys():
                 parameter = state.removeprefix(f"{path}.")
                 if parameter.removesuffix(BIAS) in fused[path].parameters:
-                    whole.setdefault(path, {})[parameter] = name
-    for path, found in fused.items():
-        module = model.get_submodule(path)
-        if path in single:
-            leaves = _leaves(src, path, single[path], found)
-        elif slices and found.parameters.keys() <= whole.get(path, {}).keys():
-            leaves = {role: LEAVES[role] for role in found.sizes}
-            _slice(src, module, whole[path], found, path)
-            sliced += whole[path].values()
-        else:
-            continue
-        owner, _, leaf = path.rpartition(".")
-        kind = _SortedExperts if _is_sorted(module) else UnfusedExperts
-        holder = model.get_submodule(owner)
-        setattr(holder, leaf, kind(module, found, leaves))
-        holder._is_hf_initialized = True  # type: ignore[assignment] # transformers would fill the fused parameters
-    return sliced
+                    last = max(rows.stop for rows in fused[path].rows(parameter).values())
+                    whole.setdefault(path, {})[parameter] = (Rows(name, slice(0, last, 1)),)
+    return single, whole
+
+
+def _homes(
+    model: PreTrainedModel,
+    fused: dict[str, Fused],
+    single: dict[str, dict[tuple[int, str], str]],
+    whole: dict[str, dict[str, tuple[Rows, ...]]],
+) -> dict[str, tuple[str, int]]:
+    """Return path of fused experts -> path and first number of the experts that are stored one by one.
+
+    They may have a path of their own, as in Step 3.7, which may serve two lists of experts, as in Ernie 4.5 VL.
+    """
+    homes = {path: (path, 0) for path in fused if path in single}
+    others = {home: list(found) for home, found in single.items() if home not in fused and is_free(model, home)}
+    place = places(model) if others else None
+    for home, found in others.items():
+        assert place is not None
+        states, merged = place(single[home][found[0]])
+        served = [path for path in (state.rpartition(".")[0] for state in states) if merged and path in fused]
+        block = re.match(r".+?\.\d+\.", home)
+        if not served and block:
+            served = [path for path in fused if path.startswith(block[0]) and path not in whole]
+        served = [path for path in served if path not in homes]
+        if len({number for number, _ in found}) == sum(fused[path].experts for path in served):
+            first = 0
+            for path in served:
+                homes[path] = (home, first)
+                first += fused[path].experts
+    return homes
+
+
+def _converted(
+    model: PreTrainedModel, src: Checkpoint, fused: dict[str, Fused]
+) -> dict[str, dict[str, tuple[Rows, ...]]]:
+    """Return path -> parameter -> stored rows, of fused parameters that are rows of stored tensors."""
+    parameters = {f"{path}.{name}": (path, name) for path, found in fused.items() for name in found.parameters}
+    converted: dict[str, dict[str, tuple[Rows, ...]]] = {}
+    for merged in match(model, src).merged:
+        if not parameters.keys().isdisjoint(merged.states):
+            for state, rows in (rows_of(merged, src.true_shape) or {}).items():
+                path, parameter = parameters.get(state, ("", ""))
+                if not path or parameter in fused[path].turned:
+                    continue
+                if None not in [select(rows, asked) for asked in fused[path].rows(parameter).values()]:
+                    converted.setdefault(path, {})[parameter] = rows
+    return converted
 
 
 def find_experts(model: nn.Module) -> dict[str, Expert]:
     """Return the path of every linear in unfused experts -> its expert and role."""
     return {
-        f"{path}.{number}.{leaf}": Expert(path, number, role)
+        f"{place}.{leaf}": Expert(path, number, role)
         for path, module in model.named_modules()
         if isinstance(module, UnfusedExperts)
-        for number in range(module.count)
+        for number, place in enumerate(module.paths())
         for role, leaf in module.leaves.items()
     }
 
@@ -218,22 +195,28 @@ def find_routers(model: nn.Module) -> set[str]:
     return found
 
 
-def _fused(module: nn.Module) -> _Fused | None:
+def _fused(module: nn.Module) -> Fused | None:
     """Describe fused experts that can be computed one by one; None for any other module.
 
-    They follow `use_experts_implementation`, or are those of LongCat, Llama 4 or DBRX, which have parameters alike.
+    They follow `use_experts_implementation`, or are those of LongCat, Llama 4, DBRX, Inkling, JetMoE or Step 3.7.
     """
-    if type(module).__name__ == "DbrxExperts":
+    kind = type(module).__name__
+    if kind == "DbrxExperts":
         inner: Any = module.get_submodule("mlp")
         count, i, h = inner.moe_num_experts, inner.ffn_hidden_size, inner.hidden_size
         sizes = {"gate": (i, h), "up": (i, h), "down": (h, i)}
         parameters: dict[str, tuple[str, ...]] = {"mlp.w1": ("gate",), "mlp.v1": ("up",), "mlp.w2": ("down",)}
-        return _Fused(count, sizes, parameters, frozenset({"mlp.w2"}), False)
+        return Fused(count, sizes, parameters, frozenset({"mlp.w2"}), False)
+    if kind in ("InklingSharedExperts", "JetMoeParallelExperts"):
+        parameters = {name: (ROLES.get(name, "linear"),) for name in module._parameters}
+        shapes = {roles[0]: module.get_parameter(name).shape for name, roles in parameters.items()}
+        sizes = {role: (shape[1], shape[2]) for role, shape in shapes.items()}
+        return Fused(next(iter(shapes.values()))[0], sizes, parameters, frozenset(), False)
     gated = bool(getattr(module, "has_gate", True))
-    known = hasattr(module, "has_gate") or hasattr(module, "identity_expert") or _is_sorted(module)
+    known = hasattr(module, "has_gate") or hasattr(module, "identity_expert") or kind == "Step3p7Experts"
     first = "gate_up_proj" if gated else "up_proj"
     up, down = module._parameters.get(first), module._parameters.get("down_proj")
-    if not known or down is None or up is None or down.ndim != 3 or up.ndim != 3:
+    if not (known or _is_sorted(module)) or down is None or up is None or down.ndim != 3 or up.ndim != 3:
         return None
     roles: tuple[str, ...] = ("gate", "up") if gated else ("up",)
     parameters = {first: roles, "down_proj": ("down",)}
@@ -241,18 +224,19 @@ def _fused(module: nn.Module) -> _Fused | None:
     count, h, i = down.transpose(1, 2).shape if turned else down.shape
     sizes = {**{role: (i, h) for role in roles}, "down": (h, i)}
     interleaved = not getattr(module, "is_concatenated", True)
-    return _Fused(count, sizes, parameters, frozenset(parameters if turned else ()), interleaved)
+    return Fused(count, sizes, parameters, frozenset(parameters if turned else ()), interleaved)
 
 
 def _is_sorted(module: nn.Module) -> bool:
-    return type(module).__name__ == "Llama4TextExperts"
+    return KINDS.get(type(module).__name__) is SortedExperts
 
 
-def _leaves(src: Checkpoint, path: str, found: dict[tuple[int, str], str], fused: _Fused) -> dict[str, str]:
+def _leaves(src: Checkpoint, home: tuple[str, int], found: dict[tuple[int, str], str], fused: Fused) -> dict[str, str]:
     """Return role -> leaf of experts that are stored one by one; CheckpointError if one is missing."""
     leaves = {ROLES[leaf.partition(".")[0]]: leaf.partition(".")[0] for _, leaf in found}
+    path, first = home
     for role in fused.sizes:
-        for number in range(fused.experts):
+        for number in range(first, first + fused.experts):
             if role not in leaves or (number, f"{leaves[role]}.weight") not in found:
                 wanted = f"{path}.{number}.{leaves.get(role, LEAVES[role])}.weight"
                 raise CheckpointError(
@@ -262,29 +246,33 @@ def _leaves(src: Checkpoint, path: str, found: dict[tuple[int, str], str], fused
     return {role: leaves[role] for role in fused.sizes}
 
 
-def _slice(src: Checkpoint, module: nn.Module, stored: dict[str, str], fused: _Fused, path: str) -> None:
-    """Present parts of tensors of all experts as the weights and biases of single experts."""
+def _slice(src: Checkpoint, module: nn.Module, stored: dict[str, tuple[Rows, ...]], fused: Fused, prefix: str) -> None:
+    """Present parts of tensors of all experts as the weights and biases of single experts below `prefix`."""
     derived: dict[str, Derived] = {}
-    for parameter, name in stored.items():
-        shape, expected = src.shape(name), tuple(module.get_parameter(parameter).shape)
-        swapped = len(shape) == 3 and shape != expected and (shape[0], shape[2], shape[1]) == expected
-        if shape != expected and not swapped:
-            raise CheckpointError(f"{name}: is {list(shape)} in the checkpoint, config.json asks for {list(expected)}")
+    for parameter, parts in stored.items():
+        expected, turned = tuple(module.get_parameter(parameter).shape), set[str]()
         weight = parameter.removesuffix(BIAS)
-        turned = weight == parameter and (weight in fused.turned) != swapped
-        each = shape[0] // fused.experts  # rows of an expert where the first dimension is not the expert's
-        roles = fused.parameters[weight]
+        for name in dict.fromkeys(each.name for each in parts):
+            shape = src.shape(name)
+            need = expected if len({each.name for each in parts}) == 1 else (expected[0], shape[1], *expected[2:])
+            swapped = len(shape) == 3 and shape != need and (shape[0], shape[2], shape[1]) == need
+            if shape != need and not swapped:
+                raise CheckpointError(f"{name}: is {list(shape)} in the checkpoint, config.json asks for {list(need)}")
+            if weight == parameter and (weight in fused.turned) != swapped:
+                turned.add(name)
+        chosen = {role: select(parts, rows) for role, rows in fused.rows(parameter).items()}
         for number in range(fused.experts):
-            whole = number if each == 1 else slice(number * each, (number + 1) * each)
-            for at, role in enumerate(roles):
+            for role, rows in chosen.items():
+                assert rows is not None
                 n, k = fused.sizes[role]
-                rows = slice(at, None, len(roles)) if fused.interleaved else slice(at * n, (at + 1) * n)
-                single = f"{_prefix(name, parameter, path)}.{number}.{LEAVES[role]}"
-                if weight == parameter:
-                    found = Derived((n, k), src.dtype(name), (name,), _part(name, whole, rows, turned))
-                    derived[f"{single}.weight"] = found
-                else:
-                    derived[f"{single}.bias"] = Derived((n,), src.dtype(name), (name,), _part(name, whole, rows, False))
+                each = (
+                    src.shape(rows.name)[0] // fused.experts
+                )  # rows of an expert where they follow each other in rows
+                whole = number if each == 1 else slice(number * each, (number + 1) * each)
+                kind, size = ("weight", (n, k)) if weight == parameter else ("bias", (n,))
+                part = _part(rows.name, whole, rows.rows, rows.name in turned)
+                found = Derived(size, src.dtype(rows.name), (rows.name,), part)
+                derived[f"{prefix}.{number}.{LEAVES[role]}.{kind}"] = found
     src.derive(derived)
 
 

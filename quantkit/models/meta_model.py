@@ -193,6 +193,24 @@ def find_blocks(module: nn.Module) -> list[str]:
     return best
 
 
+def lists_beside(module: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """Return the lists of as many modules with linears beside the list of blocks, if both hold parts of layers.
+
+    XLM keeps attention and feed-forward of its layers in two lists, and adds and normalizes between them.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    own = blocks[0].rpartition(".")[0]
+    owner = own.rpartition(".")[0]
+    return [
+        f"{owner}.{name}" if owner else name
+        for name, found in module.get_submodule(owner).named_children()
+        if isinstance(found, nn.ModuleList) and len(found) == len(blocks) and name != own.rpartition(".")[2]
+        if any(is_linear(inner) for inner in found.modules())
+        if not any(isinstance(part, GradientCheckpointingLayer) for part in found)  # a whole layer
+    ]
+
+
 def find_linears(module: PreTrainedModel, stored: dict[str, str]) -> tuple[dict[str, str], set[str], list[str]]:
     """Return stored name -> module path of every linear, the tied ones, and notices of matrices that stay dense.
 

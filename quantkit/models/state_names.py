@@ -7,14 +7,17 @@ base model's prefix, and which stored tensors it merges or splits. Its own rules
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.models.unfused_experts import UnfusedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -26,12 +29,21 @@ Places = Callable[[str], tuple[tuple[str, ...], bool]]
 class Merged(NamedTuple):
     """Hold states that transformers computes from stored tensors, such as one convolution from three.
 
-    `convert` takes the tensors of `names`, in their order, and returns them by state.
+    `convert` takes the tensors of `names`, in their order, and returns them by state. `patterns` tell transformers'
+    rule from others.
     """
 
     states: tuple[str, ...]
     names: tuple[str, ...]
     convert: Callable[[Sequence[Tensor]], dict[str, Tensor]]
+    patterns: tuple[str, ...]
+
+
+class Rows(NamedTuple):
+    """Name some rows of a stored tensor; of a tensor of all experts, the same rows of each."""
+
+    name: str
+    rows: slice
 
 
 class Match(NamedTuple):
@@ -100,6 +112,12 @@ def spellings(module: PreTrainedModel) -> Callable[[str], Iterator[str]]:
     return of
 
 
+def renamed(module: PreTrainedModel) -> Callable[[str], str]:
+    """Return a function from a stored name to its state in `module` if nothing is merged or split."""
+    rules = _Rules(module)
+    return lambda name: rules.state_of(name, [])[0]
+
+
 def match(module: PreTrainedModel, src: Checkpoint) -> Match:
     """Match the states of a model with the tensors of a checkpoint."""
     rules, is_ignored = _Rules(module), ignored(module)
@@ -139,19 +157,104 @@ def _merged(rules: _Rules, state: str, by_pattern: dict[str, list[str]]) -> Merg
         return {each: value[0] if isinstance(value, list) else value for each, value in made.items()}
 
     targets = (state, *(state.replace(first, other) for other in others))
-    return Merged(targets, tuple(name for _, name in names), convert)
+    return Merged(targets, tuple(name for _, name in names), convert, tuple(converter.source_patterns))
+
+
+def rows_of(merged: Merged, shape: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[Rows, ...]] | None:
+    """Return the stored rows of which each state consists, in order; None if states are no such slices.
+
+    It is seen on an example: tensors of two columns that hold their own positions. `shape` gives stored shapes: `[n]`,
+    `[n, k]` or `[experts, n, k]`. Every stored row is in one state, once.
+    """
+    shapes = [shape(name) for name in merged.names]
+    axes, experts = len(shapes[0]), shapes[0][0] if len(shapes[0]) == 3 else 1
+    if len({(len(each), *each[:-2]) for each in shapes}) > 1 or not 1 <= axes <= 3:
+        return None
+    heights = [each[1] if axes == 3 else each[0] for each in shapes]
+    positions = torch.arange(experts * sum(heights) * 2).view(experts, sum(heights), 2)
+    try:
+        made = merged.convert([_form(part, axes) for part in positions.split(heights, 1)])
+    except Exception:  # it needs more than the example has
+        return None
+    found: dict[str, tuple[Rows, ...]] = {}
+    seen: list[Tensor] = []
+    for state in merged.states:
+        position = made.get(state)
+        if position is None or position.ndim != axes:
+            return None
+        first = (position if axes == 1 else position.reshape(-1, *position.shape[-2:])[0, :, 0]) // 2
+        inside = len(first) and 0 <= int(first.min()) <= int(first.max()) < sum(heights)
+        slices = _slices(first, merged.names, heights) if inside else None
+        if slices is None or not torch.equal(position, _form(positions[:, first], axes)):
+            return None
+        found[state] = slices
+        seen.append(first)
+    return found if torch.equal(torch.cat(seen).sort().values, torch.arange(sum(heights))) else None
+
+
+def _form(positions: Tensor, axes: int) -> Tensor:
+    """Return positions `[experts, n, 2]` as a vector, a matrix or as they are."""
+    return (positions[0, :, 0], positions[0], positions)[axes - 1]
+
+
+def _slices(rows: Tensor, names: Sequence[str], heights: Sequence[int]) -> tuple[Rows, ...] | None:
+    """Return row numbers, int64 `[n]`, of tensors as slices that follow each other; None if a slice runs backwards."""
+    ends = torch.tensor(heights).cumsum(0)
+    sources, counts = torch.bucketize(rows, ends, right=True).unique_consecutive(return_counts=True)
+    found = []
+    for source, part in zip(sources.tolist(), rows.split(counts.tolist()), strict=True):
+        numbers = part - (ends[source] - heights[source])
+        while len(numbers):
+            step = int(numbers[1] - numbers[0]) if len(numbers) > 1 else 1
+            line = numbers[0] + step * torch.arange(len(numbers))
+            length = int((numbers == line).long().cumprod(0).sum())
+            if step < 1:
+                return None
+            start = int(numbers[0])
+            found.append(Rows(names[source], slice(start, start + step * length, step)))
+            numbers = numbers[length:]
+    return tuple(found)
+
+
+def select(parts: Sequence[Rows], rows: slice) -> Rows | None:
+    """Return some rows of parts that follow each other; None if they are no slice of one tensor."""
+    numbers = [(name, number) for name, part in parts for number in range(part.start, part.stop, part.step)][rows]
+    (name, start), step = numbers[0], numbers[1][1] - numbers[0][1] if len(numbers) > 1 else 1
+    stop = start + step * len(numbers)
+    whole = step > 0 and numbers == [(name, number) for number in range(start, stop, step)]
+    return Rows(name, slice(start, stop, step)) if whole else None
+
+
+def patterns_in_use(module: PreTrainedModel, src: Checkpoint) -> set[str]:
+    """Return the patterns of transformers' rules by which tensors of a checkpoint are merged or split in a model."""
+    rules = _Rules(module)
+    found = {rules.state_of(name, rules.converters)[1] for name in src.names()}
+    return {pattern for pattern in found if pattern is not None}
 
 
 def require_complete(
     module: PreTrainedModel, src: Checkpoint, missing: Sequence[str], unexpected: Sequence[str]
 ) -> None:
     """Raise CheckpointError, naming the first, for states without a stored tensor or stored tensors without a state."""
-    for names, rule in ((missing, "is missing from the checkpoint"), (unexpected, "is not part of the model")):
+    extra = _without_unread_experts(module, unexpected) if unexpected else unexpected
+    for names, rule in ((missing, "is missing from the checkpoint"), (extra, "is not part of the model")):
         if names:
             raise CheckpointError(
                 f"{src.path}: {names[0]} {rule} ({len(names)} in all): the folder is not a complete "
                 f"{type(module).__name__}, download or quantize it again"
             )
+
+
+def _without_unread_experts(module: PreTrainedModel, names: Sequence[str]) -> list[str]:
+    """Return stored names without those of experts that hand on the token itself, whose weights no model reads."""
+    counts = {
+        path: found.count
+        for path, found in module.named_modules()
+        if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
+    }
+    path_of = renamed(module)
+    numbered = {name: re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", path_of(name)) for name in names}
+    return [name for name, found in numbered.items() if not found or int(found[2]) < counts.get(found[1], math.inf)]
 
 
 def ignored(module: PreTrainedModel) -> Callable[[str], bool]:

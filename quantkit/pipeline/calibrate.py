@@ -314,13 +314,14 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     if run.recipe.calibration.moe == "all":
         model.run_on_all_tokens(model.experts[name] for name in goals if name in model.experts)
     with run.clock.phase("forward"):
-        reached = [name for name in goals if not model.is_cross_attention(name)]
+        uncalled = {name: why for name in goals if (why := model.why_uncalled(name)) is not None}
+        reached = [name for name in goals if name not in uncalled]
         groups = find_groups(run, block, reached) if reached else []
     solved: dict[str, Item] = {}
-    for name in [name for name in goals if name not in reached]:
+    for name, why in uncalled.items():
         with run.clock.phase("solve"):
             weight = run.src.get(f"{name}.weight").to(model.device)
-            item = solve_uncalibrated(name, weight, goals[name], run.recipe, "text alone never calls cross attention")
+            item = solve_uncalibrated(name, weight, goals[name], run.recipe, why)
         assert not isinstance(item.value, Packed)
         _put_back(model, name, item.value)
         solved[item.name] = item

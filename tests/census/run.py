@@ -56,10 +56,21 @@ SCHEMES = {
     **dict.fromkeys(("marlin24", "marlin24-ct"), Scheme(FORMATS["int4"], 128, sparsity="2:4")),
 }
 BLOCK = re.compile(r"(^|\.)(layers|layer|h|blocks|block|layers_block|block_list|decoder_layers)\.\d+\.")
+#: family -> its blocks, where they have other names
+BLOCKS = {"xlm": re.compile(r"\.(attentions|ffns)\.\d+\.")}
 #: family -> blocks of its towers whose names do not say so
 TOWERS = {"cosmos3_omni": re.compile(r"^blocks\."), "deepseek_ocr2": re.compile(r"qwen2_model")}
+#: family -> matrices of its blocks that do not count for the share
+UNCOUNTED = {
+    # the router: three layers as wide as the model, which choose the experts
+    "zaya": re.compile(r"\.mlp\.gate\."),
+    # a block-diagonal linear, as each group of rows has an input of its own: no layout's product computes it
+    "deepseek_v4": re.compile(r"\.attn\.wo_a\."),
+    # transformers writes weights of experts that hand on the token itself, and reads them nowhere
+    "longcat_flash": re.compile(r"\.mlp\.experts\.[45]\."),
+}
 #: what tells an expert's tensor from the same one of the others
-EXPERT = re.compile(r"(?<=experts)\.\d+\.")
+EXPERT = re.compile(r"((?<=experts)|(?<=put_linear))\.\d+\.")
 #: matrices with less rows or columns do not count for the share
 SMALL = 64
 TOWER = re.compile(
@@ -193,7 +204,7 @@ def fuse(source: Tensor, name: str, tensors: dict[str, Tensor]) -> Tensor:
     """Return the experts' decoded `tensors` in the shape of `source`, the stored tensor `name` of all experts.
 
     Which projections it holds, and in which order, is not asked but found: the arrangement nearest to the source is
-    taken. ValueError if none is as near as rounding to four bits leaves it.
+    taken. ValueError if none is as near as GPTQ to four bits leaves it; a wrong one is farther away than zeros.
     """
     block = (BLOCK.match(name) or BLOCK.search(name) or [""])[0]
     start = name[: name.index(block) + len(block)]
@@ -206,7 +217,7 @@ def fuse(source: Tensor, name: str, tensors: dict[str, Tensor]) -> Tensor:
     turned = [x.transpose(1, 2) for x in (*stacks, *both) if x.ndim == 3]
     shaped = [x.reshape(source.shape) for x in (*stacks, *both, *turned) if x.numel() == source.numel()]
     best = _nearest(source, [*shaped, source * 0])
-    if (best - source).norm() > 0.3 * source.norm():
+    if (best - source).norm() > 0.5 * source.norm():
         raise ValueError(f"{name}: no arrangement of the experts in the output is near the source")
     return best.contiguous()
 
@@ -248,8 +259,9 @@ def _share(out: Path) -> dict[str, Any]:
 
 
 def _in_decoder(name: str, src: Checkpoint) -> bool:
-    tower = TOWERS.get(str(src.config.get("model_type")), TOWER)
-    if not BLOCK.search(name) or TOWER.search(name) or tower.search(name):
+    family = str(src.config.get("model_type"))
+    others = (TOWER, TOWERS.get(family, TOWER), UNCOUNTED.get(family, TOWER))
+    if not BLOCKS.get(family, BLOCK).search(name) or any(pattern.search(name) for pattern in others):
         return False
     encoders = any(re.search(r"(^|\.)decoder\.(layers|block)\.", other) for other in src.names())
     return not (encoders and re.search(r"(^|\.|_)encoder\.", name))

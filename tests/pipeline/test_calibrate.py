@@ -474,6 +474,14 @@ def test_cross_attention_is_rounded_and_the_report_says_why(folders: dict[str, P
     assert {facts[name]["method"] for name in facts.keys() - cross} == {"gptq"}
 
 
+def test_experts_for_images_are_rounded_and_the_report_says_why(tmp_path: Path) -> None:
+    source = families.write("ernie4_5_vl_moe", tmp_path / "model")
+    items, _ = quantized(source, from_mapping(COARSE), tmp_path)
+    reasons = {name: item.facts["reason"] for name, item in items.items() if item.facts and "reason" in item.facts}
+    assert set(reasons.values()) == {"text alone never calls vision experts"}
+    assert sorted({int(name.split(".")[5]) for name in reasons}) == [4, 5, 6, 7] and len(reasons) == 12
+
+
 @pytest.mark.parametrize("moe", ["routed", "all"])
 def test_the_number_of_passes_over_experts_changes_no_byte(
     moe: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,137 @@
+"""Linears as the checkpoint stores them, where transformers splits or stacks their rows on loading.
+
+Queries, keys and values may be one stored matrix and three linears in memory, or gate and up two stored matrices and
+one linear. `follow_storage` puts a linear for each stored matrix into the model. The model's own linears return its
+rows. So a matrix is quantized, packed and loaded under its stored name, which is the name that engines know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.models.linears import is_linear, is_transposed, size_of
+from quantkit.models.meta_model import language_model
+from quantkit.models.module_tree import add_module, is_free
+from quantkit.models.shared_product import SharedProduct
+from quantkit.models.state_names import Merged, Rows, renamed, rows_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class StoredLinear(SharedProduct):
+    """Hold the linear of a stored matrix, whose product serves all its `readers`; `linear` may be replaced."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        self.linear, self.readers = linear, 0
+        self.forget_products()
+
+    def multiply_all(self, x: Tensor) -> Tensor:
+        """Call the linear."""
+        y: Tensor = self.linear(x)
+        return y
+
+
+class LinearRows(nn.Module):
+    """A linear without a weight of its own: rows of stored ones, in the order of `parts`."""
+
+    def __init__(self, parts: Sequence[tuple[StoredLinear, slice]]) -> None:
+        super().__init__()
+        numbered = []
+        for stored, rows in parts:
+            numbered.append((stored, stored.readers, rows))
+            stored.readers += 1
+        self.parts = tuple(numbered)  # torch registers no submodules from a tuple: the weights have one name
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply activations `[..., k]` with the rows: `[..., n]`."""
+        found = [stored.product(x, index)[..., rows] for stored, index, rows in self.parts]
+        return found[0] if len(found) == 1 else torch.cat(found, -1)
+
+
+class _Place(NamedTuple):
+    """Describe the linears of a rule at one place: stored name -> path, and path of the model's linear -> its rows."""
+
+    stored: dict[str, str]
+    made: dict[str, tuple[Rows, ...]]
+
+
+def follow_storage(model: PreTrainedModel, src: Checkpoint, merged: Sequence[Merged]) -> dict[str, StoredLinear]:
+    """Replace linears that transformers makes of rows of stored matrices; return path -> new linear in the model.
+
+    `merged` is that of the model's `match` with `src`. A rule of transformers is followed wherever it applies, or
+    nowhere. It must have a linear in the language model. Biases must be split or stacked as their weights.
+    """
+    decoder, _ = language_model(model)
+    found: dict[str, StoredLinear] = {}
+    for patterns in dict.fromkeys(each.patterns for each in merged):
+        uses = [each for each in merged if each.patterns == patterns]
+        places = _places(model, src, uses)
+        if any(path.startswith(decoder) for place in places for path in place.made):
+            for place in places:
+                found |= _replace(model, src, place)
+    return found
+
+
+def _places(model: PreTrainedModel, src: Checkpoint, uses: Sequence[Merged]) -> list[_Place]:
+    """Return the places where a rule splits or stacks linears; none if it does something else anywhere."""
+    places: list[_Place] = []
+    rows: dict[str, tuple[Rows, ...]] = {}
+    for use in uses:
+        found = rows_of(use, src.true_shape) if _are_linears(model, use.states) else None
+        if found is None:
+            return []
+        rows |= found
+    path_of = renamed(model)
+    biases = {state: tuple(each.rows for each in found) for state, found in rows.items() if state.endswith(".bias")}
+    for use in uses:
+        if use.states[0].endswith(".bias"):
+            continue
+        linears = [model.get_submodule(_owner(state)) for state in use.states]
+        for state, linear in zip(use.states, linears, strict=True):
+            bias = biases.pop(f"{_owner(state)}.bias", None)
+            if (bias is None) != (linear.bias is None) or bias not in (None, tuple(each.rows for each in rows[state])):
+                return []
+        stored = {name: _owner(path_of(name)) for name in use.names}
+        same = len({(linear.bias is None, size_of(linear)[1]) for linear in linears}) == 1
+        if not same or not all(name.endswith(".weight") and is_free(model, path) for name, path in stored.items()):
+            return []
+        places.append(_Place(stored, {_owner(state): rows[state] for state in use.states}))
+    return places if not biases else []
+
+
+def _replace(model: PreTrainedModel, src: Checkpoint, place: _Place) -> dict[str, StoredLinear]:
+    like = model.get_submodule(next(iter(place.made)))
+    weight, has_bias = like.get_parameter("weight"), like.bias is not None
+    held: dict[str, StoredLinear] = {}
+    for name, path in place.stored.items():
+        n, k = src.true_shape(name)[0], weight.shape[1]
+        linear = nn.Linear(k, n, has_bias, device=weight.device, dtype=weight.dtype)
+        add_module(model, path, linear)
+        held[name] = StoredLinear(linear)
+    for path, rows in place.made.items():
+        module = LinearRows([(held[each.name], each.rows) for each in rows])
+        setattr(model.get_submodule(_owner(path)), path.rpartition(".")[2], module)
+    return {place.stored[name]: stored for name, stored in held.items()}
+
+
+def _owner(name: str) -> str:
+    return name.rpartition(".")[0]
+
+
+def _are_linears(model: PreTrainedModel, states: Sequence[str]) -> bool:
+    """Return whether states are weights or biases of linears `[n, k]` that share them with no other module."""
+    tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
+    for state in states:
+        try:
+            module = model.get_submodule(_owner(state))
+        except AttributeError:  # a rule may name more than this model has
+            return False
+        if not is_linear(module) or is_transposed(module) or state in tied:
+            return False
+    return True
