@@ -26,6 +26,7 @@ from quantkit.models.meta_model import (
     find_blocks,
     find_linears,
     find_towers,
+    float32_states,
     get_tensor,
     language_model,
     lists_beside,
@@ -108,6 +109,7 @@ class BlockRunner:
         self.device_name = "cpu" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
         self.dtype = compute_dtype(src.dtype_of_model, self.device)
         self.module = skeleton(src, self.dtype, trust_remote_code)
+        self._in_float32 = float32_states(self.module, self.dtype)
         self.sliced = unfuse_experts(self.module, src, spellings(self.module))
         matched = match(self.module, src)
         if follow_storage(self.module, src, matched.merged):
@@ -434,4 +436,5 @@ class BlockRunner:
                     self._put(state, tensor)
 
     def _put(self, state: str, tensor: Tensor) -> None:
-        put_tensor(self.module, state, tensor.to(self.device, self.dtype if tensor.is_floating_point() else None))
+        dtype = torch.float32 if self._in_float32 and self._in_float32.search(state) else self.dtype
+        put_tensor(self.module, state, tensor.to(self.device, dtype if tensor.is_floating_point() else None))

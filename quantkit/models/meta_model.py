@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -117,6 +118,14 @@ def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> Pr
         raise unbuildable(src, error) from error
     module.eval()
     return module
+
+
+def float32_states(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[str] | None:
+    """Return a pattern of the states that the model's code needs in float32 in a model of a dtype; None if none is."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    names = list(module._get_dtype_plan(dtype))
+    return build_glob_alternation([*names])[0] if names else None
 
 
 def unbuildable(src: Configured, error: Exception) -> CheckpointError:

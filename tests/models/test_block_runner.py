@@ -16,6 +16,7 @@ from torch import Tensor
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
+from quantkit.models.meta_model import float32_states
 from quantkit.models.passing import Passed, State, pack
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
@@ -348,3 +349,14 @@ def test_code_between_blocks_that_works_in_place_leaves_the_stored_state(folders
 def test_a_value_that_is_no_tensor_is_refused() -> None:
     with pytest.raises(CheckpointError, match=r"passes on a value of type object, .*: use --method rtn"):
         pack(Passed(torch.zeros(1, 1), [(torch.zeros(1), object())], {}), frozenset())
+
+
+def test_states_that_the_code_needs_in_float32_stay_so(tmp_path: Path) -> None:
+    src = Checkpoint(families.write("inkling2_text", tmp_path / "m"))
+    model = BlockRunner(src, device="cpu")
+    model.dtype = torch.bfloat16
+    model._in_float32 = float32_states(model.module, torch.bfloat16)
+    model.load_block(0)
+    dtypes = {name: p.dtype for name, p in model.module.get_submodule(model.blocks[0]).named_parameters()}
+    assert dtypes["mlp.gate.weight"] == torch.float32 and dtypes["self_attn.q_proj.weight"] == torch.bfloat16
+    assert float32_states(model.module, torch.float32) is None
