@@ -21,8 +21,8 @@ random weights. It has two blocks, or one of each kind, of width 128. Released c
 its default configuration, and no accuracy is measured here.
 
 - **RTN**, **GPTQ**: the share of the decoder's weights that is quantized. Matrices and experts of its blocks count if
-  they have 64 rows and columns. Embeddings, `lm_head`, convolutions, routers and towers do not. The layout is named if
-  it is not compressed-tensors.
+  they have 64 rows and columns. Embeddings, `lm_head`, convolutions, routers, towers and block-diagonal matrices do
+  not. The layout is named if it is not compressed-tensors.
 - **layouts**: those that hold every linear, in INT4 or FP6 as each layout has it.
 - **opens in**: the readers that give the same logits as transformers gives for the same values stored dense in float32:
   `quantkit.load`, and transformers with its own compressed-tensors loader. "Same" means that logits differ by at most

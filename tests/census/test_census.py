@@ -37,6 +37,10 @@ SAMPLE = {
     "gemma3": "a vision-language model, with a tower whose code reads its weights",
     "qwen2_5_vl": "a vision-language model with positions of its own",
     "qwen3_vl_moe": "a vision-language model with experts",
+    "molmo2": "stored matrices that are several linears in memory",
+    "minimax_m3_vl": "linears in memory that are several stored matrices",
+    "ernie4_5_vl_moe": "experts for text and for images in one stored list",
+    "step3p7": "experts stored as three tensors under another path",
 }
 
 
