@@ -74,19 +74,23 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
     raise NumericError("the Hessian is no covariance: it is indefinite even with damping 1: calibrate anew")
 
 
-def factorize_block(block: Tensor, diagonal: Tensor) -> Tensor:
-    """Return upper triangular float64 `R` with `R R^T = block` `[g, g]`, its diagonal taken from `diagonal` `[g]`.
+def factorize_blocks(blocks: Tensor, diagonals: Tensor) -> Tensor:
+    """Return upper triangular float64 `R` with `R R^T = block` for `blocks` `[m, g, g]`.
 
-    `block` may be singular: 1e-7 of each channel's own diagonal is added, and more only if rounding errors in the sums
-    need it. NumericError if 1e-2 is not enough.
+    A block's diagonal is taken from `diagonals` `[m, g]`. A block may be singular: 1e-7 of each channel's own diagonal
+    is added, and more only if rounding errors in the sums need it. NumericError if 1e-2 is not enough.
     """
-    scale = diagonal.double().sqrt()
-    correlation = block.double() / scale / scale[:, None]
+    scale = diagonals.double().sqrt()
+    correlation = blocks.double() / scale.unsqueeze(1) / scale.unsqueeze(2)
+    factors = torch.empty_like(correlation)
+    left = torch.arange(len(blocks), device=blocks.device)
     for i in range(6):
-        correlation.fill_diagonal_(1 + 1e-7 * 10**i)
-        factor = _upper_factor(correlation)
-        if factor is not None:
-            return factor.mul_(scale[:, None])
+        correlation.diagonal(dim1=1, dim2=2).fill_(1 + 1e-7 * 10**i)
+        lower, failed = torch.linalg.cholesky_ex(correlation[left].flip(1, 2))
+        factors[left] = lower.flip(1, 2)
+        left = left[failed != 0]
+        if not len(left):
+            return factors.mul_(scale.unsqueeze(2))
     raise NumericError("the Hessian is indefinite and so not a covariance: calibrate anew")
 
 

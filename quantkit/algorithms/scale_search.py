@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.cholesky import factorize_block
+from quantkit.algorithms.cholesky import factorize_blocks
 from quantkit.algorithms.grid import (
     LARGEST_HALF,
     Grid,
@@ -25,6 +25,7 @@ from quantkit.algorithms.numerics import row_slices, working_dtype
 from quantkit.core.formats import Format
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError
+from quantkit.kernels import gptq as kernels
 from quantkit.names import Clip, Metric
 
 #: From rounding errors `[m, g]`, which it may overwrite, to one number per row `[m]`.
@@ -32,6 +33,7 @@ GroupError = Callable[[Tensor], Tensor]
 
 _WIDEST_BLOCK = 4096  # a wider group is judged by blocks of _BLOCK columns on its diagonal, not by its whole Hessian
 _BLOCK = 128
+_GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
 
 
 def choose_scales(
@@ -85,15 +87,26 @@ def fit_scales(
     if len(scales) == 1:
         best = torch.zeros(1, len(x), dtype=torch.int64, device=x.device)
     else:
-        errors = torch.empty_like(scales)
-        delta = torch.empty_like(x)
-        for i, candidate in enumerate(scales.unsqueeze(-1)):
-            torch.div(x, candidate, out=delta)
-            round_to_codes(delta, fmt, None if zeros is None else zeros[i].unsqueeze(-1))
-            errors[i] = error(torch.addcmul(x, delta, candidate, value=-1, out=delta))
+        errors = _errors(x, scales, zeros, fmt, error)
         best = errors.masked_fill_(overflow, torch.inf).argmin(0, keepdim=True)
     chosen = scales.gather(0, best)[0].to(torch.float16)
     return Grid(chosen, None if zeros is None else zeros.gather(0, best)[0].to(torch.uint8))
+
+
+def _errors(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error: GroupError) -> Tensor:
+    """Return the error `[c, m]` of each candidate of `scales` and `zeros` `[c, m]` for the groups `x` `[m, g]`."""
+    if isinstance(error, TriangularError) and error.fits_kernel(x):
+        return kernels.search_errors(x, scales, zeros, error.blocks[0][1], fmt)
+    errors = torch.empty_like(scales)
+    # On a GPU many candidates at once, since each call starts several kernels; on a CPU what its cache holds.
+    step = 1 if x.device.type == "cpu" else max(1, _GPU_ENTRIES // x.numel())
+    for i in range(0, len(scales), step):
+        candidates = scales[i : i + step].unsqueeze(-1)
+        delta = x / candidates
+        round_to_codes(delta, fmt, None if zeros is None else zeros[i : i + step].unsqueeze(-1))
+        torch.addcmul(x, delta, candidates, value=-1, out=delta)
+        errors[i : i + step] = error(delta.view(-1, x.shape[1])).view(-1, len(x))
+    return errors
 
 
 def check_signed(scheme: Scheme, signed: bool) -> None:
@@ -120,30 +133,40 @@ def group_errors(
     if metric == "diag":
         return [diagonal_error(part) for part in (diagonal / mean).to(dtype).split(g)]
     size = g if g <= _WIDEST_BLOCK else _BLOCK
-    errors = []
-    for first in range(0, groups * g, g):
-        blocks = []
-        for a in range(first, first + g, size):
-            b = min(a + size, first + g)
-            blocks.append((a - first, factorize_block(h[a:b, a:b] / mean, diagonal[a:b] / mean).to(dtype)))
-        errors.append(triangular_error(blocks))
-    return errors
+    parts = [(a, min(a + size, first + g)) for first in range(0, groups * g, g) for a in range(first, first + g, size)]
+    factors: dict[int, Tensor] = {}
+    for width in {b - a for a, b in parts}:
+        alike = [(a, b) for a, b in parts if b - a == width]
+        blocks = torch.stack([h[a:b, a:b] for a, b in alike]) / mean
+        diagonals = torch.stack([diagonal[a:b] for a, b in alike]) / mean
+        found = factorize_blocks(blocks, diagonals).to(dtype)
+        factors.update({a: r for (a, _), r in zip(alike, found, strict=True)})
+    return [
+        TriangularError([(a - first, factors[a]) for a in range(first, first + g, size)])
+        for first in range(0, groups * g, g)
+    ]
 
 
-def triangular_error(blocks: list[tuple[int, Tensor]]) -> GroupError:
-    """Return the error `sum ||delta R||^2` over blocks on the diagonal, each a first column and an upper `R`."""
-    panels = []
-    for first, r in blocks:
-        width = max(32, r.shape[0] // 8)  # multiply only the upper triangle, in panels of columns
-        for a in range(0, r.shape[0], width):
-            panel = r[: a + width, a : a + width]
-            panels.append((first, first + panel.shape[0], panel.contiguous()))
+class TriangularError:
+    """The error `sum ||delta R||^2` over `blocks` on the diagonal, each a first column and an upper `R`."""
 
-    def error(delta: Tensor) -> Tensor:
-        parts = [(delta[:, a:b] @ panel).square_().sum(-1) for a, b, panel in panels]
+    def __init__(self, blocks: list[tuple[int, Tensor]]) -> None:
+        self.blocks = blocks
+        self._panels = []
+        for first, r in blocks:
+            width = max(32, r.shape[0] // 8)  # multiply only the upper triangle, in panels of columns
+            for a in range(0, r.shape[0], width):
+                panel = r[: a + width, a : a + width]
+                self._panels.append((first, first + panel.shape[0], panel.contiguous()))
+
+    def fits_kernel(self, x: Tensor) -> bool:
+        """Return True if a kernel computes the errors of groups `x` `[m, g]`."""
+        single = len(self.blocks) == 1 and x.shape[1] in kernels.SEARCHED
+        return single and x.dtype == torch.float32 and kernels.runs_on(x.device)
+
+    def __call__(self, delta: Tensor) -> Tensor:
+        parts = [(delta[:, a:b] @ panel).square_().sum(-1) for a, b, panel in self._panels]
         return torch.stack(parts).sum(0)
-
-    return error
 
 
 def diagonal_error(weights: Tensor) -> GroupError:

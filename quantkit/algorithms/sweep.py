@@ -18,12 +18,14 @@ from quantkit.algorithms.cholesky import Factor
 from quantkit.algorithms.grid import Grid, round_to_codes
 from quantkit.algorithms.numerics import working_dtype
 from quantkit.algorithms.options import Options
-from quantkit.algorithms.scale_search import GroupError, diagonal_error, fit_scales, square_error, triangular_error
+from quantkit.algorithms.scale_search import GroupError, TriangularError, diagonal_error, fit_scales, square_error
 from quantkit.core import sparsity
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import QUAD, best_two
+from quantkit.kernels import gptq as kernels
+from quantkit.kernels.gptq import Columns
 from quantkit.names import Metric
 
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block
@@ -68,7 +70,8 @@ def sweep(
     zeros = None if scheme.symmetric else torch.empty_like(scales)
     if grid is not None:
         _store(grid, scales.T, None if zeros is None else zeros.T)
-    group_of = (factor.order // (k // groups)).tolist()
+    group_of = (factor.order // (k // groups)).int()
+    columns = Columns(scales, zeros, group_of)
     v = factor.unit(dtype)
     d = torch.empty_like(w)
     codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
@@ -82,9 +85,8 @@ def sweep(
             x = (w[a:b] + shift).T.contiguous()
             fitted = fit_scales(x, scheme, options.clip, weight.dtype, error, signed=options.signed)
             _store(fitted, scales[a // width], None if zeros is None else zeros[a // width])
-        grids = [(scales[j], None if zeros is None else zeros[j]) for j in group_of[a:b]]
         part = None if pattern is None else pattern.part(a, b)
-        round_block(t, d[a:b], w[a:b], v[a:b, a:b], grids, scheme.format, part)
+        round_block(t, d[a:b], w[a:b], v[a:b, a:b], columns.part(a, b), scheme.format, part)
         codes[a:b] = scheme.format.encode(t) if zeros is None else t.add_(zeros[group_of[a:b]])
     codes = torch.empty_like(codes).index_copy_(0, factor.order, codes).T.contiguous()
     half = scales.T.to(torch.float16).contiguous()
@@ -103,16 +105,27 @@ def round_block(
     d: Tensor,
     w: Tensor,
     v: Tensor,
-    grids: list[tuple[Tensor, Tensor | None]] | None,
+    columns: Columns | None,
     fmt: Format | None,
     pattern: Pattern | None = None,
 ) -> None:
     """Turn the targets `t` `[b, n]` of a block into the values of codes, and fill in their errors `d` `[b, n]`.
 
-    `w` `[b, n]` are the weights, `v` `[b, b]` the block of V, `grids` scales and zeros `[n]` of each column. Without
-    `grids` and `fmt` nothing is rounded. Entries that `pattern` removes become zero; it sees a quad's targets before
-    the first column of the quad is processed.
+    `w` `[b, n]` are the weights, `v` `[b, b]` the block of V, `columns` their scales and zeros. Without `columns` and
+    `fmt` nothing is rounded. Entries that `pattern` removes become zero; it sees a quad's targets before the first
+    column of the quad is processed.
+
+    On a GPU a kernel does this, where it can be compiled.
     """
+    if t.dtype == torch.float32 and kernels.runs_on(t.device):
+        for a in range(0, len(t), kernels.COLUMNS):
+            b = min(a + kernels.COLUMNS, len(t))
+            mask = None if pattern is None else kernels.Mask(*pattern.part(a, b))
+            few = None if columns is None else columns.part(a, b)
+            kernels.round_block(t[a:b], d[a:b], w[a:b], v[a:b, a:b], few, fmt, mask)
+            t[b:].addmm_(v[a:b, b:].T, d[a:b])
+        return
+    group_of = [] if columns is None else columns.group_of.tolist()
     unit = 1 if pattern is None else QUAD
     for a in range(0, len(t), _STEP):
         b = min(a + _STEP, len(t))
@@ -126,10 +139,11 @@ def round_block(
                     t[j : j + 1].addmm_(v[q:j, j : j + 1].T, d[q:j])
                 if pattern is not None:
                     t[j].mul_(pattern.mask[j])
-                if grids is None or fmt is None:
+                if columns is None or fmt is None:
                     torch.sub(w[j], t[j], out=d[j])
                     continue
-                scale, zero = grids[j]
+                scale = columns.scales[group_of[j]]
+                zero = None if columns.zeros is None else columns.zeros[group_of[j]]
                 round_to_codes(t[j].div_(scale), fmt, zero)
                 torch.addcmul(w[j], t[j], scale, value=-1, out=d[j])
         t[b:].addmm_(v[a:b, b:].T, d[a:b])
@@ -146,7 +160,7 @@ def remaining_error(factor: Factor, metric: Metric, a: int, b: int, dtype: torch
     mean = factor.diagonal.mean()
     if metric == "diag":
         return diagonal_error((factor.diagonal[factor.order[a:b]] / mean).to(dtype))
-    return triangular_error([(0, (factor.r[a:b, a:b] / mean.sqrt()).to(dtype))])
+    return TriangularError([(0, (factor.r[a:b, a:b] / mean.sqrt()).to(dtype))])
 
 
 def _store(grid: Grid, scales: Tensor, zeros: Tensor | None) -> None:

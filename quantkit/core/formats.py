@@ -48,6 +48,11 @@ class Format:
         """The largest magnitude of any code."""
         return max(abs(v) for v in self.values)
 
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest normal magnitude of a floating format."""
+        return 2.0**self._lowest
+
     def encode(self, x: Tensor, cast: Cast = "even") -> Tensor:
         """Round to the codes of the nearest values, uint8 in the shape of `x`: ties to the even code, saturating.
 

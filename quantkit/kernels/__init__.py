@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
-from quantkit.kernels import loader, marlin, marlin24, naive, quick, tcfpx
+from quantkit.kernels import gptq, loader, marlin, marlin24, naive, quick, tcfpx
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.launcher import Launcher
 from quantkit.kernels.loader import toolchain
@@ -42,6 +42,7 @@ def _instances(kernels: Iterable[NaiveKernel | PortableKernel | HopperKernel]) -
 
 #: CUDA source -> all its template instances.
 SOURCES = {
+    **gptq.SOURCES,
     naive.SOURCE: _instances([marlin.NAIVE, marlin24.NAIVE, quick.NAIVE, *tcfpx.NAIVE.values()]),
     "marlin_portable": marlin.PORTABLE.instances,
     "marlin_hopper": _instances(marlin.HOPPER.values()),

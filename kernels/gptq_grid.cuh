@@ -1,0 +1,31 @@
+// Rounding to the values of a format's codes, for the kernels of GPTQ.
+#pragma once
+
+#include "common.cuh"
+
+// Values of codes, in steps of the scale: the nearest, ties to the even code, saturating.
+struct Integers {
+    float low, high;
+    DEVICE float nearest(float x, float) const { return fminf(fmaxf(rintf(x), low), high); }
+};
+
+struct IntegersWithZero {
+    float low, high;
+    DEVICE float nearest(float x, float zero) const { return rintf(fminf(fmaxf(x + zero, low), high)) - zero; }
+};
+
+// `low` is the smallest normal value, `high` the largest value, `mantissa` two to the power of the mantissa's bits.
+struct Floats {
+    float low, high, mantissa;
+    DEVICE float nearest(float x, float) const {
+        x = fminf(fmaxf(x, -high), high);
+        float step = fmaxf(__uint_as_float(__float_as_uint(x) & 0x7f800000u), low) / mantissa;
+        return rintf(x / step) * step;
+    }
+};
+
+// No rounding: a column's entries stay as they are, or are removed.
+struct Exact {
+    float unused;
+    DEVICE float nearest(float x, float) const { return x; }
+};

@@ -1,0 +1,114 @@
+"""Launches of the kernels that GPTQ uses on a GPU: kernels/gptq_sweep.cu and kernels/gptq_search.cu.
+
+`algorithms` has the same steps in torch, for CPUs and for GPUs without a compiler. Sums have another order there, so a
+code or scale may differ where two are equally good up to rounding errors.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.core.formats import Format
+from quantkit.kernels import loader
+
+#: Columns of a launch of the sweep, and rows and threads of a block of threads (kernels/gptq_sweep.cu).
+COLUMNS, ROWS, THREADS = 128, 32, 256
+#: Group sizes that the search holds in registers.
+SEARCHED = (32, 64, 128)
+#: Threads of a block of the search, and blocks that a multiprocessor holds, by registers and shared memory.
+SEARCHERS, RESIDENT = 128, 3
+
+GRIDS = ("Integers", "IntegersWithZero", "Floats")
+SWEEPS = tuple(
+    f"gptq_sweep<{grid}, {sparse}>"
+    for grid in (*GRIDS, "Exact")
+    for sparse in ("false", "true")
+    if (grid, sparse) not in (("Exact", "false"), ("IntegersWithZero", "true"))
+)
+SEARCHES = tuple(f"gptq_search<{grid}, {size}>" for grid in GRIDS for size in SEARCHED)
+#: CUDA source -> its template instances.
+SOURCES = {"gptq_sweep": SWEEPS, "gptq_search": SEARCHES}
+
+
+class Columns(NamedTuple):
+    """Hold scales and, if asymmetric, zeros `[groups, n]` in the dtype of the weight, and each column's group `[b]`."""
+
+    scales: Tensor
+    zeros: Tensor | None
+    group_of: Tensor
+
+    def part(self, a: int, b: int) -> Columns:
+        """Return those of the columns from `a` to `b`."""
+        return self._replace(group_of=self.group_of[a:b])
+
+
+class Mask(NamedTuple):
+    """Mark the entries of a 2:4 weight that stay, bool `[b, n]`.
+
+    With `r` `[b, 1]` and `ahead` `[b, 4]` they are chosen as each quad begins.
+    """
+
+    mask: Tensor
+    r: Tensor | None
+    ahead: Tensor | None
+
+
+@functools.cache
+def runs_on(device: torch.device) -> bool:
+    """Return True if the kernels can be compiled for a device and run there."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
+        return False
+    return loader.toolchain()["problem"] is None
+
+
+def round_block(
+    t: Tensor, d: Tensor, w: Tensor, v: Tensor, columns: Columns | None, fmt: Format | None, pattern: Mask | None
+) -> None:
+    """Round up to `COLUMNS` columns: `t` `[b, n]` becomes values of codes, `d` `[b, n]` their errors.
+
+    All are float32 on a device that `runs_on` accepts, `t`, `d` and `w` contiguous. `v` `[b, b]` is the block of V.
+    Without `columns` and `fmt` nothing is rounded, and a pattern removes entries; see `algorithms.sweep`.
+    """
+    b, n = t.shape
+    name, grid = _grid(fmt, columns is not None and columns.zeros is not None)
+    v = v if v.stride(1) == 1 else v.contiguous()
+    given = (None, None, None) if columns is None else columns
+    mask = (None, None, None) if pattern is None else [x if x is None else x.contiguous() for x in pattern]
+    instance = f"gptq_sweep<{name}, {'false' if pattern is None else 'true'}>"
+    function = loader.load("gptq_sweep", SWEEPS, t.device).functions[instance]
+    arguments = [t, d, w, v, *given, *mask, grid, n, b, v.stride(0)]
+    loader.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
+
+
+def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fmt: Format) -> Tensor:
+    """Return `||(x - nearest(x)) R||^2` `[c, m]` of groups `x` `[m, g]` for candidate `scales` `[c, m]`.
+
+    `zeros` `[c, m]` go with asymmetric scales, `r` `[g, g]` is upper triangular. All are float32 on a device
+    that `runs_on` accepts, and `g` is one of `SEARCHED`.
+    """
+    (m, g), candidates = x.shape, len(scales)
+    name, grid = _grid(fmt, zeros is not None)
+    x, r, scales = (y.contiguous() for y in (x, r, scales))
+    errors = torch.empty_like(scales)
+    function = loader.load("gptq_search", SEARCHES, x.device).functions[f"gptq_search<{name}, {g}>"]
+    blocks = RESIDENT * torch.cuda.get_device_properties(x.device).multi_processor_count
+    needed = -(-m * -(-candidates // 32) // (SEARCHERS // 32))
+    arguments = [x, scales, None if zeros is None else zeros.contiguous(), r, errors, grid, m, g, candidates]
+    loader.launch(function, (min(blocks, needed),), (SEARCHERS,), arguments, shared=4 * g * g)
+    return errors
+
+
+def _grid(fmt: Format | None, has_zeros: bool) -> tuple[str, bytes]:
+    """Return the name and the bytes of the structure that rounds to a format (kernels/gptq_grid.cuh)."""
+    if fmt is None:
+        return "Exact", struct.pack("<f", 0)
+    if has_zeros:
+        return "IntegersWithZero", struct.pack("<2f", 0, 2**fmt.bits - 1)
+    if fmt.is_float:
+        return "Floats", struct.pack("<3f", fmt.smallest_normal, fmt.largest, 2**fmt.mbits)
+    return "Integers", struct.pack("<2f", fmt.values[0], fmt.values[-1])

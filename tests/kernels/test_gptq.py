@@ -1,0 +1,123 @@
+"""The kernels of GPTQ against the same steps in torch on a CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.gptq import quantize
+from quantkit.algorithms.grid import round_to_codes
+from quantkit.algorithms.options import Options
+from quantkit.algorithms.sweep import Pattern, round_block
+from quantkit.core.formats import FORMATS, Format
+from quantkit.core.scheme import Scheme
+from quantkit.kernels.gptq import SEARCHED, Columns, runs_on, search_errors
+
+pytestmark = pytest.mark.gpu
+
+#: Share of codes that may differ, where a target lies between two values up to rounding errors.
+TIES = 1e-4
+
+
+def problem(n: int, b: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Make targets, weights `[b, n]` and a block of V `[b, b]` inside a larger matrix, signed and correlated."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(b, n, generator=generator)
+    t = w + 0.1 * torch.randn(b, n, generator=generator)
+    larger = torch.full((b + 3, b + 5), torch.nan)
+    larger[:b, :b] = torch.eye(b) + 0.05 * torch.randn(b, b, generator=generator).triu(1)
+    return t, w, larger[:b, :b]
+
+
+def columns(n: int, b: int, asymmetric: bool) -> Columns:
+    """Make scales of three groups, which columns use in no order."""
+    generator = torch.Generator().manual_seed(1)
+    scales = (0.1 + torch.rand(3, n, generator=generator) / 2).half().float()
+    zeros = torch.randint(0, 16, (3, n), generator=generator).float() if asymmetric else None
+    return Columns(scales, zeros, torch.randint(0, 3, (b,), generator=generator).int())
+
+
+def moved(device: str, *tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if x is None else x.to(device) for x in tensors]
+
+
+def check(fmt: Format | None, n: int, b: int, asymmetric: bool = False, pattern: Pattern | None = None) -> None:
+    t, w, v = problem(n, b)
+    given = None if fmt is None else columns(n, b, asymmetric)
+    found = []
+    for device in ("cpu", "cuda", "cuda"):
+        values, errors = t.to(device, copy=True), torch.full_like(w, torch.nan, device=device)
+        own = None if given is None else Columns(*moved(device, *given))
+        marked = None if pattern is None else Pattern(*moved(device, pattern.mask.clone(), *pattern[1:]))
+        round_block(values, errors, w.to(device), v.to(device), own, fmt, marked)
+        found.append((values.cpu(), errors.cpu(), None if marked is None else marked.mask.cpu()))
+    (values, errors, mask), first, second = found
+    assert torch.equal(first[0], second[0]) and torch.equal(first[1], second[1]), "two launches differ"
+    assert not torch.isnan(first[1]).any(), "an error was not written"
+    # Rows in which a tie went the other way differ from there on, so rows are counted.
+    equal = torch.isclose(values, first[0], atol=1e-4) if fmt is None else values == first[0]
+    same = equal.all(0)
+    if mask is not None and first[2] is not None:
+        same &= (mask == first[2]).all(0)
+    assert (~same).sum() <= max(1, TIES * b * n), f"{int((~same).sum())} of {n} rows differ"
+    torch.testing.assert_close(first[1][:, same], errors[:, same], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("shape", [(4096, 128), (1000, 128), (33, 97), (1, 1), (64, 300), (31, 32)])
+@pytest.mark.parametrize("name", FORMATS)
+def test_every_format_rounds_as_in_torch(name: str, shape: tuple[int, int]) -> None:
+    assert runs_on(torch.device("cuda", 0))
+    check(FORMATS[name], *shape)
+
+
+@pytest.mark.parametrize("shape", [(4096, 128), (33, 97), (64, 300)])
+def test_zero_points(shape: tuple[int, int]) -> None:
+    check(FORMATS["int4"], *shape, asymmetric=True)
+
+
+@pytest.mark.parametrize("fmt", [FORMATS["int4"], FORMATS["fp6"], None])
+@pytest.mark.parametrize("chosen", [True, False])
+@pytest.mark.parametrize("shape", [(1024, 128), (33, 100), (64, 260)])
+def test_sparse_masks(fmt: Format | None, chosen: bool, shape: tuple[int, int]) -> None:
+    n, b = shape
+    generator = torch.Generator().manual_seed(2)
+    quads = torch.rand(b // 4, 4, n, generator=generator)
+    mask = (quads >= quads.sort(1).values[:, 2:3]).view(b, n)
+    r = 0.5 + torch.rand(b, 1, generator=generator)
+    ahead = r * (torch.eye(4).repeat(b // 4, 1) + 0.1 * torch.randn(b, 4, generator=generator))
+    check(fmt, n, b, pattern=Pattern(mask, r, ahead) if chosen else Pattern(mask))
+
+
+@pytest.mark.parametrize("size", SEARCHED)
+@pytest.mark.parametrize(("name", "asymmetric"), [("int4", False), ("int4", True), ("fp6", False), ("fp5", False)])
+@pytest.mark.parametrize(("m", "candidates"), [(1000, 76), (3, 25), (1, 1), (257, 33)])
+def test_errors_of_candidate_scales(m: int, candidates: int, name: str, asymmetric: bool, size: int) -> None:
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(m, size, generator=generator)
+    scales = (0.05 + torch.rand(candidates, m, generator=generator) / 2).half().float()
+    zeros = torch.randint(0, 16, (candidates, m), generator=generator).float() if asymmetric else None
+    r = torch.randn(size, size, generator=generator).triu()
+    delta = x / scales.unsqueeze(-1)
+    round_to_codes(delta, FORMATS[name], None if zeros is None else zeros.unsqueeze(-1))
+    expected = (((x - delta * scales.unsqueeze(-1)).double() @ r.double()) ** 2).sum(-1)
+    found = [search_errors(*moved("cuda", x, scales, zeros, r), FORMATS[name]) for _ in range(2)]
+    assert torch.equal(*found), "two launches differ"
+    torch.testing.assert_close(found[0].cpu().double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("label", ["int4:g128", "int4:g32:asym", "fp6:channel", "int4:g128:24"])
+@pytest.mark.parametrize("act_order", ["static", "off"])
+def test_a_whole_weight_is_quantized_as_on_a_cpu(label: str, act_order: str) -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(2048, 512, generator=generator) @ torch.randn(512, 512, generator=generator)
+    h, weight = x.T @ x, torch.randn(300, 512, generator=generator)
+    scheme = Scheme.parse(label)
+    options = Options(act_order=act_order)
+    on_cpu = quantize(weight, scheme, h, options)
+    on_gpu = quantize(weight.cuda(), scheme, h.cuda(), options)
+    again = quantize(weight.cuda(), scheme, h.cuda(), options)
+    assert torch.equal(on_gpu.tensor.codes, again.tensor.codes)
+    differing = (on_cpu.tensor.codes != on_gpu.tensor.codes.cpu()).float().mean()
+    assert differing < 0.02, f"{differing:.4f} of the codes differ"
+    assert float(on_gpu.loss.sum()) == pytest.approx(float(on_cpu.loss.sum()), rel=2e-3)
