@@ -48,6 +48,10 @@ moe_blocks() { # a process each, so that peaks of memory are those of one model
     done
 }
 
+solver() {
+    "$python" benchmarks/solver.py -o "$results/solver.csv"
+}
+
 kernels() { # LAYOUT
     "$python" -m quantkit bench kernels -q --layout "$1" --model llama3-8b --model llama2-70b --model large \
         --csv "$results/kernels_$1.csv"
@@ -122,7 +126,7 @@ tiles() { # what the models of the Hopper kernels are fitted to
     done
 }
 
-for stage in "${@:-tests llama sparse opt moe_accuracy moe_blocks kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate perplexity verify_8b cold_start bias_shift sanitizer}"; do
+for stage in "${@:-tests llama sparse opt moe_accuracy moe_blocks solver kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate perplexity verify_8b cold_start bias_shift sanitizer}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
