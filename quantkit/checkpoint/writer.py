@@ -6,7 +6,7 @@ The folder does not look like a model before its last file, config.json, is writ
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX, inside
 from quantkit.io.safetensors_header import read_header
-from quantkit.io.safetensors_writer import SafetensorsWriter, header_bytes
+from quantkit.io.safetensors_writer import FileSize, SafetensorsWriter, header_bytes
 from quantkit.layouts.base import Layout
 
 #: The most bytes of tensors in one file, if it is not a single one.
@@ -97,9 +97,7 @@ class CheckpointWriter:
         elif self._identity != stated:
             before = self._identity
             differing = [key for key in sorted({*before, *stated}) if before.get(key) != stated.get(key)]
-            raise CheckpointError(
-                f"{self.partial} was begun with another {', '.join(differing)}: run as then, or use --overwrite"
-            )
+            raise _begun_otherwise(self.partial, differing)
 
     def add(self, item: Item) -> None:
         """Store an item, in the layout if it is quantized; CheckpointError if it was stored before."""
@@ -138,10 +136,7 @@ class CheckpointWriter:
         self.commit({})
         written = self.hashes()
         weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
-        texts = {INDEX: dump_json({"metadata": {"total_size": self.bytes_written}, "weight_map": weight_map})}
-        if self.layout is not None and self.layout.SIDE_FILE is not None:
-            name, contents = self.layout.SIDE_FILE
-            texts[name] = dump_json(contents(config["quantization_config"]))
+        texts = texts_beside(weight_map, self.bytes_written, self.layout, config)
         for name in self._companions:
             if name not in texts:
                 files.copy_atomic(inside(self.like.path, name), self.partial / name)
@@ -169,10 +164,10 @@ class CheckpointWriter:
 
     def _file_for(self, name: str, size: int) -> SafetensorsWriter:
         file = self._file
-        if file is not None and (not file.fits(name) or 0 < file.size > self.max_shard_bytes - size):
+        if file is not None and _is_full(file.size, name, size, self.max_shard_bytes):
             self._close_file()
         if self._file is None:
-            path = self.partial / f"model-{len(self.hashes()) + len(self._files) + 1:05}.safetensors"
+            path = self.partial / _shard_name(len(self.hashes()) + len(self._files) + 1)
             self._file = SafetensorsWriter(path, self._header_bytes)
         return self._file
 
@@ -185,3 +180,54 @@ class CheckpointWriter:
         self._pending: dict[str, None] = {}
         self._files: dict[str, str] = {}
         self._bytes = self._packed_bytes = 0
+
+
+def require_same(partial: Path, identity: Mapping[str, Any]) -> None:
+    """Raise the CheckpointError of `identify` if work in a partial folder was begun with other values of `identity`."""
+    lines = read_journal(partial / JOURNAL)
+    before, stated = lines[0] if lines else {}, json.loads(json.dumps(identity))
+    differing = [key for key in sorted(stated) if lines and before.get(key) != stated[key]]
+    if differing:
+        raise _begun_otherwise(partial, differing)
+
+
+def _begun_otherwise(partial: Path, differing: list[str]) -> CheckpointError:
+    return CheckpointError(f"{partial} was begun with another {', '.join(differing)}: run as then, or use --overwrite")
+
+
+def texts_beside(
+    weight_map: Mapping[str, str], tensor_bytes: int, layout: Layout | None, config: Mapping[str, Any]
+) -> dict[str, bytes]:
+    """Return the index of the shards, and the side file of a layout that has one, by file name."""
+    texts = {INDEX: dump_json({"metadata": {"total_size": tensor_bytes}, "weight_map": weight_map})}
+    if layout is not None and layout.SIDE_FILE is not None:
+        name, contents = layout.SIDE_FILE
+        texts[name] = dump_json(contents(config["quantization_config"]))
+    return texts
+
+
+def planned_shards(units: Iterable[Mapping[str, int]]) -> dict[str, tuple[int, list[str]]]:
+    """Return the bytes and the tensors of each file that a CheckpointWriter makes of `units`, by the file's name.
+
+    A unit is what one commit writes: tensor name -> bytes, in order.
+    """
+    found: dict[str, tuple[int, list[str]]] = {}
+    for unit in units:
+        files_: list[tuple[FileSize, list[str]]] = []
+        for name, size in unit.items():
+            if not files_ or _is_full(files_[-1][0], name, size, SHARD_BYTES):
+                files_.append((FileSize(), []))
+            files_[-1][0].add(name, size)
+            files_[-1][1].append(name)
+        for counted, names in files_:
+            found[_shard_name(len(found) + 1)] = counted.total, names
+    return found
+
+
+def _is_full(file: FileSize, name: str, size: int, most: int) -> bool:
+    """Return whether a tensor begins a new file."""
+    return not file.fits(name) or 0 < file.tensors > most - size
+
+
+def _shard_name(number: int) -> str:
+    return f"model-{number:05}.safetensors"

@@ -13,7 +13,7 @@ from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, choice_of, command
 from quantkit.cli.parsing import combined, needed_unless, section
-from quantkit.names import FORMATS, Clip, Method, Metric, Rule
+from quantkit.names import FORMATS, GPUS, TARGETS, Clip, Method, Metric, Rule
 from quantkit.pipeline.calibration_options import Calib
 from quantkit.pipeline.run_options import RunOptions
 from quantkit.progress import Progress
@@ -215,17 +215,38 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
     emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
-@command("plan", "quantkit plan ./model --format int4 --layout marlin")
+@command("plan", "quantkit plan ./model --format int4 --target vllm --gpu h100")
 @options.model
 @section("Basic", options.out(required=False))
 @recipe_options
+@section(
+    "Output",
+    click.option("--target", type=choice(TARGETS), help="Program that will load the output: shows its kernels."),
+    click.option("--gpu", type=choice(GPUS), help="GPU on which --target will run [the one here]."),
+)
+@section(
+    "Advanced",
+    click.option(
+        "--gpu-memory", type=options.Bytes(), help="Memory of the GPU that will quantize, if it is not here, like 80GB."
+    ),
+)
 @running_options
-def plan(model: str, out: Path | None, as_json: bool, progress: Progress, **given: Any) -> None:
-    """Say what quantize would do.
+def plan(
+    model: str,
+    out: Path | None,
+    gpu_memory: int | None,
+    target: str | None,
+    gpu: str | None,
+    as_json: bool,
+    progress: Progress,
+    **given: Any,
+) -> None:
+    """Say what quantize would do, and end with its exit code.
 
-    Exact bytes of the output, memory, and every weight that does not fit, from headers alone."""
+    Exact bytes of the output, memory, and everything that quantize would refuse before it computes. No weight is
+    read."""
     running, recipe = _split(given)
-    _plan(model, out, recipe, running, as_json, progress)
+    _plan(model, out, recipe, running, as_json, progress, gpu_memory=gpu_memory, target=target, gpu=gpu)
 
 
 @command("run", "quantkit run int4-marlin ./model -o ./model-marlin")
@@ -253,14 +274,20 @@ def _quantize(
 
 
 def _plan(
-    model: str, out: Path | None, recipe: Recipe, running: dict[str, Any], as_json: bool, progress: Progress
+    model: str,
+    out: Path | None,
+    recipe: Recipe,
+    running: dict[str, Any],
+    as_json: bool,
+    progress: Progress,
+    **asked: Any,
 ) -> None:
     from quantkit.pipeline import quantize as pipeline
 
-    found = pipeline.plan(model, recipe, out=out, **running)
+    found = pipeline.plan(model, recipe, out=out, **asked, **running)
     emit(show.as_json(found.to_dict()) if as_json else show.plan(found, progress))
-    found.require()
-    found.require_share(running["min_share"])
+    if found.refusal is not None:
+        raise found.refusal
 
 
 def _split(given: dict[str, Any]) -> tuple[dict[str, Any], Recipe]:

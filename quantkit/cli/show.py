@@ -16,8 +16,11 @@ if TYPE_CHECKING:
     from quantkit.evaluation.verification import Verification
     from quantkit.layouts.compatibility import Conversion
     from quantkit.pipeline.plan import Plan
+    from quantkit.pipeline.serving import Kind, Serving
 
 MOST_ROWS = 40
+#: The files of an output whose bytes a plan only bounds: report and model card.
+REPORT_AND_CARD = 2
 TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")
 SPEEDS = ("layout", "scheme", "kernel", "layer", "NxK", "M", *TIMES)
 RATES = ("prompt tok/s", "x dense", "decode tok/s", "x dense", "floor tok/s", "of floor")
@@ -70,21 +73,23 @@ def plan(found: Plan, progress: Progress) -> str:
     dense = sum(row.scheme is None for row in found.rows)
     bits = f", {found.bits_per_weight:.3f} bits/weight" if found.bits_per_weight else ""
     misfits = f", {len(found.misfits)} misfits" if found.misfits else ""
+    after = found.total if found.files else found.bytes
     line = (
         f"plan: {len(found.quantized)} linears quantized, {dense} left dense{misfits}, {found.scheme}, {found.layout}; "
-        f"{format_bytes(found.source_bytes)} before, {format_bytes(found.bytes)} after{bits}"
+        f"{format_bytes(found.source_bytes)} before, {format_bytes(after)} after{bits}"
     )
     rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in found.rows]
     return of_level(progress, line, _plan(found), table(("linear", "shape", "scheme", "bytes"), rows))
 
 
 def _plan(found: Plan) -> str:
-    """Format a plan: the output, the memory, the weights that do not fit."""
+    """Format a plan: the output, the memory, the weights that do not fit, the kernels that will serve it."""
     memory = found.memory.to_dict()
     needs = [f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory]
     facts_ = found.to_dict()
     dense = [row.module for row in found.rows if row.scheme is None]
-    return facts(
+    calibration = found.calibration
+    lines = facts(
         [
             ("scheme", found.scheme),
             ("layout", found.layout),
@@ -92,11 +97,17 @@ def _plan(found: Plan) -> str:
             ("misfits", f"{len(found.misfits)} of them, counted as dense" if found.misfits else None),
             (
                 "output",
-                f"{found.bytes} bytes of tensors ({format_bytes(found.bytes)}), "
-                f"source {format_bytes(found.source_bytes)}",
+                (f"{format_bytes(found.total)} in {len(found.files) + REPORT_AND_CARD} files, " if found.files else "")
+                + f"{found.bytes} bytes of tensors, source {format_bytes(found.source_bytes)}",
             ),
             ("share", f"{100 * found.share:.2f} % of the decoder's weights" if found.share is not None else None),
             ("bits/weight", f"{found.bits_per_weight:.3f} with scales" if found.bits_per_weight else None),
+            (
+                "calibration",
+                f"{calibration['sequences']} sequences, {calibration['tokens']} tokens of {calibration['source']}"
+                if calibration
+                else None,
+            ),
             ("peak memory", f"about {' and '.join(needs)}"),
             ("disk free", format_bytes(found.disk_free) if found.disk_free else None),
             ("loads in", facts_["readers"]),
@@ -104,6 +115,38 @@ def _plan(found: Plan) -> str:
             *(("note", notice) for notice in found.notices),
         ]
     )
+    return lines if found.serving is None else f"{lines}\n\n{_serving(found.serving)}"
+
+
+def _serving(found: Serving) -> str:
+    """Format the kernels of a program: a row for each kind of linear, then the sources of the rows."""
+    major, minor = found.capability
+    sources = list(dict.fromkeys(kind.source for kind in found.kinds if kind.source))
+    rows = [
+        (
+            kind.name,
+            kind.count,
+            f"{kind.shape[0]}x{kind.shape[1]}",
+            kind.scheme or "-",
+            _kernel(kind, sources),
+            "not known" if kind.gpus is None else ", ".join(map(str, kind.gpus)),
+        )
+        for kind in found.kinds
+    ]
+    split = [name for name in ("GPUs",) if any(kind.gpus is not None for kind in found.kinds)]
+    header = (f"{found.target} on {found.gpu} ({major}.{minor})", "count", "n x k", "scheme", "kernel", *split)
+    lines = [table(header, [row[: len(header)] for row in rows])]
+    lines += [f"[{number}] {source}" for number, source in enumerate(sources, start=1)]
+    copied = sorted({count for kind in found.kinds for count in kind.copied})
+    if copied:
+        lines.append(f"over {', '.join(map(str, copied))} GPUs key and value heads are copied")
+    return "\n".join(lines)
+
+
+def _kernel(kind: Kind, sources: list[str]) -> str:
+    name = kind.kernel or ("" if kind.why in ("not known", "dense") else "none")
+    text = ": ".join(filter(None, (name, kind.why)))
+    return f"{text} [{sources.index(kind.source) + 1}]" if kind.source else text
 
 
 def description(found: Mapping[str, Any], tensors: Iterable[Sequence[Any]], progress: Progress) -> str:

@@ -29,8 +29,30 @@ def header_bytes(names: Iterable[str]) -> int:
     return -(-needed // RESERVED) * RESERVED
 
 
+class FileSize:
+    """Count the bytes of one file while tensors are added, and the space left in its header, without writing it."""
+
+    def __init__(self, reserved: int = RESERVED) -> None:
+        self.reserved, self.tensors = reserved, 0
+        self._left = reserved - 8 - len(json.dumps(_METADATA))
+
+    @property
+    def total(self) -> int:
+        """The bytes of the file, header included."""
+        return self.reserved + self.tensors
+
+    def fits(self, name: str) -> bool:
+        """Say whether the header has space for one more tensor of this name."""
+        return _entry_bytes(name) <= self._left
+
+    def add(self, name: str, nbytes: int) -> None:
+        """Count a tensor."""
+        self._left -= _entry_bytes(name)
+        self.tensors += nbytes
+
+
 class SafetensorsWriter:
-    """Streams one safetensors file.
+    """Streams one safetensors file, whose bytes so far are `size`.
 
     Tensors lie gap-free in the order of `add`, but for those whose size is no multiple of 8 bytes: readers need every
     tensor aligned to its dtype, so these come last, by their dtypes' sizes, and are in memory until then.
@@ -38,30 +60,23 @@ class SafetensorsWriter:
 
     def __init__(self, path: Path, reserved: int = RESERVED) -> None:
         self.path = path
-        self.size = 0
-        self._reserved = reserved
-        self._left = reserved - 8 - len(json.dumps(_METADATA))
+        self.size = FileSize(reserved)
         self._tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         self._last: dict[str, bytes] = {}
         with files.guarded(path):
             self._file = files.create(path)
         self._file.seek(reserved)
 
-    def fits(self, name: str) -> bool:
-        """Say whether the header has space for one more tensor of this name."""
-        return _entry_bytes(name) <= self._left
-
     def add(self, name: str, tensor: Tensor) -> None:
         """Append a tensor; CheckpointError for a second one of its name, an unknown dtype or a full header."""
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{name}: safetensors files here do not hold {tensor.dtype}: convert it first")
-        if name in self._tensors or not self.fits(name):
+        if name in self._tensors or not self.size.fits(name):
             what = "already has" if name in self._tensors else "has no space in its header for"
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         data = raw_bytes(tensor).numpy().data
         self._tensors[name] = tensor.dtype, tuple(tensor.shape)
-        self._left -= _entry_bytes(name)
-        self.size += len(data)
+        self.size.add(name, len(data))
         if len(data) % 8:
             self._last[name] = bytes(data)
         else:
@@ -85,7 +100,8 @@ class SafetensorsWriter:
             start, end = end, end + prod(shape) * dtype.itemsize
             entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
         text = json.dumps(_METADATA | entries, ensure_ascii=False, separators=(",", ":")).encode()
-        return (self._reserved - 8).to_bytes(8, "little") + text.ljust(self._reserved - 8)
+        space = self.size.reserved - 8
+        return space.to_bytes(8, "little") + text.ljust(space)
 
 
 def _entry_bytes(name: str) -> int:

@@ -61,9 +61,7 @@ def staging(
         if not files.sync_folder(partial):
             notice(NO_FOLDER_SYNC)
         kept = _worth_keeping(partial)
-        if kept and not (resume or overwrite):
-            ways = "continue it with the command that began it and --resume, or discard it with --overwrite"
-            raise CheckpointError(f"{partial} holds an interrupted run's work: {ways}")
+        _require_leave(partial, kept, resume, overwrite)
         # config.json goes first: with it and without a journal, a half emptied folder would look complete.
         for path in sorted(partial.iterdir(), key=lambda p: (p.name != "config.json", p.name)):
             if path.name not in (LOCK, SOFT_LOCK) and (not (kept and resume) or path.suffix == ".tmp"):
@@ -76,6 +74,28 @@ def staging(
                     files.remove(partial / "config.json")
                     files.remove(partial / JOURNAL)  # now nothing there is worth keeping
             raise
+
+
+def check_staging(
+    out: Path, *, resume: bool = False, overwrite: bool = False, source: Path | None = None
+) -> Path | None:
+    """Raise the CheckpointError with which `staging` would refuse `out`, and write nothing.
+
+    Returns the partial folder of an interrupted run whose work would be continued or discarded, None without one.
+    """
+    with files.guarded(out):
+        _check_target(out, overwrite, source)
+    partial = _beside(out, "partial")
+    if partial.is_symlink():
+        raise CheckpointError(f"{partial} is a link: remove it")
+    if not partial.is_dir():
+        return None
+    with files.guarded(partial):
+        if _is_locked(partial):
+            raise _is_being_written(out, partial / LOCK)
+    kept = _worth_keeping(partial)
+    _require_leave(partial, kept, resume, overwrite)
+    return partial if kept else None
 
 
 def is_complete(partial: Path) -> bool:
@@ -153,11 +173,33 @@ def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator
                     os.rmdir(partial)  # succeeds only if it is empty
                 raise
             if not _lock(lock, partial, stack, notice):
-                pid = lock.read(20).decode(errors="replace").strip() or "unknown"
-                raise CheckpointError(f"{out} is being written by process {pid}: wait for it, or stop it")
+                raise _is_being_written(out, partial / LOCK)
         if not _same_file(lock, partial / LOCK):
             raise CheckpointError(f"{out} has just been written by another run: look at it, or run again")
         yield lock
+
+
+def _is_locked(partial: Path) -> bool:
+    """Return whether another process holds a partial folder, as `_lock` would find; nothing is created."""
+    if not (partial / LOCK).exists():
+        return False
+    try:
+        if fcntl is None:
+            raise OSError(errno.ENOSYS, "no flock")
+        with files.open_regular(partial / LOCK) as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two checks do not refuse each other
+    except BlockingIOError:
+        return True
+    except OSError as error:
+        if error.errno not in files.UNSUPPORTED:
+            raise
+        return (partial / SOFT_LOCK).exists()
+    return False
+
+
+def _is_being_written(out: Path, lock: Path) -> CheckpointError:
+    pid = lock.read_bytes()[:20].decode(errors="replace").strip() or "unknown"
+    return CheckpointError(f"{out} is being written by process {pid}: wait for it, or stop it")
 
 
 def _lock(file: BinaryIO, partial: Path, stack: ExitStack, notice: Callable[[str], None]) -> bool:
@@ -191,6 +233,13 @@ def _cleared_up(partial: Path, lock: BinaryIO) -> Iterator[None]:
         if _same_file(lock, partial / LOCK) and not _worth_keeping(partial):
             with suppress(CheckpointError):  # the first error matters more
                 files.remove(partial)
+
+
+def _require_leave(partial: Path, kept: bool, resume: bool | None, overwrite: bool) -> None:
+    """Raise CheckpointError if `partial` has work worth keeping that nobody asked to continue or to discard."""
+    if kept and not (resume or overwrite):
+        ways = "continue it with the command that began it and --resume, or discard it with --overwrite"
+        raise CheckpointError(f"{partial} holds an interrupted run's work: {ways}")
 
 
 def _worth_keeping(partial: Path) -> bool:

@@ -253,18 +253,23 @@ def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
     return list(hessians.values())
 
 
-def _check(run: Run) -> None:
-    longest = max((len(s) for s in run.sequences), default=0)
+def check_sequences(recipe: Recipe | Pruning, model: BlockRunner, sequences: Sequence[Tensor]) -> None:
+    """Raise an error for calibration sequences that the model cannot run on."""
+    longest = max((len(s) for s in sequences), default=0)
     if not longest:
-        other = "--method magnitude" if isinstance(run.recipe, Pruning) else "--method rtn --clip none"
+        other = "--method magnitude" if isinstance(recipe, Pruning) else "--method rtn --clip none"
         raise RecipeError(f"no calibration sequences: give calibration data, or use {other}")
-    if longest > run.model.max_length:
+    if longest > model.max_length:
         raise RecipeError(
-            f"a calibration sequence has {longest} tokens, the model takes {run.model.max_length}: use --max-length "
-            f"{run.model.max_length}"
+            f"a calibration sequence has {longest} tokens, the model takes {model.max_length}: use --max-length "
+            f"{model.max_length}"
         )
-    embeddings = run.model.text.get_input_embeddings().get_parameter("weight")
-    check_tokens(max(int(s.max()) for s in run.sequences), len(embeddings))
+    embeddings = model.text.get_input_embeddings().get_parameter("weight")
+    check_tokens(max(int(s.max()) for s in sequences), len(embeddings))
+
+
+def _check(run: Run) -> None:
+    check_sequences(run.recipe, run.model, run.sequences)
     for linear in run.goals(sorted(run.model.tied)):
         raise RecipeError(f"{linear} shares its weight with the embeddings, which stay dense: add --skip {linear}")
 

@@ -18,7 +18,10 @@ from typing import Any
 import torch
 
 from quantkit.algorithms.hessian import CHUNK
+from quantkit.checkpoint.decoder import TOWER
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.models.devices import compute_dtype
 from quantkit.pipeline.recipe import Pruning, Recipe
 
 MIB = 2**20
@@ -35,6 +38,8 @@ SQUARES = 5
 HESSIAN_BYTES = 4 * 2**30
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, scratch.
 SOLVED = 7
+#: The part of the memory that grows with the length of a sequence.
+DOCUMENT = "one document"
 #: The path of a block in a module path: everything up to the first number.
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 #: The layer and the number of the expert that a linear belongs to.
@@ -43,16 +48,25 @@ EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Memory:
-    """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`)."""
+    """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`).
+
+    `least_vram` are the bytes that the GPU needs without any doubt. `token_bytes` are those of one token's hidden
+    state. `gpu_memory` is the memory of a GPU that is not here; None asks the one that is.
+    """
 
     ram: dict[str, int]
     vram: dict[str, int] = field(default_factory=dict)
+    least_vram: int = 0
+    token_bytes: int = 0
+    gpu_memory: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return totals and parts as plain data."""
         found: dict[str, Any] = {"ram": sum(self.ram.values()), "ram_parts": self.ram, "estimate": True}
         if self.vram:
-            found |= {"vram": sum(self.vram.values()), "vram_parts": self.vram}
+            found |= {"vram": sum(self.vram.values()), "vram_parts": self.vram, "vram_least": self.least_vram}
+        if self.gpu_memory is not None:
+            found["gpu_memory"] = self.gpu_memory
         return found
 
     def notices(self) -> list[str]:
@@ -61,13 +75,36 @@ class Memory:
         free = free_memory()
         if free is not None and sum(self.ram.values()) > free:
             found.append(f"peak memory is estimated at {_gb(sum(self.ram.values()))}, {_gb(free)} are free here")
-        if self.vram and torch.cuda.is_available():
-            free = torch.cuda.mem_get_info()[0]
-            if sum(self.vram.values()) > free:
-                found.append(
-                    f"peak GPU memory is estimated at {_gb(sum(self.vram.values()))}, {_gb(free)} are free here"
-                )
+        there = self._gpu_memory()
+        if there is not None and not self.vram:
+            found.append("nothing of this run is computed on a GPU: --gpu-memory has no effect")
+        elif there is not None and self.least_vram <= there < sum(self.vram.values()):
+            needed = _gb(sum(self.vram.values()))
+            found.append(f"peak GPU memory is estimated at {needed}, {self._there(there)}: {self._way_out()}")
         return found
+
+    def require(self) -> None:
+        """Raise QuantkitError if the GPU cannot hold what the run certainly puts there."""
+        there = self._gpu_memory()
+        if there is not None and there < self.least_vram:
+            raise QuantkitError(
+                f"the weights of the largest block take {_gb(self.least_vram)} of GPU memory, {self._there(there)}: "
+                "use --device cpu, or a GPU with more memory"
+            )
+
+    def _gpu_memory(self) -> int | None:
+        """Return the bytes of the GPU; None if no GPU matters."""
+        if self.gpu_memory is not None:
+            return self.gpu_memory
+        return torch.cuda.mem_get_info()[0] if self.vram and torch.cuda.is_available() else None
+
+    def _there(self, there: int) -> str:
+        return f"{_gb(there)} are free here" if self.gpu_memory is None else f"--gpu-memory is {_gb(there)}"
+
+    def _way_out(self) -> str:
+        """Name the option that makes the largest part of the GPU memory smaller."""
+        largest = max(self.vram, key=lambda part: self.vram[part])
+        return "use a smaller --max-length" if largest == DOCUMENT else "use --device cpu, or a GPU with more memory"
 
 
 def streamed_memory(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> Memory:
@@ -89,7 +126,7 @@ def calibrated_memory(
     The number of tokens is an upper bound, because documents may be shorter than the maximum.
     """
     cuda = torch.cuda.is_available() if device in (None, "auto") else str(device).startswith("cuda")
-    width = src.dtype_of_model.itemsize if cuda else 4  # a CPU computes in float32
+    width = compute_dtype(src.dtype_of_model, torch.device("cuda" if cuda else "cpu")).itemsize
     inside = {module: (n, k) for module, (n, k) in linears.items() if BLOCK.match(module)}
     tokens = min(
         recipe.calibration.max_length, _stated(src, "max_position_embeddings") or recipe.calibration.max_length
@@ -102,16 +139,17 @@ def calibrated_memory(
         "Hessians of experts": min(HESSIAN_BYTES, _of_experts(inside)),
         "rows being solved": 4 * SOLVED * max(_sharing(inside).values(), default=0),
         # While a document runs, a block holds about two copies of its linears' outputs.
-        "one document": 2 * width * tokens * max(_outputs(inside).values(), default=0),
+        DOCUMENT: 2 * width * tokens * max(_outputs(inside).values(), default=0),
     }
     # The embeddings are in memory only before the first block is solved.
     outside = width * max((prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)), default=0)
     solve["embeddings, before the blocks"] = max(0, outside - sum(solve.values()))
     in_ram = min(activations, act_budget) if act_budget is not None else activations
     if not cuda:
-        return Memory({"program": PROGRAM, "activations": in_ram, **solve})
+        return Memory({"program": PROGRAM, "activations": in_ram, **solve}, token_bytes=hidden * width)
     host = {"program": PROGRAM + CUDA_HOST, "activations": in_ram, "loading": 2 * solve["block"]}
-    return Memory(host, {"CUDA": CUDA_DEVICE, **solve})
+    least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
+    return Memory(host, {"CUDA": CUDA_DEVICE, **solve}, least_vram=least, token_bytes=hidden * width)
 
 
 def free_memory() -> int | None:

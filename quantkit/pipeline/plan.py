@@ -1,7 +1,7 @@
 """Plan a run from config.json and safetensors headers: its output, its memory, and everything that it must refuse.
 
 All misfits are found at once, before any work. Byte counts are exact, because each layout states the tensors that it
-stores. Memory is an estimate, with its parts listed.
+stores, and the writer the files that it makes of them. Memory is an estimate, with its parts listed.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import quads
 from quantkit.core.tensors import FLOATS, dtype_name
-from quantkit.errors import LayoutError, ThresholdError
+from quantkit.errors import LayoutError, QuantkitError, ThresholdError
 from quantkit.kernels import MATMULS, none_for
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import Layout
@@ -31,7 +31,11 @@ from quantkit.pipeline.memory_estimate import Memory, calibrated_memory, streame
 from quantkit.pipeline.misfits import Misfit, ways_out
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
 from quantkit.reporting import readers
+from quantkit.reporting.readers import Folder
 from quantkit.reporting.units import format_bytes
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.serving import Serving
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = (
@@ -69,6 +73,12 @@ class Plan:
     `problems` are other reasons to refuse. `remarks` are about this model in any layout, `layout_remarks` about the
     readers of this layout. `readers` are the programs that open the output. `decoder` has the elements of each matrix
     in the decoder's blocks.
+
+    Of `quantize` alone: `files` has the exact bytes of every file but report and model card, which together take at
+    most `report_bytes`; it is empty if there are misfits. `before_last` are the bytes of tensors written before the
+    last block. `calibration` are the facts of the sequences. `refusal` is the error with which `quantize` would end
+    before it computes anything. `folder` has the facts on which readers depend, and `serving` the kernels of the
+    program that was asked about.
     """
 
     layout: str
@@ -85,6 +95,18 @@ class Plan:
     problems: tuple[str, ...] = ()
     disk_free: int | None = None
     decoder: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+    report_bytes: int = 0
+    before_last: int = 0
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    refusal: QuantkitError | None = None
+    folder: Folder | None = None
+    serving: Serving | None = None
+
+    @property
+    def total(self) -> int:
+        """The bytes of all files, with those that report and model card take at most."""
+        return sum(self.files.values()) + self.report_bytes
 
     @property
     def notices(self) -> list[str]:
@@ -143,6 +165,14 @@ class Plan:
             "packed_bytes": self.packed_bytes,
             "dense_bytes": self.bytes - self.packed_bytes,
             "source_bytes": self.source_bytes,
+            "files": None
+            if not self.files
+            else {
+                "total": self.total,
+                "exact": sum(self.files.values()),
+                "report_and_card": self.report_bytes,
+                "each": [{"name": name, "bytes": size} for name, size in self.files.items()],
+            },
             "bits_per_weight": self.bits_per_weight,
             "share": self.share,
             "peak_memory": self.memory.to_dict(),
@@ -152,6 +182,11 @@ class Plan:
             "misfits": [asdict(misfit) for misfit in self.misfits],
             "ways_out": list(self.ways_out),
             "problems": list(self.problems),
+            "refusal": None
+            if self.refusal is None
+            else {"exit_code": self.refusal.exit_code, "message": str(self.refusal)},
+            "calibration": dict(self.calibration) or None,
+            "serving": None if self.serving is None else self.serving.to_dict(),
             "notices": self.notices,
             "linears": [asdict(row) for row in self.rows],
         }
@@ -168,12 +203,14 @@ def plan_quantize(
     out: Path | None = None,
     device: str | None = None,
     act_budget: int | None = None,
+    gpu_memory: int | None = None,
 ) -> Plan:
     """Plan to quantize or prune the `linears` (name -> `(n, k)`) of a dense checkpoint.
 
     `goals` has the goal of each linear (None: by name in the recipe). `tied` are those that share their weight with the
     embeddings. `inside` names the tensors of the decoder's blocks (None: by their numbers). The free disk space is that
-    at `out`. `device` is where the run would compute (None: a GPU if there is one).
+    at `out`. `device` is where the run would compute (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU
+    that is not here.
     """
     layout = None if isinstance(recipe, Pruning) else LAYOUTS[recipe.layout]
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
@@ -195,6 +232,7 @@ def plan_quantize(
         memory = calibrated_memory(src, sizes, recipe, device, act_budget)
     else:
         memory = streamed_memory(src, sizes)
+    memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
         _assemble(src, layout, recipe.scheme, rows, misfits, memory, out), decoder=decoder_weights(src, inside)
     )
@@ -236,7 +274,9 @@ def plan_pack(
     )
     remarks = (f"{count} of {len(rows)} linears: {change}" for change, count in changes.items())
     lines = ways_out(misfits, schemes, layout, None, src.layout)
-    return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks))
+    problem = disk_problem(plan, out, plan.bytes)
+    problems = () if problem is None else (problem,)
+    return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks), problems=problems)
 
 
 def _row(
@@ -308,12 +348,6 @@ def _assemble(
     total = others + sum(row.bytes for row in rows)
     free = _free_disk(out)
     folder = _folder(src, layout, rows) if layout else None
-    problems = []
-    if free is not None and free < total:
-        problems.append(
-            f"{out}: the output takes {format_bytes(total)} and {format_bytes(free)} are free: "
-            "free some or use another -o"
-        )
     return Plan(
         layout=layout.NAME if layout else DENSE,
         scheme=label(scheme),
@@ -325,7 +359,7 @@ def _assemble(
         remarks=tuple(src.notices),
         layout_remarks=tuple(_layout_remarks(src, layout, rows, folder)) if layout and folder else (),
         readers=tuple(readers.opened_by(folder)) if folder else (),
-        problems=tuple(problems),
+        folder=folder,
         disk_free=free,
     )
 
@@ -386,6 +420,16 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: re
     if layout.NAME not in MATMULS:
         found.append(none_for(layout.NAME))
     return found
+
+
+def disk_problem(planned: Plan, out: Path | None, needed: int) -> str | None:
+    """Say that the disk of `out` is too small for `needed` bytes; None if it is not."""
+    if planned.disk_free is None or needed <= planned.disk_free:
+        return None
+    return (
+        f"{out}: the run takes {format_bytes(needed)} of disk and {format_bytes(planned.disk_free)} are free: "
+        "free some or use another -o"
+    )
 
 
 def _free_disk(out: Path | None) -> int | None:

@@ -6,7 +6,7 @@ An output folder appears complete or not at all. A run that fails leaves its res
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +26,7 @@ from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import RECIPE
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts import quantkit_key
+from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
@@ -122,14 +123,8 @@ def finish(
     published; see `open_folder` for its CheckpointError. `clock` has run since the command began.
     """
     layout = writer.layout
-    config = src.dense_config()
-    if layout is not None and schemes is not None:
-        true = ((layer["name"], layer.get("true_shape")) for layer in report["layers"])
-        schemes = replace(schemes, padded=tuple((name, tuple(shape)) for name, shape in true if shape))
-        config["quantization_config"] = {
-            **layout.write_config(with_joined_names(schemes, [layer["name"] for layer in report["layers"]])),
-            "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, report.get("recipe_sha256")),
-        }
+    true = {layer["name"]: layer.get("true_shape") for layer in report["layers"]}
+    config = output_config(src, layout, schemes, true, report.get("recipe_sha256"))
     weights = sum(n * k for n, k in (layer.get("true_shape", layer["shape"]) for layer in report["layers"]))
     report["totals"] = {
         "quantized_weights": weights if layout else 0,
@@ -177,6 +172,25 @@ def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], fl
     other = max(0.0, clock.elapsed() - sum(claimed.values()))
     found = added_up([before, claimed, {"other": other}])
     return found, sum(found.values())
+
+
+def output_config(
+    src: Checkpoint,
+    layout: Layout | None,
+    schemes: Schemes | None,
+    true_shapes: Mapping[str, Sequence[int] | None],
+    recipe_sha256: str | None,
+) -> dict[str, Any]:
+    """Return the config.json of an output; `true_shapes` has every changed linear, with its shape if it is padded."""
+    config = src.dense_config()
+    if layout is not None and schemes is not None:
+        padded = tuple((name, (shape[0], shape[1])) for name, shape in true_shapes.items() if shape)
+        schemes = replace(schemes, padded=padded)
+        config["quantization_config"] = {
+            **layout.write_config(with_joined_names(schemes, list(true_shapes))),
+            "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, recipe_sha256),
+        }
+    return config
 
 
 def publish_complete(

@@ -8,7 +8,7 @@ journal and collects the report. An output folder appears complete, by one renam
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,25 +20,28 @@ from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint, resolve
-from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter, require_same
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import CheckpointError, RecipeError, about
-from quantkit.io.staging import is_complete, staging
+from quantkit.errors import CheckpointError, QuantkitError, RecipeError, about
+from quantkit.io.staging import check_staging, is_complete, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.calibration_data import Calibration, draw_calibration
 from quantkit.models.text_sources import PACKAGED
 from quantkit.models.tokenizer import load_tokenizer
-from quantkit.pipeline.calibrate import calibrated
+from quantkit.pipeline.calibrate import calibrated, check_sequences
 from quantkit.pipeline.fused_alike import changes
 from quantkit.pipeline.layer_solver import solve_uncalibrated
 from quantkit.pipeline.opening import require_complete_source, require_right_weights
-from quantkit.pipeline.plan import Plan, plan_quantize
+from quantkit.pipeline.output_files import disk_peak, output_files, report_bytes
+from quantkit.pipeline.patterns import require_effect
+from quantkit.pipeline.plan import Plan, disk_problem, plan_quantize
 from quantkit.pipeline.publish import finish, name_of, publish_complete, write
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of, label
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
+from quantkit.pipeline.serving import find_gpu, serving
 from quantkit.progress import Clock, Progress
 from quantkit.reporting.report import heading
 
@@ -60,22 +63,46 @@ def plan(
     recipe: Recipe,
     *,
     out: str | Path | None = None,
+    gpu_memory: int | None = None,
+    target: str | None = None,
+    gpu: str | None = None,
     **options: Unpack[RunKeywords],
 ) -> Plan:
-    """Plan what `quantize` would write, from config and headers alone; the plan lists misfits, none is raised."""
+    """Plan what `quantize` would write, from config, headers and calibration text alone.
+
+    The plan has the error with which `quantize` would end before it computes anything; it is raised only where there
+    is no plan without it. Not checked are the values of weights, and hashes of files. `gpu_memory` are the bytes of a
+    GPU that is not here. `target` and `gpu` name a program and a GPU, whose kernels the plan then lists.
+    """
     run = RunOptions(**options)
-    return _survey(_dense_source(model, run), recipe, out, run).plan
+    served_on = find_gpu(target, gpu)
+    job = _survey(_dense_source(model, run), recipe, out, run, gpu_memory)
+    if target is not None and served_on is not None and job.plan.folder is not None:
+        job = job._replace(plan=replace(job.plan, serving=serving(job.plan, job.plan.folder, target, *served_on)))
+    try:
+        job, _, text = _require_runnable(job, recipe, None if out is None else Path(out), run)
+    except QuantkitError as error:
+        return replace(job.plan, refusal=error)
+    return replace(job.plan, calibration=text.facts, remarks=(*job.plan.remarks, *text.warnings, *text.notices))
 
 
-def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, run: RunOptions) -> _Job:
+def _survey(
+    src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, run: RunOptions, gpu_memory: int | None = None
+) -> _Job:
+    if gpu_memory is not None and run.device == "cpu":
+        raise RecipeError("--gpu-memory is about a GPU, and --device cpu uses none: drop one of them")
     require_complete_source(src, run.trust_remote_code)
-    skeleton = BlockRunner(src, device=run.device, trust_remote_code=run.trust_remote_code)
+    # The GPU of `gpu_memory` is not here, and a plan computes nothing on it.
+    device = run.device if gpu_memory is None else "cpu"
+    skeleton = BlockRunner(src, device=device, trust_remote_code=run.trust_remote_code)
     if isinstance(recipe, Pruning) and skeleton.sliced:
         raise CheckpointError(
             f"{src.path}: {skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor for "
             "each, which no reader of dense models takes: use quantize --prune 2:4"
         )
     chosen = goals_of(recipe, skeleton.paths, skeleton.kept_dense)
+    names = {name for linear, path in skeleton.paths.items() for name in (linear, path)}
+    unused = require_effect(recipe, sorted(names), skeleton.kept_dense)
     planned = plan_quantize(
         src,
         skeleton.linears,
@@ -84,14 +111,77 @@ def _survey(src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, r
         tied=skeleton.tied,
         inside={name for block in range(len(skeleton.blocks)) for name in skeleton.stored(block)},
         out=None if out is None else Path(out),
-        device=skeleton.device.type,
+        device=skeleton.device.type if gpu_memory is None else "cuda",
         act_budget=run.act_budget,
+        gpu_memory=gpu_memory,
     )
-    planned = replace(planned, remarks=(*planned.remarks, *_remarks(recipe, skeleton, chosen)))
+    planned = replace(planned, remarks=(*planned.remarks, *_remarks(recipe, skeleton, chosen), *unused))
     if isinstance(recipe, Recipe) and recipe.fused_alike:
         asked = goals_of(replace(recipe, fused_alike=False), skeleton.paths, skeleton.kept_dense)
         planned = replace(planned, remarks=(*planned.remarks, *changes(asked, chosen)))
-    return _Job(src, skeleton, chosen, planned)
+    job = _Job(src, skeleton, chosen, planned)
+    return job if planned.misfits else job._replace(plan=_with_files(job, recipe))
+
+
+def _with_files(job: _Job, recipe: Recipe | Pruning) -> Plan:
+    """Return the plan with the files of the output. The layout holds all weights: a config of others cannot be made."""
+    layout, schemes = (LAYOUTS[recipe.layout], _schemes(job, recipe)) if isinstance(recipe, Recipe) else (None, None)
+    output = output_files(job.src, job.plan, layout, schemes, recipe, _units(job, recipe))
+    planned = replace(job.plan, files=output.files, before_last=output.before_last)
+    return replace(planned, report_bytes=report_bytes(job.src, planned))
+
+
+def _units(job: _Job, recipe: Recipe | Pruning) -> Iterator[list[str]]:
+    """Yield the tensors of the source in the units that the run commits."""
+    if not recipe.calibrated:
+        yield from _streamed_units(job.src, job.src.names())
+        return
+    for block in range(len(job.model.blocks)):
+        yield job.model.stored(block)
+    yield job.model.stored(None)
+
+
+def _require_runnable(
+    job: _Job, recipe: Recipe | Pruning, out: Path | None, run: RunOptions
+) -> tuple[_Job, Recipe | Pruning, Calibration]:
+    """Raise the first error that needs no computation; return the job, its recipe and the calibration sequences.
+
+    `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. The recipe of the output
+    names the text that was used.
+    """
+    job.plan.require()
+    progress = run.progress or Progress(quiet=True)
+    for notice in job.plan.notices:
+        progress.note(notice)
+    if not any(job.chosen.values()):
+        what = "quantize" if isinstance(recipe, Recipe) else "prune"
+        raise RecipeError(f"every linear is skipped: nothing to {what}, loosen --skip")
+    job.plan.require_share(run.min_share)
+    job.plan.memory.require()
+    if isinstance(recipe, Recipe):
+        layout, stated = LAYOUTS[recipe.layout], _schemes(job, recipe)
+        require_right_weights(job.model.module, job.src, layout, stated, job.plan, run.trust_remote_code)
+    before = None
+    if out is not None:
+        before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.path)
+    if before is not None and run.resume and is_complete(before):
+        return job, recipe, Calibration([], {})  # only the last step is left
+    text = _calibration(job, recipe, progress)
+    if recipe.calibrated:
+        check_sequences(recipe, job.model, text.sequences)
+    if text.facts.get("source") == PACKAGED:
+        recipe = with_packaged_text(recipe)
+        job = job._replace(plan=_with_files(job, recipe))
+    if before is not None and run.resume:
+        require_same(before, _known_identity(job, recipe, text.facts))
+    if out is not None:
+        activations = job.plan.memory.token_bytes * sum(len(sequence) for sequence in text.sequences)
+        mapped = run.act_budget is not None and activations > run.act_budget
+        there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
+        problem = disk_problem(job.plan, out, disk_peak(job.plan, activations, len(job.model.blocks), mapped) - there)
+        if problem is not None:
+            raise CheckpointError(problem)
+    return job, recipe, text
 
 
 def prune(model: str | Path, out: str | Path, recipe: Pruning, **options: Unpack[RunKeywords]) -> dict[str, Any]:
@@ -113,21 +203,18 @@ def quantize(
     run = RunOptions(**options)
     progress = run.progress or Progress(quiet=True)
     clock = Clock(torch.device("cpu"))
-    out, quantizing = Path(out), None if isinstance(recipe, Pruning) else recipe
-    command = "quantize" if quantizing else "prune"
+    out, command = Path(out), "prune" if isinstance(recipe, Pruning) else "quantize"
     with clock.phase("prepare"):
-        job = _prepared(model, out, recipe, run, progress, command)
+        job = _survey(_dense_source(model, run), recipe, out, run)
+        asked = recipe
+        job, recipe, text = _require_runnable(job, asked, out, run)
     src = job.src
+    quantizing = None if isinstance(recipe, Pruning) else recipe
     lacking: list[str] = []  # what the file system cannot do
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path, notice=lacking.append) as partial:
         if is_complete(partial):
-            return publish_complete(partial, out, [recipe, with_packaged_text(recipe)], src, run.overwrite)
+            return publish_complete(partial, out, [asked, with_packaged_text(asked)], src, run.overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
-        with clock.phase("prepare"):
-            text = _calibration(job, recipe, progress)
-        if text.facts.get("source") == PACKAGED:  # the recipe of the output names the text that was used
-            recipe = with_packaged_text(recipe)
-            quantizing = None if isinstance(recipe, Pruning) else recipe
         with clock.phase("hash"):
             hashes = source_hashes(src)
         report = {
@@ -166,39 +253,33 @@ def quantize(
         )
 
 
-def _prepared(
-    model: str | Path, out: Path, recipe: Recipe | Pruning, run: RunOptions, progress: Progress, command: str
-) -> _Job:
-    """Check everything that can be checked from config and headers, before any work."""
-    src = _dense_source(model, run)
-    job = _survey(src, recipe, out, run)
-    job.plan.require()
-    for notice in job.plan.notices:
-        progress.note(notice)
-    if not any(job.chosen.values()):
-        raise RecipeError(f"every linear is skipped: nothing to {command}, loosen --skip")
-    job.plan.require_share(run.min_share)
-    if isinstance(recipe, Recipe):
-        layout, stated = LAYOUTS[recipe.layout], _schemes(job, recipe)
-        require_right_weights(job.model.module, src, layout, stated, job.plan, run.trust_remote_code)
-    return job
-
-
 def streamed(
     src: Checkpoint, recipe: Recipe | Pruning, chosen: Mapping[str, Goal | None], done: set[str], progress: Progress
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears rounded or pruned; one weight in memory at a time."""
     names = [name for name in src.names() if name not in done]
-    pending = 0
+    last = {unit[-1] for unit in _streamed_units(src, names)}
     for name in progress.bar(names, "prune" if isinstance(recipe, Pruning) else "quantize", len(names)):
         module = name.removesuffix(".weight")
         scheme = chosen.get(module) if module != name else None
-        pending += src.nbytes(name)
         # The weight has no name here, so that its memory is free when the next one is read.
         yield Item(name, src.get(name)) if scheme is None else solve_uncalibrated(module, src.get(name), scheme, recipe)
-        if pending >= COMMIT_BYTES:
+        if name in last:
             yield Commit({})
-            pending = 0
+
+
+def _streamed_units(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]]:
+    """Yield tensors in the units that streamed work commits."""
+    unit: list[str] = []
+    size = 0
+    for name in names:
+        unit.append(name)
+        size += src.nbytes(name)
+        if size >= COMMIT_BYTES:
+            yield unit
+            unit, size = [], 0
+    if unit:
+        yield unit
 
 
 def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
@@ -216,7 +297,6 @@ def _remarks(recipe: Recipe | Pruning, model: BlockRunner, chosen: Mapping[str, 
         if chosen[name] is None:
             reasons.setdefault(reason, []).append(name)
     found += [f"{names[0]}: left dense, {reason} ({len(names)} in all)" for reason, names in reasons.items()]
-    found += recipe.unmatched({name for linear, path in model.paths.items() for name in (linear, path)})
     if recipe.calibrated and model.text_path:
         found.append(
             f"calibrated through {model.text_path}, on text alone: {type(model.module).__name__} asks for other inputs"
@@ -293,3 +373,9 @@ def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
     same = {key: report[key] for key in ("quantkit", "recipe_sha256", "device", "compute_dtype")}
     same |= {name: report["environment"][name] for name in ("torch", "transformers")}
     return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}
+
+
+def _known_identity(job: _Job, recipe: Recipe | Pruning, facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the part of a run's identity for which no weight is read."""
+    report = {**heading("", "", None, {}), **_known(job, recipe), "calibration": facts}
+    return {key: value for key, value in _identity(report).items() if key != "source"}

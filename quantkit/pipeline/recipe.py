@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -79,15 +79,6 @@ class Recipe:
             return None
         return next((scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme)
 
-    def unmatched(self, modules: Collection[str]) -> list[str]:
-        """Return a line for every pattern that has no effect on these linears."""
-        found = _unused_skips(self.skip, modules)
-        quantized = [m for m in modules if not any(matches(p, m) for p in self.skip)]
-        for pattern, scheme in self.overrides:
-            if not any(matches(pattern, module) for module in quantized):
-                found.append(f"override {pattern!r} to {scheme.label} matches no linear that is quantized")
-        return found
-
     def to_mapping(self) -> dict[str, Any]:
         """Return the mapping from which `from_mapping` makes an equal recipe."""
         return {
@@ -152,10 +143,6 @@ class Pruning:
     def scheme_of(self, module: str) -> Literal["2:4"] | None:
         """Return the goal of the linear called `module`, None if it is skipped."""
         return None if any(matches(pattern, module) for pattern in self.skip) else self.scheme
-
-    def unmatched(self, modules: Collection[str]) -> list[str]:
-        """Return a line for every pattern that skips none of these linears."""
-        return _unused_skips(self.skip, modules)
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the mapping from which `pruning_from_mapping` makes an equal object."""
@@ -227,10 +214,6 @@ def stored_shape(recipe: Recipe | Pruning, goal: Goal, n: int, k: int) -> tuple[
 def matches(pattern: str, module: str) -> bool:
     """Return whether a skip or override pattern matches the name `module`, or its end after a dot."""
     return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module) is not None
-
-
-def _unused_skips(skip: Collection[str], modules: Collection[str]) -> list[str]:
-    return [f"skip {p!r} matches no linear" for p in skip if not any(matches(p, m) for m in modules)]
 
 
 def pruning_from_mapping(mapping: Mapping[str, Any]) -> Pruning:

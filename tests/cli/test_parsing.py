@@ -20,6 +20,8 @@ from quantkit.kernels import MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.recipe import Recipe
+from quantkit.pipeline.serving import PROGRAMS
+from quantkit.reporting.engine_kernels import GPUS
 from tests.command_line import ROOT, call, commands
 
 HEAVY = ("torch", "numpy", "transformers", "datasets", "tqdm", "yaml", "huggingface_hub")
@@ -61,6 +63,7 @@ def test_the_names_of_choices_are_those_of_the_tables() -> None:
     assert tuple(FORMATS) == names.FORMATS
     assert tuple(LAYOUTS) == names.LAYOUTS
     assert tuple(MATMULS) == names.KERNELS
+    assert (tuple(PROGRAMS), tuple(GPUS)) == (names.TARGETS, names.GPUS)
     assert tuple(map(dtype_name, ACTIVATIONS)) == names.ACTIVATIONS
     assert CONFIGS.keys() <= MODELS.keys()
     hints = get_type_hints(Recipe)

@@ -57,7 +57,7 @@ def test_a_waiting_tensor_is_not_changed_from_outside(tmp_path: Path) -> None:
 def test_a_header_that_is_full_refuses_before_it_breaks(tmp_path: Path) -> None:
     file = SafetensorsWriter(tmp_path / "x")
     number = 0
-    while file.fits(name := f"model.layers.{number}.ü" + "x" * 400):
+    while file.size.fits(name := f"model.layers.{number}.ü" + "x" * 400):
         file.add(name, torch.zeros(2, dtype=torch.float32))
         number += 1
     with pytest.raises(CheckpointError, match="no space"):

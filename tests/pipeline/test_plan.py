@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint import writer
 from quantkit.checkpoint.inspection import describe
+from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.plan import Plan, plan_pack, plan_quantize
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.pipeline.recipe import from_mapping, pruning_from_mapping
 from tests.tiny_models import write_model
 
 
@@ -99,11 +102,16 @@ def test_planned_bytes_equal_those_of_the_output(
     planned = quantize.plan(sources[model], asked)
     planned.require()
     report = quantize.quantize(sources[model], tmp_path / "out", asked, device="cpu", min_share=0)
-    assert planned.bytes == tensor_bytes(tmp_path / "out") == report["totals"]["bytes"]
+    assert planned.bytes == tensor_bytes(tmp_path / "out")
+    weights = sum(size for name, size in planned.files.items() if name.endswith(".safetensors"))
+    assert weights == report["totals"]["bytes"]
     assert planned.bits_per_weight == pytest.approx(report["totals"]["bits_per_weight"], rel=1e-12)
     assert [row.module for row in planned.quantized] == [layer["name"] for layer in report["layers"]] or (
         sorted(row.module for row in planned.quantized) == sorted(layer["name"] for layer in report["layers"])
     )
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    assert 0 < sizes.pop("quantkit_report.json") + sizes.pop("README.md") <= planned.report_bytes
+    assert sizes == planned.files
     found = describe(Checkpoint(tmp_path / "out"))
     assert found["bytes"]["total"] == planned.bytes
     assert found["bits_per_weight"] == pytest.approx(planned.bits_per_weight)
@@ -265,11 +273,51 @@ def test_a_conversion_lists_every_weight_that_the_target_cannot_hold(sources: di
         assert not (tmp_path / "out").exists()
 
 
-def test_a_disk_that_is_too_small_is_a_problem(tmp_path: Path) -> None:
-    linears = {f"model.layers.{i}.mlp.up_proj": (2**16, 2**17) for i in range(400)}
-    src = sparse(tmp_path / "m", linears)
-    planned = plan_quantize(src, linears, recipe(), out=tmp_path / "not" / "there" / "yet")
-    assert planned.disk_free
+def test_files_of_calibrated_committed_and_pruned_runs(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"This is paragraph {i} of a text for calibration." for i in range(20)))
+    calibration = {"data": str(text), "samples": 2, "max_length": 32}
+    monkeypatch.setattr(quantize, "COMMIT_BYTES", 200_000)  # several commits without activations too
+    wanted = {
+        "gptq": from_mapping({"calibration": calibration}),
+        "padded": recipe("marlin", pad=True, overrides={"k_proj": "int4:channel"}),
+        "pruned": pruning_from_mapping({"method": "magnitude"}),
+    }
+    for name, asked in wanted.items():
+        planned = quantize.plan(sources["qwen2"], asked, min_share=0, device="cpu")
+        quantize.quantize(sources["qwen2"], tmp_path / name, asked, min_share=0, device="cpu")
+        sizes = {path.name: path.stat().st_size for path in (tmp_path / name).iterdir()}
+        assert 0 < sizes.pop("quantkit_report.json") + sizes.pop("README.md") <= planned.report_bytes
+        assert sizes == planned.files, name
+        assert sum(file.endswith(".safetensors") for file in sizes) > 1
+
+
+def test_a_new_file_begins_where_the_writer_begins_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1000)
+    unit = {"a": 600, "b": 500, "c": 400, "d": 2000}
+    assert [names for _, names in writer.planned_shards([unit, {"e": 8}]).values()] == [["a"], ["b", "c"], ["d"], ["e"]]
+    many = {f"model.layers.{i}." + "x" * 500: 8 for i in range(100)}  # more names than one header holds
+    folder = tmp_path / "out"
+    folder.mkdir()
+    src = sparse(tmp_path / "m", {"model.layers.0.mlp.up_proj": (64, 64)})
+    filled = writer.CheckpointWriter(folder, like=src, layout=None)
+    for name in many:
+        filled.add(Item(name, torch.zeros(1, dtype=torch.int64)))
+    filled.commit({"block": 0})
+    made = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    assert made == {name: size for name, (size, _) in writer.planned_shards([many]).items()} and len(made) > 1
+
+
+def test_a_disk_that_is_too_small_for_a_conversion_is_a_problem(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize.quantize(sources["llama"], tmp_path / "a", recipe("gptq"), device="cpu")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    planned = plan_pack(Checkpoint(tmp_path / "a"), LAYOUTS["marlin"], out=tmp_path / "not" / "there" / "yet")
+    assert planned.disk_free == 1000
     with pytest.raises(LayoutError, match="free some"):
         planned.require()
 

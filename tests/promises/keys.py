@@ -23,6 +23,7 @@ PRINTED = (
     "convert compressed-tensors-to-gptq int4 -o out -q",
     "convert --list",
     f"plan model {RTN}",
+    f"plan model --target vllm --gpu h100 --gpu-memory 80GB {CALIB} -q",
     f"plan odd --pad --layout marlin --group-size channel {RTN}",
     f"quantize model --dry-run {RTN}",
     "inspect model",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,13 +77,19 @@ def test_a_linear_left_dense_is_reported(small_llama: Path, tmp_path: Path) -> N
 
 
 def test_an_option_without_effect_is_reported(small_llama: Path, tmp_path: Path, calib: dict[str, Any]) -> None:
-    wishes = {"skip": ["lm_head", "typo_proj"], "overrides": {"lm_head": "int4:g64"}}
     calib["max_length"] = 4096
-    quantize(small_llama, tmp_path / "out", from_mapping({**wishes, "calibration": calib}))
-    found, text = report_and_summary(tmp_path / "out")
-    assert "skip 'typo_proj' matches no linear" in found["notices"]
-    assert "override 'lm_head' to int4:g64 matches no linear that is quantized" in text
+    quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calib}))
+    _, text = report_and_summary(tmp_path / "out")
     assert "end at the model's 512 positions, 4096 were asked for" in text
+
+
+def test_a_pattern_without_effect_is_refused(small_llama: Path, tmp_path: Path) -> None:
+    wishes = {"skip": ["lm_head", "typo_proj"], "overrides": {"lm_head": "int4:g64"}}
+    with pytest.raises(RecipeError) as error:
+        quantize(small_llama, tmp_path / "out", from_mapping({**RTN, **wishes}))
+    first, second = str(error.value).splitlines()
+    assert first.startswith("skip 'typo_proj' matches no linear: ")
+    assert second.startswith("override 'lm_head' to int4:g64 matches only linears that are skipped: ")
 
 
 def test_rounding_instead_of_gptq_is_reported(tmp_path: Path, calib: dict[str, Any]) -> None:
@@ -158,8 +165,9 @@ def test_a_loss_too_large_for_a_perplexity_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_packed_folder_reports_its_own_facts(small_llama: Path, tmp_path: Path) -> None:
-    recipe = from_mapping({**RTN, "skip": ["lm_head", "down_proj", "none"]})
-    quantize(small_llama, tmp_path / "ct", recipe, min_share=0.5)
+    source = Path(shutil.copytree(small_llama, tmp_path / "source"))
+    (source / "pytorch_model.bin").write_bytes(b"")  # ignored, with a notice
+    quantize(source, tmp_path / "ct", from_mapping({**RTN, "skip": ["lm_head", "down_proj"]}), min_share=0.5)
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
     (before, _), (found, text) = report_and_summary(tmp_path / "ct"), report_and_summary(tmp_path / "marlin")
     assert found["notices"] == before["notices"] != []
