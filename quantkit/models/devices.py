@@ -30,5 +30,10 @@ def compute_dtype(model: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the compute dtype for a model's dtype: float32 on a CPU, bfloat16 if it has AMX, the model's on a GPU."""
     if device.type == "cuda":
         return model
-    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)()
+    # ATEN_CPU_CAPABILITY may turn off the instructions that a product in bfloat16 needs.
+    amx = torch.backends.cpu.get_cpu_capability() == "AVX512" and _has_amx()
     return torch.bfloat16 if amx and model == torch.bfloat16 else torch.float32
+
+
+def _has_amx() -> bool:
+    return bool(getattr(torch.cpu, "_is_amx_tile_supported", lambda: False)())
