@@ -162,6 +162,11 @@ TRAITS = {
         "load it with quantkit.load",
         _packs("experts", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid"),
     ),
+    "own linears": Trait(
+        "linears that vLLM's class of this model keeps dense, or a dense tower that it takes for quantized",
+        "load it with quantkit.load",
+        lambda f: f.config.get("model_type") in ("hrm_text", "blip-2"),
+    ),
     "odd n": Trait(
         "weights whose n is neither 128 nor a multiple of 256",
         "use --layout compressed-tensors",
@@ -194,7 +199,7 @@ class Reader:
 
 _SHARED = ("split", "padded")
 #: what vLLM's class of a model does not open, asked with docs/models.md; the layout makes no difference
-_CLASSES = ("topk", "by heads", "mixers", "convolutions", "dense experts", "own experts")
+_CLASSES = ("topk", "by heads", "mixers", "convolutions", "dense experts", "own experts", "own linears")
 _PUBLIC_MARLIN = ("mixed", "dense", "padded")
 READERS = (
     Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", *_CLASSES), LOADER),

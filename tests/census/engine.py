@@ -20,13 +20,17 @@ LIMIT = 300
 #: vLLM's quantization library would compile in the background, in two processes for each folder
 SETTINGS = {"HUMMING_DISABLE_PARALLEL_BUILD": "1", "OMP_NUM_THREADS": "1"}
 #: verdicts that are no refusal
-OK, NO_CLASS = "ok", "no class"
-#: what vLLM says of an architecture that it has no class for, or whose configuration its transformers does not know
-UNKNOWN = re.compile(r"are not supported for now|has no vLLM implementation|Transformers does not recognize this arch")
+OK, NO_CLASS, NEWER = "ok", "no class", "too new"
+#: what vLLM says -> the verdict, where the folder itself is not the reason
+NOT_ASKED = {
+    r"are not supported for now|has no vLLM implementation|was supported in vLLM until|"
+    r"Embedding models do not support": NO_CLASS,
+    r"Transformers does not recognize this arch": NEWER,
+}
 
 
 def ask(script: Path, kept: Path, rows: Sequence[dict[str, Any]]) -> None:
-    """Add vLLM's verdict to each row whose output by RTN is in `kept`, as `vllm`: "ok", "no class" or the reason.
+    """Add vLLM's verdict to each row whose output by RTN is in `kept`, as `vllm` (see `opened`).
 
     If vLLM refuses an output, it is asked for the dense model too, and that verdict is `vllm_dense`: a reason there
     is none of the quantized folder's.
@@ -42,11 +46,11 @@ def ask(script: Path, kept: Path, rows: Sequence[dict[str, Any]]) -> None:
 
 def is_refusal(verdict: str | None) -> bool:
     """Return True if vLLM has a class for a family, and does not open its folder."""
-    return verdict not in (None, OK, NO_CLASS)
+    return verdict not in (None, OK, NO_CLASS, NEWER)
 
 
 def opened(script: Path, folders: Sequence[Path], limit: float = LIMIT) -> dict[Path, str]:
-    """Return folder -> "ok", "no class" or vLLM's reason, in the order of `folders`.
+    """Return folder -> "ok", "no class", "too new" (for its transformers) or vLLM's reason, in the order of `folders`.
 
     `script` takes folders and `--json`. It prints one object a folder, in order: `folder`, `ok`, and on failure `stage`
     and `error`. A folder at which it ends, or that it does not answer within `limit` seconds, gets that as its reason.
@@ -102,4 +106,5 @@ def _verdict(result: dict[str, Any]) -> str:
     if result["ok"]:
         return OK
     error = " ".join(result["error"].split()).replace(result["folder"], "the folder")
-    return NO_CLASS if UNKNOWN.search(error) else f"{result['stage']}: {error}"
+    known = (verdict for pattern, verdict in NOT_ASKED.items() if re.search(pattern, error))
+    return next(known, f"{result['stage']}: {error}")

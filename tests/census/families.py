@@ -194,11 +194,16 @@ CHANGES: dict[str, Change] = {
     "axk1": _set(topk_method="noaux_tc", **MLA),
     "falcon": _set(ffn_hidden_size=4 * HIDDEN),
     "glm4_moe": _set(head_dim=64),
-    "glm4_moe_lite": _set(**{**MLA, "qk_nope_head_dim": 192, "qk_head_dim": 256, "v_head_dim": 256}),
+    "glm4_moe_lite": _set(
+        **{**MLA, "qk_nope_head_dim": 192, "qk_head_dim": 256, "v_head_dim": 256}, first_k_dense_replace=1
+    ),
+    "hy_v3": _set(expert_hidden_dim=EXPERT),
     "kimi_linear": _set(**MLA),
     "lfm2": _set(block_dim=HIDDEN, block_ff_dim=INTERMEDIATE),
     "lfm2_vl": _set(text_config__block_dim=HIDDEN, text_config__block_ff_dim=INTERMEDIATE),
-    "minimax_m2": _set(rotary_dim=32),
+    "minimax_m2": _set(
+        rotary_dim=32, scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True
+    ),
     "phi": _set(intermediate_size=4 * HIDDEN),
     "qwen3_vl_moe": _set(text_config__norm_topk_prob=True),
     "dots1": _set(num_experts_per_tok=2, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1),
@@ -206,7 +211,9 @@ CHANGES: dict[str, Change] = {
     "gemma3n_text": _set(**KV_SHARED),
     "granitemoehybrid": _set(layer_types=["linear_attention", "full_attention"]),
     "hunyuan_v1_dense": _set(head_dim=64, use_qk_norm=True),
-    "hunyuan_v1_moe": _set(head_dim=64, use_qk_norm=True, moe_intermediate_size=INTERMEDIATE),
+    "hunyuan_v1_moe": _set(
+        head_dim=64, use_qk_norm=True, moe_intermediate_size=INTERMEDIATE, use_mixed_mlp_moe=True, num_shared_expert=1
+    ),
     "jamba": _set(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=0, expert_layer_period=2),
     "lfm2_moe": _set(layer_types=["conv", "full_attention"]),
     "mamba2": _set(num_heads=128, head_dim=2),
@@ -218,7 +225,9 @@ CHANGES: dict[str, Change] = {
     "qwen2_5_vl": _set(text_config__rope_parameters=MROPE),
     "qwen2_vl": _set(text_config__rope_parameters=MROPE),
     "paddleocr_vl": _set(text_config__rope_parameters=MROPE),
-    "glm4v_moe": _set(text_config__rope_parameters=HALF_MROPE, text_config__head_dim=64),
+    "glm4v_moe": _set(
+        text_config__rope_parameters=HALF_MROPE, text_config__head_dim=64, text_config__use_qk_norm=False
+    ),
     "qwen4_exp": _set(**{f"text_config__{key}": value for key, value in INDEXER.items()}),
     "qwen4_exp_text": _set(**INDEXER),
     "recurrent_gemma": _set(num_hidden_layers=3, num_attention_heads=4, head_dim=32),

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.census.engine import NO_CLASS, is_refusal
+from tests.census.engine import is_refusal
 from tests.census.run import METHODS
 
 SHARE = 0.98
@@ -33,10 +34,10 @@ its default configuration, and no accuracy is measured here.
 {summary}
 """
 ASKED = """\
-- **vLLM**: whether vLLM {vllm} takes the output of RTN. Its configuration, model class and loader run on a CPU,
-  with transformers {vllm_transformers}, and nothing is computed. "No class": vLLM has no model class of its own for the
-  family. "Dense too": vLLM refuses the dense tiny model as well. Then the tiny model or this environment is the
-  reason, and nothing is known of the quantized folder."""
+- **vLLM**: whether vLLM {vllm} takes the output of RTN. Its configuration, model class and loader run on a CPU, with
+  transformers {vllm_transformers}, and nothing is computed. "No class": vLLM has no class of its own that generates with
+  this family. "Too new": that transformers does not know the family. "Refused, dense too": vLLM refuses the dense
+  tiny model as well. Then the tiny model or this environment is the reason, and nothing is known of the output."""
 NOT_ASKED = "- **vLLM** was not asked."
 HEAD = "| family | class | kind | RTN | GPTQ | layouts | opens in | vLLM |\n|---|---|---|---|---|---|---|---|"
 REST = "| family | class | kind | RTN | GPTQ | opens in | vLLM | reason |\n|---|---|---|---|---|---|---|---|"
@@ -57,10 +58,10 @@ def markdown(census: dict[str, Any]) -> str:
         counts.append(f"{method.upper()} refuses {refused}" + (f", and fails in {bugs} by a bug." if bugs else "."))
     asked = [row for row in built if "vllm" in row]
     if asked:
-        opened, known = (sum(test(row["vllm"]) for row in asked) for test in ("ok".__eq__, NO_CLASS.__ne__))
-        dense = sum("vllm_dense" in row and _dense_too(row) for row in asked)
+        found = Counter(map(_vllm, asked))
         counts.append(
-            f"vLLM has a class for {known} of {len(asked)}: it opens {opened}, and refuses {dense} dense too."
+            f"vLLM opens {found['ok']}, refuses {found['refused']} and has no class for {found['no class']}; nothing is "
+            f"known of the other {len(asked) - found['ok'] - found['refused'] - found['no class']}."
         )
     vllm = ASKED.format(**census["versions"]) if asked else NOT_ASKED
     parts = [PAGE.format(**census["versions"], tolerance=census["tolerance"], vllm=vllm, summary=" ".join(counts))]

@@ -18,6 +18,7 @@ for folder in (argument for argument in sys.argv if argument.startswith("/")):
         os._exit(7)
     errors = {
         "unknown": ("config", "ValidationError: Model architectures ['A'] are not supported for now."),
+        "new": ("config", "ValidationError: Transformers does not recognize this architecture."),
         "packed_only": ("weights", "KeyError: 'w2_bias'"),
         "both": ("model", "ValueError: no kernel for heads of 64"),
     }
@@ -36,14 +37,15 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_a_folder_that_hangs_or_ends_the_check_is_one_row(script: Path) -> None:
-    folders = [Path("/x") / name / "rtn" for name in ("good", "hangs", "ends", "unknown", "both", "last")]
+    folders = [Path("/x") / name / "rtn" for name in ("good", "hangs", "ends", "unknown", "new", "both", "last")]
     assert list(opened(script, folders, limit=3).items()) == [
         (folders[0], "ok"),
         (folders[1], "no end within 3 s"),
         (folders[2], "the check ended with code 7"),
         (folders[3], "no class"),
-        (folders[4], "model: ValueError: no kernel for heads of 64"),
-        (folders[5], "ok"),
+        (folders[4], "too new"),
+        (folders[5], "model: ValueError: no kernel for heads of 64"),
+        (folders[6], "ok"),
     ]
 
 

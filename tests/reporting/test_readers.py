@@ -78,6 +78,11 @@ CLASSES = [
 ]
 
 
+@pytest.mark.parametrize("family", ["hrm_text", "blip-2"])
+def test_vllm_is_not_named_for_families_whose_class_takes_no_packed_linear(family: str) -> None:
+    assert "vLLM" not in opened_by(folder("compressed-tensors", "int4:g128", config={"model_type": family}))
+
+
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq"])
 @pytest.mark.parametrize(("family", "module", "opens"), CLASSES)
 def test_vllm_is_not_named_for_linears_that_its_class_does_not_take(
