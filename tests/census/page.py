@@ -35,7 +35,7 @@ its default configuration, and no accuracy is measured here.
 """
 ASKED = """\
 - **vLLM**: whether vLLM {vllm} takes the output of RTN. Its configuration, model class and loader run on a CPU, with
-  transformers {vllm_transformers}, and nothing is computed. "No class": vLLM has no class of its own that generates with
+  transformers {vllm_transformers}; nothing is computed. "No class": vLLM has no class of its own that generates with
   this family. "Too new": that transformers does not know the family. "Refused, dense too": vLLM refuses the dense
   tiny model as well. Then the tiny model or this environment is the reason, and nothing is known of the output."""
 NOT_ASKED = "- **vLLM** was not asked."
@@ -59,9 +59,10 @@ def markdown(census: dict[str, Any]) -> str:
     asked = [row for row in built if "vllm" in row]
     if asked:
         found = Counter(map(_vllm, asked))
+        others = len(asked) - found["ok"] - found["refused"] - found["no class"]
         counts.append(
-            f"vLLM opens {found['ok']}, refuses {found['refused']} and has no class for {found['no class']}; nothing is "
-            f"known of the other {len(asked) - found['ok'] - found['refused'] - found['no class']}."
+            f"vLLM opens {found['ok']}, refuses {found['refused']} and has no class for {found['no class']}; "
+            f"nothing is known of the other {others}."
         )
     vllm = ASKED.format(**census["versions"]) if asked else NOT_ASKED
     parts = [PAGE.format(**census["versions"], tolerance=census["tolerance"], vllm=vllm, summary=" ".join(counts))]
