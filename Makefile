@@ -5,7 +5,7 @@
 #   make lint   ruff, mypy and import-linter
 #   make check  lint and test
 #   make docs   write the generated pages
-#   make census write docs/models.md: which model families work
+#   make census write docs/models.md: which model families work; VLLM=SCRIPT asks vLLM too (tests/census/engine.py)
 #   make gpu    GPU tests and benchmarks; writes benchmarks/h200/
 # PYTHON chooses the interpreter (3.10 to 3.14), VENV where the environment lies.
 PYTHON ?= python3

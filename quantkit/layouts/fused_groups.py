@@ -22,6 +22,8 @@ JOINED = (
     ("w13", ("w1", "w3")),
     ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
 )
+#: A linear that is joined in the checkpoint already -> the name by which some engines ask for it (towers of GLM-4V).
+ALIASES = {"qkv": "qkv_proj"}
 #: Names under which engines ask for the experts of a layer, whatever their linears are called in the checkpoint.
 EXPERTS = ("", ".0.gate_proj", ".0.up_proj", ".0.down_proj")
 _JOINED_BY_LEAF = {leaf: joined for joined, leaves in JOINED for leaf in leaves}
@@ -54,7 +56,7 @@ def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
     """State the scheme of each joined linear too, if its members share one that its own name does not get.
 
     `modules` are the quantized linears. A config of exact names does not reach the joined ones. The same holds for a
-    group that is dense as a whole.
+    group that is dense as a whole, and for a dense linear that engines ask for by an alias.
     """
     exact = (validation.literal(pattern) for pattern, _ in schemes.overrides)  # a linear's other names are there too
     named: list[tuple[str, Scheme]] = []
@@ -68,6 +70,10 @@ def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
     for joined, members in fused_groups(schemes.ignore).items():
         if joined not in packed:
             ignore |= dict.fromkeys(_asked_names(joined, members))
+    for module in schemes.ignore:
+        parent, dot, leaf = module.rpartition(".")
+        if leaf in ALIASES:
+            ignore[f"{parent}{dot}{ALIASES[leaf]}"] = None
     return replace(schemes, overrides=(*named, *schemes.overrides), ignore=tuple(ignore))
 
 

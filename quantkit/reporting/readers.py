@@ -64,6 +64,17 @@ def _lacks_topk_method(folder: Folder) -> bool:
     return folder.config.get("model_type") == "deepseek_v3" and folder.config.get("topk_method") != "noaux_tc"
 
 
+def _packs(part: str, *families: str) -> Callable[[Folder], bool]:
+    """Make the test whether a model of `families` has quantized linears with `part` in their names."""
+
+    def holds(folder: Folder) -> bool:
+        text = folder.config.get("text_config")
+        kinds = {folder.config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None}
+        return not kinds.isdisjoint(families) and any(part in module.split(".") for module in folder.linears)
+
+    return holds
+
+
 def _part_of_a_name(folder: Folder) -> bool:
     names = "\n".join(folder.linears)
     return any(module in names for module in folder.dense)
@@ -126,6 +137,36 @@ TRAITS = {
         "use --layout compressed-tensors",
         _part_of_a_name,
     ),
+    "by heads": Trait(
+        "joined queries, keys and values, whose rows vLLM's class of this model reorders",
+        "leave them dense with --skip '.*query_key_value'",
+        _packs("query_key_value", "bloom", "gpt_neox"),
+    ),
+    "mixers": Trait(
+        "Mamba-1 mixers, which vLLM keeps dense",
+        "leave them dense too with --skip '.*\\.(mamba|mixer)\\..*'",
+        lambda f: _packs("mamba", "jamba")(f) or _packs("mixer", "mamba", "falcon_mamba")(f),
+    ),
+    "convolutions": Trait(
+        "short convolutions, whose projections vLLM keeps dense",
+        "leave them dense too with --skip '.*\\.conv\\..*'",
+        _packs("conv", "lfm2", "lfm2_moe"),
+    ),
+    "dense experts": Trait(
+        "experts, which vLLM's class of this model keeps dense",
+        "leave them dense too with --skip '.*\\.experts\\..*'",
+        _packs("experts", "flex_olmo"),
+    ),
+    "own experts": Trait(
+        "experts whose packed tensors vLLM's class of this model does not take",
+        "load it with quantkit.load",
+        _packs("experts", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid"),
+    ),
+    "own linears": Trait(
+        "linears that vLLM's class of this model keeps dense, or a dense tower that it takes for quantized",
+        "load it with quantkit.load",
+        lambda f: f.config.get("model_type") in ("hrm_text", "blip-2"),
+    ),
     "odd n": Trait(
         "weights whose n is neither 128 nor a multiple of 256",
         "use --layout compressed-tensors",
@@ -157,12 +198,14 @@ class Reader:
 
 
 _SHARED = ("split", "padded")
+#: what vLLM's class of a model does not open, asked with docs/models.md; the layout makes no difference
+_CLASSES = ("topk", "by heads", "mixers", "convolutions", "dense experts", "own experts", "own linears")
 _PUBLIC_MARLIN = ("mixed", "dense", "padded")
 READERS = (
-    Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", "topk"), LOADER),
-    Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", *_SHARED, "topk"), LOADER),
-    Reader("vLLM", ("awq",), ("mixed", "part", *_SHARED, "topk"), LOADER),
-    Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", "topk"), LOADER),
+    Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", *_CLASSES), LOADER),
+    Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", *_SHARED, *_CLASSES), LOADER),
+    Reader("vLLM", ("awq",), ("mixed", "part", *_SHARED, *_CLASSES), LOADER),
+    Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", *_CLASSES), LOADER),
     Reader("SGLang", ("compressed-tensors",), (*_SHARED, "experts", "topk"), PUBLISHED),
     Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", *_SHARED), PUBLISHED),
     Reader("SGLang", ("humming",), ("mixed", *_SHARED, "experts"), PUBLISHED),

@@ -1,4 +1,7 @@
-"""Run the census: python -m tests.census [--families a,b] [--method rtn|gptq|both] [--vllm SCRIPT] -o census.json."""
+"""Run the census: python -m tests.census [--families a,b] [--method rtn|gptq|both] [--vllm SCRIPT] -o census.json.
+
+With `--only-vllm`, the file keeps its rows: outputs by RTN are made again, and vLLM's verdicts on them are renewed.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,14 @@ import argparse
 import json
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from tests.census import families
-from tests.census.engine import opened
+from tests.census import engine, families
 from tests.census.run import METHODS, TOLERANCE, examine
 
 
@@ -30,23 +33,38 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time [1]")
     parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file with one row a family")
     parser.add_argument("--vllm", type=Path, help="script that checks folders by vLLM's loader (tests.census.engine)")
+    parser.add_argument("--only-vllm", action="store_true", help="ask vLLM again, for the rows that the file has")
     arguments = parser.parse_args()
-    chosen = arguments.families.split(",") if arguments.families else families.families()
-    if unknown := set(chosen) - {*families.families()}:
-        parser.error(f"no family of the installed transformers: {', '.join(sorted(unknown))}")
-    methods = METHODS if arguments.method == "both" else (arguments.method,)
+    if arguments.only_vllm and not arguments.vllm:
+        parser.error("--only-vllm needs --vllm")
     census: dict[str, Any] = {"versions": versions(), "tolerance": TOLERANCE, "families": []}
+    known = families.families()
+    if arguments.only_vllm:
+        census = json.loads(arguments.out.read_text(encoding="utf-8"))
+        known = [row["family"] for row in census["families"]]
+    chosen = arguments.families.split(",") if arguments.families else known
+    if unknown := set(chosen) - {*known}:
+        where = arguments.out if arguments.only_vllm else "the installed transformers"
+        parser.error(f"no family of {where}: {', '.join(sorted(unknown))}")
+    methods = METHODS if arguments.method == "both" else (arguments.method,)
+    if arguments.only_vllm:
+        methods = ("rtn",)
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        keep = Path(folder) if arguments.vllm else None
-        for row in pool.map(lambda family: examine(family, methods, keep=keep), chosen):
-            census["families"].append(row)
-            arguments.out.write_text(json.dumps(census, indent=1) + "\n")
-            print(f"{len(census['families'])}/{len(chosen)} {row['family']}", file=sys.stderr)
-        if arguments.vllm:
-            verdicts = opened(arguments.vllm, sorted(Path(folder).iterdir()))
-            for row in census["families"]:
-                row["vllm"] = verdicts.get(row["family"])
+        kept = Path(folder) if arguments.vllm else None
+        for row in _shown(pool.map(lambda family: examine(family, methods, keep=kept), chosen), len(chosen)):
+            if not arguments.only_vllm:
+                census["families"].append(row)
+                arguments.out.write_text(json.dumps(census, indent=1) + "\n")
+        if kept is not None:
+            engine.ask(arguments.vllm, kept, [row for row in census["families"] if row["family"] in chosen])
+            census["versions"] |= engine.versions()
     arguments.out.write_text(json.dumps(census, indent=1) + "\n")
+
+
+def _shown(rows: Iterator[dict[str, Any]], total: int) -> Iterator[dict[str, Any]]:
+    for i, row in enumerate(rows, 1):
+        print(f"{i}/{total} {row['family']}", file=sys.stderr)
+        yield row
 
 
 if __name__ == "__main__":

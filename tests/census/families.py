@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.tiny_models import byte_tokenizer
@@ -181,17 +182,38 @@ SMALL_VQ = {"embed_dim": 32, "num_embeddings": 64, "latent_channels": 32, "base_
 INDEXER = {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 64, "indexer_budget": 16}
 INDEXER |= {"indexer_compress_ratio": 4, "hc_lowrank": 64, "ple_embed_dim": 128}
 
-#: family -> what its tiny configuration needs besides TINY
+#: sizes of latent attention for which engines have kernels
+MLA = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_head_dim": 128, "kv_lora_rank": 512}
+
+#: family -> what its tiny configuration needs besides TINY; some keys are those of released models, which engines read
 CHANGES: dict[str, Change] = {
     "bamba": _set(attn_layer_indices=[1]),
     "codegen": _set(n_head=4, rotary_dim=16),
-    "deepseek_v2": _set(num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1),
+    "deepseek_v2": _set(num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1, **MLA),
+    "deepseek_v3": _set(topk_method="noaux_tc", **MLA),
+    "axk1": _set(topk_method="noaux_tc", **MLA),
+    "falcon": _set(ffn_hidden_size=4 * HIDDEN),
+    "glm4_moe": _set(head_dim=64),
+    "glm4_moe_lite": _set(
+        **{**MLA, "qk_nope_head_dim": 192, "qk_head_dim": 256, "v_head_dim": 256}, first_k_dense_replace=1
+    ),
+    "hy_v3": _set(expert_hidden_dim=EXPERT),
+    "kimi_linear": _set(**MLA),
+    "lfm2": _set(block_dim=HIDDEN, block_ff_dim=INTERMEDIATE),
+    "lfm2_vl": _set(text_config__block_dim=HIDDEN, text_config__block_ff_dim=INTERMEDIATE),
+    "minimax_m2": _set(
+        rotary_dim=32, scoring_func="sigmoid", use_qk_norm=True, qk_norm_type="per_layer", use_routing_bias=True
+    ),
+    "phi": _set(intermediate_size=4 * HIDDEN),
+    "qwen3_vl_moe": _set(text_config__norm_topk_prob=True),
     "dots1": _set(num_experts_per_tok=2, n_routed_experts=4, n_shared_experts=1, first_k_dense_replace=1),
     "gemma3n": _set(**{f"text_config__{key}": value for key, value in KV_SHARED.items()}),
     "gemma3n_text": _set(**KV_SHARED),
     "granitemoehybrid": _set(layer_types=["linear_attention", "full_attention"]),
-    "hunyuan_v1_dense": _set(head_dim=64),
-    "hunyuan_v1_moe": _set(head_dim=64),
+    "hunyuan_v1_dense": _set(head_dim=64, use_qk_norm=True),
+    "hunyuan_v1_moe": _set(
+        head_dim=64, use_qk_norm=True, moe_intermediate_size=INTERMEDIATE, use_mixed_mlp_moe=True, num_shared_expert=1
+    ),
     "jamba": _set(num_hidden_layers=4, attn_layer_period=2, attn_layer_offset=0, expert_layer_period=2),
     "lfm2_moe": _set(layer_types=["conv", "full_attention"]),
     "mamba2": _set(num_heads=128, head_dim=2),
@@ -203,7 +225,9 @@ CHANGES: dict[str, Change] = {
     "qwen2_5_vl": _set(text_config__rope_parameters=MROPE),
     "qwen2_vl": _set(text_config__rope_parameters=MROPE),
     "paddleocr_vl": _set(text_config__rope_parameters=MROPE),
-    "glm4v_moe": _set(text_config__rope_parameters=HALF_MROPE),
+    "glm4v_moe": _set(
+        text_config__rope_parameters=HALF_MROPE, text_config__head_dim=64, text_config__use_qk_norm=False
+    ),
     "qwen4_exp": _set(**{f"text_config__{key}": value for key, value in INDEXER.items()}),
     "qwen4_exp_text": _set(**INDEXER),
     "recurrent_gemma": _set(num_hidden_layers=3, num_attention_heads=4, head_dim=32),
@@ -280,6 +304,8 @@ UNBUILDABLE: dict[str, str] = {
     "musicgen": "MusicgenForCausalLM takes the decoder's configuration, which has no model type of its own here",
     "musicgen_melody": "as musicgen",
 }
+#: families whose released models have one more level in the names of their tower than transformers writes today
+NESTED_TOWERS = ("cohere2_vision", "gemma3", "llava", "llava_next", "llava_next_video", "llava_onevision", "paligemma")
 
 
 def families() -> list[str]:
@@ -343,8 +369,15 @@ def write(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Pat
     if getattr(model, "generation_config", None) is not None:  # its defaults name tokens beyond the tiny vocabulary
         model.generation_config = GenerationConfig(bos_token_id=END, eos_token_id=END, pad_token_id=END)
     model.to(dtype).save_pretrained(folder)
+    if family in NESTED_TOWERS:
+        _nest_tower(folder / "model.safetensors")
     byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _nest_tower(path: Path) -> None:
+    tensors = {re.sub(r"\bvision_tower\.", "vision_tower.vision_model.", k): v for k, v in load_file(path).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
 
 
 def _defaults(kind: Any) -> dict[str, Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from tests.census.engine import is_refusal
 from tests.census.run import METHODS
 
 SHARE = 0.98
@@ -26,15 +28,20 @@ its default configuration, and no accuracy is measured here.
 - **layouts**: those that hold every linear, in INT4 or FP6 as each layout has it.
 - **opens in**: the readers that give the same logits as transformers gives for the same values stored dense in float32:
   `quantkit.load`, and transformers with its own compressed-tensors loader. "Same" means that logits differ by at most
-  {tolerance:g} of their standard deviation. {vllm}
+  {tolerance:g} of their standard deviation.
+{vllm}
 
 {summary}
 """
-ASKED = '"vLLM": its configuration, model class and loader take the folder, on a CPU; nothing is computed.'
-NOT_ASKED = "vLLM was not asked."
-HEAD = "| family | class | kind | RTN | GPTQ | layouts | opens in |\n|---|---|---|---|---|---|---|"
-REST = "| family | class | kind | RTN | GPTQ | opens in | reason |\n|---|---|---|---|---|---|---|"
-REFUSED = "| family | reason |\n|---|---|"
+ASKED = """\
+- **vLLM**: whether vLLM {vllm} takes the output of RTN. Its configuration, model class and loader run on a CPU, with
+  transformers {vllm_transformers}; nothing is computed. "No class": vLLM has no class of its own that generates with
+  this family. "Too new": that transformers does not know the family. "Refused, dense too": vLLM refuses the dense
+  tiny model as well. Then the tiny model or this environment is the reason, and nothing is known of the output."""
+NOT_ASKED = "- **vLLM** was not asked."
+HEAD = "| family | class | kind | RTN | GPTQ | layouts | opens in | vLLM |\n|---|---|---|---|---|---|---|---|"
+REST = "| family | class | kind | RTN | GPTQ | opens in | vLLM | reason |\n|---|---|---|---|---|---|---|---|"
+REFUSED = "| family | dense model | vLLM's reason |\n|---|---|---|"
 ABSENT = "| family | class | reason |\n|---|---|---|"
 
 
@@ -49,7 +56,15 @@ def markdown(census: dict[str, Any]) -> str:
     for method in METHODS:
         refused, bugs = (sum(key in row[method] for row in built) for key in ("error", "traceback"))
         counts.append(f"{method.upper()} refuses {refused}" + (f", and fails in {bugs} by a bug." if bugs else "."))
-    vllm = ASKED if any("vllm" in row for row in rows) else NOT_ASKED
+    asked = [row for row in built if "vllm" in row]
+    if asked:
+        found = Counter(map(_vllm, asked))
+        others = len(asked) - found["ok"] - found["refused"] - found["no class"]
+        counts.append(
+            f"vLLM opens {found['ok']}, refuses {found['refused']} and has no class for {found['no class']}; "
+            f"nothing is known of the other {others}."
+        )
+    vllm = ASKED.format(**census["versions"]) if asked else NOT_ASKED
     parts = [PAGE.format(**census["versions"], tolerance=census["tolerance"], vllm=vllm, summary=" ".join(counts))]
     if good:
         parts.append("## Quantized in full\n\n" + "\n".join([HEAD, *map(_good, good)]) + "\n")
@@ -58,9 +73,12 @@ def markdown(census: dict[str, Any]) -> str:
     if absent:
         lines = (f"| {row['family']} | {row['class']} | {_cell(row.get('reason', row['outcome']))} |" for row in absent)
         parts.append("## Without a tiny model\n\n" + "\n".join([ABSENT, *lines]) + "\n")
-    refused = [row for row in built if row.get("vllm") not in (None, "ok", "no class")]
-    if refused:
-        lines = (f"| {row['family']} | {_cell(row['vllm'])} |" for row in refused)
+    refusals = sorted((row for row in asked if is_refusal(row["vllm"])), key=_dense_too)
+    if refusals:
+        lines = (
+            f"| {row['family']} | {'refused' if _dense_too(row) else 'opens'} | {_cell(row['vllm'])} |"
+            for row in refusals
+        )
         parts.append("## Refused by vLLM\n\n" + "\n".join([REFUSED, *lines]) + "\n")
     return "\n".join(parts)
 
@@ -74,12 +92,12 @@ def _good(row: dict[str, Any]) -> str:
     layouts = row["layouts"]
     holding = [name for name, found in layouts.items() if found == "all"]
     held = "all" if len(holding) == len(layouts) else ", ".join(holding)
-    return f"{_start(row)} | {held} | {_opens(row, _readers(row['gptq']))} |"
+    return f"{_start(row)} | {held} | {', '.join(_readers(row['gptq']))} | {_vllm(row)} |"
 
 
 def _other(row: dict[str, Any]) -> str:
     readers = [name for name in _readers(row["rtn"]) if row["gptq"]["exit"] or name in _readers(row["gptq"])]
-    return f"{_start(row)} | {_opens(row, readers)} | {_cell(reason(row))} |"
+    return f"{_start(row)} | {', '.join(readers)} | {_vllm(row)} | {_cell(reason(row))} |"
 
 
 def _start(row: dict[str, Any]) -> str:
@@ -99,8 +117,16 @@ def _readers(result: dict[str, Any]) -> list[str]:
     return [name for name, verdict in found.items() if verdict == "equal"]
 
 
-def _opens(row: dict[str, Any], readers: list[str]) -> str:
-    return ", ".join([*readers, *(["vLLM"] if row.get("vllm") == "ok" else [])])
+def _vllm(row: dict[str, Any]) -> str:
+    """Return vLLM's verdict in few words, nothing if it was not asked."""
+    verdict: str = row.get("vllm", "")
+    if not verdict or not is_refusal(verdict):
+        return verdict
+    return "refused, dense too" if _dense_too(row) else "refused"
+
+
+def _dense_too(row: dict[str, Any]) -> bool:
+    return bool(row.get("vllm_dense") != "ok")
 
 
 def reason(row: dict[str, Any]) -> str:

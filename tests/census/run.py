@@ -355,7 +355,7 @@ def _child(family: str, folder: str, methods: tuple[str, ...], out: str) -> None
 def examine(
     family: str, methods: tuple[str, ...] = METHODS, limit: float = LIMIT, keep: Path | None = None
 ) -> dict[str, Any]:
-    """Return the row of a family from a process of its own; its output by RTN moves to `keep`."""
+    """Return the row of a family from a process of its own; the model and its output by RTN move to `keep`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
@@ -368,7 +368,9 @@ def examine(
             process.join()
             return {"family": family, "class": families.model_class(family), "outcome": f"no end within {limit:.0f} s"}
         if keep is not None and (Path(folder) / "rtn").exists():
-            shutil.move(Path(folder) / "rtn", keep / family)
+            (keep / family).mkdir()
+            for name in ("model", "rtn"):
+                shutil.move(Path(folder) / name, keep / family)
         with suppress(FileNotFoundError):
             row: dict[str, Any] = json.loads(out.read_text())
             return row

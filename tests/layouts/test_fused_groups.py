@@ -55,6 +55,12 @@ def test_a_joined_linear_is_found_under_its_own_name(layout: str) -> None:
     assert "qkv_proj" not in split, "a group of two treatments has no common one"
 
 
+def test_a_dense_linear_is_ignored_under_the_name_by_which_engines_ask_for_it() -> None:
+    tower = "model.visual.blocks.0.attn.qkv"
+    stated = with_joined_names(Schemes(Scheme.parse("int4:g64"), (), ("lm_head", tower, "qkv")), MODULES)
+    assert stated.ignore == ("lm_head", tower, "qkv", f"{tower}_proj", "qkv_proj")
+
+
 @pytest.mark.parametrize("layout", WITH_EXCEPTIONS)
 def test_patterns_that_miss_the_joined_name_are_completed(layout: str) -> None:
     default, other = map(Scheme.parse, DEFAULT.get(layout, OTHER))

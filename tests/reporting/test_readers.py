@@ -59,6 +59,39 @@ ASKED = [
     (folder("compressed-tensors", "int4:g128", config={"model_type": "deepseek_v3"}), False),
     (folder("gptq", "int4:g128", config={"model_type": "deepseek_v3", "topk_method": "noaux_tc"}), True),
 ]
+#: family, a quantized linear of it, and whether vLLM opens the folder: what docs/models.md found of model classes
+CLASSES = [
+    ("bloom", "transformer.h.0.self_attention.query_key_value", False),
+    ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value", False),
+    ("falcon", "transformer.h.0.self_attention.query_key_value", True),
+    ("bloom", "transformer.h.0.mlp.dense_h_to_4h", True),
+    ("jamba", "model.layers.0.mamba.in_proj", False),
+    ("jamba", "model.layers.0.feed_forward.down_proj", True),
+    ("mamba", "backbone.layers.0.mixer.in_proj", False),
+    ("falcon_mamba", "backbone.layers.0.mixer.out_proj", False),
+    ("mamba2", "backbone.layers.0.mixer.in_proj", True),
+    ("lfm2_moe", "model.layers.0.conv.in_proj", False),
+    ("flex_olmo", "model.layers.0.mlp.experts.0.up_proj", False),
+    ("olmoe", "model.layers.0.mlp.experts.0.up_proj", True),
+    ("gpt_oss", "model.layers.0.mlp.experts.0.up_proj", False),
+    ("granitemoe", "model.layers.0.block_sparse_moe.experts.0.up_proj", False),
+]
+
+
+@pytest.mark.parametrize("family", ["hrm_text", "blip-2"])
+def test_vllm_is_not_named_for_families_whose_class_takes_no_packed_linear(family: str) -> None:
+    assert "vLLM" not in opened_by(folder("compressed-tensors", "int4:g128", config={"model_type": family}))
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq"])
+@pytest.mark.parametrize(("family", "module", "opens"), CLASSES)
+def test_vllm_is_not_named_for_linears_that_its_class_does_not_take(
+    family: str, module: str, opens: bool, layout: str
+) -> None:
+    for config in ({"model_type": family}, {"model_type": "wrapper", "text_config": {"model_type": family}}):
+        facts = folder(layout, "int4:g128", modules=[module], config=config)
+        assert ("vLLM" in opened_by(facts)) is opens
+        assert opens or any(line.startswith("vLLM will not open this folder") for line in refusals(facts))
 
 
 @pytest.mark.parametrize(("facts", "opens"), ASKED)
