@@ -251,10 +251,7 @@ def diagnosis(found: Mapping[str, Any]) -> str:
         facts(
             [
                 ("machine", machine["platform"]),
-                (
-                    "cores",
-                    f"{machine['cores']}" + (f" ({machine['threads']} threads used)" if machine["threads"] else ""),
-                ),
+                ("cores", f"{machine['cores']}{threads}"),
                 ("free memory", format_bytes(machine["free_memory"]) if machine["free_memory"] else "unknown"),
                 ("free disk", format_bytes(machine["free_disk"])),
                 ("GPU", "; ".join(gpus) or "none that torch sees"),
