@@ -244,13 +244,14 @@ def diagnosis(found: Mapping[str, Any]) -> str:
         + (f" ({gpu['problem']})" if gpu["problem"] else "")
         for gpu in found["gpus"]
     ]
+    threads = f" ({machine['threads']} threads used)" if machine["threads"] else ""
     lines = [
         table(("", "what", "found", "needed"), rows),
         "",
         facts(
             [
                 ("machine", machine["platform"]),
-                ("cores", f"{machine['cores']} ({machine['threads']} threads used)"),
+                ("cores", f"{machine['cores']}{threads}"),
                 ("free memory", format_bytes(machine["free_memory"]) if machine["free_memory"] else "unknown"),
                 ("free disk", format_bytes(machine["free_disk"])),
                 ("GPU", "; ".join(gpus) or "none that torch sees"),

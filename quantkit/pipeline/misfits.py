@@ -94,7 +94,7 @@ def _instead(layout: Layout, others: list[str], scheme: Scheme) -> list[str]:
     kernels = [name for name in KERNELS if name in others and layout.NAME in KERNELS]
     usual = default_layout(scheme)
     names = dict.fromkeys([*kernels[:1], *([usual] if usual in others else others[:1])])
-    return [f"use --layout {' or '.join(names)}"] if names else []
+    return [f"use {' or '.join(f'--layout {name}' for name in names)}"] if names else []
 
 
 def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from quantkit import kernels
-from quantkit.cli import diagnosis, show
+from quantkit.cli import diagnosis, gpu_diagnosis, show
 from quantkit.kernels import toolchain
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -89,7 +89,7 @@ def test_a_cupy_that_does_not_load_is_diagnosed(failure: str, tmp_path: Path, mo
     state = toolchain()
     assert state["cupy"] is None and state["nvrtc"] is None
     assert re.search(r"libcuda|no driver", str(state["problem"]))
-    check = diagnosis._cupy()
+    check = gpu_diagnosis.cupy()
     assert check.ok is (False if torch.cuda.is_available() else None)
     assert re.search(r"quantkit\[cuda1[23]\]", str(check.fix))
 
@@ -109,22 +109,22 @@ A100 = SimpleNamespace(name="A100", major=8, minor=0, total_memory=80 << 30)
 
 def test_only_kernels_that_run_on_this_gpu_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
-    assert diagnosis._kernels()["here"] == []
-    assert diagnosis._kernels()["note"].startswith("none run here: torch sees no CUDA GPU; verify")
+    assert gpu_diagnosis.kernels()["here"] == []
+    assert gpu_diagnosis.kernels()["note"].startswith("none run here: torch sees no CUDA GPU; verify")
     pretend(monkeypatch, T4)
-    assert diagnosis._kernels()["here"] == []
-    assert "none run here: this GPU has compute capability 7.5" in diagnosis._kernels()["note"]
+    assert gpu_diagnosis.kernels()["here"] == []
+    assert "none run here: this GPU has compute capability 7.5" in gpu_diagnosis.kernels()["note"]
     monkeypatch.setattr(kernels, "toolchain", lambda: {"problem": None})
     pretend(monkeypatch, T4, A100)
-    assert diagnosis._kernels()["here"] == sorted(kernels.MATMULS)
-    assert ", on A100; other programs multiply compressed-tensors, humming, " in diagnosis._kernels()["note"]
+    assert gpu_diagnosis.kernels()["here"] == sorted(kernels.MATMULS)
+    assert ", on A100; other programs multiply compressed-tensors, humming, " in gpu_diagnosis.kernels()["note"]
 
 
 def test_kernels_without_cupy_are_not_named_but_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch, A100)
     state = {"cupy": None, "nvrtc": None, "problem": "no module named 'cupy'"}
     monkeypatch.setattr(kernels, "toolchain", lambda: state)
-    monkeypatch.setattr(diagnosis, "toolchain", lambda: state)
+    monkeypatch.setattr(gpu_diagnosis, "toolchain", lambda: state)
     found = diagnosis.diagnose()
     install = kernels.loader.install()
     assert found["kernels"]["here"] == [] and not found["ok"]
@@ -148,7 +148,7 @@ def test_the_cuda_extra_follows_the_build_of_torch(monkeypatch: pytest.MonkeyPat
         pytest.skip("CuPy works here, so nothing is to be installed")
     for version, extra in (("12.8", "cuda12"), ("13.0", "cuda13")):
         monkeypatch.setattr(torch.version, "cuda", version)
-        assert str(diagnosis._cupy().fix).endswith(f"pip install 'quantkit[{extra}]'")
+        assert str(gpu_diagnosis.cupy().fix).endswith(f"pip install 'quantkit[{extra}]'")
 
 
 def test_the_doctor_imports_nothing_heavy() -> None:
@@ -157,3 +157,30 @@ def test_the_doctor_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT.parent
     )
     assert not {"transformers", "datasets", "matplotlib"} & set(loaded.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("blocked", "raised", "fix"),
+    [
+        ("blake3", "ModuleNotFoundError(\"No module named 'blake3'\", name='blake3')", "blake3"),
+        ("torch", "OSError('libtorch.so: cannot open shared object file')", "torch"),
+        ("numpy", "ImportError('numpy: no attribute multiarray', name='numpy')", "numpy"),
+    ],
+)
+def test_a_package_that_does_not_load_is_named(blocked: str, raised: str, fix: str) -> None:
+    code = f"""
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name == "{blocked}":
+            raise {raised}
+sys.meta_path.insert(0, Blocked())
+from quantkit.cli import main
+main(["doctor"])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT.parent)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.stderr
+    lines = done.stdout.splitlines()
+    assert any(line.startswith("MISSING") and blocked in line and "does not load: " in line for line in lines)
+    assert f"fix            pip install --force-reinstall --no-cache-dir {fix}" in lines
+    assert any(line.startswith("kernels        unknown: ") for line in lines)

@@ -139,7 +139,7 @@ def test_rounding_again_is_asked_for_and_said(
 ) -> None:
     records = write_folder(small_llama, tmp_path / "a", layout, Schemes(Scheme.parse(scheme), ignore=("lm_head",)))
     assert "--requantize to round again (lossy)" in refused("pack", tmp_path / "a", "--layout", to, out=tmp_path / "b")
-    printed = call("pack", tmp_path / "a", "--layout", to, "--requantize", "-o", tmp_path / "b", "-q")
+    printed = call("pack", tmp_path / "a", "--layout", to, "--requantize", "-o", tmp_path / "b")
     assert f"Warning: {len(records)} of {len(records)} linears were rounded again" in printed.stderr
     assert f"were rounded a second time, which is lossy, from: {scheme}" in printed.stdout
     call("verify", tmp_path / "b", "-q")
@@ -151,7 +151,7 @@ def test_rounding_again_is_asked_for_and_said(
         assert found.scheme.label == now and layers[module]["requantized_from"] == scheme
         assert 0 < error < 0.8 and layers[module]["requantized_error"] == pytest.approx(error, rel=1e-3)
         assert "relative_error" not in layers[module]
-    later = call("pack", tmp_path / "b", "--layout", "compressed-tensors", "-o", tmp_path / "c", "-q")
+    later = call("pack", tmp_path / "b", "--layout", "compressed-tensors", "-o", tmp_path / "c")
     assert "Warning" not in later.stderr and "a second time" in later.stdout, "it happened before, and it still did"
 
 

@@ -200,7 +200,7 @@ def test_a_conversion_of_a_family_that_transformers_does_not_know(int4: Path, tm
         json.dumps({**load_json(int4 / "config.json"), "model_type": "abacus", "architectures": ["Abacus"]})
     )
     (source / REPORT).unlink()
-    printed = call("pack", source, "--layout", "marlin", "-o", tmp_path / "out", "-q").stdout
+    printed = call("pack", source, "--layout", "marlin", "-o", tmp_path / "out").stdout
     assert "opened by     no reader here" in printed and "'abacus' is unknown to transformers" in printed
     report: Mapping[str, Any] = load_json(tmp_path / "out" / REPORT)
     assert report["opened_by"] == [] and set(report["not_tried"]) == {OURS, THEIRS}

@@ -58,7 +58,7 @@ def test_too_small_a_share_ends_before_work(
     assert f"{100 * ATTENTION:.1f} % of the decoder's weights would be {name}" in line
     assert "model.layers.0.mlp.down_proj.weight and its like in other blocks (20.0 %, skipped)" in line
     assert "--min-share asks for 90 %" in line and "lower --min-share" in line
-    printed = call(name, small_llama, "-o", tmp_path / "out", *options, *MLP, "--min-share", 0.4, "-q").stdout
+    printed = call(name, small_llama, "-o", tmp_path / "out", *options, *MLP, "--min-share", 0.4).stdout
     assert f"share         {100 * ATTENTION:.2f} % of the decoder's weights" in printed
     assert json.loads((tmp_path / "out" / REPORT).read_text())["totals"]["share"] == pytest.approx(ATTENTION)
 

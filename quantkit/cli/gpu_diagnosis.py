@@ -1,0 +1,83 @@
+"""The part of the diagnosis that needs torch: its build, CuPy, the GPUs, and the kernels that run on them."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.cli.diagnosis import Check, at_least, installed_version
+from quantkit.errors import KernelError
+from quantkit.kernels import MATMULS, loader, missing, toolchain
+from quantkit.layouts import LAYOUTS
+from quantkit.pipeline.memory_estimate import free_memory
+
+
+def machine() -> dict[str, Any]:
+    """Count torch's threads and the bytes of free memory (None: unknown)."""
+    return {"threads": torch.get_num_threads(), "free_memory": free_memory()}
+
+
+def cuda_build() -> Check:
+    """Check that torch sees the GPU. A machine without a GPU needs no CUDA build."""
+    found = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPU only"
+    needs = "a CUDA build where there is an NVIDIA GPU"
+    if torch.cuda.is_available():
+        return Check("torch build", found, needs, True)
+    if not Path("/proc/driver/nvidia").exists() and shutil.which("nvidia-smi") is None:
+        return Check("torch build", found, needs, True if torch.version.cuda is None else None)
+    if torch.version.cuda is None:
+        return Check("torch build", found, needs, False, "pip install --force-reinstall --no-cache-dir torch")
+    return Check("torch build", found, needs, False, "nvidia-smi   # the driver does not answer torch: it says why")
+
+
+def cupy() -> Check:
+    """Check CuPy, which compiles the kernels. Its package depends on the CUDA version of the torch build."""
+    state = toolchain()
+    found = f"{state['cupy']}, NVRTC {state['nvrtc']}" if state["nvrtc"] else None
+    needs = ">=13.6, for kernels on a GPU"
+    if state["nvrtc"]:
+        return Check("cupy", found, needs, at_least(str(state["cupy"]), "13.6"))
+    installed = next((name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if installed_version(name)), None)
+    if installed is not None:
+        found = f"{installed} does not load: {state['problem']}"
+    fix = loader.install()
+    if installed not in (None, f"cupy-{loader.extra()}x"):
+        fix = f"pip uninstall -y {installed} && {fix}"
+    return Check("cupy", found, needs, False if torch.cuda.is_available() else None, fix)
+
+
+def gpus() -> list[dict[str, Any]]:
+    """List the GPUs with compute capability, memory in bytes, and why kernels cannot run on one (`problem`)."""
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        capability, problem = f"{facts.major}.{facts.minor}", None
+        try:
+            loader.arch_name(facts.major, facts.minor)
+        except KernelError as error:
+            problem = str(error)
+        gpu = {"name": facts.name, "compute_capability": capability, "memory": facts.total_memory, "problem": problem}
+        found.append(gpu)
+    return found
+
+
+def kernels() -> dict[str, Any]:
+    """Name the layouts whose kernel runs on a GPU of this machine, and say in `note` where, or what is in the way."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    devices = [torch.device("cuda", index) for index in range(count)]
+    obstacles = {(name, gpu): missing(name, gpu) for name in sorted(MATMULS) for gpu in devices}
+    here = [name for name in sorted(MATMULS) if any(obstacles[name, gpu] is None for gpu in devices)]
+    if not here:
+        why = next(iter(obstacles.values()), None) or "torch sees no CUDA GPU"
+        return {"here": here, "note": f"none run here: {why}; verify proves the bits without them"}
+    able = dict.fromkeys(
+        torch.cuda.get_device_properties(gpu).name for (_, gpu), why in obstacles.items() if why is None
+    )
+    others = ", ".join(name for name in LAYOUTS if name not in here)
+    note = f"for {', '.join(here)}, on {', '.join(able)}; other programs multiply {others}, whose bits verify proves"
+    return {"here": here, "note": note}
