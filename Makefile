@@ -45,7 +45,8 @@ lint: setup
 docs: setup
 	$(BIN)/python docs/generate.py
 
-# Quantize a tiny model of every family that transformers knows, in some 15 minutes; VLLM names a script that asks vLLM.
+# Quantize a tiny model of every family that transformers knows, in some 15 minutes; VLLM names a script that asks vLLM,
+# in some 10 minutes more.
 census: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.census -o benchmarks/census.json $(if $(VLLM),--vllm $(VLLM))
 	$(BIN)/python -m tests.census.page benchmarks/census.json docs/models.md

@@ -148,9 +148,9 @@ TRAITS = {
         lambda f: _packs("mamba", "jamba")(f) or _packs("mixer", "mamba", "falcon_mamba")(f),
     ),
     "convolutions": Trait(
-        "short convolutions, whose projections vLLM keeps dense",
+        "short convolutions, whose projections vLLM's class of this model keeps dense",
         "leave them dense too with --skip '.*\\.conv\\..*'",
-        _packs("conv", "lfm2", "lfm2_moe"),
+        _packs("conv", "lfm2_moe"),
     ),
     "dense experts": Trait(
         "experts, which vLLM's class of this model keeps dense",

@@ -71,6 +71,7 @@ CLASSES = [
     ("falcon_mamba", "backbone.layers.0.mixer.out_proj", False),
     ("mamba2", "backbone.layers.0.mixer.in_proj", True),
     ("lfm2_moe", "model.layers.0.conv.in_proj", False),
+    ("lfm2", "model.layers.0.conv.in_proj", True),
     ("flex_olmo", "model.layers.0.mlp.experts.0.up_proj", False),
     ("olmoe", "model.layers.0.mlp.experts.0.up_proj", True),
     ("gpt_oss", "model.layers.0.mlp.experts.0.up_proj", False),
