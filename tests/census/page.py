@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -29,7 +30,7 @@ its default configuration, and no accuracy is measured here.
 - **opens in**: the readers that give the same logits as transformers gives for the same values stored dense in float32:
   `quantkit.load`, and transformers with its own compressed-tensors loader. "Same" means that logits differ by at most
   {tolerance:g} of their standard deviation.
-{vllm}
+{engine}
 
 {summary}
 """
@@ -59,13 +60,13 @@ def markdown(census: dict[str, Any]) -> str:
     asked = [row for row in built if "vllm" in row]
     if asked:
         found = Counter(map(_vllm, asked))
-        others = len(asked) - found["ok"] - found["refused"] - found["no class"]
+        unknown = len(asked) - found["ok"] - found["refused"] - found["no class"]
         counts.append(
             f"vLLM opens {found['ok']}, refuses {found['refused']} and has no class for {found['no class']}; "
-            f"nothing is known of the other {others}."
+            f"nothing is known of the other {unknown}."
         )
-    vllm = ASKED.format(**census["versions"]) if asked else NOT_ASKED
-    parts = [PAGE.format(**census["versions"], tolerance=census["tolerance"], vllm=vllm, summary=" ".join(counts))]
+    engine = ASKED.format(**census["versions"]) if asked else NOT_ASKED
+    parts = [PAGE.format(**census["versions"], tolerance=census["tolerance"], engine=engine, summary=" ".join(counts))]
     if good:
         parts.append("## Quantized in full\n\n" + "\n".join([HEAD, *map(_good, good)]) + "\n")
     if others:
@@ -142,7 +143,7 @@ def reason(row: dict[str, Any]) -> str:
 
 
 def _cell(text: str) -> str:
-    line = text.split("\n")[0].replace("Error: ", "").replace("/model: ", "")
+    line = re.sub(r"\bError: ", "", text.split("\n")[0]).replace("/model: ", "")
     return line.replace("|", "\\|").replace("<", "&lt;")[:220]
 
 
