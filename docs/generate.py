@@ -22,9 +22,10 @@ from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.verification import Verification
 from quantkit.layouts import compatibility
+from quantkit.pipeline.push import Pushed
 
 HERE = Path(__file__).resolve().parent
-RESULTS = (Perplexity, Divergence, Verification)
+RESULTS = (Perplexity, Divergence, Verification, Pushed)
 #: Options that every command has; the page names them once.
 SHARED = {"--json", "--quiet", "--verbose", "--help"}
 

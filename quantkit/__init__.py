@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.api import convert, eval_kld, eval_ppl, prune, quantize
+    from quantkit.api import convert, eval_kld, eval_ppl, prune, push, quantize
     from quantkit.errors import QuantkitError
     from quantkit.evaluation.verify import verify
     from quantkit.inference.load import load
@@ -29,6 +29,7 @@ __all__ = [
     "load",
     "pack",
     "prune",
+    "push",
     "quantize",
     "register",
     "verify",
@@ -43,6 +44,7 @@ _HOME = {
     "load": "quantkit.inference.load",
     "pack": "quantkit.pipeline.convert",
     "prune": "quantkit.api",
+    "push": "quantkit.api",
     "quantize": "quantkit.api",
     "register": "quantkit.inference.transformers_plugin",
     "verify": "quantkit.evaluation.verify",

@@ -14,9 +14,12 @@ from typing import Any, Literal, TypedDict, cast
 from typing_extensions import Unpack
 
 from quantkit.checkpoint.reader import Checkpoint, resolve
-from quantkit.errors import QuantkitError, RecipeError
+from quantkit.errors import CheckpointError, QuantkitError, RecipeError, VerificationError
+from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
 from quantkit.evaluation.perplexity import Perplexity, perplexity
+from quantkit.evaluation.verify import EDITED, UNLISTED, verify, verify_files
+from quantkit.evaluation.windows import default_window
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.layouts import compatibility
@@ -26,9 +29,12 @@ from quantkit.names import Clip, Method, Metric, Rule
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline import recipe as recipes
 from quantkit.pipeline.convert import pack
+from quantkit.pipeline.push import Pushed, reach, upload
 from quantkit.pipeline.recipe import Pruning, Recipe
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.progress import Progress
+from quantkit.reporting.report import REPORT
+from quantkit.reporting.report import load as load_report
 
 #: option -> its place in a recipe's mapping. `build_recipe` places `asym`, `skip` and `override`.
 KEYS: dict[str, tuple[str, ...]] = {
@@ -59,11 +65,17 @@ KEYS: dict[str, tuple[str, ...]] = {
     "pad": ("pad",),
     "fused_alike": ("fused_alike",),
 }
-#: Published perplexities have windows of 2048 tokens, or the model's longest context if that is shorter.
-LONGEST_WINDOW = 2048
 
 
-class _Calibrating(RunKeywords, total=False):
+class PublishKeywords(TypedDict, total=False):
+    """The keywords that measure an output and upload it."""
+
+    eval: str | None
+    push_to: str | None
+    public: bool
+
+
+class _Calibrating(RunKeywords, PublishKeywords, total=False):
     damp: float | None
     damp_kind: Literal["own", "mean"] | None
     act_order: Literal["static", "off"] | None
@@ -130,8 +142,8 @@ def quantize(
     An interrupted run leaves `out.partial-*`, which `resume` continues. Raises a QuantkitError for anything that cannot
     be done.
     """
-    run, recipe_options = _split(options)
-    return pipeline.quantize(model, out, build_recipe(recipe, **recipe_options), **run)
+    run, publishing, recipe_options = _split(options)
+    return _published(model, out, build_recipe(recipe, **recipe_options), publishing, run)
 
 
 def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) -> dict[str, Any]:
@@ -139,8 +151,83 @@ def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) 
 
     `method` is sparsegpt, wanda or magnitude. Everything else is as for `quantize`.
     """
-    run, pruning_options = _split(options)
-    return pipeline.prune(model, out, build_pruning(**pruning_options), **run)
+    run, publishing, pruning_options = _split(options)
+    return _published(model, out, build_pruning(**pruning_options), publishing, run)
+
+
+def produce(
+    model: str | Path, out: str | Path, recipe: Recipe | Pruning, *, eval: str | None = None, **run: Unpack[RunKeywords]
+) -> dict[str, Any]:
+    """Quantize by a Recipe, or prune by a Pruning, and return the report. `eval` is a text to measure on."""
+    if eval is None:
+        return pipeline.quantize(model, out, recipe, **run)
+    asked, progress = RunOptions(**run), run.get("progress") or Progress(quiet=True)
+    measure = measurement(
+        eval,
+        model,
+        revision=asked.revision,
+        device=asked.device,
+        trust_remote_code=asked.trust_remote_code,
+        progress=progress,
+    )
+    report = pipeline.quantize(model, out, recipe, measure, **run)
+    if "evaluation" not in report:
+        progress.warn(f"{out} was finished by the interrupted run and is not evaluated: use quantkit eval ppl")
+    return report
+
+
+def push(
+    folder: str | Path,
+    repository: str,
+    *,
+    public: bool = False,
+    device: str = "auto",
+    endpoint: str | None = None,
+    token: str | None = None,
+    progress: Progress | None = None,
+) -> Pushed:
+    """Verify a folder that quantkit wrote and upload it to the hub as `repository`, which is ORG/NAME.
+
+    A new repository is private unless `public`. Files that are there already are not sent again, and other contents
+    are not replaced. `endpoint` and `token` default to those of huggingface_hub. Raises a QuantkitError if the folder
+    is not what was written, or the hub refuses.
+    """
+    progress = progress or Progress(quiet=True)
+    target = reach(repository, public=public, endpoint=endpoint, token=token)
+    folder = Path(folder)
+    src = Checkpoint(folder, trust_remote_code=True)  # only headers are read here
+    if src.layout is None:
+        failures, notices = verify_files(folder)
+    else:
+        found = verify(folder, progress=progress, device=device)
+        failures, notices = list(found.failures), list(found.notices)
+    recorded = load_report(folder)
+    if not recorded.get("files"):
+        raise CheckpointError(f"{folder}: has no {REPORT}: give a folder that quantkit wrote")
+    if failures:
+        more = f" ({len(failures)} failures)" if len(failures) > 1 else ""
+        raise VerificationError(f"{folder} is not what was written{more}: {failures[0]}: quantkit verify lists all")
+    for notice in notices:
+        progress.note(notice)
+    names = [*recorded["files"], *(name for name in UNLISTED if (folder / name).is_file())]
+    done = upload(folder, names, EDITED, target, progress)
+    for name in done.kept:
+        progress.note(f"{name}: the repository has another one, which was kept")
+    if public and done.private:
+        progress.warn(f"{repository} stays private: make it public in its settings on the hub")
+    return done
+
+
+def _published(
+    model: str | Path, out: str | Path, recipe: Recipe | Pruning, publishing: PublishKeywords, run: RunKeywords
+) -> dict[str, Any]:
+    repository, public = publishing.get("push_to"), publishing.get("public", False)
+    if repository is not None:
+        reach(repository, public=public).require_empty()
+    report = produce(model, out, recipe, eval=publishing.get("eval"), **run)
+    if repository is not None:
+        push(out, repository, public=public, device=run.get("device", "auto"), progress=run.get("progress"))
+    return report
 
 
 def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpack[PackKeywords]) -> dict[str, Any]:
@@ -156,11 +243,12 @@ def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpac
         raise type(error)(str(error).replace("--layout ", f"convert {source}-to-")) from error
 
 
-def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, dict[str, Any]]:
-    """Separate the options of a run from those of its recipe."""
-    names = {field.name for field in fields(RunOptions)}
-    run = {name: value for name, value in options.items() if name in names}
-    return cast(RunKeywords, run), {name: value for name, value in options.items() if name not in names}
+def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, dict[str, Any]]:
+    """Separate the options of a run, those that publish its output, and those of its recipe."""
+    kinds = {field.name for field in fields(RunOptions)}, PublishKeywords.__annotations__.keys()
+    run, publishing = ({name: value for name, value in options.items() if name in kind} for kind in kinds)
+    rest = {name: value for name, value in options.items() if name not in {*run, *publishing}}
+    return cast(RunKeywords, run), cast(PublishKeywords, publishing), rest
 
 
 def build_pruning(*, skip: Iterable[str] = (), **options: Any) -> Pruning:
@@ -250,7 +338,7 @@ def eval_ppl(
     text, what = load_evaluation_text(data)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
-    window = window or _window(model)
+    window = window or default_window(model)
     words = load_tokenizer(src.path)
     found = perplexity(model, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
     return replace(found, weights=describe_weights(model))
@@ -278,12 +366,7 @@ def eval_kld(
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
     reference = load_for_evaluation(ref, device=device, trust_remote_code=trust_remote_code, progress=progress)
-    window = window or min(_window(model), _window(reference))
+    window = window or min(default_window(model), default_window(reference))
     words = load_tokenizer(ref.path)
     found = kld(model, reference, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
     return replace(found, weights=describe_weights(model))
-
-
-def _window(model: Any) -> int:
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(positions or LONGEST_WINDOW, LONGEST_WINDOW)

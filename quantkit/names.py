@@ -31,6 +31,9 @@ GPUS = ("t4", "a100", "a10", "rtx3090", "l4", "l40s", "rtx4090", "h100", "h200",
 #: The dtypes of `kernels.contract.ACTIVATIONS`.
 ACTIVATIONS = ("float16", "bfloat16")
 
+#: The most tokens of text that an output is measured on before it is published: 16 windows of 2048.
+MOST_TOKENS = 32768
+
 Method = Literal["gptq", "rtn"]
 #: How the two that stay of four are chosen; `sparsegpt` also updates them, to compensate for those that go.
 Rule = Literal["magnitude", "wanda", "sparsegpt"]

@@ -14,10 +14,10 @@ from typing import NamedTuple
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.io import files, model_folder
+from quantkit.io.model_folder import SUMS
 from quantkit.reporting.report import REPORT
 from quantkit.reporting.report import load as load_report
 
-SUMS = "SHA256SUMS"
 #: The most bytes of that list that are read.
 _LIMIT = 2**20
 _LINE = re.compile(rb"([0-9a-fA-F]{64}) [ *](?:\./)?([^\r\n]+)")

@@ -35,12 +35,6 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.validation import DAMAGED
 
 CONFIG, QUANTIZATION = "config.json", "quantization_config"
-#: Files beside config.json in which early folders state their quantization -> method, and a key that identifies it.
-SIDE_FILES = {
-    "quantize_config.json": ("gptq", None),
-    "quant_config.json": ("awq", "w_bit"),
-    "hf_quant_config.json": ("modelopt", None),
-}
 
 #: Dtypes that codes are packed into. No dense weight of a causal LM has one of them.
 PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
@@ -85,8 +79,8 @@ class _Bound(NamedTuple):
 def resolve(model: str, revision: str | None = None) -> Path:
     """Find the folder of a model: `model` itself, or a hub id's snapshot in the cache, downloaded if need be.
 
-    Only safetensors, JSON and tokenizer files are downloaded. A name that looks like a path never reaches the network.
-    CheckpointError if there is no such folder and the hub does not give it.
+    Only safetensors files and files of data at the top are downloaded. A name that looks like a path never reaches the
+    network. CheckpointError if there is no such folder and the hub does not give it.
     """
     folder = Path(model)
     if model and folder.is_dir():
@@ -101,13 +95,8 @@ def resolve(model: str, revision: str | None = None) -> Path:
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    wanted = [
-        "*.safetensors",
-        "*.json",
-        *model_folder.COMPANIONS,
-        *(pattern.upper() for pattern in model_folder.COMPANIONS),
-    ]
-    unwanted = ["*/*.safetensors", "*/*.json", "original/*", "consolidated*", "*.py"]
+    wanted = ["*.safetensors", *model_folder.DOWNLOADED]
+    unwanted = ["consolidated*", *(f"*/{pattern}" for pattern in ("*.safetensors", *model_folder.ENDINGS))]
     try:
         return Path(snapshot_download(model, revision=revision, allow_patterns=wanted, ignore_patterns=unwanted))
     except Exception as error:  # the hub's client, its HTTP library and the disk each have their own
@@ -415,7 +404,7 @@ class Checkpoint:
             stated = text.get(QUANTIZATION)
         if stated is not None and not isinstance(stated, dict):
             raise CheckpointError(f"{self.path / CONFIG}: quantization_config is no object: remove it or mend it")
-        for name, (method, key) in SIDE_FILES.items():
+        for name, (method, key) in model_folder.SIDE_FILES.items():
             if stated is None and name in listing:
                 found = json_files.load_json(inside(self.path, name))
                 if key is None or key in found:

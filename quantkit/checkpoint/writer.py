@@ -13,9 +13,10 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.checkpoint.items import Item, Packed
+from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.errors import CheckpointError, RecipeError, about
-from quantkit.io import files, hashing, model_folder
+from quantkit.io import files, hashing
 from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX, inside
@@ -33,9 +34,9 @@ class CheckpointWriter:
     """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
 
     On a folder with a journal it continues after the last commit: `done` has the lines of all commits, the first
-    `resumed` of them those of earlier runs. Files that no commit lists are deleted. `expected` are the names of all
-    tensors, if known: space for them is reserved in each file's header. CheckpointError if a committed file is not
-    what the journal says.
+    `resumed` of them those of earlier runs. Files that no commit lists are deleted. `left_out` are the files of the
+    source that do not go along. `expected` are the names of all tensors, if known: space for them is reserved in each
+    file's header. CheckpointError if a committed file is not what the journal says.
     """
 
     def __init__(
@@ -58,7 +59,7 @@ class CheckpointWriter:
         self.resumed = len(self.done)
         self._written = {name for line in self.done for name in line["items"]}
         # Listed now, so that a bad link does not stop a finished run.
-        self._companions = model_folder.companions(like.path)
+        self._companions, self.left_out = companions_of(like)
         self._file: SafetensorsWriter | None = None
         self._start_unit()
         files.remove(partial / CONFIG)  # until the last step the folder must not look like a model
@@ -137,8 +138,12 @@ class CheckpointWriter:
         written = self.hashes()
         weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
         texts = texts_beside(weight_map, self.bytes_written, self.layout, config)
-        for name in self._companions:
-            if name not in texts:
+        for name, changed in self._companions.items():
+            if name in texts:
+                continue
+            if changed is not None:
+                texts[name] = changed
+            else:
                 files.copy_atomic(inside(self.like.path, name), self.partial / name)
                 written[name] = hashing.hash_of_file(self.partial / name)
         self._write(texts)

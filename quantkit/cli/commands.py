@@ -20,6 +20,7 @@ PLACES = {
     "run": "quantkit.cli.quantize:run",
     "pack": "quantkit.cli.convert:pack",
     "convert": "quantkit.cli.convert:convert",
+    "push": "quantkit.cli.push:push",
     "verify": "quantkit.cli.inspect:verify",
     "inspect": "quantkit.cli.inspect:inspect",
     "report": "quantkit.cli.inspect:report",

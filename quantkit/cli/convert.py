@@ -13,6 +13,7 @@ from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, needed_unless, section
+from quantkit.cli.push import pushed, pushing_options
 from quantkit.progress import Progress
 
 #: The options for a checkpoint that does not fit the other layout, and for the files of the output.
@@ -34,6 +35,7 @@ repacking_options = combined(
         ),
         options.overwrite,
     ),
+    pushing_options,
 )
 
 
@@ -48,8 +50,9 @@ def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Prog
     from quantkit.pipeline.convert import pack as pack_folder
 
     _use_one_thread_an_operation(asked)
-    report = pack_folder(checkpoint, out, layout, progress=progress, **asked)
-    emit(show.as_json(report) if as_json else show.report(report, progress))
+    with pushed(out, asked, progress):
+        report = pack_folder(checkpoint, out, layout, progress=progress, **asked)
+        emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 @command("convert", "quantkit convert gptq-to-marlin ./model-gptq -o ./model-marlin")
@@ -89,8 +92,9 @@ def convert(
         emit(show.as_json({"conversions": [asdict(c) for c in found]}) if as_json else show.matrix(found))
         return
     _use_one_thread_an_operation(asked)
-    report = api.convert(pair, checkpoint, out, progress=progress, **asked)
-    emit(show.as_json(report) if as_json else show.report(report, progress))
+    with pushed(out, asked, progress):
+        report = api.convert(pair, checkpoint, out, progress=progress, **asked)
+        emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:

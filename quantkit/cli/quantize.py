@@ -13,13 +13,14 @@ from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, choice_of, command
 from quantkit.cli.parsing import combined, needed_unless, section
-from quantkit.names import FORMATS, GPUS, TARGETS, Clip, Method, Metric, Rule
+from quantkit.cli.push import pushed, pushing_options
+from quantkit.names import FORMATS, GPUS, MOST_TOKENS, TARGETS, Clip, Method, Metric, Rule
 from quantkit.pipeline.calibration_options import Calib
 from quantkit.pipeline.run_options import RunOptions
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
-    from quantkit.pipeline.recipe import Recipe
+    from quantkit.pipeline.recipe import Pruning, Recipe
 
 _solving = combined(
     click.option(
@@ -152,7 +153,21 @@ running_options = combined(
         options.source,
     ),
 )
+#: The options that measure an output and upload it.
+publishing_options = combined(
+    section(
+        "Output",
+        click.option(
+            "--eval",
+            metavar="NAME|FILE",
+            shell_complete=completers.texts,
+            help=f"Measure perplexity before and after, and divergence, on at most {MOST_TOKENS} tokens of this text.",
+        ),
+    ),
+    pushing_options,
+)
 RUNNING = [field.name for field in fields(RunOptions) if field.name != "progress"]
+PUBLISHING = ("eval", "push_to", "public")
 
 
 @command("quantize", "quantkit quantize ./model -o ./model-int4 --calib wikitext2 --samples 128")
@@ -172,6 +187,7 @@ RUNNING = [field.name for field in fields(RunOptions) if field.name != "progress
     ),
 )
 @running_options
+@publishing_options
 def quantize(
     model: str,
     out: Path,
@@ -185,6 +201,7 @@ def quantize(
 
     MODEL is a folder or a hub id. [Brackets] hold defaults, some of which depend on --format.
     """
+    publishing = {name: given.pop(name) for name in PUBLISHING}
     running, recipe = _split(given)
     if print_recipe:
         emit(recipe.to_yaml().rstrip())
@@ -192,7 +209,7 @@ def quantize(
     if dry_run:
         _plan(model, out, recipe, running, as_json, progress)
         return
-    _quantize(model, out, recipe, running, as_json, progress)
+    _produce(model, out, recipe, publishing, running, as_json, progress)
 
 
 @command("prune", "quantkit prune ./model -o ./model-24 --calib wikitext2")
@@ -200,19 +217,16 @@ def quantize(
 @section("Basic", options.out())
 @pruning_options
 @running_options
+@publishing_options
 def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any) -> None:
     """Keep two of each four weights of MODEL.
 
     OUT is an ordinary dense checkpoint, to be trained further, or quantized with --prune 2:4 --prune-method
     magnitude."""
     from quantkit import api
-    from quantkit.pipeline import quantize as pipeline
 
-    running = {name: given.pop(name) for name in RUNNING}
-    asked = api.build_pruning(**given)
-    progress.note(f"{asked.scheme} by {asked.method}")
-    report = pipeline.prune(model, out, asked, progress=progress, **running)
-    emit(show.as_json(report) if as_json else show.report(report, progress))
+    running, publishing = ({name: given.pop(name) for name in names} for names in (RUNNING, PUBLISHING))
+    _produce(model, out, api.build_pruning(**given), publishing, running, as_json, progress)
 
 
 @command("plan", "quantkit plan ./model --format int4 --target vllm --gpu h100")
@@ -254,23 +268,34 @@ def plan(
 @options.model
 @section("Basic", options.out())
 @running_options
+@publishing_options
 def run(recipe: str, model: str, out: Path, as_json: bool, progress: Progress, **running: Any) -> None:
     """Quantize MODEL by a recipe.
 
     RECIPE is a YAML file, or the name of one that comes with quantkit."""
     from quantkit import api
 
-    _quantize(model, out, api.build_recipe(recipe), running, as_json, progress)
+    publishing = {name: running.pop(name) for name in PUBLISHING}
+    _produce(model, out, api.build_recipe(recipe), publishing, running, as_json, progress)
 
 
-def _quantize(
-    model: str, out: Path, recipe: Recipe, running: dict[str, Any], as_json: bool, progress: Progress
+def _produce(
+    model: str,
+    out: Path,
+    recipe: Recipe | Pruning,
+    publishing: dict[str, Any],
+    running: dict[str, Any],
+    as_json: bool,
+    progress: Progress,
 ) -> None:
-    from quantkit.pipeline import quantize as pipeline
+    from quantkit import api
+    from quantkit.pipeline.recipe import Recipe, label
 
-    progress.note(f"{recipe.scheme.label} by {recipe.method}, in the layout {recipe.layout}")
-    report = pipeline.quantize(model, out, recipe, progress=progress, **running)
-    emit(show.as_json(report) if as_json else show.report(report, progress))
+    layout = f", in the layout {recipe.layout}" if isinstance(recipe, Recipe) else ""
+    progress.note(f"{label(recipe.scheme)} by {recipe.method}{layout}")
+    with pushed(out, publishing, progress, running["device"]):
+        report = api.produce(model, out, recipe, progress=progress, **publishing, **running)
+        emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 def _plan(

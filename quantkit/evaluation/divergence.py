@@ -48,17 +48,18 @@ def kld(
     bos: bool = False,
     data: str = "",
     progress: Progress | None = None,
+    most: int | None = None,
 ) -> Divergence:
     """Compute KL(reference || model) of the next-token distributions at every position of every window, in float64.
 
     Both models are in memory, and the logits of one window at a time. If windows overlap, a position counts as often as
-    it occurs. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
+    it occurs. `most` is as for `perplexity`. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
     """
     stride = stride or window
     tokens, prefix = tokenize(model, tokenizer, text, window, stride, bos)
     tokenize(reference, tokenizer, text, window, stride, bos)
     total, agree, count, used = 0.0, 0, 0, 0
-    for number, part in windows(tokens, window, stride, progress, "divergence"):
+    for number, part in windows(tokens, window, stride, progress, "divergence", most):
         ours = window_logits(model, part, prefix, number)
         theirs = window_logits(reference, part, prefix, number).to(ours.device)
         if ours.shape != theirs.shape:

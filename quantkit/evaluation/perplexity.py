@@ -51,17 +51,19 @@ def perplexity(
     bos: bool = False,
     data: str = "",
     progress: Progress | None = None,
+    most: int | None = None,
 ) -> Perplexity:
     """Compute the perplexity of `model` on `text`: exp of the mean negative log-likelihood, losses in float32.
 
     Windows of `window` tokens start every `stride` (default `window`) tokens. In each window, all tokens but the first
     are predicted; with `bos`, the first too. If windows overlap, each after the first counts only its last `stride`
-    predictions. Raises as `windows.tokenize`, and NumericError for logits that are not finite.
+    predictions. At most `most` windows are read. Raises as `windows.tokenize`, and NumericError for logits that are not
+    finite.
     """
     stride = stride or window
     tokens, prefix = tokenize(model, tokenizer, text, window, stride, bos)
     total, count, used = 0.0, 0, 0
-    for number, part in windows(tokens, window, stride, progress, "perplexity"):
+    for number, part in windows(tokens, window, stride, progress, "perplexity", most):
         logits = window_logits(model, part, prefix, number)
         targets = part if bos else part[1:]
         logits = logits[: len(targets)]

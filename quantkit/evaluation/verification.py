@@ -108,5 +108,8 @@ class Verification:
 def write(verification: Verification, folder: Path) -> Path:
     """Write verify.json into the folder of the checkpoint, and return its path."""
     path = Path(folder) / VERIFICATION
-    files.write_atomic(path, json_files.dump_json(verification.to_dict()))
+    given = [Path(folder), *([Path(verification.against)] if verification.against else [])]
+    names = {one: each.resolve().name for each in given for one in (each.resolve(), each.absolute(), each)}
+    stated = json_files.without_folders(verification.to_dict(), names)
+    files.write_atomic(path, json_files.dump_json(stated))
     return path

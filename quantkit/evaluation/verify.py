@@ -13,10 +13,11 @@ A damaged weight fails its own row, and the other weights are still checked.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -24,14 +25,18 @@ import torch
 from quantkit import kernels
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, KernelError, QuantkitError
-from quantkit.evaluation.verification import Row, Verification
+from quantkit.evaluation.verification import VERIFICATION, Row, Verification
 from quantkit.evaluation.weight_check import Job, check_weight
-from quantkit.io import hashing, model_folder
+from quantkit.io import files, hashing, model_folder
 from quantkit.kernels import proof
 from quantkit.models.devices import device_of
 from quantkit.progress import Clock, Progress
 from quantkit.reporting import report
 
+#: Files of an output that its report does not list: people edit the card, and the proof is written later.
+EDITED = ("README.md", VERIFICATION)
+UNLISTED = (report.REPORT, *EDITED)
+TEMPLATES = "additional_chat_templates"
 UNREPORTED = f"no {report.REPORT}: the files were not compared with recorded hashes, nor weights with digests"
 
 
@@ -49,6 +54,7 @@ def verify(
     folder = Path(folder)
     place = device_of(device)
     recorded: dict[str, Any] = {}
+    extra: list[str] = []
     failures: list[str] = []
     hashes: dict[str, str] = {}
     clock = Clock(torch.device("cpu"))
@@ -56,17 +62,16 @@ def verify(
         recorded = report.load(folder)
         with clock.phase("files"):
             hashes, failures = _check_files(folder, recorded)
+        extra = extra_files(folder, recorded)
+        failures += [_unlisted(name) for name in extra if is_loadable(name)]
         src = _quantized(folder)
     except CheckpointError as error:
         if not failures:
             raise
         return Verification(None, (), hashes, tuple(dict.fromkeys([*failures, str(error)])), ())
     assert src.layout is not None
-    notices: list[str] = []
-    if recorded:
-        unlisted = [path.name for path in src.files() if path.name not in recorded.get("files", {})]
-        failures += [f"{name}: is not a file that {report.REPORT} lists" for name in unlisted]
-    else:
+    notices = [_unlisted(name) for name in extra if not is_loadable(name)]
+    if not recorded:
         with clock.phase("files"):
             hashes = src.hashes()
         notices.append(UNREPORTED)
@@ -90,6 +95,39 @@ def verify(
     if unrun:
         return replace(found, unrun=unrun)
     return replace(found, kernel=src.layout.NAME, device=torch.cuda.get_device_name(place), bound=proof.BOUND)
+
+
+def verify_files(folder: Path) -> tuple[list[str], list[str]]:
+    """Check the files of an output, dense or quantized, against its report; returns failures and notices.
+
+    CheckpointError if the folder has no report.
+    """
+    recorded = report.load(folder)
+    if not recorded:
+        raise CheckpointError(f"{folder}: has no {report.REPORT}: give a folder that quantkit wrote")
+    extra = extra_files(folder, recorded)
+    failures = _check_files(folder, recorded)[1] + [_unlisted(name) for name in extra if is_loadable(name)]
+    return failures, [_unlisted(name) for name in extra if not is_loadable(name)]
+
+
+def extra_files(folder: Path, recorded: Mapping[str, Any]) -> list[str]:
+    """List what a folder has and its report lacks, without hidden files, card and proof; nothing without a report."""
+    if not recorded:
+        return []
+    listed = {*recorded.get("files", {}), *UNLISTED}
+    with files.guarded(folder):
+        found = [p.relative_to(folder) for p in (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*"))]
+        names = [f"{p.as_posix()}/" if (folder / p).is_dir() else p.as_posix() for p in found if p.name[:1] != "."]
+    return sorted(name for name in names if name not in listed and name != f"{TEMPLATES}/")
+
+
+def is_loadable(name: str) -> bool:
+    """Return True for a file that a program may load or run beside those that the report lists."""
+    return name.endswith((".safetensors", ".py", *model_folder.PICKLES))
+
+
+def _unlisted(name: str) -> str:
+    return f"{report.valid_text(name)}: is not a file that {report.REPORT} lists"
 
 
 def _why_no_kernel(src: Checkpoint, device: torch.device, asked: bool) -> str | None:
@@ -123,6 +161,8 @@ def _check_files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, s
         hashed = {name: pool.submit(_hash, folder, name, expected) for name, expected in listed.items()}
     for name, expected in listed.items():
         try:
+            if PurePosixPath(name).name == name and name.isprintable() and not os.path.lexists(folder / name):
+                raise CheckpointError(f"{name}: is missing, {report.REPORT} lists it: restore it")
             found[name] = hashed[name].result()
         except QuantkitError as error:
             failures.append(str(error))

@@ -19,6 +19,8 @@ from quantkit.progress import Progress
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: Published perplexities have windows of 2048 tokens, or the model's longest context if that is shorter.
+LONGEST_WINDOW = 2048
 #: Positions whose logits are processed at a time; bounds the memory for a large vocabulary.
 ROWS = 256
 
@@ -53,11 +55,17 @@ def tokenize(
     return tokens, torch.tensor([first] if bos else [], dtype=torch.int64)
 
 
+def default_window(model: PreTrainedModel) -> int:
+    """Return the model's longest context in tokens, at most 2048."""
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return min(positions or LONGEST_WINDOW, LONGEST_WINDOW)
+
+
 def windows(
-    tokens: Tensor, window: int, stride: int, progress: Progress | None, label: str
+    tokens: Tensor, window: int, stride: int, progress: Progress | None, label: str, most: int | None = None
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the number and the tokens `[window]` of each window."""
-    starts = range(0, len(tokens) - window + 1, stride)
+    """Yield the number and the tokens `[window]` of each window, or of the first `most`."""
+    starts = range(0, len(tokens) - window + 1, stride)[:most]
     for number, start in enumerate((progress or Progress(quiet=True)).bar(starts, label, len(starts))):
         yield number, tokens[start : start + window]
 

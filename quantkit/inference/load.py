@@ -45,6 +45,12 @@ def load(
     missing or unexpected tensors, and for a GPU that is too old or too small.
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    return _load(src, device, device_map, dtype, trust_remote_code)
+
+
+def _load(
+    src: Checkpoint, device: str, device_map: Any, dtype: torch.dtype | None, trust_remote_code: bool
+) -> PreTrainedModel:
     if src.low_bit is not None:
         raise CheckpointError(
             f"{src.path}: holds {src.low_bit} weights, a source: use quantkit quantize, or load it by transformers"
@@ -68,7 +74,7 @@ def load_for_evaluation(
         return load_dense_model(src, device=device, trust_remote_code=trust_remote_code)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
-        model = load(src.path, device=device, trust_remote_code=trust_remote_code)
+        model = _load(src, device, None, None, trust_remote_code)
     quantizer: Any = model.hf_quantizer
     for line in quantizer.notices:
         (progress or Progress(quiet=True)).note(line)
@@ -83,7 +89,7 @@ def _from_pretrained(
         from quantkit.inference import transformers_plugin
 
         transformers_plugin.register()
-        config.quantization_config = transformers_plugin.as_ours(src.stated, decodes_without_kernels)
+        config.quantization_config = transformers_plugin.as_ours(src.stated, decodes_without_kernels, src.config)
     names = [path.name for path in src.files()]
     if len(names) == 1:
         config.transformers_weights = names[0]  # whatever its name is

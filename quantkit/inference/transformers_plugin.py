@@ -26,6 +26,8 @@ from quantkit.models.state_names import patterns_in_use
 
 #: The name of our quantizer in transformers, and the `quant_method` of a config that `quantkit.load` made.
 METHOD = "quantkit"
+#: Entries of such a config besides the method.
+ENTRIES = ("stated", "decodes_without_kernels", "config")
 #: Each `quant_method` that quantkit reads and that no quantizer of transformers owns.
 METHODS = (METHOD, "humming", "tcfpx", "marlin", "gptq_marlin_24")
 
@@ -34,18 +36,25 @@ class QuantkitConfig(QuantizationConfigMixin):
     """The `quantization_config` that a folder states.
 
     If a GPU lacks kernels, `decodes_without_kernels` lets it decode each weight; otherwise the model is refused.
+    `config` takes the place of the folder's config.json.
     """
 
-    def __init__(self, stated: Mapping[str, Any], decodes_without_kernels: bool = False) -> None:
+    def __init__(
+        self,
+        stated: Mapping[str, Any],
+        decodes_without_kernels: bool = False,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         self.quant_method: Any = METHOD
         self.stated = dict(stated)
         self.decodes_without_kernels = decodes_without_kernels
+        self.config = None if config is None else dict(config)
 
     @classmethod
     def from_dict(cls, config_dict: Any, return_unused_kwargs: bool = False, **kwargs: Any) -> Any:
         """Read the dictionary of a folder, or one that `as_ours` made; CheckpointError for an unknown layout."""
         ours = config_dict.get("quant_method") == METHOD
-        config = cls(config_dict["stated"], config_dict["decodes_without_kernels"]) if ours else cls(config_dict)
+        config = cls(**{key: config_dict[key] for key in ENTRIES}) if ours else cls(config_dict)
         read_config(config.stated, "config.json")
         return (config, kwargs) if return_unused_kwargs else config
 
@@ -54,9 +63,12 @@ class QuantkitConfig(QuantizationConfigMixin):
         return copy.deepcopy(self.stated)
 
 
-def as_ours(stated: Mapping[str, Any], decodes_without_kernels: bool) -> dict[str, Any]:
+def as_ours(
+    stated: Mapping[str, Any], decodes_without_kernels: bool, config: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """Wrap a `quantization_config` of any method so that transformers gives it to our quantizer."""
-    return {"quant_method": METHOD, "stated": dict(stated), "decodes_without_kernels": decodes_without_kernels}
+    values = dict(stated), decodes_without_kernels, None if config is None else dict(config)
+    return {"quant_method": METHOD, **dict(zip(ENTRIES, values, strict=True))}
 
 
 class QuantkitQuantizer(HfQuantizer):
@@ -80,7 +92,8 @@ class QuantkitQuantizer(HfQuantizer):
             raise CheckpointError("packed weights are read from a folder's safetensors: give from_pretrained a folder")
         with torch.device("cpu"):  # transformers makes tensors without data here
             # The model's own code has run already, so trusting it adds no risk.
-            src = Checkpoint(Path(checkpoint_files[0]).parent, trust_remote_code=True)
+            config = copy.deepcopy(self.quantization_config.config)
+            src = Checkpoint(Path(checkpoint_files[0]).parent, trust_remote_code=True, config=config)
             self.linears = swap_linears.swap(model, src)
             self._patterns = patterns_in_use(model, src)
         self._src, self._saved_forms = src, self._forms()

@@ -49,6 +49,17 @@ def dump_json(value: Mapping[str, Any], *, special_floats: bool = False) -> byte
     return json.dumps(value, indent=2, ensure_ascii=False, allow_nan=special_floats).encode() + b"\n"
 
 
+def without_folders(value: Any, names: Mapping[Path, str]) -> Any:
+    """Copy a JSON value with the names of folders in the place of their paths: it is read on other machines."""
+    if isinstance(value, str):
+        for path, name in names.items():
+            value = value.replace(str(path), name) if os.sep in str(path) else value
+        return value
+    if isinstance(value, dict):
+        return {key: without_folders(child, names) for key, child in value.items()}
+    return [without_folders(child, names) for child in value] if isinstance(value, list) else value
+
+
 def decode_floats(value: Any) -> Any:
     """Copy a JSON value with numbers in the place of transformers' tags, such as `{"__float__": "Infinity"}`."""
     if isinstance(value, list):

@@ -1,11 +1,16 @@
-"""Which files of a model folder are read (RELIABILITY 2)."""
+"""Which files of a model folder are read, and which go along with new weights (RELIABILITY 2)."""
 
 from __future__ import annotations
 
+import os
 import re
+import stat
+from collections.abc import Collection
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml
 
 from quantkit.errors import CheckpointError
 from quantkit.io import files
@@ -17,13 +22,46 @@ INDEX = "model.safetensors.index.json"
 #: Beside weights of ours: how they were made, ready for `quantkit run`.
 RECIPE = "quantkit_recipe.yaml"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-#: Files that are copied beside the new weights: data only, never code or pickles, and no old model card.
-COMPANIONS = (
-    *("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "special_tokens_map*", "added_tokens*"),
-    *("chat_template*", "additional_chat_templates/*.jinja", "generation_config.json", "*processor_config.json"),
-    *("license*", "notice*", "use_policy*", RECIPE),
+#: Hashes of a source's files, which are not those of an output.
+SUMS = "SHA256SUMS"
+#: Files beside config.json in which early folders state their quantization -> method, and a key that identifies it.
+SIDE_FILES = {
+    "quantize_config.json": ("gptq", None),
+    "quant_config.json": ("awq", "w_bit"),
+    "hf_quant_config.json": ("modelopt", None),
+}
+#: Files of a source that an output has its own of, in lower case.
+REPLACED = ("config.json", "readme.md", "quantkit_report.json", "verify.json", SUMS.lower(), *SIDE_FILES)
+#: Endings of the files that go along with new weights: data only, never pickles.
+DATA_SUFFIXES = (
+    *("", ".bpe", ".csv", ".jinja", ".json", ".jsonl", ".md", ".model", ".pdf", ".rst", ".spm", ".tiktoken", ".toml"),
+    *(".tsv", ".txt", ".vocab", ".xml", ".yaml", ".yml", ".gif", ".jpeg", ".jpg", ".png", ".svg", ".webp"),
 )
-DATA_SUFFIXES = ("", ".yaml", ".json", ".jinja", ".md", ".model", ".tiktoken", ".txt")
+#: The files at the top of a hub repository that are downloaded beside its weights.
+ENDINGS = ("*.json", "*.md", "*.model", "*.tiktoken", "*.txt", "*.yaml")
+DOWNLOADED = (
+    *(*ENDINGS, "*.jinja", "tokenizer.model.v*"),
+    *(case(name) for name in ("license*", "notice*", "use_policy*") for case in (str.lower, str.upper, str.title)),
+)
+#: Tokenizers of Mistral's own format have a version after their ending, like `tokenizer.model.v3`.
+VERSIONED = re.compile(r"tokenizer\.model\.v\w+")
+#: Describes weights in Mistral's own format, which are left out too.
+FOREIGN = ("params.json",)
+#: The most bytes of a model card that are read for its front matter.
+CARD_LIMIT = 2**16
+#: The most bytes of a file that goes along, unless it belongs to a tokenizer.
+SMALL = 64 * 2**20
+TOKENIZERS = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "tekken.json")
+#: Where the hub's cache keeps the repository ORG/NAME.
+CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+class Companions(NamedTuple):
+    """Hold the files that go along with new weights, and the other files and folders of a source, left out."""
+
+    names: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 def inside(folder: Path, name: Any) -> Path:
@@ -79,12 +117,66 @@ def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[s
     return names, weight_map
 
 
-def companions(folder: Path) -> list[str]:
-    """List the files that are copied beside new weights; CheckpointError for a link out of the folder."""
+def companions(folder: Path, weights: Collection[str] = (), code: bool = False) -> Companions:
+    """Sort the files beside the `weights` that are read; CheckpointError for a link out of the folder.
+
+    Every small file of data at the top goes along, and with `code` the Python files. Hidden files belong to the
+    repository, not to the model.
+    """
+    suffixes = (*DATA_SUFFIXES, ".py") if code else DATA_SUFFIXES
     with files.guarded(folder):
-        listing = [p.relative_to(folder).as_posix() for p in (*folder.glob("*"), *folder.glob("*/*.jinja"))]
-    names = (n for n in sorted(listing) if any(fnmatch(n.lower(), pattern) for pattern in COMPANIONS))
-    return [n for n in names if Path(n).suffix.lower() in DATA_SUFFIXES and inside(folder, n).is_file()]
+        entries = {p.name: p.is_dir() for p in folder.iterdir() if not p.name.startswith(".")}
+        templates = [p.relative_to(folder).as_posix() for p in folder.glob("additional_chat_templates/*.jinja")]
+    names, left_out = [*templates], []
+    for name, is_folder in sorted(entries.items()):
+        lower = name.lower()
+        if lower in REPLACED or lower.endswith(".index.json") or name in (*weights, "additional_chat_templates"):
+            continue
+        data = PurePosixPath(lower).suffix in suffixes or VERSIONED.fullmatch(lower)
+        if is_folder or not data or lower in FOREIGN or not name.isprintable() or len(name) > NAME_LIMIT:
+            left_out.append(f"{name}/" if is_folder else name)
+            continue
+        real = inside(folder, name)
+        with files.guarded(real):
+            found = real.stat()
+        whole = any(fnmatch(lower, pattern) for pattern in TOKENIZERS) or found.st_size <= SMALL
+        (names if stat.S_ISREG(found.st_mode) and whole else left_out).append(name)
+    for name in templates:
+        inside(folder, name)
+    shown_names = (name.encode(errors="backslashreplace").decode() for name in left_out)
+    return Companions(tuple(sorted(names)), tuple(shown_names))
+
+
+def is_local(name: str, folder: Path) -> bool:
+    """Return True unless `name` has the form ORG/NAME of the hub and leads to no folder from above `folder`."""
+    return HUB_ID.fullmatch(name) is None or any((above / name).exists() for above in folder.parents)
+
+
+def cached_id(folder: Path) -> str | None:
+    """Return the hub id of a snapshot in the hub's cache, None for any other folder."""
+    found = CACHED.fullmatch(folder.parent.parent.name) if folder.parent.name == "snapshots" else None
+    return f"{found[1]}/{found[2]}" if found else None
+
+
+def front_matter(folder: Path) -> tuple[dict[str, Any], str | None]:
+    """Read the YAML in front of a source's model card, `{}` if it has none, and a notice if it cannot be read.
+
+    CheckpointError for a link out of the folder.
+    """
+    if not os.path.lexists(folder / "README.md"):
+        return {}, None
+    with files.open_regular(inside(folder, "README.md")) as file, files.guarded(folder):
+        text = file.read(CARD_LIMIT).decode("utf-8", errors="replace")
+    found = re.match(r"---[ \t]*\r?\n(.*?)^---[ \t]*\r?$", text, re.DOTALL | re.MULTILINE)
+    if found is None:
+        return {}, None
+    try:
+        stated = yaml.safe_load(found[1])
+    except (yaml.YAMLError, ValueError, RecursionError):
+        stated = None
+    if not isinstance(stated, dict):
+        return {}, "the front matter of the source's README.md is not YAML: its licence and tags were not taken over"
+    return stated, None
 
 
 def _weight_map(folder: Path, name: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.io.hub import UNREACHABLE, HubUnreachable
 from quantkit.models.conversations import Conversation, has_chat_template, render
-from quantkit.models.text_sources import PACKAGED, Documents, kind_of, load_documents
+from quantkit.models.text_sources import PACKAGED, Documents, kind_of, load_documents, name_of_text
 from quantkit.models.tokenizer import token_ids
 
 Lengths = Literal["own", "fixed"]
@@ -86,9 +86,11 @@ def draw_calibration(
                 "pieces of Python's documentation); give text like the model's use with --calib FILE"
             )
         sequences, facts = _draw(found, tokenizer, counts[name], max_length, seed, lengths, notices)
-        drawn.append((sequences, {"source": found.source, "share": float(share), **facts, **_digest(sequences)}))
+        drawn.append(
+            (sequences, {"source": name_of_text(found.source), "share": float(share), **facts, **_digest(sequences)})
+        )
         if not found.conversations:
-            plain.append(found.source)
+            plain.append(name_of_text(found.source))
     if len(plain) == len(drawn) and has_chat_template(tokenizer):
         notices.append(
             f"the model has a chat template, and plain text calibrates it ({', '.join(plain)}): conversations like its "
@@ -168,13 +170,13 @@ def _draw(
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Draw the samples of one source; return them and their facts, and add to `notices`."""
     generator = torch.Generator().manual_seed(seed)
-    rule, draw = found.rule, _own if lengths == "own" else _fixed
+    name, rule, draw = name_of_text(found.source), found.rule, _own if lengths == "own" else _fixed
     if found.undivided and samples > 1 and lengths == "own":
         rule, draw = f"no blank lines, windows of {max_length} tokens", _fixed
-        notices.append(f"{found.source}: has no blank line between documents: windows of {max_length} tokens were cut")
+        notices.append(f"{name}: has no blank line between documents: windows of {max_length} tokens were cut")
     dropped = sum(text.dropped for text in found.texts if isinstance(text, Conversation))
     if dropped:
-        notices.append(f"{found.source}: {dropped} parts of messages are no text (images, sounds) and were left out")
+        notices.append(f"{name}: {dropped} parts of messages are no text (images, sounds) and were left out")
     sequences, facts = draw(found, tokenizer, samples, max_length, generator)
     tokens = sum(len(sequence) for sequence in sequences)
     return sequences, {"rule": rule, "sequences": len(sequences), "tokens": tokens, **facts}

@@ -104,6 +104,16 @@ class Documents:
         return isinstance(self.texts[0], Conversation)
 
 
+def name_of_text(source: str) -> str:
+    """Name a calibration source for reports and recipes: a data set as it is, a file or folder by its last name.
+
+    A weight (`a.jsonl:0.5`) stays.
+    """
+    head = source.partition(":")[0]
+    on_hub = ON_HUB.fullmatch(head) and not any(Path(path).exists() for path in (head, source))
+    return source if on_hub and Path(head).suffix.lower() not in SUFFIXES else Path(source).name
+
+
 def kind_of(source: str) -> Kind:
     """Return the kind of a calibration source; CheckpointError if it is none."""
     if source in NAMED:

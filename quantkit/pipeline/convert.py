@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unchanged
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
@@ -30,7 +31,7 @@ from quantkit.layouts.fused_groups import is_expert
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.plan import Plan, plan_pack
-from quantkit.pipeline.publish import finish, name_of, write
+from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.repack import Repacker
 from quantkit.progress import Clock, Progress
 from quantkit.reporting.report import heading
@@ -76,8 +77,10 @@ def pack(
     for notice in planned.notices:
         progress.note(notice)
     before, known_files = load_report(src.path), recorded_hashes(src)
+    base, unread = (before["base"], []) if before.get("base") else origin(src, checkpoint, None)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
     schemes, known = schemes_of(src, planned), list(src.notices)
+    src.notices += unread
     with staging(Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append) as partial:
         writer = CheckpointWriter(
             partial,
@@ -86,7 +89,7 @@ def pack(
             max_shard_bytes=max_shard_size,
             expected=_expected(src, planned),
         )
-        report = _heading(checkpoint, before, planned, schemes, known)
+        report = _heading(checkpoint, before, base, planned, schemes, known)
         # A signal that raised while this thread waits for another could leave a lock taken.
         with progress.loop(), _hashed_behind(src, digests(known_files)) as hashes:
             names = src.logical()
@@ -101,6 +104,8 @@ def pack(
             progress.note(line)
         for line in (lost := _losses(layers, recorded)):
             progress.warn(line)
+        if lost:  # then the figures are those of other values
+            report.pop("evaluation", None)
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
         report["same_values"] = len(layers) - len(
             {*_rounded_again(layers, recorded), *_rounded_scales(layers, recorded)}
@@ -278,15 +283,16 @@ def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> C
 def _heading(
     checkpoint: str | Path,
     before: Mapping[str, Any],
+    base: Mapping[str, Any],
     planned: Plan,
     schemes: Schemes,
     notices: list[str],
 ) -> dict[str, Any]:
     """Begin the report of a rewritten checkpoint; `before` is the report of its source."""
-    carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype")
+    carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype", "evaluation")
     return {
         **{key: before[key] for key in carried if key in before},
-        **heading("pack", name_of(checkpoint), None, {}, before.get("base")),
+        **heading("pack", name_of(checkpoint), None, {}, base),
         "layout": planned.layout,
         "scheme": schemes.default.label,
         "dense": list(schemes.ignore),

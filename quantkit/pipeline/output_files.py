@@ -10,16 +10,17 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
+from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.writer import planned_shards, texts_beside
 from quantkit.core.scheme import Scheme
 from quantkit.io.json_files import dump_json
-from quantkit.io.model_folder import RECIPE, companions, inside
+from quantkit.io.model_folder import RECIPE, inside
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.plan import Plan, Row
 from quantkit.pipeline.publish import output_config
-from quantkit.pipeline.recipe import Pruning, Recipe
+from quantkit.pipeline.recipe import Pruning, Recipe, without_paths
 
 #: Upper bounds of the bytes of report and model card: of any model, of a changed linear, of any other tensor or file.
 REPORT_BYTES, LINEAR_BYTES, NAME_BYTES = 32 * 2**10, 1024, 192
@@ -55,6 +56,7 @@ def output_files(
     shards = planned_shards(written)
     weight_map = {name: file for file, (_, names) in shards.items() for name in names}
     true_shapes = {row.module: row.shape if row.padded else None for row in rows.values()}
+    recipe, beside = without_paths(recipe), companions_of(src).texts
     config = output_config(src, layout, schemes, true_shapes, recipe.sha256())
     texts = {
         **texts_beside(weight_map, planned.bytes, layout, config),
@@ -63,7 +65,10 @@ def output_files(
     }
     files = {
         **{name: size for name, (size, _) in shards.items()},
-        **{name: inside(src.path, name).stat().st_size for name in companions(src.path)},
+        **{
+            name: inside(src.path, name).stat().st_size if changed is None else len(changed)
+            for name, changed in beside.items()
+        },
         **{name: len(text) for name, text in texts.items()},
     }
     return Output(files, sum(sum(unit.values()) for unit in written[:-2]))
@@ -73,6 +78,7 @@ def report_bytes(src: Checkpoint, planned: Plan) -> int:
     """Return an upper bound of the bytes of the report and the model card of an output."""
     names = sum(len(name) for name in src.names())
     others = NAME_BYTES * (len(src.files()) + len(planned.files))
+    others += sum(NAME_BYTES + len(name) for name in companions_of(src).left_out)
     lines = sum(len(line) for line in (*planned.notices, *planned.readers))
     return REPORT_BYTES + LINEAR_BYTES * len(planned.quantized) + 2 * names + others + 4 * lines
 

@@ -6,23 +6,24 @@ An output folder appears complete or not at all. A run that fails leaves its res
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 import quantkit
 from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Item, Packed
+from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import CheckpointError, about
+from quantkit.errors import CheckpointError, QuantkitError, about
 from quantkit.io import files
-from quantkit.io.json_files import dump_json
+from quantkit.io.json_files import dump_json, without_folders
 from quantkit.io.model_folder import RECIPE
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts import quantkit_key
@@ -33,8 +34,11 @@ from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
 from quantkit.pipeline.recipe import Pruning, Recipe
 from quantkit.progress import Clock
 from quantkit.reporting.model_card import model_card
-from quantkit.reporting.report import REPORT, added_up, peak_memory, phases
+from quantkit.reporting.report import REPORT, added_up, digest, peak_memory, phases
 from quantkit.reporting.report import load as load_report
+
+#: Measures a finished folder that is not published yet: perplexity and KL divergence.
+Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
 
 
 def write(
@@ -115,8 +119,11 @@ def finish(
     overwrite: bool,
     recipe: Recipe | None = None,
     trust_remote_code: bool = False,
+    measure: Measure | None = None,
 ) -> dict[str, Any]:
     """Open the folder as its readers do, write config, report, recipe and model card, then publish it.
+
+    `measure` is given the folder as a checkpoint, and returns the report's `evaluation`.
 
     A dense model has no `schemes`, and the config of its source. The layers state the true shapes of padded weights.
     `share` is the part of the decoder's weights that changed. A folder that a reader would open wrongly is not
@@ -134,10 +141,13 @@ def finish(
         "bits_per_weight": 8 * writer.packed_bytes / weights if weights and layout else None,
     }
 
+    names = {src.path: src.path.name, **dict.fromkeys((partial, partial.resolve(), out.absolute()), out.name)}
+
     def sealed(written: dict[str, str]) -> dict[str, bytes]:
-        # The model card is for people to edit, so it is not part of what verify holds the folder to.
-        report["files"] = {name: digest for name, digest in written.items() if name != "README.md"}
-        return {REPORT: dump_json(report)}
+        report["files"] = written
+        report.update(without_folders(report, names))
+        # The model card names the report's hash, so the report cannot have the card's. People edit the card.
+        return {REPORT: dump_json(report), "README.md": model_card(report, digest(report)).encode()}
 
     def described() -> dict[str, bytes]:
         try:
@@ -152,10 +162,18 @@ def finish(
             report["readers"] = [reader for reader in report.get("readers", []) if reader != TRIED]
         if not opening.readers:
             report["notices"].append(f"the output could not be opened here: {opening.untried[OURS]}")
+        report["left_out"] = list(writer.left_out)
+        if measure is not None:
+            try:
+                with clock.phase("evaluate"):
+                    made = Checkpoint(partial, trust_remote_code, config=copy.deepcopy(config))
+                    report["evaluation"] = measure(made)
+            except QuantkitError as error:
+                _leave_report(writer, report, error)
+                raise
         report["phases"], seconds = _times(writer, clock)
         report["totals"] |= {"peak_memory": peak_memory(), "seconds": seconds}
-        card = {"README.md": model_card(report).encode()}
-        return card if recipe is None else {**card, RECIPE: recipe.to_yaml().encode()}
+        return {} if recipe is None else {RECIPE: recipe.to_yaml().encode()}
 
     writer.finish(config, described, sealed)
     publish_folder(partial, out, overwrite=overwrite)
@@ -182,7 +200,7 @@ def output_config(
     recipe_sha256: str | None,
 ) -> dict[str, Any]:
     """Return the config.json of an output; `true_shapes` has every changed linear, with its shape if it is padded."""
-    config = src.dense_config()
+    config: dict[str, Any] = without_paths(src.dense_config(), src.path)
     if layout is not None and schemes is not None:
         padded = tuple((name, (shape[0], shape[1])) for name, shape in true_shapes.items() if shape)
         schemes = replace(schemes, padded=padded)
@@ -203,8 +221,3 @@ def publish_complete(
         raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
     publish_folder(partial, out, overwrite=overwrite)
     return report
-
-
-def name_of(model: str | Path) -> str:
-    """Name a model for a report: a hub id as it is, a folder by its last name."""
-    return Path(model).resolve().name if Path(model).is_dir() else str(model)

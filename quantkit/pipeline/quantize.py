@@ -18,6 +18,7 @@ from typing_extensions import Unpack
 
 from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Item
+from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.checkpoint.writer import CheckpointWriter, require_same
@@ -38,8 +39,8 @@ from quantkit.pipeline.opening import require_complete_source, require_right_wei
 from quantkit.pipeline.output_files import disk_peak, output_files, report_bytes
 from quantkit.pipeline.patterns import require_effect
 from quantkit.pipeline.plan import Plan, disk_problem, plan_quantize
-from quantkit.pipeline.publish import finish, name_of, publish_complete, write
-from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of, label
+from quantkit.pipeline.publish import Measure, finish, publish_complete, write
+from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of, label, without_paths
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.pipeline.serving import find_gpu, serving
 from quantkit.progress import Clock, Progress
@@ -184,21 +185,27 @@ def _require_runnable(
     return job, recipe, text
 
 
-def prune(model: str | Path, out: str | Path, recipe: Pruning, **options: Unpack[RunKeywords]) -> dict[str, Any]:
+def prune(
+    model: str | Path, out: str | Path, recipe: Pruning, measure: Measure | None = None, **options: Unpack[RunKeywords]
+) -> dict[str, Any]:
     """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
 
     Dtypes and config stay; everything else is as for `quantize` (ALGORITHMS 9).
     """
-    return quantize(model, out, recipe, **options)
+    return quantize(model, out, recipe, measure, **options)
 
 
 def quantize(
-    model: str | Path, out: str | Path, recipe: Recipe | Pruning, **options: Unpack[RunKeywords]
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe | Pruning,
+    measure: Measure | None = None,
+    **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
     """Quantize, or with a Pruning prune, a causal LM (folder or hub id) into a new folder `out`; return its report.
 
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
-    continues.
+    continues. `measure` evaluates the finished folder before it is published.
     """
     run = RunOptions(**options)
     progress = run.progress or Progress(quiet=True)
@@ -210,15 +217,18 @@ def quantize(
         job, recipe, text = _require_runnable(job, asked, out, run)
     src = job.src
     quantizing = None if isinstance(recipe, Pruning) else recipe
-    lacking: list[str] = []  # what the file system cannot do
+    revision = _revision(src, run.revision)
+    base, unread = origin(src, model, revision)
+    lacking = unread  # of the source's card, and what the file system cannot do
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path, notice=lacking.append) as partial:
         if is_complete(partial):
-            return publish_complete(partial, out, [asked, with_packaged_text(asked)], src, run.overwrite)
+            same = [without_paths(asked), without_paths(with_packaged_text(asked))]
+            return publish_complete(partial, out, same, src, run.overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
         with clock.phase("hash"):
             hashes = source_hashes(src)
         report = {
-            **heading(command, name_of(model), _revision(src, run.revision), hashes),
+            **heading(command, name_of(model), revision, hashes, base),
             **_known(job, recipe),
             "calibration": text.facts,
         }
@@ -247,9 +257,19 @@ def quantize(
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
         report["layers"] = write(items, writer, src, report, clock)
         schemes = _schemes(job, quantizing) if quantizing else None
-        trust = run.trust_remote_code
         return finish(
-            writer, src, partial, out, schemes, report, job.plan.share, clock, run.overwrite, quantizing, trust
+            writer,
+            src,
+            partial,
+            out,
+            schemes,
+            report,
+            job.plan.share,
+            clock,
+            run.overwrite,
+            None if quantizing is None else without_paths(quantizing),
+            run.trust_remote_code,
+            measure,
         )
 
 
@@ -355,8 +375,8 @@ def with_packaged_text(recipe: Recipe | Pruning) -> Recipe | Pruning:
 def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
     """Collect the report's entries that are known before the work."""
     return {
-        "recipe": recipe.to_mapping(),
-        "recipe_sha256": recipe.sha256(),
+        "recipe": without_paths(recipe).to_mapping(),
+        "recipe_sha256": without_paths(recipe).sha256(),
         "device": job.model.device_name,
         "compute_dtype": dtype_name(job.model.dtype),
         "layout": job.plan.layout,

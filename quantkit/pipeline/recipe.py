@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_type_hints
 
 import yaml
 
@@ -25,6 +25,7 @@ from quantkit.errors import RecipeError, reason
 from quantkit.layouts import LAYOUTS, humming
 from quantkit.layouts.recast import fitting
 from quantkit.models.experts import ROUTER
+from quantkit.models.text_sources import name_of_text
 from quantkit.names import Clip, Method, Metric, Rule
 from quantkit.pipeline.calibration_options import CALIBRATION_KEYS, COLUMN_KEYS, Calib
 from quantkit.pipeline.fused_alike import treat_alike
@@ -159,6 +160,9 @@ class Pruning:
         return hashlib.sha256(yaml.safe_dump(self.to_mapping(), sort_keys=False).encode()).hexdigest()
 
 
+AnyRecipe = TypeVar("AnyRecipe", bound=Recipe | Pruning)
+
+
 def goal_of(recipe: Recipe | Pruning, name: str, path: str) -> Goal | None:
     """Return the goal of a linear, None if it is skipped.
 
@@ -189,6 +193,13 @@ def goals_of(
             named.setdefault(name, scheme)
     goals |= {name: named.get(name) for name in kept_dense}
     return treat_alike(goals) if isinstance(recipe, Recipe) and recipe.fused_alike else goals
+
+
+def without_paths(recipe: AnyRecipe) -> AnyRecipe:
+    """Return the recipe with the names of its calibration files in the place of their paths."""
+    data = recipe.calibration.data
+    names = name_of_text(data) if isinstance(data, str) else tuple(map(name_of_text, data))
+    return dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, data=names))
 
 
 def label(goal: Goal) -> str:

@@ -128,6 +128,27 @@ def protocol(report: Mapping[str, Any]) -> str:
     return "; ".join(parts)
 
 
+def evaluation(report: Mapping[str, Any]) -> str:
+    """Describe perplexity before and after, the KL divergence and their protocol, empty if nothing was evaluated."""
+    found = report.get("evaluation", {})
+    before, after, kld, top1 = (found.get(key) for key in ("before", "after", "kld", "top1"))
+    if not before or not after or kld is None or top1 is None:
+        return ""
+    return (
+        f"perplexity {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f} %), KL divergence "
+        f"{kld:.6f} nats, top-1 agreement {100 * top1:.2f} %, on {found.get('data', '?')}: the first "
+        f"{found.get('windows', '?')} windows of {found.get('window', '?')} tokens without BOS, "
+        f"{found.get('tokens', '?')} predictions; {found.get('weights', 'unknown products')}"
+    )
+
+
+def left_out(report: Mapping[str, Any]) -> str:
+    """List the files of the source that did not go along, empty if there are none."""
+    names = [str(name) for name in report.get("left_out", [])]
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return f"{', '.join(names[:5])}{more}: no data that belongs to these weights" if names else ""
+
+
 def events(report: Mapping[str, Any]) -> list[str]:
     """List one line for each notice, for the dense linears, and for each kind of event."""
     found = [str(notice) for key in ("layout_notices", "notices") for notice in report.get(key, [])]

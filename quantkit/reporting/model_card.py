@@ -3,45 +3,134 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quantkit.reporting import facts
-from quantkit.reporting.report import REPORT
+from quantkit.reporting.report import KEPT, REPORT
+
+#: Stands for the folder, or the repository that it is in, in every command of a card.
+FOLDER = "FOLDER"
+_FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+
+_TRANSFORMERS = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer{names}
+
+{before}model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto"{options})
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+prompt = tokenizer("The capital of France is", return_tensors="pt").to(model.device)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
+_DEQUANTIZED = ", quantization_config=CompressedTensorsConfig(dequantize=True)"
+_QUANTKIT = """\
+import quantkit
+from transformers import AutoTokenizer
+
+model = quantkit.load("FOLDER")
+tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+prompt = tokenizer("The capital of France is", return_tensors="pt").to(model.device)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
+#: Name of a reader -> (title, language, commands that open FOLDER). The other readers are forks and old releases.
+SNIPPETS = {
+    "transformers (with compressed-tensors)": (
+        "transformers (`pip install compressed-tensors`)",
+        "python",
+        _TRANSFORMERS.format(names="", before="", options=""),
+    ),
+    "transformers (with CompressedTensorsConfig(dequantize=True))": (
+        "transformers (`pip install compressed-tensors`), with dense weights in memory",
+        "python",
+        _TRANSFORMERS.format(names=", CompressedTensorsConfig", before="", options=_DEQUANTIZED),
+    ),
+    "transformers (through gptqmodel)": (
+        "transformers (`pip install gptqmodel`)",
+        "python",
+        _TRANSFORMERS.format(names="", before="", options=""),
+    ),
+    "transformers (after quantkit.register())": (
+        "transformers",
+        "python",
+        "import quantkit\n" + _TRANSFORMERS.format(names="", before="quantkit.register()\n", options=""),
+    ),
+    "vLLM": ("vLLM", "sh", "vllm serve FOLDER"),
+    "SGLang": ("SGLang", "sh", "python -m sglang.launch_server --model-path FOLDER"),
+    "quantkit.load": ("quantkit", "python", _QUANTKIT),
+}
 
 
-def model_card(report: Mapping[str, Any]) -> str:
-    """Write the text of the README.md: YAML front matter, then scheme, readers, calibration and figures."""
+def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
+    """Write the text of the README.md: YAML front matter, then scheme, readers, calibration and figures.
+
+    `sha256` is the `digest` of the report.
+    """
     source = report.get("base") or report.get("source", {})
     layout, totals = str(report.get("layout")), report.get("totals", {})
     scheme = str(report.get("scheme"))
-    base = str(source.get("name") or "unknown")
-    pruned = report.get("command") == "prune"  # the hub has no relation for a pruned model
-    front = {
-        "base_model": base,
-        **({} if pruned else {"base_model_relation": "quantized"}),
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["pruned", "quantkit", scheme] if pruned else ["quantized", "quantkit", layout, scheme.split(":")[0]],
-    }
+    base = str(source.get("base_model") or source.get("name") or "unknown")
+    pruned = report.get("command") == "prune"
     revision = f" (revision {_plain(source['revision'])})" if source.get("revision") else ""
-    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""]
+    lines = ["---", *(f"{key}: {json.dumps(value)}" for key, value in _front(report, source).items()), "---", ""]
     lines += [f"# {_plain(base)}, {scheme}", ""]
     done, check, known = ("Pruned", "eval ppl", "") if pruned else ("Quantized", "verify", "digest, ")
     lines += [f"{done} from `{_plain(base)}`{revision} with quantkit {_plain(report.get('quantkit'))}.", ""]
     lines += ["| | |", "|---|---|"]
     lines += [f"| {label} | {_cell(value)} |" for label, value in _facts(report, totals, layout, scheme)]
     happened = facts.events(report)
+    if left := facts.left_out(report):
+        happened.append(f"left out: {left}")
     if happened:
         lines += ["", "## Worth knowing", "", *(f"- {_plain(line)}" for line in happened)]
+    lines += _use(report, pruned)
     lines += ["", "## Calibration", "", _plain(facts.protocol(report))]
+    if measured := facts.evaluation(report):
+        lines += ["", "## Evaluation", "", _plain(measured)]
     lines += ["", "## Largest errors", "", *_worst(report)]
-    lines += ["", "## Check it", "", "```", f"quantkit {check} FOLDER", "quantkit inspect FOLDER", "```", ""]
+    lines += ["", "## Check it", "", "```", f"quantkit {check} {FOLDER}", f"quantkit inspect {FOLDER}", "```", ""]
     lines += [f"`{REPORT}` has the hash of every file, and the {known}error and method of every linear."]
+    if sha256:
+        lines += ["", f"The SHA-256 of its hashes, names and settings is `{sha256}`."]
     if report.get("recipe"):
         recipe = json.dumps(report["recipe"], indent=1)
         lines += ["", "## Recipe", "", f"SHA-256 `{_plain(report.get('recipe_sha256'))}`", "", "```json", recipe, "```"]
     return "\n".join(lines) + "\n"
+
+
+def for_repository(card: str, repository: str) -> str:
+    """Name the repository in the commands of a card."""
+    return _FENCE.sub(lambda fenced: re.sub(rf"\b{FOLDER}\b", repository, fenced[0]), card)
+
+
+def _front(report: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, Any]:
+    """Collect the YAML front matter. The hub refuses a `base_model` that is no id, and has no relation for pruning."""
+    pruned = report.get("command") == "prune"
+    kept = {key: source[key] for key in KEPT if _is_words(source.get(key))}
+    layout, scheme = str(report.get("layout")), str(report.get("scheme")).split(":")
+    ours = ["pruned", "quantkit", ":".join(scheme)] if pruned else ["quantized", "quantkit", layout, scheme[0]]
+    theirs = kept.pop("tags", [])
+    tags = [*ours, *(theirs if isinstance(theirs, list) else [theirs])]
+    base, related = source.get("base_model"), source.get("relation") == "quantized" and not pruned
+    return {
+        **({"base_model": str(base)} if base else {}),
+        **({"base_model_relation": "quantized"} if base and related else {}),
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        **kept,
+        "tags": list(dict.fromkeys(tags)),
+    }
+
+
+def _is_words(value: Any) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and all(isinstance(word, str) for word in value))
+
+
+def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
+    """Write the commands of the readers that open this folder; a pruned model opens as any dense one."""
+    readers = ["transformers (with compressed-tensors)"] if pruned else map(str, report.get("readers", []))
+    found = [SNIPPETS[reader] for reader in readers if reader in SNIPPETS]
+    lines = ["", "## Use it"] if found else []
+    for title, language, text in found:
+        lines += ["", f"With {'transformers' if pruned else title}:", "", f"```{language}", text, "```"]
+    return lines
 
 
 def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str) -> Iterable[tuple[str, str]]:

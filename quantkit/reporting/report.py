@@ -6,6 +6,7 @@ absent, and print names as data.
 
 from __future__ import annotations
 
+import hashlib
 import platform
 import re
 import resource
@@ -20,12 +21,16 @@ import torch
 
 import quantkit
 from quantkit.errors import CheckpointError
-from quantkit.io.json_files import load_json
+from quantkit.io.json_files import dump_json, load_json
 
 REPORT = "quantkit_report.json"
 
 SCALES = ("floored", "subnormal", "zero")
 
+#: Keys of the front matter of a source's model card that hold for an output as well.
+KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
+#: Entries of `base`.
+BASE = ("name", "revision", "base_model", "relation", *KEPT)
 #: Facts of a layer that are text.
 WORDS = ("reason", "by_magnitude", "descent_skipped", "few_routed", "restated_from", "requantized_from")
 #: Types of the entries that quantkit reads; any of them may be absent.
@@ -45,12 +50,17 @@ TYPES: dict[str, type] = {
     "not_tried": dict,
     "base": dict,
     "same_values": int,
+    "left_out": list,
+    "evaluation": dict,
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS)
+#: Entries, at any depth, that differ from run to run or from machine to machine.
+VOLATILE = ("environment", "phases", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried")
 TOTALS = ("bits_per_weight", "share", "source_bytes", "bytes", "seconds")
+EVALUATED = ("before", "after", "kld", "top1")
 
 
 def heading(
@@ -58,14 +68,14 @@ def heading(
 ) -> dict[str, Any]:
     """Build the entries that are known before the work: versions, machine, the source and its file hashes.
 
-    `base` is the original model, if the source is not the original itself.
+    `base` has the facts about the original model that the outputs of each step hand on.
     """
-    shown_name = name.encode(errors="backslashreplace").decode()  # the name of a folder may not be valid text
-    source = {"name": shown_name, "revision": revision}
+    source = {"name": valid_text(name), "revision": revision}
+    known = base or source
     return {
         "quantkit": quantkit.__version__,
         "command": command,
-        "base": {key: (base or source).get(key) for key in source},
+        "base": {key: _valid(known[key]) for key in BASE if key in known},
         "source": {**source, "files": dict(files)},
         "environment": {
             "python": platform.python_version(),
@@ -75,6 +85,15 @@ def heading(
             "threads": torch.get_num_threads(),
         },
     }
+
+
+def valid_text(name: str) -> str:
+    """Return the name of a file or folder as text that UTF-8 can hold: it may not be valid text."""
+    return name.encode(errors="backslashreplace").decode()
+
+
+def _valid(value: Any) -> Any:
+    return valid_text(value) if isinstance(value, str) else value
 
 
 def phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -89,6 +108,22 @@ def added_up(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for phase, seconds in part.items():
             total[phase] = total.get(phase, 0.0) + seconds
     return total
+
+
+def digest(report: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of what a report says about bytes: every hash, name, shape, count and setting.
+
+    Times, memory and machine differ from run to run. The last digits of figures depend on the number of threads.
+    """
+    return hashlib.sha256(dump_json(_constant(report))).hexdigest()
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {
+            key: _constant(held) for key, held in value.items() if key not in VOLATILE and not isinstance(held, float)
+        }
+    return [_constant(held) for held in value] if isinstance(value, list) else value
 
 
 def peak_memory() -> dict[str, int]:
@@ -127,6 +162,7 @@ def _malformed(report: Mapping[str, Any]) -> str | None:
     if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
         return "calibration"
     numbers["calibration"] = [source.get("share") for source in sources]
+    numbers["evaluation"] = [report.get("evaluation", {}).get(key) for key in EVALUATED]
     for layer in report.get("layers", []):
         if not isinstance(layer, dict) or not isinstance(layer.get("name"), str):
             return "layers"

@@ -28,6 +28,8 @@ def summary(report: Mapping[str, Any]) -> str:
         ("weight error", facts.statistics(layers, "relative_error")),
         ("output loss", facts.losses(layers)),
         ("calibration", facts.protocol(report) if report.get("calibration") else ""),
+        ("evaluation", facts.evaluation(report)),
+        ("left out", facts.left_out(report)),
         ("time", _times(report, totals)),
         ("memory", ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items())),
         *(("note", line) for line in facts.events(report)),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import subprocess
 import sys
 from contextlib import suppress
@@ -23,7 +24,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io import files, hashing
 from quantkit.io.journal import JOURNAL, read_journal
-from quantkit.io.model_folder import INDEX
+from quantkit.io.model_folder import INDEX, SMALL, companions
 from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import RESERVED
 from quantkit.io.staging import is_complete, publish, staging
@@ -201,16 +202,51 @@ def test_only_data_goes_along(tmp_path: Path) -> None:
     wanted = ["tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.txt", "merges.txt", "LICENSE.md"]
     wanted += ["chat_template.jinja", "generation_config.json", "special_tokens_map.json", "Notice", "USE_POLICY.md"]
     wanted += ["added_tokens.json", "preprocessor_config.json", "additional_chat_templates/tool.jinja"]
-    unwanted = ["tokenizer.py", "tokenization_x.py", "modeling_x.py", "tokenizer.pkl", "training_args.bin", "run.sh"]
-    unwanted += ["README.md", ".gitattributes", "optimizer.pt", "original/tokenizer.model", "vocab.npz"]
-    for name in (*wanted, *unwanted):
+    wanted += ["SYSTEM_PROMPT.txt", "tekken.json", "tokenizer.model.v3", "video_preprocessor_config.json", "figure.png"]
+    left_out = ["tokenizer.py", "tokenization_x.py", "modeling_x.py", "tokenizer.pkl", "training_args.bin", "run.sh"]
+    left_out += [
+        "optimizer.pt",
+        "vocab.npz",
+        "model.gguf",
+        "consolidated.00.pth",
+        "params.json",
+        "consolidated.safetensors",
+    ]
+    replaced = ["README.md", ".gitattributes", "SHA256SUMS", "pytorch_model.bin.index.json", "quant_config.json"]
+    folders = ["original/tokenizer.model", "onnx/model.onnx", ".cache/x.json"]
+    for name in (*wanted, *left_out, *replaced, *folders):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_bytes(b"{}")
     (folder / "tokenizer").mkdir()
+    os.mkfifo(folder / "pipe.txt")
+    os.truncate(folder / "figure.png", SMALL)
+    with (folder / "video.json").open("wb") as large:
+        large.truncate(SMALL + 1)
     copy_all(Checkpoint(folder), tmp_path / "out")
     weights = {p for p in state(tmp_path / "out") if p.endswith(".safetensors")}
     assert set(state(tmp_path / "out")) - weights == {*wanted, "README.md", "config.json", INDEX}
     assert (tmp_path / "out" / "README.md").read_bytes() == b"a card\n"
+    found = companions(folder, [path.name for path in Checkpoint(folder).files()])
+    assert sorted(found.names) == sorted(wanted)
+    others = ["onnx/", "original/", "pipe.txt", "tokenizer/", "video.json"]
+    assert sorted(found.left_out) == sorted([*left_out, *others])
+
+
+def test_code_goes_along_with_a_config_that_names_it(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m")
+    (folder / "modeling_x.py").write_text("")
+    for named in (False, True):
+        stated = {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}} if named else {}
+        (folder / "config.json").write_text(json.dumps(stated))
+        copy_all(Checkpoint(folder, trust_remote_code=named), tmp_path / f"out-{named}")
+        assert (tmp_path / f"out-{named}" / "modeling_x.py").exists() == named
+
+
+def test_a_name_that_is_no_text_is_left_out(tmp_path: Path) -> None:
+    folder = dense_folder(tmp_path / "m")
+    (folder / "a\nb.txt").write_text("")
+    (folder / os.fsdecode(b"\xff.txt")).write_text("")
+    assert set(companions(folder).left_out) >= {"a\nb.txt", "\\udcff.txt"}
 
 
 def test_a_link_out_of_the_source_is_found_before_the_work(tmp_path: Path) -> None:

@@ -349,3 +349,26 @@ def test_writing_verify_json_keeps_the_checkpoint_valid(copy: Any) -> None:
     again = verify(folder)
     assert again.ok
     assert {**again.to_dict(), "seconds": 0} == {**verify(folder).to_dict(), "seconds": 0}
+
+
+def test_a_missing_file_is_named_with_the_way_out(copy: Any) -> None:
+    folder = copy("gptq")
+    (folder / "tokenizer.json").unlink()
+    failures = verify(folder).failures
+    assert failures == (f"tokenizer.json: is missing, {REPORT} lists it: restore it",)
+
+
+def test_extra_files_are_named_and_fail_if_a_program_may_load_them(copy: Any) -> None:
+    folder = copy("gptq")
+    harmless = ["additional_chat_templates/tool.jinja", "docs/", "notes.txt"]
+    (folder / "docs").mkdir()
+    (folder / "additional_chat_templates").mkdir()
+    for name in (harmless[0], harmless[2], ".gitattributes"):
+        (folder / name).write_text("x")
+    found = verify(folder)
+    assert found.ok
+    assert [n for n in found.notices if "lists" in n] == [f"{n}: is not a file that {REPORT} lists" for n in harmless]
+    for name in ("adapter_model.safetensors", "modeling_x.py", "pytorch_model.bin"):
+        (folder / name).write_bytes(b"x")
+        assert verify(folder).failures == (f"{name}: is not a file that {REPORT} lists",)
+        (folder / name).unlink()

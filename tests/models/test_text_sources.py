@@ -12,7 +12,7 @@ import pytest
 
 from quantkit.errors import CheckpointError
 from quantkit.models.conversations import Conversation
-from quantkit.models.text_sources import kind_of, load_documents, load_evaluation_text
+from quantkit.models.text_sources import kind_of, load_documents, load_evaluation_text, name_of_text
 
 WIKI = " \n = One = \n \n Text of one , x = 5 . \n \n = = Part = = \n \n More . \n \n = Two = \n \n Text of two . \n"
 
@@ -223,3 +223,29 @@ def test_kinds_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     for missing in ("folder/a.txt", "./org/name", "/org/name", "a/b/c"):
         with pytest.raises(CheckpointError, match="no such text"):
             kind_of(missing)
+
+
+def test_a_source_is_named_without_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "chats").mkdir()
+    for source in (
+        "c4",
+        "c4:0.5",
+        "packaged",
+        "org/name",
+        "org/name:config",
+        "org/name:config:2",
+        "a.txt",
+        "a.jsonl:3",
+    ):
+        assert name_of_text(source) == source
+    for source, name in {
+        "/secret/a.txt": "a.txt",
+        "../secret/a.jsonl:0.5": "a.jsonl:0.5",
+        "secret/a.parquet": "a.parquet",
+        "texts/chats": "chats",
+        "texts/chats:2": "chats:2",
+        f"{tmp_path}/texts": "texts",
+    }.items():
+        assert name_of_text(source) == name

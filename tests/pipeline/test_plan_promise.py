@@ -197,7 +197,7 @@ def test_a_plan_reads_no_weight(
     args = (small_llama, "-o", tmp_path / "out", *GPTQ, "--calib", calib, "--target", "vllm", "--gpu", "h100")
     found = json.loads(call("plan", *args, "--json").stdout)
     assert found["refusal"] is None and found["calibration"]["sequences"] == 2
-    assert f"2 sequences, {found['calibration']['tokens']} tokens of {calib}" in call("plan", *args).stdout
+    assert f"2 sequences, {found['calibration']['tokens']} tokens of {calib.name}" in call("plan", *args).stdout
 
 
 def test_a_refused_plan_says_so_in_its_json(small_llama: Path) -> None:

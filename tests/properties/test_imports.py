@@ -19,8 +19,8 @@ IMPORTERS = {
     "datasets": {"models"},
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
-    "huggingface_hub": {"checkpoint"},
-    "yaml": {"pipeline.recipe"},
+    "huggingface_hub": {"checkpoint", "pipeline.push"},
+    "yaml": {"pipeline.recipe", "io.model_folder"},
     "matplotlib": {"reporting.plots"},
     "tqdm": {"progress"},
     "blake3": {"io.hashing"},
@@ -83,7 +83,7 @@ def test_the_start_imports_nothing_heavy(code: str, unwanted: set[str]) -> None:
 def test_the_public_names_exist() -> None:
     import quantkit
 
-    functions = {"quantize", "prune", "pack", "convert", "verify", "load", "eval_ppl", "eval_kld", "register"}
+    functions = {"quantize", "prune", "pack", "convert", "push", "verify", "load", "eval_ppl", "eval_kld", "register"}
     assert set(quantkit.__all__) == functions | {"Recipe", "QuantkitError", "__version__"}
     assert all(callable(getattr(quantkit, name)) for name in functions)
     with pytest.raises(AttributeError, match="no_such_name"):

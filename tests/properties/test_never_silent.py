@@ -177,7 +177,7 @@ def test_a_packed_folder_reports_its_own_facts(small_llama: Path, tmp_path: Path
     assert (tmp_path / "marlin" / "quantkit_recipe.yaml").read_bytes() == (
         tmp_path / "ct" / "quantkit_recipe.yaml"
     ).read_bytes()
-    assert f'base_model: "{before["source"]["name"]}"' in (tmp_path / "marlin" / "README.md").read_text()
+    assert f"# {before['source']['name']}, int4:g128" in (tmp_path / "marlin" / "README.md").read_text()
 
 
 def test_damage_in_dense_weights_is_not_converted(small_llama: Path, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ def example() -> dict[str, Any]:
         "quantkit": "0.1.0",
         "command": "quantize",
         "source": {"name": "some/model", "revision": "abc", "files": {}},
+        "base": {"name": "some/model", "revision": "abc", "base_model": "some/model", "relation": "quantized"},
         "recipe": {"method": "gptq"},
         "recipe_sha256": "f" * 64,
         "layout": "marlin",

@@ -305,6 +305,7 @@ def test_a_hostile_report_adds_no_element_and_no_script() -> None:
         report.update(environment={name: name}, files={name: name}, calibration={name: name, "x": [name]})
         report.update(not_tried={name: name}, evaluation={"before": 1.0, "after": 2.0, "data": name})
         report["source"] = {"name": name, "revision": name, "files": {name: name}}
+        report["base"] = {"name": name, "revision": name, "base_model": name}
         report["totals"]["peak_memory"] = {name: 1}
         report["layers"].append(layer(f"layers.0.{name}.q", method=name, digest=name, reason=name, scheme=name))
         return report

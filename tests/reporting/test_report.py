@@ -12,7 +12,7 @@ import pytest
 from quantkit.errors import CheckpointError
 from quantkit.reporting.model_card import model_card
 from quantkit.reporting.plots import draw
-from quantkit.reporting.report import REPORT, load
+from quantkit.reporting.report import REPORT, digest, load
 from quantkit.reporting.summary import summary
 from quantkit.reporting.units import format_bytes
 from tests.reporting.samples import example
@@ -79,3 +79,12 @@ def test_bytes_are_formatted_in_decimal_units() -> None:
         "2.0 GB",
         "30.0 TB",
     ]
+
+
+def test_the_digest_of_a_report_leaves_out_what_differs_from_run_to_run() -> None:
+    first = example()
+    again = {**first, "phases": {}, "environment": {"threads": 2}, "totals": {**first["totals"], "seconds": 9.0}}
+    again["layers"] = [{**layer, "seconds": 1.0, "loss": 0.5 + 1e-12} for layer in first["layers"]]
+    assert digest(first) == digest(again)
+    changed = {**first, "files": {"model-00001.safetensors": "1" * 64}}
+    assert digest(changed) != digest(first)

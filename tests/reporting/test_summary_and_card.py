@@ -8,7 +8,8 @@ import pytest
 import yaml
 
 from quantkit.reporting.facts import EVENTS
-from quantkit.reporting.model_card import model_card
+from quantkit.reporting.model_card import SNIPPETS, for_repository, model_card
+from quantkit.reporting.readers import READERS
 from quantkit.reporting.summary import summary
 from tests.reporting.samples import HOSTILE, example
 
@@ -87,18 +88,82 @@ def test_the_model_card_opens_with_metadata_that_yaml_reads() -> None:
 
 def test_a_hostile_name_is_printed_as_data() -> None:
     report = example()
-    report["source"]["name"] = HOSTILE
+    stated = {"base_model": HOSTILE, "license": HOSTILE, "tags": [HOSTILE], "language": {"a": 1}}
+    report["base"] = {"name": HOSTILE, **stated}
+    report["left_out"] = [HOSTILE]
+    report["evaluation"] = {"before": 2.0, "after": 3.0, "kld": 0.5, "top1": 0.5, "data": HOSTILE}
     report["dense"] = report["notices"] = [HOSTILE]
     report["layers"][0]["name"] = HOSTILE
     card = model_card(report)
     _, front, body = card.split("---\n", 2)
-    assert yaml.safe_load(front)["base_model"] == HOSTILE
+    stated = yaml.safe_load(front)
+    assert stated["base_model"] == stated["license"] == stated["tags"][-1] == HOSTILE
+    assert "language" not in stated, "only words are taken over"
     assert "<script>" not in body
     assert not any(line.strip() == "---" for line in body.splitlines())
     assert HOSTILE not in (text := summary(report)) and "left dense: evil --- name: `x` <script>" in text
-    assert len(text.splitlines()) == len(summary({**example(), "notices": ["x"]}).splitlines())
+    plain = {**example(), "notices": ["x"], "left_out": ["x"], "evaluation": {**report["evaluation"], "data": "x"}}
+    assert len(text.splitlines()) == len(summary(plain).splitlines())
     report["notices"] = ["\x1b[2Jx\x1b]0;title\x07\u202ey"]  # a terminal would obey these
     assert "[2Jx]0;titley" in summary(report) and summary(report).replace("\n", "").isprintable()
+
+
+def test_closing_table_and_card_have_the_evaluation_with_its_protocol() -> None:
+    report = example()
+    assert "perplexity" not in summary(report) and "## Evaluation" not in model_card(report)
+    protocol = {"data": "held-out.txt (as it is)", "window": 2048, "windows": 16, "tokens": 32752, "weights": "decoded"}
+    report["evaluation"] = {"before": 10.0, "after": 10.25, "kld": 0.0125, "top1": 0.94, **protocol}
+    for text in (summary(report), model_card(report).split("## Evaluation")[1]):
+        assert "perplexity 10.0000 before, 10.2500 after (+2.50 %), KL divergence 0.012500 nats" in text
+        assert "94.00 %, on held-out.txt (as it is): the first 16 windows of 2048 tokens without BOS" in text
+
+
+def test_closing_table_and_card_list_what_was_left_out() -> None:
+    report = example()
+    assert "left out" not in summary(report) + model_card(report)
+    report["left_out"] = ["original/", "model.gguf", *(f"{i}.pth" for i in range(9))]
+    for text in (summary(report), model_card(report)):
+        assert "original/, model.gguf, 0.pth, 1.pth, 2.pth and 6 more" in text
+
+
+def test_the_card_keeps_licence_language_and_tags_of_the_source() -> None:
+    report = example()
+    kept = {"license": "other", "license_name": "acme", "license_link": "LICENSE", "language": ["en", "de"]}
+    report["base"] |= {**kept, "pipeline_tag": "image-text-to-text", "tags": ["chat", "int4"]}
+    stated = yaml.safe_load(model_card(report).split("---\n", 2)[1])
+    assert stated.items() >= {**kept, "pipeline_tag": "image-text-to-text"}.items()
+    assert stated["tags"] == ["quantized", "quantkit", "marlin", "int4", "chat"]
+
+
+def test_a_base_without_a_hub_id_is_named_in_the_text_alone() -> None:
+    report = example()
+    report["base"] = {"name": "my-folder", "revision": None}
+    _, front, body = model_card(report).split("---\n", 2)
+    assert "base_model" not in yaml.safe_load(front) and "base_model_relation" not in front
+    assert "Quantized from `my-folder`" in body
+    report["base"]["base_model"] = "some/ancestor"  # named by the folder, which may have been trained further
+    stated = yaml.safe_load(model_card(report).split("---\n", 2)[1])
+    assert stated["base_model"] == "some/ancestor" and "base_model_relation" not in stated
+
+
+def test_every_reader_has_commands_or_is_known_to_have_none() -> None:
+    without = {"GPTQModel", "SqueezeBits' fork of AutoAWQ", "vLLM up to 0.10.1", "vLLM up to 0.14"}
+    assert {reader.name for reader in READERS} == SNIPPETS.keys() | without
+
+
+@pytest.mark.parametrize("reader", SNIPPETS)
+def test_the_card_has_the_commands_of_each_reader(reader: str) -> None:
+    report = {**example(), "readers": [reader]}
+    title, language, text = SNIPPETS[reader]
+    assert f"With {title}:\n\n```{language}\n{text}\n```" in model_card(report)
+    if language == "python":
+        compile(text, reader, "exec")
+
+
+def test_a_pushed_card_names_the_repository_in_its_commands_alone() -> None:
+    card = "FOLDER\n\n```sh\nvllm serve FOLDER\n```\n\nMY_FOLDER\n\n```\nquantkit verify FOLDER --x MY_FOLDER\n```\n"
+    expected = card.replace("serve FOLDER", "serve a/b").replace("verify FOLDER", "verify a/b")
+    assert for_repository(card, "a/b") == expected
 
 
 @pytest.mark.parametrize("command", ["pack", "quantize"])

@@ -1,0 +1,116 @@
+"""Where a source comes from: its hub id, and the licence, language and tags of its model card."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError, reason
+from quantkit.io import files, model_folder
+from quantkit.io.json_files import AGAIN, dump_json, entries
+from quantkit.layouts import LAYOUTS
+from quantkit.reporting.report import KEPT
+
+#: Keys of a config or a tokenizer under which transformers has stated the folder that it was read from.
+PATHS = ("_name_or_path", "name_or_path")
+
+
+def name_of(model: str | Path) -> str:
+    """Name a model for a report: by its hub id, also of a snapshot in the hub's cache, or a folder by its last name."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return str(model)
+    real = folder.resolve()
+    return model_folder.cached_id(real) or real.name
+
+
+def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[dict[str, Any], list[str]]:
+    """Collect the facts about a source that its outputs hand on: name, revision, hub id, licence, language, tags.
+
+    `base_model` is the hub id if it is known. `relation` is "quantized" if the source itself has that id: a folder may
+    also name the model from which it was trained. Facts that the source does not state are absent. A notice tells of a
+    model card that cannot be read.
+    """
+    stated, notice = model_folder.front_matter(src.path)
+    found: dict[str, Any] = {"name": name_of(model), "revision": revision}
+    cached = model_folder.cached_id(src.path)
+    given = None if Path(model).is_dir() else str(model)
+    ours = cached or given
+    theirs = _first_id(stated.get("base_model"), src), _first_id(src.config.get("_name_or_path"), src)
+    if src.layout is not None:  # the source was quantized from the model that its card names
+        found |= {"base_model": theirs[0], "relation": "quantized"} if theirs[0] else {"base_model": ours}
+    elif ours:
+        found |= {"base_model": ours, "relation": "quantized"}
+    else:
+        found["base_model"] = theirs[1] or theirs[0]
+    found |= {key: kept for key in KEPT if (kept := _words(stated.get(key)))}
+    if isinstance(tags := found.get("tags"), list):
+        found["tags"] = [tag for tag in tags if tag not in LAYOUTS]
+    known = {key: value for key, value in found.items() if value is not None or key in ("name", "revision")}
+    return known, [notice] if notice else []
+
+
+def without_paths(value: Any, folder: Path) -> Any:
+    """Copy a config without the local paths that transformers left in it; hub ids stay."""
+    if isinstance(value, list):
+        return [without_paths(child, folder) for child in value]
+    if not isinstance(value, Mapping):
+        return value
+    return {
+        key: without_paths(child, folder)
+        for key, child in value.items()
+        if not (key in PATHS and isinstance(child, str) and model_folder.is_local(child, folder))
+    }
+
+
+def without_local_paths(folder: Path, name: str) -> bytes | None:
+    """Return the text of a config beside the weights without the local paths in it, None if it has none."""
+    if not name.endswith(".json") or name in ("tokenizer.json", "vocab.json"):
+        return None
+    path = model_folder.inside(folder, name)
+    with files.open_regular(path) as file, files.guarded(path):
+        text = file.readall()
+    if b'name_or_path"' not in text:
+        return None
+    try:  # not by load_json: tokenizers state their longest length as 10^30
+        stated = json.loads(text)
+        clean = without_paths(stated, folder)
+        return None if clean == stated else dump_json(clean, special_floats=True)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not the JSON it should be ({reason(error)}): {AGAIN}") from error
+
+
+class Companions(NamedTuple):
+    """Hold the files that go along with new weights, with the new text of those that change, and the others' names."""
+
+    texts: dict[str, bytes | None]
+    left_out: tuple[str, ...]
+
+
+def companions_of(src: Checkpoint) -> Companions:
+    """List the files of a source that go along; CheckpointError for a link out of the folder."""
+    # A config that still names code was read with --trust-remote-code, and opens with that code alone.
+    code = any(key == "auto_map" for key, _ in entries(src.config, src.path))
+    names, left_out = model_folder.companions(src.path, [path.name for path in src.files()], code)
+    return Companions({name: without_local_paths(src.path, name) for name in names}, left_out)
+
+
+def _first_id(stated: Any, src: Checkpoint) -> str | None:
+    names = stated if isinstance(stated, list) else [stated]
+    ids = [name for name in names if isinstance(name, str) and not model_folder.is_local(name, src.path)]
+    return ids[0] if ids and len(names) == 1 else None
+
+
+def _words(stated: Any) -> str | list[str] | None:
+    """Return a value of the front matter if it is a word or a list of words, else None."""
+    if isinstance(stated, list) and all(isinstance(word, str) for word in stated):
+        return [_printable(word) for word in stated[:40]]
+    return _printable(stated) if isinstance(stated, str) else None
+
+
+def _printable(word: str) -> str:
+    return re.sub(r"[^\x20-\x7e\xa0-\uffff]", " ", word)[:100]

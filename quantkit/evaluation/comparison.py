@@ -1,0 +1,95 @@
+"""A model before and after it was quantized or pruned, measured on one text before the output is published.
+
+The protocol is bounded: the first windows of the text, at most `MOST_TOKENS` tokens together, no overlap, no BOS.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.evaluation.divergence import kld
+from quantkit.evaluation.perplexity import perplexity
+from quantkit.evaluation.windows import default_window
+from quantkit.inference.load import load_for_evaluation
+from quantkit.inference.swap_linears import describe_weights
+from quantkit.models.devices import device_of
+from quantkit.models.text_sources import load_evaluation_text
+from quantkit.models.tokenizer import load_tokenizer, token_ids
+from quantkit.names import MOST_TOKENS
+from quantkit.pipeline.memory_estimate import free_memory
+from quantkit.progress import Progress
+
+LATER = "leave --eval out, and measure the output with quantkit eval ppl and eval kld"
+
+
+def measurement(
+    data: str,
+    model: str | Path,
+    *,
+    revision: str | None = None,
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    progress: Progress | None = None,
+) -> Callable[[Checkpoint], dict[str, Any]]:
+    """Prepare the comparison of a model with an output: returns a function of the output.
+
+    The function returns the perplexities `before` and `after`, `kld` in nats, `top1`, and their protocol.
+    CheckpointError, before any work, if the text cannot be read or is too short, or the memory does not hold both
+    models.
+    """
+    text, what = load_evaluation_text(data)
+    source = resolve(str(model), revision)
+    src = Checkpoint(source, trust_remote_code)
+    words = load_tokenizer(src.path)
+    length = len(token_ids(words, text, special=False))
+    if length < 2:
+        raise CheckpointError(f"{data}: has {length} tokens, too few for --eval: give a longer text")
+    _require_memory(src, device)
+
+    def measure(made: Checkpoint) -> dict[str, Any]:
+        try:
+            return compare(Checkpoint(source, trust_remote_code), made)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise CheckpointError(f"--eval: out of memory: continue with --resume, {LATER}") from error
+        except QuantkitError as error:
+            raise type(error)(f"--eval: {error}") from error
+
+    def compare(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
+        options: Any = {"device": device, "trust_remote_code": trust_remote_code, "progress": progress}
+        reference, ours = load_for_evaluation(before, **options), load_for_evaluation(after, **options)
+        window = min(default_window(reference), length)
+        protocol: Any = {"window": window, "data": what, "progress": progress, "most": max(1, MOST_TOKENS // window)}
+        first, then = (perplexity(each, words, text, **protocol) for each in (reference, ours))
+        apart = kld(ours, reference, words, text, **protocol)
+        return {
+            "before": first.perplexity,
+            "after": then.perplexity,
+            "kld": apart.kld,
+            "top1": apart.top1,
+            "data": what,
+            "window": window,
+            "windows": then.windows,
+            "tokens": then.tokens,
+            "text_tokens": length,
+            "weights": describe_weights(ours),
+        }
+
+    return measure
+
+
+def _require_memory(src: Checkpoint, device: str) -> None:
+    """Refuse a comparison that the memory does not hold: the source in float32, and the packed output."""
+    needed = sum(4 * prod(src.shape(name)) for name in src.names()) + src.source_bytes // 2
+    place = device_of(device)
+    free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else free_memory()
+    if free is not None and needed > free:
+        raise CheckpointError(
+            f"{src.path}: --eval needs about {needed / 1e9:.1f} GB on {place.type}, {free / 1e9:.1f} are free: {LATER}"
+        )
