@@ -165,11 +165,13 @@ def test_experts_made_of_linears_are_packed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss", "llama4_text", "granitemoe", "dbrx", "gpt2"])
 def test_experts_and_transposed_linears_are_packed(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    options = {"method": "rtn", "group_size": 64, "layout": "gptq", "skip": ["layers.1.*"], "min_share": 0.4}
+    skip = [] if family in ("gpt2", "dbrx") else ["layers.1.*"]
+    options = {"method": "rtn", "group_size": 64, "layout": "gptq", "skip": skip, "min_share": 0.4}
     report = quantkit.quantize(folders[family], tmp_path / "out", **options)
     model = quantkit.load(tmp_path / "out", device="cpu")
     assert len(layers(model)) == len(report["layers"])
-    assert torch.equal(logits(model), decoded(tmp_path / "out"))
+    # A Conv1D multiplies by the transposed weight, whose sums may have another order.
+    torch.testing.assert_close(logits(model), decoded(tmp_path / "out"), rtol=0, atol=1e-5 if family == "gpt2" else 0)
 
 
 def test_a_decoded_weight_is_there_for_models_that_ask(folder: Folders) -> None:

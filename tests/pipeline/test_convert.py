@@ -158,7 +158,7 @@ def test_rounding_again_is_asked_for_and_said(
 def test_only_what_has_no_lossless_way_is_rounded_again(small_llama: Path, tmp_path: Path) -> None:
     schemes = Schemes(INT4.default, ((r".*\.down_proj", Scheme.parse("int4:g64")),), ignore=("lm_head",))
     records = write_folder(small_llama, tmp_path / "a", "gptq", schemes)
-    done = call("pack", tmp_path / "a", "--layout", "marlin", "--requantize", "-o", tmp_path / "b", "-q")
+    done = call("pack", tmp_path / "a", "--layout", "marlin", "--requantize", "-o", tmp_path / "b")
     assert "lossy         12 of 14 tensors represent the same values" in done.stdout
     out = Checkpoint(tmp_path / "b")
     assert {m for m, q in records.items() if not out.quantized(m).equal(q)} == {m for m in records if "down" in m}
