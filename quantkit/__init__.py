@@ -10,12 +10,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from quantkit.api import convert, eval_kld, eval_ppl, prune, push, quantize
+    from quantkit.api import convert, eval_kld, eval_ppl, load, pack, plan, prune, push, quantize, verify
     from quantkit.errors import QuantkitError
-    from quantkit.evaluation.verify import verify
-    from quantkit.inference.load import load
     from quantkit.inference.transformers_plugin import register
-    from quantkit.pipeline.convert import pack
     from quantkit.pipeline.recipe import Recipe
 
 __version__ = "0.1.0"
@@ -28,6 +25,7 @@ __all__ = [
     "eval_ppl",
     "load",
     "pack",
+    "plan",
     "prune",
     "push",
     "quantize",
@@ -35,19 +33,21 @@ __all__ = [
     "verify",
 ]
 
+#: Name -> its module, in the order of docs/api.md.
 _HOME = {
+    "plan": "quantkit.api",
+    "quantize": "quantkit.api",
+    "prune": "quantkit.api",
+    "pack": "quantkit.api",
+    "convert": "quantkit.api",
+    "verify": "quantkit.api",
+    "eval_ppl": "quantkit.api",
+    "eval_kld": "quantkit.api",
+    "load": "quantkit.api",
+    "push": "quantkit.api",
+    "register": "quantkit.inference.transformers_plugin",
     "QuantkitError": "quantkit.errors",
     "Recipe": "quantkit.pipeline.recipe",
-    "convert": "quantkit.api",
-    "eval_kld": "quantkit.api",
-    "eval_ppl": "quantkit.api",
-    "load": "quantkit.inference.load",
-    "pack": "quantkit.pipeline.convert",
-    "prune": "quantkit.api",
-    "push": "quantkit.api",
-    "quantize": "quantkit.api",
-    "register": "quantkit.inference.transformers_plugin",
-    "verify": "quantkit.evaluation.verify",
 }
 
 
@@ -55,3 +55,7 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'quantkit' has no attribute {name!r}")
     return getattr(import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,7 +1,8 @@
 """The functions that `import quantkit` and the command line share.
 
 A flag of the command line and a keyword of `quantize` are one row of `KEYS`. So they have the same name and the same
-default (ALGORITHMS 0).
+default (ALGORITHMS 0). The public functions are those of `import quantkit`: `keywords` makes their signatures, and
+spells their errors.
 """
 
 from __future__ import annotations
@@ -18,21 +19,27 @@ from quantkit.errors import CheckpointError, QuantkitError, RecipeError, Verific
 from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
 from quantkit.evaluation.perplexity import Perplexity, perplexity
-from quantkit.evaluation.verify import EDITED, UNLISTED, verify, verify_files
+from quantkit.evaluation.verification import Verification
+from quantkit.evaluation.verify import EDITED, UNLISTED, verify_files
+from quantkit.evaluation.verify import verify as verify_folder
 from quantkit.evaluation.windows import default_window
+from quantkit.inference.load import load as load_model
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
+from quantkit.keywords import api_function, in_python
 from quantkit.layouts import compatibility
 from quantkit.models.text_sources import load_evaluation_text
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.names import Clip, Method, Metric, Rule
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline import recipe as recipes
-from quantkit.pipeline.convert import pack
+from quantkit.pipeline.convert import pack as pack_folder
+from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.push import Pushed, reach, upload
 from quantkit.pipeline.recipe import Pruning, Recipe
-from quantkit.pipeline.run_options import RunKeywords, RunOptions
-from quantkit.progress import Progress
+from quantkit.pipeline.result import Result
+from quantkit.pipeline.run_options import RunKeywords, RunOptions, Settings
+from quantkit.progress import Listener, Progress, Reporter
 from quantkit.reporting.report import REPORT
 from quantkit.reporting.report import load as load_report
 
@@ -65,22 +72,25 @@ KEYS: dict[str, tuple[str, ...]] = {
     "pad": ("pad",),
     "fused_alike": ("fused_alike",),
 }
+#: The keywords of `plan` alone.
+PLANNING = ("gpu_memory", "target", "gpu")
 
 
 class PublishKeywords(TypedDict, total=False):
     """The keywords that measure an output and upload it."""
 
-    eval: str | None
+    eval: str | Path | None
     push_to: str | None
     public: bool
 
 
-class _Calibrating(RunKeywords, PublishKeywords, total=False):
+class _Calibrating(Settings, total=False):
+    progress: Progress | Listener | None
     damp: float | None
     damp_kind: Literal["own", "mean"] | None
     act_order: Literal["static", "off"] | None
     true_sequential: bool | None
-    calib: str | Iterable[str] | None
+    calib: str | Path | Iterable[str | Path] | None
     text_column: str | None
     split: str | None
     samples: int | None
@@ -88,12 +98,10 @@ class _Calibrating(RunKeywords, PublishKeywords, total=False):
     lengths: Literal["own", "fixed"] | None
     moe_calibration: Literal["routed", "all"] | None
     seed: int | None
-    skip: Iterable[str]
+    skip: str | Iterable[str] | None
 
 
-class QuantizeKeywords(_Calibrating, total=False):
-    """The keywords of `quantize`. None leaves the recipe's value."""
-
+class _Quantizing(_Calibrating, total=False):
     format: str | None
     group_size: int | Literal["channel"] | None
     asym: bool | None
@@ -112,44 +120,129 @@ class QuantizeKeywords(_Calibrating, total=False):
     override: Mapping[str, str] | None
 
 
-class PruneKeywords(_Calibrating, total=False):
+class QuantizeKeywords(_Quantizing, PublishKeywords, total=False):
+    """The keywords of `quantize`. None leaves the recipe's value."""
+
+
+class PruneKeywords(_Calibrating, PublishKeywords, total=False):
     """The keywords of `prune`. None leaves the default."""
 
     method: Rule | None
 
 
+class PlanKeywords(_Quantizing, total=False):
+    """The keywords of `plan`: those of `quantize` that decide its output, and those about another machine."""
+
+    gpu_memory: int | None
+    target: str | None
+    gpu: str | None
+
+
 class PackKeywords(TypedDict, total=False):
-    """The keywords of `convert`: those of `pack`."""
+    """The keywords of `pack` and `convert`."""
 
     pad: bool
     requantize: bool
     requantize_scales: bool
     max_shard_size: int
     overwrite: bool
-    progress: Progress | None
+    progress: Progress | Listener | None
 
 
+@api_function(RunOptions)
+def plan(
+    model: str | Path,
+    *,
+    out: str | Path | None = None,
+    recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
+    **options: Unpack[PlanKeywords],
+) -> Plan:
+    """Plan what `quantize` would write and need, without computing anything.
+
+    The keywords are those of `quantize`. The plan has the exact bytes of every file, an estimate of the memory, and
+    every weight that does not fit. Its `refusal` is the error that `quantize` would raise, or None. `gpu_memory` has
+    the bytes of a GPU that is not here. `target` and `gpu` name a program and a GPU: the plan then lists its kernels.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    planned = quantkit.plan("model", format="int4", layout="marlin", method="rtn", skip="lm_head")
+    print(planned.total, "bytes,", planned.bits_per_weight, "bits per weight")
+    if planned.refusal is not None:
+        raise planned.refusal
+    ```
+    """
+    run, _, recipe_options = _split(options)
+    asked = {name: recipe_options.pop(name) for name in PLANNING if name in recipe_options}
+    found = pipeline.plan(model, build_recipe(recipe, **recipe_options), out=out, **asked, **run)
+    if found.refusal is not None:
+        found.refusal.spell(in_python)
+    return replace(
+        found,
+        ways_out=_spelled(found.ways_out),
+        problems=_spelled(found.problems),
+        remarks=_spelled(found.remarks),
+        layout_remarks=_spelled(found.layout_remarks),
+        spelling=in_python,
+    )
+
+
+@api_function(RunOptions, public=False)
 def quantize(
     model: str | Path,
     out: str | Path,
     *,
     recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
     **options: Unpack[QuantizeKeywords],
-) -> dict[str, Any]:
-    """Quantize a Hugging Face causal LM (folder or hub id) into a new folder `out`; return its report.
+) -> Result:
+    """Quantize a Hugging Face causal LM (folder or hub id) into a new folder `out`.
 
     `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` change single values of it.
-    An interrupted run leaves `out.partial-*`, which `resume` continues. Raises a QuantkitError for anything that cannot
-    be done.
+    An interrupted run, or one whose `progress` raised, leaves `out.partial-*`, which `resume` continues. Raises a
+    QuantkitError for anything that cannot be done.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    made = quantkit.quantize(
+        "model",
+        "model-int4",
+        format="int4",
+        calib="calibration.txt",
+        samples=32,
+        max_length=128,
+        skip=["lm_head", ".*layers.0.*k_proj"],
+        min_share=0.5,
+        progress=lambda event: print(event.label, event.done, "of", event.total),
+    )
+    print(made)  # the closing table
+    print(made.bits_per_weight, made.bytes, made["totals"]["quantized_weights"])
+    worst = max(made.layers, key=lambda layer: layer["relative_error"])
+    print(worst["name"], worst["relative_error"])
+    ```
     """
     run, publishing, recipe_options = _split(options)
     return _published(model, out, build_recipe(recipe, **recipe_options), publishing, run)
 
 
-def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) -> dict[str, Any]:
-    """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
+@api_function(RunOptions, public=False)
+def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) -> Result:
+    """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source.
 
     `method` is sparsegpt, wanda or magnitude. Everything else is as for `quantize`.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    thin = quantkit.prune("model", "model-24", method="magnitude")
+    quantkit.quantize(thin.path, "model-24-int4", prune="2:4", prune_method="magnitude", method="rtn")
+    ```
     """
     run, publishing, pruning_options = _split(options)
     return _published(model, out, build_pruning(**pruning_options), publishing, run)
@@ -176,6 +269,7 @@ def produce(
     return report
 
 
+@api_function()
 def push(
     folder: str | Path,
     repository: str,
@@ -184,22 +278,30 @@ def push(
     device: str = "auto",
     endpoint: str | None = None,
     token: str | None = None,
-    progress: Progress | None = None,
+    progress: Progress | Listener | None = None,
 ) -> Pushed:
     """Verify a folder that quantkit wrote and upload it to the hub as `repository`, which is ORG/NAME.
 
     A new repository is private unless `public`. Files that are there already are not sent again, and other contents
     are not replaced. `endpoint` and `token` default to those of huggingface_hub. Raises a QuantkitError if the folder
     is not what was written, or the hub refuses.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    print(quantkit.push("model-int4", "my-name/model-int4"))
+    ```
     """
-    progress = progress or Progress(quiet=True)
+    progress = _reporter(progress)
     target = reach(repository, public=public, endpoint=endpoint, token=token)
     folder = Path(folder)
     src = Checkpoint(folder, trust_remote_code=True)  # only headers are read here
     if src.layout is None:
         failures, notices = verify_files(folder)
     else:
-        found = verify(folder, progress=progress, device=device)
+        found = verify_folder(folder, progress=progress, device=device)
         failures, notices = list(found.failures), list(found.notices)
     recorded = load_report(folder)
     if not recorded.get("files"):
@@ -220,27 +322,114 @@ def push(
 
 def _published(
     model: str | Path, out: str | Path, recipe: Recipe | Pruning, publishing: PublishKeywords, run: RunKeywords
-) -> dict[str, Any]:
+) -> Result:
     repository, public = publishing.get("push_to"), publishing.get("public", False)
     if repository is not None:
         reach(repository, public=public).require_empty()
-    report = produce(model, out, recipe, eval=publishing.get("eval"), **run)
+    text = publishing.get("eval")
+    report = produce(model, out, recipe, eval=None if text is None else str(text), **run)
     if repository is not None:
         push(out, repository, public=public, device=run.get("device", "auto"), progress=run.get("progress"))
-    return report
+    return _result(out, report)
 
 
-def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpack[PackKeywords]) -> dict[str, Any]:
-    """Rewrite a quantized checkpoint from layout A to layout B, bit for bit; return the report of the new folder `out`.
+@api_function(pack_folder)
+def pack(
+    checkpoint: str | Path,
+    out: str | Path,
+    layout: str,
+    *,
+    expect: str | None = None,
+    **options: Unpack[PackKeywords],
+) -> Result:
+    """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`.
+
+    `expect` is the layout that the source must have. If the layout does not hold a weight's scheme, the weight is
+    recast: the same values in a scheme that it holds (LAYOUTS 11). Only config.json and the weight files are read, a
+    few weights at a time. LayoutError lists every weight that the layout cannot hold, or names the one whose data it
+    cannot; CheckpointError if a weight's codes are not those that its report recorded.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    packed = quantkit.pack("model-24-int4", "model-24-gptq", "gptq")
+    print(packed.notices)
+    ```
+    """
+    return _result(out, pack_folder(checkpoint, out, layout, expect=expect, **_packing(options)))
+
+
+@api_function(pack_folder)
+def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpack[PackKeywords]) -> Result:
+    """Rewrite a quantized checkpoint from layout A to layout B, bit for bit, into a new folder `out`.
 
     `pair` is "A-to-B", such as "gptq-to-marlin". Everything else is as for `pack`. Raises a CheckpointError if the
     checkpoint is not in layout A.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    quantkit.convert("gptq-to-marlin24", "model-24-gptq", "model-marlin24", overwrite=True)
+    ```
     """
     source, target = compatibility.parse(pair)
     try:
-        return pack(checkpoint, out, target, expect=source, **options)
+        return _result(out, pack_folder(checkpoint, out, target, expect=source, **_packing(options)))
     except QuantkitError as error:  # a hint at another target names the options of `pack`
         raise type(error)(str(error).replace("--layout ", f"convert {source}-to-")) from error
+
+
+@api_function()
+def verify(
+    folder: str | Path,
+    against: str | Path | None = None,
+    progress: Progress | Listener | None = None,
+    device: str = "auto",
+) -> Verification:
+    """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a time.
+
+    `against` is a checkpoint to compare with. `device` "auto" takes a GPU if it can run the kernels.
+
+    CheckpointError if `folder` or `against` is no readable quantized checkpoint; a file that changed since it was
+    written is a failure instead. KernelError if a kernel fails, or if a GPU asked for by name cannot run kernels.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    proof = quantkit.verify("model-marlin24", against="model-24-gptq", device="cpu")
+    assert proof.ok, proof.failures
+    print(proof.note)
+    ```
+    """
+    against = None if against is None else Path(against)
+    return verify_folder(Path(folder), against, _reporter(progress), device)
+
+
+#: Load a model with packed linears: see `inference.load`.
+load = api_function()(load_model)
+
+
+def _result(out: str | Path, report: dict[str, Any]) -> Result:
+    notices = [*report.get("notices", ()), *report.get("layout_notices", ())]
+    return Result(Path(out), report, _spelled(notices))
+
+
+def _spelled(lines: Iterable[str]) -> tuple[str, ...]:
+    return tuple(map(in_python, lines))
+
+
+def _reporter(progress: Progress | Listener | None) -> Progress:
+    return progress if isinstance(progress, Progress) else Reporter(progress, in_python)
+
+
+def _packing(options: PackKeywords) -> dict[str, Any]:
+    return {**options, "progress": _reporter(options.get("progress"))}
 
 
 def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, dict[str, Any]]:
@@ -248,13 +437,19 @@ def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, di
     kinds = {field.name for field in fields(RunOptions)}, PublishKeywords.__annotations__.keys()
     run, publishing = ({name: value for name, value in options.items() if name in kind} for kind in kinds)
     rest = {name: value for name, value in options.items() if name not in {*run, *publishing}}
+    run["progress"] = _reporter(run.get("progress"))
     return cast(RunKeywords, run), cast(PublishKeywords, publishing), rest
 
 
-def build_pruning(*, skip: Iterable[str] = (), **options: Any) -> Pruning:
+def build_pruning(*, skip: str | Iterable[str] | None = None, **options: Any) -> Pruning:
     """Make a Pruning of options by name. `skip` adds to lm_head. Raises a RecipeError for a wrong option or value."""
     mapping = recipes.merge({}, _flags(options))
-    return recipes.pruning_from_mapping({**mapping, "skip": [*Recipe.skip, *skip]})
+    return recipes.pruning_from_mapping({**mapping, "skip": [*Recipe.skip, *_patterns(skip)]})
+
+
+def _patterns(skip: str | Iterable[str] | None) -> list[str]:
+    """List patterns, of which a string is one."""
+    return [skip] if isinstance(skip, str) else list(skip or ())
 
 
 def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -263,8 +458,8 @@ def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in options.items():
         if name not in KEYS:
             raise RecipeError(f"unknown option {name!r}: known are {', '.join([*KEYS, 'asym', 'skip', 'override'])}")
-        if name == "calib" and value is not None and not isinstance(value, str):
-            value = list(value) or None
+        if name == "calib" and value is not None:
+            value = str(value) if isinstance(value, str | Path) else list(map(str, value)) or None
         *section, key = KEYS[name]
         (flags.setdefault(section[0], {}) if section else flags)[key] = value
     return flags
@@ -274,7 +469,7 @@ def build_recipe(
     recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
     *,
     asym: bool | None = None,
-    skip: Iterable[str] = (),
+    skip: str | Iterable[str] | None = None,
     override: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Recipe:
@@ -288,7 +483,7 @@ def build_recipe(
     if asym is not None:
         flags.setdefault("scheme", {})["symmetric"] = not asym
     if skip:
-        flags["skip"] = [*base.get("skip", Recipe.skip), *skip]
+        flags["skip"] = [*base.get("skip", Recipe.skip), *_patterns(skip)]
     merged = recipes.merge(base, flags)
     if override:
         before = merged.get("overrides") or {}
@@ -316,17 +511,18 @@ def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[
     return recipes.load(Path(recipe) if Path(recipe).is_file() else shipped[str(recipe)])
 
 
+@api_function()
 def eval_ppl(
     checkpoint: str | Path,
     *,
-    data: str = "wikitext2",
+    data: str | Path = "wikitext2",
     window: int | None = None,
     stride: int | None = None,
     bos: bool = False,
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | Listener | None = None,
 ) -> Perplexity:
     """Measure the perplexity of a dense or quantized checkpoint.
 
@@ -334,39 +530,61 @@ def eval_ppl(
     model computes in float32. `data` is the name of a data set or a file. `window` and `stride` are in tokens:
     `window` defaults to the model's longest context, at most 2048, and `stride` to the window. With `bos`, the BOS
     token precedes every window. Raises a QuantkitError for a checkpoint, text or window that cannot be evaluated.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    before = quantkit.eval_ppl("model", data="evaluation.txt", window=128)
+    after = quantkit.eval_ppl("model-int4", data="evaluation.txt", window=128)
+    print(before.perplexity, after.perplexity)
+    ```
     """
-    text, what = load_evaluation_text(data)
+    progress = _reporter(progress)
+    text, what = load_evaluation_text(str(data))
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
-    window = window or default_window(model)
+    window = default_window(model) if window is None else window
     words = load_tokenizer(src.path)
     found = perplexity(model, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
     return replace(found, weights=describe_weights(model))
 
 
+@api_function()
 def eval_kld(
     checkpoint: str | Path,
     against: str | Path,
     *,
-    data: str = "wikitext2",
+    data: str | Path = "wikitext2",
     window: int | None = None,
     stride: int | None = None,
     bos: bool = False,
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
-    progress: Progress | None = None,
+    progress: Progress | Listener | None = None,
 ) -> Divergence:
     """Measure the KL divergence of a checkpoint's next-token distributions from those of the model `against`.
 
     Both models are in memory together, and the tokenizer is that of `against`. Everything else is as for `eval_ppl`.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    found = quantkit.eval_kld("model-int4", "model", data="evaluation.txt", window=128)
+    print(found.kld, found.top1)
+    ```
     """
-    text, what = load_evaluation_text(data)
+    progress = _reporter(progress)
+    text, what = load_evaluation_text(str(data))
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
     reference = load_for_evaluation(ref, device=device, trust_remote_code=trust_remote_code, progress=progress)
-    window = window or min(default_window(model), default_window(reference))
+    window = min(default_window(model), default_window(reference)) if window is None else window
     words = load_tokenizer(ref.path)
     found = kld(model, reference, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
     return replace(found, weights=describe_weights(model))

@@ -5,7 +5,7 @@ The command line prints them as one line and exits with their code. Any other ex
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 
@@ -16,6 +16,20 @@ class QuantkitError(Exception):
     """
 
     exit_code = 1
+    _typed: str | None = None
+
+    @property
+    def typed(self) -> str:
+        """The message with options as the command line spells them."""
+        return str(self) if self._typed is None else self._typed
+
+    def spell(self, spelling: Callable[[str], str]) -> None:
+        """Spell the message, and those of the errors behind it, in another way; `typed` stays."""
+        error: BaseException | None = self
+        while error is not None:
+            if isinstance(error, QuantkitError):
+                error._typed, error.args = error.typed, (spelling(str(error)),)
+            error = error.__cause__ or error.__context__
 
 
 class LayoutError(QuantkitError):
@@ -54,6 +68,12 @@ class ThresholdError(QuantkitError):
     """An output that would miss a threshold, such as the share of weights that are quantized."""
 
     exit_code = 4
+
+
+def require_known(kind: str, value: object, names: Collection[str]) -> None:
+    """Raise a RecipeError that lists the names of a kind, if `value` is none of them."""
+    if value not in tuple(names):
+        raise RecipeError(f"unknown {kind} {value!r}: use one of {', '.join(names)}")
 
 
 def reason(error: BaseException) -> str:

@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -75,6 +75,49 @@ class Progress:
     def warn(self, text: str) -> None:
         """Say what a user must know, always."""
         _say(f"Warning: {text}")
+
+
+@dataclass(frozen=True)
+class Event:
+    """A step of a run: `done` of `total` items of the phase `label` are finished."""
+
+    label: str
+    done: int
+    total: int | None
+
+
+#: A function that a caller is told of each step by. An exception that it raises ends the run between two items.
+Listener = Callable[[Event], object]
+
+
+class Reporter(Progress):
+    """Progress that a program reads: `listener` is called at each step, and only warnings are printed.
+
+    `spelling` is applied to the warnings.
+    """
+
+    def __init__(self, listener: Listener | None, spelling: Callable[[str], str]) -> None:
+        super().__init__(quiet=True)
+        self._listener = listener
+        self._spelling = spelling
+
+    def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None) -> Any:
+        """Return an iterator over `work` that tells the listener of each item; a number of steps has no listener."""
+        if isinstance(work, int) or self._listener is None:
+            return super().bar(work, label, total)
+        return super().bar(self._told(work, label, total, self._listener), label, total)
+
+    def warn(self, text: str) -> None:
+        """Say what a user must know, always."""
+        super().warn(self._spelling(text))
+
+    @staticmethod
+    def _told(work: Iterable[_T], label: str, total: int | None, listener: Listener) -> Iterator[_T]:
+        listener(Event(label, 0, total))
+        for done, item in enumerate(work, 1):
+            yield item
+            del item  # its memory is free while the next one is made
+            listener(Event(label, done, total))
 
 
 @dataclass

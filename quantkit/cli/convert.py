@@ -93,7 +93,7 @@ def convert(
         return
     _use_one_thread_an_operation(asked)
     with pushed(out, asked, progress):
-        report = api.convert(pair, checkpoint, out, progress=progress, **asked)
+        report = api.convert(pair, checkpoint, out, progress=progress, **asked).report
         emit(show.as_json(report) if as_json else show.report(report, progress))
 
 

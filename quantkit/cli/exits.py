@@ -74,7 +74,7 @@ def exits() -> Iterator[None]:
     try:
         yield
     except QuantkitError as error:
-        leave(error.exit_code, "Error: " + str(error).replace("\n", "\n       "))
+        leave(error.exit_code, "Error: " + error.typed.replace("\n", "\n       "))
     except Stopped:
         leave(STOPPED, f"Stopped: {_what_remains()}")
     except KeyboardInterrupt:

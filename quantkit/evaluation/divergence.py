@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.windows import ROWS, tokenize, window_logits, windows
 from quantkit.progress import Progress
+from quantkit.reporting.notebook import Shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
-class Divergence:
+class Divergence(Shown):
     """`kld` is the mean of KL(reference || model) in nats over `tokens` positions.
 
     `top1` is the share of positions at which both models prefer the same token. The other fields are as in
@@ -55,7 +56,7 @@ def kld(
     Both models are in memory, and the logits of one window at a time. If windows overlap, a position counts as often as
     it occurs. `most` is as for `perplexity`. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
     """
-    stride = stride or window
+    stride = window if stride is None else stride
     tokens, prefix = tokenize(model, tokenizer, text, window, stride, bos)
     tokenize(reference, tokenizer, text, window, stride, bos)
     total, agree, count, used = 0.0, 0, 0, 0

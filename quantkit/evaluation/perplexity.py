@@ -13,6 +13,7 @@ from torch import Tensor
 from quantkit.errors import NumericError
 from quantkit.evaluation.windows import ROWS, tokenize, window_logits, windows
 from quantkit.progress import Progress
+from quantkit.reporting.notebook import Shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +23,7 @@ LARGEST_NLL = 709.0
 
 
 @dataclass(frozen=True)
-class Perplexity:
+class Perplexity(Shown):
     """`perplexity` is `exp(nll)`; `nll` is in nats per predicted token, and `tokens` counts the predictions.
 
     The text has `text_tokens` tokens and was read in `windows` windows of `window` tokens, `stride` apart. With `bos`,
@@ -60,7 +61,7 @@ def perplexity(
     predictions. At most `most` windows are read. Raises as `windows.tokenize`, and NumericError for logits that are not
     finite.
     """
-    stride = stride or window
+    stride = window if stride is None else stride
     tokens, prefix = tokenize(model, tokenizer, text, window, stride, bos)
     total, count, used = 0.0, 0, 0
     for number, part in windows(tokens, window, stride, progress, "perplexity", most):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.io import files, json_files
+from quantkit.reporting.notebook import Shown
 
 VERIFICATION = "verify.json"
 
@@ -32,8 +33,8 @@ class Row:
     error: float | None = None
 
 
-@dataclass(frozen=True)
-class Verification:
+@dataclass(frozen=True, repr=False)
+class Verification(Shown):
     """The result of `verify`: a row for each weight, the hash of each file, failures and notices as lines of text.
 
     `kernel` is the layout whose kernels multiplied on `device`, and `bound` limits their `errors`. If `kernel` is None,
@@ -82,6 +83,18 @@ class Verification:
             f"the {self.kernel} kernels on {self.device} gave back {self.multiplied} weights exactly, products are off "
             f"by {worst:.1e} at most (bound {self.bound:g})"
         )
+
+    def _shown(self) -> dict[str, Any]:
+        return {
+            "ok": self.ok,
+            "layout": self.layout,
+            "linears": len(self.rows),
+            "weights": self.weights,
+            "note": self.note,
+            "against": self.against,
+            "failures": list(self.failures),
+            "notices": list(self.notices),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Build the content of verify.json."""

@@ -43,6 +43,24 @@ def load(
 
     Raises a QuantkitError, before any weight is read, for an unknown layout or version, for FP8 and MXFP4 sources, for
     missing or unexpected tensors, and for a GPU that is too old or too small.
+
+    Example:
+
+    ```python
+    import quantkit
+    import torch
+    from transformers import AutoTokenizer
+
+    words = AutoTokenizer.from_pretrained("model-int4")
+    packed, dense = quantkit.load("model-int4", device="cpu"), quantkit.load("model", device="cpu")
+    prompt = words("Return the", return_tensors="pt")
+    print(words.decode(packed.generate(**prompt, max_new_tokens=8, do_sample=False)[0]))
+
+    with torch.inference_mode():
+        difference = packed(**prompt).logits - dense(**prompt).logits
+    print("largest difference of a logit:", difference.abs().max().item())
+    print(packed.model.layers[1].self_attn.q_proj)  # PackedLinear: its parameters are the stored tensors
+    ```
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     return _load(src, device, device_map, dtype, trust_remote_code)

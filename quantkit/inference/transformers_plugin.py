@@ -152,6 +152,18 @@ def register() -> None:
     whose `quant_method` is `marlin` or `gptq_marlin_24`. All other layouts state `gptq`, `awq` or `compressed-tensors`,
     which have an owner in transformers: there `from_pretrained` does the same as without quantkit, and `quantkit.load`
     opens the folder packed.
+
+    Example:
+
+    ```python
+    import quantkit
+    from transformers import AutoModelForCausalLM
+
+    quantkit.quantize("model", "model-fp6", format="fp6")
+    quantkit.register()
+    model = AutoModelForCausalLM.from_pretrained("model-fp6")
+    print(model.model.layers[0].mlp)
+    ```
     """
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantizer(METHOD)(QuantkitQuantizer)

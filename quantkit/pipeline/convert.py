@@ -23,7 +23,7 @@ from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unc
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, require_known
 from quantkit.io import hashing
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS, family
@@ -60,13 +60,12 @@ def pack(
 ) -> dict[str, Any]:
     """Rewrite a quantized checkpoint in another layout, bit for bit, into a new folder `out`; return its report.
 
-    `expect` is the layout that the source must have (`convert A-to-B`). If the layout does not hold a weight's scheme,
-    the weight is recast: the same values in a scheme that it holds (LAYOUTS 11). `pad` adds zeros up to a shape that it
-    holds; `requantize` rounds weights again that have no lossless way; `requantize_scales` rounds scales that are no
-    float16 values, and keeps the codes; `max_shard_size` is the most bytes of one weight file. Only config.json and the
-    weight files are read, a few weights at a time. LayoutError lists every weight that the layout cannot hold, or names
-    the one whose data it cannot; CheckpointError if a weight's codes are not those that its report recorded.
+    `pad` adds zeros up to a shape that the layout holds; `requantize` rounds weights again that have no lossless way;
+    `requantize_scales` rounds scales that are no float16 values, and keeps the codes; `max_shard_size` is the most
+    bytes of one weight file. Everything else is as for `quantkit.pack`.
     """
+    for name in filter(None, (layout, expect)):
+        require_known("layout", name, LAYOUTS)
     progress = progress or Progress(quiet=True)
     clock = Clock(torch.device("cpu"))
     with clock.phase("prepare"):

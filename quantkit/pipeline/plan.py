@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -31,6 +31,7 @@ from quantkit.pipeline.memory_estimate import Memory, calibrated_memory, streame
 from quantkit.pipeline.misfits import Misfit, ways_out
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
 from quantkit.reporting import readers
+from quantkit.reporting.notebook import Shown
 from quantkit.reporting.readers import Folder
 from quantkit.reporting.units import format_bytes
 
@@ -65,8 +66,8 @@ class Row:
         return self.padded or self.shape
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """Describe the output of `quantize` or `pack`; `bytes` counts exactly the output's tensors.
 
     A misfit is counted as if left dense. `ways_out` has one line for each broken rule, with the options that help.
@@ -78,7 +79,7 @@ class Plan:
     most `report_bytes`; it is empty if there are misfits. `before_last` are the bytes of tensors written before the
     last block. `calibration` are the facts of the sequences. `refusal` is the error with which `quantize` would end
     before it computes anything. `folder` has the facts on which readers depend, and `serving` the kernels of the
-    program that was asked about.
+    program that was asked about. `spelling` is applied to the options in notices and in the error of a small share.
     """
 
     layout: str
@@ -102,6 +103,7 @@ class Plan:
     refusal: QuantkitError | None = None
     folder: Folder | None = None
     serving: Serving | None = None
+    spelling: Callable[[str], str] = str
 
     @property
     def total(self) -> int:
@@ -111,7 +113,7 @@ class Plan:
     @property
     def notices(self) -> list[str]:
         """All remarks, and a warning for each kind of memory that may not suffice."""
-        return [*self.layout_remarks, *self.remarks, *self.memory.notices()]
+        return [self.spelling(line) for line in (*self.layout_remarks, *self.remarks, *self.memory.notices())]
 
     @property
     def quantized(self) -> list[Row]:
@@ -145,16 +147,32 @@ class Plan:
             for name, share in largest_others(self.decoder, [row.module for row in self.quantized])
         ]
         more = f" and {len(others) - 3} more kinds" if len(others) > 3 else ""
-        raise ThresholdError(
+        text = (
             f"{100 * self.share:.1f} % of the decoder's weights would be {done}, --min-share asks for "
             f"{100 * least:g} %: {', '.join(others[:3])}{more} stay dense: skip fewer linears, or lower --min-share"
         )
+        raise ThresholdError(self.spelling(text))
 
     def require(self) -> None:
         """Raise one LayoutError with a line for each broken rule and problem, if there are any."""
         lines = [*self.ways_out, *self.problems]
         if lines:
             raise LayoutError("\n".join(lines))
+
+    def _shown(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "scheme": self.scheme,
+            "linears": len(self.quantized),
+            "bytes": self.bytes,
+            "source_bytes": self.source_bytes,
+            "bits_per_weight": self.bits_per_weight,
+            "share": self.share,
+            "memory": self.memory.to_dict(),
+            "misfits": len(self.misfits),
+            "refusal": None if self.refusal is None else str(self.refusal),
+            "notices": self.notices,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as plain data, as `plan --json` prints it."""

@@ -21,7 +21,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import check_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
-from quantkit.errors import RecipeError, reason
+from quantkit.errors import RecipeError, reason, require_known
 from quantkit.layouts import LAYOUTS, humming
 from quantkit.layouts.recast import fitting
 from quantkit.models.experts import ROUTER
@@ -300,8 +300,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         raise RecipeError(f"refit and descent refine what gptq made, the method is {method}: drop them or use gptq")
     # The humming layout stores formats in their true bits, and engines read it.
     layout = mapping.get("layout", default_layout(scheme))
-    if not isinstance(layout, str) or layout not in LAYOUTS:
-        raise RecipeError(f"unknown layout {layout!r}: use one of {', '.join(LAYOUTS)}")
+    require_known("layout", layout, LAYOUTS)
     for each in schemes:
         check_signed(each, signed)
     return Recipe(

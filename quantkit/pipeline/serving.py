@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from quantkit.core.scheme import Scheme
-from quantkit.errors import KernelError, RecipeError
+from quantkit.errors import KernelError, RecipeError, require_known
 from quantkit.inference.packed_linear import PREFERRED
 from quantkit.kernels import LAUNCHERS
 from quantkit.kernels.loader import arch_name
@@ -102,7 +102,9 @@ def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]
         if gpu is not None:
             raise RecipeError("--gpu says where a program runs, and none is named: add --target")
         return None
+    require_known("program", program, PROGRAMS)
     if gpu is not None:
+        require_known("GPU", gpu, GPUS)
         return gpu, GPUS[gpu]
     if not torch.cuda.is_available():
         raise RecipeError("--target has kernels for a GPU, and none is here: name one with --gpu, like --gpu h100")

@@ -6,7 +6,9 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import click
@@ -14,9 +16,11 @@ import huggingface_hub
 import torch
 from safetensors.torch import load_file, save_file
 
+import quantkit
+from quantkit.errors import CheckpointError, QuantkitError
 from tests.promises.model import write_json
 from tests.promises.outputs import CALIB, RECIPES, RTN
-from tests.promises.running import REPORT, Work, group
+from tests.promises.running import REPORT, Work, group, inside
 
 TO = "-o out -q"
 #: Commands that fail, in the folder that `spoil` fills. The text and the code of each are in errors.txt.
@@ -322,7 +326,8 @@ def forget(index: dict[str, object]) -> None:
 
 def errors(work: Work) -> dict[str, str]:
     """Return the exit code and the error text of each wrong command; none of them may leave a folder behind."""
-    spoil(work)
+    if not (work / "empty").exists():
+        spoil(work)
     before, found = sorted(work.folder.iterdir()), {}
     with patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True):
         for line in ERRORS:
@@ -333,3 +338,73 @@ def errors(work: Work) -> dict[str, str]:
             found[line] = f"[{result.exit_code}]\n{text}"
             assert sorted(work.folder.iterdir()) == before, f"quantkit {line}"
     return found
+
+
+def errors_in_python(work: Work) -> dict[str, Exception]:
+    """Return what the Python API raises where a wrong command ends with an error; it may leave no folder behind.
+
+    Commands that Python does not have are left out, and thresholds, which Python compares itself.
+    """
+    if not (work / "empty").exists():
+        spoil(work)
+    before, found = sorted(work.folder.iterdir()), {}
+    with patch.object(huggingface_hub.constants, "HF_HUB_OFFLINE", True), inside(work.folder):
+        for line in ERRORS:
+            call = None if "--max-perplexity" in line or "--max-kld" in line else in_python(line)
+            if call is None:
+                continue
+            function, arguments, keywords = call
+            try:
+                made = getattr(quantkit, function)(*arguments, **keywords)
+            except (QuantkitError, TypeError) as error:
+                found[line] = error
+            else:
+                if function == "plan" and made.refusal is not None:
+                    found[line] = made.refusal
+                elif function == "verify" and not made.ok:
+                    found[line] = CheckpointError("; ".join(made.failures))
+                else:
+                    raise AssertionError(f"{line}: nothing was raised")
+            assert sorted(work.folder.iterdir()) == before, line
+    return found
+
+
+def in_python(line: str) -> tuple[str, list[Any], dict[str, Any]] | None:
+    """Translate a command line into a public function, its arguments and its keywords; None without such a function."""
+    command: click.Command = group()
+    words, path = line.split(), []
+    while isinstance(command, click.Group) and words and words[0] in command.commands:
+        path.append(words.pop(0))
+        command = command.commands[path[-1]]
+    function = "quantize" if path == ["run"] else "_".join(path)
+    if function not in quantkit.__all__:
+        return None
+    context = click.Context(command, info_name=" ".join(path))
+    try:
+        options, arguments, _ = command.make_parser(context).parse_args(words)
+    except click.NoSuchOption as error:
+        return function, [], {error.option_name.lstrip("-"): True}
+    given = {name: options[name] for name in (param.name for param in command.params) if options.get(name) is not None}
+    positional = [given.pop(param.name) for param in command.params if param.name in given and is_argument(param)]
+    keywords = {name: python_value(name, value) for name, value in given.items() if name not in ("quiet", "as_json")}
+    if path == ["run"]:
+        keywords["recipe"] = positional.pop(0)
+    if function not in ("plan", "verify") and "out" in keywords and len(positional) == (1 + (function == "convert")):
+        positional.append(keywords.pop("out"))
+    return function, [*positional, *arguments], keywords
+
+
+def is_argument(param: click.Parameter) -> bool:
+    return isinstance(param, click.Argument)
+
+
+def python_value(name: str, value: Any) -> Any:
+    """Return the value of an option as a Python program has it."""
+    if name == "override":
+        return dict(text.split("=") if "=" in text else (text, "") for text in value)
+    if not isinstance(value, str):
+        return value
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(value)
+    return value

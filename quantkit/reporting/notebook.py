@@ -1,0 +1,44 @@
+"""Results that print themselves: as one line, and as a table in a notebook."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+from xml.etree import ElementTree
+
+from quantkit.reporting.markup import tag
+
+
+class Shown:
+    """A dataclass that is shown as a table in a notebook.
+
+    A subclass with more than fits on a line overrides `_shown`, and is made with `dataclass(repr=False)`.
+    """
+
+    def _shown(self) -> dict[str, Any]:
+        """Choose the facts to show; all fields, unless a subclass has more of them than fit."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}  # type: ignore[arg-type]
+
+    def __repr__(self) -> str:
+        facts = ", ".join(f"{name}={value!r}" for name, value in self._shown().items())
+        return f"{type(self).__name__}({facts})"
+
+    def _repr_html_(self) -> str:
+        rows = (
+            tag("tr", tag("th", name.replace("_", " "), style="text-align: left"), tag("td", *_lines(value)))
+            for name, value in self._shown().items()
+        )
+        table = tag("table", tag("caption", type(self).__name__), tag("tbody", *rows))
+        return ElementTree.tostring(table, encoding="unicode", method="html")
+
+
+def _lines(value: Any) -> list[Any]:
+    """Format a fact for a cell: a list has a line for each item."""
+    if isinstance(value, float):
+        return [f"{value:.6g}"]
+    if not isinstance(value, list | tuple):
+        return ["-" if value is None or value == "" else str(value)]
+    lines: list[Any] = []
+    for item in value:
+        lines += [tag("br"), str(item)] if lines else [str(item)]
+    return lines or ["-"]

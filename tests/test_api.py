@@ -1,0 +1,212 @@
+"""The Python API as its users meet it: the examples of its page, results, and progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+import quantkit
+from quantkit.cli.demo import MODEL, texts
+from quantkit.errors import LayoutError, RecipeError, ThresholdError
+from quantkit.evaluation.divergence import Divergence
+from quantkit.evaluation.perplexity import Perplexity
+from quantkit.evaluation.verification import Verification
+from quantkit.io.hashing import hash_of_file
+from quantkit.pipeline.result import Result
+from quantkit.progress import Event, Progress, Reporter
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+EXAMPLE = re.compile(r"^## (\w+)$|^Example:\n\n```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+CALIBRATED: dict[str, Any] = {"calib": "calibration.txt", "samples": 16, "max_length": 64}
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A working folder with what the examples start from."""
+    folder = tmp_path_factory.mktemp("api")
+    (folder / "model").symlink_to(MODEL)
+    calibration, evaluation = texts()
+    (folder / "calibration.txt").write_text("\n\n".join(calibration), encoding="utf-8")
+    (folder / "evaluation.txt").write_text(evaluation[:8_000], encoding="utf-8")
+    before = Path.cwd()
+    os.chdir(folder)
+    yield folder
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def shown(work: Path) -> dict[str, dict[str, Any]]:
+    """The variables that each example of the page leaves; the examples run in the page's order."""
+    found: dict[str, dict[str, Any]] = {}
+    name = ""
+    for heading, program in EXAMPLE.findall(PAGE.read_text(encoding="utf-8")):
+        name = heading or name
+        if program:
+            code = compile(program, f"the example of {name}", "exec")
+            found[name] = {}
+            if name != "push":  # no test has a network
+                exec(code, found[name])
+    return found
+
+
+def test_every_function_has_an_example_that_runs(shown: dict[str, dict[str, Any]]) -> None:
+    assert shown.keys() == {name for name in quantkit.__all__ if callable(getattr(quantkit, name)) and name.islower()}
+
+
+def test_a_result_has_the_report(shown: dict[str, dict[str, Any]], work: Path) -> None:
+    made = shown["quantize"]["made"]
+    assert isinstance(made, Result) and made.path == Path("model-int4")
+    report = json.loads((work / "model-int4" / "quantkit_report.json").read_text())
+    assert dict(made) == made.report and made.keys() == report.keys() and len(made) == len(report)
+    assert made["files"] == report["files"] and made.get("no such key") is None
+    assert made.bits_per_weight == report["totals"]["bits_per_weight"] and made.share == report["totals"]["share"]
+    assert made.bytes == sum(path.stat().st_size for path in made.path.glob("*.safetensors"))
+    assert [layer["name"] for layer in made.layers] == [layer["name"] for layer in report["layers"]]
+    assert made.seconds > 0 and made.scheme == "int4:g128" and made.layout == "compressed-tensors"
+    thin, packed = shown["prune"]["thin"], shown["pack"]["packed"]
+    assert (thin.layout, thin.bits_per_weight) == ("dense", None) and packed.layout == "gptq"
+    assert len(packed.notices) == len(packed["notices"]) + len(packed["layout_notices"]) > 0
+    assert any("skip them first" in notice for notice in packed.notices)
+    assert not any("--" in notice for notice in packed.notices)
+
+
+def test_results_print_themselves(shown: dict[str, dict[str, Any]]) -> None:
+    made = shown["quantize"]["made"]
+    expected = {
+        "quantize": (made, "Result(path='model-int4', layout='compressed-tensors', scheme='int4:g128', linears=13, "),
+        "plan": (shown["plan"]["planned"], "Plan(layout='marlin', scheme='int4:g128', linears=14, bytes="),
+        "verify": (shown["verify"]["proof"], "Verification(ok=True, layout='marlin24', linears=14, weights="),
+        "ppl": (shown["eval_ppl"]["after"], "Perplexity(perplexity="),
+        "kld": (shown["eval_kld"]["found"], "Divergence(kld="),
+    }
+    for value, start in expected.values():
+        assert repr(value).startswith(start), repr(value)
+        assert len(repr(value)) < 1500
+        table = ElementTree.fromstring(value._repr_html_().replace("<br>", "<br/>"))
+        assert table.findtext("caption") == type(value).__name__
+        assert len(table.findall(".//tr")) >= 7
+    assert str(made).startswith("done          quantize: 13 linears") and str(made).count("\n") > 5
+    kinds = Perplexity, Divergence, Verification
+    assert {type(value) for value, _ in list(expected.values())[2:]} == set(kinds)
+
+
+def test_a_table_escapes_its_values(shown: dict[str, dict[str, Any]]) -> None:
+    proof = replace(shown["verify"]["proof"], failures=("<script>alert(1)</script>", "b & c"), layout=None)
+    table = proof._repr_html_()
+    assert "<script" not in table and "&lt;script&gt;alert(1)&lt;/script&gt;<br>b &amp; c" in table
+    assert "<td>False</td>" in table and "<td>-</td>" in table
+
+
+def test_a_plan_refuses_what_quantize_refuses_in_the_same_words(work: Path) -> None:
+    asked: dict[str, Any] = {"layout": "humming", "method": "rtn"}
+    planned = quantkit.plan("model", **asked)
+    assert isinstance(planned.refusal, LayoutError) and 'use layout="compressed-tensors"' in repr(planned)
+    with pytest.raises(LayoutError) as caught:
+        quantkit.quantize("model", "refused", **asked)
+    assert str(caught.value) == str(planned.refusal) == "\n".join(planned.ways_out)
+    with pytest.raises(LayoutError, match='use layout="compressed-tensors"'):
+        planned.require()
+    assert "use --layout compressed-tensors" in planned.refusal.typed
+    planned = quantkit.plan("model", method="rtn", skip=".*mlp.*", gpu_memory=2**30)
+    assert "nothing of this run is computed on a GPU: gpu_memory has no effect" in planned.notices
+    assert isinstance(planned.refusal, ThresholdError) and str(planned.refusal).endswith("or lower min_share")
+    with pytest.raises(ThresholdError, match="min_share asks for 90 %"):
+        planned.require_share(0.9)
+
+
+def test_a_function_is_told_of_each_step(work: Path) -> None:
+    events: list[Event] = []
+    quantkit.quantize("model", "told", method="rtn", progress=events.append)
+    total = events[0].total
+    assert total is not None and events == [Event("quantize", done, total) for done in range(total + 1)]
+    for run, label in (
+        (lambda tell: quantkit.pack("told", "told-gptq", "gptq", progress=tell), "pack"),
+        (lambda tell: quantkit.verify("told-gptq", progress=tell), "verify"),
+        (lambda tell: quantkit.eval_ppl("told", data="evaluation.txt", window=512, progress=tell), "perplexity"),
+    ):
+        events.clear()
+        run(events.append)
+        assert (
+            events[0].label == label and events[0].done == 0 and events[-1].done == events[-1].total == events[0].total
+        )
+
+
+class Enough(Exception):
+    """An exception of the caller."""
+
+
+def test_a_function_that_raises_ends_the_run_and_it_can_be_resumed(work: Path) -> None:
+    def stop(event: Event) -> None:
+        if event == Event("calibrate", 1, event.total):
+            raise Enough
+
+    with pytest.raises(Enough):
+        quantkit.quantize("model", "stopped", progress=stop, **CALIBRATED)
+    assert not Path("stopped").exists() and len(list(work.glob("stopped.partial-*"))) == 1
+    events: list[Event] = []
+    resumed = quantkit.quantize("model", "stopped", resume=True, progress=events.append, **CALIBRATED)
+    whole = quantkit.quantize("model", "whole", **CALIBRATED)
+    (blocks,) = {event.total for event in events if event.label == "calibrate"}
+    assert blocks == len({layer["name"].split(".")[2] for layer in whole.layers}) - 1
+    assert [hash_of_file(path) for path in sorted(resumed.path.glob("*.safetensors"))] == [
+        hash_of_file(path) for path in sorted(whole.path.glob("*.safetensors"))
+    ]
+
+
+def test_a_function_that_raises_leaves_nothing_that_cannot_be_resumed(work: Path) -> None:
+    def stop(event: Event) -> None:
+        if event.done == 3:
+            raise Enough
+
+    quantkit.quantize("model", "dense-int4", method="rtn")
+    with pytest.raises(Enough):
+        quantkit.pack("dense-int4", "unfinished", "gptq", progress=stop)
+    assert not list(work.glob("unfinished*"))
+
+
+def test_warnings_are_printed_with_keywords(capsys: pytest.CaptureFixture[str]) -> None:
+    quiet = Reporter(None, str.upper)
+    assert list(quiet.bar(["a", "b"], "letters", 2)) == ["a", "b"]
+    quiet.note("not printed")
+    quiet.warn("add more")
+    assert capsys.readouterr().err == "Warning: ADD MORE\n"
+
+
+def test_a_progress_object_is_used_as_it_is(work: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shutil.rmtree(work / "noted", ignore_errors=True)
+    quantkit.quantize("model", "noted", method="rtn", prune="2:4", progress=Progress())
+    assert "2:4 without training costs quality" in capsys.readouterr().err
+    quantkit.quantize("model", "noted", method="rtn", prune="2:4", overwrite=True)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "keywords", "message"),
+    [
+        ("pack", ("told", "o", "exl3"), {}, "unknown layout 'exl3': use one of compressed-tensors, "),
+        ("pack", ("told", "o", "gptq"), {"expect": "exl3"}, "unknown layout 'exl3'"),
+        ("plan", ("model",), {"target": "abacus", "gpu": "h100"}, "unknown program 'abacus': use one of "),
+        ("plan", ("model",), {"target": "vllm", "gpu": "abacus"}, "unknown GPU 'abacus': use one of "),
+        ("plan", ("model",), {"gpu": "h100"}, "gpu says where a program runs, and none is named: add target"),
+        ("quantize", ("model", "o"), {"act_budget": -1}, "act_budget is -1: use a number of bytes, or None for all"),
+        ("quantize", ("model", "o"), {"method": "awq"}, "method is 'awq': use one of gptq, rtn"),
+        ("eval_ppl", ("model",), {"data": "evaluation.txt", "window": 16, "stride": 0}, "window 16, stride 0: use a"),
+        ("eval_ppl", ("model",), {"data": "evaluation.txt", "window": 0}, "window 0, stride 0: use a window of 2"),
+    ],
+)
+def test_a_wrong_value_is_named(
+    work: Path, name: str, arguments: tuple[Any, ...], keywords: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        getattr(quantkit, name)(*arguments, **keywords)
+    assert str(caught.value).startswith(message)
+    assert not (work / "o").exists()
