@@ -29,7 +29,7 @@ from quantkit.errors import KernelError, LayoutError, RecipeError, about
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.io import config_checks, files, json_files
-from quantkit.layouts import LAYOUTS, read_config
+from quantkit.layouts import LAYOUTS, expressions, read_config
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
 from quantkit.pipeline.memory_estimate import CUDA_DEVICE
@@ -164,9 +164,9 @@ def linears_of(built: PreTrainedModel, model: Outline | None = None, skip: Seque
     left = [name.removeprefix("re:") if name.startswith("re:") else re.escape(name) for name in ignored]
     try:
         for pattern in (*left, *skip):
-            re.compile(pattern)
-    except re.error as error:
-        raise RecipeError(f"{error.pattern!r} is no regular expression ({error}): mend --skip") from error
+            expressions.compiled(pattern)
+    except ValueError as error:
+        raise RecipeError(f"{pattern!r} is no regular expression ({error}): mend --skip") from error
     head = built.get_output_embeddings()
     return {
         path: (module.out_features, module.in_features)

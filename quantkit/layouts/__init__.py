@@ -18,6 +18,7 @@ from quantkit.layouts import validation
 from quantkit.layouts.awq import Awq
 from quantkit.layouts.base import Layout
 from quantkit.layouts.compressed_tensors import CompressedTensors
+from quantkit.layouts.expressions import check_amount
 from quantkit.layouts.gptq import Gptq, GptqV2
 from quantkit.layouts.humming import Humming
 from quantkit.layouts.marlin import Marlin
@@ -116,6 +117,7 @@ def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
     if name not in LAYOUTS:
         raise CheckpointError(f"layout {name!r:.40} is not one of {', '.join(LAYOUTS)}: a newer quantkit may read it")
     overrides = validation.entry(own, "overrides", dict, default={})
+    check_amount(overrides)
     schemes = Schemes(
         _parse(validation.entry(own, "scheme", str)),
         tuple((validation.pattern(key), _parse(validation.entry(overrides, key, str))) for key in overrides),

@@ -19,6 +19,7 @@ from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
+from quantkit.layouts.expressions import literal
 from quantkit.layouts.gptq import zero_points
 from quantkit.layouts.schemes import Schemes
 
@@ -151,4 +152,4 @@ def _substring(module: str) -> str | None:
         return module
     inner = module.removeprefix("re:")
     is_substring = inner.startswith(".*") and inner.endswith(".*") and len(inner) > 4
-    return validation.literal(inner[2:-2]) if is_substring else None
+    return literal(inner[2:-2]) if is_substring else None

@@ -21,6 +21,7 @@ from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement, blocks
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking, static_groups
+from quantkit.layouts.expressions import LONGEST, check_amount, literal
 from quantkit.layouts.schemes import Schemes
 
 CODES = Arrangement("N", "K i:8", "N K i")
@@ -140,10 +141,15 @@ class CompressedTensors(Layout):
         targets: dict[Scheme, list[str]] = {schemes.default: ["Linear"]}
         before = ""
         for pattern, scheme in schemes.overrides:
-            name = validation.literal(pattern)
+            name = literal(pattern)
             if name is not None and "." in name:  # without a dot it might be read as a class
                 targets.setdefault(schemes.of(name), []).append(name)
             else:
+                if len(before) > LONGEST:  # each pattern repeats all before it
+                    raise LayoutError(
+                        "compressed-tensors does not hold so many overrides by pattern: write patterns that match "
+                        "more, or the names in full"
+                    )
                 targets.setdefault(scheme, []).append(f"re:{before}{validation.anchored(pattern)}")
                 before += f"(?!{validation.anchored(pattern)})"
         self.check_all(schemes)
@@ -215,6 +221,7 @@ def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
         raise CheckpointError("'config_groups' names no target: nothing is quantized")
     # The library's own order: names, then patterns as text, then classes.
     exact = [(re.escape(t), s) for t, s in sorted(by_target.items()) if t != "Linear" and not t.startswith("re:")]
+    check_amount(t[3:] for t in by_target if t.startswith("re:"))
     patterns = [(f"(?:{t[3:]}).*", s) for t, s in sorted(by_target.items()) if t.startswith("re:")]
     for pattern, _ in patterns:
         validation.pattern(pattern)

@@ -13,6 +13,7 @@ from typing import Any
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.layouts import validation
+from quantkit.layouts.expressions import check_amount, literal
 
 Overrides = tuple[tuple[str, Scheme], ...]
 
@@ -34,14 +35,18 @@ def read_dynamic(
     """
     overrides: list[tuple[str, Scheme]] = []
     ignore: list[str] = []
-    for key, changes in (validation.entry(config, "dynamic", dict, type(None), default=None) or {}).items():
-        start = key.removeprefix("+:").removeprefix("-:")
-        own = re.fullmatch(r"\^\(\?:(.*)\)\$", start)
-        pattern = own[1] if own and validation.is_pattern(own[1]) else validation.pattern(f"(?:{start}).*")
+    dynamic = validation.entry(config, "dynamic", dict, type(None), default=None) or {}
+    starts = {key: key.removeprefix("+:").removeprefix("-:") for key in dynamic}
+    ours = {key: own[1] for key, start in starts.items() if (own := re.fullmatch(r"\^\(\?:(.*)\)\$", start))}
+    check_amount((starts | ours).values())
+    for key, changes in dynamic.items():
+        own = ours.get(key)
+        if own is None or not validation.is_pattern(own):
+            own = validation.pattern(f"(?:{starts[key]}).*")
         if key.startswith("-:"):
-            ignore.append(validation.literal(pattern) or f"re:{pattern}")
+            ignore.append(literal(own) or f"re:{own}")
         elif type(changes) is not dict:
             raise CheckpointError(f"{key!r:.80} in 'dynamic' must be an object")
         else:
-            overrides.append((pattern, scheme_of({**config, **changes})))
+            overrides.append((own, scheme_of({**config, **changes})))
     return tuple(overrides), tuple(ignore)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from quantkit.core.scheme import Scheme
-from quantkit.layouts import validation
+from quantkit.layouts.expressions import literal
 from quantkit.layouts.schemes import Schemes
 
 #: The name of the joined linear, and its members.
@@ -58,7 +58,7 @@ def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
     `modules` are the quantized linears. A config of exact names does not reach the joined ones. The same holds for a
     group that is dense as a whole, and for a dense linear that engines ask for by an alias.
     """
-    exact = (validation.literal(pattern) for pattern, _ in schemes.overrides)  # a linear's other names are there too
+    exact = (literal(pattern) for pattern, _ in schemes.overrides)  # a linear's other names are there too
     named: list[tuple[str, Scheme]] = []
     for joined, members in fused_groups(dict.fromkeys([*modules, *filter(None, exact)])).items():
         found = {schemes.of(member) for member in members}

@@ -17,6 +17,7 @@ from quantkit.layouts import validation
 from quantkit.layouts.arrangement import blocks
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
 from quantkit.layouts.dynamic import read_dynamic, write_dynamic
+from quantkit.layouts.expressions import literal
 from quantkit.layouts.schemes import Schemes
 
 #: A config's name for each format.
@@ -113,7 +114,7 @@ def _is_exact(entry: str) -> bool:
 def _ignored(entry: str) -> str:
     """Translate an entry of humming's `ignore`: an exact pattern to a name, a part of a name to a pattern."""
     own = re.fullmatch(r"re:\^(.*)\$", entry)
-    name = validation.literal(own[1]) if own else None
+    name = literal(own[1]) if own else None
     return name or (f"re:.*{re.escape(entry)}.*" if _is_exact(entry) else entry)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
+from functools import cached_property
 
 from quantkit.core.scheme import Scheme
+from quantkit.layouts.expressions import Patterns
 
 
 @dataclass(frozen=True)
@@ -23,11 +24,16 @@ class Schemes:
     padded: tuple[tuple[str, tuple[int, int]], ...] = ()
 
     def of(self, module: str) -> Scheme:
-        """Give the scheme of the linear called `module`, such as `model.layers.0.self_attn.q_proj`."""
-        for pattern, scheme in self.overrides:
-            if re.fullmatch(pattern, module):
-                return scheme
-        return self.default
+        """Give the scheme of the linear called `module`, such as `model.layers.0.self_attn.q_proj`.
+
+        CheckpointError if the patterns take too long.
+        """
+        found = self._patterns.first(module)
+        return self.default if found is None else self.overrides[found][1]
+
+    @cached_property
+    def _patterns(self) -> Patterns:
+        return Patterns([pattern for pattern, _ in self.overrides])
 
     @property
     def quantizes_head(self) -> bool:

@@ -5,7 +5,6 @@ Checkpoints are untrusted input: type, shape and contents are checked before any
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping
 from math import isfinite
 from typing import Any
@@ -16,6 +15,7 @@ from torch import Tensor
 from quantkit.core.formats import Format
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, LayoutError
+from quantkit.layouts.expressions import compiled, literal
 
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 #: The way out for weights of a method that is not read.
@@ -117,29 +117,28 @@ def group_size(size: int, method: str) -> int | None:
 
 def pattern(text: str) -> str:
     """Return `text` if it is a regular expression; raise CheckpointError otherwise."""
-    if not is_pattern(text):
-        raise CheckpointError(f"{text!r:.80} in the quantization config is no regular expression")
+    try:
+        if literal(text) is None:
+            compiled(text)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{text!r:.80} in the quantization config is no regular expression ({error!s:.80}): mend it"
+        ) from error
     return text
 
 
 def anchored(text: str) -> str:
     """Wrap a pattern so that it matches to the end of a name; raise LayoutError if it cannot be embedded."""
     inner = f"(?:{text})$"
-    if not is_pattern(text) or not is_pattern(inner):
+    if literal(text) is None and not (is_pattern(text) and is_pattern(inner)):
         raise LayoutError(f"override {text!r:.80} cannot stand in a config: write it without flags at its start")
     return inner
 
 
-def literal(text: str) -> str | None:
-    """Give the one name that the pattern `text` matches, if it is `re.escape` of a name, else None."""
-    name = re.sub(r"\\(.)", r"\1", text)
-    return name if re.escape(name) == text else None
-
-
 def is_pattern(text: str) -> bool:
-    """Return True if `text` is a regular expression."""
+    """Return True if `text` is a regular expression that quantkit matches."""
     try:
-        re.compile(text)
-    except (re.error, OverflowError, RecursionError):
+        pattern(text)
+    except CheckpointError:
         return False
     return True

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,7 @@ from quantkit.algorithms.scale_search import check_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError, reason, require_known
-from quantkit.layouts import LAYOUTS, humming
+from quantkit.layouts import LAYOUTS, expressions, humming
 from quantkit.layouts.recast import fitting
 from quantkit.models.experts import ROUTER
 from quantkit.models.text_sources import name_of_text
@@ -223,8 +222,11 @@ def stored_shape(recipe: Recipe | Pruning, goal: Goal, n: int, k: int) -> tuple[
 
 
 def matches(pattern: str, module: str) -> bool:
-    """Return whether a skip or override pattern matches the name `module`, or its end after a dot."""
-    return re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module) is not None
+    """Return whether a skip or override pattern matches the name `module`, or its end after a dot.
+
+    CheckpointError if that takes too long.
+    """
+    return expressions.matches(rf"(?:.*\.)?(?:{pattern})", module)
 
 
 def pruning_from_mapping(mapping: Mapping[str, Any]) -> Pruning:
@@ -406,9 +408,10 @@ def _typed(value: Any, kind: type, where: str) -> Any:
 
 def _pattern(pattern: Any) -> str:
     try:
-        re.compile(_typed(pattern, str, "a skip or override pattern"))  # alone, so that positions are the user's
+        # Alone, so that positions in a message are the user's.
+        expressions.compiled(_typed(pattern, str, "a skip or override pattern"))
         matches(pattern, "")
-    except (re.error, OverflowError, RecursionError) as error:
+    except ValueError as error:
         raise RecipeError(f"{pattern!r} is not a regular expression ({error}): write it like '.*k_proj'") from error
     return str(pattern)
 

@@ -25,6 +25,7 @@ IMPORTERS = {
     "tqdm": {"progress"},
     "blake3": {"io.hashing"},
     "xxhash": {"core"},
+    "regex": {"layouts.expressions"},
     "numpy": {"core", "io", "layouts"},
     "click": {"cli"},
     "filelock": {"io.staging"},

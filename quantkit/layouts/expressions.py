@@ -1,0 +1,105 @@
+"""Regular expressions of unknown origin, matched against names of modules in bounded time.
+
+Configs and recipes are written by strangers, and `re` has no limit: `(a+)+$` takes hours on one name. The engine here
+is `regex`, which transformers requires too: it has the syntax of `re`, and a limit of time. An engine without
+backtracking would refuse lookahead, which published configs use, and our own compressed-tensors configs too.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import regex
+
+from quantkit.errors import CheckpointError
+
+#: The most seconds of processor time for one match, and for all matches of one config.
+SECONDS, SECONDS_IN_ALL = 1.0, 20.0
+#: The most patterns of a config, and the most characters of one pattern and of all together: compiling takes time too.
+MOST, LONGEST, LONGEST_IN_ALL = 10_000, 10_000, 2**20
+#: Parts that `regex` reads as more than `re` does: named classes in a set, and braces that do not count.
+_UNLIKE = re.compile(r"\[:\^?\w+:\]|(?<!\\)\{(?!\d*,?\d*\})[^{}]*\}")
+
+
+@lru_cache(maxsize=2**15)
+def compiled(text: str) -> Any:
+    """Compile a regular expression; ValueError if it is none, is too long, or has another meaning elsewhere."""
+    if len(text) > LONGEST:
+        raise ValueError(f"its {len(text)} characters are more than {LONGEST}")
+    try:
+        re.compile(text)  # which other readers use
+        if unlike := _UNLIKE.search(text):
+            raise ValueError(f"{unlike[0]} means different things to different readers")
+        return regex.compile(text)
+    except (re.error, regex.error, OverflowError, RecursionError) as error:
+        raise ValueError(str(error)) from error
+
+
+def matches(text: str, name: str, seconds: float = SECONDS) -> bool:
+    """Return whether a regular expression matches a whole name; CheckpointError if that takes more than `seconds`.
+
+    ValueError as for `compiled`.
+    """
+    try:
+        return compiled(text).fullmatch(name, timeout=seconds) is not None
+    except (TimeoutError, MemoryError) as error:
+        raise CheckpointError(
+            f"the pattern {text!r:.80} takes too long on the name {name!r:.80}: write it without repetitions inside "
+            "repetitions, or write the names in full"
+        ) from error
+
+
+def check_amount(patterns: Iterable[str]) -> None:
+    """Raise CheckpointError for more patterns than can be compiled in seconds; names in full do not count."""
+    sizes = [len(pattern) for pattern in patterns if literal(pattern) is None]
+    if len(sizes) > MOST or sum(sizes) > LONGEST_IN_ALL:
+        raise CheckpointError(
+            f"{len(sizes)} patterns of {sum(sizes)} characters in the quantization config, the most are {MOST} of "
+            f"{LONGEST_IN_ALL}: write fewer that match more, or names in full"
+        )
+
+
+def literal(text: str) -> str | None:
+    """Give the one name that the pattern `text` matches, if it is `re.escape` of a name, else None."""
+    name = re.sub(r"\\(.)", r"\1", text)
+    return name if re.escape(name) == text else None
+
+
+class Patterns:
+    """Find the first of several patterns that matches a name, within `SECONDS_IN_ALL` for all names together."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        self._names: dict[str, int] = {}
+        self._others: list[tuple[int, str]] = []
+        for i, pattern in enumerate(patterns):
+            if (name := literal(pattern)) is None:
+                self._others.append((i, pattern))
+            else:
+                self._names.setdefault(name, i)
+        self._found: dict[str, int | None] = {}
+        self._left = SECONDS_IN_ALL
+
+    def first(self, name: str) -> int | None:
+        """Return the index of the first pattern that matches a whole name, None if none does.
+
+        CheckpointError if matching takes too long.
+        """
+        if name not in self._found:
+            self._found[name] = self._search(name)
+        return self._found[name]
+
+    def _search(self, name: str) -> int | None:
+        exact = self._names.get(name)
+        for i, pattern in self._others:
+            if exact is not None and exact < i:
+                break
+            started = time.thread_time()
+            found = matches(pattern, name, max(1e-3, min(SECONDS, self._left)))
+            self._left -= time.thread_time() - started
+            if found:
+                return i
+        return exact
