@@ -140,6 +140,7 @@ class Checkpoint:
         self._where: dict[str, _Stored | _Bound] = {}
         self._open_shards(*model_folder.shards(self.path, listing, self.notices))
         self.source_bytes = sum(map(self.nbytes, self._where))
+        config_checks.check_sizes(self.config, self.path / CONFIG, len(self._where), self.source_bytes)
         self.layout: Layout | None = None
         self.schemes: Schemes | None = None
         self.stated, where = self._quantization_config(listing)

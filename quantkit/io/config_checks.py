@@ -1,12 +1,20 @@
-"""Keys of a model's config that could run code, refused before a library reads it (RELIABILITY 1.6)."""
+"""Entries of a model's config that could run code or fill the memory, refused before a library reads it."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import entries, shown
+
+#: Keys of a config that count parts of the model, each with tensors of its own, and keys that are sizes of tensors.
+_COUNT = re.compile(r"(layers?|blocks?|depths?|stages|experts|heads?|groups?|labels|codebooks)$")
+_SIZE = re.compile(r"(size|dims?|rank|width|embd|inner|model|ctx|positions|words)$|^d_")
+#: Counts and sizes up to these are not compared with the weights: building so large a model takes seconds at most.
+_FREE_COUNT, _FREE_SIZE = 1000, 2**24
 
 
 def drop_auto_map(config: dict[str, Any]) -> list[str]:
@@ -38,3 +46,30 @@ def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = F
         implementation = key.lstrip("_").startswith(("attn_implementation", "experts_implementation"))
         if implementation and not (value is None or isinstance(value, bool)):
             raise CheckpointError(f"{path}: {shown(key)} can make a library load foreign code: remove the key")
+
+
+def check_sizes(config: dict[str, Any], path: Path, tensors: int, nbytes: int) -> None:
+    """Refuse counts and sizes that weight files of `tensors` tensors in `nbytes` bytes cannot have.
+
+    A library would build such a model before it compares any tensor, for hours or until memory is full.
+    """
+    for key, value in _numbers(config, ""):
+        if _COUNT.search(key) and value > _FREE_COUNT + tensors:
+            held = f"the weight files hold {tensors} tensors"
+        elif _SIZE.search(key) and value > max(_FREE_SIZE, 8 * nbytes):  # no weight has less than a bit
+            held = f"the weight files hold {nbytes} bytes"
+        else:
+            continue
+        raise CheckpointError(f"{path}: {shown(key)} is {value}, and {held}: mend the entry, or fetch the folder again")
+
+
+def _numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
+    """Yield (key, number) for the numbers that a JSON value holds at any depth; those of a list have its key."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield key, value
+    elif isinstance(value, list):
+        for child in value:
+            yield from _numbers(child, key)
+    elif isinstance(value, dict):
+        for name, child in value.items():
+            yield from _numbers(child, name)

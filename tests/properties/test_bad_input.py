@@ -175,3 +175,23 @@ def test_a_full_disk_ends_in_one_line_and_no_folder(step: int, error: int, int4:
     assert not (tmp_path / "out").exists()
     call("pack", int4, "--layout", "marlin", "-o", tmp_path / "out", "--overwrite", "-q")
     call("verify", tmp_path / "out", "--against", int4, "-q")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("num_hidden_layers", value) for value in (1_000_000, 10**18, 1e6)),
+        *((key, 10**18) for key in ("num_attention_heads", "num_labels", "head_dim", "hidden_size")),
+        *(("hidden_size", 10**9), ("vocab_size", 10**12), ("intermediate_size", 2**63 - 1)),
+        ("vision_config", {"hidden_size": 10**9}),
+        ("text_config", {"depths": [2, 2, 10**9]}),
+    ],
+)
+def test_sizes_that_the_weights_cannot_have_are_refused_before_a_model_is_built(
+    key: str, value: object, copy: Path, tmp_path: Path, calib: Path
+) -> None:
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, key: value}))
+    for args in READ_A_MODEL[1:3]:
+        message = refused(*args.format(bad=copy, out=tmp_path / "out", text=calib).split())
+        assert "the weight files hold" in message and "config.json" in message
