@@ -10,11 +10,12 @@ from typing import Any
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import entries, shown
 
-#: Keys of a config that count parts of the model, each with tensors of its own, and keys that are sizes of tensors.
-_COUNT = re.compile(r"(layers?|blocks?|depths?|stages|experts|heads?|groups?|labels|codebooks)$")
+#: Keys of a config that count layers, which have tensors of their own, and smaller parts; and that are sizes.
+_LAYERS = re.compile(r"(layers?|blocks?|depths?|stages)$")
+_PARTS = re.compile(r"(experts|heads?|groups?|labels|codebooks)$")
 _SIZE = re.compile(r"(size|dims?|rank|width|embd|inner|model|ctx|positions|words)$|^d_")
-#: Counts and sizes up to these are not compared with the weights: building so large a model takes seconds at most.
-_FREE_COUNT, _FREE_SIZE = 1000, 2**24
+#: Numbers up to these are not compared with the weights: such a model is built in seconds.
+_FREE_LAYERS, _FREE_PARTS, _FREE_SIZE = 1000, 2**16, 2**24
 
 
 def drop_auto_map(config: dict[str, Any]) -> list[str]:
@@ -54,7 +55,8 @@ def check_sizes(config: dict[str, Any], path: Path, tensors: int, nbytes: int) -
     A library would build such a model before it compares any tensor, for hours or until memory is full.
     """
     for key, value in _numbers(config, ""):
-        if _COUNT.search(key) and value > _FREE_COUNT + tensors:
+        most = _FREE_LAYERS if _LAYERS.search(key) else _FREE_PARTS if _PARTS.search(key) else None
+        if most is not None and value > most + tensors:
             held = f"the weight files hold {tensors} tensors"
         elif _SIZE.search(key) and value > max(_FREE_SIZE, 8 * nbytes):  # no weight has less than a bit
             held = f"the weight files hold {nbytes} bytes"
@@ -72,4 +74,4 @@ def _numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:
             yield from _numbers(child, key)
     elif isinstance(value, dict):
         for name, child in value.items():
-            yield from _numbers(child, name)
+            yield from _numbers(child, str(name))

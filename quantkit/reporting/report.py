@@ -7,11 +7,12 @@ absent, and print names as data.
 from __future__ import annotations
 
 import hashlib
+import os
 import platform
 import re
 import resource
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,8 @@ import torch
 
 import quantkit
 from quantkit.errors import CheckpointError
-from quantkit.io.json_files import dump_json, load_json
+from quantkit.io.json_files import dump_json, load_json, shown
+from quantkit.io.model_folder import inside
 
 REPORT = "quantkit_report.json"
 
@@ -33,25 +35,20 @@ KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "
 BASE = ("name", "revision", "base_model", "relation", *KEPT)
 #: Facts of a layer that are text.
 WORDS = ("reason", "by_magnitude", "descent_skipped", "few_routed", "restated_from", "requantized_from")
-#: Types of the entries that quantkit reads; any of them may be absent.
-TYPES: dict[str, type] = {
-    "layers": list,
-    "files": dict,
-    "source": dict,
-    "totals": dict,
-    "phases": dict,
-    "calibration": dict,
-    "dense": list,
-    "notices": list,
-    "layout_notices": list,
-    "readers": list,
-    "opened_by": list,
-    "not_opened_by": dict,
-    "not_tried": dict,
-    "base": dict,
-    "same_values": int,
-    "left_out": list,
-    "evaluation": dict,
+#: The kinds of entries that quantkit reads; any of them may be absent.
+_TEXT, _TEXT_OR_NULL, _TEXTS, _TEXT_BY_NAME = "text", "text or null", "a list of texts", "an object of texts"
+_NUMBER, _NUMBERS, _NUMBER_BY_NAME = "a number", "a list of numbers", "an object of numbers"
+_NUMBER_OR_NULL = "a number or null"
+_OBJECT, _OBJECTS, _SCALAR = "an object", "a list of objects", "text, a number, or a list of these"
+_ENTRIES = {
+    **dict.fromkeys(("quantkit", "command", "failed", "device", "compute_dtype"), _TEXT),
+    **dict.fromkeys(("recipe_sha256", "layout", "scheme"), _TEXT_OR_NULL),
+    **dict.fromkeys(("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"), _TEXTS),
+    **dict.fromkeys(("files", "not_opened_by", "not_tried"), _TEXT_BY_NAME),
+    **dict.fromkeys(("source", "base", "totals", "calibration", "recipe", "environment", "evaluation"), _OBJECT),
+    "layers": _OBJECTS,
+    "phases": _NUMBER_BY_NAME,
+    "same_values": _NUMBER,
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
@@ -59,6 +56,12 @@ SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS)
 #: Entries, at any depth, that differ from run to run or from machine to machine.
 VOLATILE = ("environment", "phases", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried")
+_FACTS = {
+    **dict.fromkeys(("name", "digest", "scheme", *WORDS), _TEXT),
+    **dict.fromkeys(("layout", "method", "prune"), _TEXT_OR_NULL),
+    **dict.fromkeys((*NUMBERS, "seconds", "tokens", "requantized_error"), _NUMBER_OR_NULL),
+    **dict.fromkeys(("shape", "true_shape", "rungs"), _NUMBERS),
+}
 TOTALS = ("bits_per_weight", "share", "source_bytes", "bytes", "seconds")
 EVALUATED = ("before", "after", "kld", "top1")
 
@@ -137,40 +140,63 @@ def peak_memory() -> dict[str, int]:
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """Read the report of an output folder, `{}` if it has none; CheckpointError if an entry has a wrong type."""
+    """Read the report of an output folder, `{}` if it has none.
+
+    CheckpointError if an entry that quantkit reads or copies has a wrong type, or the file is a link out of the folder.
+    """
     path = folder / REPORT
     if not path.exists() and not path.is_symlink():
         return {}
-    report = load_json(path)
-    wrong = _malformed(report)
-    if wrong is not None:
-        raise CheckpointError(f"{path}: {wrong} is not what a report has there: quantize or pack again")
+    report = load_json(inside(Path(os.path.realpath(folder)), REPORT))
+    for where, kind in _malformed(report):
+        raise CheckpointError(f"{path}: {shown(where)} must be {kind}: restore the file, or quantize or pack again")
     return report
 
 
-def _malformed(report: Mapping[str, Any]) -> str | None:
-    """Find the first entry that has a wrong type, None if there is none."""
-    for key, kind in TYPES.items():
-        if not isinstance(report.get(key, kind()), kind):
-            return key
-    totals = report.get("totals", {})
-    if not isinstance(totals.get("peak_memory", {}), dict):
-        return "totals"
-    numbers = {"phases": [*report.get("phases", {}).values()], "totals": [*totals.get("peak_memory", {}).values()]}
-    numbers["totals"] += [totals.get(key) for key in TOTALS]
-    sources = report.get("calibration", {}).get("sources", [])
-    if not isinstance(sources, list) or not all(isinstance(source, dict) for source in sources):
-        return "calibration"
-    numbers["calibration"] = [source.get("share") for source in sources]
-    numbers["evaluation"] = [report.get("evaluation", {}).get(key) for key in EVALUATED]
+def _malformed(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (entry, the kind that it must be) for each entry of another kind."""
+    yield from _wrong(report, _ENTRIES, "")
+    for key in ("source", "base"):
+        named = report.get(key, {})
+        yield from _wrong(named, {"name": _TEXT_OR_NULL, "revision": _TEXT_OR_NULL, "files": _TEXT_BY_NAME}, f"{key}.")
+    yield from _nested(report.get("base", {}), "base.")
+    yield from _wrong(report.get("evaluation", {}), dict.fromkeys(EVALUATED, _NUMBER_OR_NULL), "evaluation.")
+    yield from _nested(report.get("evaluation", {}), "evaluation.")
+    totals, calibration = report.get("totals", {}), report.get("calibration", {})
+    yield from _wrong(totals, {**dict.fromkeys(TOTALS, _NUMBER_OR_NULL), "peak_memory": _NUMBER_BY_NAME}, "totals.")
+    yield from _wrong(calibration, {"sources": _OBJECTS}, "calibration.")
+    for source in calibration.get("sources", []):
+        yield from _wrong(source, {"share": _NUMBER_OR_NULL}, "calibration.sources.")
     for layer in report.get("layers", []):
-        if not isinstance(layer, dict) or not isinstance(layer.get("name"), str):
-            return "layers"
-        if not isinstance(layer.get("rungs", []), list) or not all(isinstance(layer.get(w, ""), str) for w in WORDS):
-            return "layers"
-        numbers.setdefault("layers", []).extend(layer.get(key) for key in NUMBERS)
-    return next((key for key, found in numbers.items() if not all(_is_number(value) for value in found)), None)
+        if "name" not in layer:
+            yield "layers.name", _TEXT
+        yield from _wrong(layer, _FACTS, "layers.")
+        yield from _nested(layer, "layers.")
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float))
+def _nested(found: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
+    """Yield the entries that are deeper than a list; a conversion copies them all, also those of other versions."""
+    for key, value in found.items():
+        if not all(_is(_SCALAR, part) for part in (value if isinstance(value, list) else [value])):
+            yield f"{where}{key}", _SCALAR
+
+
+def _wrong(found: Mapping[str, Any], kinds: Mapping[str, str], where: str) -> Iterator[tuple[str, str]]:
+    return ((f"{where}{key}", kind) for key, kind in kinds.items() if key in found and not _is(kind, found[key]))
+
+
+def _is(kind: str, value: Any) -> bool:
+    """Return True if an entry of a report is of a kind."""
+    if kind in (_TEXT, _TEXT_OR_NULL):
+        return isinstance(value, str) or (value is None and kind == _TEXT_OR_NULL)
+    if kind in (_NUMBER, _NUMBER_OR_NULL):
+        return isinstance(value, (int, float)) or (value is None and kind == _NUMBER_OR_NULL)
+    if kind == _SCALAR:
+        return value is None or isinstance(value, (str, int, float))
+    if kind in (_TEXTS, _NUMBERS, _OBJECTS):
+        each = {_TEXTS: _TEXT, _NUMBERS: _NUMBER, _OBJECTS: _OBJECT}[kind]
+        return isinstance(value, list) and all(_is(each, part) for part in value)
+    if kind in (_TEXT_BY_NAME, _NUMBER_BY_NAME):
+        each = {_TEXT_BY_NAME: _TEXT, _NUMBER_BY_NAME: _NUMBER}[kind]
+        return isinstance(value, dict) and all(_is(each, part) for part in value.values())
+    return isinstance(value, dict)
