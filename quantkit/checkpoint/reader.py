@@ -139,6 +139,7 @@ class Checkpoint:
         self._shards: list[_File] = []
         self._where: dict[str, _Stored | _Bound] = {}
         self._open_shards(*model_folder.shards(self.path, listing, self.notices))
+        model_folder.require_inside(self.path, listing)
         self.source_bytes = sum(map(self.nbytes, self._where))
         config_checks.check_sizes(self.config, self.path / CONFIG, len(self._where), self.source_bytes)
         self.layout: Layout | None = None

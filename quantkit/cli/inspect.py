@@ -60,6 +60,7 @@ def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, pro
     time, memory and notices; the picture shows error by depth, time and sizes."""
     from quantkit.evaluation import verification
     from quantkit.io.json_files import load_json
+    from quantkit.io.model_folder import inside
     from quantkit.reporting import plots
     from quantkit.reporting.report import REPORT
     from quantkit.reporting.report import load as load_report
@@ -72,6 +73,6 @@ def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, pro
             raise click.UsageError(f"{path}: the file name must end in {suffix}")
         if path is not None:
             proof = folder / verification.VERIFICATION
-            plots.draw(found, path, load_json(proof) if proof.exists() else None)
+            plots.draw(found, path, load_json(inside(folder.resolve(), proof.name)) if proof.exists() else None)
             progress.note(f"drawn: {path}")
     emit(show.as_json(found) if as_json else show.report(found, progress))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -22,6 +22,8 @@ INDEX = "model.safetensors.index.json"
 #: Beside weights of ours: how they were made, ready for `quantkit run`.
 RECIPE = "quantkit_recipe.yaml"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+#: A folder that transformers reads chat templates from.
+TEMPLATES = "additional_chat_templates"
 #: Hashes of a source's files, which are not those of an output.
 SUMS = "SHA256SUMS"
 #: Files beside config.json in which early folders state their quantization -> method, and a key that identifies it.
@@ -83,8 +85,30 @@ def inside(folder: Path, name: Any) -> Path:
         raise CheckpointError(f"{folder}: {shown(name)} cannot be opened ({shown(str(error))})") from None
     roots = [folder] + ([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])
     if not any(root in real.parents for root in roots):
-        raise CheckpointError(f"{folder}: {shown(name)} is a link out of the model's folder, which is not followed")
+        raise CheckpointError(
+            f"{folder}: {shown(name)} is a link out of the model's folder, which is not followed: "
+            "put the file itself there"
+        )
     return real
+
+
+def require_inside(folder: Path, listing: Iterable[str]) -> None:
+    """Raise CheckpointError if a file in a model folder leads outside, or is a pipe or a device.
+
+    Libraries open files by names of their own: tokenizers, chat templates, generation_config.json. So every name in the
+    folder is checked before they get it. `folder` is a real path, `listing` has its names; hidden ones are not read.
+    """
+    names = list(listing)
+    if TEMPLATES in names and inside(folder, TEMPLATES).is_dir():
+        names += [f"{TEMPLATES}/{name}" for name in sorted(os.listdir(folder / TEMPLATES))]
+    for name in names:
+        path = folder / name
+        data = PurePosixPath(name.lower()).suffix in DATA_SUFFIXES and (name == TEMPLATES or not path.is_dir())
+        if name.startswith(".") or not data or not path.exists():  # a link to nothing gives nothing
+            continue
+        real = inside(folder, name) if path.is_symlink() or TEMPLATES in path.parts else path
+        if not (real.is_file() or real.is_dir()):
+            raise CheckpointError(f"{folder}: {shown(name)} is no regular file: remove it")
 
 
 def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[str], dict[str, str] | None]:
@@ -126,11 +150,11 @@ def companions(folder: Path, weights: Collection[str] = (), code: bool = False) 
     suffixes = (*DATA_SUFFIXES, ".py") if code else DATA_SUFFIXES
     with files.guarded(folder):
         entries = {p.name: p.is_dir() for p in folder.iterdir() if not p.name.startswith(".")}
-        templates = [p.relative_to(folder).as_posix() for p in folder.glob("additional_chat_templates/*.jinja")]
+        templates = [p.relative_to(folder).as_posix() for p in folder.glob(f"{TEMPLATES}/*.jinja")]
     names, left_out = [*templates], []
     for name, is_folder in sorted(entries.items()):
         lower = name.lower()
-        if lower in REPLACED or lower.endswith(".index.json") or name in (*weights, "additional_chat_templates"):
+        if lower in REPLACED or lower.endswith(".index.json") or name in (*weights, TEMPLATES):
             continue
         data = PurePosixPath(lower).suffix in suffixes or VERSIONED.fullmatch(lower)
         if is_folder or not data or lower in FOREIGN or not name.isprintable() or len(name) > NAME_LIMIT:
