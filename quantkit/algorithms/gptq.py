@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.algorithms import coordinate_descent, rtn
 from quantkit.algorithms.cholesky import Factor, factorize
 from quantkit.algorithms.grid import encode
-from quantkit.algorithms.hessian import row_losses
+from quantkit.algorithms.hessian import check_size, row_losses
 from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import GroupError, choose_scales, group_errors
@@ -56,6 +56,7 @@ def quantize(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor
     gives plain rounding, and the facts say so.
     """
     check_weight(weight)
+    check_size(h, weight.shape[1])
     groups = scheme.groups(weight.shape[1])
     try:
         factor = factor or factorize(h, options, scheme.sparsity is not None)

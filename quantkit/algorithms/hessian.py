@@ -33,9 +33,16 @@ class Hessian:
     def add(self, x: Tensor) -> None:
         """Add the tokens of `x` `[..., k]`, any float dtype; NumericError, with counts, if any entry is not finite.
 
+        NumericError, too, if `k` is not that of the linear.
+
         Half-precision inputs on a GPU are multiplied as they are with a float32 result, all others as float32.
         """
-        x = x.detach().reshape(-1, self._sum.shape[0])
+        if x.shape[-1] != len(self._sum):
+            raise NumericError(
+                f"activations of {x.shape[-1]} channels for a linear of {len(self._sum)}: config.json does not fit the "
+                "weights, fetch the folder again"
+            )
+        x = x.detach().reshape(-1, len(self._sum))
         finite = torch.isfinite(x)
         if not bool(finite.all()):
             token, channel = (~finite).nonzero()[0].tolist()
@@ -77,6 +84,14 @@ def _add_products(total: Tensor, x: Tensor) -> None:
             total[a:b, :b].addmm_(x[:, a:b].T, x[:, :b])
         else:
             total[a:b, :b] += torch.mm(x[:, a:b].T, x[:, :b], out_dtype=torch.float32)
+
+
+def check_size(h: Tensor, k: int) -> None:
+    """Raise NumericError unless `h` is a `[k, k]` matrix, as a weight `[n, k]` needs."""
+    if h.shape != (k, k):
+        raise NumericError(
+            f"the Hessian is {list(h.shape)} and the weight has {k} input channels: calibrate this linear again"
+        )
 
 
 def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:

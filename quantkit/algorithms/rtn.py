@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.grid import LARGEST_HALF, SMALLEST_SCALE, divide, encode, half_precision, refuse_overflow
-from quantkit.algorithms.hessian import live_diagonal
+from quantkit.algorithms.hessian import check_size, live_diagonal
 from quantkit.algorithms.masks import fixed_mask
 from quantkit.algorithms.numerics import check_weight, row_slices, working_dtype
 from quantkit.algorithms.scale_search import check_signed, choose_scales, group_errors
@@ -39,6 +39,8 @@ def quantize(
     does not divide k. RecipeError for what `check_signed` and `fixed_mask` refuse.
     """
     check_weight(weight)
+    if hessian is not None:
+        check_size(hessian, weight.shape[1])
     check_signed(scheme, signed)
     groups = scheme.groups(weight.shape[1])
     rule: dict[str, Any] = {}

@@ -30,6 +30,11 @@ ENVIRONMENTAL = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EMFILE", "ENFILE", "EIO", "ENOMEM")
 }
+#: What torch and Python say in an error when the system gives no memory or no thread.
+EXHAUSTED = (
+    *("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "Cannot allocate memory"),
+    *("failed to map segment", "std::bad_alloc"),
+)
 #: What the handlers ask of the loops of the command that runs.
 STOP = Stop()
 
@@ -88,12 +93,13 @@ def exits() -> Iterator[None]:
         leave(
             FAILED, f"Error: {where}{(error.strerror or 'failed').lower()}: check the path, its permissions and space"
         )
-    except (MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError, ImportError) as error:
         if not _out_of_memory(error):
             raise
         leave(
             FAILED,
-            f"Error: out of memory ({_first_line(error)}): use --device cpu, fewer --samples or a smaller window",
+            f"Error: not enough memory or threads ({_first_line(error)}): use --device cpu, fewer --samples or a "
+            "smaller window, or raise ulimit -v and -u",
         )
     finally:
         STOP.clear()
@@ -145,7 +151,7 @@ def _out_of_memory(error: BaseException) -> bool:
     torch = sys.modules.get("torch")
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
-    return "DefaultCPUAllocator: can't allocate memory" in str(error)
+    return any(words in str(error) for words in EXHAUSTED)
 
 
 def _first_line(error: BaseException) -> str:

@@ -130,11 +130,25 @@ def guarded(path: Path, needed: int = 0) -> Iterator[None]:
             raise CheckpointError(
                 f"{path}: {(error.strerror or str(error)).lower()}: check the path and its permissions"
             ) from error
-        free = shutil.disk_usage(path.absolute().parent).free
+        folder = path.absolute().parent
+        free = shutil.disk_usage(folder).free
+        if free > needed and _lacks_inodes(folder):
+            raise CheckpointError(
+                f"{path}: no inodes left for more files, though {free:,} bytes are free: remove files on that disk and "
+                "run again, with --resume if a .partial- folder was left"
+            ) from error
         raise CheckpointError(
             f"{path}: no space left ({needed:,} more bytes needed, {free:,} free): free some and run again, "
             "with --resume if a .partial- folder was left"
         ) from error
+
+
+def _lacks_inodes(folder: Path) -> bool:
+    """Return True if the file system of a folder counts inodes and has none left."""
+    if not hasattr(os, "statvfs"):
+        return False
+    found = os.statvfs(folder)
+    return found.f_files > 0 and found.f_favail == 0
 
 
 def create(path: Path) -> BinaryIO:

@@ -18,9 +18,9 @@ from torch.nn.functional import pad
 
 from quantkit.algorithms import coordinate_descent, gptq, rtn, sparsegpt
 from quantkit.algorithms.cholesky import Factor, factorize
-from quantkit.algorithms.hessian import Hessian, row_losses
+from quantkit.algorithms.hessian import Hessian, check_size, row_losses
 from quantkit.algorithms.masks import fixed_mask
-from quantkit.algorithms.numerics import check_weight, working_dtype
+from quantkit.algorithms.numerics import check_weight, row_slices, working_dtype
 from quantkit.checkpoint.items import Item
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -33,6 +33,9 @@ from quantkit.progress import Progress
 Solved = list[tuple[QuantizedTensor | Tensor, dict[str, Any]]]
 
 _Part = TypeVar("_Part")
+
+#: A weight is far smaller than another below this ratio.
+FAR_SMALLER = 2.0**-20
 
 
 class _System(NamedTuple):
@@ -76,6 +79,8 @@ def solve(
         progress.warn(f"{names}: only {hessian.tokens} tokens calibrate {k} input channels")
     recipe, skipped = _without_noise(names, k, hessian.tokens, recipe, progress)
     h = hessian.matrix()
+    with about(names):
+        check_size(h, k)
     peak = _channel_peak(h)
     systems = _systems(names, h, goals.values(), recipe, progress)
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
@@ -133,6 +138,25 @@ def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
     return float(torch.linalg.vector_norm(difference) / norm)
 
 
+def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
+    """Count weights `[n, k]` that became 0 because others of their group are far larger; {} if there are none.
+
+    Counted are those below 2^-20 of the largest, in groups where they are an eighth or more of the weights that are not
+    zero. Single small weights among normal ones are no event.
+    """
+    columns = tensor.codes.shape[1]  # padded, so that the last group is whole
+    count = 0
+    for rows in row_slices(weight, columns):
+        parts = _widened(weight[rows], columns).abs().unflatten(1, (tensor.scales.shape[1], -1))
+        small = (parts < parts.amax(-1, keepdim=True).to(working_dtype(weight)) * FAR_SMALLER) & (parts > 0)
+        small &= 8 * small.sum(-1, keepdim=True) >= (parts > 0).sum(-1, keepdim=True)
+        if bool(small.any()):
+            zeros = None if tensor.zeros is None else tensor.zeros[rows]
+            some = QuantizedTensor(tensor.scheme, tensor.codes[rows], tensor.scales[rows], zeros)
+            count += int((small.flatten(1) & (some.dequantize() == 0)).sum())
+    return {"zeroed": count} if count else {}
+
+
 def _width(goal: Goal, k: int, recipe: Recipe | Pruning) -> int:
     """Return the columns in which a weight `[n, k]` is solved: with padding, those of whole groups and quads."""
     return goal.padded_k(k) if isinstance(recipe, Recipe) and recipe.pad and isinstance(goal, Scheme) else k
@@ -162,6 +186,7 @@ def _item(
     facts = {**facts, "relative_error": relative_error(weight, tensor)}
     shape = tuple(weight.shape)
     if isinstance(tensor, QuantizedTensor):
+        facts |= zeroed(weight, tensor)
         stored = stored_shape(recipe, tensor.scheme, *shape)
         if stored != shape:
             facts |= {"zeros": facts["zeros"] - tensor.codes.numel() + weight.numel()} if "zeros" in facts else {}

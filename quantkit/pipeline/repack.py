@@ -24,7 +24,7 @@ from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import TILE
 from quantkit.layouts.recast import broken_rule, recast
-from quantkit.pipeline.layer_solver import relative_error
+from quantkit.pipeline.layer_solver import relative_error, zeroed
 from quantkit.pipeline.plan import Plan, Row
 from quantkit.reporting.report import REPORT
 
@@ -32,7 +32,18 @@ from quantkit.reporting.report import REPORT
 CODES = 2**21
 
 #: Facts of a weight's report that are no longer true once it was rounded again.
-OUTDATED = ("relative_error", "loss", "rtn_loss", "norm", "guard_rows", "rungs", "reason", "fallback", "dead_columns")
+OUTDATED = (
+    "relative_error",
+    "zeroed",
+    "loss",
+    "rtn_loss",
+    "norm",
+    "guard_rows",
+    "rungs",
+    "reason",
+    "fallback",
+    "dead_columns",
+)
 
 
 class Repacker:
@@ -204,6 +215,7 @@ def _rounded(
     weight = pad(q.dequantize()[:n, :k], (0, wider - k, 0, more - n))
     value, facts = rtn.quantize(weight.to(dtype), scheme, clip="none" if scheme.format.is_float else "search")
     error = relative_error(weight, value)
+    facts |= zeroed(weight, value)
     return value, {**facts, "method": "rtn", "requantized_from": q.scheme.label, "requantized_error": error}
 
 

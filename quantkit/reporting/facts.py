@@ -22,6 +22,7 @@ EVENTS = {
     "guard_rows": "have rows where rounding was better than GPTQ and was kept",
     "floored_scales": "have scales raised to 2^-20",
     "subnormal_scales": "have scales below the normal float16 range",
+    "zeroed": "have weights that became 0, below 2^-20 of the largest of their group",
     "zero_scales": "have rows whose stored scale is 0",
 }
 

@@ -113,6 +113,7 @@ _COUNTED = {
     "guard_rows": "rows where rounding was better, and kept: {}",
     "floored_scales": "scales raised to 2^-20: {}",
     "subnormal_scales": "scales below the normal float16 range: {}",
+    "zeroed": "weights that became 0 beside far larger ones: {}",
     "zero_scales": "rows whose stored scale is 0: {}",
     "rounded_scales": "scales rounded to the layout's type: {}",
 }

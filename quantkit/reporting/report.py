@@ -51,7 +51,7 @@ _ENTRIES = {
     "same_values": _NUMBER,
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.
-COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", *(f"{s}_scales" for s in SCALES))
+COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS)
 #: Entries, at any depth, that differ from run to run or from machine to machine.

@@ -241,10 +241,20 @@ def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
         call("doctor")
 
 
-@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        torch.OutOfMemoryError("CUDA out of memory. Tried\nto allocate"),
+        RuntimeError("can't start new thread"),
+        RuntimeError("std::bad_alloc"),
+        RuntimeError("unable to mmap 4096 bytes from file <x>: Cannot allocate memory (12)"),
+        ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+    ],
+)
 def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def greedy() -> None:
         raise error
 
     monkeypatch.setattr(diagnosis, "diagnose", greedy)
-    assert "out of memory" in refused("doctor")
+    assert "not enough memory or threads" in refused("doctor")

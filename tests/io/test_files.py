@@ -6,6 +6,7 @@ import ast
 import errno
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -161,6 +162,19 @@ def test_an_error_names_path_and_bytes(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(CheckpointError, match="missing/file: no such file"):
         write_atomic(tmp_path / "missing" / "file", b"")
+
+
+def test_a_disk_without_inodes_is_told_from_a_full_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = os.statvfs(tmp_path)
+    fields = ("f_bsize", "f_frsize", "f_blocks", "f_bfree", "f_bavail", "f_files", "f_ffree", "f_favail")
+    counted = {name: getattr(found, name) for name in fields}
+    for files_, free, words in ((1000, 0, "no inodes left"), (1000, 5, "no space left"), (0, 0, "no space left")):
+        state = SimpleNamespace(**{**counted, "f_files": files_, "f_ffree": free, "f_favail": free})
+        with monkeypatch.context() as patched, faults(failing(2, errno.ENOSPC, once=False)):
+            patched.setattr(os, "statvfs", lambda path, state=state: state)
+            with pytest.raises(CheckpointError, match=words) as caught:
+                write_atomic(tmp_path / "file", b"1")
+        assert "bytes" in str(caught.value) and "--resume" in str(caught.value)
 
 
 # ------------------------------------------------------------------------------------------------ the journal

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.hessian import Hessian
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -92,3 +93,56 @@ def test_the_largest_input_channel_is_compared_with_the_median_live_one() -> Non
     weights = {"x": torch.randn(8, 64, generator=torch.Generator().manual_seed(0))}
     (item,) = solve(weights, {"x": Scheme.parse("int4:g64")}, hessian, from_mapping({}), Progress(quiet=True))
     assert item.facts is not None and item.facts["channel_peak"] == pytest.approx(30)
+
+
+def test_a_hessian_of_another_width_names_the_linear() -> None:
+    narrow = Hessian(64, "cpu")
+    narrow.add(torch.randn(400, 64, generator=torch.Generator().manual_seed(0)))
+    with pytest.raises(NumericError, match="128 channels for a linear of 64"):
+        narrow.add(torch.zeros(2, 128))
+    weights = {"wide": torch.randn(8, 128, generator=torch.Generator().manual_seed(0))}
+    for method in ("gptq", "rtn"):
+        recipe = from_mapping({"method": method, "metric": "block"})
+        with pytest.raises(NumericError, match=r"wide: the Hessian is \[64, 64\] and the weight has 128"):
+            solve(weights, {"wide": recipe.scheme}, narrow, recipe, Progress(quiet=True))
+    for call in (
+        lambda: rtn.quantize(weights["wide"], recipe.scheme, clip="search", metric="diag", hessian=narrow.matrix()),
+        lambda: gptq.quantize(weights["wide"], recipe.scheme, narrow.matrix(), recipe.gptq),
+    ):
+        with pytest.raises(NumericError, match="128 input channels"):
+            call()
+
+
+#: Group 0 has a range of 1e8; 3 of its 64 weights are zero already.
+def with_a_wide_range(dtype: torch.dtype) -> torch.Tensor:
+    weight = 0.1 * torch.randn(8, 128, generator=torch.Generator().manual_seed(0))
+    weight[2, :64] *= 1e-8 / weight[2, :64].abs().clamp_min(1e-2)
+    weight[2, 5], weight[2, 7:10] = 1.0, 0.0
+    weight[3, 64] = 1e-9  # one small weight among normal ones is no event
+    return weight.to(dtype)
+
+
+@pytest.mark.parametrize("label", ["int4:g64", "int4:g64:asym", "fp6", "fp5", "int4:g64:24"])
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_weights_that_vanish_beside_far_larger_ones_are_counted(label: str, method: str) -> None:
+    scheme = Scheme.parse(label)
+    weight = with_a_wide_range(torch.float32)
+    if scheme.group_size is None:
+        weight[2, 64:] = 0  # the group is the row
+    hessian = Hessian(128, "cpu")
+    hessian.add(torch.randn(400, 128, generator=torch.Generator().manual_seed(1)))
+    recipe = from_mapping(
+        {
+            "scheme": {"format": scheme.format.name, "symmetric": scheme.symmetric, "sparsity": scheme.sparsity}
+            | {"group_size": scheme.group_size or "channel"},
+            "method": method,
+        }
+    )
+    (item,) = solve({"a": weight}, {"a": scheme}, hessian, recipe, Progress(quiet=True))
+    assert item.facts is not None and isinstance(item.value, QuantizedTensor)
+    lost = (item.value.dequantize() == 0) & (weight != 0)
+    assert item.facts["zeroed"] == int(lost[2, :64].sum()) >= 30
+    plain = weight.clone()
+    plain[2] = 0.1
+    (item,) = solve({"a": plain}, {"a": scheme}, hessian, recipe, Progress(quiet=True))
+    assert item.facts is not None and "zeroed" not in item.facts

@@ -200,12 +200,8 @@ def test_sizes_that_the_weights_cannot_have_are_refused_before_a_model_is_built(
 
 
 OPENED = ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "chat_template.jinja", "spiece.model"]
-OPENED += [
-    "special_tokens_map.json",
-    "adapter_config.json",
-    "quantkit_report.json",
-    "additional_chat_templates/x.jinja",
-]
+OPENED += ["special_tokens_map.json", "adapter_config.json", "quantkit_report.json"]
+OPENED += ["additional_chat_templates/x.jinja"]
 
 
 @pytest.mark.parametrize("name", OPENED)
