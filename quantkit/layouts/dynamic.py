@@ -37,7 +37,7 @@ def read_dynamic(
     ignore: list[str] = []
     dynamic = validation.entry(config, "dynamic", dict, type(None), default=None) or {}
     starts = {key: key.removeprefix("+:").removeprefix("-:") for key in dynamic}
-    ours = {key: own[1] for key, start in starts.items() if (own := re.fullmatch(r"\^\(\?:(.*)\)\$", start))}
+    ours = {key: it[1] for key, start in starts.items() if (it := re.fullmatch(r"\^\(\?:(.*)\)\$", start))}
     check_amount((starts | ours).values())
     for key, changes in dynamic.items():
         own = ours.get(key)
