@@ -107,7 +107,8 @@ def require_inside(folder: Path, listing: Iterable[str]) -> None:
         if name.startswith(".") or not data or not path.exists():  # a link to nothing gives nothing
             continue
         real = inside(folder, name) if path.is_symlink() or TEMPLATES in path.parts else path
-        if not (real.is_file() or real.is_dir()):
+        opened = name.endswith((".json", ".jinja")) or any(fnmatch(name.lower(), pattern) for pattern in TOKENIZERS)
+        if opened and not (real.is_file() or real.is_dir()):
             raise CheckpointError(f"{folder}: {shown(name)} is no regular file: remove it")
 
 
