@@ -17,6 +17,7 @@ from quantkit.algorithms.numerics import factor_dtype
 from quantkit.algorithms.options import Options
 from quantkit.core import sparsity
 from quantkit.core.sparsity import QUAD
+from quantkit.core.threads import one_thread
 from quantkit.errors import NumericError
 
 _LEAST_DAMP_FLOAT32 = 1e-3  # below it a float32 factor loses its digits (ALGORITHMS 5.1)
@@ -86,7 +87,8 @@ def factorize_blocks(blocks: Tensor, diagonals: Tensor) -> Tensor:
     left = torch.arange(len(blocks), device=blocks.device)
     for i in range(6):
         correlation.diagonal(dim1=1, dim2=2).fill_(1 + 1e-7 * 10**i)
-        lower, failed = torch.linalg.cholesky_ex(correlation[left].flip(1, 2))
+        with one_thread(blocks.device):
+            lower, failed = torch.linalg.cholesky_ex(correlation[left].flip(1, 2))
         factors[left] = lower.flip(1, 2)
         left = left[failed != 0]
         if not len(left):
@@ -105,5 +107,6 @@ def _processing_order(diagonal: Tensor, options: Options, sparse: bool) -> Tenso
 
 def _upper_factor(matrix: Tensor) -> Tensor | None:
     """Return upper triangular `R` with `R R^T = matrix` `[k, k]`, or None if the matrix is not positive definite."""
-    lower, failed = torch.linalg.cholesky_ex(matrix.flip(0, 1))
+    with one_thread(matrix.device):
+        lower, failed = torch.linalg.cholesky_ex(matrix.flip(0, 1))
     return None if bool(failed) else lower.flip(0, 1)

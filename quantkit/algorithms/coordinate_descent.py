@@ -15,6 +15,7 @@ from quantkit.algorithms.hessian import row_losses
 from quantkit.algorithms.numerics import factor_dtype, working_dtype
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.threads import one_thread
 
 #: With fewer tokens per column, descent fits the noise of the calibration text (ALGORITHMS 8).
 TOKENS_PER_COLUMN = 16
@@ -33,18 +34,23 @@ def refine(
     never rises. Zero points stay, and so do the zero codes of a 2:4 scheme. Also returns the changes by row `[n]`, if
     asked for: `descent_changed` counts codes, `refit_rows` marks new scales.
     """
+    if not (descent or refit):
+        return tensor, {}
     changes = {}
-    loss = row_losses(weight, tensor, h) if descent or refit else weight.new_empty(0)
+    loss = row_losses(weight, tensor, h)
     if descent:
         before = tensor.codes
         for _ in range(descent):
-            found = _descend(weight, tensor, h)
+            with one_thread(h.device):
+                found = _descend(weight, tensor, h)
             if torch.equal(found.codes, tensor.codes):
                 break
             tensor, loss, _ = _better(weight, found, tensor, loss, h)
         changes["descent_changed"] = (tensor.codes != before).sum(-1)
     if refit:
-        tensor, _, changes["refit_rows"] = _better(weight, _refit(weight, tensor, h), tensor, loss, h)
+        with one_thread(h.device):
+            found = _refit(weight, tensor, h)
+        tensor, _, changes["refit_rows"] = _better(weight, found, tensor, loss, h)
     return tensor, changes
 
 

@@ -5,15 +5,19 @@ Every quantizer here minimises `delta H delta^T` for each row's error `delta` (A
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from quantkit.algorithms.numerics import factor_dtype, working_dtype
 from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.threads import side_by_side
 from quantkit.errors import NumericError
 
 CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
 _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
+_ROWS = 1024  # rows of a weight whose losses come from one product
 _DEAD = 1e-6  # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
 
 
@@ -78,12 +82,16 @@ def _add_products(total: Tensor, x: Tensor) -> None:
     """Add `x^T x` to the lower triangle of `total`; the upper triangle is only partly updated."""
     k = total.shape[0]
     width = -(-k // _PANELS)
-    for a in range(0, k, width):
-        b = min(a + width, k)
-        if x.dtype == torch.float32:
-            total[a:b, :b].addmm_(x[:, a:b].T, x[:, :b])
-        else:
-            total[a:b, :b] += torch.mm(x[:, a:b].T, x[:, :b], out_dtype=torch.float32)
+    bounds = [(a, min(a + width, k)) for a in range(0, k, width)]
+    # The largest first, so that several threads end together.
+    side_by_side(total.device, [partial(_add_panel, total, x, a, b) for a, b in reversed(bounds)])
+
+
+def _add_panel(total: Tensor, x: Tensor, a: int, b: int) -> None:
+    if x.dtype == torch.float32:
+        total[a:b, :b].addmm_(x[:, a:b].T, x[:, :b])
+    else:
+        total[a:b, :b] += torch.mm(x[:, a:b].T, x[:, :b], out_dtype=torch.float32)
 
 
 def check_size(h: Tensor, k: int) -> None:
@@ -122,5 +130,10 @@ def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Ten
     d = weight.to(working_dtype(weight))
     if tensor is not None:
         d = d - tensor.dequantize(d.dtype)
-    parts = [((part @ h) * part).sum(-1) for part in (rows.to(h.dtype) for rows in d.split(1024))]
+    parts = side_by_side(h.device, [partial(_quadratic_forms, rows, h) for rows in d.split(_ROWS)])
     return torch.cat(parts).double().clamp_(min=0)
+
+
+def _quadratic_forms(rows: Tensor, h: Tensor) -> Tensor:
+    rows = rows.to(h.dtype)
+    return ((rows @ h) * rows).sum(-1)

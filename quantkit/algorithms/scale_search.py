@@ -7,6 +7,7 @@ function of the rounding errors of a group; `group_errors` makes it from the Hes
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from quantkit.algorithms.grid import (
 from quantkit.algorithms.numerics import row_slices, working_dtype
 from quantkit.core.formats import Format
 from quantkit.core.scheme import Scheme
+from quantkit.core.threads import side_by_side
 from quantkit.errors import RecipeError
 from quantkit.kernels import gptq as kernels
 from quantkit.names import Clip, Metric
@@ -37,31 +39,41 @@ _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
 
 
 def choose_scales(
-    weight: Tensor, scheme: Scheme, clip: Clip, errors: list[GroupError] | None, signed: bool = False
+    weight: Tensor,
+    scheme: Scheme,
+    clip: Clip,
+    errors: list[GroupError] | None,
+    signed: bool = False,
+    stored: torch.dtype | None = None,
 ) -> Grid:
     """Return the grid `[n, groups]` of a weight `[n, k]`.
 
-    `errors` has one function per group; None stands for plain `mse`. Raises what `check_signed` and `fit_scales` raise.
+    `errors` has one function per group; None stands for plain `mse`. `stored` is the dtype of the original weight, if
+    `weight` has another. Raises what `check_signed` and `fit_scales` raise.
     """
     check_signed(scheme, signed)
     n, k = weight.shape
-    groups = scheme.groups(k)
+    groups, dtype = scheme.groups(k), stored or weight.dtype
     scales = torch.empty(n, groups, dtype=torch.float16, device=weight.device)
     zeros = None if scheme.symmetric else torch.empty_like(scales, dtype=torch.uint8)
-    # A product reads a whole block of H, which pays only for many rows.
-    for rows in row_slices(weight, k) if errors is None else row_slices(weight, k // groups, least=512):
+
+    def fit(rows: slice) -> None:
         parts = weight[rows].to(working_dtype(weight)).reshape(-1, groups, k // groups)
         if errors is None:
             x = parts.flatten(0, 1)
-            fits = [fit_scales(x, scheme, clip, weight.dtype, square_error, rows.start, groups, signed)]
+            fits = [fit_scales(x, scheme, clip, dtype, square_error, rows.start, groups, signed)]
         else:
             fits = [
-                fit_scales(parts[:, j].contiguous(), scheme, clip, weight.dtype, errors[j], rows.start, signed=signed)
+                fit_scales(parts[:, j].contiguous(), scheme, clip, dtype, errors[j], rows.start, signed=signed)
                 for j in range(groups)
             ]
         scales[rows] = torch.stack([f.scales for f in fits], 1).view(-1, groups)
         if zeros is not None:
             zeros[rows] = torch.stack([f.zeros for f in fits if f.zeros is not None], 1).view(-1, groups)
+
+    # A product reads a whole block of H, which pays only for many rows.
+    slices = row_slices(weight, k) if errors is None else row_slices(weight, k // groups, least=512)
+    side_by_side(weight.device, [partial(fit, rows) for rows in slices])
     return Grid(scales, zeros)
 
 

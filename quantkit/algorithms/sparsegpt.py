@@ -9,9 +9,10 @@ from quantkit.algorithms.cholesky import Factor, factorize
 from quantkit.algorithms.masks import fixed_mask
 from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.algorithms.options import Options
-from quantkit.algorithms.sweep import Pattern, column_blocks, round_block
+from quantkit.algorithms.sweep import Pattern, column_blocks, round_block, targets
 from quantkit.core.sparsity import QUAD
 from quantkit.core.tensors import dtype_name
+from quantkit.core.threads import one_thread
 from quantkit.errors import NumericError
 
 
@@ -43,7 +44,8 @@ def sweep_pattern(weight: Tensor, h: Tensor, options: Options, factor: Factor) -
     blocks = factor.r.reshape(k // QUAD, QUAD, k // QUAD, QUAD)[each, :, each]
     unit = blocks / blocks.diagonal(dim1=1, dim2=2).unsqueeze(1)
     eye = torch.eye(QUAD, dtype=unit.dtype, device=unit.device)
-    ahead = r * torch.linalg.solve_triangular(unit, eye.expand_as(unit), upper=True).mT.reshape(k, QUAD)
+    with one_thread(r.device):
+        ahead = r * torch.linalg.solve_triangular(unit, eye.expand_as(unit), upper=True).mT.reshape(k, QUAD)
     dtype = working_dtype(weight)
     return Pattern(mask, r.to(dtype), ahead.to(dtype))
 
@@ -55,7 +57,7 @@ def survivors(weight: Tensor, factor: Factor, options: Options, pattern: Pattern
     values = torch.empty_like(w)
     d, v = torch.empty_like(w), factor.unit(dtype)
     for a, b in column_blocks(len(w), options.block, pattern):
-        t = torch.addmm(w[a:b], v[:a, a:b].T, d[:a], out=values[a:b])
+        t = targets(w[a:b], v[:a, a:b], d[:a], values[a:b])
         round_block(t, d[a:b], w[a:b], v[a:b, a:b], None, None, pattern.part(a, b))
     values.masked_fill_(~pattern.mask, 0)  # a removed weight must not leave a negative zero
     return torch.empty_like(w).index_copy_(0, factor.order, values).T.to(weight.dtype).contiguous()

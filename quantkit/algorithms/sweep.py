@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,16 +19,18 @@ from quantkit.algorithms.cholesky import Factor
 from quantkit.algorithms.grid import Grid, round_to_codes
 from quantkit.algorithms.numerics import working_dtype
 from quantkit.algorithms.options import Options
-from quantkit.algorithms.scale_search import GroupError, TriangularError, diagonal_error, fit_scales, square_error
+from quantkit.algorithms.scale_search import GroupError, TriangularError, choose_scales, diagonal_error, square_error
 from quantkit.core import sparsity
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import QUAD, best_two
+from quantkit.core.threads import one_thread, side_by_side
 from quantkit.kernels import gptq as kernels
 from quantkit.kernels.gptq import Columns
 from quantkit.names import Metric
 
+_ROWS = 1024  # rows of a weight whose targets come from one product on a CPU
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block
 
 
@@ -77,20 +80,37 @@ def sweep(
     codes = torch.empty(k, n, dtype=torch.uint8, device=w.device)
     width = k // groups if grid is None else options.block
     for a, b in column_blocks(k, width, pattern):
-        t = torch.addmm(w[a:b], v[:a, a:b].T, d[:a])
+        t = targets(w[a:b], v[:a, a:b], d[:a], torch.empty_like(w[a:b]))
         if grid is None:
             # Where this group's columns would go if none of them were rounded: its scales must cover this.
-            shift = torch.linalg.solve_triangular(v[a:b, a:b].T, t - w[a:b], upper=False, unitriangular=True)
+            with one_thread(w.device):
+                shift = torch.linalg.solve_triangular(v[a:b, a:b].T, t - w[a:b], upper=False, unitriangular=True)
             error = remaining_error(factor, options.metric, a, b, dtype)
             x = (w[a:b] + shift).T.contiguous()
-            fitted = fit_scales(x, scheme, options.clip, weight.dtype, error, signed=options.signed)
-            _store(fitted, scales[a // width], None if zeros is None else zeros[a // width])
+            fitted = choose_scales(x, scheme, options.clip, [error], options.signed, weight.dtype)
+            group = slice(a // width, a // width + 1)
+            _store(fitted, scales[group].T, None if zeros is None else zeros[group].T)
         part = None if pattern is None else pattern.part(a, b)
         round_block(t, d[a:b], w[a:b], v[a:b, a:b], columns.part(a, b), scheme.format, part)
         codes[a:b] = scheme.format.encode(t) if zeros is None else t.add_(zeros[group_of[a:b]])
     codes = torch.empty_like(codes).index_copy_(0, factor.order, codes).T.contiguous()
     half = scales.T.to(torch.float16).contiguous()
     return QuantizedTensor(scheme, codes, half, None if zeros is None else zeros.T.to(torch.uint8).contiguous())
+
+
+def targets(w: Tensor, v: Tensor, d: Tensor, out: Tensor) -> Tensor:
+    """Fill `out` `[b, n]` with the targets of a block, and return it.
+
+    `w` `[b, n]` are its weights, `v` `[a, b]` the columns of V above it, `d` `[a, n]` the errors so far.
+    """
+
+    def add(first: int) -> None:
+        rows = slice(first, first + width)
+        torch.addmm(w[:, rows], v.T, d[:, rows], out=out[:, rows])
+
+    width = w.shape[1] if w.is_cuda else _ROWS
+    side_by_side(w.device, [partial(add, first) for first in range(0, w.shape[1], width)])
+    return out
 
 
 def column_blocks(k: int, width: int, pattern: Pattern | None) -> Iterator[tuple[int, int]]:
@@ -125,6 +145,13 @@ def round_block(
             kernels.round_block(t[a:b], d[a:b], w[a:b], v[a:b, a:b], few, fmt, mask)
             t[b:].addmm_(v[a:b, b:].T, d[a:b])
         return
+    with one_thread(t.device):
+        _round_columns(t, d, w, v, columns, fmt, pattern)
+
+
+def _round_columns(
+    t: Tensor, d: Tensor, w: Tensor, v: Tensor, columns: Columns | None, fmt: Format | None, pattern: Pattern | None
+) -> None:
     group_of = [] if columns is None else columns.group_of.tolist()
     unit = 1 if pattern is None else QUAD
     for a in range(0, len(t), _STEP):

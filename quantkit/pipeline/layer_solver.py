@@ -25,6 +25,7 @@ from quantkit.checkpoint.items import Item
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
+from quantkit.core.threads import one_thread
 from quantkit.errors import NumericError, about
 from quantkit.layouts.recast import recast
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, stored_shape
@@ -134,8 +135,9 @@ def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
     decoded = value.dequantize() if isinstance(value, QuantizedTensor) else value.to(torch.float32, copy=True)
     difference = decoded[:, : weight.shape[1]]
     difference.sub_(weight)  # in place, without a float32 copy of the weight: memory peaks here
-    norm = torch.linalg.vector_norm(weight, dtype=working_dtype(weight)).clamp_min(1e-30)
-    return float(torch.linalg.vector_norm(difference) / norm)
+    with one_thread(weight.device):
+        norm = torch.linalg.vector_norm(weight, dtype=working_dtype(weight)).clamp_min(1e-30)
+        return float(torch.linalg.vector_norm(difference) / norm)
 
 
 def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
@@ -311,7 +313,8 @@ def _checked(value: Tensor) -> dict[str, Any]:
 
 def _finite(losses: Tensor) -> float | None:
     """Return the sum of losses; None if it is not finite, as with an unusable Hessian."""
-    total = float(losses.sum(dtype=torch.float64))
+    with one_thread(losses.device):
+        total = float(losses.sum(dtype=torch.float64))
     return total if math.isfinite(total) else None
 
 
@@ -328,7 +331,6 @@ def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recip
                 signed=recipe.signed,
                 prune=recipe.prune or "magnitude",
             )
-        w = weight.float()
-        loss, norm = (_finite((d @ h) * d) for d in (w - tensor.dequantize(), w))
+        loss, norm = (_finite(row_losses(weight, value, h)) for value in (tensor, None))
         found.append((tensor, {"method": "rtn", "loss": loss, "rtn_loss": loss, "norm": norm, **facts}))
     return found

@@ -392,6 +392,9 @@ def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
     """Collect everything that decides the bytes of a run: a resumed run must have the same."""
     same = {key: report[key] for key in ("quantkit", "recipe_sha256", "device", "compute_dtype")}
     same |= {name: report["environment"][name] for name in ("torch", "transformers")}
+    if report["device"] == "cpu" and report["calibration"]:
+        # The libraries that compute a model's forward may share out a sum among the threads (RELIABILITY 1.4).
+        same["OMP_NUM_THREADS"] = report["environment"]["threads"]
     return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}
 
 

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 from quantkit.algorithms.options import Options
 from quantkit.core.quantized_tensor import QuantizedTensor
+
+T = TypeVar("T")
 
 
 def gauss(*shape: int, seed: int = 0) -> Tensor:
@@ -53,3 +58,16 @@ def damped(h: Tensor, options: Options) -> Tensor:
 
 def is_24(weight: Tensor) -> bool:
     return bool(((weight != 0).view(len(weight), -1, 4).sum(-1) <= 2).all())
+
+
+def on_threads(compute: Callable[[], T], counts: Sequence[int] = (1, 2, 3)) -> list[T]:
+    """Return a result for each number of threads."""
+    before = torch.get_num_threads()
+    found = []
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            found.append(compute())
+        return found
+    finally:
+        torch.set_num_threads(before)

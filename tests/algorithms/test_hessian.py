@@ -12,7 +12,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import remaining_error
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
-from tests.algorithms.inputs import correlated, damped, gauss
+from tests.algorithms.inputs import correlated, damped, gauss, on_threads
 
 # The sums of outer products -------------------------------------------------------------------------------------------
 
@@ -29,6 +29,21 @@ def test_hessian_does_not_depend_on_batching() -> None:
     exact = x.double().T @ x.double() * 2 / 9000
     assert torch.allclose(whole.matrix().double(), exact, rtol=0, atol=1e-5)
     assert torch.equal(whole.matrix(), whole.matrix().T)
+
+
+@pytest.mark.parametrize("k", [128, 512])
+def test_the_number_of_threads_changes_no_bit(k: int) -> None:
+    x = gauss(5000, k).float()
+
+    def matrix() -> torch.Tensor:
+        hessian = Hessian(k, "cpu")
+        hessian.add(x)
+        return hessian.matrix()
+
+    one, *others = on_threads(matrix)
+    assert all(torch.equal(one, other) for other in others)
+    one, *others = on_threads(lambda: factorize(one, Options()).r)
+    assert all(torch.equal(one, other) for other in others)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])

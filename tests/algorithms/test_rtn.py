@@ -19,7 +19,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
 from quantkit.names import Clip, Metric
-from tests.algorithms.inputs import correlated, gauss
+from tests.algorithms.inputs import correlated, gauss, on_threads
 
 FP_LABELS = ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"]
 LABELS = ["int4:g32", "int4:g128", "int4:channel", "int4:g32:asym", "int4:channel:asym", *FP_LABELS]
@@ -318,14 +318,9 @@ def test_wide_rows_use_blocks_on_the_diagonal() -> None:
     assert wide.equal(rtn.quantize(w, FP6, clip="search", metric="diag", hessian=h)[0])
 
 
-def test_same_bits_twice_and_on_one_thread() -> None:
-    w, h = gauss(300, 256).half(), correlated(256).float()
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for count in (2, 2, 1):
-            torch.set_num_threads(count)
-            results.append(rtn.quantize(w, Scheme.parse("int4:g64"), clip="search", metric="block", hessian=h)[0])
-    finally:
-        torch.set_num_threads(threads)
-    assert results[0].equal(results[1]) and results[0].equal(results[2])
+@pytest.mark.parametrize("metric", ["mse", "block"])
+def test_the_number_of_threads_changes_no_bit(metric: Metric) -> None:
+    w, h = gauss(4200, 256).half(), correlated(256).float()
+    scheme = Scheme.parse("int4:g64")
+    one, *others = on_threads(lambda: rtn.quantize(w, scheme, clip="search", metric=metric, hessian=h)[0])
+    assert all(one.equal(other) for other in others)

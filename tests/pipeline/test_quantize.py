@@ -145,6 +145,28 @@ def test_resuming_with_another_recipe_is_refused_and_names_the_field(
         quantize(small_llama, tmp_path / "out", from_mapping(gptq(calib, method="rtn")), resume=True)
 
 
+@pytest.mark.parametrize("method", ["rtn", "gptq"])
+def test_another_number_of_threads_is_refused_where_the_forward_may_depend_on_it(
+    method: str, small_llama: Path, calib: str, tmp_path: Path
+) -> None:
+    def kill(what: str, path: Path) -> None:
+        if what == "rename" and path.name.startswith("config.json"):
+            raise Killed
+
+    recipe, threads = from_mapping(gptq(calib, method=method)), torch.get_num_threads()
+    with faults(kill), pytest.raises(Killed):
+        quantize(small_llama, tmp_path / "out", recipe)
+    try:
+        torch.set_num_threads(threads + 1)
+        if method == "gptq":
+            with pytest.raises(CheckpointError, match="OMP_NUM_THREADS"):
+                quantize(small_llama, tmp_path / "out", recipe, resume=True)
+            torch.set_num_threads(threads)
+        quantize(small_llama, tmp_path / "out", recipe, resume=True)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_bfloat16_models_get_scales_that_bfloat16_holds(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model", torch.bfloat16)
     quantize(model, tmp_path / "out", from_mapping({"method": "rtn"}))

@@ -1,0 +1,45 @@
+"""Work on a CPU that gives the same bits with any number of threads (RELIABILITY 1.4).
+
+A library may share out one sum among its threads, and then the order of the additions depends on their number. Here
+one operation has one thread. Several threads work on several parts, and the bounds of the parts are fixed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+@contextmanager
+def one_thread(device: torch.device) -> Iterator[int]:
+    """Let each operation of the calling thread use one thread; yield how many it used before. A GPU needs no change."""
+    before = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    try:
+        yield before
+    finally:
+        torch.set_num_threads(before)
+
+
+def side_by_side(device: torch.device, tasks: Sequence[Callable[[], T]]) -> list[T]:
+    """Run tasks, on a CPU as many at once as torch uses threads; return their results in order.
+
+    Of several exceptions, that of the first task is raised, after all tasks that have begun are done.
+    """
+    with one_thread(device) as threads:
+        if device.type != "cpu" or min(threads, len(tasks)) < 2:
+            return [task() for task in tasks]
+        # The setting is one of each thread. A new thread takes it over from the process, unless it sets its own.
+        with ThreadPoolExecutor(min(threads, len(tasks)), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(_call, tasks))
+
+
+def _call(task: Callable[[], T]) -> T:
+    return task()
