@@ -30,7 +30,7 @@ INT4_ABSMAX = {"scheme": {"format": "int4"}, "clip": "none"}
 PUBLISHED = {
     **INT4_ABSMAX,
     "method": "gptq",
-    "gptq": {"act_order": "off", "damp_kind": "mean"},
+    "gptq": {"act_order": "off", "damp_kind": "mean", "cap_tokens": False},
     "true_sequential": False,
     "calibration": {"lengths": "fixed"},
 }
@@ -46,7 +46,8 @@ def variants() -> dict[str, Mapping[str, Any]]:
     own = merge(clipped, OWN_LENGTHS)
     sequential = merge(own, {"true_sequential": True})
     diagonal = merge(sequential, {"gptq": {"damp_kind": "own"}})
-    default = merge(diagonal, {"gptq": {"act_order": "static"}})
+    capped = merge(diagonal, {"gptq": {"cap_tokens": True}})
+    default = merge(capped, {"gptq": {"act_order": "static"}})
     return {
         "int4 rtn channel": merge(INT4_ABSMAX, {"method": "rtn", "scheme": {"group_size": "channel"}}),
         "int4 rtn g128": merge(INT4_ABSMAX, {"method": "rtn"}),
@@ -57,6 +58,7 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "+ own lengths": own,
         "+ true sequential": sequential,
         "+ own-diagonal damping": diagonal,
+        "+ capped tokens": capped,
         "+ static act-order = default": default,
         "default without search": merge(default, {"clip": "none"}),
         "marlin paper (damping 0.1)": merge(own, {"gptq": {"damp": 0.1}, "true_sequential": True}),

@@ -1,11 +1,13 @@
 """The Hessian of a linear: the sum of outer products of its calibration inputs.
 
-Every quantizer here minimises `delta H delta^T` for each row's error `delta` (ALGORITHMS 1 and 2).
+Every quantizer here minimises `delta H delta^T` for each row's error `delta` (ALGORITHMS 1 and 2). A few tokens of
+extreme norm would decide that sum alone, so they are scaled down first.
 """
 
 from __future__ import annotations
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +20,10 @@ from quantkit.errors import NumericError
 CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
 _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
 _ROWS = 1024  # rows of a weight whose losses come from one product
+_EXTREME = 6.0  # a token whose norm is more than this many times the median norm counts as a median one
+_SLICE = 512  # tokens or channels for which norms and medians are computed at a time, to save memory
+_SAMPLE = 1024  # beyond so many tokens, every seventh decides the medians; documents seldom have 7 or 14 tokens
+_STRIDE = 7
 _DEAD = 1e-6  # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
 
 
@@ -25,11 +31,15 @@ class Hessian:
     """Sum `x^T x` over tokens in float32.
 
     Tokens are summed in chunks of 4096 in the order of their arrival, so their division between calls does not matter
-    (ALGORITHMS 2). `tokens` counts them.
+    (ALGORITHMS 2). `tokens` counts them. With `cap_tokens`, a token of extreme norm is scaled down first. The first
+    chunk decides which norms are extreme.
     """
 
-    def __init__(self, k: int, device: torch.device | str) -> None:
+    def __init__(self, k: int, device: torch.device | str, *, cap_tokens: bool = True) -> None:
         self.tokens = 0
+        self._cap_tokens = cap_tokens
+        self._cap: _Cap | None = None
+        self._capped = torch.zeros((), dtype=torch.int64, device=device)
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
         self._chunk: Tensor | None = None
         self._filled = 0
@@ -64,6 +74,9 @@ class Hessian:
             self._filled += taken
             x = x[taken:]
             if self._filled == CHUNK:
+                if self._cap_tokens:
+                    self._cap = self._cap or _find_cap(self._chunk)
+                    self._capped += self._cap.apply(self._chunk)
                 _add_products(self._sum, self._chunk)
                 self._filled = 0
 
@@ -73,9 +86,63 @@ class Hessian:
             raise NumericError("no calibration token reached this linear: add calibration text, or leave it dense")
         total = self._sum.clone()
         if self._filled:
-            _add_products(total, self._chunk[: self._filled])
+            _add_products(total, self._last_chunk()[0])
         lower = total.mul_(2 / self.tokens).tril_()
         return lower + lower.tril(-1).T
+
+    @property
+    def capped_tokens(self) -> int:
+        """Count the tokens that were scaled down because their norm is extreme."""
+        return int(self._capped + self._last_chunk()[1])
+
+    def _last_chunk(self) -> tuple[Tensor, Tensor]:
+        """Return a copy of the tokens of the unfinished chunk, capped, and the number of capped ones."""
+        if self._chunk is None or not self._filled:
+            return self._sum[:0], torch.zeros_like(self._capped)
+        x = self._chunk[: self._filled].clone()
+        if not self._cap_tokens:
+            return x, torch.zeros_like(self._capped)
+        return x, (self._cap or _find_cap(x)).apply(x)
+
+
+class _Cap(NamedTuple):
+    """Hold the typical magnitude of each channel, float32 `[k]`, and the median norm of a token in these units."""
+
+    magnitudes: Tensor
+    median: Tensor
+
+    def apply(self, x: Tensor) -> Tensor:
+        """Scale the extreme tokens of `x` `[t, k]` down to the median norm, in place; return their number, int64."""
+        norms = _norms(x, self.magnitudes)
+        extreme = norms > _EXTREME * self.median
+        x.mul_(torch.where(extreme, self.median / norms, 1).unsqueeze(-1))  # a factor of 1 changes no bit
+        return extreme.sum()
+
+
+def _find_cap(x: Tensor) -> _Cap:
+    """Return the cap that the tokens of `x` `[t, k]` imply (ALGORITHMS 2).
+
+    A channel's magnitude is its median over tokens. It is at least that of the average channel in the median token, so
+    that a channel that seldom fires makes no token extreme.
+    """
+    k = x.shape[1]
+    average = _live_median(_norms(x, torch.ones(k, device=x.device))) / k**0.5
+    sample = x[::_STRIDE] if len(x) > _SAMPLE else x
+    # `median` along an axis has no deterministic form on GPUs; `sort` has.
+    medians = [part.abs().sort(0).values[len(part) // 2] for part in sample.split(_SLICE, 1)]
+    magnitudes = torch.maximum(torch.cat(medians).float(), average)
+    return _Cap(magnitudes, _live_median(_norms(x, magnitudes)))
+
+
+def _norms(x: Tensor, magnitudes: Tensor) -> Tensor:
+    """Return the norm of each token of `x` `[t, k]`, channels divided by their magnitudes, float32 `[t]`."""
+    return torch.cat([torch.linalg.vector_norm(part / magnitudes, dim=1) for part in x.split(_SLICE)])
+
+
+def _live_median(norms: Tensor) -> Tensor:
+    """Return the median norm of the tokens that are not zero, infinity if there is none."""
+    live = norms[norms > 0]
+    return live.median() if len(live) else norms.new_tensor(torch.inf)
 
 
 def _add_products(total: Tensor, x: Tensor) -> None:

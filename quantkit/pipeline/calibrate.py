@@ -238,7 +238,8 @@ def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
     The pass for a single group ends before its first linear runs.
     """
     model = run.model
-    hessians = {g.linears[0]: Hessian(model.linears[g.linears[0]][1], model.device) for g in groups}
+    cap = run.recipe.gptq.cap_tokens
+    hessians = {g.linears[0]: Hessian(model.linears[g.linears[0]][1], model.device, cap_tokens=cap) for g in groups}
     stop = len(groups) == 1 and groups[0].once
     document = 0
 

@@ -56,8 +56,8 @@ def solve(
     """Quantize or prune linears `[n, k]`, by name, whose common input gave `hessian`.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
-    tokens, channel_peak, seconds, and those of the solver. `descent_skipped` says that there were too few tokens for
-    descent, `true_shape` that the stored weight is padded.
+    tokens, capped_tokens (if any), channel_peak, seconds, and those of the solver. `descent_skipped` says that there
+    were too few tokens for descent, `true_shape` that the stored weight is padded.
 
     NumericError, naming the linear, for weights that are not finite or overflow. NumericError for an unusable Hessian,
     unless the recipe says `on_unsolvable: rtn`.
@@ -82,7 +82,8 @@ def solve(
     h = hessian.matrix()
     with about(names):
         check_size(h, k)
-    peak = _channel_peak(h)
+    peak, capped = _channel_peak(h), hessian.capped_tokens
+    sums = {"tokens": hessian.tokens, **({"capped_tokens": capped} if capped else {}), **peak}
     systems = _systems(names, h, goals.values(), recipe, progress)
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():
@@ -96,7 +97,7 @@ def solve(
         solved = _solve_alike({name: _widened(w, width) for name, w in chosen.items()}, goal, system, recipe)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
-            common = {"tokens": hessian.tokens, **peak, **skipped, "seconds": seconds * len(weight)}
+            common = {**sums, **skipped, "seconds": seconds * len(weight)}
             items.append(_item(name, weight, tensor, {**facts, **common}, recipe))
     return items
 

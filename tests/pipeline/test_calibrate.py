@@ -31,6 +31,7 @@ from tests.census import families
 from tests.tiny_models import FAMILIES, write_model
 
 COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
+PLAIN_SUM: dict[str, Any] = {**COARSE, "gptq": {"cap_tokens": False}}  # its Hessians can be computed in one line
 
 #: The groups that share an input, by the last part of the names, in the order in which a block calls them.
 GROUPS = {
@@ -118,7 +119,7 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_groups_and_hessians_are_those_of_plain_forwards(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    run = start(folders[family], from_mapping(COARSE), tmp_path)
+    run = start(folders[family], from_mapping(PLAIN_SUM), tmp_path)
     reference = load_dense_model(run.src)
     for block in (0, 1):
         if block:
@@ -140,6 +141,16 @@ def test_groups_and_hessians_are_those_of_plain_forwards(family: str, folders: d
                 assert distance(h, plain_hessian(reference, run.model.paths[linear], sequences())) < 1e-6
 
 
+def test_tokens_of_extreme_norm_are_capped_unless_the_recipe_says_otherwise(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    output = Group(("model.layers.0.self_attn.o_proj",))  # random attention averages all values but the first token's
+    runs = [start(folders["llama"], from_mapping(recipe), tmp_path) for recipe in (COARSE, PLAIN_SUM)]
+    capped, plain = (collect(run, 0, [output])[0] for run in runs)
+    assert plain.capped_tokens == 0 < capped.capped_tokens <= 2 * len(sequences())
+    assert capped.matrix().trace() < plain.matrix().trace()
+
+
 @pytest.mark.parametrize(
     ("family", "sequential"),
     [("llama", True), ("opt", True), ("gpt_neox", True), ("gemma2", True), ("llama", False), ("gpt_neox", False)],
@@ -147,7 +158,7 @@ def test_groups_and_hessians_are_those_of_plain_forwards(family: str, folders: d
 def test_each_group_is_calibrated_on_quantized_earlier_ones(
     family: str, sequential: bool, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    recipe = from_mapping({**COARSE, "true_sequential": sequential})
+    recipe = from_mapping({**PLAIN_SUM, "true_sequential": sequential})
     items, _ = quantized(folders[family], recipe, tmp_path)
     src = Checkpoint(folders[family])
     model, reference = BlockRunner(src, device="cpu"), load_dense_model(src)
@@ -408,7 +419,7 @@ def test_experts_are_grouped_after_a_token_has_chosen_them(three: Path, tmp_path
 def test_experts_are_calibrated_on_their_own_tokens_or_on_all_of_the_layer(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    run = start(folders["mixtral"], from_mapping(COARSE), tmp_path)
+    run = start(folders["mixtral"], from_mapping(PLAIN_SUM), tmp_path)
     groups = find_groups(run, 0, run.model.targets(0))
     stages = find_stages(run, groups)
     experts = "model.layers.0.block_sparse_moe.experts"
