@@ -1,8 +1,8 @@
 """The functions that `import quantkit` and the command line share.
 
-A flag of the command line and a keyword of `quantize` are one row of `KEYS`. So they have the same name and the same
-default (ALGORITHMS 0). The public functions are those of `import quantkit`: `keywords` makes their signatures, and
-spells their errors.
+A flag of the command line and a keyword of `quantize` are one row of `pipeline.recipe.KEYS`. So they have the same name
+and the same default (ALGORITHMS 0). The public functions are those of `import quantkit`: `keywords` makes their
+signatures, and spells their errors.
 """
 
 from __future__ import annotations
@@ -36,42 +36,13 @@ from quantkit.pipeline import recipe as recipes
 from quantkit.pipeline.convert import pack as pack_folder
 from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.push import Pushed, reach, upload
-from quantkit.pipeline.recipe import Pruning, Recipe
+from quantkit.pipeline.recipe import KEYS, Pruning, Recipe
 from quantkit.pipeline.result import Result
 from quantkit.pipeline.run_options import RunKeywords, RunOptions, Settings
 from quantkit.progress import Listener, Progress, Reporter
 from quantkit.reporting.report import REPORT
 from quantkit.reporting.report import load as load_report
 
-#: option -> its place in a recipe's mapping. `build_recipe` places `asym`, `skip` and `override`.
-KEYS: dict[str, tuple[str, ...]] = {
-    "format": ("scheme", "format"),
-    "group_size": ("scheme", "group_size"),
-    "prune": ("scheme", "sparsity"),
-    "prune_method": ("prune",),
-    "method": ("method",),
-    "clip": ("clip",),
-    "metric": ("metric",),
-    "damp": ("gptq", "damp"),
-    "damp_kind": ("gptq", "damp_kind"),
-    "act_order": ("gptq", "act_order"),
-    "on_unsolvable": ("gptq", "on_unsolvable"),
-    "signed": ("signed",),
-    "refit": ("gptq", "refit"),
-    "descent": ("gptq", "descent"),
-    "true_sequential": ("true_sequential",),
-    "calib": ("calibration", "data"),
-    "samples": ("calibration", "samples"),
-    "max_length": ("calibration", "max_length"),
-    "lengths": ("calibration", "lengths"),
-    "text_column": ("calibration", "text_column"),
-    "split": ("calibration", "split"),
-    "moe_calibration": ("calibration", "moe"),
-    "seed": ("calibration", "seed"),
-    "layout": ("layout",),
-    "pad": ("pad",),
-    "fused_alike": ("fused_alike",),
-}
 #: The keywords of `plan` alone.
 PLANNING = ("gpu_memory", "target", "gpu")
 

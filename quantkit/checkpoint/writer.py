@@ -28,6 +28,8 @@ from quantkit.layouts.base import Layout
 SHARD_BYTES = 2 * 2**30
 #: The most bytes that are reserved for one file's header.
 MOST_HEADER_BYTES = 4 * 2**20
+#: Says how a recorded identity differs from that of now; None if it does not.
+Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
 
 
 class CheckpointWriter:
@@ -89,16 +91,17 @@ class CheckpointWriter:
         """The bytes of the committed tensors that packed weights consist of."""
         return sum(line["packed_bytes"] for line in self.done)
 
-    def identify(self, identity: dict[str, Any]) -> None:
-        """Record what the run depends on; on a resumed one CheckpointError names the fields that differ."""
+    def identify(self, identity: dict[str, Any], difference: Compare) -> None:
+        """Record what the run depends on.
+
+        A resumed one must depend on the same: otherwise CheckpointError with the words of `difference`.
+        """
         stated = json.loads(json.dumps(identity))
         if self._identity is None:
             append_journal(self._journal, stated)
             self._identity = stated
-        elif self._identity != stated:
-            before = self._identity
-            differing = [key for key in sorted({*before, *stated}) if before.get(key) != stated.get(key)]
-            raise _begun_otherwise(self.partial, differing)
+        elif differs := difference(self._identity, stated):
+            raise _begun_otherwise(self.partial, differs)
 
     def add(self, item: Item) -> None:
         """Store an item, in the layout if it is quantized; CheckpointError if it was stored before."""
@@ -187,17 +190,15 @@ class CheckpointWriter:
         self._bytes = self._packed_bytes = 0
 
 
-def require_same(partial: Path, identity: Mapping[str, Any]) -> None:
-    """Raise the CheckpointError of `identify` if work in a partial folder was begun with other values of `identity`."""
+def require_same(partial: Path, identity: Mapping[str, Any], difference: Compare) -> None:
+    """Raise the CheckpointError of `identify` if work in a partial folder was begun with another identity."""
     lines = read_journal(partial / JOURNAL)
-    before, stated = lines[0] if lines else {}, json.loads(json.dumps(identity))
-    differing = [key for key in sorted(stated) if lines and before.get(key) != stated[key]]
-    if differing:
-        raise _begun_otherwise(partial, differing)
+    if lines and (differs := difference(lines[0], json.loads(json.dumps(identity)))):
+        raise _begun_otherwise(partial, differs)
 
 
-def _begun_otherwise(partial: Path, differing: list[str]) -> CheckpointError:
-    return CheckpointError(f"{partial} was begun with another {', '.join(differing)}: run as then, or use --overwrite")
+def _begun_otherwise(partial: Path, differs: str) -> CheckpointError:
+    return CheckpointError(f"{partial} was begun with other settings, {differs}")
 
 
 def texts_beside(

@@ -34,6 +34,7 @@ from quantkit.models.text_sources import PACKAGED
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline.calibrate import calibrated, check_sequences
 from quantkit.pipeline.fused_alike import changes
+from quantkit.pipeline.identity import difference, identity
 from quantkit.pipeline.layer_solver import solve_uncalibrated
 from quantkit.pipeline.opening import require_complete_source, require_right_weights
 from quantkit.pipeline.output_files import disk_peak, output_files, report_bytes
@@ -174,7 +175,7 @@ def _require_runnable(
         recipe = with_packaged_text(recipe)
         job = job._replace(plan=_with_files(job, recipe))
     if before is not None and run.resume:
-        require_same(before, _known_identity(job, recipe, text.facts))
+        require_same(before, _known_identity(job, recipe, text.facts), difference)
     if out is not None:
         activations = job.plan.memory.token_bytes * sum(len(sequence) for sequence in text.sequences)
         mapped = run.act_budget is not None and activations > run.act_budget
@@ -235,7 +236,7 @@ def quantize(
         report["notices"] += [*text.warnings, *text.notices, *lacking]
         for notice in lacking:
             progress.note(notice)
-        writer.identify(_identity(report))
+        writer.identify(identity(report), difference)
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated and not writer.done:  # a NaN in the last block would cost the whole run
@@ -388,17 +389,7 @@ def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
     }
 
 
-def _identity(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect everything that decides the bytes of a run: a resumed run must have the same."""
-    same = {key: report[key] for key in ("quantkit", "recipe_sha256", "device", "compute_dtype")}
-    same |= {name: report["environment"][name] for name in ("torch", "transformers")}
-    if report["device"] == "cpu" and report["calibration"]:
-        # The libraries that compute a model's forward may share out a sum among the threads (RELIABILITY 1.4).
-        same["OMP_NUM_THREADS"] = report["environment"]["threads"]
-    return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}
-
-
 def _known_identity(job: _Job, recipe: Recipe | Pruning, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the part of a run's identity for which no weight is read."""
     report = {**heading("", "", None, {}), **_known(job, recipe), "calibration": facts}
-    return {key: value for key, value in _identity(report).items() if key != "source"}
+    return {key: value for key, value in identity(report).items() if key != "source"}

@@ -36,6 +36,35 @@ SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
 GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
 #: Keys of that section that pruning uses.
 PRUNING_KEYS = ("damp", "damp_kind", "block", "act_order")
+#: option -> its place in a recipe's mapping. `api.build_recipe` places `asym`, `skip` and `override`.
+KEYS: dict[str, tuple[str, ...]] = {
+    "format": ("scheme", "format"),
+    "group_size": ("scheme", "group_size"),
+    "prune": ("scheme", "sparsity"),
+    "prune_method": ("prune",),
+    "method": ("method",),
+    "clip": ("clip",),
+    "metric": ("metric",),
+    "damp": ("gptq", "damp"),
+    "damp_kind": ("gptq", "damp_kind"),
+    "act_order": ("gptq", "act_order"),
+    "on_unsolvable": ("gptq", "on_unsolvable"),
+    "signed": ("signed",),
+    "refit": ("gptq", "refit"),
+    "descent": ("gptq", "descent"),
+    "true_sequential": ("true_sequential",),
+    "calib": ("calibration", "data"),
+    "samples": ("calibration", "samples"),
+    "max_length": ("calibration", "max_length"),
+    "lengths": ("calibration", "lengths"),
+    "text_column": ("calibration", "text_column"),
+    "split": ("calibration", "split"),
+    "moe_calibration": ("calibration", "moe"),
+    "seed": ("calibration", "seed"),
+    "layout": ("layout",),
+    "pad": ("pad",),
+    "fused_alike": ("fused_alike",),
+}
 
 
 @dataclass(frozen=True)

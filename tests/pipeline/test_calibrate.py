@@ -248,7 +248,7 @@ def test_rtn_with_a_hessian_runs_in_the_loop(folders: dict[str, Path], tmp_path:
 def interrupted(src: Checkpoint, recipe: Recipe, partial: Path, blocks: int) -> dict[str, Item]:
     """Run into a partial folder until `blocks` commits are made, then drop the generator."""
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
-    writer.identify({"recipe": recipe.sha256()})
+    writer.identify({"recipe": recipe.sha256()}, lambda before, now: None)
     items: dict[str, Item] = {}
     for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), partial, writer.done):
         if isinstance(item, Item):
@@ -311,7 +311,7 @@ def test_a_stop_between_snapshot_and_commit_loses_one_block_only(
     partial = tmp_path / "partial"
     partial.mkdir()
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
-    writer.identify({"recipe": recipe.sha256()})
+    writer.identify({"recipe": recipe.sha256()}, lambda before, now: None)
     for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), partial, writer.done):
         if isinstance(item, Item):
             writer.add(item)

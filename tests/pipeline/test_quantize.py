@@ -14,12 +14,13 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
 from quantkit.inference.load import load
 from quantkit.io import files
+from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_header import read_header
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.pipeline.recipe import Pruning, Recipe, from_mapping, pruning_from_mapping
 from quantkit.reporting.report import REPORT
 from tests.census import families
 from tests.faults import Killed, count, faults, killer, memory_path
@@ -132,17 +133,91 @@ def test_killed_anywhere_and_resumed_gives_the_same_bytes(
     assert operations > 40 and resumed > 3
 
 
-def test_resuming_with_another_recipe_is_refused_and_names_the_field(
+def stopped_at_the_end(what: str, path: Path) -> None:
+    """Stop a run before its last file."""
+    if what == "rename" and path.name.startswith("config.json"):
+        raise Killed
+
+
+def refusal(model: Path, out: Path, recipe: Recipe | Pruning) -> str:
+    """Resume a run that cannot be resumed; return what the message says after the folder's name."""
+    with pytest.raises(CheckpointError) as error:
+        quantize(model, out, recipe, resume=True)
+    return str(error.value).partition(" was begun with other settings, ")[2]
+
+
+def test_resuming_with_another_recipe_names_each_value_and_the_options_that_bring_it_back(
     small_llama: Path, calib: str, tmp_path: Path
 ) -> None:
-    def kill(what: str, path: Path) -> None:
-        if what == "rename" and path.name.startswith("config.json"):
-            raise Killed
+    def recipe(calibration: dict[str, object] | None = None, **options: object) -> Recipe:
+        text = {"data": calib, "samples": 8, "max_length": 128, **(calibration or {})}
+        return from_mapping({"calibration": text, "skip": ["lm_head", "0.*k_proj"], "method": "rtn", **options})
 
-    with faults(kill), pytest.raises(Killed):
-        quantize(small_llama, tmp_path / "out", from_mapping(gptq(calib)))
-    with pytest.raises(CheckpointError, match="recipe"):
-        quantize(small_llama, tmp_path / "out", from_mapping(gptq(calib, method="rtn")), resume=True)
+    out = tmp_path / "out"
+    with faults(stopped_at_the_end), pytest.raises(Killed):
+        quantize(small_llama, out, recipe())
+    assert refusal(small_llama, out, recipe({"samples": 9})) == (
+        "samples was 8 and is now 9: use --samples 8, or --overwrite"
+    )
+    assert refusal(small_llama, out, recipe({"seed": 1}, pad=True, overrides={"v_proj": "int4:g64"})) == (
+        "seed was 0 and is now 1, pad was off and is now on, override was none and is now v_proj=int4:g64: "
+        "use --seed 0 --no-pad and drop --override, or use --overwrite"
+    )
+    assert refusal(small_llama, out, recipe(skip=["lm_head"], gptq={"block": 64}, fused_alike=True)) == (
+        "gptq.block was 128 and is now 64, skip was lm_head, 0.*k_proj and is now lm_head, fused-alike was off and is "
+        "now on: use --skip '0.*k_proj' --no-fused-alike and set gptq.block to 128 in the recipe, or use --overwrite"
+    )
+    assert refusal(small_llama, out, recipe(scheme={"symmetric": False})) == (
+        "asym was off and is now on: use --sym, or --overwrite"
+    )
+    assert refusal(small_llama, out, recipe(scheme={"sparsity": "2:4"})) == (
+        "prune was none and is now 2:4: drop --prune, or use --overwrite"
+    )
+    magnitude = pruning_from_mapping({"method": "magnitude"})
+    assert refusal(small_llama, out, magnitude) == (
+        "the command was quantize: use quantkit quantize, or use --overwrite"
+    )
+    quantize(small_llama, out, recipe(), resume=True)
+
+
+def test_resuming_with_other_versions_files_or_text_says_which(
+    small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(small_llama, tmp_path / "model"))
+    text = Path(shutil.copy(calib, tmp_path / "text.txt"))
+    recipe, out = from_mapping(gptq(str(text))), tmp_path / "out"
+    with faults(stopped_at_the_end), pytest.raises(Killed):
+        quantize(model, out, recipe)
+    journal = next(tmp_path.glob("out.partial-*")) / JOURNAL
+    begun, *commits = read_journal(journal)
+
+    def rewrite(**changed: object) -> None:
+        """Let the journal be one of another machine, or of a version without a key."""
+        stated = {key: value for key, value in {**begun, **changed}.items() if value is not None}
+        files.remove(journal)
+        for line in (stated, *commits):
+            append_journal(journal, line)
+
+    rewrite(torch="2.0.1", device="NVIDIA H200", compute_dtype="float16")
+    assert refusal(model, out, recipe) == (
+        f"torch was 2.0.1 and is now {torch.__version__}, device was NVIDIA H200 and is now cpu: "
+        "install torch 2.0.1 and run on NVIDIA H200, or use --overwrite"
+    )
+    rewrite(recipe=None, recipe_sha256="0" * 64)
+    assert refusal(model, out, recipe) == "the recipe was another: use the options of then, or use --overwrite"
+    rewrite(recipe=None)
+    config = (model / "config.json").read_text()
+    (model / "config.json").write_text(config + "\n")
+    text.write_text(TEXT.replace("brown", "green"))
+    assert refusal(model, out, recipe) == (
+        "the calibration text or the tokenizer has changed: restore the text, or use --overwrite"
+    )
+    text.write_text(TEXT)
+    assert refusal(model, out, recipe) == (
+        "of the source config.json has changed: restore the source, or use --overwrite"
+    )
+    (model / "config.json").write_text(config)
+    quantize(model, out, recipe, resume=True)
 
 
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
