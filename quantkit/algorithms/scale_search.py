@@ -125,8 +125,7 @@ def check_signed(scheme: Scheme, signed: bool) -> None:
     """Raise RecipeError if signed scales are asked of a scheme that gains nothing from them."""
     if signed and (scheme.format.is_float or not scheme.symmetric):
         raise RecipeError(
-            f"signed scales are for symmetric INT4, whose codes reach further below zero than above, not for "
-            f"{scheme.label}: drop signed (--unsigned), or use int4 without --asym"
+            f"--signed is for symmetric int4, not for {scheme.label}: drop --signed, or use --format int4 --sym"
         )
 
 

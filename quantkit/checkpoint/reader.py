@@ -123,7 +123,7 @@ class Checkpoint:
         self.path = Path(os.path.realpath(folder))
         self.notices: list[str] = []
         if not self.path.is_dir():
-            raise CheckpointError(f"{folder} is no folder: give a model's folder or hub id")
+            raise CheckpointError(f"{folder} is no folder: give the folder of a model")
         with files.guarded(self.path):
             listing = sorted(os.listdir(self.path))
         if config is None and CONFIG not in listing:

@@ -96,11 +96,7 @@ def exits() -> Iterator[None]:
     except (MemoryError, RuntimeError, ImportError) as error:
         if not _out_of_memory(error):
             raise
-        leave(
-            FAILED,
-            f"Error: not enough memory or threads ({_first_line(error)}): use --device cpu, fewer --samples or a "
-            "smaller window, or raise ulimit -v and -u",
-        )
+        leave(FAILED, f"Error: not enough memory or threads ({_first_line(error)}): {_smaller(error)}")
     finally:
         STOP.clear()
 
@@ -152,6 +148,15 @@ def _out_of_memory(error: BaseException) -> bool:
     if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
         return True
     return any(words in str(error) for words in EXHAUSTED)
+
+
+def _smaller(error: BaseException) -> str:
+    """Name an option of the command that needs less memory, and the limits that a shell sets."""
+    context = click.get_current_context(silent=True)
+    ways = {} if isinstance(error, MemoryError) else {"device": "use --device cpu"}
+    ways |= {"samples": "use fewer --samples", "window": "use a smaller --window"}
+    first = [way for name, way in ways.items() if context and name in context.params]
+    return f"{[*first, 'free some memory'][0]}, or raise ulimit -v and -u"
 
 
 def _first_line(error: BaseException) -> str:

@@ -31,7 +31,8 @@ def verify(checkpoint: Path, against: Path | None, device: str, as_json: bool, p
     emit(show.as_json(found.to_dict()) if as_json else show.verification(found, progress))
     verification.write(found, checkpoint)
     if not found.ok:
-        leave(UNVERIFIED, f"Error: {checkpoint} is not what it should be: {len(found.failures)} failures, see above")
+        failures = f"{len(found.failures)} failure{'s' if len(found.failures) > 1 else ''}"
+        leave(UNVERIFIED, f"Error: {checkpoint} is not what it should be: {failures}, see above")
 
 
 @command("inspect", "quantkit inspect ./model-marlin", computes=False)

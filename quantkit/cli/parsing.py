@@ -75,7 +75,10 @@ class Command(click.Command):
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]
-    """A choice that names the nearest value for a wrong one."""
+    """A choice that names the nearest value for a wrong one, and lists its values in one line if there is none."""
+
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+        return f"Choose from {', '.join(map(str, self.choices))}."
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -14,6 +15,7 @@ from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, choice_of, command
 from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.push import pushed, pushing_options
+from quantkit.errors import QuantkitError
 from quantkit.names import FORMATS, GPUS, MOST_TOKENS, TARGETS, Clip, Method, Metric, Rule
 from quantkit.pipeline.calibration_options import Calib
 from quantkit.pipeline.run_options import RunOptions
@@ -276,7 +278,17 @@ def run(recipe: str, model: str, out: Path, as_json: bool, progress: Progress, *
     from quantkit import api
 
     publishing = {name: running.pop(name) for name in PUBLISHING}
-    _produce(model, out, api.build_recipe(recipe), publishing, running, as_json, progress)
+    try:
+        _produce(model, out, api.build_recipe(recipe), publishing, running, as_json, progress)
+    except QuantkitError as error:
+        raise type(error)(f"{error}{_where(str(error), recipe)}") from error
+
+
+def _where(message: str, recipe: str) -> str:
+    """Say where the options of a message are that `run` lacks; empty if it has them all."""
+    known, named = ({name for param in command.params for name in param.opts} for command in (run, quantize))
+    lacking = [name for name in re.findall(r"--[a-z][a-z-]*", message) if name in named - known]
+    return f" ({lacking[0]} is an option of quantkit quantize --recipe {recipe})" if lacking else ""
 
 
 def _produce(

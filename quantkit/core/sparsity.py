@@ -81,7 +81,7 @@ def check(values: Tensor, zero: int = 0) -> None:
         row, column = first
         raise LayoutError(
             f"{bad} of {total} quads have more than two values that are not "
-            f"zero, first row {row}, columns {column} to {column + 3}: this is no 2:4 weight, prune it first"
+            f"zero, first row {row}, columns {column} to {column + 3}: this is no 2:4 weight"
         )
 
 

@@ -76,7 +76,7 @@ def inside(folder: Path, name: Any) -> Path:
     if not isinstance(name, str) or not 0 < len(name) <= NAME_LIMIT or not name.isprintable() or "\\" in name:
         raise CheckpointError(f"{folder}: {shown(name)} is not a file name")
     if plain.is_absolute() or ".." in plain.parts or str(plain) != name:
-        raise CheckpointError(f"{folder}: {shown(name)} names a file outside the model's folder, which is not read")
+        raise CheckpointError(f"{folder}: {shown(name)} names a file outside the model's folder: download it again")
     try:
         real = (folder / plain).resolve(strict=True)
     except FileNotFoundError:

@@ -113,7 +113,9 @@ class CompressedTensors(Layout):
             expected["weight_g_idx"] = (torch.int32, (k,))
         validation.match(tensors, expected)
         if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
-            raise LayoutError("weight_g_idx is not k // group_size: act-ordered groups are not read")
+            raise LayoutError(
+                f"weight_g_idx is not k // group_size, act-order at run time is not read: {validation.ORIGINAL}"
+            )
         zeros = None
         if not scheme.symmetric:
             zeros = ZEROS.unpack(tensors["weight_zero_point"], 4, (n + -n % 8, scheme.groups(k)))

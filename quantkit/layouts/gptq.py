@@ -80,9 +80,7 @@ class Gptq(Layout):
         n, k = self.check_tensors(tensors, scheme)
         order = tensors.get("g_idx")
         if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
-            raise LayoutError(
-                "g_idx is not k // group_size: the checkpoint is act-ordered, and only static order is read"
-            )
+            raise LayoutError(f"g_idx is not k // group_size, act-order at run time is not read: {validation.ORIGINAL}")
         zeros = self._zeros(ZEROS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme)
         fill = CODES.unpacker(tensors["qweight"], 4, (n, k))
         return Unpacking(scheme, (n, k), validation.half(tensors["scales"].t()), zeros, fill)

@@ -44,7 +44,7 @@ def half(scales: Tensor) -> Tensor:
     if bool(changed.any()):
         row, group = changed.nonzero()[0].tolist()
         fits = bool(torch.isfinite(exact).all())
-        way_out = "quantkit pack --requantize-scales rounds them" if fits else "the largest is 65504, " + ORIGINAL
+        way_out = "add --requantize-scales to round them (reported)" if fits else "the largest is 65504, " + ORIGINAL
         raise LayoutError(
             f"{int(changed.sum())} {dtype_name(scales.dtype)} scales are no float16 values, first "
             f"{float(scales[row, group])} at row {row}, group {group}: {way_out}"

@@ -209,7 +209,7 @@ def _own(
             return sequences, {"documents": len(found.texts), "cut": cut, "skipped": skipped}
     raise CheckpointError(
         f"{found.source}: holds {len(sequences)} usable documents, {samples} were asked for ({found.rule}): "
-        f"use --samples {len(sequences) or 1}, a longer --calib file, or --lengths fixed"
+        f"use --samples {len(sequences) or 1}, or a longer --calib file"
     )
 
 
@@ -221,7 +221,7 @@ def _fixed(
     if windows < samples:
         raise CheckpointError(
             f"{found.source}: holds {len(stream)} tokens, {samples} windows of {max_length} need "
-            f"{samples * max_length}: use {f'--samples {windows}, ' if windows else ''}a smaller --max-length, or a "
+            f"{samples * max_length}: use {f'--samples {windows}' if windows else 'a smaller --max-length'}, or a "
             "longer --calib file"
         )
     chosen = torch.randperm(windows, generator=generator)[:samples].tolist()

@@ -75,7 +75,7 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     elif before.get("compute_dtype") != now["compute_dtype"]:  # the dtype follows the device
         clause = _was("the compute dtype", before.get("compute_dtype"), now["compute_dtype"])
         yield Difference(clause, words="restore the source's config.json")
-    elif THREADS in now and before.get(THREADS) != now[THREADS]:
+    elif same_recipe and THREADS in now and before.get(THREADS) != now[THREADS]:
         was = before.get(THREADS, "not recorded")
         remedy = f"set {THREADS}={was}" if THREADS in before else "run with the threads of then"
         yield Difference(_was(THREADS, was, now[THREADS]), words=remedy)

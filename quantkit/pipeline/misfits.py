@@ -19,6 +19,8 @@ from quantkit.names import KERNELS
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, default_layout
 
 FILLED = "to fill it up with zeros"
+#: The most ways out that a message names.
+MOST_OPTIONS = 2
 #: Group sizes to suggest, in this order; one scale per row (None) fits every k.
 GROUP_SIZES = (128, 64, 32, None)
 
@@ -58,7 +60,7 @@ def ways_out(
         if recipe is not None and not everything:
             options.append(f"leave them dense with --skip '{_skip_pattern(group, schemes)}'")
         last = "quantize the original model in another way" if recipe is None else "download or convert the model again"
-        lines.append(f"{rule}: {_by_shape(group)}: {', or '.join(options) or last}")
+        lines.append(f"{rule}: {_by_shape(group)}: {', or '.join(options[:MOST_OPTIONS]) or last}")
     return tuple(lines)
 
 

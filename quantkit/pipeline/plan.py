@@ -22,7 +22,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import quads
 from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.errors import LayoutError, QuantkitError, ThresholdError
-from quantkit.kernels import MATMULS, none_for
+from quantkit.kernels import MATMULS
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import joined_name
@@ -435,8 +435,6 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: re
             f"{len(padded)} weights are padded with zeros (first {padded[0].module} {list(padded[0].shape)} to "
             f"{list(padded[0].stored)}): only quantkit reads their true shapes, and this folder right"
         )
-    if layout.NAME not in MATMULS:
-        found.append(none_for(layout.NAME))
     return found
 
 

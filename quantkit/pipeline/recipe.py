@@ -304,7 +304,9 @@ def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme
     """Return the rule for 2:4 masks, None if no scheme is 2:4."""
     if not any(is_sparse(scheme) for scheme in schemes):
         if mapping.get("prune") is not None:
-            raise RecipeError("prune chooses the masks of 2:4 schemes, and there is none: add --prune 2:4, or drop it")
+            raise RecipeError(
+                "--prune-method is for 2:4, which is not asked for: add --prune 2:4, or drop --prune-method"
+            )
         return None
     rule: Rule = _choice(mapping, "prune", Rule, "sparsegpt" if method == "gptq" else "magnitude")
     if method == "rtn":
@@ -328,7 +330,9 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     fixed = {"clip": clip, "metric": metric, "signed": signed, **({"prune": prune} if prune else {})}
     gptq = _build(Options, _section(mapping, "gptq"), GPTQ_KEYS, "gptq", **fixed)
     if method != "gptq" and (gptq.refit or gptq.descent):
-        raise RecipeError(f"refit and descent refine what gptq made, the method is {method}: drop them or use gptq")
+        raise RecipeError(
+            f"--refit and --descent refine the codes of gptq, the method is {method}: use --method gptq, or drop them"
+        )
     # The humming layout stores formats in their true bits, and engines read it.
     layout = mapping.get("layout", default_layout(scheme))
     require_known("layout", layout, LAYOUTS)
@@ -353,7 +357,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
 def load(path: Path) -> dict[str, Any]:
     """Read the mapping of a recipe file; RecipeError if it is no YAML mapping or repeats a key."""
     try:
-        mapping = yaml.load(path.read_text(encoding="utf-8"), Loader=_StrictLoader)
+        with path.open(encoding="utf-8") as file:  # yaml names the file in its messages
+            mapping = yaml.load(file, Loader=_StrictLoader)
     except OSError as error:
         raise RecipeError(f"{path}: cannot read the recipe ({error.strerror}): give the path of a YAML file") from error
     except Exception as error:  # yaml also raises errors of int(), date() and recursion

@@ -199,7 +199,7 @@ def _as_planned(
 
 def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> str:
     names = [x.NAME for x in LAYOUTS.values() if x is not src.layout and broken_rule(x, scheme, *shape) is None]
-    kept = f"use a layout that holds {scheme.label} as it is ({', '.join(names)}), or " if names else ""
+    kept = f"use --layout {names[0]}, which holds {scheme.label} as it is, or " if names else ""
     return f"{kept}add --requantize to round again (lossy)"
 
 

@@ -64,6 +64,7 @@ ERRORS = (
     f"run no-such-recipe model {TO}",
     f"run strange.yaml model {TO}",
     "run int4-rtn",
+    f"run columns.yaml model {TO}",
     f"pack int4 {TO}",
     f"pack int4 --layout exl3 {TO}",
     "convert",
@@ -231,6 +232,7 @@ def spoil(work: Work) -> None:
     (work / "blank.txt").write_text("  \n\n ")
     (work / "calib.md").write_text("text")
     (work / "strange.yaml").write_text("method: rtn\nflavour: vanilla\n")
+    (work / "columns.yaml").write_text("method: rtn\nscheme: {group_size: 96}\n")
     (work / "twice.yaml").write_text("method: rtn\nmethod: gptq\n")
     (work / "list.yaml").write_text("- method\n")
     for source, name, damage in (
