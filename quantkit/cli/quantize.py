@@ -321,7 +321,8 @@ def _plan(
 ) -> None:
     from quantkit.pipeline import quantize as pipeline
 
-    found = pipeline.plan(model, recipe, out=out, **asked, **running)
+    told = progress if progress.quiet else None  # the table lists all warnings, one line does not
+    found = pipeline.plan(model, recipe, out=out, progress=told, **asked, **running)
     emit(show.as_json(found.to_dict()) if as_json else show.plan(found, progress))
     if found.refusal is not None:
         raise found.refusal

@@ -152,9 +152,9 @@ def _require_runnable(
     names the text that was used.
     """
     job.plan.require()
-    progress = run.progress or Progress(quiet=True)
-    for notice in job.plan.notices:
-        progress.note(notice)
+    if run.progress is not None:
+        for notice in job.plan.notices:
+            run.progress.note(notice)
     if not any(job.chosen.values()):
         what = "quantize" if isinstance(recipe, Recipe) else "prune"
         raise RecipeError(f"every linear is skipped: nothing to {what}, loosen --skip")
@@ -168,7 +168,7 @@ def _require_runnable(
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.path)
     if before is not None and run.resume and is_complete(before):
         return job, recipe, Calibration([], {})  # only the last step is left
-    text = _calibration(job, recipe, progress)
+    text = _calibration(job, recipe, run.progress)
     if recipe.calibrated:
         check_sequences(recipe, job.model, text.sequences)
     if text.facts.get("source") == PACKAGED:
@@ -210,6 +210,7 @@ def quantize(
     """
     run = RunOptions(**options)
     progress = run.progress or Progress(quiet=True)
+    run = replace(run, progress=progress)
     clock = Clock(torch.device("cpu"))
     out, command = Path(out), "prune" if isinstance(recipe, Pruning) else "quantize"
     with clock.phase("prepare"):
@@ -324,7 +325,7 @@ def _remarks(recipe: Recipe | Pruning, model: BlockRunner, chosen: Mapping[str, 
         )
     if recipe.calibrated and recipe.calibration.max_length > model.max_length:
         asked = recipe.calibration.max_length
-        found.append(f"calibration sequences end at the model's {model.max_length} positions, {asked} were asked for")
+        found.append(f"calibration sequences end at the model's {model.max_length} positions, --max-length is {asked}")
     return found
 
 
@@ -344,8 +345,11 @@ def _revision(src: Checkpoint, asked: str | None) -> str | None:
     return src.path.name if src.path.parent.name == "snapshots" else asked
 
 
-def _calibration(job: _Job, recipe: Recipe | Pruning, progress: Progress) -> Calibration:
-    """Draw the calibration sequences and say what the user should know of them; nothing if the recipe needs none."""
+def _calibration(job: _Job, recipe: Recipe | Pruning, progress: Progress | None) -> Calibration:
+    """Draw the calibration sequences, none if the recipe needs none; say what the user should know of them.
+
+    Without `progress` nothing is said: a plan lists it.
+    """
     if not recipe.calibrated:
         return Calibration([], {})
     calib = recipe.calibration
@@ -360,10 +364,11 @@ def _calibration(job: _Job, recipe: Recipe | Pruning, progress: Progress) -> Cal
         split=calib.split,
         may_replace=not calib.chosen,
     )
-    for warning in text.warnings:
-        progress.warn(warning)
-    for notice in text.notices:
-        progress.note(notice)
+    if progress is not None:
+        for warning in text.warnings:
+            progress.warn(warning)
+        for notice in text.notices:
+            progress.note(notice)
     return text
 
 

@@ -80,7 +80,7 @@ def test_an_option_without_effect_is_reported(small_llama: Path, tmp_path: Path,
     calib["max_length"] = 4096
     quantize(small_llama, tmp_path / "out", from_mapping({"calibration": calib}))
     _, text = report_and_summary(tmp_path / "out")
-    assert "end at the model's 512 positions, 4096 were asked for" in text
+    assert "end at the model's 512 positions, --max-length is 4096" in text
 
 
 def test_a_pattern_without_effect_is_refused(small_llama: Path, tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""Run every command of README's table of formats on the packaged model, and compare the programs that the row names."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from click.testing import CliRunner
+
+from quantkit.cli.commands import quantkit
+from quantkit.reporting.report import load
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Programs that open folders. A row's second column says where its output runs.
+PROGRAMS = ("vLLM", "SGLang", "GPTQModel", "transformers", "quantkit.load")
+THRIFTY = ("--calib", "packaged", "--samples", "4", "--max-length", "64")
+
+
+class Choice(NamedTuple):
+    where: str
+    words: list[str]
+
+
+def choices() -> list[Choice]:
+    section = (ROOT / "README.md").read_text(encoding="utf-8").partition("## Which format")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| `quantkit ([^|]+)` \|$", section, re.MULTILINE)
+    return [Choice(where, shlex.split(command)) for where, command in rows]
+
+
+def run(words: list[str], **places: Path) -> Path:
+    """Run a command with folders in place of the words in capitals; return OUT."""
+    result = CliRunner().invoke(quantkit, [str(places.get(word, word)) for word in words])
+    assert result.exit_code == 0, result.output
+    return places["OUT"]
+
+
+def test_the_table_has_a_row_for_each_need() -> None:
+    assert 8 <= len(choices()) <= 10
+
+
+@pytest.mark.parametrize("choice", choices(), ids=lambda choice: " ".join(choice.words))
+def test_each_row_of_the_table_gives_what_its_programs_open(choice: Choice, tmp_path: Path) -> None:
+    places = {"MODEL": ROOT / "quantkit/demo_model", "OUT": tmp_path / "out"}
+    words = choice.words
+    if words[0] == "quantize":
+        words = [*words, *THRIFTY, "-q"]
+    else:
+        source = next(other.words for other in choices() if other.words[-1] == "gptq")
+        places["FOLDER"] = run([*source, *THRIFTY, "-q"], **{**places, "OUT": tmp_path / "gptq"})
+    readers = load(run(words, **places))["readers"]
+    named = [program for program in PROGRAMS if program in choice.where]
+    assert named
+    for program in named:
+        assert any(reader.startswith(program) and "up to" not in reader for reader in readers), (program, readers)
