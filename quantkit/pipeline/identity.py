@@ -6,6 +6,9 @@ import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+import torch
+
+from quantkit.kernels import gptq
 from quantkit.pipeline.recipe import KEYS
 
 #: Recipe keys that are on or off, and the options for True and False.
@@ -24,6 +27,8 @@ OPTIONS = {path: f"--{name.replace('_', '-')}" for name, path in KEYS.items()} |
 }
 #: The number of threads, which decides the bytes of calibrated runs on a CPU.
 THREADS = "OMP_NUM_THREADS"
+#: Who solves on a GPU: quantkit's kernels, or torch where they cannot be compiled. Ties between codes fall differently.
+SOLVER = "solver"
 #: The most source files that a message names.
 MOST_FILES = 3
 
@@ -43,6 +48,8 @@ def identity(report: Mapping[str, Any]) -> dict[str, Any]:
     if report["device"] == "cpu" and report["calibration"]:
         # The libraries that compute a model's forward may share out a sum among the threads (RELIABILITY 1.4).
         same[THREADS] = report["environment"]["threads"]
+    elif report["calibration"]:
+        same[SOLVER] = "kernels" if gptq.runs_on(torch.device("cuda")) else "torch"
     return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}
 
 
@@ -79,6 +86,9 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         was = before.get(THREADS, "not recorded")
         remedy = f"set {THREADS}={was}" if THREADS in before else "run with the threads of then"
         yield Difference(_was(THREADS, was, now[THREADS]), words=remedy)
+    elif same_recipe and SOLVER in now and before.get(SOLVER, "torch") != now[SOLVER]:
+        clause = _was("the solver", before.get(SOLVER, "torch"), now[SOLVER])
+        yield Difference(clause, words="install or remove CuPy as then")
     if "source" in now and before.get("source") != now["source"]:
         yield _files(before.get("source") or {}, now["source"])
     if same_recipe and before.get("calibration") != now["calibration"]:  # another recipe draws another text

@@ -1,0 +1,22 @@
+"""A run that is resumed elsewhere is refused where its bytes would be others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quantkit.pipeline.identity import difference
+
+RUN: dict[str, Any] = {"quantkit": "1", "torch": "2", "transformers": "5", "recipe": {}, "recipe_sha256": "a"}
+RUN |= {"device": "some GPU", "compute_dtype": "bfloat16", "solver": "kernels", "source": {}, "calibration": "b"}
+
+
+def test_a_gpu_run_is_not_continued_by_another_solver() -> None:
+    assert difference(RUN, RUN) is None
+    found = difference(RUN, {**RUN, "solver": "torch"})
+    assert found == "the solver was kernels and is now torch: install or remove CuPy as then, or use --overwrite"
+
+
+def test_a_journal_that_does_not_name_the_solver_is_of_a_version_without_kernels() -> None:
+    before = {key: value for key, value in RUN.items() if key != "solver"}
+    assert difference(before, {**RUN, "solver": "torch"}) is None
+    assert "the solver was torch" in str(difference(before, RUN))
