@@ -20,7 +20,7 @@ from quantkit.errors import NumericError
 CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
 _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
 _ROWS = 1024  # rows of a weight whose losses come from one product
-_EXTREME = 6.0  # a token whose norm is more than this many times the median norm counts as a median one
+_EXTREME = 10.0  # a token whose norm is more than this many times the median norm counts as a median one
 _SLICE = 512  # tokens or channels for which norms and medians are computed at a time, to save memory
 _SAMPLE = 1024  # beyond so many tokens, every seventh decides the medians; documents seldom have 7 or 14 tokens
 _STRIDE = 7

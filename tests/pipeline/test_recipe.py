@@ -43,6 +43,7 @@ def test_round_trip_of_every_key_away_from_its_default(tmp_path: Path) -> None:
             "on_unsolvable": "rtn",
             "refit": True,
             "descent": 2,
+            "cap_tokens": False,
         },
         "true_sequential": False,
         "calibration": {
