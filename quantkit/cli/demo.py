@@ -142,7 +142,7 @@ def _row(folder: Path, method: str, text: Path, before: dict[str, Any] | None, p
         "method": method,
         "layout": found["layout"] or "-",
         "bits_per_weight": 16.0 if bits is None else bits,
-        "bytes": found["bytes"]["total"],
+        "bytes": sum(found["files"].values()),
         "perplexity": ppl.perplexity,
         "change": None if before is None else ppl.perplexity / before["perplexity"] - 1,
     }

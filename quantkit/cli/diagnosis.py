@@ -29,6 +29,7 @@ REQUIRED = {
     "huggingface-hub": "1.0",
     "numpy": "1.26",
     "PyYAML": "6.0",
+    "regex": "2024.4",
     "safetensors": "0.5",
     "torch": "2.10",
     "tqdm": "4.66",

@@ -157,7 +157,7 @@ def description(found: Mapping[str, Any], tensors: Iterable[Sequence[Any]], prog
         + "".join(f"{label} ({count} linears), " for label, count in found["schemes"].items())
         + f"{found['parameters']} parameters, "
         + (f"{bits:.3f} bits/weight with scales, " if bits else "")
-        + format_bytes(found["bytes"]["total"])
+        + format_bytes(sum(found["files"].values()))
     )
     return of_level(progress, line, _description(found), table(("tensor", "shape", "held as"), tensors))
 
@@ -175,7 +175,8 @@ def _description(found: Mapping[str, Any]) -> str:
             ("padded", f"{found['padded_linears']} linears, with zeros" if found["padded_linears"] else None),
             ("bits/weight", f"{bits:.3f} with scales" if bits else None),
             ("bits/parameter", f"{found['bits_per_parameter']:.3f} over the whole model"),
-            ("size", format_bytes(found["bytes"]["total"])),
+            ("size", format_bytes(sum(found["files"].values()))),
+            ("tensors", format_bytes(found["bytes"]["total"])),
             *((f"  {name}", format_bytes(count)) for name, count in found["bytes"]["packed"].items()),
             ("  dense", format_bytes(found["bytes"]["dense"])),
             *(("shape", f"{shape} x {count}") for shape, count in found["shapes"].items()),
