@@ -92,7 +92,9 @@ def test_a_text_without_blank_lines_is_cut_into_windows(tmp_path: Path, tokenize
     assert {tokenizer.decode(s) for s in found.sequences} < {letters[i : i + 20] for i in range(0, 100, 20)}
     assert found.facts["rule"] == "no blank lines, windows of 20 tokens"
     assert found.notices == ("a.txt: has no blank line between documents: windows of 20 tokens were cut",)
-    with pytest.raises(CheckpointError, match="holds 100 tokens, 6 windows of 20 need 120: use --samples 5, a smaller"):
+    with pytest.raises(
+        CheckpointError, match="holds 100 tokens, 6 windows of 20 need 120: use --samples 5, or a longer"
+    ):
         draw_calibration(source, tokenizer, samples=6, max_length=20, seed=0)
     with pytest.raises(CheckpointError, match="2 windows of 200 need 400: use a smaller --max-length, or"):
         draw_calibration(source, tokenizer, samples=2, max_length=200, seed=0)

@@ -264,7 +264,7 @@ def put(found: dict[str, Tensor], name: str, tensor: Tensor) -> None:
         ("gptq", "int4:g128", "scales", lambda t: t * 0, "scales are 0 over codes"),
         ("marlin24", "int4:g128:24", "B_meta", lambda t: torch.zeros_like(t), "two of four"),
         ("gptq", "int4:g128:asym", "qzeros", lambda t: torch.full_like(t, -1), "format to gptq_v2"),
-        ("gptq", "int4:g128", "g_idx", lambda t: t.flip(0), "act-ordered"),
+        ("gptq", "int4:g128", "g_idx", lambda t: t.flip(0), "act-order"),
         ("compressed-tensors", "int4:g128", "weight_shape", lambda t: t * -1, "'weight_shape' says [-"),
         ("compressed-tensors", "int4:g128", "weight_shape", lambda t: t - 1, "'weight_shape' says ["),
     ],
