@@ -7,7 +7,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 
 from quantkit import api
@@ -20,6 +19,8 @@ from tests.command_line import call, refused
 from tests.faults import Killed, faults
 from tests.pipeline.test_quantize import TEXT
 from tests.tiny_models import CHAT_TEMPLATE
+
+datasets = pytest.importorskip("datasets", reason="datasets is not installed here")
 
 FEW = ("--samples", 4, "--max-length", 48)
 
