@@ -148,7 +148,7 @@ def page() -> str:
 
 
 def files() -> dict[str, dict[str, bytes]]:
-    """Return what the hub holds: the files of each repository."""
+    """Return the files of each repository on the fake hub."""
     model = {path.name: path.read_bytes() for path in (ROOT / MODEL).iterdir() if path.is_file()}
     texts = [{"text": f"{n} times {n} is {n * n}. " * 8} for n in range(200)]
     return {

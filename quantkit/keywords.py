@@ -94,9 +94,7 @@ def in_python(text: str) -> str:
     text = _PAIR.sub(r'quantkit.convert("\g<pair>")', text)
     text = _CALLED.sub(_call, text)
     text = _OPTIONS.sub(_keyword, text)
-    text = _COMMAND.sub(
-        lambda found: f"quantkit.{_function(found['name'])}" if _function(found["name"]) else found[0], text
-    )
+    text = _COMMAND.sub(_named, text)
     return re.sub(r"(?<=another )-o\b", "out", text)
 
 
@@ -138,7 +136,7 @@ def _keyword(found: re.Match[str]) -> str:
 
 
 def _rest(value: str | None, more: str) -> str:
-    """Return what stands behind a switch as it is: it has no value."""
+    """Keep the text after a switch, because a switch takes no value."""
     return f" {value}{more}" if value is not None else more
 
 

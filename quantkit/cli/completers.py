@@ -1,4 +1,4 @@
-"""What a shell completes besides the names of commands and options and the values of choices."""
+"""Shell completion of arguments: folders, files, data sets and pairs of layouts."""
 
 from __future__ import annotations
 

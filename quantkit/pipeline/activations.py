@@ -1,4 +1,4 @@
-"""What enters the next block, for every calibration document: in RAM or beyond a budget on disk, and in snapshots."""
+"""The inputs of the next block for every calibration document: in RAM, beyond a budget on disk, and in snapshots."""
 
 from __future__ import annotations
 

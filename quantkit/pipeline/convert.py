@@ -249,22 +249,20 @@ def _rounded_scales(
 
 def _losses(layers: list[dict[str, Any]], recorded: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Warn, in a line each, how much rounding again and rounding scales lost in this run."""
-    found = []
-    if lost := _rounded_again(layers, recorded):
-        worst, name = max((float(layer["requantized_error"]), name) for name, layer in lost.items())
-        mean = sum(float(layer["requantized_error"]) for layer in lost.values()) / len(lost)
-        found.append(
-            f"{len(lost)} of {len(layers)} linears were rounded again: relative to the source's weights, mean "
-            f"{mean:.4g}, worst {worst:.4g} ({name})"
-        )
-    if lost := _rounded_scales(layers, recorded):
-        worst, name = max((float(layer["scale_error"]), name) for name, layer in lost.items())
-        mean = sum(float(layer["mean_scale_error"]) for layer in lost.values()) / len(lost)
-        found.append(
-            f"{len(lost)} of {len(layers)} linears had scales that are no float16 values, rounded: relative error of "
-            f"the weights, mean {mean:.4g}, worst {worst:.4g} ({name})"
-        )
-    return found
+    again = ("were rounded again: relative to the source's weights", "requantized_error", "requantized_error")
+    scales = (
+        "had scales that are no float16 values, rounded: relative error of the weights",
+        "scale_error",
+        "mean_scale_error",
+    )
+    found = ((_rounded_again(layers, recorded), *again), (_rounded_scales(layers, recorded), *scales))
+    return [_loss(lost, len(layers), *words) for lost, *words in found if lost]
+
+
+def _loss(lost: Mapping[str, Mapping[str, Any]], of: int, event: str, worst_key: str, mean_key: str) -> str:
+    worst, name = max((float(layer[worst_key]), name) for name, layer in lost.items())
+    mean = sum(float(layer[mean_key]) for layer in lost.values()) / len(lost)
+    return f"{len(lost)} of {of} linears {event}, mean {mean:.4g}, worst {worst:.4g} ({name})"
 
 
 def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> Checkpoint:

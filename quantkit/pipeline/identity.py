@@ -1,4 +1,7 @@
-"""What decides the bytes of a run. A resumed run must have the same; if it has not, the message says what differs."""
+"""The identity of a run: everything that decides its bytes.
+
+A resumed run must have the same identity. If it has another, the message names each difference.
+"""
 
 from __future__ import annotations
 

@@ -296,7 +296,7 @@ def _calibration(section: Mapping[str, Any]) -> Calib:
 
 
 def default_layout(scheme: Scheme) -> str:
-    """Name the layout that a scheme is written in if none is asked for."""
+    """Return the default layout of a scheme."""
     return "humming" if scheme.format in humming.DTYPES.values() else "compressed-tensors"
 
 

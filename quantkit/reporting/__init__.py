@@ -1,4 +1,4 @@
-"""What a run did, for people: report, model card, closing table, page, picture.
+"""The account of a run: report, model card, closing table, HTML page and picture.
 
 `report` builds and reads `quantkit_report.json`. `facts` puts its entries into words, which `summary` (the closing
 table) and `model_card` print. `layer_errors` ranks its linears and gives causes. `html` is the page and `plots` the

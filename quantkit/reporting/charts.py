@@ -1,4 +1,4 @@
-"""What the page and the PNG draw alike: colours, marks, ticks of an axis, and bars."""
+"""Colours, marks, ticks and bars that the page and the PNG share."""
 
 from __future__ import annotations
 

@@ -165,7 +165,10 @@ TRAITS = {
     "own linears": Trait(
         "linears that vLLM's class of this model keeps dense, or a dense tower that it takes for quantized",
         "load it with quantkit.load",
-        lambda f: f.config.get("model_type") in ("hrm_text", "blip-2"),
+        lambda f: (
+            f.config.get("model_type") == "blip-2"
+            or (f.config.get("model_type") == "hrm_text" and f.layout != "compressed-tensors")
+        ),
     ),
     "odd n": Trait(
         "weights whose n is neither 128 nor a multiple of 256",

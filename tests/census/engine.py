@@ -32,8 +32,8 @@ NOT_ASKED = {
 def ask(script: Path, kept: Path, rows: Sequence[dict[str, Any]]) -> None:
     """Add vLLM's verdict to each row whose output by RTN is in `kept`, as `vllm` (see `opened`).
 
-    If vLLM refuses an output, it is asked for the dense model too, and that verdict is `vllm_dense`: a reason there
-    is none of the quantized folder's.
+    For each output that vLLM refuses, the verdict on the dense model is `vllm_dense`. If that is a refusal too, it says
+    nothing about the quantized folder.
     """
     found = opened(script, sorted(kept.glob("*/rtn")))
     dense = opened(script, [kept / out.parent.name / "model" for out, verdict in found.items() if is_refusal(verdict)])

@@ -1,4 +1,4 @@
-"""What an output says of its source: hub id, licence, language, tags, and no local path."""
+"""An output names its source by hub id, licence, language and tags, and by no local path."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Repository:
 
 @dataclass
 class Hub:
-    """What the hub holds: repositories, and large files by hash. `fail` may answer a request with a status code.
+    """Contents of a fake hub: repositories, and large files by hash. `fail` may answer a request with a status code.
 
     The status 0 closes the connection without an answer. `seen` has (method, path) of every request.
     """

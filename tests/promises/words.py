@@ -343,7 +343,7 @@ def errors(work: Work) -> dict[str, str]:
 
 
 def errors_in_python(work: Work) -> dict[str, Exception]:
-    """Return what the Python API raises where a wrong command ends with an error; it may leave no folder behind.
+    """Collect the exceptions of the Python API for the wrong commands. None may leave a folder behind.
 
     Commands that Python does not have are left out, and thresholds, which Python compares itself.
     """

@@ -79,9 +79,14 @@ CLASSES = [
 ]
 
 
-@pytest.mark.parametrize("family", ["hrm_text", "blip-2"])
-def test_vllm_is_not_named_for_families_whose_class_takes_no_packed_linear(family: str) -> None:
-    assert "vLLM" not in opened_by(folder("compressed-tensors", "int4:g128", config={"model_type": family}))
+@pytest.mark.parametrize(
+    ("family", "layout", "opens"),
+    [("hrm_text", "awq", False), ("hrm_text", "compressed-tensors", True), ("blip-2", "compressed-tensors", False)],
+)
+def test_vllm_is_named_for_a_family_only_in_the_layouts_that_its_class_takes(
+    family: str, layout: str, opens: bool
+) -> None:
+    assert ("vLLM" in opened_by(folder(layout, "int4:g128", config={"model_type": family}))) is opens
 
 
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq"])
