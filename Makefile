@@ -4,6 +4,7 @@
 #   make fast   the quick ones of them, under a minute
 #   make lint   ruff, mypy and import-linter
 #   make check  lint and test
+#   make reliability  the attacks of docs/reliability.md, section 4, under ten minutes on two cores; reliability-nightly: all of them
 #   make docs   write the generated pages
 #   make census write docs/models.md: which model families work; VLLM=SCRIPT asks vLLM too (tests/census/engine.py)
 #   make gpu    GPU tests and benchmarks; writes benchmarks/h200/
@@ -13,7 +14,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
-.PHONY: setup demo fast test lint docs census check gpu
+.PHONY: setup demo fast test lint docs census check gpu reliability reliability-nightly
 
 setup: $(STAMP)
 
@@ -52,6 +53,13 @@ census: setup
 	$(BIN)/python -m tests.census.page benchmarks/census.json docs/models.md
 
 check: lint test
+
+# Both fail if a family of attacks ran fewer cases than it must.
+reliability: setup
+	$(BIN)/python -m tests.reliability -o build/reliability.json
+
+reliability-nightly: setup
+	$(BIN)/python -m tests.reliability --column nightly -o benchmarks/reliability.json
 
 # GPU tests and benchmarks, with the Python that has a CUDA build of torch: make gpu PYTHON=python3 REFERENCE=...
 gpu:

@@ -1,0 +1,110 @@
+"""Run the campaign: python -m tests.reliability [--column pr|nightly|release] [--only K1,H1] -o reliability.json.
+
+Each family has a process of its own. The exit code is 1 if a case failed, or a family ran fewer cases than it must.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from tests.reliability.campaign import COLUMNS, Family, Run, entry, families, problems, run
+
+MEMORY = Path("/dev/shm")
+#: Seconds after which a family is stopped.
+LIMIT = {"pr": 900, "nightly": 4 * 3600, "release": 24 * 3600}
+
+
+def scratch() -> str | None:
+    """Return a folder in memory if it is large enough: there fsync is free."""
+    large = os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= 2**31
+    return str(MEMORY) if large else None
+
+
+def versions() -> dict[str, str]:
+    """Return what decides the result beside the code."""
+    names = ("quantkit", "torch", "transformers", "safetensors", "hypothesis")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    return {
+        "date": f"{date.today()}",
+        "commit": commit.stdout.strip(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in names},
+        "system": platform.platform(),
+        "cores": str(os.cpu_count()),
+    }
+
+
+def attempt(family: Family, column: str, seed: int, folder: str) -> dict[str, Any]:
+    """Run a family in a process of its own, so that a crash or a hang ends this family alone."""
+    result = Path(folder) / f"{family.id}.json"
+    command = [sys.executable, "-m", "tests.reliability", "--column", column, "--seed", f"{seed}"]
+    command += ["--one", family.id, "-o", str(result)]
+    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
+    environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    said = ""
+    try:
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, errors="replace", timeout=LIMIT[column]
+        )
+        said = f"exit {done.returncode}: {done.stderr[-2000:]}"
+    except subprocess.TimeoutExpired:
+        said = f"did not end within {LIMIT[column]} seconds"
+    if result.exists():
+        found: dict[str, Any] = json.loads(result.read_text())
+        return found
+    broken = Run(column, family.least(column), seed, Path(folder))
+    broken.fail(family.id, said)
+    return entry(family, broken, 0.0)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.reliability", description="Attack quantkit, and count.")
+    parser.add_argument("--column", choices=COLUMNS, default="pr", help="how many cases [pr]")
+    parser.add_argument("--only", help="comma-separated families [all]")
+    parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers [0]")
+    parser.add_argument("--jobs", type=int, default=2, help="families at a time [2]")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
+    parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file with one entry a family")
+    arguments = parser.parse_args()
+    known, column, seed = families(), arguments.column, arguments.seed
+    if arguments.one:
+        with tempfile.TemporaryDirectory(dir=scratch()) as folder:
+            found = run(known[arguments.one], column, seed, Path(folder))
+        arguments.out.write_text(json.dumps(found))
+        return 0
+    chosen = arguments.only.split(",") if arguments.only else [name for name in known if known[name].least(column)]
+    if unknown := set(chosen) - {*known}:
+        parser.error(f"no such family: {', '.join(sorted(unknown))}")
+    result: dict[str, Any] = {"column": column, "seed": seed, "versions": versions(), "families": {}}
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
+        running = {pool.submit(attempt, known[name], column, seed, folder): name for name in chosen}
+        for done in as_completed(running):
+            name = running[done]
+            result["families"][name] = found = done.result()
+            print(
+                f"{name:3} {found['cases']:>8} cases, {found['failures']} failures, {found['seconds']:7.1f} s  "
+                f"{found['title']}",
+                flush=True,
+            )
+            result["families"] = {name: result["families"][name] for name in chosen if name in result["families"]}
+            arguments.out.parent.mkdir(parents=True, exist_ok=True)
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+    failed = problems(result)
+    print("\n".join(failed) or f"{sum(e['cases'] for e in result['families'].values())} cases, 0 failures")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Run work in a fork of this process, which has all imports loaded: a tenth of a second in place of four."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+#: The exit code of work that raised an exception.
+BROKE = 70
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a fork ended: its exit code (negative for a signal), what it printed, and its seconds."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def start(work: Callable[[], int | None], folder: Path, name: str = "fork") -> int:
+    """Run `work` in a fork, with its streams in files of `folder`; returns the process id. It must not be threaded."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = BROKE
+    try:
+        os.setpgid(0, 0)
+        for stream, ending in ((1, "out"), (2, "err")):
+            os.dup2(os.open(folder / f"{name}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
+        code = work() or 0
+    except SystemExit as left:
+        code = left.code if isinstance(left.code, int) else int(left.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(pid: int, folder: Path, name: str = "fork", limit: float = 120.0) -> Ended:
+    """Wait for a fork; one that hangs is killed, and counts as ended by SIGKILL with a line that says so."""
+    began, hung = time.monotonic(), False
+    while True:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        if time.monotonic() - began > limit and not hung:
+            os.kill(pid, signal.SIGKILL)
+            hung = True
+        time.sleep(0.002)
+    said = [(folder / f"{name}.{ending}").read_text(errors="replace") for ending in ("out", "err")]
+    if hung:
+        said[1] += f"did not end within {limit} seconds"
+    return Ended(os.waitstatus_to_exitcode(status), said[0], said[1], time.monotonic() - began)
+
+
+def run(work: Callable[[], int | None], folder: Path, name: str = "fork", limit: float = 120.0) -> Ended:
+    """Run `work` in a fork and wait for it."""
+    return wait(start(work, folder, name), folder, name, limit)
+
+
+def command(*arguments: object) -> Callable[[], int | None]:
+    """Return the work of the command line with these arguments, as a shell would start it."""
+
+    def work() -> int | None:
+        from quantkit.cli import main
+
+        sys.argv = ["quantkit", *map(str, arguments)]
+        return main(list(map(str, arguments)))  # type: ignore[func-returns-value]
+
+    return work
