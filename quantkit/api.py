@@ -360,10 +360,13 @@ def verify(
     against: str | Path | None = None,
     progress: Progress | Listener | None = None,
     device: str = "auto",
+    unsealed: bool = False,
 ) -> Verification:
     """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a time.
 
-    `against` is a checkpoint to compare with. `device` "auto" takes a GPU if it can run the kernels.
+    `against` is a checkpoint to compare with, dense tensors included. `device` "auto" takes a GPU if it can run the
+    kernels. Codes that nothing can be compared with are a failure, unless `unsealed`: there is no report, the weight
+    files state no digests, and `against` is not given.
 
     CheckpointError if `folder` or `against` is no readable quantized checkpoint; a file that changed since it was
     written is a failure instead. KernelError if a kernel fails, or if a GPU asked for by name cannot run kernels.
@@ -379,7 +382,7 @@ def verify(
     ```
     """
     against = None if against is None else Path(against)
-    return verify_folder(Path(folder), against, _reporter(progress), device)
+    return verify_folder(Path(folder), against, _reporter(progress), device, unsealed)
 
 
 #: Load a model with packed linears: see `inference.load`.
@@ -493,6 +496,7 @@ def eval_ppl(
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    check: bool = True,
     progress: Progress | Listener | None = None,
 ) -> Perplexity:
     """Measure the perplexity of a dense or quantized checkpoint.
@@ -500,7 +504,8 @@ def eval_ppl(
     On a GPU, kernels multiply packed weights in the model's dtype. On a CPU, weights are decoded one at a time. A dense
     model computes in float32. `data` is the name of a data set or a file. `window` and `stride` are in tokens:
     `window` defaults to the model's longest context, at most 2048, and `stride` to the window. With `bos`, the BOS
-    token precedes every window. Raises a QuantkitError for a checkpoint, text or window that cannot be evaluated.
+    token precedes every window. `check` is as for `load`. Raises a QuantkitError for a checkpoint, text or window that
+    cannot be evaluated.
 
     Example:
 
@@ -515,7 +520,8 @@ def eval_ppl(
     progress = _reporter(progress)
     text, what = load_evaluation_text(str(data))
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check, "progress": progress}
+    model = load_for_evaluation(src, **options)
     window = default_window(model) if window is None else window
     words = load_tokenizer(src.path)
     found = perplexity(model, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
@@ -534,6 +540,7 @@ def eval_kld(
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    check: bool = True,
     progress: Progress | Listener | None = None,
 ) -> Divergence:
     """Measure the KL divergence of a checkpoint's next-token distributions from those of the model `against`.
@@ -553,8 +560,8 @@ def eval_kld(
     text, what = load_evaluation_text(str(data))
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
-    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
-    reference = load_for_evaluation(ref, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check, "progress": progress}
+    model, reference = load_for_evaluation(src, **options), load_for_evaluation(ref, **options)
     window = min(default_window(model), default_window(reference)) if window is None else window
     words = load_tokenizer(ref.path)
     found = kld(model, reference, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)

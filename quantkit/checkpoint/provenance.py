@@ -1,25 +1,31 @@
-"""A source's files against the hashes recorded of them: a damaged source is refused.
+"""A model's files against the hashes recorded of them: a damaged model is refused.
 
 Three places record hashes: a quantkit report, a list by `sha256sum`, and the hub's cache, which names a large file by
-its SHA-256. A file is hashed by the same algorithm, and the new report lists that hash.
+its SHA-256. A file is hashed by the same algorithm, and the new report lists that hash. Weight files of ours also state
+a digest of each tensor, which is compared if no hash is recorded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.io import files, model_folder
+from quantkit.io import files, hashing, model_folder
+from quantkit.io.digests import damaged_tensors
 from quantkit.io.model_folder import SUMS
 from quantkit.reporting.report import REPORT
 from quantkit.reporting.report import load as load_report
 
 #: The most bytes of that list that are read.
 _LIMIT = 2**20
+#: Files that are hashed at a time while a model is loaded.
+READERS = 2
 _LINE = re.compile(rb"([0-9a-fA-F]{64}) [ *](?:\./)?([^\r\n]+)")
 
 
@@ -32,7 +38,10 @@ class Recorded(NamedTuple):
 
 
 def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
-    """Look up file name -> recorded hash, for the files that have one; the report comes before the others."""
+    """Look up file name -> recorded hash, for the files that have one; the report comes before the others.
+
+    Only files that are there, and that quantkit or a library opens, are looked up.
+    """
     found = {
         name: Recorded(path.name, "its name in the hub's cache says", "download it again")
         for name, path in src.sources().items()
@@ -42,7 +51,8 @@ def recorded_hashes(src: Checkpoint) -> dict[str, Recorded]:
         found[name] = Recorded(digest, f"{SUMS} lists", f"restore it, or mend {SUMS} if that was meant")
     for name, listed in load_report(src.path).get("files", {}).items():
         found[name] = Recorded(listed, f"{REPORT} lists", "restore it, or remove the report if that was meant")
-    return found
+    there = {*src.sources(), *model_folder.opened(src.path)}
+    return {name: entry for name, entry in found.items() if name in there}
 
 
 def digests(known: Mapping[str, Recorded]) -> dict[str, object]:
@@ -50,21 +60,95 @@ def digests(known: Mapping[str, Recorded]) -> dict[str, object]:
     return {name: entry.digest for name, entry in known.items()}
 
 
-def require_unchanged(sources: Mapping[str, str], known: Mapping[str, Recorded]) -> None:
-    """Raise CheckpointError for a weight file whose hash is not the recorded one."""
-    for name, digest in sources.items():
-        if name.endswith(".safetensors") and name in known and known[name].digest != digest:
-            raise CheckpointError(
-                f"{name}: its hash is not the one that {known[name].by}, the file was changed: {known[name].remedy}"
-            )
+def require_unchanged(src: Checkpoint, sources: Mapping[str, str], known: Mapping[str, Recorded]) -> list[str]:
+    """Raise CheckpointError for a weight file that is not what was recorded; `sources` has the files' hashes.
+
+    A weight file without a recorded hash must have the digests that its own metadata states. Other files may have been
+    edited on purpose: a line is returned for each that is not what was recorded.
+    """
+    for name, path in src.sources().items():
+        if not name.endswith(".safetensors"):
+            continue
+        if name not in known:
+            _require_digests(name, path)
+        elif known[name].digest != sources[name]:
+            raise CheckpointError(_changed(name, path, known[name]))
+    return [
+        f"{name}: its hash is not the one that {entry.by}: the changed file was taken"
+        for name, entry in known.items()
+        if not name.endswith(".safetensors") and _hash(src, name, entry) != entry.digest
+    ]
 
 
-def source_hashes(src: Checkpoint) -> dict[str, str]:
-    """Hash a source's files; CheckpointError if one is not what was recorded."""
+def source_hashes(src: Checkpoint) -> tuple[dict[str, str], list[str]]:
+    """Hash a source's files; returns the hashes and the lines of `require_unchanged`, with its CheckpointError."""
     known = recorded_hashes(src)
     hashes = src.hashes(digests(known))
-    require_unchanged(hashes, known)
-    return hashes
+    return hashes, require_unchanged(src, hashes, known)
+
+
+@contextmanager
+def checked(src: Checkpoint, check: bool = True) -> Iterator[None]:
+    """Check a model's files while the block reads them; without `check`, do nothing.
+
+    Every file with a recorded hash must have it, and every other weight file the digests that it states. The block ends
+    with a CheckpointError if one has not, in place of an error of its own.
+    """
+    if not check:
+        yield
+        return
+    known = recorded_hashes(src)
+    weights = [name for name in src.sources() if name.endswith(".safetensors")]
+    with ThreadPoolExecutor(READERS, "quantkit-check") as pool:
+        running = [pool.submit(_check, src, name, known.get(name)) for name in dict.fromkeys([*weights, *known])]
+        try:
+            yield
+        except Exception:
+            for each in running:
+                each.result()  # damage explains the other error
+            raise
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+        for each in running:
+            each.result()
+
+
+def damage(name: str, path: Path, by: str) -> str:
+    """Describe a file whose hash is not the recorded one, with the tensors that its own digests show to be changed."""
+    tensors = None
+    if name.endswith(".safetensors"):
+        with suppress(CheckpointError):  # then its header is damaged
+            tensors = damaged_tensors(path)
+    what = "the file" if not tensors else tensors[0] if len(tensors) == 1 else f"{tensors[0]} ({len(tensors)} tensors)"
+    return f"{name}: its hash is not the one that {by}, {what} was changed"
+
+
+def _changed(name: str, path: Path, entry: Recorded) -> str:
+    return f"{damage(name, path, entry.by)}: {entry.remedy}"
+
+
+def _require_digests(name: str, path: Path) -> None:
+    if tensors := damaged_tensors(path):
+        more = f" ({len(tensors)} tensors)" if len(tensors) > 1 else ""
+        raise CheckpointError(
+            f"{name}: {tensors[0]}{more} does not have the digest that the file states, it was changed: restore it"
+        )
+
+
+def _check(src: Checkpoint, name: str, entry: Recorded | None) -> None:
+    path = model_folder.inside(src.path, name)
+    try:
+        if entry is None:
+            _require_digests(name, path)
+        elif _hash(src, name, entry) != entry.digest:
+            raise CheckpointError(_changed(name, path, entry))
+    except CheckpointError as error:
+        raise CheckpointError(f"{src.path}: {error}, or use it as it is with --no-check") from error
+
+
+def _hash(src: Checkpoint, name: str, entry: Recorded) -> str:
+    return hashing.hash_of_file(model_folder.inside(src.path, name), entry.digest)
 
 
 def _sums(folder: Path) -> dict[str, str]:

@@ -34,7 +34,7 @@ protocol_options = combined(
         click.option("--stride", type=click.IntRange(min=1), help="Tokens from one window to the next [the window]."),
         click.option("--bos/--no-bos", default=False, help="Put the BOS token in front of every window [no]."),
     ),
-    section("Advanced", options.source),
+    section("Advanced", options.source, options.no_check),
 )
 
 

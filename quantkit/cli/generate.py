@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 @click.option("--seed", type=int, help="Seed of the draws [0].")
 @options.device
 @options.source
+@options.no_check
 def generate(
     checkpoint: str,
     prompt: str | None,

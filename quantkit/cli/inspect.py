@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import click
@@ -16,38 +17,62 @@ from quantkit.progress import Progress
 @command("verify", "quantkit verify ./model-marlin --against ./model-int4")
 @options.checkpoint
 @click.option(
-    "--against", type=options.PATH, help="Quantized checkpoint whose codes, scales and zeros must be the same."
+    "--against",
+    type=options.PATH,
+    help="Quantized checkpoint whose codes, scales, zeros and dense tensors must be the same.",
 )
 @options.device
-def verify(checkpoint: Path, against: Path | None, device: str, as_json: bool, progress: Progress) -> None:
+@click.option("--unsealed", is_flag=True, help="Accept codes that nothing can be compared with.")
+def verify(
+    checkpoint: Path, against: Path | None, device: str, unsealed: bool, as_json: bool, progress: Progress
+) -> None:
     """Prove the bits of CHECKPOINT.
 
     Every packed weight is unpacked and packed again and compared with its digest in the report, and on a GPU multiplied
-    by its kernels; verify.json is written into the folder."""
+    by its kernels; verify.json is written into the folder. Without a report, the digests in the weight files are
+    compared."""
     from quantkit.evaluation import verification
     from quantkit.evaluation.verify import verify as verify_checkpoint
 
-    found = verify_checkpoint(checkpoint, against, progress, device)
+    found = verify_checkpoint(checkpoint, against, progress, device, unsealed)
     emit(show.as_json(found.to_dict()) if as_json else show.verification(found, progress))
     verification.write(found, checkpoint)
     if not found.ok:
-        failures = f"{len(found.failures)} failure{'s' if len(found.failures) > 1 else ''}"
-        leave(UNVERIFIED, f"Error: {checkpoint} is not what it should be: {failures}, see above")
+        leave(UNVERIFIED, _failed(checkpoint, found.failures))
 
 
 @command("inspect", "quantkit inspect ./model-marlin", computes=False)
 @click.argument("checkpoint", shell_complete=completers.folders)
+@click.option("--check", is_flag=True, help="Compare the hash of every file with the recorded one, and end.")
 @options.source
-def inspect(checkpoint: str, revision: str | None, trust_remote_code: bool, as_json: bool, progress: Progress) -> None:
+def inspect(
+    checkpoint: str, check: bool, revision: str | None, trust_remote_code: bool, as_json: bool, progress: Progress
+) -> None:
     """Describe CHECKPOINT from its headers.
 
-    Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program."""
+    Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program. With --check, only
+    hashes are compared: with those in the report, or without one with the digests in the weight files."""
     from quantkit.checkpoint.inspection import describe, tensors
     from quantkit.checkpoint.reader import Checkpoint, resolve
 
-    src = Checkpoint(resolve(checkpoint, revision), trust_remote_code)
+    folder = resolve(checkpoint, revision)
+    if check:
+        from quantkit.evaluation.verify import verify_files
+
+        failures, notices = verify_files(folder)
+        facts = {"path": str(folder), "ok": not failures, "failures": failures, "notices": notices}
+        emit(show.as_json(facts) if as_json else show.checks(str(folder), failures, notices, progress))
+        if failures:
+            leave(UNVERIFIED, _failed(folder, failures))
+        return
+    src = Checkpoint(folder, trust_remote_code)
     found = describe(src)
     emit(show.as_json(found) if as_json else show.description(found, tensors(src), progress))
+
+
+def _failed(folder: Path, failures: Sequence[str]) -> str:
+    count = f"{len(failures)} failure{'s' if len(failures) > 1 else ''}"
+    return f"Error: {folder} is not what it should be: {count}, see above"
 
 
 @command("report", "quantkit report ./model-int4 --html ./model-int4.html", computes=False)

@@ -140,6 +140,15 @@ source = combined(
     click.option("--trust-remote-code", is_flag=True, help="Run Python code that comes with the model."),
 )
 
+no_check = click.option(
+    "--no-check",
+    "check",
+    is_flag=True,
+    flag_value=False,
+    default=True,
+    help="Read files that differ from their recorded hashes.",
+)
+
 
 def out(*, unless: Sequence[str] = (), required: bool = True) -> Callable[[Function], Function]:
     """Make the option for the folder that a command writes; the eager flags `unless` make it optional."""

@@ -193,6 +193,7 @@ def verification(found: Verification, progress: Progress) -> str:
     -q prints the verdict, below what failed. -v prints every row, and the digest of each file.
     """
     verdict, layout = ("verified" if found.ok else "NOT verified"), found.layout or "unreadable"
+    verdict += "" if found.checked else ", codes unchecked"
     last = f"{verdict}: {len(found.rows)} linears, {found.weights} weights, {layout}; {found.note}"
     failures = [f"FAILED: {failure}" for failure in found.failures]
     if progress.quiet:
@@ -210,6 +211,13 @@ def verification(found: Verification, progress: Progress) -> str:
     lines += failures
     lines += [f"note: {notice}" for notice in found.notices]
     return "\n".join([*lines, last])
+
+
+def checks(path: str, failures: Sequence[str], notices: Sequence[str], progress: Progress) -> str:
+    """Format the outcome of `inspect --check`."""
+    last = f"{path}: {'a file was changed' if failures else 'no file was changed'}"
+    lines = [f"FAILED: {failure}" for failure in failures]
+    return "\n".join([*lines, *([] if progress.quiet else [f"note: {notice}" for notice in notices]), last])
 
 
 def perplexity(found: Perplexity, progress: Progress) -> str:

@@ -38,7 +38,8 @@ class Verification(Shown):
     """The result of `verify`: a row for each weight, the hash of each file, failures and notices as lines of text.
 
     `kernel` is the layout whose kernels multiplied on `device`, and `bound` limits their `errors`. If `kernel` is None,
-    no kernel ran, and `unrun` gives the reason. `seconds` has the time of each phase.
+    no kernel ran, and `unrun` gives the reason. The codes are `checked` if a report, digests in the weight files or
+    another checkpoint could be compared with. `seconds` has the time of each phase.
     """
 
     layout: str | None
@@ -50,6 +51,7 @@ class Verification(Shown):
     kernel: str | None = None
     device: str = "cpu"
     bound: float | None = None
+    checked: bool = True
     unrun: str = "nothing could be multiplied"
     seconds: Mapping[str, float] = field(default_factory=dict)
 
@@ -87,6 +89,7 @@ class Verification(Shown):
     def _shown(self) -> dict[str, Any]:
         return {
             "ok": self.ok,
+            "checked": self.checked,
             "layout": self.layout,
             "linears": len(self.rows),
             "weights": self.weights,
@@ -100,6 +103,7 @@ class Verification(Shown):
         """Build the content of verify.json."""
         return {
             "ok": self.ok,
+            "checked": self.checked,
             "layout": self.layout,
             "linears": len(self.rows),
             "weights": self.weights,

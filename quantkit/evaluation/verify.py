@@ -2,10 +2,10 @@
 
 It answers five questions:
 
-1. Do the files have the hashes that the report lists?
+1. Do the files have the hashes that the report lists, or without a report the tensors the digests in their files?
 2. Does every packed weight unpack, and pack again to the same bytes?
 3. Does its record have the digest that was taken at quantization?
-4. Are its codes, scales and zeros equal to those of another checkpoint?
+4. Are its codes, scales and zeros, and all dense tensors, equal to those of another checkpoint?
 5. Does a kernel on a GPU multiply with the packed bytes as with the record?
 
 A damaged weight fails its own row, and the other weights are still checked.
@@ -23,11 +23,14 @@ from typing import Any
 import torch
 
 from quantkit import kernels
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.provenance import damage
+from quantkit.checkpoint.reader import CONFIG, Checkpoint
+from quantkit.core.tensors import dtype_name, raw_bytes
 from quantkit.errors import CheckpointError, KernelError, QuantkitError
 from quantkit.evaluation.verification import VERIFICATION, Row, Verification
 from quantkit.evaluation.weight_check import Job, check_weight
 from quantkit.io import files, hashing, model_folder
+from quantkit.io.digests import damaged_tensors
 from quantkit.kernels import proof
 from quantkit.models.devices import device_of
 from quantkit.progress import Clock, Progress
@@ -37,15 +40,22 @@ from quantkit.reporting import report
 EDITED = ("README.md", VERIFICATION)
 UNLISTED = (report.REPORT, *EDITED)
 TEMPLATES = "additional_chat_templates"
-UNREPORTED = f"no {report.REPORT}: the files were not compared with recorded hashes, nor weights with digests"
+UNREPORTED = f"no {report.REPORT}: {{}}, and no other file was compared with a recorded hash"
+UNSEALED = "codes unchecked: no report, no digests in the weight files, and no checkpoint to compare with"
+UNMARKED = f"{report.REPORT}: has no seal, so it was edited, or written by an early version: restore it, or pack again"
 
 
 def verify(
-    folder: Path, against: Path | None = None, progress: Progress | None = None, device: str = "auto"
+    folder: Path,
+    against: Path | None = None,
+    progress: Progress | None = None,
+    device: str = "auto",
+    unsealed: bool = False,
 ) -> Verification:
     """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a time.
 
-    `against` is a checkpoint to compare with. `device` "auto" takes a GPU if it can run the kernels.
+    `against` is a checkpoint to compare with. `device` "auto" takes a GPU if it can run the kernels. Codes that nothing
+    can be compared with are a failure, unless `unsealed`.
 
     CheckpointError if `folder` or `against` is no readable quantized checkpoint; a file that changed since it was
     written is a failure instead. KernelError if a kernel fails, or if a GPU asked for by name cannot run kernels.
@@ -71,10 +81,17 @@ def verify(
         return Verification(None, (), hashes, tuple(dict.fromkeys([*failures, str(error)])), ())
     assert src.layout is not None
     notices = [_unlisted(name) for name in extra if not is_loadable(name)]
+    checked = bool(recorded or against)
     if not recorded:
         with clock.phase("files"):
             hashes = src.hashes()
-        notices.append(UNREPORTED)
+            sealed, changed = _check_digests([src.path / name for name in hashes if name != CONFIG])
+        failures += changed
+        checked |= sealed
+        what = "weights were compared with the digests in their files" if sealed else "the weight files have no digests"
+        notices.append(UNREPORTED.format(what))
+    if not (checked or unsealed):
+        failures.append(f"{UNSEALED}: add --unsealed to accept that")
     unrun = _why_no_kernel(src, place, asked=device != "auto")
     other = None if against is None else _quantized(Path(against))
     if not src.modules():
@@ -83,6 +100,9 @@ def verify(
     with ThreadPoolExecutor(1) as pool:
         job = Job(src, other, runs_on, unrun is None, pool, Clock(runs_on, clock.seconds))
         rows = _check_weights(job, recorded, progress, failures, notices)
+    if other is not None:
+        with clock.phase("against"):
+            failures += _dense_differences(src, other, progress)
     found = Verification(
         src.layout.NAME,
         tuple(rows),
@@ -90,6 +110,7 @@ def verify(
         tuple(failures),
         (*src.notices, *notices),
         None if against is None else str(against),
+        checked=checked,
         seconds=clock.seconds,
     )
     if unrun:
@@ -98,13 +119,19 @@ def verify(
 
 
 def verify_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Check the files of an output, dense or quantized, against its report; returns failures and notices.
+    """Check the files of a folder, dense or quantized, against its report; returns failures and notices.
 
-    CheckpointError if the folder has no report.
+    Without a report, weight files are checked against the digests in them. CheckpointError if they have none.
     """
     recorded = report.load(folder)
     if not recorded:
-        raise CheckpointError(f"{folder}: has no {report.REPORT}: give a folder that quantkit wrote")
+        sealed, failures = _check_digests(sorted(folder.glob("*.safetensors")))
+        if not sealed:
+            raise CheckpointError(
+                f"{folder}: has no {report.REPORT}, and no digests in its weight files, so nothing can be checked: "
+                "give a folder that quantkit wrote"
+            )
+        return failures, [UNREPORTED.format("weights were compared with the digests in their files")]
     extra = extra_files(folder, recorded)
     failures = _check_files(folder, recorded)[1] + [_unlisted(name) for name in extra if is_loadable(name)]
     return failures, [_unlisted(name) for name in extra if not is_loadable(name)]
@@ -156,7 +183,8 @@ def _check_files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, s
     listed = recorded.get("files")
     if not listed:
         return {}, [f"{report.REPORT}: lists no files, so it is damaged or not quantkit's"]
-    found, failures = {}, []
+    found: dict[str, str] = {}
+    failures = [] if report.SEAL in recorded else [UNMARKED]
     with ThreadPoolExecutor() as pool:
         hashed = {name: pool.submit(_hash, folder, name, expected) for name, expected in listed.items()}
     for name, expected in listed.items():
@@ -168,8 +196,40 @@ def _check_files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, s
             failures.append(str(error))
         else:
             if found[name] != expected:
-                failures.append(f"{name}: its hash is not the one that {report.REPORT} lists, the file was changed")
+                failures.append(damage(name, folder / name, f"{report.REPORT} lists"))
     return found, failures
+
+
+def _check_digests(paths: list[Path]) -> tuple[bool, list[str]]:
+    """Compare the tensors of weight files with the digests in them.
+
+    Returns whether all files have digests, and a line for each tensor that differs.
+    """
+    with ThreadPoolExecutor() as pool:
+        found = list(pool.map(damaged_tensors, map(Path.resolve, paths)))
+    lines = [
+        f"{path.name}: {tensor} does not have the digest that the file states, it was changed"
+        for path, tensors in zip(paths, found, strict=True)
+        for tensor in tensors or ()
+    ]
+    return bool(found) and None not in found, lines
+
+
+def _dense_differences(src: Checkpoint, other: Checkpoint, progress: Progress) -> list[str]:
+    """List the dense tensors that another checkpoint lacks, has in addition, or has with other bits."""
+    packed = {f"{module}.weight" for one in (src, other) for module in one.modules()}
+    mine, theirs = ([name for name in one.logical() if name not in packed] for one in (src, other))
+    found = [f"{name}: is in {other.path} only" for name in theirs if name not in {*mine}]
+    for name in progress.bar(mine, "compare", len(mine)):
+        if name not in {*theirs}:
+            found.append(f"{name}: is not in {other.path}")
+            continue
+        forms = [f"{list(one.shape(name))} {dtype_name(one.dtype(name))}" for one in (src, other)]
+        if forms[0] != forms[1]:
+            found.append(f"{name}: is {forms[0]}, and {forms[1]} in {other.path}")
+        elif not torch.equal(raw_bytes(src.get(name)), raw_bytes(other.get(name))):
+            found.append(f"{name}: its bits differ from those in {other.path}")
+    return found
 
 
 def _hash(folder: Path, name: str, like: object) -> str:

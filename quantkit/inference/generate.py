@@ -93,20 +93,21 @@ def generate(
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    check: bool = True,
     progress: Progress | None = None,
     listener: Listener | None = None,
 ) -> Generated:
     """Continue a prompt with at most `max_new_tokens` tokens; `listener` gets the text in pieces as it is made.
 
     The likeliest token is taken each time, unless `temperature` or `top_p` asks for a draw from `seed`. The last piece
-    comes when the text is complete, and may be empty. RecipeError if the prompt has no tokens and the tokenizer no BOS
-    token, or if the model has too few positions.
+    comes when the text is complete, and may be empty. `check` is as for `load`. RecipeError if the prompt has no tokens
+    and the tokenizer no BOS token, or if the model has too few positions.
     """
     sampling = Sampling(temperature, top_p, seed)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     tokenizer = load_tokenizer(src.path)
     ids = _prompt_tokens(tokenizer, prompt)
-    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress)
     with sampling.seeded():
         return _write(model, tokenizer, prompt, ids, max_new_tokens, sampling, listener)
 
@@ -123,6 +124,7 @@ def chat(
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
+    check: bool = True,
     progress: Progress | None = None,
     listener: Listener | None = None,
 ) -> Iterator[Generated]:
@@ -135,7 +137,7 @@ def chat(
     tokenizer = load_tokenizer(src.path)
     if not tokenizer.chat_template:
         raise RecipeError(f"{src.path}: the model has no chat template: use quantkit generate without --chat")
-    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, progress=progress)
+    model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress)
     messages = [] if system is None else [{"role": "system", "content": system}]
     with sampling.seeded():
         for turn in turns:

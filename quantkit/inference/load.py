@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.inference.swap_linears import require_kernels
@@ -30,6 +31,7 @@ def load(
     dtype: torch.dtype | None = None,
     revision: str | None = None,
     trust_remote_code: bool = False,
+    check: bool = True,
 ) -> PreTrainedModel:
     """Load a folder or hub id as a transformers model whose packed linears are `PackedLinear`s.
 
@@ -41,8 +43,12 @@ def load(
     transformers and overrides `device`. `dtype` defaults to float32 on a CPU and to the model's own on a GPU. The call
     runs `quantkit.register()`.
 
-    Raises a QuantkitError, before any weight is read, for an unknown layout or version, for FP8 and MXFP4 sources, for
-    missing or unexpected tensors, and for a GPU that is too old or too small.
+    With `check`, every file is compared with its recorded hash while the model is loaded, and weight files of quantkit
+    without one with the digests that they state.
+
+    CheckpointError for a file that was changed. Raises a QuantkitError, before any weight is read, for an unknown
+    layout or version, for FP8 and MXFP4 sources, for missing or unexpected tensors, and for a GPU that is too old or
+    too small.
 
     Example:
 
@@ -63,7 +69,8 @@ def load(
     ```
     """
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
-    return _load(src, device, device_map, dtype, trust_remote_code)
+    with checked(src, check):
+        return _load(src, device, device_map, dtype, trust_remote_code)
 
 
 def _load(
@@ -83,16 +90,20 @@ def _load(
 
 
 def load_for_evaluation(
-    src: Checkpoint, *, device: str, trust_remote_code: bool, progress: Progress | None = None
+    src: Checkpoint, *, device: str, trust_remote_code: bool, check: bool = True, progress: Progress | None = None
 ) -> PreTrainedModel:
-    """Load a packed model, or a dense one in float32; warnings about slow weights become notes of `progress`."""
-    if src.layout is None:
-        for line in src.notices:
-            (progress or Progress(quiet=True)).note(line)
-        return load_dense_model(src, device=device, trust_remote_code=trust_remote_code)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        model = _load(src, device, None, None, trust_remote_code)
+    """Load a packed model, or a dense one in float32; warnings about slow weights become notes of `progress`.
+
+    `check` is as for `load`.
+    """
+    with checked(src, check):
+        if src.layout is None:
+            for line in src.notices:
+                (progress or Progress(quiet=True)).note(line)
+            return load_dense_model(src, device=device, trust_remote_code=trust_remote_code)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            model = _load(src, device, None, None, trust_remote_code)
     quantizer: Any = model.hf_quantizer
     for line in quantizer.notices:
         (progress or Progress(quiet=True)).note(line)

@@ -98,18 +98,32 @@ def require_inside(folder: Path, listing: Iterable[str]) -> None:
     Libraries open files by names of their own: tokenizers, chat templates, generation_config.json. So every name in the
     folder is checked before they get it. `folder` is a real path, `listing` has its names; hidden ones are not read.
     """
-    names = list(listing)
-    if TEMPLATES in names and inside(folder, TEMPLATES).is_dir():
-        names += [f"{TEMPLATES}/{name}" for name in sorted(os.listdir(folder / TEMPLATES))]
-    for name in names:
+    for name in _with_templates(folder, listing):
         path = folder / name
         data = PurePosixPath(name.lower()).suffix in DATA_SUFFIXES and (name == TEMPLATES or not path.is_dir())
         if name.startswith(".") or not data or not path.exists():  # a link to nothing gives nothing
             continue
         real = inside(folder, name) if path.is_symlink() or TEMPLATES in path.parts else path
-        opened = name.endswith((".json", ".jinja")) or any(fnmatch(name.lower(), pattern) for pattern in TOKENIZERS)
-        if opened and not (real.is_file() or real.is_dir()):
+        if _is_opened(name) and not (real.is_file() or real.is_dir()):
             raise CheckpointError(f"{folder}: {shown(name)} is no regular file: remove it")
+
+
+def opened(folder: Path) -> list[str]:
+    """List the files beside the weights that libraries open by names of their own; `folder` is a real path."""
+    with files.guarded(folder):
+        names = _with_templates(folder, sorted(os.listdir(folder)))
+        return [name for name in names if _is_opened(name) and (folder / name).is_file()]
+
+
+def _with_templates(folder: Path, listing: Iterable[str]) -> list[str]:
+    names = list(listing)
+    if TEMPLATES in names and inside(folder, TEMPLATES).is_dir():
+        names += [f"{TEMPLATES}/{name}" for name in sorted(os.listdir(folder / TEMPLATES))]
+    return names
+
+
+def _is_opened(name: str) -> bool:
+    return name.endswith((".json", ".jinja")) or any(fnmatch(name.lower(), pattern) for pattern in TOKENIZERS)
 
 
 def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[str], dict[str, str] | None]:

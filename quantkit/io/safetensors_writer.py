@@ -1,6 +1,7 @@
 """The writing side of safetensors: one file, streamed, one tensor in memory at a time.
 
-The format puts the header first, so space for it is reserved, and filled in when the file is closed.
+The format puts the header first, so space for it is reserved, and filled in when the file is closed. Its metadata holds
+the digest of each tensor.
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from torch import Tensor
 
 from quantkit.core.tensors import raw_bytes
 from quantkit.errors import CheckpointError
-from quantkit.io import files, hashing
+from quantkit.io import digests, files, hashing
 from quantkit.io.safetensors_header import DTYPE_NAMES
 
 #: Bytes that a header with its length takes, padded with spaces, unless a file is made for more tensors.
 RESERVED = 64 * 2**10
-_METADATA = {"__metadata__": {"format": "pt"}}
+
+
+def _metadata(stated: str = "") -> dict[str, dict[str, str]]:
+    return {"__metadata__": {"format": "pt", digests.KEY: stated}}
 
 
 def header_bytes(names: Iterable[str]) -> int:
     """Return the bytes to reserve for the header of a file with tensors of these names, a multiple of RESERVED."""
-    needed = 8 + len(json.dumps(_METADATA)) + sum(map(_entry_bytes, names))
+    needed = 8 + len(json.dumps(_metadata())) + sum(map(_entry_bytes, names))
     return -(-needed // RESERVED) * RESERVED
 
 
@@ -34,7 +38,7 @@ class FileSize:
 
     def __init__(self, reserved: int = RESERVED) -> None:
         self.reserved, self.tensors = reserved, 0
-        self._left = reserved - 8 - len(json.dumps(_METADATA))
+        self._left = reserved - 8 - len(json.dumps(_metadata()))
 
     @property
     def total(self) -> int:
@@ -62,6 +66,7 @@ class SafetensorsWriter:
         self.path = path
         self.size = FileSize(reserved)
         self._tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
+        self._digests: dict[str, str] = {}
         self._last: dict[str, bytes] = {}
         with files.guarded(path):
             self._file = files.create(path)
@@ -76,6 +81,8 @@ class SafetensorsWriter:
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         data = raw_bytes(tensor).numpy().data
         self._tensors[name] = tensor.dtype, tuple(tensor.shape)
+        seen = digests.begin(name, DTYPE_NAMES[tensor.dtype], tensor.shape)
+        self._digests[name] = seen.update(data).hexdigest()
         self.size.add(name, len(data))
         if len(data) % 8:
             self._last[name] = bytes(data)
@@ -99,11 +106,12 @@ class SafetensorsWriter:
             dtype, shape = self._tensors[name]
             start, end = end, end + prod(shape) * dtype.itemsize
             entries[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(_METADATA | entries, ensure_ascii=False, separators=(",", ":")).encode()
+        stated = _metadata("".join(self._digests[name] for name in entries))
+        text = json.dumps(stated | entries, ensure_ascii=False, separators=(",", ":")).encode()
         space = self.size.reserved - 8
         return space.to_bytes(8, "little") + text.ljust(space)
 
 
 def _entry_bytes(name: str) -> int:
-    """Bound a header entry's bytes: the quoted and escaped name, a rank of at most 8, two offsets."""
-    return len(json.dumps(name)) + 64 + 10 * 20
+    """Bound a header entry's bytes: the quoted and escaped name, a rank of at most 8, two offsets, and a digest."""
+    return len(json.dumps(name)) + 64 + 10 * 20 + digests.DIGITS

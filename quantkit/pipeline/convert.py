@@ -98,7 +98,7 @@ def pack(
             with clock.phase("hash"):
                 report["layers"], report["source"]["files"] = layers, hashes()
         src.require_unchanged()  # so these are the hashes of what was read
-        require_unchanged(report["source"]["files"], known_files)
+        src.notices += require_unchanged(src, report["source"]["files"], known_files)
         for line in [line for line in src.notices if line not in known]:  # found in the data or on the disk
             progress.note(line)
         for line in (lost := _losses(layers, recorded)):

@@ -23,7 +23,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import CheckpointError, QuantkitError, about
 from quantkit.io import files
-from quantkit.io.json_files import dump_json, without_folders
+from quantkit.io.json_files import without_folders
 from quantkit.io.model_folder import RECIPE
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts import quantkit_key
@@ -36,6 +36,7 @@ from quantkit.progress import Clock
 from quantkit.reporting.model_card import model_card
 from quantkit.reporting.report import REPORT, added_up, digest, peak_memory, phases
 from quantkit.reporting.report import load as load_report
+from quantkit.reporting.report import text as report_text
 
 #: Measures a finished folder that is not published yet: perplexity and KL divergence.
 Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
@@ -89,7 +90,7 @@ def _leave_report(writer: CheckpointWriter, report: Mapping[str, Any], error: Ex
     """Write the report of a failed run beside its resumable work."""
     failed = {**report, "failed": str(error) or type(error).__name__, "layers": _layers(writer)}
     with suppress(CheckpointError):  # the first error matters more
-        files.write_atomic(writer.partial / REPORT, dump_json(failed))
+        files.write_atomic(writer.partial / REPORT, report_text(failed))
 
 
 def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
@@ -147,7 +148,7 @@ def finish(
         report["files"] = written
         report.update(without_folders(report, names))
         # The model card names the report's hash, so the report cannot have the card's. People edit the card.
-        return {REPORT: dump_json(report), "README.md": model_card(report, digest(report)).encode()}
+        return {REPORT: report_text(report), "README.md": model_card(report, digest(report)).encode()}
 
     def described() -> dict[str, bytes]:
         try:
@@ -217,7 +218,7 @@ def publish_complete(
     """Publish the folder of a run that was stopped before its last step, if the source and one of `recipes` match."""
     report = load_report(partial)
     known = {recipe.sha256() for recipe in recipes}
-    if report.get("recipe_sha256") not in known or report["source"].get("files") != source_hashes(src):
+    if report.get("recipe_sha256") not in known or report["source"].get("files") != source_hashes(src)[0]:
         raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
     publish_folder(partial, out, overwrite=overwrite)
     return report

@@ -221,14 +221,15 @@ def quantize(
     quantizing = None if isinstance(recipe, Pruning) else recipe
     revision = _revision(src, run.revision)
     base, unread = origin(src, model, revision)
-    lacking = unread  # of the source's card, and what the file system cannot do
+    lacking = unread  # of the source's card, what the file system cannot do, and files edited since they were recorded
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path, notice=lacking.append) as partial:
         if is_complete(partial):
             same = [without_paths(asked), without_paths(with_packaged_text(asked))]
             return publish_complete(partial, out, same, src, run.overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
         with clock.phase("hash"):
-            hashes = source_hashes(src)
+            hashes, edited = source_hashes(src)
+        lacking += edited
         report = {
             **heading(command, name_of(model), revision, hashes, base),
             **_known(job, recipe),

@@ -22,10 +22,13 @@ import torch
 
 import quantkit
 from quantkit.errors import CheckpointError
+from quantkit.io.hashing import hash_of
 from quantkit.io.json_files import dump_json, load_json, shown
 from quantkit.io.model_folder import inside
 
 REPORT = "quantkit_report.json"
+#: The entry that holds the hash of all others.
+SEAL = "seal"
 
 SCALES = ("floored", "subnormal", "zero")
 
@@ -41,7 +44,7 @@ _NUMBER, _NUMBERS, _NUMBER_BY_NAME = "a number", "a list of numbers", "an object
 _NUMBER_OR_NULL = "a number or null"
 _OBJECT, _OBJECTS, _SCALAR = "an object", "a list of objects", "text, a number, or a list of these"
 _ENTRIES = {
-    **dict.fromkeys(("quantkit", "command", "failed", "device", "compute_dtype"), _TEXT),
+    **dict.fromkeys(("quantkit", "command", "failed", "device", "compute_dtype", SEAL), _TEXT),
     **dict.fromkeys(("recipe_sha256", "layout", "scheme"), _TEXT_OR_NULL),
     **dict.fromkeys(("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"), _TEXTS),
     **dict.fromkeys(("files", "not_opened_by", "not_tried"), _TEXT_BY_NAME),
@@ -55,7 +58,7 @@ COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scale
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS)
 #: Entries, at any depth, that differ from run to run or from machine to machine.
-VOLATILE = ("environment", "phases", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried")
+VOLATILE = ("environment", "phases", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried", SEAL)
 _FACTS = {
     **dict.fromkeys(("name", "digest", "scheme", *WORDS), _TEXT),
     **dict.fromkeys(("layout", "method", "prune"), _TEXT_OR_NULL),
@@ -129,6 +132,15 @@ def _constant(value: Any) -> Any:
     return [_constant(held) for held in value] if isinstance(value, list) else value
 
 
+def text(report: Mapping[str, Any]) -> bytes:
+    """Build the file of a report, with a seal: the hash of the file without it."""
+    return dump_json({**report, SEAL: _seal(report)})
+
+
+def _seal(report: Mapping[str, Any]) -> str:
+    return hash_of(dump_json({key: value for key, value in report.items() if key != SEAL}))
+
+
 def peak_memory() -> dict[str, int]:
     """Measure the peak memory of this process in bytes: `ram`, and with a GPU `vram`."""
     peak = {"ram": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)}
@@ -142,7 +154,8 @@ def peak_memory() -> dict[str, int]:
 def load(folder: Path) -> dict[str, Any]:
     """Read the report of an output folder, `{}` if it has none.
 
-    CheckpointError if an entry that quantkit reads or copies has a wrong type, or the file is a link out of the folder.
+    CheckpointError if an entry that quantkit reads or copies has a wrong type, the seal is not that of the other
+    entries, or the file is a link out of the folder.
     """
     path = folder / REPORT
     if not path.exists() and not path.is_symlink():
@@ -150,6 +163,8 @@ def load(folder: Path) -> dict[str, Any]:
     report = load_json(inside(Path(os.path.realpath(folder)), REPORT))
     for where, kind in _malformed(report):
         raise CheckpointError(f"{path}: {shown(where)} must be {kind}: restore the file, or quantize or pack again")
+    if SEAL in report and report[SEAL] != _seal(report):
+        raise CheckpointError(f"{path}: was changed since it was written: restore it, or remove it")
     return report
 
 

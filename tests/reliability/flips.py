@@ -2,6 +2,289 @@
 
 from __future__ import annotations
 
-from tests.reliability.campaign import Family
+import hashlib
+import json
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
-FAMILIES: list[Family] = []
+import yaml
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.checkpoint.inspection import describe
+from quantkit.checkpoint.provenance import checked, source_hashes
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError, QuantkitError, RecipeError
+from quantkit.evaluation.verify import verify, verify_files
+from quantkit.io.journal import append_journal, read_journal
+from quantkit.io.json_files import load_json
+from quantkit.io.safetensors_header import read_header
+from quantkit.pipeline import recipe as recipes
+from quantkit.reporting.html import page
+from quantkit.reporting.report import REPORT
+from quantkit.reporting.report import load as load_report
+from tests.reliability import samples
+from tests.reliability.campaign import Family, Run
+
+#: Of so many flips, one goes through a command or a whole `load`, and the others through the functions under them.
+WHOLE = 25
+#: Values that replace an entry of a JSON file.
+ODD: list[Any] = [None, True, -1, 0, 2**63, 1e308, "", "x" * 2000, "\x00", "../x", [], {}, [[]], {"a": []}, [None]]
+LAYOUTS = ("compressed-tensors", "gptq", "marlin", "awq", "quick")
+
+
+@contextmanager
+def changed(path: Path, data: bytes) -> Iterator[None]:
+    """Give a file other bytes in the block."""
+    before = path.read_bytes()
+    path.write_bytes(data)
+    try:
+        yield
+    finally:
+        path.write_bytes(before)
+
+
+def flipped(data: bytes, at: int, bit: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1 << bit]) + data[at + 1 :]
+
+
+def place(path: Path, rng: random.Random) -> tuple[int, int, str]:
+    """Draw a bit of a weight file's tensors; returns its byte, its place there, and the tensor's name."""
+    tensors, _ = read_header(path.resolve())
+    first = min(info.start for info in tensors.values())
+    at = rng.randrange(first, path.stat().st_size)
+    return at, rng.randrange(8), next(name for name, info in tensors.items() if info.start <= at < info.end)
+
+
+def weights(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def refused(work: Callable[[], object], word: str) -> None:
+    """Ask for a CheckpointError of one line with `word` in it."""
+    try:
+        work()
+    except CheckpointError as error:
+        assert word in str(error) and "\n" not in str(error), str(error)
+    else:
+        raise AssertionError(f"passed, although {word} was changed")
+
+
+def sources(folder: Path) -> dict[str, Path]:
+    """Make one model whose hashes are known in each of the three ways."""
+    listed = samples.model(folder / "listed", blocks=1)
+    sums = (f"{hashlib.sha256(path.read_bytes()).hexdigest()}  {path.name}\n" for path in weights(listed))
+    (listed / "SHA256SUMS").write_text("".join(sums))
+    repository = folder / "models--org--name"
+    snapshot = repository / "snapshots/abc"
+    samples.model(folder / "plain", blocks=1)
+    (repository / "blobs").mkdir(parents=True)
+    snapshot.mkdir(parents=True)
+    for path in (folder / "plain").iterdir():
+        blob = repository / "blobs" / hashlib.sha256(path.read_bytes()).hexdigest()
+        shutil.copy(path, blob)
+        (snapshot / path.name).symlink_to(f"../../blobs/{blob.name}")
+    quantkit.prune(folder / "plain", folder / "reported", method="magnitude")
+    return {"SHA256SUMS": listed, "the hub's cache": snapshot, "a report": folder / "reported"}
+
+
+def attack_sources(found: Run) -> None:
+    known = sources(found.folder)
+    for name, folder in known.items():
+        with found.case(f"{name}: intact"):
+            source_hashes(Checkpoint(folder))
+    for i in range(found.least):
+        rng = found.random("H3", i)
+        name, folder = rng.choice(list(known.items()))
+        path = rng.choice(weights(folder))
+        at, bit, _ = place(path, rng)
+        with found.case(f"{name}: {path.name} byte {at} bit {bit}"), changed(path, flipped(path.read_bytes(), at, bit)):
+            refused(lambda folder=folder: source_hashes(Checkpoint(folder)), path.name)  # type: ignore[misc]
+            if i % WHOLE == 0:
+                command = ("quantize", folder, "--method", "rtn") if name != "a report" else ("prune", folder)
+                out = found.folder / "out"
+                samples.one_line(samples.quantkit(found.folder, *command, "-o", out, "-q", code=1))
+                assert not out.exists()
+
+
+def outputs(folder: Path) -> list[Path]:
+    """Quantize one model into several layouts, with their reports, and the last without: its digests are left."""
+    source = samples.model(folder / "source", blocks=1)
+    quantkit.quantize(source, folder / "fp6", format="fp6", method="rtn")
+    quantkit.quantize(source, folder / "thin", prune="2:4", prune_method="magnitude", method="rtn", layout="marlin24")
+    quantkit.quantize(source, folder / LAYOUTS[0], method="rtn", group_size=128)
+    for layout in LAYOUTS[1:]:
+        quantkit.pack(folder / LAYOUTS[0], folder / layout, layout)
+    lost = shutil.copytree(folder / "gptq", folder / "lost report")
+    (lost / REPORT).unlink()
+    return [folder / name for name in ("fp6", "thin", *LAYOUTS, "lost report")]
+
+
+def attack_outputs(found: Run) -> None:
+    made = outputs(found.folder)
+    for folder in made:
+        with found.case(f"{folder.name}: intact"), checked(Checkpoint(folder)):
+            assert verify(folder, device="cpu").ok and verify_files(folder)[0] == []
+            quantkit.load(folder, device="cpu")
+    for i in range(found.least):
+        rng = found.random("H4", i)
+        folder = rng.choice(made)
+        path = rng.choice(weights(folder))
+        at, bit, tensor = place(path, rng)
+        data = flipped(path.read_bytes(), at, bit)
+        with found.case(f"{folder.name}: {path.name} byte {at} bit {bit}"), changed(path, data):
+            seen_in_an_output(folder, tensor, i % WHOLE == 0)
+    for i in range(found.least // 4):  # the header, its padding and its digests: found by the report's hash
+        rng = found.random("H4 header", i)
+        folder = rng.choice(made[:-1])
+        path = rng.choice(weights(folder))
+        data = path.read_bytes()
+        at, bit = rng.randrange(8 + int.from_bytes(data[:8], "little")), rng.randrange(8)
+        with (
+            found.case(f"{folder.name}: {path.name} header byte {at} bit {bit}"),
+            changed(path, flipped(data, at, bit)),
+        ):
+            assert verify_files(folder)[0]
+            refused(lambda folder=folder: _checked(folder), path.name)  # type: ignore[misc]
+
+
+def seen_in_an_output(folder: Path, tensor: str, whole: bool) -> None:
+    """Ask `verify`, `inspect --check` and `load` for the name of the tensor."""
+    proof = verify(folder, device="cpu") if whole else None
+    assert proof is None or (not proof.ok and any(tensor in line for line in proof.failures)), proof
+    assert any(tensor in line for line in verify_files(folder)[0]), tensor
+    refused(lambda: _checked(folder), tensor)
+    if whole:
+        refused(lambda: quantkit.load(folder, device="cpu"), tensor)
+
+
+def _checked(folder: Path) -> None:
+    with checked(Checkpoint(folder)):
+        pass
+
+
+def mutant(data: bytes, rng: random.Random, is_json: bool) -> bytes:
+    """Change one bit of a file, or one entry of a JSON object at any depth."""
+    if rng.random() < 0.7 or not is_json:
+        return flipped(data, rng.randrange(len(data)), rng.randrange(8))
+    value = json.loads(data)
+    inner: Any = value
+    while True:
+        key = rng.choice(list(inner) if isinstance(inner, dict) else range(len(inner)))
+        if not (isinstance(inner[key], dict | list) and inner[key]) or rng.random() < 0.3:
+            break
+        inner = inner[key]
+    what = rng.randrange(3)
+    if what == 0:
+        inner[key] = rng.choice(ODD)
+    elif what == 1 and isinstance(inner, dict):
+        inner[f"{key}x"] = inner.pop(key)
+    else:
+        del inner[key]
+    return json.dumps(value).encode()
+
+
+def attack_texts(found: Run) -> None:
+    """Attack the texts of an output with its report, of a folder without hashes, a recipe, a journal and a proof."""
+    folder = found.folder
+    source = samples.model(folder / "source", blocks=1)
+    ours, report = folder / "ours", folder / "ours" / REPORT
+    quantkit.quantize(source, folder / "int4", method="rtn", group_size=128)
+    quantkit.pack(folder / "int4", ours, "gptq")
+    foreign = shutil.copytree(ours, folder / "foreign")
+    (foreign / REPORT).unlink()
+    for path in weights(foreign):
+        save_file(load_file(path), path, metadata={"format": "pt"})
+    (folder / "recipe.yaml").write_bytes((folder / "int4/quantkit_recipe.yaml").read_bytes())
+    journal = folder / "journal.jsonl"
+    for i in range(4):
+        append_journal(journal, {"items": [f"a{i}"], "files": {}, "facts": {"loss": 0.5}, "bytes": i})
+    lines = read_journal(journal)
+    (ours / "verify.json").write_text(json.dumps(verify(ours, device="cpu").to_dict()))
+    listed = [ours / name for name in load_report(ours)["files"] if not name.endswith(".safetensors")]
+    recorded = load_report(ours)
+
+    def sealed(path: Path) -> None:
+        if path.suffix in (".json", ".jinja"):
+            refused(lambda: _checked(ours), "")
+        try:
+            assert verify_files(ours)[0], f"{path.name} passed inspect --check"
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+
+    def unlisted(path: Path) -> None:
+        """Nothing knows what is right here: all that can be asked is one line, or an answer."""
+        _quantkit_error_or_nothing(lambda: describe(Checkpoint(path.parent)))
+
+    def recipe(path: Path) -> None:
+        _quantkit_error_or_nothing(lambda: recipes.from_mapping(recipes.load(path)).to_yaml())
+
+    def unfinished(path: Path) -> None:
+        try:
+            left = read_journal(path)
+        except CheckpointError as error:
+            assert path.name in str(error)
+        else:
+            assert left == lines[: len(left)] and len(left) >= len(lines) - 1
+
+    def proof(path: Path) -> None:
+        _quantkit_error_or_nothing(lambda: page(recorded, load_json(path)))
+
+    targets: list[tuple[Path, Callable[[Path], None]]] = [*((path, sealed) for path in listed), (report, sealed)]
+    texts = [path for path in sorted(foreign.iterdir()) if path.suffix == ".json"]
+    targets += [(path, unlisted) for path in texts if "config" in path.name or "index" in path.name]
+    targets += [(folder / "recipe.yaml", recipe), (journal, unfinished), (ours / "verify.json", proof)]
+    with found.case("intact"):
+        assert verify_files(ours)[0] == []
+        _checked(ours)
+    with found.case("a recipe with an unknown key names it"):
+        stated = yaml.safe_load((folder / "recipe.yaml").read_text())
+        try:
+            recipes.from_mapping({**stated, "grup_size": 64})
+        except RecipeError as error:
+            assert "grup_size" in str(error)
+        else:
+            raise AssertionError("passed")
+    for i in range(found.least):
+        rng = found.random("H5", i)
+        path, ask = rng.choice(targets)
+        data = path.read_bytes()
+        other = mutant(data, rng, path.suffix == ".json")
+        if other == data or (ask is sealed and _same_json(data, other) and path == report):
+            found.passed(1)
+            continue
+        with found.case(f"{path.parent.name}/{path.name} case {i}"), changed(path, other):
+            ask(path)
+            if i % (20 * WHOLE) == 0:
+                command = ("inspect", path.parent, "-q", *(["--check"] if ask is sealed else []))
+                samples.quantkit(folder, *command, code=None)
+
+
+def _same_json(a: bytes, b: bytes) -> bool:
+    """Return whether two texts are one JSON object: a seal holds whatever the spaces are."""
+    try:
+        return bool(json.loads(a) == json.loads(b))
+    except ValueError:
+        return False
+
+
+def _quantkit_error_or_nothing(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except QuantkitError as error:
+        assert "\n" not in str(error), str(error)
+
+
+FAMILIES = [
+    Family("H3", "a flipped bit of a source whose hash is known", (200, 10_000, 10_000), attack_sources),
+    Family(
+        "H4", "a flipped bit of an output, by verify, inspect --check and load", (200, 10_000, 10_000), attack_outputs
+    ),
+    Family(
+        "H5", "changed configs, indexes, tokenizers, recipes, journals, proofs", (2_000, 100_000, 10**6), attack_texts
+    ),
+]
