@@ -23,7 +23,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import CheckpointError, QuantkitError, about
 from quantkit.io import files
-from quantkit.io.json_files import without_folders
+from quantkit.io.json_files import dump_json, without_folders
 from quantkit.io.model_folder import RECIPE
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts import quantkit_key
@@ -34,9 +34,8 @@ from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
 from quantkit.pipeline.recipe import Pruning, Recipe
 from quantkit.progress import Clock
 from quantkit.reporting.model_card import model_card
-from quantkit.reporting.report import REPORT, added_up, digest, peak_memory, phases
+from quantkit.reporting.report import REPORT, SEAL, added_up, digest, peak_memory, phases, seal
 from quantkit.reporting.report import load as load_report
-from quantkit.reporting.report import text as report_text
 
 #: Measures a finished folder that is not published yet: perplexity and KL divergence.
 Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
@@ -90,7 +89,7 @@ def _leave_report(writer: CheckpointWriter, report: Mapping[str, Any], error: Ex
     """Write the report of a failed run beside its resumable work."""
     failed = {**report, "failed": str(error) or type(error).__name__, "layers": _layers(writer)}
     with suppress(CheckpointError):  # the first error matters more
-        files.write_atomic(writer.partial / REPORT, report_text(failed))
+        files.write_atomic(writer.partial / REPORT, dump_json({**failed, SEAL: seal(failed)}))
 
 
 def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
@@ -148,7 +147,8 @@ def finish(
         report["files"] = written
         report.update(without_folders(report, names))
         # The model card names the report's hash, so the report cannot have the card's. People edit the card.
-        return {REPORT: report_text(report), "README.md": model_card(report, digest(report)).encode()}
+        report[SEAL] = seal(report)
+        return {REPORT: dump_json(report), "README.md": model_card(report, digest(report)).encode()}
 
     def described() -> dict[str, bytes]:
         try:

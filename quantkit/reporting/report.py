@@ -132,12 +132,8 @@ def _constant(value: Any) -> Any:
     return [_constant(held) for held in value] if isinstance(value, list) else value
 
 
-def text(report: Mapping[str, Any]) -> bytes:
-    """Build the file of a report, with a seal: the hash of the file without it."""
-    return dump_json({**report, SEAL: _seal(report)})
-
-
-def _seal(report: Mapping[str, Any]) -> str:
+def seal(report: Mapping[str, Any]) -> str:
+    """Return the entry SEAL of a report: the hash of the file without it."""
     return hash_of(dump_json({key: value for key, value in report.items() if key != SEAL}))
 
 
@@ -163,7 +159,7 @@ def load(folder: Path) -> dict[str, Any]:
     report = load_json(inside(Path(os.path.realpath(folder)), REPORT))
     for where, kind in _malformed(report):
         raise CheckpointError(f"{path}: {shown(where)} must be {kind}: restore the file, or quantize or pack again")
-    if SEAL in report and report[SEAL] != _seal(report):
+    if SEAL in report and report[SEAL] != seal(report):
         raise CheckpointError(f"{path}: was changed since it was written: restore it, or remove it")
     return report
 
