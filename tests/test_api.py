@@ -84,7 +84,10 @@ def test_results_print_themselves(shown: dict[str, dict[str, Any]]) -> None:
     expected = {
         "quantize": (made, "Result(path='model-int4', layout='compressed-tensors', scheme='int4:g128', linears=13, "),
         "plan": (shown["plan"]["planned"], "Plan(layout='marlin', scheme='int4:g128', linears=14, bytes="),
-        "verify": (shown["verify"]["proof"], "Verification(ok=True, layout='marlin24', linears=14, weights="),
+        "verify": (
+            shown["verify"]["proof"],
+            "Verification(ok=True, checked=True, layout='marlin24', linears=14, weights=",
+        ),
         "ppl": (shown["eval_ppl"]["after"], "Perplexity(perplexity="),
         "kld": (shown["eval_kld"]["found"], "Divergence(kld="),
     }

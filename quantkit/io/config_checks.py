@@ -39,8 +39,6 @@ def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = F
     attention or expert implementation (a kernel from elsewhere); true, false and null in the latter name nothing.
     """
     for key, value in entries(config, path):
-        if key == "model_type" and not (value is None or isinstance(value, str)):
-            raise CheckpointError(f"{path}: model_type is {shown(value)}, and must be text: fetch the folder again")
         if key in ("auto_map", "trust_remote_code") and not trust_remote_code:
             raise CheckpointError(
                 f"{path}: {key} asks to run code that comes with the model: add --trust-remote-code if you trust it, "
@@ -49,6 +47,9 @@ def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = F
         implementation = key.lstrip("_").startswith(("attn_implementation", "experts_implementation"))
         if implementation and not (value is None or isinstance(value, bool)):
             raise CheckpointError(f"{path}: {shown(key)} can make a library load foreign code: remove the key")
+    for key, value in entries(config, path):
+        if key == "model_type" and not (value is None or isinstance(value, str)):
+            raise CheckpointError(f"{path}: model_type is {shown(value)}, and must be text: fetch the folder again")
 
 
 def check_sizes(config: dict[str, Any], path: Path, tensors: int, nbytes: int) -> None:

@@ -7,7 +7,9 @@ reports list SHA-256 without a prefix.
 from __future__ import annotations
 
 import hashlib
+import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,15 @@ PIECE = 2**20
 def hash_of(data: bytes) -> str:
     """Hash bytes."""
     return f"{KIND}:{blake3(data).hexdigest()}"
+
+
+def begin_tensor(name: str, dtype: str, shape: Sequence[int]) -> blake3:
+    """Begin the digest of a tensor: BLAKE3 of one line of JSON, `[name, dtype, shape]`, and its bytes, still to be fed.
+
+    `dtype` is the name that a safetensors header has.
+    """
+    entry = json.dumps([name, dtype, list(shape)], ensure_ascii=False, separators=(",", ":"))
+    return blake3(f"{entry}\n".encode())
 
 
 def hash_of_file(path: Path, like: object = None) -> str:

@@ -81,7 +81,7 @@ class SafetensorsWriter:
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")
         data = raw_bytes(tensor).numpy().data
         self._tensors[name] = tensor.dtype, tuple(tensor.shape)
-        seen = digests.begin(name, DTYPE_NAMES[tensor.dtype], tensor.shape)
+        seen = hashing.begin_tensor(name, DTYPE_NAMES[tensor.dtype], tensor.shape)
         self._digests[name] = seen.update(data).hexdigest()
         self.size.add(name, len(data))
         if len(data) % 8:

@@ -21,6 +21,7 @@ from quantkit.io.hashing import hash_of_file
 from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.reporting.report import REPORT
+from tests.reporting.samples import write_report
 from tests.tiny_models import write_model
 
 SCHEMES = {
@@ -148,7 +149,7 @@ def test_a_flipped_bit_in_a_packed_tensor_is_found_by_the_digest_alone(name: str
         edit(broken, module, change)
         report = recorded(broken)
         report["files"] |= {p.name: hash_of_file(p) for p in broken.glob("*.safetensors")}
-        (broken / REPORT).write_text(json.dumps(report))
+        write_report(broken, report)
         found = verify(broken)
         assert not found.ok, suffix
         assert [row.module for row in found.rows if row.problem] == [module]
@@ -219,7 +220,7 @@ def test_planted_faults_of_a_packer_are_found(name: str, fault: str, outputs: di
 def test_a_scale_that_is_not_finite_is_found(value: float, copy: Any) -> None:
     folder = copy("marlin", foreign=True)
     edit(folder, "model.layers.0.mlp.up_proj", lambda part: part["s"].view(-1)[5:6].fill_(value))
-    found = verify(folder)
+    found = verify(folder, unsealed=True)
     assert not found.ok
     assert "model.layers.0.mlp.up_proj" in found.failures[0] and str(value) in found.failures[0]
 
@@ -227,7 +228,7 @@ def test_a_scale_that_is_not_finite_is_found(value: float, copy: Any) -> None:
 def test_zero_scales_give_a_notice(copy: Any) -> None:
     folder = copy("marlin", foreign=True)
     edit(folder, "model.layers.0.mlp.up_proj", lambda part: part["s"].view(-1)[5:7].fill_(0))
-    found = verify(folder)
+    found = verify(folder, unsealed=True)
     assert found.ok
     assert "model.layers.0.mlp.up_proj: 2 scales are zero" in found.notices
 
@@ -236,10 +237,10 @@ def test_a_missing_and_an_extra_weight_are_found(copy: Any) -> None:
     folder = copy("marlin")
     report = recorded(folder)
     dropped = report["layers"].pop()
-    (folder / REPORT).write_text(json.dumps(report))
+    write_report(folder, report)
     assert any(dropped["name"] in failure for failure in verify(folder).failures)
     report["layers"] += [dropped, {**dropped, "name": "model.layers.7.mlp.up_proj"}]
-    (folder / REPORT).write_text(json.dumps(report))
+    write_report(folder, report)
     assert any("model.layers.7" in failure for failure in verify(folder).failures)
 
 
@@ -291,12 +292,12 @@ def test_other_dtypes_and_zero_points_of_another_program_give_notices(copy: Any)
         part["weight_scale"] = torch.full_like(part["weight_scale"], 0.5).bfloat16()
 
     edit(bfloat, module, recast)
-    found = verify(bfloat)
+    found = verify(bfloat, unsealed=True)
     assert found.ok and any("bfloat16" in notice for notice in found.notices)
 
     label = copy("gptq", to="label", foreign=True)
     edit(label, module, lambda part: part["qzeros"].fill_(-2004318072))  # 0x88888888: v2 data under a v1 label
-    found = verify(label)
+    found = verify(label, unsealed=True)
     assert found.ok and any("gptq-v2" in notice for notice in found.notices)
 
 
@@ -321,7 +322,7 @@ def test_a_hostile_list_of_files_is_not_followed(files: Any, copy: Any) -> None:
     folder = copy("marlin")
     report = recorded(folder)
     report["files"] = files
-    (folder / REPORT).write_text(json.dumps(report))
+    write_report(folder, report)
     found = outcome(folder)
     assert found is None or not found.ok
     if found is not None:

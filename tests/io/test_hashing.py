@@ -18,6 +18,7 @@ from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import prune, quantize
 from quantkit.pipeline.recipe import from_mapping, pruning_from_mapping
 from quantkit.reporting.report import REPORT, load
+from tests.reporting.samples import write_report
 
 #: Of the published test vectors: bytes 0, 1, ... 250, 0, 1, ... of so many bytes.
 PUBLISHED = {
@@ -60,7 +61,7 @@ def older(tiny_llama: Path, tmp_path: Path) -> Path:
     path = tmp_path / "older" / REPORT
     report = json.loads(path.read_text())
     report["files"] = {name: sha256(path.parent / name) for name in report["files"]}
-    path.write_text(json.dumps(report))
+    write_report(path.parent, report)
     return path.parent
 
 
@@ -89,7 +90,7 @@ def test_a_source_with_an_older_report_is_held_against_it(older: Path, tmp_path:
 def test_a_hash_of_another_kind_with_the_same_digits_is_no_match(older: Path) -> None:
     report = load(older)
     report["files"] = {name: f"blake3:{digest}" for name, digest in report["files"].items()}
-    (older / REPORT).write_text(json.dumps(report))
+    write_report(older, report)
     assert len(verify(older).failures) == len(report["files"])
 
 
@@ -102,7 +103,7 @@ def test_damage_of_a_dense_source_with_a_report_is_not_quantized_further(
     if kind == "sha256":
         report = load(tmp_path / "pruned")
         report["files"] = {name: sha256(tmp_path / "pruned" / name) for name in report["files"]}
-        (tmp_path / "pruned" / REPORT).write_text(json.dumps(report))
+        write_report(tmp_path / "pruned", report)
     whole = quantize(tmp_path / "pruned", tmp_path / "whole", recipe)["source"]["files"]
     assert {digest.startswith("blake3:") for digest in whole.values()} == {kind == "blake3"}
     shutil.copytree(tmp_path / "pruned", tmp_path / "broken")

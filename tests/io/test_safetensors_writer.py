@@ -39,7 +39,7 @@ def test_odd_sizes_stay_aligned_for_every_reader(tmp_path: Path) -> None:
     assert file.close() == hash_of((tmp_path / "x").read_bytes())
     loaded = load_file(tmp_path / "x")
     infos, metadata = read_header(tmp_path / "x")
-    assert metadata == {"format": "pt"} and loaded.keys() == tensors.keys()
+    assert metadata["format"] == "pt" and loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():
         assert torch.equal(loaded[name], tensor)
         assert infos[name].start % tensor.dtype.itemsize == 0

@@ -5,7 +5,6 @@ On a GPU weights are unpacked, packed again and multiplied; on a CPU only unpack
 
 from __future__ import annotations
 
-import json
 import random
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from quantkit.pipeline import convert, quantize
 from quantkit.pipeline.recipe import from_mapping
 from quantkit.reporting.report import REPORT
 from tests.evaluation.test_verify import edit, recorded
+from tests.reporting.samples import write_report
 from tests.tiny_models import write_model
 
 RECIPES: dict[str, dict[str, object]] = {
@@ -71,7 +71,7 @@ def with_flipped(folder: Path, suffix: str, place: float, device: str) -> Verifi
     edit(folder, MODULE, change)
     report = recorded(folder)
     report["files"] |= {p.name: hash_of_file(p) for p in folder.glob("*.safetensors")}
-    (folder / REPORT).write_text(json.dumps(report))
+    write_report(folder, report)
     found = verify(folder, device=device)
     edit(folder, MODULE, change)
     (folder / REPORT).write_bytes(before)

@@ -189,7 +189,10 @@ def test_damage_in_dense_weights_is_not_converted(small_llama: Path, tmp_path: P
     with pytest.raises(CheckpointError, match=rf"{shard.name}: its hash .* restore it"):
         pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
     assert not any(tmp_path.glob("marlin*"))
-    (tmp_path / "ct" / report.REPORT).unlink()  # then nothing states the file's hash
+    (tmp_path / "ct" / report.REPORT).unlink()  # then the tensor's digest in the file is left
+    with pytest.raises(CheckpointError, match=rf"{shard.name}: model.norm.weight does not have the digest"):
+        pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
+    save_file(load_file(shard), shard, metadata={"format": "pt"})  # then nothing
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin")
 
 

@@ -31,6 +31,7 @@ from quantkit.reporting.report import REPORT, load
 from tests.cli.test_interrupt import handlers
 from tests.command_line import RTN, call
 from tests.faults import faults, memory_path
+from tests.reporting.samples import write_report
 
 tmp_path = memory_path
 __all__ = ["handlers"]
@@ -113,7 +114,7 @@ def test_reports_of_older_versions_are_still_held_against_the_weights(packed: Pa
         for part in (q.codes, q.scales):
             seen.update(part.contiguous().view(torch.uint8).numpy().tobytes())
         layer["digest"] = seen.hexdigest()
-    path.write_text(json.dumps(report))
+    write_report(path.parent, report)
     pack(tmp_path / "ct", tmp_path / "out", "marlin")
     assert {layer["digest"].split(":")[0] for layer in load(tmp_path / "out")["layers"]} == {"xxh3_128"}
     damage(tmp_path / "ct", f"{src.modules()[1]}.weight_packed")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+from quantkit.io.json_files import dump_json
+from quantkit.reporting.report import REPORT, SEAL, seal
 
 HOSTILE = 'evil\n---\nname: `x` <script>alert(1)</script> | "y" é'
 
@@ -49,3 +53,8 @@ def example() -> dict[str, Any]:
             "peak_memory": {"ram": 400_000_000, "vram": 1_000_000_000},
         },
     }
+
+
+def write_report(folder: Path, report: dict[str, Any]) -> None:
+    """Write a report as one writes it who knows of its seal."""
+    (folder / REPORT).write_bytes(dump_json({**report, SEAL: seal(report)}))

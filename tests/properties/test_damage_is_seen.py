@@ -1,0 +1,125 @@
+"""A changed file is told by every command that reads it, whether its report is there or lost."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.errors import CheckpointError
+from quantkit.io.safetensors_header import read_header
+from quantkit.reporting.report import REPORT, SEAL, load, seal
+from tests.command_line import RTN, call, refused
+
+TENSOR = "model.norm.weight"
+
+
+@pytest.fixture(scope="module")
+def intact(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("made") / "int4"
+    call("quantize", small_llama, *RTN, "-o", out, "-q")
+    return out
+
+
+@pytest.fixture
+def folder(intact: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(intact, tmp_path / "int4"))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 8)
+    return tmp_path / "text.txt"
+
+
+def shard_of(folder: Path, tensor: str = TENSOR) -> Path:
+    return next(path for path in sorted(folder.glob("*.safetensors")) if tensor in read_header(path)[0])
+
+
+def flip(folder: Path, tensor: str = TENSOR) -> Path:
+    path = shard_of(folder, tensor)
+    data = bytearray(path.read_bytes())
+    data[read_header(path)[0][tensor].start] ^= 1
+    path.write_bytes(data)
+    return path
+
+
+def without_digests(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        save_file(load_file(path), path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("report", [True, False])
+def test_a_flipped_bit_is_named_by_load_eval_generate_and_inspect(report: bool, folder: Path, text: Path) -> None:
+    if not report:
+        (folder / REPORT).unlink()
+    flip(folder)
+    window = ("--data", text, "--window", 32)
+    for words in (("eval", "ppl", folder, *window), ("generate", folder, "The", "--max-new-tokens", 2)):
+        assert TENSOR in (said := refused(*words)) and "--no-check" in said
+        call(*words, "--no-check", "-q")
+    with pytest.raises(CheckpointError, match=rf"{TENSOR}.*check=False"):
+        quantkit.load(folder, device="cpu")
+    quantkit.load(folder, device="cpu", check=False)
+    assert TENSOR in call("inspect", folder, "--check", "-q", code=3).stdout
+
+
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json"])
+def test_an_edited_text_is_refused_by_load_and_told_by_pack(name: str, folder: Path, tmp_path: Path) -> None:
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"added": 1}))
+    with pytest.raises(CheckpointError, match=name):
+        quantkit.load(folder, device="cpu")
+    notices = quantkit.pack(folder, tmp_path / "out", "gptq").notices
+    assert any(line.startswith(f"{name}: its hash is not the one") for line in notices)
+
+
+def test_exchanged_names_of_tensors_are_damage_too(folder: Path, text: Path) -> None:
+    (folder / REPORT).unlink()
+    path = shard_of(folder)
+    data = path.read_bytes()
+    first, second = (f"model.layers.0.{norm}_layernorm.weight".encode() for norm in ("input", "post_attention"))
+    assert data.count(first) == data.count(second) == 1
+    path.write_bytes(data.replace(first, b"x").replace(second, first).replace(b"x", second))  # as long as before
+    said = refused("eval", "ppl", folder, "--data", text)
+    assert "layernorm" in said and "digest" in said
+
+
+def test_codes_that_nothing_is_known_of_are_not_called_verified(folder: Path) -> None:
+    (folder / REPORT).unlink()
+    assert "codes unchecked" not in call("verify", folder, "-q").stdout  # by the digests in the weight files
+    without_digests(folder)
+    said = call("verify", folder, "-q", code=3).stdout
+    assert "NOT verified, codes unchecked" in said and "--unsealed" in said
+    assert "verified, codes unchecked" in call("verify", folder, "--unsealed", "-q").stdout
+    assert "nothing can be checked" in refused("inspect", folder, "--check")
+
+
+def test_another_checkpoint_is_compared_in_its_dense_tensors_too(folder: Path, intact: Path) -> None:
+    (folder / REPORT).unlink()
+    path = shard_of(folder)
+    tensors = load_file(path)
+    tensors[TENSOR][3] += 1
+    save_file(tensors, path, metadata={"format": "pt"})
+    without_digests(folder)
+    assert (
+        f"{TENSOR}: its bits differ from those in" in call("verify", folder, "--against", intact, "-q", code=3).stdout
+    )
+    tensors[TENSOR] = tensors[TENSOR].bfloat16()
+    save_file(tensors, path, metadata={"format": "pt"})
+    assert f"{TENSOR}: is [" in call("verify", folder, "--against", intact, "-q", code=3).stdout
+
+
+def test_an_edited_report_is_refused_and_one_without_a_seal_does_not_verify(folder: Path) -> None:
+    report = load(folder)
+    assert report[SEAL] == seal(report)
+    report["layers"][0]["relative_error"] = 0.0
+    (folder / REPORT).write_text(json.dumps(report))
+    assert "was changed since it was written" in refused("report", folder)
+    assert "was changed since it was written" in refused("verify", folder)
+    (folder / REPORT).write_text(json.dumps({key: value for key, value in report.items() if key != SEAL}))
+    assert "has no seal" in call("verify", folder, "-q", code=3).stdout
