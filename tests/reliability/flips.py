@@ -6,11 +6,13 @@ import hashlib
 import json
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
@@ -20,9 +22,12 @@ from quantkit.checkpoint.provenance import checked, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, RecipeError
 from quantkit.evaluation.verify import verify, verify_files
+from quantkit.io.digests import damaged_tensors
+from quantkit.io.hashing import hash_of_file
 from quantkit.io.journal import append_journal, read_journal
 from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_header import read_header
+from quantkit.io.safetensors_writer import SafetensorsWriter
 from quantkit.pipeline import recipe as recipes
 from quantkit.reporting.html import page
 from quantkit.reporting.report import REPORT, SEAL
@@ -125,6 +130,7 @@ def outputs(folder: Path) -> list[Path]:
 
 
 def attack_outputs(found: Run) -> None:
+    found.facts = rates(found.folder / "large.safetensors")
     made = outputs(found.folder)
     for folder in made:
         with found.case(f"{folder.name}: intact"), checked(Checkpoint(folder)):
@@ -150,6 +156,20 @@ def attack_outputs(found: Run) -> None:
         ):
             assert verify_files(folder)[0]
             refused(lambda folder=folder: _checked(folder), path.name)  # type: ignore[misc]
+
+
+def rates(path: Path) -> dict[str, float]:
+    """Measure what a check costs: GB that one core hashes in a second, by a recorded hash and by digests."""
+    file = SafetensorsWriter(path)
+    file.add("weight", torch.arange(2**26, dtype=torch.int32))
+    file.close()
+    gigabytes, measured = path.stat().st_size / 1e9, {}
+    for name, work in (("hash", hash_of_file), ("digests", damaged_tensors)):
+        began = time.process_time()
+        work(path)  # type: ignore[operator]
+        measured[f"{name}_gb_per_core_second"] = round(gigabytes / (time.process_time() - began), 2)
+    path.unlink()
+    return measured
 
 
 def seen_in_an_output(folder: Path, tensor: str, whole: bool) -> None:
