@@ -35,13 +35,7 @@ def load_json(path: Path, limit: int = 100 * 2**20, *, special_floats: bool = Fa
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise CheckpointError(f"{path}: {size} bytes of JSON are more than the limit of {limit}")
-        value = parse(files.read_exactly(file, 0, size, path).numpy().tobytes(), path, special_floats)
-    for key, child in entries(value, path):
-        for text in (key, child):
-            # Half of a surrogate pair is legal in JSON, and then cannot be printed or written again.
-            if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-                raise CheckpointError(f"{path}: has an unpaired surrogate in {shown(text)}: {AGAIN}")
-    return value
+        return parse(files.read_exactly(file, 0, size, path).numpy().tobytes(), path, special_floats)
 
 
 def dump_json(value: Mapping[str, Any], *, special_floats: bool = False) -> bytes:
@@ -109,6 +103,11 @@ def parse(data: bytes, path: Path, special_floats: bool = False) -> dict[str, An
         raise CheckpointError(f"{path}: not the JSON it should be ({error}): {AGAIN}") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: holds no JSON object: {AGAIN}")
+    for key, child in entries(value, path):
+        for text in (key, child):
+            # Half of a surrogate pair is legal in JSON, and then cannot be printed or written again.
+            if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
+                raise CheckpointError(f"{path}: has an unpaired surrogate in {shown(text)}: {AGAIN}")
     return value
 
 
