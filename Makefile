@@ -60,6 +60,7 @@ reliability: setup
 
 reliability-nightly: setup
 	$(BIN)/python -m tests.reliability --column nightly -o benchmarks/reliability.json
+	$(BIN)/python -m tests.reliability.page benchmarks/reliability.json docs/reliability.md
 
 # GPU tests and benchmarks, with the Python that has a CUDA build of torch: make gpu PYTHON=python3 REFERENCE=...
 gpu:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from tests.reliability.campaign import COLUMNS, Family, Run, families, problems, run
+from tests.reliability.page import table
 
 #: Families of other campaigns: `make gpu` runs those that need a GPU.
 ELSEWHERE = {"R2"}
@@ -52,6 +54,14 @@ def test_the_cases_of_each_family_are_those_of_the_specification(shared: Path) -
             stated = re.match(r" *([\d.]+) ?([kM]?)", cell)
             due = float(stated[1]) * {"": 1, "k": 1e3, "M": 1e6}[stated[2]] if stated else 1 if "all" in cell else 0
             assert known[name].least(column) >= due, (name, column)
+
+
+def test_the_page_states_what_ran_at_night() -> None:
+    root = Path(__file__).resolve().parents[2]
+    result = json.loads((root / "benchmarks/reliability.json").read_text())
+    assert result["column"] == "nightly" and not problems(result)
+    assert result["families"].keys() == {name for name, family in families().items() if family.least("nightly")}
+    assert table(result) in (root / "docs/reliability.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", sorted(families()))
