@@ -35,10 +35,13 @@ def scratch() -> str | None:
 def versions() -> dict[str, str]:
     """Return what decides the result beside the code."""
     names = ("quantkit", "torch", "transformers", "safetensors", "hypothesis")
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = os.environ.get("COMMIT")  # where no repository is
+    if commit is None:
+        found = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = found.stdout.strip() or "unknown"
     return {
         "date": f"{date.today()}",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "python": platform.python_version(),
         **{name: version(name) for name in names},
         "system": platform.platform(),
@@ -76,7 +79,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="seed of all random numbers [0]")
     parser.add_argument("--jobs", type=int, default=2, help="families at a time [2]")
     parser.add_argument("--one", help=argparse.SUPPRESS)
-    parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file with one entry a family")
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        required=True,
+        help="JSON file with one entry a family; with --only, it keeps the others of the same commit and machine",
+    )
     arguments = parser.parse_args()
     known, column, seed = families(), arguments.column, arguments.seed
     if arguments.one:
@@ -88,6 +97,10 @@ def main() -> int:
     if unknown := set(chosen) - {*known}:
         parser.error(f"no such family: {', '.join(sorted(unknown))}")
     result: dict[str, Any] = {"column": column, "seed": seed, "versions": versions(), "families": {}}
+    if arguments.only and arguments.out.exists():
+        before = json.loads(arguments.out.read_text())
+        if all(before[key] == result[key] for key in ("column", "seed", "versions")):
+            result["families"] = before["families"]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         running = {pool.submit(attempt, known[name], column, seed, folder): name for name in chosen}
         for done in as_completed(running):
@@ -98,7 +111,7 @@ def main() -> int:
                 f"{found['title']}",
                 flush=True,
             )
-            result["families"] = {name: result["families"][name] for name in chosen if name in result["families"]}
+            result["families"] = dict(sorted(result["families"].items()))
             arguments.out.parent.mkdir(parents=True, exist_ok=True)
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
     failed = problems(result)
