@@ -2,6 +2,275 @@
 
 from __future__ import annotations
 
-from tests.reliability.campaign import Family
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
-FAMILIES: list[Family] = []
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import LayoutError, QuantkitError
+from quantkit.evaluation.verify import verify
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.schemes import Schemes
+from tests.layouts.samples import HELD, record, write_folder
+from tests.layouts.test_laws import UNITS, obeys
+from tests.reliability import samples
+from tests.reliability.campaign import Family, Run
+
+#: Nibbles of each packed tensor that B1 changes, one after the other.
+NIBBLES = 4
+#: Sizes of weights that no layout with a unit holds, beside those that it holds.
+ODD_SIZES = (1, 2, 3, 5, 7, 31, 33, 127, 129)
+
+
+def drawn(rng: random.Random) -> tuple[str, QuantizedTensor]:
+    """Draw a layout and a random record that it holds."""
+    layout = rng.choice(sorted(UNITS))
+    scheme = Scheme.parse(rng.choice(HELD[layout][0]))
+    unit_n, unit_k = UNITS[layout]
+    step = math.lcm(unit_k, scheme.group_size or 1, 4)
+    n = unit_n * rng.randint(1, max(2, 128 // unit_n) if unit_n > 1 else 24)
+    k = step * rng.randint(1, max(2, 256 // step))
+    return layout, record(scheme, n, k, seed=rng.getrandbits(32), lowest_zero=1)
+
+
+def attack_laws(found: Run) -> None:
+    for i in range(found.least):
+        rng = found.random("B1", i)
+        layout, q = drawn(rng)
+        with found.case(f"{layout} {q.scheme.label} {list(q.shape)}"):
+            if i % 4 == 0:
+                obeys(layout, q)
+            elif i % 4 == 1:
+                rows_in_any_order(layout, q, rng)
+            elif i % 4 == 2:
+                refuses_or_holds(layout, q.scheme, rng)
+            else:
+                changed_nibbles(layout, q, rng)
+
+
+def rows_in_any_order(layout: str, q: QuantizedTensor, rng: random.Random) -> None:
+    n, k = q.shape
+    unit = 128 if n > 128 else n
+    turns = [(start, min(start + unit, n)) for start in range(0, n, unit)]
+    rng.shuffle(turns)
+    packing = LAYOUTS[layout].packing(q.scheme, (n, k), q.scales, q.zeros)
+    for start, end in turns:
+        packing.add(start, q.codes[start:end])
+    expected = LAYOUTS[layout].pack(q)
+    assert all(
+        torch.equal(packing.tensors[name].view(torch.uint8), t.view(torch.uint8)) for name, t in expected.items()
+    )
+
+
+def refuses_or_holds(layout: str, scheme: Scheme, rng: random.Random) -> None:
+    """Give a layout any shape: it names the rule in one line, or obeys the laws."""
+    n, k = (rng.choice(ODD_SIZES) if rng.random() < 0.5 else 32 * rng.randint(1, 6) for _ in range(2))
+    try:
+        LAYOUTS[layout].check(scheme, n, k)
+    except LayoutError as error:
+        assert "\n" not in str(error) and layout_unit_is_broken(layout, scheme, n, k), f"[{n}, {k}]: {error}"
+    else:
+        obeys(layout, record(scheme, n, k, seed=rng.getrandbits(32), lowest_zero=1))
+
+
+def layout_unit_is_broken(layout: str, scheme: Scheme, n: int, k: int) -> bool:
+    """Return whether a shape is no multiple of the units in LAYOUTS, as this test states them on its own."""
+    unit_n, unit_k = UNITS[layout]
+    sparse = 4 if scheme.sparsity is not None else 1
+    return bool(n % unit_n or k % math.lcm(unit_k, scheme.group_size or 1, sparse))
+
+
+def changed_nibbles(layout: str, q: QuantizedTensor, rng: random.Random) -> None:
+    """Each change gives other values, or bytes that the same values do not pack to, as verify asks, or is refused.
+
+    The second occurs with 2:4: metadata may move a kept code that is zero.
+    """
+    packed = LAYOUTS[layout].pack(q)
+    for name, tensor in packed.items():
+        stored = tensor.view(torch.uint8).view(-1)  # shares memory with what is unpacked
+        for _ in range(NIBBLES):
+            place, change = rng.randrange(2 * stored.numel()), rng.randrange(1, 16)
+            stored[place // 2] ^= change << 4 * (place % 2)
+            try:
+                back = LAYOUTS[layout].unpack(packed, q.scheme)
+                again = LAYOUTS[layout].pack(back)[name]
+                canonical = torch.equal(again.view(torch.uint8), tensor.view(torch.uint8))
+                assert not (back.equal(q) and canonical), f"{name} nibble {place}"
+            except LayoutError as error:
+                assert "\n" not in str(error), error
+            stored[place // 2] ^= change << 4 * (place % 2)
+    assert LAYOUTS[layout].unpack(packed, q.scheme).equal(q)
+
+
+#: Changes of a record: (codes, scales, zeros) in place, with random numbers.
+RecordFault = Callable[[QuantizedTensor, random.Random], QuantizedTensor]
+
+
+def scales_exchanged(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    scales = q.scales.clone()
+    a, b = rng.sample(range(scales.numel()), 2)
+    flat = scales.view(-1)
+    flat[[a, b]] = flat[[b, a]]
+    return replace(q, scales=scales)
+
+
+def groups_off_by_one(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    return replace(q, scales=q.scales.view(-1).roll(1).view(q.scales.shape))
+
+
+def sign_of_a_row(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    codes = q.codes.clone()
+    row, top = rng.randrange(len(codes)), 2 ** (q.scheme.format.bits - 1)
+    kept = codes[row] != q.scheme.format.zero_code  # a pruned weight has no sign
+    codes[row][kept] = codes[row][kept] ^ top
+    if q.scheme.sparsity is not None:  # a code that became zero would move the mask
+        codes[row] = torch.where(kept & (codes[row] == q.scheme.format.zero_code), q.codes[row], codes[row])
+    return replace(q, codes=codes)
+
+
+def tile_transposed(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    codes = q.codes.clone()
+    row, column = (16 * rng.randrange(size // 16) for size in q.shape)
+    tile = codes[row : row + 16, column : column + 16]
+    codes[row : row + 16, column : column + 16] = tile.flip(0) if q.scheme.sparsity is not None else tile.T.clone()
+    return replace(q, codes=codes)
+
+
+def one_code(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    codes = q.codes.clone()
+    kept = (codes != q.scheme.format.zero_code).nonzero()
+    row, column = kept[rng.randrange(len(kept))].tolist()
+    choices = {*range(2**q.scheme.format.bits)} - {int(codes[row, column]), q.scheme.format.zero_code}
+    codes[row, column] = rng.choice(sorted(choices))
+    return replace(q, codes=codes)
+
+
+def one_scale(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    scales = q.scales.clone()
+    scales.view(-1)[rng.randrange(scales.numel())] *= 2
+    return replace(q, scales=scales)
+
+
+def zeros_shifted(q: QuantizedTensor, rng: random.Random) -> QuantizedTensor:
+    assert q.zeros is not None
+    return replace(q, zeros=(q.zeros % 15) + 1)
+
+
+RECORD_FAULTS: tuple[RecordFault, ...] = (
+    *(scales_exchanged, groups_off_by_one, sign_of_a_row, tile_transposed, one_code, one_scale),
+)
+#: Tensors of one shape that are exchanged, packed or dense.
+PAIRS = (("q_proj", "k_proj"), ("gate_proj", "up_proj"), ("input_layernorm", "post_attention_layernorm"))
+
+
+def planted(folder: Path, rng: random.Random) -> str:
+    """Plant a fault as a careful attacker would: nothing in the folder states a hash; returns what it is."""
+    path = folder / "model.safetensors"
+    src, tensors = Checkpoint(folder), load_file(path)
+    module = rng.choice(src.modules())
+    q = src.quantized(module)
+    what = rng.choice((*RECORD_FAULTS, zeros_shifted, exchanged, one_dense_bit, a_word))
+    if what is zeros_shifted and q.zeros is None:
+        what = one_code
+    if what in (exchanged, one_dense_bit, a_word):
+        name = what(tensors, src, module, rng)  # type: ignore[operator]
+    else:
+        other = what(q, rng)  # type: ignore[operator]
+        if other.equal(q):  # two equal scales, or a symmetric tile
+            other = one_code(q, rng)
+        assert src.layout is not None
+        tensors |= {f"{module}.{suffix}": t.contiguous() for suffix, t in src.layout.pack(other).items()}
+        name = f"{what.__name__} in {module}"
+    save_file(tensors, path, metadata={"format": "pt"})
+    return name
+
+
+def exchanged(tensors: dict[str, Tensor], src: Checkpoint, module: str, rng: random.Random) -> str:
+    a, b = rng.choice(PAIRS)
+    names = [
+        name for name in tensors if f".{a}." in name and not torch.equal(tensors[name], tensors[name.replace(a, b)])
+    ]
+    for name in names:
+        other = name.replace(a, b)
+        tensors[name], tensors[other] = tensors[other], tensors[name]
+    return f"{a} and {b} exchanged"
+
+
+def one_dense_bit(tensors: dict[str, Tensor], src: Checkpoint, module: str, rng: random.Random) -> str:
+    packed = {name for each in src.modules() for name in src.parts(each).values()}
+    name = rng.choice([name for name in tensors if name not in packed])
+    data = tensors[name].view(torch.uint8).view(-1)
+    data[rng.randrange(data.numel())] ^= 1 << rng.randrange(8)
+    return f"a bit of {name}"
+
+
+def a_word(tensors: dict[str, Tensor], src: Checkpoint, module: str, rng: random.Random) -> str:
+    """Change a byte of any stored part: codes, scales, metadata, group indices, shapes."""
+    name = rng.choice(sorted(src.parts(module).values()))
+    data = tensors[name].contiguous().view(-1).view(torch.uint8).clone()
+    data[rng.randrange(data.numel())] ^= rng.randrange(1, 256)
+    tensors[name] = data.view(tensors[name].dtype).view(tensors[name].shape)
+    return f"a byte of {name}"
+
+
+def attack_verify(found: Run) -> None:
+    source = samples.model(found.folder / "source", blocks=1, dtype="float16")
+    good: list[Path] = []
+    alarms = {"pr": 20, "nightly": 500, "release": 500}[found.column]
+    cases = [(layout, label) for layout, (labels, _) in HELD.items() for label in labels]
+    for i in range(alarms):
+        rng = found.random("B2 good", i)
+        layout, label = cases[i % len(cases)]
+        folder = written(source, found.folder / f"good {i}", layout, label, rng)
+        with found.case(f"good: {layout} {label}"):
+            alone, beside = verify(folder, device="cpu", unsealed=True), verify(folder, against=folder, device="cpu")
+            assert alone.ok and not alone.checked and beside.ok and beside.checked, (alone.failures, beside.failures)
+        if len(good) < len(cases):
+            good.append(folder)
+        else:
+            shutil.rmtree(folder)
+    unreadable = 0
+    for i in range(found.least):
+        rng = found.random("B2", i)
+        reference = rng.choice(good)
+        folder = shutil.copytree(reference, found.folder / "broken")
+        what = planted(folder, rng)
+        with found.case(f"case {i}: {what}, {json.loads((folder / 'config.json').read_text())['quantization_config']}"):
+            try:
+                assert not verify(folder, against=reference, device="cpu").ok, "passed"
+            except QuantkitError as error:
+                assert "\n" not in str(error)
+                unreadable += 1
+            if i % 25 == 0:
+                samples.quantkit(found.folder, "verify", folder, "--against", reference, "-q", code=None)
+        shutil.rmtree(folder)
+    found.facts = {"good_checkpoints": alarms, "planted_faults": found.least, "of_them_unreadable": unreadable}
+
+
+def written(source: Path, folder: Path, layout: str, label: str, rng: random.Random) -> Path:
+    """Write random codes and scales in a layout, without a report and without digests."""
+    records = write_folder(source, folder, layout, Schemes(Scheme.parse(label), ignore=("lm_head",)))
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    for module, q in records.items():  # of its own seed
+        other = record(q.scheme, *q.shape, seed=rng.getrandbits(32), lowest_zero=1)
+        q = replace(q, codes=other.codes, zeros=other.zeros)
+        tensors |= {f"{module}.{suffix}": t.contiguous() for suffix, t in LAYOUTS[layout].pack(q).items()}
+    save_file(tensors, path, metadata={"format": "pt"})
+    return folder
+
+
+FAMILIES = [
+    Family("B1", "the laws of packing on random shapes, and changed nibbles", (500, 50_000, 50_000), attack_laws),
+    Family("B2", "faults planted for verify, and good checkpoints", (50, 200, 200), attack_verify),
+]
