@@ -55,7 +55,8 @@ def attempt(family: Family, column: str, seed: int, folder: str) -> dict[str, An
     command = [sys.executable, "-m", "tests.reliability", "--column", column, "--seed", f"{seed}"]
     command += ["--one", family.id, "-o", str(result)]
     environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", **os.environ}
-    environment |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+    # As the command line sets them before its imports, which the forks here have done already.
+    environment |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "HF_HUB_OFFLINE": "1"}
     said = ""
     try:
         done = subprocess.run(

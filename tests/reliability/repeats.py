@@ -2,6 +2,179 @@
 
 from __future__ import annotations
 
-from tests.reliability.campaign import Family
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-FAMILIES: list[Family] = []
+from quantkit.layouts import arrangement
+from quantkit.pipeline import convert
+from tests.reliability import samples
+from tests.reliability.campaign import Family, Run
+from tests.reliability.forks import command, run
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Runs several command lines in one new process: `umask threads operation [[arguments], ...]`, and kills itself before
+#: that operation on the disk. OMP_NUM_THREADS above the number of cores has no effect, so torch is told.
+SCRIPT = """
+import json, os, signal, sys, torch
+from quantkit.cli import main
+from quantkit.io import files
+os.umask(int(sys.argv[1], 8))
+torch.set_num_threads(int(sys.argv[2]))
+seen = []
+def hook(operation, path):
+    seen.append(operation)
+    if len(seen) == int(sys.argv[3]):
+        os.kill(os.getpid(), signal.SIGKILL)
+files.FAULT = hook
+for arguments in json.loads(sys.argv[4]):
+    try:
+        main(arguments)
+    except SystemExit as ended:
+        if ended.code:
+            raise
+"""
+#: Commands whose bytes depend on nothing around them; the last one reads the first one's output.
+ROUNDED = {
+    "int4": ("quantize", "{model}", "--method", "rtn", "--clip", "search"),
+    "asym": ("quantize", "{model}", "--method", "rtn", "--asym", "--group-size", "32", "--layout", "awq"),
+    "fp6": ("quantize", "{model}", "--format", "fp6", "--method", "rtn"),
+    "pruned": ("prune", "{model}", "--method", "magnitude"),
+    "marlin": ("pack", "{out}/int4", "--layout", "marlin"),
+    "back": ("convert", "marlin-to-gptq", "{out}/marlin"),
+}
+#: These may depend on the number of threads, by the model's forward alone (docs/reliability.md 1.4).
+CALIBRATED = {
+    "gptq": ("quantize", "{model}", "--calib", "{text}", "--samples", "4", "--max-length", "64"),
+    "thin": ("prune", "{model}", "--calib", "{text}", "--samples", "4", "--max-length", "64"),
+}
+
+
+def lines(out: Path, **places: Path) -> dict[str, list[str]]:
+    """Return the arguments of each command for outputs in `out`."""
+    words = {name: [word.format(out=out, **places) for word in line] for name, line in (ROUNDED | CALIBRATED).items()}
+    return {name: [*line, "-o", str(out / name), "-q"] for name, line in words.items()}
+
+
+def process(
+    commands: list[list[str]], threads: str, folder: Path, umask: str = "022", killed_at: int = 0, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Run commands in a new process, in an empty working folder of its own."""
+    folder.mkdir(exist_ok=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "TOKENIZERS_PARALLELISM": "false"} | variables
+    command_ = [sys.executable, "-c", SCRIPT, umask, threads, f"{killed_at}", json.dumps(commands)]
+    return subprocess.run(command_, env=environment, cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+def reordered(source: Path, target: Path, rng: random.Random) -> Path:
+    """Copy a folder whose files are made in another order, so that the system lists them in another."""
+    target.mkdir()
+    paths = sorted(source.iterdir())
+    rng.shuffle(paths)
+    for path in paths:
+        shutil.copy(path, target)
+    return target
+
+
+def surroundings(rng: random.Random) -> dict[str, str]:
+    return {
+        "LC_ALL": rng.choice(("C", "C.UTF-8", "tr_TR.UTF-8", "POSIX")),
+        "TZ": rng.choice(("UTC", "Asia/Kathmandu", "America/St_Johns")),
+        "PYTHONHASHSEED": str(rng.randrange(2**16)),
+        "COLUMNS": rng.choice(("20", "80", "400")),
+    }
+
+
+def outcome(folder: Path) -> tuple[dict[str, str], Any]:
+    return samples.digests(folder), samples.report(folder)
+
+
+def attack_surroundings(found: Run) -> None:
+    model, text = samples.model(found.folder / "model", blocks=1), samples.text(found.folder / "text.txt")
+    first: dict[str, Any] = {}
+    by_threads: dict[tuple[str, str], Any] = {}
+    number = 0
+    while found.cases < found.least or number < 3:
+        rng = found.random("R1", number)
+        place = found.folder / f"{number}"
+        place.mkdir()
+        around, threads = surroundings(rng), "124"[number] if number < 3 else rng.choice("124")
+        moved = reordered(model, place / "model", rng)
+        work = lines(place, model=moved, text=text)
+        done = process(list(work.values()), threads, place / "here", rng.choice(("022", "077", "002")), **around)
+        for name in work:
+            with found.case(f"process {number}: {name} with {threads} threads under {around}"):
+                assert done.returncode == 0 and not any((place / "here").iterdir()), done.stderr
+                made = outcome(place / name)
+                known: Any = first if name in ROUNDED else by_threads
+                key: Any = name if name in ROUNDED else (name, threads)
+                assert known.setdefault(key, made) == made
+        if number:
+            shutil.rmtree(place)
+        number += 1
+    same = sum(by_threads["gptq", "1"][0] == by_threads["gptq", other][0] for other in "24")
+    found.facts = {"processes": number, "calibrated_runs_of_2_and_4_threads_equal_to_1": f"{same} of 2"}
+    for before, after in (("1", "2"), ("2", "4"), ("1", "4")):
+        with found.case(f"--resume with {after} threads of a run with {before}"):
+            another_number_of_threads(found.folder, model, text, before, after)
+
+
+def another_number_of_threads(folder: Path, model: Path, text: Path, before: str, after: str) -> None:
+    """A calibrated run that was killed with some threads is not continued with others."""
+    out = folder / f"threads {before} {after}"
+    line = list(map(str, samples.calibrated(model, text, out)))
+    for threads, words, killed_at, code, says in (
+        (before, line, 60, -9, ""),
+        (after, [*line, "--resume"], 0, 1, f"OMP_NUM_THREADS was {before} and is now {after}"),
+        (before, [*line, "--resume"], 0, 0, ""),
+    ):
+        ended = process([words], threads, folder / "here", killed_at=killed_at)
+        assert ended.returncode == code and says in ended.stderr, f"exit {ended.returncode}: {ended.stderr}"
+
+
+def attack_sizes(found: Run) -> None:
+    """Vary what divides the work: budgets of activations, sizes of files, workers and pieces of a conversion."""
+    folder = found.folder
+    model, text = samples.model(folder / "model", blocks=2), samples.text(folder / "text.txt")
+    samples.quantkit(folder, *samples.calibrated(model, text, folder / "whole"))
+    samples.quantkit(folder, "pack", folder / "whole", "--layout", "gptq", "-o", folder / "packed", "-q")
+    whole, packed = outcome(folder / "whole"), outcome(folder / "packed")
+    for i in range(found.least):
+        rng = found.random("R3", i)
+        out = folder / f"{i}"
+        if i % 3 == 0:
+            budget = rng.choice(("0", "1B", "1KB", "64KB", "100KB", "1GB"))
+            with found.case(f"--act-budget {budget}"):
+                samples.quantkit(folder, *samples.calibrated(model, text, out, "--act-budget", budget))
+                assert outcome(out) == whole
+        else:
+            size, workers, block = rng.choice((2**20, 2**31)), rng.randint(1, 5), 2 ** rng.randint(8, 22)
+            batch = 2 ** rng.randint(8, 24)
+            line = ("pack", folder / "whole", "--layout", "gptq", "-o", out, "-q", "--max-shard-size", size)
+            with found.case(f"pack with {workers} workers, pieces of {block}, batches of {batch}, files of {size}"):
+                ended = run(divided(command(*line), workers, batch, block), folder)
+                assert ended.code == 0, ended.stderr
+                assert outcome(out) == packed
+        shutil.rmtree(out, ignore_errors=True)
+
+
+def divided(work: Callable[[], int | None], workers: int, batch: int, block: int) -> Callable[[], int | None]:
+    """Return work that packs with other numbers of workers, bytes of a batch and codes of a piece."""
+
+    def divides() -> int | None:
+        convert.MOST_WORKERS, convert.BATCH, arrangement.BLOCK = workers, batch, block
+        return work()
+
+    return divides
+
+
+FAMILIES = [
+    Family("R1", "threads, locale, time zone, hash seed, umask, order of files", (12, 60, 60), attack_surroundings),
+    Family("R3", "budgets of activations, workers, pieces and sizes of files", (6, 24, 24), attack_sizes),
+]

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from quantkit.reporting.report import VOLATILE, load
 from tests.promises.model import TEXT, write_model
 from tests.reliability.forks import Ended, command, run
 
@@ -42,6 +43,17 @@ def digests(out: Path) -> dict[str, str]:
         for path in paths
         if path.name not in ("quantkit_report.json", "README.md")
     }
+
+
+def report(out: Path) -> Any:
+    """Load the report of an output without what differs from run to run."""
+    return _constant(load(out))
+
+
+def _constant(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _constant(held) for key, held in value.items() if key not in VOLATILE}
+    return [_constant(held) for held in value] if isinstance(value, list) else value
 
 
 def one_line(ended: Ended) -> None:
