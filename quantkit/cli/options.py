@@ -17,6 +17,7 @@ import click
 from quantkit.cli import completers
 from quantkit.cli.exits import STOP, exits
 from quantkit.cli.parsing import Choice, Command, Function, Group, combined, needed_unless
+from quantkit.core.memory_limits import require_address_space
 from quantkit.models.text_sources import NAMED, PACKAGED, SUFFIXES
 from quantkit.names import LAYOUTS
 from quantkit.progress import Progress
@@ -79,6 +80,7 @@ def command(
         @wraps(function)
         def run(quiet: bool, verbose: bool, **options: Any) -> None:
             with exits():
+                require_address_space(computes=computes)
                 if computes:
                     _be_deterministic()
                 function(progress=Progress(quiet=quiet, verbose=verbose, stop=STOP), **options)

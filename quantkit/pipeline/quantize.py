@@ -159,7 +159,6 @@ def _require_runnable(
         what = "quantize" if isinstance(recipe, Recipe) else "prune"
         raise RecipeError(f"every linear is skipped: nothing to {what}, loosen --skip")
     job.plan.require_share(run.min_share)
-    job.plan.memory.require()
     if isinstance(recipe, Recipe):
         layout, stated = LAYOUTS[recipe.layout], _schemes(job, recipe)
         require_right_weights(job.model.module, job.src, layout, stated, job.plan, run.trust_remote_code)
@@ -168,16 +167,21 @@ def _require_runnable(
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.path)
     if before is not None and run.resume and is_complete(before):
         return job, recipe, Calibration([], {})  # only the last step is left
+    job.plan.memory.of_sequences(0, run.act_budget).require()  # before any text is downloaded
     text = _calibration(job, recipe, run.progress)
     if recipe.calibrated:
         check_sequences(recipe, job.model, text.sequences)
     if text.facts.get("source") == PACKAGED:
         recipe = with_packaged_text(recipe)
         job = job._replace(plan=_with_files(job, recipe))
+    tokens = sum(len(sequence) for sequence in text.sequences)
+    memory = job.plan.memory.of_sequences(tokens, run.act_budget)
+    memory.require()
+    job = job._replace(plan=replace(job.plan, memory=memory))
     if before is not None and run.resume:
         require_same(before, _known_identity(job, recipe, text.facts), difference)
     if out is not None:
-        activations = job.plan.memory.token_bytes * sum(len(sequence) for sequence in text.sequences)
+        activations = job.plan.memory.token_bytes * tokens
         mapped = run.act_budget is not None and activations > run.act_budget
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
         problem = disk_problem(job.plan, out, disk_peak(job.plan, activations, len(job.model.blocks), mapped) - there)
