@@ -45,7 +45,7 @@ def memory_limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
         for letter, (name, taken) in used.items():
             limit = resource.getrlimit(getattr(resource, name))[0]
             if limit != resource.RLIM_INFINITY and own.size:
-                room = max(0, limit - taken) + own.resident
+                room = limit - taken + own.resident
                 found.append(Limit(room, f"ulimit -{letter}", f"raise ulimit -{letter}"))
     return found
 
@@ -115,7 +115,7 @@ def _cgroup_limits(proc: Path, cgroups: Path, resident: int) -> Iterator[Limit]:
                 group = cgroups / controller / folder
                 limit, used = _number(group / limit_file), _number(group / used_file)
                 if limit is not None and used is not None and limit < UNLIMITED:
-                    room = max(0, limit - used + _reclaimable(group)) + resident
+                    room = limit - used + _reclaimable(group) + resident
                     yield Limit(room, "the memory limit of this container or service", "raise that limit")
 
 

@@ -98,7 +98,7 @@ class Memory:
         needed = sum(self.ram.values())
         if least is not None and least.room < CERTAINLY_NEEDED * needed:
             raise QuantkitError(
-                f"the run takes about {_gb(needed)} of memory, and {least.cause} allows {_gb(least.room)}: "
+                f"the run takes about {_gb(needed)} of memory, and {least.cause} allows {_gb(max(0, least.room))}: "
                 f"{self._smaller()}{least.remedy}"
             )
         there = self._gpu_memory()

@@ -159,6 +159,8 @@ def _require_runnable(
         what = "quantize" if isinstance(recipe, Recipe) else "prune"
         raise RecipeError(f"every linear is skipped: nothing to {what}, loosen --skip")
     job.plan.require_share(run.min_share)
+    # Before anything that takes memory itself, and any text that is downloaded.
+    job.plan.memory.of_sequences(0, run.act_budget).require()
     if isinstance(recipe, Recipe):
         layout, stated = LAYOUTS[recipe.layout], _schemes(job, recipe)
         require_right_weights(job.model.module, job.src, layout, stated, job.plan, run.trust_remote_code)
@@ -167,7 +169,6 @@ def _require_runnable(
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.path)
     if before is not None and run.resume and is_complete(before):
         return job, recipe, Calibration([], {})  # only the last step is left
-    job.plan.memory.of_sequences(0, run.act_budget).require()  # before any text is downloaded
     text = _calibration(job, recipe, run.progress)
     if recipe.calibrated:
         check_sequences(recipe, job.model, text.sequences)

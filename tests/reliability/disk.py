@@ -140,6 +140,17 @@ def continued(job: Job, out: Path, scratch: Path) -> None:
     same(job, out)
 
 
+def after_fault(job: Job, step: int, out: Path, scratch: Path) -> None:
+    """Ask as `continued`. If the sync after the last rename failed, the output is complete, and only not yet durable.
+
+    The last operation of all looks for an older output to delete.
+    """
+    if out.exists() and step == job.operations - 1:
+        same(job, out)
+    else:
+        continued(job, out, scratch)
+
+
 def same(job: Job, out: Path) -> None:
     """Ask for the bytes of the reference run, and for nothing beside them; then remove them."""
     assert digests(out) == job.expected
@@ -207,7 +218,7 @@ def injected_full(found: Run, job: Job, step: int, once: bool) -> None:
             same(job, out)  # the operation was a deletion, or one whose failure has no effect
             return
         assert SPACE.search(refused(ended, out)), ended.stderr
-        continued(job, out, found.folder)
+        after_fault(job, step, out, found.folder)
 
 
 def may_mount() -> bool:
@@ -323,7 +334,7 @@ def injected(found: Run, job: Job, error: int, step: int, once: bool) -> None:
             same(job, out)
             return
         assert ERRORS[error] in refused(ended, out), ended.stderr
-        continued(job, out, found.folder)
+        after_fault(job, step, out, found.folder)
 
 
 class Short(io.FileIO):
