@@ -143,9 +143,9 @@ def continued(job: Job, out: Path, scratch: Path) -> None:
 def after_fault(job: Job, step: int, out: Path, scratch: Path) -> None:
     """Ask as `continued`. If the sync after the last rename failed, the output is complete, and only not yet durable.
 
-    The last operation of all looks for an older output to delete.
+    So it is if the last operation of all failed, which deletes an older output.
     """
-    if out.exists() and step == job.operations - 1:
+    if out.exists() and step >= job.operations - 1:
         same(job, out)
     else:
         continued(job, out, scratch)

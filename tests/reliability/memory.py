@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import resource
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from quantkit.io import files
+from tests.promises.model import CONFIG, shapes, write_json
 from tests.reliability.campaign import Family, Run
 from tests.reliability.disk import case, chosen, continued, jobs, same, warmed
 from tests.reliability.forks import Ended, command, run
@@ -223,7 +226,9 @@ def without_memory(found: Run) -> None:
         job = made[i]
         with case(found, f"{job.name}: allocation {k}", out):
             judged(job, run(refusing((*job.words, "-o", out), k, record), found.folder), out, found.folder)
-    limits = [(i, k, more) for i in (0, 1) for k in range(1, made[i].operations, 4) for more in (MIB // 4, MIB, 16 * MIB)]
+    limits = [
+        (i, k, more) for i in (0, 1) for k in range(1, made[i].operations, 4) for more in (MIB // 4, MIB, 16 * MIB)
+    ]
     limits = chosen(found, limits, 10, "limit")
     ended_well = 0
     for i, k, more in limits:
@@ -245,8 +250,69 @@ def judged(job: Any, ended: Ended, out: Path, scratch: Path) -> None:
     continued(job, out, scratch)
 
 
+#: The model of M4: 18 blocks of 436 MB, and two matrices of the vocabulary, which are its largest tensors.
+LLAMA: dict[str, Any] = {
+    **{"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 18, "vocab_size": 32000},
+    **{"num_attention_heads": 32, "num_key_value_heads": 32},
+}
+
+
+def large_model(folder: Path) -> int:
+    """Write a Llama of more than 8 GB, a file a block, without holding it; returns the bytes of its largest tensor.
+
+    One run of random values serves all tensors, each of which begins elsewhere in it.
+    """
+    folder.mkdir()
+    config = CONFIG | LLAMA
+    wanted = shapes(config)
+    largest = max(2 * math.prod(shape) for shape in wanted.values())
+    values = torch.randn(2**24, generator=torch.Generator().manual_seed(0)).mul_(0.02).half()
+    repeated = memoryview(values.view(torch.uint8).numpy().tobytes())
+    parts: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, shape in wanted.items():
+        block = re.match(r"model\.layers\.(\d+)\.", name)
+        parts.setdefault(f"model-{block[1] if block else 'rest'}.safetensors", {})[name] = shape
+    for file, tensors in parts.items():
+        header, end = {}, 0
+        for name, shape in tensors.items():
+            start, end = end, end + 2 * math.prod(shape)
+            header[name] = {"dtype": "F16", "shape": shape, "data_offsets": [start, end]}
+        stated = json.dumps(header).encode()
+        with (folder / file).open("wb") as out:
+            out.write(len(stated).to_bytes(8, "little") + stated)
+            while end:
+                end -= out.write(repeated[: min(end, len(repeated))])
+    weight_map = {name: file for file, tensors in parts.items() for name in tensors}
+    write_json(folder / "config.json", config)
+    write_json(folder / "model.safetensors.index.json", {"metadata": {}, "weight_map": weight_map})
+    return largest
+
+
+def streaming(found: Run) -> None:
+    """Quantize and repack a checkpoint of 8 GB, on a disk: the most RAM is that of a few tensors."""
+    with tempfile.TemporaryDirectory() as scratch:  # memory has no space for it
+        folder = Path(scratch)
+        small = model(found.folder / "small")
+        assert warmed("quantize", small, "--method", "rtn", "-o", found.folder / "warm", "-q") == 0
+        largest = large_model(folder / "model")
+        size = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
+        allowed = 3 * largest + 600 * 10**6
+        found.facts |= {"bytes of the checkpoint": size, "bytes of its largest tensor": largest, "allowed": allowed}
+        rounding = ("quantize", folder / "model", "--method", "rtn", "--clip", "none", "-o", folder / "rounded", "-q")
+        packing = ("pack", folder / "rounded", "--layout", "marlin", "-o", folder / "packed", "-q")
+        for words in (rounding, packing):
+            with found.case(words[0]):
+                ended = run(measured(words, found.folder / "most"), found.folder, limit=3600)
+                assert ended.code == 0, ended.stderr
+                most = int((found.folder / "most").read_text())
+                found.facts[f"most RAM of {words[0]}"] = most
+                found.facts[f"seconds of {words[0]}"] = round(ended.seconds)
+                assert most <= allowed, f"{most} bytes of RAM, {allowed} are allowed"
+
+
 FAMILIES: list[Family] = [
     Family("M1", "1.10 times the peak that plan states is enough memory", (3, 12, 12), sufficient),
     Family("M2", "half of it is refused at once, by plan and by quantize", (3, 12, 12), insufficient),
     Family("M3", "memory that is refused ends a run in one line, or changes no byte", (20, 300, 500), without_memory),
+    Family("M4", "a checkpoint of 8 GB streams through a few tensors' memory", (0, 1, 1), streaming),
 ]
