@@ -69,13 +69,17 @@ def require_address_space(*, computes: bool) -> None:
 
     The libraries would abort the process, or end it in any error.
     """
-    torch = None if "torch" in sys.modules or resource is None else find_spec("torch")
-    if torch is None or torch.origin is None:
+    if resource is None or "torch" in sys.modules:
         return
-    limit, taken = resource.getrlimit(resource.RLIMIT_AS)[0], _own_pages(Path("/proc")).size
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    taken, torch = _own_pages(Path("/proc")).size, find_spec("torch")
+    if not taken or torch is None or torch.origin is None:
+        return
     libraries = sum(path.stat().st_size for path in (Path(torch.origin).parent / "lib").glob("*.so*"))
     needed = taken + int(TORCH * libraries) + (OTHERS if computes else 0)
-    if limit != resource.RLIM_INFINITY and taken and limit < needed:
+    if limit < needed:
         raise QuantkitError(
             f"ulimit -v allows {limit // 1024} KiB of address space, and the libraries of this command take about "
             f"{needed // 1024}: raise ulimit -v"

@@ -311,7 +311,7 @@ def streaming(found: Run) -> None:
 
 
 FAMILIES: list[Family] = [
-    Family("M1", "1.10 times the peak that plan states is enough memory", (3, 12, 12), sufficient),
+    Family("M1", "memory of 1.10 times the peak that plan states suffices", (3, 12, 12), sufficient),
     Family("M2", "half of it is refused at once, by plan and by quantize", (3, 12, 12), insufficient),
     Family("M3", "memory that is refused ends a run in one line, or changes no byte", (20, 300, 500), without_memory),
     Family("M4", "a checkpoint of 8 GB streams through a few tensors' memory", (0, 1, 1), streaming),
