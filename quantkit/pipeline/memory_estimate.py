@@ -36,8 +36,8 @@ STREAMED = 12
 SQUARES = 5
 #: The most bytes of Hessians that one pass over experts sums, unless a single one is larger.
 HESSIAN_BYTES = 4 * 2**30
-#: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, scratch.
-SOLVED = 7
+#: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
+SOLVED = 11
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
 DOCUMENT, ACTIVATIONS = "one document", "activations"
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.8 to 1.02 of it.
