@@ -5,8 +5,15 @@ The command line prints them as one line and exits with their code. Any other ex
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+
+#: What torch and Python say in an error when the system gives no memory or no thread.
+EXHAUSTED = (
+    *("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "Cannot allocate memory"),
+    *("failed to map segment", "std::bad_alloc"),
+)
 
 
 class QuantkitError(Exception):
@@ -74,6 +81,14 @@ def require_known(kind: str, value: object, names: Collection[str]) -> None:
     """Raise a RecipeError that lists the names of a kind, if `value` is none of them."""
     if value not in tuple(names):
         raise RecipeError(f"unknown {kind} {value!r}: use one of {', '.join(names)}")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if an error of Python or torch says that the system gives no memory or no thread."""
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return any(words in str(error) for words in EXHAUSTED)
 
 
 def reason(error: BaseException) -> str:

@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import click
 
-from quantkit.errors import QuantkitError
+from quantkit.errors import QuantkitError, is_out_of_memory
 from quantkit.interrupts import Stop
 
 FAILED, UNVERIFIED, MISSED, STOPPED, INTERRUPTED = 1, 3, 4, 75, 130
@@ -30,11 +30,6 @@ ENVIRONMENTAL = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EFBIG", "EACCES", "EPERM", "EROFS", "EMFILE", "ENFILE", "EIO", "ENOMEM")
 }
-#: What torch and Python say in an error when the system gives no memory or no thread.
-EXHAUSTED = (
-    *("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "Cannot allocate memory"),
-    *("failed to map segment", "std::bad_alloc"),
-)
 #: What the handlers ask of the loops of the command that runs.
 STOP = Stop()
 
@@ -94,7 +89,7 @@ def exits() -> Iterator[None]:
             FAILED, f"Error: {where}{(error.strerror or 'failed').lower()}: check the path, its permissions and space"
         )
     except (MemoryError, RuntimeError, ImportError) as error:
-        if not _out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         leave(FAILED, f"Error: not enough memory or threads ({_first_line(error)}): {_smaller(error)}")
     finally:
@@ -141,13 +136,6 @@ def _what_remains() -> str:
             return "the finished part is kept, the same command with --resume continues"
         return "something is left beside the output, the same command with --overwrite discards it"
     return "nothing was written, run the same command again"
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    torch = sys.modules.get("torch")
-    if isinstance(error, MemoryError) or (torch and isinstance(error, torch.OutOfMemoryError)):
-        return True
-    return any(words in str(error) for words in EXHAUSTED)
 
 
 def _smaller(error: BaseException) -> str:

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+import quantkit.pipeline.memory_estimate  # noqa: F401  # its import shows whether the packages of every run load
 from quantkit.cli.diagnosis import Check, at_least, installed_version
+from quantkit.core.memory_limits import free_memory
 from quantkit.errors import KernelError
 from quantkit.kernels import MATMULS, loader, missing, toolchain
 from quantkit.layouts import LAYOUTS
-from quantkit.pipeline.memory_estimate import free_memory
 
 
 def machine() -> dict[str, Any]:

@@ -6,7 +6,9 @@ value. Modules of commands import torch, and whatever imports it, inside functio
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
@@ -17,6 +19,8 @@ import click
 from quantkit.cli import completers
 from quantkit.cli.exits import STOP, exits
 from quantkit.cli.parsing import Choice, Command, Function, Group, combined, needed_unless
+from quantkit.core.memory_limits import require_address_space
+from quantkit.errors import QuantkitError
 from quantkit.models.text_sources import NAMED, PACKAGED, SUFFIXES
 from quantkit.names import LAYOUTS
 from quantkit.progress import Progress
@@ -79,6 +83,7 @@ def command(
         @wraps(function)
         def run(quiet: bool, verbose: bool, **options: Any) -> None:
             with exits():
+                _require_usable_process(computes)
                 if computes:
                     _be_deterministic()
                 function(progress=Progress(quiet=quiet, verbose=verbose, stop=STOP), **options)
@@ -106,6 +111,17 @@ def group(name: str | None, example: str, **settings: Any) -> Callable[[Function
 
 def _example(line: str) -> str:
     return f"\b\nExample:\n  {line}"
+
+
+def _require_usable_process(computes: bool) -> None:
+    """Raise QuantkitError where libraries would abort the process or fail in ways that name no cause."""
+    require_address_space(computes=computes)
+    try:
+        os.getcwd()
+    except FileNotFoundError as error:
+        raise QuantkitError("the working folder was deleted, and torch needs one: cd to another folder") from error
+    if computes and sys.flags.optimize > 1:
+        raise QuantkitError("transformers needs docstrings, which -OO drops: use PYTHONOPTIMIZE=1, or unset it")
 
 
 def _be_deterministic() -> None:

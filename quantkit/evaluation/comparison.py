@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.core.memory_limits import free_memory
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
@@ -23,7 +24,6 @@ from quantkit.models.devices import device_of
 from quantkit.models.text_sources import load_evaluation_text
 from quantkit.models.tokenizer import load_tokenizer, token_ids
 from quantkit.names import MOST_TOKENS
-from quantkit.pipeline.memory_estimate import free_memory
 from quantkit.progress import Progress
 
 LATER = "leave --eval out, and measure the output with quantkit eval ppl and eval kld"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from quantkit.errors import CheckpointError, reason
+from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io.json_files import decode_floats
 from quantkit.models.experts import find_routers
 from quantkit.models.linears import is_linear
@@ -129,7 +129,9 @@ def float32_states(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[st
 
 
 def unbuildable(src: Configured, error: Exception) -> CheckpointError:
-    """Return the error for a folder whose model transformers cannot build."""
+    """Return the error for a folder whose model transformers cannot build; raise one that is about memory as it is."""
+    if is_out_of_memory(error):
+        raise error
     return CheckpointError(
         f"{src.path}: transformers cannot build the model of config.json ({reason(error)}): mend it, or upgrade "
         "transformers"

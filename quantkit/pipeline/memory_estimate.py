@@ -7,11 +7,10 @@ exist at the same time. They come from measured runs and are rounded up: the est
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from quantkit.algorithms.hessian import CHUNK
 from quantkit.checkpoint.decoder import TOWER
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.memory_limits import free_memory, memory_limits
 from quantkit.errors import QuantkitError
 from quantkit.models.devices import compute_dtype
 from quantkit.pipeline.recipe import Pruning, Recipe
@@ -36,10 +36,12 @@ STREAMED = 12
 SQUARES = 5
 #: The most bytes of Hessians that one pass over experts sums, unless a single one is larger.
 HESSIAN_BYTES = 4 * 2**30
-#: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, scratch.
-SOLVED = 7
-#: The part of the memory that grows with the length of a sequence.
-DOCUMENT = "one document"
+#: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
+SOLVED = 11
+#: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
+DOCUMENT, ACTIVATIONS = "one document", "activations"
+#: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.8 to 1.02 of it.
+CERTAINLY_NEEDED = 0.6
 #: The path of a block in a module path: everything up to the first number.
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 #: The layer and the number of the expert that a linear belongs to.
@@ -83,14 +85,33 @@ class Memory:
             found.append(f"peak GPU memory is estimated at {needed}, {self._there(there)}: {self._way_out()}")
         return found
 
+    def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
+        """Return the estimate for calibration sequences that have `tokens` tokens in all."""
+        if ACTIVATIONS not in self.ram:
+            return self
+        real = min(self.ram[ACTIVATIONS], tokens * self.token_bytes)
+        return replace(self, ram={**self.ram, ACTIVATIONS: real if act_budget is None else min(real, act_budget)})
+
     def require(self) -> None:
-        """Raise QuantkitError if the GPU cannot hold what the run certainly puts there."""
+        """Raise QuantkitError if the run certainly needs more memory than it may use here, or than the GPU has."""
+        least = min(memory_limits(), key=lambda limit: limit.room, default=None)
+        needed = sum(self.ram.values())
+        if least is not None and least.room < CERTAINLY_NEEDED * needed:
+            raise QuantkitError(
+                f"the run takes about {_gb(needed)} of memory, and {least.cause} allows {_gb(max(0, least.room))}: "
+                f"{self._smaller()}{least.remedy}"
+            )
         there = self._gpu_memory()
         if there is not None and there < self.least_vram:
             raise QuantkitError(
                 f"the weights of the largest block take {_gb(self.least_vram)} of GPU memory, {self._there(there)}: "
                 "use --device cpu, or a GPU with more memory"
             )
+
+    def _smaller(self) -> str:
+        """Name the option that makes the largest part of the RAM smaller, if there is one."""
+        ways = {ACTIVATIONS: "use a smaller --act-budget or ", DOCUMENT: "use a smaller --max-length or "}
+        return ways.get(max(self.ram, key=lambda part: self.ram[part]), "")
 
     def _gpu_memory(self) -> int | None:
         """Return the bytes of the GPU; None if no GPU matters."""
@@ -146,23 +167,10 @@ def calibrated_memory(
     solve["embeddings, before the blocks"] = max(0, outside - sum(solve.values()))
     in_ram = min(activations, act_budget) if act_budget is not None else activations
     if not cuda:
-        return Memory({"program": PROGRAM, "activations": in_ram, **solve}, token_bytes=hidden * width)
-    host = {"program": PROGRAM + CUDA_HOST, "activations": in_ram, "loading": 2 * solve["block"]}
+        return Memory({"program": PROGRAM, ACTIVATIONS: in_ram, **solve}, token_bytes=hidden * width)
+    host = {"program": PROGRAM + CUDA_HOST, ACTIVATIONS: in_ram, "loading": 2 * solve["block"]}
     least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
     return Memory(host, {"CUDA": CUDA_DEVICE, **solve}, least_vram=least, token_bytes=hidden * width)
-
-
-def free_memory() -> int | None:
-    """Return the bytes of RAM available without swapping, None if the system does not report them."""
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError, ValueError):
-        names = getattr(os, "sysconf_names", {})
-        if "SC_AVPHYS_PAGES" not in names:
-            return None
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _stated(src: Checkpoint, key: str) -> int | None:

@@ -249,7 +249,7 @@ def plan_quantize(
     if recipe.calibrated:
         memory = calibrated_memory(src, sizes, recipe, device, act_budget)
     else:
-        memory = streamed_memory(src, sizes)
+        memory = streamed_memory(src, {row.module: row.stored for row in rows if row.scheme is not None})
     memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
         _assemble(src, layout, recipe.scheme, rows, misfits, memory, out), decoder=decoder_weights(src, inside)

@@ -159,7 +159,8 @@ def _require_runnable(
         what = "quantize" if isinstance(recipe, Recipe) else "prune"
         raise RecipeError(f"every linear is skipped: nothing to {what}, loosen --skip")
     job.plan.require_share(run.min_share)
-    job.plan.memory.require()
+    # Before anything that takes memory itself, and any text that is downloaded.
+    job.plan.memory.of_sequences(0, run.act_budget).require()
     if isinstance(recipe, Recipe):
         layout, stated = LAYOUTS[recipe.layout], _schemes(job, recipe)
         require_right_weights(job.model.module, job.src, layout, stated, job.plan, run.trust_remote_code)
@@ -174,10 +175,14 @@ def _require_runnable(
     if text.facts.get("source") == PACKAGED:
         recipe = with_packaged_text(recipe)
         job = job._replace(plan=_with_files(job, recipe))
+    tokens = sum(len(sequence) for sequence in text.sequences)
+    memory = job.plan.memory.of_sequences(tokens, run.act_budget)
+    memory.require()
+    job = job._replace(plan=replace(job.plan, memory=memory))
     if before is not None and run.resume:
         require_same(before, _known_identity(job, recipe, text.facts), difference)
     if out is not None:
-        activations = job.plan.memory.token_bytes * sum(len(sequence) for sequence in text.sequences)
+        activations = job.plan.memory.token_bytes * tokens
         mapped = run.act_budget is not None and activations > run.act_budget
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
         problem = disk_problem(job.plan, out, disk_peak(job.plan, activations, len(job.model.blocks), mapped) - there)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import click
 import pytest
@@ -258,3 +260,15 @@ def test_out_of_memory_is_one_line(error: Exception, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(diagnosis, "diagnose", greedy)
     assert "not enough memory or threads" in refused("doctor")
+
+
+def test_a_working_folder_that_was_deleted_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    (tmp_path / "here").rmdir()
+    assert "the working folder was deleted" in refused("doctor")
+
+
+def test_python_without_docstrings_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
+    assert "-OO drops: use PYTHONOPTIMIZE=1" in refused("plan", "model")

@@ -10,6 +10,7 @@ import torch
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.models.meta_model import unbuildable
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.recipe import from_mapping
 from tests.models.folders import documents, outputs, plain
@@ -55,3 +56,10 @@ def test_quantized_weights_are_decoded_directly_to_float32(tiny_llama: Path, tmp
     assert len(src.modules()) == 14
     for module in src.modules():
         assert torch.equal(model.get_submodule(module).weight, src.quantized(module).dequantize())
+
+
+def test_too_little_memory_is_not_blamed_on_the_config(folders: dict[str, Path]) -> None:
+    src = Checkpoint(folders["llama"])
+    assert "mend it" in str(unbuildable(src, ValueError("hidden_size")))
+    with pytest.raises(MemoryError):
+        unbuildable(src, MemoryError())

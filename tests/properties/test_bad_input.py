@@ -166,7 +166,7 @@ def test_an_existing_output_folder_is_not_changed(tiny_llama: Path, int4: Path, 
     assert json.loads((out / "config.json").read_text())["quantization_config"]["quantkit"]["layout"] == "marlin"
 
 
-@pytest.mark.parametrize("step", [1, 3, 8, 15, 22])
+@pytest.mark.parametrize("step", [8])  # every other one: family D1 of tests.reliability
 @pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES])
 def test_a_full_disk_ends_in_one_line_and_no_folder(step: int, error: int, int4: Path, tmp_path: Path) -> None:
     with faults(failing(step, error, once=False)):

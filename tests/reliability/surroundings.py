@@ -2,6 +2,237 @@
 
 from __future__ import annotations
 
-from tests.reliability.campaign import Family
+import fcntl
+import os
+import pty
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+import termios
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
-FAMILIES: list[Family] = []
+from tests.reliability.campaign import Family, Run
+from tests.reliability.disk import may_mount
+from tests.reliability.samples import digests, model, text
+
+ROOT = Path(__file__).resolve().parents[2]
+#: A folder that nobody can make, not even root.
+NOWHERE = "/proc/nowhere"
+#: A hub that does not answer.
+SILENT = {"HF_HUB_OFFLINE": None, "HF_ENDPOINT": "http://127.0.0.1:9"}
+ROUND = "quantize {model} --method rtn -o {out} -q"
+SOLVE = "quantize {model} --calib {text} --samples 4 --max-length 64 -o {out} -q"
+PACKAGED = "quantize {model} --samples 4 --max-length 64 -o {out}"
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What surrounds a command line, and how it must end: well (None), or with one line that has these words.
+
+    `variables` change those of this process (None: unset); `empty` gives none at all. `limits` are by their names in
+    `resource`. `name` is the name of a copy of the model, `extra` that of one more file in a copy. `read_only` is the
+    model, the cache, or the parent of the output. `closed` are descriptors. `columns` gives a terminal of so many.
+    `gone` deletes the working folder.
+    """
+
+    what: str
+    words: str
+    refusal: str | None = None
+    variables: Mapping[str, str | None] = field(default_factory=dict)
+    limits: Mapping[str, int] = field(default_factory=dict)
+    name: bytes | None = None
+    extra: bytes | None = None
+    read_only: str | None = None
+    closed: Sequence[int] = ()
+    stdout: str | None = None
+    gone: bool = False
+    columns: int | None = None
+    empty: bool = False
+
+
+def env(**variables: str | None) -> Mapping[str, str | None]:
+    return variables
+
+
+CACHES = env(HF_HOME="{cache}", XDG_CACHE_HOME="{cache}")
+ASCII = env(LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii")
+#: The first of them run on every change.
+CASES = [
+    Surroundings("no HOME", ROUND, variables=env(HOME=None)),
+    Surroundings("no network, text from the hub", PACKAGED, variables=SILENT),
+    Surroundings("no network, model from the hub", "plan org/name --method rtn -q", "org/name", variables=SILENT),
+    Surroundings("read-only cache", SOLVE, variables=CACHES, read_only="cache"),
+    Surroundings("no temporary folder", SOLVE, variables=env(TMPDIR=NOWHERE, TEMP=NOWHERE, TMP=NOWHERE)),
+    Surroundings("64 open files", SOLVE, limits={"NOFILE": 64}),
+    Surroundings("ASCII locale", ROUND, variables=ASCII),
+    Surroundings("80 columns and no terminal", PACKAGED, variables=env(COLUMNS="80", TERM="dumb")),
+    Surroundings("a terminal of 80 columns", ROUND, columns=80),
+    Surroundings("a folder whose name is not UTF-8", ROUND, name=b"m\xff\xfe"),
+    Surroundings("a read-only model", ROUND, read_only="model"),
+    Surroundings("stdin and stdout closed", ROUND, closed=(0, 1)),
+    Surroundings("ulimit -v 400000", ROUND, "raise ulimit -v", limits={"AS": 400_000 * 1024}),
+    Surroundings("a read-only folder for the output", ROUND, "is not writable", read_only="parent"),
+    Surroundings("no variables at all", ROUND, empty=True),
+    Surroundings("a file whose name is not UTF-8", ROUND, extra=b"notes\xff.txt"),
+    Surroundings("ASCII locale and a Chinese name", ROUND, variables=ASCII, name="模型".encode()),
+    Surroundings("a locale that is not there", ROUND, variables=env(LC_ALL="xx_XX.UTF-8", TZ="No/Where")),
+    Surroundings("HOME is no folder", SOLVE, variables=env(HOME=NOWHERE)),
+    Surroundings("a cache that cannot be made", PACKAGED, variables={**SILENT, "HF_HOME": NOWHERE}),
+    Surroundings("24 open files", ROUND, limits={"NOFILE": 24}),
+    Surroundings("ulimit -v 600000", "inspect {model} -q", "raise ulimit -v", limits={"AS": 600_000 * 1024}),
+    Surroundings("ulimit -v 700000", "plan {model} --method rtn", "raise ulimit -v", limits={"AS": 700_000 * 1024}),
+    Surroundings("ulimit -d 200000", ROUND, "memory", limits={"DATA": 200_000 * 1024}),
+    Surroundings("a small stack", SOLVE, limits={"STACK": 512 * 1024}),
+    Surroundings("stderr closed", ROUND, closed=(2,)),
+    Surroundings("all streams closed", SOLVE, closed=(0, 1, 2)),
+    Surroundings("a full disk behind stdout", ROUND, "no space left", stdout="/dev/full"),
+    Surroundings("a working folder that is gone", ROUND, "the working folder was deleted", gone=True),
+    Surroundings("a terminal of 20 columns", PACKAGED, variables=SILENT, columns=20),
+    Surroundings("no assertions", SOLVE, variables=env(PYTHONOPTIMIZE="1")),
+    Surroundings("no docstrings", ROUND, "PYTHONOPTIMIZE", variables=env(PYTHONOPTIMIZE="2")),
+    Surroundings("no GPU of that number", ROUND, variables=env(CUDA_VISIBLE_DEVICES="7")),
+    Surroundings("no PATH", SOLVE, variables=env(PATH="")),
+]
+
+
+@dataclass(frozen=True)
+class Place:
+    """The folders of the family: the model, the text, and the hashes of the outputs of its command lines."""
+
+    folder: Path
+    model: Path
+    text: Path
+    expected: dict[str, dict[str, str]]
+
+
+def poor(found: Run) -> None:
+    """Run each command in a process of its own, in surroundings that lack something."""
+    place = Place(found.folder, model(found.folder / "model"), text(found.folder / "text.txt"), {})
+    may_write = os.geteuid() == 0 and may_mount()  # root writes in spite of permissions, so folders are mounted
+    found.facts["read-only folders"] = "mounted" if may_write else "by permissions"
+    cases = CASES if found.column != "pr" else CASES[: found.least]
+    for line in dict.fromkeys(each.words for each in cases if each.refusal is None):
+        ended = started(Surroundings("as usual", line), place)
+        assert ended.returncode == 0, ended.stderr
+        place.expected[line] = digests(place.folder / "parent/out")
+    for surroundings in cases:
+        with found.case(surroundings.what):
+            judge(surroundings, started(surroundings, place), place)
+
+
+def judge(surroundings: Surroundings, ended: subprocess.CompletedProcess[str], place: Place) -> None:
+    """Ask for the usual bytes, or for one line and nothing written."""
+    said, out = ended.stderr, place.folder / "parent/out"
+    assert "Traceback" not in said and ended.returncode >= 0, f"{ended.returncode}: {said}"
+    if surroundings.refusal is None:
+        assert ended.returncode == 0, f"{ended.returncode}: {said}"
+        assert digests(out) == place.expected[surroundings.words], "other bytes"
+        return
+    lines = said.strip().splitlines()
+    assert ended.returncode in (1, 2) and len(lines) == 1, f"{ended.returncode}: {said}"
+    assert lines[0].startswith("Error: ") and surroundings.refusal in lines[0], lines[0]
+    if surroundings.stdout is None:  # else the output was complete before its line could not be printed
+        assert not list(out.parent.iterdir()), "something was written"
+
+
+def started(surroundings: Surroundings, place: Place) -> subprocess.CompletedProcess[str]:
+    """Run the command line of a case in its surroundings, in a clean folder for its output."""
+    parent, cache = place.folder / "parent", place.folder / "cache"
+    for folder in (parent, cache):
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+    source = place.model
+    if surroundings.name or surroundings.extra:
+        source = Path(os.fsdecode(os.path.join(os.fsencode(place.folder), surroundings.name or b"copy")))
+        shutil.copytree(place.model, source)
+    if surroundings.extra:
+        (source / os.fsdecode(surroundings.extra)).write_text("notes")
+    given = {"parent": parent, "model": source, "out": parent / "out", "text": place.text, "cache": cache}
+    words = [word.format(**given) for word in surroundings.words.split()]
+    variables = {} if surroundings.empty else {**os.environ, "PYTHONPATH": str(ROOT)}
+    for name, value in surroundings.variables.items():
+        variables.pop(name, None)
+        if value is not None:
+            variables[name] = value.format(**given)
+    here = place.folder / "here"
+    here.mkdir(exist_ok=True)
+    with read_only(given[surroundings.read_only] if surroundings.read_only else None):
+        return ran(surroundings, words, variables, here)
+
+
+def ran(
+    surroundings: Surroundings, words: Sequence[str], variables: Mapping[str, str], here: Path
+) -> subprocess.CompletedProcess[str]:
+    """Start the process and wait for it; a terminal takes both streams."""
+    command = [sys.executable, "-m", "quantkit", *words]
+    if surroundings.empty:  # then the package must be found without a variable
+        command[1:3] = ["-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); from quantkit.cli import main; main()"]
+    start: Callable[..., subprocess.CompletedProcess[str]] = partial(
+        subprocess.run, command, cwd=here, env=variables, preexec_fn=prepared(surroundings, here), timeout=120
+    )
+    if surroundings.columns is None:
+        with open(surroundings.stdout or os.devnull, "w") as stdout:
+            return start(stdin=subprocess.DEVNULL, stdout=stdout, stderr=subprocess.PIPE, text=True, errors="replace")
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 25, surroundings.columns, 0, 0))
+    said: list[bytes] = []
+    reader = threading.Thread(target=read_all, args=(terminal, said))
+    reader.start()
+    ended = start(stdin=end, stdout=end, stderr=end)
+    os.close(end)
+    reader.join()
+    os.close(terminal)
+    return subprocess.CompletedProcess(command, ended.returncode, "", b"".join(said).decode(errors="replace"))
+
+
+def read_all(terminal: int, said: list[bytes]) -> None:
+    """Read a terminal until its other end is closed, which is an error of the system."""
+    with suppress(OSError):
+        while piece := os.read(terminal, 65536):
+            said.append(piece)
+
+
+def prepared(surroundings: Surroundings, here: Path) -> Callable[[], None]:
+    """Return what the new process does before it becomes Python."""
+
+    def prepare() -> None:
+        for name, limit in surroundings.limits.items():
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
+        if surroundings.gone:
+            os.rmdir(here)
+        for descriptor in surroundings.closed:
+            os.close(descriptor)
+
+    return prepare
+
+
+@contextmanager
+def read_only(folder: Path | None) -> Iterator[None]:
+    """Make a folder read-only for a while: by a mount if this is root, whom permissions do not bind."""
+    if folder is None:
+        yield
+        return
+    if os.geteuid() == 0:
+        for options in (["--bind", str(folder), str(folder)], ["-o", "remount,bind,ro", str(folder)]):
+            subprocess.run(["mount", *options], capture_output=True, check=True)
+    else:
+        folder.chmod(0o555)
+    try:
+        yield
+    finally:
+        if os.geteuid() == 0:
+            subprocess.run(["umount", str(folder)], capture_output=True, check=True)
+        else:
+            folder.chmod(0o755)
+
+
+FAMILIES: list[Family] = [
+    Family("E1", "poor surroundings give the usual bytes, or one line and nothing written", (15, 30, 30), poor)
+]

@@ -1,0 +1,140 @@
+"""The memory that this process may use in all: what is free, and the limits of its cgroup and of the shell."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path, PurePosixPath
+
+from quantkit.errors import QuantkitError
+
+try:
+    import resource
+except ImportError:  # no POSIX system
+    resource = None  # type: ignore[assignment]
+
+#: Where cgroup v2 and v1 keep the limit of a group, and its use.
+CGROUP_FILES = (("", "memory.max", "memory.current"), ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"))
+#: A limit from here on is none: cgroup v1 writes the largest number of pages.
+UNLIMITED = 2**60
+#: Address space that importing torch takes, for each byte of its libraries (measured: 1.2), and all else that a run
+#: imports (measured: 160 MiB).
+TORCH, OTHERS = 1.25, 220 * 2**20
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Hold the bytes that this process may use in all, what it has already included, the cause, and what raises it."""
+
+    room: int
+    cause: str
+    remedy: str
+
+
+def memory_limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> list[Limit]:
+    """List every limit that this system reports; none for one that is not set."""
+    own = _own_pages(proc)
+    found = [*_cgroup_limits(proc, cgroups, own.resident)]
+    if (free := free_memory(proc, swap=True)) is not None:
+        found.append(Limit(free + own.resident, "the memory that is free here", "free some memory"))
+    if resource is not None:
+        used = {"v": ("RLIMIT_AS", own.size), "d": ("RLIMIT_DATA", own.data)}
+        for letter, (name, taken) in used.items():
+            limit = resource.getrlimit(getattr(resource, name))[0]
+            if limit != resource.RLIM_INFINITY and own.size:
+                room = limit - taken + own.resident
+                found.append(Limit(room, f"ulimit -{letter}", f"raise ulimit -{letter}"))
+    return found
+
+
+def free_memory(proc: Path = Path("/proc"), *, swap: bool = False) -> int | None:
+    """Return the bytes of RAM available, with `swap` those of swap too; None if the system does not report them."""
+    try:
+        with open(proc / "meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        names = ("MemAvailable", "SwapFree") if swap else ("MemAvailable",)
+        return sum(int(lines[name].split()[0]) * 1024 for name in names)
+    except (OSError, KeyError, ValueError):
+        names_ = getattr(os, "sysconf_names", {})
+        if "SC_AVPHYS_PAGES" not in names_:
+            return None
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def require_address_space(*, computes: bool) -> None:
+    """Raise QuantkitError if ulimit -v is too small to import torch, or all that a command needs that `computes`.
+
+    The libraries would abort the process, or end it in any error.
+    """
+    if resource is None or "torch" in sys.modules:
+        return
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY:
+        return
+    taken, torch = _own_pages(Path("/proc")).size, find_spec("torch")
+    if not taken or torch is None or torch.origin is None:
+        return
+    libraries = sum(path.stat().st_size for path in (Path(torch.origin).parent / "lib").glob("*.so*"))
+    needed = taken + int(TORCH * libraries) + (OTHERS if computes else 0)
+    if limit < needed:
+        raise QuantkitError(
+            f"ulimit -v allows {limit // 1024} KiB of address space, and the libraries of this command take about "
+            f"{needed // 1024}: raise ulimit -v"
+        )
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """Hold the bytes of this process: its address space, what is in RAM, and its private writable memory."""
+
+    size: int
+    resident: int
+    data: int
+
+
+def _own_pages(proc: Path) -> _Pages:
+    """Read this process's memory; zeros where the system does not report it."""
+    try:
+        pages = [int(word) for word in (proc / "self/statm").read_text().split()]
+        return _Pages(*(os.sysconf("SC_PAGE_SIZE") * pages[i] for i in (0, 1, 5)))
+    except (OSError, ValueError, IndexError):
+        return _Pages(0, 0, 0)
+
+
+def _cgroup_limits(proc: Path, cgroups: Path, resident: int) -> Iterator[Limit]:
+    """Yield the limit of the control group of this process and those of the groups around it."""
+    try:
+        lines = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for controller, limit_file, used_file in CGROUP_FILES:
+        own = [path for _, names, path in lines if controller in names.split(",")]
+        for path in own:
+            # In a container the path is one of the host's; the group itself then is the root.
+            inside = PurePosixPath(path.lstrip("/"))
+            for folder in (inside, *inside.parents):
+                group = cgroups / controller / folder
+                limit, used = _number(group / limit_file), _number(group / used_file)
+                if limit is not None and used is not None and limit < UNLIMITED:
+                    room = limit - used + _reclaimable(group) + resident
+                    yield Limit(room, "the memory limit of this container or service", "raise that limit")
+
+
+def _number(path: Path) -> int | None:
+    """Read a number from a file; None without the file, or for the word `max`."""
+    try:
+        return int(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _reclaimable(group: Path) -> int:
+    """Return the bytes of cached files, which the system drops before it refuses memory."""
+    try:
+        lines = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(lines.get("total_inactive_file", lines.get("inactive_file", 0)))
+    except (OSError, ValueError):
+        return 0
