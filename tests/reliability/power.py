@@ -23,7 +23,7 @@ World = dict[str, bytes | None]
 class Disk:
     """Follows the operations below a folder; `hook` is called before each of them, `settle` after the last.
 
-    All that is in the folder at the beginning is durable. `committed` are the journal lines whose fsync has returned.
+    All that is in the folder at the beginning is durable. `committed` are the journal lines that were made durable.
     """
 
     def __init__(self, root: Path) -> None:
@@ -67,8 +67,9 @@ class Disk:
             self._names[number], self._changes[number] = dict(self._now[number]), []
         elif number in self._held:
             self._bytes[number] = self._content(number)
-            if path.name == JOURNAL:
-                self.committed = self._bytes[number].count(b"\n")
+        for names in self._names.values():
+            if JOURNAL in names:
+                self.committed = self._bytes.get(names[JOURNAL], b"").count(b"\n")
 
     def crashed(self, how: str, rng: random.Random) -> World:
         """Return one of the folders that may be found after a power cut at this instant."""
@@ -95,11 +96,12 @@ class Disk:
         now, durable = self._content(number), self._bytes.get(number, b"")
         if how == "lost" or now == durable:
             return durable
-        kept = now[: rng.randrange(len(now) + 1)]
-        after = rng.choice(
-            (durable[len(kept) :], bytes(len(now) - len(kept)))
-        )  # space that was given, and never written
-        return kept + after if how == "torn" else rng.choice((durable, bytes(len(now)), now))
+        # Space that was given to a file and never written reads as zeros.
+        unwritten = durable + bytes(max(0, len(now) - len(durable)))
+        if how == "reordered":
+            return rng.choice((durable, unwritten, now))
+        cut = rng.randrange(len(durable) if now.startswith(durable) else 0, len(now) + 1)
+        return now[:cut] + rng.choice((durable, unwritten))[cut:]
 
     def _content(self, number: int) -> bytes:
         size = os.fstat(self._held[number]).st_size
