@@ -58,7 +58,8 @@ def staging(
             if old.exists():  # a run died while it replaced OUT: see publish
                 files.remove(old) if out.exists() else files.rename(old, out)
             _check_target(out, overwrite, source)
-        if not files.sync_folder(partial):
+        # A power cut must not lose the folder's own name, and all committed work with it.
+        if not (files.sync_folder(partial) and files.sync_folder(partial.parent)):
             notice(NO_FOLDER_SYNC)
         kept = _worth_keeping(partial)
         _require_leave(partial, kept, resume, overwrite)
@@ -66,6 +67,8 @@ def staging(
         for path in sorted(partial.iterdir(), key=lambda p: (p.name != "config.json", p.name)):
             if path.name not in (LOCK, SOFT_LOCK) and (not (kept and resume) or path.suffix == ".tmp"):
                 files.remove(path)
+                if path.name == "config.json":
+                    files.sync_folder(partial)  # a power cut must not undo this removal and keep the later ones
         try:
             yield partial
         except BaseException:
@@ -116,6 +119,7 @@ def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
         files.sync_folder(partial)
         files.remove(partial / LOCK)
         files.remove(partial / SOFT_LOCK)
+        files.sync_folder(partial)  # else a power cut could keep the new name and the lock in it
         if os.path.lexists(out):
             # No portable call swaps two folders: between these two renames, and only there, OUT does not exist.
             # A run killed in this gap leaves the old folder beside it, and the next one puts it back.

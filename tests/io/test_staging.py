@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import subprocess
 import sys
 from contextlib import suppress
@@ -20,6 +21,7 @@ from quantkit.io.staging import is_complete, publish, staging
 from quantkit.reporting.report import load
 from tests.command_line import call
 from tests.faults import Killed, count, failing, faults, killer, memory_path, state
+from tests.reliability import power
 
 tmp_path = memory_path
 
@@ -91,6 +93,35 @@ def test_a_kill_while_overwriting_leaves_old_or_new_after_the_next_run(tmp_path:
         small_run(out, resume=True, overwrite=True)
         assert state(out) == state(reference), step
         assert sorted(p.name for p in tmp_path.iterdir()) == ["out", "reference"], step
+
+
+def test_a_power_cut_while_complete_work_is_discarded_leaves_nothing_that_looks_complete(tmp_path: Path) -> None:
+    root = tmp_path / "disk"
+    root.mkdir()
+    with suppress(Killed), faults(stop_before_publishing):
+        small_run(root / "out")
+    (partial,) = root.iterdir()
+    assert is_complete(partial)
+    disk, looked_complete, seen = power.Disk(root), 0, 0
+
+    def cut(operation: str, path: Path) -> None:
+        nonlocal looked_complete, seen
+        disk.hook(operation, path)
+        for seed in range(40):
+            seen += 1
+            world = disk.crashed("reordered", random.Random(seed))
+            if f"{partial.name}/config.json" in world and f"{partial.name}/{JOURNAL}" not in world:
+                looked_complete += 1
+                assert all(world.get(f"{partial.name}/block-{i}") == bytes([i]) * 1000 for i in range(3))
+
+    with faults(cut):
+        small_run(root / "out", overwrite=True)
+    assert 0 < looked_complete < seen
+
+
+def stop_before_publishing(operation: str, path: Path) -> None:
+    if operation == "rename" and path.name == "out":
+        raise Killed
 
 
 @pytest.mark.parametrize("once", [True, False])

@@ -2,6 +2,498 @@
 
 from __future__ import annotations
 
-from tests.reliability.campaign import Family
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
-FAMILIES: list[Family] = []
+import quantkit
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.io import files
+from quantkit.io.journal import JOURNAL, read_journal
+from quantkit.pipeline import activations, quantize
+from quantkit.reporting.report import REPORT, VOLATILE
+from tests.faults import Killed, killer
+from tests.reliability import power, samples
+from tests.reliability.campaign import Family, Run
+from tests.reliability.forks import Ended, command, run, start, wait, warm
+
+#: Bytes of one commit of a streamed run, so that a small model has several.
+COMMIT_BYTES = 300_000
+#: Files that a run removes before it publishes.
+WORK = ("lock", JOURNAL, "activations-")
+Hook = Callable[[str, Path], None]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A command without its output folder, and what a run gives that nobody disturbs."""
+
+    name: str
+    words: tuple[object, ...]
+    files: dict[str, str]
+    report: object
+    operations: int
+    events: int
+    seconds: float
+
+    def line(self, out: Path, *options: object) -> tuple[object, ...]:
+        return (*self.words, "-o", out, *options)
+
+
+def jobs(folder: Path) -> dict[str, Job]:
+    """Write a model of four blocks, and run each command once."""
+    quantize.COMMIT_BYTES = COMMIT_BYTES
+    source, words = samples.model(folder / "source", 4), samples.text(folder / "calib.txt")
+    text = ("--calib", words, "--samples", 4, "--max-length", 64, "-q")
+    lines: dict[str, tuple[object, ...]] = {
+        "int4": ("quantize", source, *text),
+        "fp6": ("quantize", source, "--format", "fp6", *text),
+        "prune": ("prune", source, *text),
+        "rtn": ("quantize", source, "--method", "rtn", "-q"),
+        "mapped": ("quantize", source, "--act-budget", "1KB", *text),
+    }
+    for name, line in lines.items():
+        warm(*line, "-o", folder / f"warm-{name}")
+    return {name: undisturbed(folder, name, line) for name, line in lines.items()}
+
+
+def undisturbed(folder: Path, name: str, words: tuple[object, ...]) -> Job:
+    """Run a command, and count its operations on the disk and its audit events."""
+    out = folder / "whole"
+    counted = folder / "counted.json"
+    seen = [0, 0]
+
+    def work() -> int | None:
+        def operation(what: str, path: Path) -> None:
+            seen[0] += 1
+
+        def event(what: str, values: tuple[Any, ...]) -> None:
+            seen[1] += 1
+
+        files.FAULT = operation
+        sys.addaudithook(event)
+        try:
+            return command(*words, "-o", out)()
+        finally:
+            files.FAULT = None
+            counted.write_text(json.dumps(seen))
+
+    ended = run(work, folder)
+    assert ended.code == 0, ended.stderr
+    operations, events = json.loads(counted.read_text())
+    job = Job(name, words, everything(out), report(out), operations, events, ended.seconds)
+    shutil.rmtree(out)
+    return job
+
+
+def everything(out: Path) -> dict[str, str]:
+    """Hash every file of an output but the report, and those with which only a run works."""
+    return {name: digest for name, digest in samples.digests(out).items() if not name.startswith((".", *WORK))}
+
+
+def report(out: Path) -> object:
+    """Return the report without what differs from run to run."""
+    return constant(json.loads((out / REPORT).read_text()))
+
+
+def constant(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: constant(held) for key, held in value.items() if key not in VOLATILE}
+    return [constant(held) for held in value] if isinstance(value, list) else value
+
+
+def same(job: Job, out: Path) -> None:
+    """Ask for the files and the report of a run that nobody disturbed, and for nothing else in the folder."""
+    assert samples.digests(out) == job.files, "other files or bytes"
+    assert report(out) == job.report, "another report"
+
+
+def partial_of(out: Path) -> Path | None:
+    """Return the folder in which a run works, None if there is none."""
+    found = list(out.parent.glob(f"{out.name}.partial-*"))
+    assert len(found) < 2
+    return found[0] if found else None
+
+
+def one_of_three_states(job: Job, out: Path) -> int:
+    """Ask for no output, or only a partial one that nobody opens, or a whole one; returns the journal's lines."""
+    partial = partial_of(out)
+    assert {path for path in out.parent.iterdir() if path.name.startswith(out.name)} <= {out, partial}
+    if out.exists():
+        assert partial is None, "an output and a partial one"
+        same(job, out)
+    if partial is None:
+        return 0
+    if (partial / "config.json").exists():
+        assert everything(partial) == job.files, "config.json is there before the other files"
+        assert report(partial) == job.report
+    else:
+        for opened in (Checkpoint, quantkit.load):
+            try:
+                opened(partial)
+            except QuantkitError:
+                continue
+            raise AssertionError(f"{opened.__name__} opens a partial folder")
+    return len(read_journal(partial / JOURNAL))
+
+
+def resumed(job: Job, out: Path, scratch: Path) -> None:
+    """Continue a killed run, and ask for the same bytes and nothing beside them; the folder of the case then goes."""
+    if not out.exists():
+        samples.quantkit(scratch, *job.line(out, "--resume"))
+    same(job, out)
+    assert [path.name for path in out.parent.iterdir()] == [out.name], "something is left beside the output"
+    shutil.rmtree(out.parent)
+
+
+def killed_before(work: Callable[[], int | None], operation: int) -> Callable[[], int | None]:
+    """Return work that is killed before an operation on the disk; after all of them if there are no more."""
+
+    def watched() -> int | None:
+        seen = 0
+
+        def hook(what: str, path: Path) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == operation:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        files.FAULT = hook
+        with suppress(SystemExit):
+            work()
+        os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    return watched
+
+
+def killed_at_event(work: Callable[[], int | None], event: int) -> Callable[[], int | None]:
+    """Return work that is killed at an event of Python's audit."""
+
+    def watched() -> int | None:
+        seen = 0
+
+        def hook(what: str, values: tuple[Any, ...]) -> None:
+            nonlocal seen
+            seen += 1
+            if seen == event:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hook)
+        return work()
+
+    return watched
+
+
+def killed_after(work: Callable[[], int | None], seconds: float, scratch: Path) -> Ended:
+    """Run work and kill it after some seconds."""
+    pid = start(work, scratch)
+    time.sleep(seconds)
+    os.kill(pid, signal.SIGKILL)  # it is not waited for yet, so the number is still its own
+    return wait(pid, scratch)
+
+
+def case_folder(found: Run, name: str) -> Path:
+    """Return the output of a case, in a folder of its own."""
+    folder = found.folder / name
+    folder.mkdir()
+    return folder / "out"
+
+
+def attack_at_random_instants(found: Run) -> None:
+    """Kill at a random time, or at a random event of Python's audit."""
+    known = jobs(found.folder)
+    states = {"nothing": 0, "partial": 0, "complete": 0}
+    for i in range(found.least):
+        rng = found.random("K1", i)
+        job = known[rng.choice(("int4", "int4", "fp6", "prune", "rtn", "mapped"))]
+        timed = rng.random() < 0.5
+        share = rng.random()
+        with found.case(f"case {i}: {job.name}, {'time' if timed else 'event'} {share:.4f}"):
+            code, out = 0, case_folder(found, f"case{i}")
+            while code != -signal.SIGKILL:  # a fast run may be over before its time
+                shutil.rmtree(out, ignore_errors=True)
+                work = command(*job.line(out))
+                if timed:
+                    ended = killed_after(work, share * job.seconds, found.folder)
+                else:
+                    ended = run(killed_at_event(work, 1 + int(share * job.events)), found.folder)
+                code, share = ended.code, share * 0.8
+                assert code in (0, -signal.SIGKILL), ended.stderr
+            one_of_three_states(job, out)
+            states["complete" if out.exists() else "partial" if partial_of(out) else "nothing"] += 1
+            resumed(job, out, found.folder)
+    found.facts["states"] = states
+
+
+def attack_at_every_operation(found: Run) -> None:
+    """Kill before each operation, and after the last: before an operation is after the one before it."""
+    known = jobs(found.folder)
+    chosen = {"pr": ("int4", "fp6", "prune", "rtn", "mapped"), "nightly": ("int4",)}
+    names = chosen.get(found.column, ("int4", "fp6", "prune"))
+    instants = [(name, k) for name in names for k in range(1, known[name].operations + 2)]
+    found.facts["operations"] = {name: known[name].operations for name in names}
+    if found.column == "pr":
+        instants = sorted(found.random("K2").sample(instants, found.least))
+    for name, k in instants:
+        job = known[name]
+        with found.case(f"{name}, operation {k} of {job.operations}"):
+            out = case_folder(found, f"{name}{k}")
+            ended = run(killed_before(command(*job.line(out)), k), found.folder)
+            assert ended.code == -signal.SIGKILL, f"exit {ended.code}: {ended.stderr}"
+            one_of_three_states(job, out)
+            assert out.exists() or k <= job.operations, "the run is over, and no output is there"
+            resumed(job, out, found.folder)
+
+
+def attack_with_power_cuts(found: Run) -> None:
+    """Cut the power at every operation of a run, and at those of a run that continues a killed one.
+
+    Two instants may leave the same folder. Then it is continued once, and counts for both.
+    """
+    known = jobs(found.folder)
+    names = ("int4",) if found.column == "nightly" else ("int4", "fp6", "prune", "rtn", "mapped")
+    kept: dict[str, str] = {}
+    for name in names:
+        job = known[name]
+        rng = found.random("K3", name)
+        firsts: list[int | None] = [None, *sorted(rng.sample(range(20, job.operations), 3))]
+        for first in firsts:
+            for case, world, committed in power_cuts(found, job, first):
+                with found.case(f"{name}, {case}"):
+                    if world not in kept:
+                        kept[world] = "the folder of an earlier case that failed"
+                        out = found.folder / world / "out"
+                        lines = one_of_three_states(job, out)
+                        complete = out.exists() or (lines == 0 and is_complete(out))
+                        assert complete or lines >= committed, f"{committed - lines} lines of the journal are lost"
+                        assert committed >= 0 or out.exists(), "the run was over, and its output is lost"
+                        resumed(job, out, found.folder)
+                        kept[world] = ""
+                    assert not kept[world], kept[world]
+    found.facts["different folders"] = len(kept)
+
+
+def is_complete(out: Path) -> bool:
+    partial = partial_of(out)
+    return partial is not None and (partial / "config.json").exists()
+
+
+def power_cuts(found: Run, job: Job, first: int | None) -> Iterator[tuple[str, str, int]]:
+    """Run a job, and write each folder that a power cut may leave; yields (case, folder, lines that must be there).
+
+    With `first` the job is killed before that operation, and continued. -1 lines: the run is over.
+    """
+    folder = found.folder / f"{job.name}-{first}"
+    folder.mkdir()
+    root, noted = folder / "disk", folder / "noted.json"
+    root.mkdir()
+
+    def work() -> int | None:
+        disk = power.Disk(root)
+        cuts: list[tuple[str, str, int]] = []
+        number = 0
+
+        def note(over: bool = False) -> None:
+            for how in power.CRASHES:
+                rng = found.random("K3", job.name, first, number, how)
+                world = disk.crashed(how, rng)
+                name = power.digest(world) + ("-over" if over else f"-{disk.committed}")
+                if not (found.folder / name).exists():
+                    power.write(world, found.folder / name)
+                after = "" if first is None else f"continued after operation {first}, "
+                cuts.append((f"{after}operation {number}, {how}", name, -1 if over else disk.committed))
+
+        def hook(operation: str, path: Path) -> None:
+            nonlocal number
+            disk.hook(operation, path)
+            number += 1
+            note()
+
+        options: tuple[str, ...] = ()
+        if first is not None:
+            kill = killer(first)
+
+            def before(operation: str, path: Path) -> None:
+                disk.hook(operation, path)
+                kill(operation, path)
+
+            files.FAULT = before
+            try:
+                command(*job.line(root / "out"))()
+            except Killed:
+                options = ("--resume",)
+            disk.settle()
+        files.FAULT = hook
+        try:
+            command(*job.line(root / "out", *options))()
+        except SystemExit as left:
+            assert not left.code
+        files.FAULT = None
+        disk.settle()
+        note(over=True)
+        noted.write_text(json.dumps(cuts))
+        return 0
+
+    ended = run(work, found.folder)
+    assert ended.code == 0, ended.stderr
+    yield from json.loads(noted.read_text())
+    shutil.rmtree(folder)
+
+
+def attack_again_and_again(found: Run) -> None:
+    """Kill a run and the runs that continue it; no commit is lost on the way."""
+    known = jobs(found.folder)
+    kills = 0
+    for i in range(found.least):
+        rng = found.random("K4", i)
+        job = known[rng.choice(("int4", "fp6", "prune", "rtn", "mapped"))]
+        with found.case(f"case {i}: {job.name}"):
+            out, lines = case_folder(found, f"case{i}"), 0
+            for attempt in range(3):
+                work = command(*job.line(out, *(["--resume"] if attempt else [])))
+                if rng.random() < 0.7:
+                    # Operations are left for the second and the third kill.
+                    at = 1 + rng.randrange(job.operations * (attempt + 1) // 4)
+                    ended = run(killed_before(work, at), found.folder)
+                else:
+                    ended = killed_after(work, rng.uniform(0.2, 0.9) * job.seconds, found.folder)
+                assert ended.code in (0, -signal.SIGKILL), ended.stderr
+                kills += ended.code != 0
+                now = one_of_three_states(job, out)
+                if out.exists():
+                    break
+                assert now >= lines or is_complete(out), f"{lines - now} lines of the journal are lost"
+                lines = max(lines, now)
+            resumed(job, out, found.folder)
+    found.facts["kills"] = kills
+
+
+#: Prints the seconds until a resumed run computes, by the clock and of this process alone, and ends there.
+RESUMED = """
+import os, sys, time
+began = time.monotonic()
+from quantkit.cli import main
+from quantkit.pipeline.activations import Activations
+
+load = Activations.load
+
+def loaded(*values):
+    load(*values)
+    os.write(1, f"{time.monotonic() - began} {time.process_time()}".encode())
+    os._exit(9)
+
+Activations.load = loaded
+main(sys.argv[1:])
+"""
+#: The model whose run is long enough to be measured.
+LARGER = {"hidden_size": 384, "intermediate_size": 1152, "num_attention_heads": 8, "num_key_value_heads": 8}
+
+
+def measure_costs(found: Run) -> None:
+    """Measure, on a disk, what commits cost and what a kill costs; each figure is a case."""
+    with tempfile.TemporaryDirectory() as name:
+        costs(found, Path(name))
+
+
+def costs(found: Run, folder: Path) -> None:
+    source, words = samples.model(folder / "source", 4, **LARGER), samples.text(folder / "calib.txt")
+    line: tuple[object, ...] = ("quantize", source, "--calib", words, "--samples", 16, "--max-length", 256, "-q")
+    warm(*samples.calibrated(samples.model(folder / "small", 1), words, folder / "warm"))
+    noted = folder / "noted.json"
+
+    def timed() -> int | None:
+        spent = {"journal": 0.0, "snapshots": 0.0}
+
+        def clocked(part: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*values: Any) -> Any:
+                began = time.monotonic()
+                try:
+                    return function(*values)
+                finally:
+                    spent[part] += time.monotonic() - began
+
+            return call
+
+        began = time.monotonic()
+        append = clocked("journal", quantkit.checkpoint.writer.append_journal)
+        save = clocked("snapshots", activations.files.save_tensor)
+        with patch("quantkit.checkpoint.writer.append_journal", append), patch.object(files, "save_tensor", save):
+            try:
+                command(*line, "-o", folder / "whole")()
+            except SystemExit as left:
+                assert not left.code
+        noted.write_text(json.dumps({**spent, "run": time.monotonic() - began}))
+        return 0
+
+    ended = run(timed, folder)
+    assert ended.code == 0, ended.stderr
+    spent = json.loads(noted.read_text())
+    share = (spent["journal"] + spent["snapshots"]) / spent["run"]
+    found.facts["seconds of a run"] = round(spent["run"], 2)
+    found.facts["journal and snapshots, share of the run"] = round(share, 4)
+    with found.case("the journal's share of a run"):
+        assert share <= 0.03, f"{share:.1%} of the run"
+
+    out = folder / "cut" / "out"
+    out.parent.mkdir()
+    lines = killed_in_block(folder, line, out, 3)
+    with found.case("work lost by a kill within the third block"):
+        found.facts["blocks committed when the third was killed"] = lines - 1
+        assert lines >= 3, f"only {lines - 1} blocks are left of 2 finished ones"
+    partial = partial_of(out)
+    assert partial is not None
+    hashed = sum(path.stat().st_size for place in (partial, source) for path in place.iterdir())
+    with found.case("a resumed run starts"):
+        arguments = map(str, (*line, "-o", out, "--resume"))
+        done = subprocess.run([sys.executable, "-c", RESUMED, *arguments], capture_output=True, text=True, timeout=120)
+        assert done.returncode == 9, done.stderr
+        passed, seconds = map(float, done.stdout.split())
+        found.facts["seconds until a resumed run computes, imports included"] = round(passed, 2)
+        found.facts["of them seconds of a core"] = round(seconds, 2)
+        found.facts["bytes that it hashes"] = hashed
+        # Other processes that keep the machine busy are not counted.
+        assert seconds <= 10 + hashed / 1e9, f"{seconds:.1f} seconds"
+    with found.case("a resumed run gives the same bytes"):
+        samples.quantkit(folder, *line, "-o", out, "--resume")
+        assert samples.digests(out) == samples.digests(folder / "whole")
+
+
+def killed_in_block(folder: Path, line: tuple[object, ...], out: Path, block: int) -> int:
+    """Kill a run when it opens the file of a block; returns the lines of the journal."""
+
+    def work() -> int | None:
+        def hook(operation: str, path: Path) -> None:
+            if operation == "open" and path.name == f"model-{block:05}.safetensors":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        files.FAULT = hook
+        return command(*line, "-o", out)()
+
+    ended = run(work, folder)
+    partial = partial_of(out)
+    assert ended.code == -signal.SIGKILL and partial is not None, ended.stderr
+    return len(read_journal(partial / JOURNAL))
+
+
+FAMILIES = [
+    Family(
+        "K1", "runs killed at a random instant continue to the same bytes", (10, 200, 1000), attack_at_random_instants
+    ),
+    Family("K2", "runs killed before and after each operation on the disk", (40, 200, 500), attack_at_every_operation),
+    Family("K3", "power cuts that lose, tear or reorder unsynced writes", (0, 600, 3000), attack_with_power_cuts),
+    Family("K4", "second and third kills during the resume", (3, 50, 200), attack_again_and_again),
+    Family("K5", "what commits and a resume cost", (1, 1, 1), measure_costs),
+]

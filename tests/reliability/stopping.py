@@ -12,7 +12,7 @@ from pathlib import Path
 from quantkit.io import files
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import command, run, start, wait
+from tests.reliability.forks import command, run, start, wait, warm
 
 #: Seconds from a signal to the end of the process.
 PATIENCE = 5.0
@@ -83,7 +83,7 @@ def to_nobody(work: Work) -> Work:
 def attack_with_signals(found: Run) -> None:
     folder = found.folder
     source, words = samples.model(folder / "source"), samples.text(folder / "calib.txt")
-    samples.quantkit(folder, "quantize", source, "--method", "rtn", "-o", folder / "int4", "-q")  # warms up
+    warm("quantize", source, "--method", "rtn", "-o", folder / "int4", "-q")
     lines = {
         "quantize": lambda out: samples.calibrated(source, words, out),
         "rtn": lambda out: ("quantize", source, "--format", "fp6", "--method", "rtn", "-o", out, "-q"),
@@ -92,6 +92,7 @@ def attack_with_signals(found: Run) -> None:
     }
     whole, count = {}, {}
     for name, line in lines.items():
+        warm(*line(folder / f"warm-{name}"))
         count[name] = operations(folder, line(folder / name))
         (folder / "operations").unlink()
         whole[name] = samples.digests(folder / name)
@@ -103,6 +104,7 @@ def attack_with_signals(found: Run) -> None:
         with found.case(f"case {i}: {name}, {how}"):
             if how == "pipe":
                 ended = run(to_nobody(command(*lines[name](out))), folder)
+                assert ended.code in (0, 75), f"exit {ended.code}: {ended.stderr}"
                 assert "Traceback" not in ended.stderr and samples.digests(out) == whole[name], ended.stderr
             elif how == "eval":
                 interrupted_evaluation(folder, source, words, rng)
@@ -145,7 +147,8 @@ def finish(folder: Path, line: tuple[object, ...], out: Path) -> None:
 def attack_with_two_runs(found: Run) -> None:
     folder = found.folder
     source, words = samples.model(folder / "source"), samples.text(folder / "calib.txt")
-    samples.quantkit(folder, "quantize", source, "--method", "rtn", "-o", folder / "int4", "-q")
+    warm("quantize", source, "--method", "rtn", "-o", folder / "int4", "-q")
+    warm(*samples.calibrated(source, words, folder / "warm"))
     line = samples.calibrated(source, words, folder / "whole")
     last = operations(folder, line)
     whole = samples.digests(folder / "whole")
