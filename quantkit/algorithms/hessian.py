@@ -1,11 +1,12 @@
 """The Hessian of a linear: the sum of outer products of its calibration inputs.
 
-Every quantizer here minimises `delta H delta^T` for each row's error `delta` (ALGORITHMS 1 and 2). A few tokens of
-extreme norm would decide that sum alone, so they are scaled down first.
+Every quantizer here minimises `delta H delta^T` for each row's error `delta` (ALGORITHMS 1 and 2). A few tokens whose
+outputs are extreme would decide that sum alone, so they are scaled down.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from quantkit.algorithms.numerics import factor_dtype, working_dtype
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.threads import side_by_side
+from quantkit.core.threads import one_thread, side_by_side
 from quantkit.errors import NumericError
 
 CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
 _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
 _ROWS = 1024  # rows of a weight whose losses come from one product
-_EXTREME = 10.0  # a token whose norm is more than this many times the median norm counts as a median one
+_EXTREME = 10.0  # a token whose norm is more than this many times the median norm is set aside
+_ASIDE = 1024  # tokens that are set aside; those that come later get the median norm at once
 _SLICE = 512  # tokens or channels for which norms and medians are computed at a time, to save memory
 _SAMPLE = 1024  # beyond so many tokens, every seventh decides the medians; documents seldom have 7 or 14 tokens
 _STRIDE = 7
@@ -31,15 +33,16 @@ class Hessian:
     """Sum `x^T x` over tokens in float32.
 
     Tokens are summed in chunks of 4096 in the order of their arrival, so their division between calls does not matter
-    (ALGORITHMS 2). `tokens` counts them. With `cap_tokens`, a token of extreme norm is scaled down first. The first
-    chunk decides which norms are extreme.
+    (ALGORITHMS 2). `tokens` counts them. With `cap_tokens`, tokens of extreme norm are set aside until the weights are
+    known. The first chunk decides which norms are extreme.
     """
 
     def __init__(self, k: int, device: torch.device | str, *, cap_tokens: bool = True) -> None:
         self.tokens = 0
         self._cap_tokens = cap_tokens
         self._cap: _Cap | None = None
-        self._capped = torch.zeros((), dtype=torch.int64, device=device)
+        self._aside: list[Tensor] = []
+        self._late = 0
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
         self._chunk: Tensor | None = None
         self._filled = 0
@@ -76,33 +79,82 @@ class Hessian:
             if self._filled == CHUNK:
                 if self._cap_tokens:
                     self._cap = self._cap or _find_cap(self._chunk)
-                    self._capped += self._cap.apply(self._chunk)
+                    aside, late = self._cap.take_out(self._chunk, _ASIDE - sum(map(len, self._aside)))
+                    self._aside += [aside] if len(aside) else []
+                    self._late += late
                 _add_products(self._sum, self._chunk)
                 self._filled = 0
 
+    def check_size(self, k: int) -> None:
+        """Raise NumericError unless the inputs have `k` channels, as a weight `[n, k]` needs."""
+        check_size(self._sum, k)
+
     def matrix(self) -> Tensor:
-        """Return `H = (2 / T) sum x^T x`, float32 `[k, k]`, symmetric; NumericError if no token was added."""
-        if self._chunk is None or not self.tokens:
-            raise NumericError("no calibration token reached this linear: add calibration text, or leave it dense")
-        total = self._sum.clone()
-        if self._filled:
-            _add_products(total, self._last_chunk()[0])
-        lower = total.mul_(2 / self.tokens).tril_()
-        return lower + lower.tril(-1).T
+        """Return `H = (2 / T) sum x^T x`, float32 `[k, k]`, symmetric; NumericError if no token was added.
+
+        A token of extreme norm counts as a median one. `limited` judges it better, where the weights are known.
+        """
+        total, tail = self._parts()
+        return self._joined(total, tail.aside * tail.cap.factors(tail.aside) if tail.cap else tail.aside)
+
+    def limited(self, weights: Collection[Tensor]) -> tuple[Tensor, int]:
+        """Return `H` as `matrix` for linears of `weights` `[n, k]`, and the number of tokens that were scaled down.
+
+        A token of extreme norm is scaled down until its outputs are no larger than those of other tokens, by RMS
+        (ALGORITHMS 2). If they are not, it keeps its weight.
+        """
+        total, (aside, _, late) = self._parts()
+        if not len(aside):
+            return self._joined(total, aside), late
+        ordinary = total.tril()
+        ordinary += ordinary.tril(-1).T
+        energy = torch.stack([row_losses(w, None, ordinary).sum() for w in weights]).sum()
+        limit = (energy / (self.tokens - len(aside))).sqrt()
+        norms = _output_norms(aside, weights)
+        loud = norms > limit
+        aside = aside * torch.where(loud, limit / norms, 1).to(aside.dtype).unsqueeze(-1)
+        return self._joined(total, aside), late + int(loud.sum())
 
     @property
     def capped_tokens(self) -> int:
-        """Count the tokens that were scaled down because their norm is extreme."""
-        return int(self._capped + self._last_chunk()[1])
+        """Count the tokens whose norm is extreme."""
+        _, tail = self._last_chunk()
+        return len(tail.aside) + tail.late
 
-    def _last_chunk(self) -> tuple[Tensor, Tensor]:
-        """Return a copy of the tokens of the unfinished chunk, capped, and the number of capped ones."""
-        if self._chunk is None or not self._filled:
-            return self._sum[:0], torch.zeros_like(self._capped)
-        x = self._chunk[: self._filled].clone()
-        if not self._cap_tokens:
-            return x, torch.zeros_like(self._capped)
-        return x, (self._cap or _find_cap(x)).apply(x)
+    def _parts(self) -> tuple[Tensor, _Extreme]:
+        """Return the lower triangle of the sum of all ordinary tokens, and the extreme ones."""
+        if self._chunk is None or not self.tokens:
+            raise NumericError("no calibration token reached this linear: add calibration text, or leave it dense")
+        total = self._sum.clone()
+        x, extreme = self._last_chunk()
+        if len(x):
+            _add_products(total, x)
+        return total, extreme
+
+    def _last_chunk(self) -> tuple[Tensor, _Extreme]:
+        """Return a copy of the ordinary tokens of the unfinished chunk, zeros for others; and all extreme tokens."""
+        found, late, cap = self._aside, self._late, self._cap
+        x = self._sum[:0] if self._chunk is None else self._chunk[: self._filled].clone()
+        if self._cap_tokens and len(x):
+            cap = cap or _find_cap(x)
+            aside, more = cap.take_out(x, _ASIDE - sum(map(len, found)))
+            found, late = [*found, aside], late + more
+        return x, _Extreme(torch.cat(found) if found else self._sum[:0], cap, late)
+
+    def _joined(self, total: Tensor, aside: Tensor) -> Tensor:
+        """Add tokens `[e, k]` to the lower triangle of a sum, in place; return the whole matrix, divided once."""
+        if len(aside):
+            _add_products(total, aside)
+        lower = total.mul_(2 / self.tokens).tril_()
+        return lower + lower.tril(-1).T
+
+
+class _Extreme(NamedTuple):
+    """Hold tokens of extreme norm: those set aside, float32 `[e, k]`, the cap, and the number that came later."""
+
+    aside: Tensor
+    cap: _Cap | None
+    late: int
 
 
 class _Cap(NamedTuple):
@@ -111,12 +163,21 @@ class _Cap(NamedTuple):
     magnitudes: Tensor
     median: Tensor
 
-    def apply(self, x: Tensor) -> Tensor:
-        """Scale the extreme tokens of `x` `[t, k]` down to the median norm, in place; return their number, int64."""
-        norms = _norms(x, self.magnitudes)
-        extreme = norms > _EXTREME * self.median
-        x.mul_(torch.where(extreme, self.median / norms, 1).unsqueeze(-1))  # a factor of 1 changes no bit
-        return extreme.sum()
+    def take_out(self, x: Tensor, room: int) -> tuple[Tensor, int]:
+        """Return the first `room` extreme tokens of `x` `[t, k]`, float32, and the number of other extreme ones.
+
+        In `x` zeros replace the returned tokens. The others are scaled down to the median norm.
+        """
+        extreme = (_norms(x, self.magnitudes) > _EXTREME * self.median).nonzero().flatten()
+        kept, late = extreme[:room], extreme[room:]
+        aside = x[kept].float()
+        x[kept] = 0
+        x[late] *= self.factors(x[late])
+        return aside, len(late)
+
+    def factors(self, x: Tensor) -> Tensor:
+        """Return the factors `[t, 1]` that give tokens `[t, k]` the median norm."""
+        return (self.median / _norms(x, self.magnitudes)).unsqueeze(-1)
 
 
 def _find_cap(x: Tensor) -> _Cap:
@@ -137,6 +198,15 @@ def _find_cap(x: Tensor) -> _Cap:
 def _norms(x: Tensor, magnitudes: Tensor) -> Tensor:
     """Return the norm of each token of `x` `[t, k]`, channels divided by their magnitudes, float32 `[t]`."""
     return torch.cat([torch.linalg.vector_norm(part / magnitudes, dim=1) for part in x.split(_SLICE)])
+
+
+def _output_norms(x: Tensor, weights: Collection[Tensor]) -> Tensor:
+    """Return the norm of all outputs of each token of `x` `[e, k]`, for weights `[n, k]`, float64 `[e]`."""
+    squares = torch.zeros(len(x), dtype=torch.float64, device=x.device)
+    with one_thread(x.device):
+        for rows in (part for weight in weights for part in weight.split(_ROWS)):
+            squares += torch.linalg.vector_norm(x @ rows.to(x.dtype).T, dim=1, dtype=torch.float64).square()
+    return squares.sqrt()
 
 
 def _live_median(norms: Tensor) -> Tensor:

@@ -17,8 +17,8 @@ class Options:
     published. `block` (columns) changes speed only. `on_unsolvable` decides whether a broken Hessian stops the run or
     falls back to RTN. `signed` allows negative scales for symmetric INT4 (ALGORITHMS 3). `descent` (passes)
     and `refit` refine the result of the sweep (ALGORITHMS 8). `prune` chooses the mask of a 2:4 weight, whose
-    scales are static in any order (ALGORITHMS 9). `cap_tokens` limits the weight of a token of extreme norm in the
-    Hessian (ALGORITHMS 2). RecipeError for a value out of range.
+    scales are static in any order (ALGORITHMS 9). `cap_tokens` limits the weight of tokens of extreme norm and
+    outputs in the Hessian (ALGORITHMS 2). RecipeError for a value out of range.
     """
 
     damp: float = 0.01

@@ -39,13 +39,14 @@ def best_two(scores: Tensor) -> Tensor:
 def mask(scores: Tensor) -> Tensor:
     """Mark the two largest `scores` `[n, k]` (float) of each quad, the lower index on ties, as bool `[n, k]`.
 
-    LayoutError unless 4 divides k.
+    NaN counts as the least score, so that two stay in every quad. LayoutError unless 4 divides k.
     """
     n, k = scores.shape
     kept = torch.empty(n, quads(k), QUAD, dtype=torch.bool, device=scores.device)
     step = max(1, BLOCK // k)
     for a in range(0, n, step):
         part = scores[a : a + step].reshape(-1, QUAD)
+        part = part.masked_fill(part.isnan(), -torch.inf)
         kept[a : a + step] = best_two(part.T).T.view(-1, k // QUAD, QUAD)
     return kept.view(n, k)
 

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from quantkit.algorithms import coordinate_descent, gptq, rtn, sparsegpt
 from quantkit.algorithms.cholesky import Factor, factorize
-from quantkit.algorithms.hessian import Hessian, check_size, row_losses
+from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.masks import fixed_mask
 from quantkit.algorithms.numerics import check_weight, row_slices, working_dtype
 from quantkit.checkpoint.items import Item
@@ -79,11 +79,10 @@ def solve(
     if hessian.tokens < k / 8:
         progress.warn(f"{names}: only {hessian.tokens} tokens calibrate {k} input channels")
     recipe, skipped = _without_noise(names, k, hessian.tokens, recipe, progress)
-    h = hessian.matrix()
     with about(names):
-        check_size(h, k)
-    peak, capped = _channel_peak(h), hessian.capped_tokens
-    sums = {"tokens": hessian.tokens, **({"capped_tokens": capped} if capped else {}), **peak}
+        hessian.check_size(k)
+    h, capped = hessian.limited(weights.values())
+    sums = {"tokens": hessian.tokens, **({"capped_tokens": capped} if capped else {}), **_channel_peak(h)}
     systems = _systems(names, h, goals.values(), recipe, progress)
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():

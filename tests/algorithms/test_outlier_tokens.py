@@ -60,7 +60,7 @@ def ratio(layer: Layer, label: str, *, cap_tokens: bool) -> float:
     h = Hessian(K, "cpu", cap_tokens=cap_tokens)
     h.add(layer.tokens)
     scheme = Scheme.parse(label)
-    solution = gptq.quantize(layer.weight, scheme, h.matrix(), Options())
+    solution = gptq.quantize(layer.weight, scheme, h.limited([layer.weight])[0], Options())
     plain, _ = rtn.quantize(layer.weight, scheme)
     solved, rounded = (loss(layer.weight, tensor, layer.held_out).sum() for tensor in (solution.tensor, plain))
     return float(solved / rounded)
@@ -136,9 +136,64 @@ def test_tokens_of_zeros_do_not_make_the_others_extreme(zeros: float) -> None:
     assert torch.allclose(h.matrix(), torch.full((8, 8), 2 * (1 - zeros)))
 
 
-def test_half_precision_tokens_as_a_gpu_holds_them_are_capped_alike() -> None:
+def test_half_precision_tokens_as_a_gpu_holds_them_are_taken_out_alike() -> None:
     x = layer(1e4).tokens.bfloat16()
     exact, half = x.float(), x.clone()
-    counts = [int(hessian._find_cap(each).apply(each)) for each in (exact, half)]
-    assert counts[0] == counts[1] >= 64
+    (found, late), (same, also) = (hessian._find_cap(each).take_out(each, 10) for each in (exact, half))
+    assert len(found) == 10 and late == also >= 54
+    assert torch.equal(found, same) and same.dtype == torch.float32
     assert torch.equal(half, exact.bfloat16())
+
+
+def test_a_token_of_ordinary_outputs_keeps_its_weight_however_large_its_inputs() -> None:
+    usual = layer(1)
+    x, weight = usual.tokens.clone(), usual.weight.clone()
+    x[:, MASSIVE] *= 0.01
+    x[::64, MASSIVE] = 4.0  # fires at first tokens alone, as a hidden unit may
+    x[:, MASSIVE] *= 1024  # a planted outlier: outputs stay
+    weight[:, MASSIVE] /= 1024
+    planted, plain = Hessian(K, "cpu"), Hessian(K, "cpu", cap_tokens=False)
+    for h in (planted, plain):
+        h.add(x)
+    assert planted.capped_tokens >= 64, "the case is no danger"
+    found, scaled = planted.limited([weight[:20], weight[20:]])
+    outputs = (x @ weight.T).norm(dim=1)
+    assert scaled <= int((outputs[::64] > outputs.square().mean().sqrt()).sum()) < 64
+    kept = found.diagonal() / plain.matrix().diagonal()
+    assert kept.min() == kept[MASSIVE] > 0.8
+    assert planted.matrix()[MASSIVE, MASSIVE] < 0.1 * found[MASSIVE, MASSIVE], "the case is no danger"
+
+
+def test_loud_tokens_are_scaled_to_the_outputs_of_ordinary_ones() -> None:
+    x = torch.ones(100, 8)
+    x[1::2] = -1
+    x[7] *= 1000
+    h = Hessian(8, "cpu")
+    h.add(x)
+    weights = [torch.eye(8)[:3], 2 * torch.eye(8)[3:]]
+    found, scaled = h.limited(weights)
+    assert scaled == 1 and torch.allclose(found, torch.full((8, 8), 2.0))
+    assert torch.equal(found, h.limited([weight.half() for weight in weights])[0])
+    assert torch.isfinite(h.limited([torch.zeros(2, 8)])[0]).all()
+
+
+def test_tokens_beyond_those_that_are_set_aside_count_as_median_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = 80
+    monkeypatch.setattr(hessian, "_ASIDE", room)
+    weight, x, _ = layer(1e4, documents=200)  # four chunks; the room ends in the second
+    whole, cut = Hessian(K, "cpu"), Hessian(K, "cpu")
+    whole.add(x)
+    for part in x.split(509):
+        cut.add(part)
+    found, scaled = whole.limited([weight])
+    assert torch.equal(found, cut.limited([weight])[0])
+    cap = hessian._find_cap(x[:CHUNK])
+    norms = hessian._norms(x, cap.magnitudes)
+    extreme = (norms > 10 * cap.median).nonzero().flatten()
+    assert len(extreme) == scaled == whole.capped_tokens == cut.capped_tokens > 2 * room
+    expected, aside = x.double(), extreme[:room]
+    expected[extreme] *= (cap.median / norms[extreme]).double().unsqueeze(-1)
+    outputs = (expected @ weight.double().T).square().sum(1)
+    typical = (outputs.sum() - outputs[aside].sum()) / (len(x) - room)
+    expected[aside] *= (typical / outputs[aside]).sqrt().unsqueeze(-1)
+    assert torch.allclose(found.double(), expected.T @ expected * (2 / len(x)), rtol=1e-4, atol=1e-4)
