@@ -170,7 +170,8 @@ def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator
             with suppress(FileExistsError):
                 os.mkdir(partial)
             try:
-                lock = stack.enter_context(files.open_for_update(partial / LOCK))
+                with files.guarded(partial / LOCK):  # before the folder is removed, which would free an inode
+                    lock = stack.enter_context(files.open_for_update(partial / LOCK))
             except BaseException:
                 with suppress(OSError):
                     files.fault("unlink", partial)

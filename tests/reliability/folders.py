@@ -2,6 +2,502 @@
 
 from __future__ import annotations
 
-from tests.reliability.campaign import Family
+import json
+import os
+import pickle
+import re
+import shutil
+import socket
+import sys
+import unicodedata
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
-FAMILIES: list[Family] = []
+from safetensors.torch import load_file, save_file
+
+from quantkit.io.hub import is_unreachable
+from tests.reliability import samples
+from tests.reliability.campaign import Family, Run
+from tests.reliability.forks import BROKE, Ended, command, run
+
+ROOT = Path(__file__).resolve().parents[2]
+INDEX, FIRST, SECOND = (
+    "model.safetensors.index.json",
+    "model-00001-of-00002.safetensors",
+    "model-00002-of-00002.safetensors",
+)
+#: What a command may open beside the model, the text and its output: Python, its packages, the system's facts.
+ALLOWED = (sys.prefix, sys.base_prefix, str(ROOT), "/proc", "/sys", "/usr", "/lib", "/etc/localtime", "/etc/mime.types")
+DEVICES = ("/dev/null", "/dev/urandom")
+#: Events of Python's audit that run something, or reach out.
+RUNS = (
+    "pickle.find_class",
+    "subprocess.Popen",
+    "os.system",
+    "os.exec",
+    "os.posix_spawn",
+    "socket.connect",
+    "socket.getaddrinfo",
+)
+CODE_FILES = (".py", ".pyc", ".pkl")
+#: The exit code of a fork in which something forbidden happened.
+CAUGHT = 71
+Change = Callable[[Path], None]
+
+
+def watched(work: Callable[[], int | None], model: Path, places: tuple[Path, ...], where: Path | None = None) -> Any:
+    """Return work that ends with CAUGHT at once if it opens a path outside of `places`, or runs code of the model."""
+
+    def watch() -> int | None:
+        allowed = (*ALLOWED, *(str(path.resolve()) for path in places))
+        busy = False
+
+        def caught(what: str) -> None:
+            os.write(2, f"\nCAUGHT: {what}\n".encode())
+            os._exit(CAUGHT)
+
+        def hook(event: str, values: tuple[Any, ...]) -> None:
+            nonlocal busy
+            if busy:
+                return
+            busy = True
+            try:
+                if event in RUNS:
+                    caught(f"{event} {values!r}")
+                if event in ("open", "exec", "compile") and values:
+                    name = (
+                        getattr(values[0], "co_filename", values[0])
+                        if event == "exec"
+                        else values[-1 if event == "compile" else 0]
+                    )
+                    if isinstance(name, (str, bytes, os.PathLike)):
+                        path = os.path.realpath(os.fsdecode(name))
+                        if event == "open" and path not in DEVICES and not path.startswith(allowed):
+                            caught(f"open {path}")
+                        if path.startswith(str(model.resolve())) and path.endswith(CODE_FILES) and os.path.exists(path):
+                            caught(f"{event} {path}")
+            finally:
+                busy = False
+
+        if where is not None:
+            os.chdir(where)
+        sys.addaudithook(hook)
+        return work()
+
+    return watch
+
+
+def index(model: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((model / INDEX).read_text())
+    return found
+
+
+def renamed(name: str) -> Change:
+    """Let the index place the first tensor in a file of another name."""
+
+    def change(model: Path) -> None:
+        found = index(model)
+        found["weight_map"][next(iter(found["weight_map"]))] = name
+        (model / INDEX).write_text(json.dumps(found))
+
+    return change
+
+
+def written(name: str, text: str | bytes) -> Change:
+    return lambda model: (model / name).write_bytes(text if isinstance(text, bytes) else text.encode()) and None
+
+
+def entered(name: str, **entries: Any) -> Change:
+    """Add entries to a JSON file of the model."""
+
+    def change(model: Path) -> None:
+        path = model / name
+        stated = json.loads(path.read_text()) if path.exists() else {}
+        path.write_text(json.dumps(stated | entries))
+
+    return change
+
+
+def in_place_of(make: Callable[[Path, Path], object]) -> Change:
+    """Replace the first shard by what `make` makes of its path and of its old content outside of the model."""
+
+    def change(model: Path) -> None:
+        outside = model.parent / "outside.safetensors"
+        (model / FIRST).rename(outside)
+        make(model / FIRST, outside)
+
+    return change
+
+
+def chain(path: Path, outside: Path) -> None:
+    (path.parent / "between").symlink_to(outside)
+    path.symlink_to("between")
+
+
+def loop(path: Path, outside: Path) -> None:
+    (path.parent / "between").symlink_to(path)
+    path.symlink_to("between")
+
+
+def listening(path: Path, outside: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as made:
+        here = Path.cwd()
+        os.chdir(path.parent)  # the name of a socket has at most 107 bytes
+        made.bind(path.name)
+        os.chdir(here)
+
+
+def moved(tensor: int, drop: bool = False, change: bool = False) -> Change:
+    """Store a tensor of the first shard in the second too, or instead of it, or nowhere."""
+
+    def act(model: Path) -> None:
+        first, second = load_file(model / FIRST), load_file(model / SECOND)
+        name = sorted(first)[tensor]
+        if not drop:
+            second[name] = first[name] + 1 if change else first[name]
+            save_file(second, model / SECOND, metadata={"format": "pt"})
+        else:
+            del first[name]
+            save_file(first, model / FIRST, metadata={"format": "pt"})
+
+    return act
+
+
+def unlisted(model: Path) -> None:
+    found = index(model)
+    del found["weight_map"][next(iter(found["weight_map"]))]
+    (model / INDEX).write_text(json.dumps(found))
+
+
+def as_text(name: str, pattern: str, text: str) -> Change:
+    """Replace a part of a file's text, which JSON's writer would not write."""
+
+    def change(model: Path) -> None:
+        path = model / name
+        new, count = re.subn(pattern, lambda _: text, path.read_text(), count=1)
+        assert count == 1
+        path.write_text(new)
+
+    return change
+
+
+def cached(model: Path) -> None:
+    """Make the folder a snapshot of the hub's cache, with links into `blobs`."""
+    blobs = model.parent.parent / "blobs"
+    blobs.mkdir()
+    for path in list(model.iterdir()):
+        path.rename(blobs / path.name)
+        path.symlink_to(f"../../blobs/{path.name}")
+
+
+def removed(*names: str) -> Change:
+    def change(model: Path) -> None:
+        for name in names:
+            for path in model.glob(name):
+                path.unlink()
+
+    return change
+
+
+def both(*changes: Change) -> Change:
+    def change(model: Path) -> None:
+        for each in changes:
+            each(model)
+
+    return change
+
+
+class Evil:
+    """Runs a command when it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return os.system, ("touch pwned",)
+
+
+PICKLE = pickle.dumps(Evil())
+CODE = "import os\nos.system('touch pwned')\nclass Model: pass\nclass Tokenizer: pass\n"
+#: The cases of RELIABILITY 2, with whether a folder is refused.
+FOLDERS: dict[str, tuple[Change, bool]] = {
+    **{
+        f"a shard named {name[:20]!r}": (renamed(name), True)
+        for name in (
+            *("../x.safetensors", "a/../../x.safetensors", "/etc/passwd", "//host/x.safetensors", "C:\\x.safetensors"),
+            *("~", "", ".", f"{FIRST}/", f"{FIRST}\0", f"{FIRST}\n", "x" * 4097 + ".safetensors", FIRST.upper()),
+            unicodedata.normalize("NFD", "mod\u00e9l.safetensors"),
+        )
+    },
+    "a link to outside": (in_place_of(lambda path, outside: path.symlink_to(outside)), True),
+    "a chain of links to outside": (in_place_of(chain), True),
+    "a loop of links": (in_place_of(loop), True),
+    "a hard link": (in_place_of(lambda path, outside: path.hardlink_to(outside)), False),
+    "a pipe": (in_place_of(lambda path, outside: os.mkfifo(path)), True),
+    "a link to a device": (in_place_of(lambda path, outside: path.symlink_to("/dev/zero")), True),
+    "a socket": (in_place_of(listening), True),
+    "a folder": (in_place_of(lambda path, outside: path.mkdir()), True),
+    "a missing shard": (removed(FIRST), True),
+    "a shard that is not listed": (
+        lambda model: shutil.copy(model / FIRST, model / "more.safetensors") and None,
+        False,
+    ),
+    "a tensor that is listed and absent": (moved(0, drop=True), True),
+    "a tensor that is not listed": (unlisted, True),
+    "a tensor in two shards": (moved(0), True),
+    "a tensor in two shards, unequal": (moved(0, change=True), True),
+    "a weight_map that is a list": (entered(INDEX, weight_map=[]), True),
+    "a weight_map of numbers": (entered(INDEX, weight_map={"a": 5}), True),
+    "a weight_map of null": (entered(INDEX, weight_map=None), True),
+    "an index of more than 100 MB": (lambda model: os.truncate(model / INDEX, 101 * 2**20), True),
+    "an index of depth 10^5": (written(INDEX, '{"weight_map":' + "[" * 10**5 + "]" * 10**5 + "}"), True),
+    "a key twice": (as_text(INDEX, r'"weight_map"', '"weight_map": {}, "weight_map"'), True),
+    "NaN in the index": (as_text(INDEX, r'"total_size": \d+', '"total_size": NaN'), True),
+    "1e999 in the index": (as_text(INDEX, r'"total_size": \d+', '"total_size": 1e999'), True),
+    "a wrong total_size": (as_text(INDEX, r'"total_size": \d+', '"total_size": 1'), False),
+    "one file and an index": (lambda model: shutil.copy(model / FIRST, model / "model.safetensors") and None, True),
+    "pickled weights beside": (written("pytorch_model.bin", PICKLE), False),
+    "pickled weights alone": (both(removed("*.safetensors*"), written("pytorch_model.bin", PICKLE)), True),
+    "the hub's cache": (cached, False),
+    "an adapter alone": (both(removed("*.safetensors*", "config.json"), entered("adapter_config.json", a=1)), True),
+    "a consolidated twin": (
+        lambda model: shutil.copy(model / FIRST, model / "consolidated.safetensors") and None,
+        False,
+    ),
+}
+
+
+def attack_folders(found: Run) -> None:
+    words = samples.text(found.folder / "text.txt")
+    samples.quantkit(
+        found.folder, "eval", "ppl", samples.model(found.folder / "plain", 1), "--data", words, "--window", 64
+    )
+    for name, (change, refused) in FOLDERS.items():
+        place = found.folder / f"{found.cases}"
+        model = samples.model(_made(place / "snapshots" / "abc"), blocks=1)
+        out = _made(place / "outputs" / "out")
+        with found.case(name):
+            change(model)
+            for line in (
+                ("inspect", model),
+                ("plan", model, "--method", "rtn"),
+                ("quantize", model, "--method", "rtn", "-o", out),
+                ("eval", "ppl", model, "--data", words, "--window", 64),
+            ):
+                places = (model, words, out.parent, *((place / "blobs",) if name == "the hub's cache" else ()))
+                ended = run(watched(command(*line, "-q"), model, places), found.folder, limit=60)
+                harmless(ended, model)
+                if refused:
+                    samples.one_line(ended)
+                    assert not any(out.parent.iterdir())
+                else:
+                    assert ended.code == 0, ended.stderr
+        shutil.rmtree(place)
+
+
+def _made(path: Path) -> Path:
+    path.parent.mkdir(parents=True)
+    return path
+
+
+def harmless(ended: Ended, model: Path) -> None:
+    """Ask for no traceback, no hang, nothing that was caught, and no trace of code that ran."""
+    assert ended.code not in (CAUGHT, BROKE) and "Traceback" not in ended.stderr, ended.stderr
+    assert ended.code >= 0, f"signal {-ended.code}: {ended.stderr}"
+    assert not list(model.rglob("pwned")) and not Path("pwned").exists()
+
+
+def zipped(model: Path) -> None:
+    (model / FIRST).unlink()
+    with zipfile.ZipFile(model / FIRST, "w") as archive:
+        archive.writestr("data.pkl", PICKLE)
+
+
+AUTO = {
+    "AutoConfig": "evil.Model",
+    "AutoModelForCausalLM": "evil.Model",
+    "AutoTokenizer": ["evil.Tokenizer", "evil.Tokenizer"],
+}
+ATTENTION = "_attn_implementation_internal"
+KERNEL = "org/evil-kernel"
+ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
+GLOBALS = "{{ cycler.__init__.__globals__.os.system('touch pwned') }}"
+#: Folders that try to run code.
+CODES: dict[str, Change] = {
+    **{
+        f"a pickle as {name}": written(name, PICKLE)
+        for name in ("training_args.bin", "optimizer.pt", "rng.pth", "x.ckpt", "tokenizer.pkl")
+    },
+    "a pickle as a shard": written(FIRST, PICKLE),
+    "a pickle as tokenizer.json": written("tokenizer.json", PICKLE),
+    "a pickle as tokenizer.model": both(removed("tokenizer.json"), written("tokenizer.model", PICKLE)),
+    "a link that is a pickle": both(written("x.bin", PICKLE), lambda m: None),
+    "a zip as a shard": zipped,
+    "auto_map of a known family": entered("config.json", auto_map=AUTO),
+    "auto_map of an unknown family": entered("config.json", auto_map=AUTO, model_type="evil"),
+    "auto_map in a nested config": entered("config.json", text_config={"auto_map": AUTO, "model_type": "evil"}),
+    "auto_map of the tokenizer": entered("tokenizer_config.json", auto_map=AUTO, tokenizer_class="EvilTokenizer"),
+    "a tokenizer class in a module": entered("tokenizer_config.json", tokenizer_class="evil.Tokenizer"),
+    "a tokenizer file outside": entered(
+        "tokenizer_config.json", tokenizer_file="/etc/passwd", vocab_file="/etc/passwd"
+    ),
+    "trust_remote_code in the config": entered("config.json", trust_remote_code=True),
+    "an attention kernel": entered("config.json", **{ATTENTION: KERNEL}),
+    "an attention kernel, nested": entered("config.json", text_config={ATTENTION: KERNEL}),
+    "an attention kernel, nested twice": entered("config.json", a={"b": [{ATTENTION: KERNEL}]}),
+    "an attention kernel by its public name": entered("config.json", attn_implementation=KERNEL),
+    "an expert kernel": entered("config.json", _experts_implementation=KERNEL),
+    "kernels of the hub": entered("config.json", use_kernels=True, kernel_config={"RMSNorm": KERNEL}),
+    "custom generate": both(lambda m: (m / "custom_generate").mkdir(), written("custom_generate/generate.py", CODE)),
+    "custom generate by name": entered("generation_config.json", custom_generate=KERNEL, trust_remote_code=True),
+    "a template that escapes": written("chat_template.jinja", ESCAPE),
+    "a template that calls the system": written("chat_template.jinja", GLOBALS),
+    "a template without an end": written("chat_template.jinja", "{% for i in range(10**12) %}{{ i }}{% endfor %}"),
+    "a template of a huge text": written("chat_template.jinja", "{{ 'x' * 10**9 * 10**9 }}"),
+    "a processor with code": entered("preprocessor_config.json", auto_map=AUTO, image_processor_type="Evil"),
+    "a quantizer with code": entered("config.json", quantization_config={"quant_method": "evil", "modules": "evil"}),
+    "a model type that is a path": entered("config.json", model_type="../../evil"),
+    "modules that shadow libraries": both(
+        *(written(f"{name}.py", CODE) for name in ("json", "torch", "sitecustomize", "tokenizers"))
+    ),
+    "a package": both(lambda m: (m / "quantkit").mkdir(), written("quantkit/__init__.py", CODE)),
+}
+
+
+def attack_with_code(found: Run) -> None:
+    words = samples.text(found.folder / "text.txt")
+    plain = samples.model(found.folder / "plain", 1)
+    out = found.folder / "outputs"
+    out.mkdir()
+    for line in (
+        samples.calibrated(plain, words, out / "warm"),
+        ("generate", plain, "Hi", "--chat", "--max-new-tokens", 2, "-q"),
+    ):
+        samples.quantkit(found.folder, *line)
+    assert is_unreachable(OSError("x")) in (True, False)
+    for name, change in CODES.items():
+        model = samples.model(found.folder / f"model {found.cases}", blocks=1)
+        (model / "evil.py").write_text(CODE)
+        with found.case(name):
+            change(model)
+            target = out / f"{found.cases}"
+            for line in (
+                ("inspect", model, "-q"),
+                ("plan", model, "--method", "rtn", "-q"),
+                samples.calibrated(model, words, target),
+                ("eval", "ppl", model, "--data", words, "--window", 64, "-q"),
+                ("generate", model, "Hi", "--chat", "--max-new-tokens", 2, "-q"),
+            ):
+                work = watched(command(*line), model, (model, words, out), where=model)
+                ended = run(work, found.folder, limit=60)
+                harmless(ended, model)
+                assert ended.code == 0 or ended.stderr.strip().splitlines()[-1].startswith("Error: "), ended.stderr
+            assert not list(target.rglob("*.py")), "code went along"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(model)
+
+
+def attack_outputs(found: Run) -> None:
+    """Give `-o` every odd path; the source must not change, and nothing else may be made."""
+    folder = found.folder
+    source = samples.model(folder / "source", blocks=1)
+    made = folder / "made"
+    samples.quantkit(folder, "quantize", source, "--method", "rtn", "-o", made, "-q")
+    file = folder / "file"
+    file.write_text("x")
+    (folder / "link").symlink_to(made)
+    (folder / "dangling").symlink_to(folder / "nothing")
+    (folder / "other").mkdir()
+    (folder / "other" / "thesis.txt").write_text("years of work")
+    os.mkfifo(folder / "pipe")
+    (folder / "empty").mkdir()
+    (folder / "inside").mkdir()
+    (folder / "up").symlink_to(source)
+    partial = folder / next(iter(_beside(folder, "taken")))
+    partial.symlink_to(made)
+    refused: dict[str, tuple[Any, ...]] = {
+        "exists": (made,),
+        "a link": (folder / "link",),
+        "a link, to be overwritten": (folder / "link", "--overwrite"),
+        "a dangling link": (folder / "dangling",),
+        "a file": (file,),
+        "a file, to be overwritten": (file, "--overwrite"),
+        "a pipe": (folder / "pipe", "--overwrite"),
+        "inside the source": (source / "out",),
+        "inside the source, through a link": (folder / "up" / "out",),
+        "the source": (source, "--overwrite"),
+        "around the source": (folder, "--overwrite"),
+        "no parent": (folder / "no" / "parent",),
+        "a parent that is a file": (file / "out",),
+        "the root": ("/",),
+        "the root, to be overwritten": ("/", "--overwrite"),
+        "here": (".", "--overwrite"),
+        "no name": ("",),
+        "above": ("..", "--overwrite"),
+        "other things, to be overwritten": (folder / "other", "--overwrite"),
+        "work in a link": (folder / "taken",),
+        "a proc folder": ("/proc/out",),
+        "a long name": (folder / ("x" * 300),),
+    }
+    before = tree(folder)
+    for name, words in refused.items():
+        with found.case(name):
+            line = ("quantize", source, "--method", "rtn", "-q", "-o", *words)
+            ended = run(watched(command(*line), source, (folder,), where=folder / "inside"), folder, limit=60)
+            harmless(ended, source)
+            samples.one_line(ended)
+            assert tree(folder) == before
+    whole = samples.digests(made)
+    for name, path in {
+        "a trailing slash": f"{folder}/new/",
+        "an empty folder, to be overwritten": folder / "empty",
+        "a name with spaces and letters of other alphabets": folder / "a b \u00e9 \u4e2d",
+        "a relative path": "../relative",
+    }.items():
+        with found.case(name):
+            line = ("quantize", source, "--method", "rtn", "-q", "-o", path, "--overwrite")
+            ended = run(watched(command(*line), source, (folder,), where=folder / "inside"), folder, limit=60)
+            assert ended.code == 0, ended.stderr
+            assert samples.digests((folder / "inside" / path).resolve()) == whole
+    with found.case("the source is as it was"):
+        assert {path: held for path, held in tree(folder).items() if path.startswith("source")} == {
+            path: held for path, held in before.items() if path.startswith("source")
+        }
+
+
+def _beside(folder: Path, name: str) -> list[str]:
+    """Return the name of the folder in which a run for the output `name` works."""
+    seen: list[str] = []
+
+    def work() -> int | None:
+        from quantkit.io.staging import staging
+
+        with staging(folder / name) as partial:
+            (folder / "partial name").write_text(partial.name)
+        return 0
+
+    run(work, folder)
+    seen.append((folder / "partial name").read_text())
+    (folder / "partial name").unlink()
+    return seen
+
+
+def tree(folder: Path) -> dict[str, Any]:
+    """Return what a folder holds, links not followed, without the streams of forks."""
+    return {
+        path.relative_to(folder).as_posix(): os.readlink(path)
+        if path.is_symlink()
+        else path.read_bytes()
+        if path.is_file()
+        else None
+        for path in sorted(folder.rglob("*"))
+        if path.suffix not in (".out", ".err")
+    }
+
+
+FAMILIES = [
+    Family("P1", "hostile indexes and folders, with every open() watched", (40, 40, 40), attack_folders),
+    Family(
+        "P2", "folders that try to run code, with every import, exec and socket watched", (30, 30, 30), attack_with_code
+    ),
+    Family("P3", "outputs in odd places", (20, 20, 20), attack_outputs),
+]
