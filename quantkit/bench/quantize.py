@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from quantkit.bench.random_model import Outline
-from quantkit.bench.source import WORDS, blocks_of, shortened, write_model, write_text
+from quantkit.bench.source import WORDS, blocks_of, draw_text, shortened, write_model
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import RecipeError
 from quantkit.io import files
@@ -148,7 +148,7 @@ def measure(
         progress.note(f"writing {blocks} of {every} blocks with random weights")
         write_model(source, short, where)
         words = min(WORDS, short.config.get("text_config", short.config).get("vocab_size", WORDS))
-        write_text(text, recipe.calibration.samples, recipe.calibration.max_length, words)
+        draw_text(text, recipe.calibration.samples, recipe.calibration.max_length, words)
         speeds = _speeds(where, Path(folder))
         lines: list[dict[str, Any]] = []
 
@@ -286,5 +286,3 @@ def _seconds(work: Callable[[], object], device: torch.device) -> float:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
     return median(seconds[1:])
-
-

@@ -67,7 +67,7 @@ def write_model(folder: Path, model: Outline, device: torch.device) -> None:
     _write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w0"})
 
 
-def write_text(path: Path, samples: int, length: int, words: int) -> None:
+def draw_text(path: Path, samples: int, length: int, words: int) -> None:
     """Write documents of `length` random words each, with blank lines in between."""
     drawn = torch.randint(words, (samples, length), generator=torch.Generator().manual_seed(0))
     text = "\n\n".join(" ".join(f"w{word}" for word in row) for row in drawn.tolist())
@@ -87,7 +87,7 @@ def _tokenizer(words: int) -> dict[str, Any]:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     vocabulary = Tokenizer(models.WordLevel({f"w{i}": i for i in range(words)}, unk_token="w0"))
-    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
+    vocabulary.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     found: dict[str, Any] = json.loads(vocabulary.to_str())
     return found
 

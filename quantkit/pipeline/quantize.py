@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +50,8 @@ from quantkit.reporting.report import heading
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
+#: Tensors that are read and checked at a time, beside a device: one where memory or cores are few.
+READERS = {"cpu": 1, "cuda": 4}
 
 
 class _Job(NamedTuple):
@@ -247,9 +250,8 @@ def quantize(
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated and not writer.done:  # a NaN in the last block would cost the whole run
-            for name in progress.bar(src.names(), "check", len(src.names())):
-                with clock.phase("check"), about(name):
-                    check_finite(src.get(name))
+            with clock.phase("check"):
+                _check_weights(src, READERS[job.model.device.type], progress)
         if recipe.calibrated:
             items = calibrated(
                 src,
@@ -279,6 +281,21 @@ def quantize(
             run.trust_remote_code,
             measure,
         )
+
+
+def _check_weights(src: Checkpoint, readers: int, progress: Progress) -> None:
+    """Raise NumericError for the first tensor that is not finite, in the order of the source."""
+
+    def check(name: str) -> None:
+        with about(name):
+            check_finite(src.get(name))
+
+    pool = ThreadPoolExecutor(readers, "quantkit-check")
+    try:
+        for _ in progress.bar(pool.map(check, src.names()), "check", len(src.names())):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def streamed(
