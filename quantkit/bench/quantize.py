@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
@@ -29,6 +29,8 @@ from quantkit.io.journal import JOURNAL, read_journal
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
+from quantkit.models.meta_model import skeleton
+from quantkit.pipeline.calibrate import SAVED_BLOCKS
 from quantkit.pipeline.quantize import quantize
 from quantkit.pipeline.recipe import Recipe
 from quantkit.progress import Progress
@@ -99,22 +101,18 @@ class Calibrating:
     phases: tuple[Phase, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """List the phases as rows of a CSV; the last one is their sum."""
-        rows = [phase.row() for phase in self.phases]
-        sums = {
-            key: sum(row[key] or 0.0 for row in rows)
-            for key in rows[0]
-            if key not in ("phase", "times_floor", "block_floor_s")
-        }
-        floor = sum(row["block_floor_s"] or 0.0 for row in rows)
-        total = {"phase": "all", **sums, "block_floor_s": floor, "times_floor": sums["block_s"] / floor}
-        same = {key: value for key, value in self.to_dict().items() if not isinstance(value, dict | list)}
-        speeds = {f"{key}_per_s": value for key, value in asdict(self.speeds).items()}
-        return [{key: row[key] for key in rows[0]} | same | speeds for row in [*rows, total]]
+        """List the phases as rows of a CSV."""
+        found = self.to_dict()
+        same = {key: value for key, value in found.items() if not isinstance(value, dict | list)}
+        speeds = {f"{key}_per_s": value for key, value in found["speeds"].items()}
+        return [row | same | speeds for row in found["phases"]]
 
     def to_dict(self) -> dict[str, Any]:
-        """Build one JSON object."""
-        found = asdict(self) | {"phases": [phase.row() for phase in self.phases]}
+        """Build one JSON object; the last of its phases is their sum, with the floor of those that have one."""
+        rows = [phase.row() for phase in self.phases]
+        total = {key: sum(row[key] or 0.0 for row in rows) for key in rows[0] if key != "phase"}
+        total["times_floor"] = total["block_s"] / total["block_floor_s"]
+        found = asdict(self) | {"phases": [*rows, {"phase": "all"} | total]}
         return found | {"torch": str(torch.__version__), "transformers": version("transformers")}
 
 
@@ -136,7 +134,7 @@ def measure(
     every = blocks_of(model)
     if not 3 <= blocks <= every:
         raise RecipeError(
-            f"--blocks {blocks}: {model.name} has {every}, and the first and the last are unlike others: use 3 or more"
+            f"--blocks {blocks}: {model.name} has {every}, the first and the last are unlike others: use 3 to {every}"
         )
     if not recipe.calibrated:
         raise RecipeError("the recipe uses no activations, and has no phases by block: use --method gptq")
@@ -166,9 +164,10 @@ def measure(
             min_share=0.0,
             progress=progress,
         )
-        floors = _floors(source, device, recipe, speeds)
+        floors = _floors(source, device, recipe, report["calibration"]["tokens"], speeds)
         ratio = _source_bytes(whole) / _source_bytes(short)
-    found = _phases([line for line in lines if type(line.get("block")) is int], report["phases"], every, ratio, floors)
+    of_blocks = [line for line in lines if type(line.get("block")) is int]
+    found = _phases(of_blocks, report["phases"], every, ratio, floors, SAVED_BLOCKS[where.type])
     return Calibrating(
         model.name,
         blocks,
@@ -184,33 +183,42 @@ def measure(
 
 
 def _on(recipe: Recipe, text: Path) -> Recipe:
-    from dataclasses import replace
-
     return replace(recipe, calibration=replace(recipe.calibration, data=str(text), chosen=True))
 
 
 def _phases(
-    lines: list[dict[str, Any]], total: Mapping[str, float], every: int, ratio: float, floors: Mapping[str, float]
+    lines: list[dict[str, Any]],
+    total: Mapping[str, float],
+    every: int,
+    ratio: float,
+    floors: Mapping[str, float],
+    saved: int,
 ) -> list[Phase]:
-    """Return the phases of the commits of blocks, of the run in all, and of a model of `every` blocks."""
+    """Return the phases of the commits of blocks, of the run in all, and of a model of `every` blocks.
+
+    Activations are saved after each `saved` blocks: `save` of a block is its share. Without a measured one it is the
+    floor.
+    """
     found = []
-    for name, seconds in total.items():
+    for name in dict.fromkeys([*total, *(["save"] if every > saved else [])]):
+        seconds, floor = total.get(name, 0.0), floors.get(name)
         of_blocks = [0.0 if name in BEFORE else line["phases"].get(name, 0.0) for line in lines]
         block = median(of_blocks[1:-1])
         outside = max(0.0, seconds - sum(of_blocks))
         whole = (ratio if name in BY_BYTES else 1.0) * outside + sum(of_blocks) + (every - len(lines)) * block
-        found.append(Phase(name, of_blocks[0], block, outside, seconds, whole, floors.get(name)))
+        if name == "save" and floor is not None:
+            each = max(of_blocks) or floor
+            block, floor, whole = each / saved, floor / saved, (every - 1) // saved * each
+        found.append(Phase(name, of_blocks[0], block, outside, seconds, whole, floor))
     return found
 
 
 def _source_bytes(model: Outline) -> int:
-    from quantkit.models.meta_model import skeleton
-
     return sum(parameter.nbytes for parameter in skeleton(model, torch.bfloat16, False).parameters())
 
 
-def _floors(source: Path, device: str, recipe: Recipe, speeds: Speeds) -> dict[str, float]:
-    """Return the least seconds of the phases of a block: its products and the bytes that have to move.
+def _floors(source: Path, device: str, recipe: Recipe, drawn: int, speeds: Speeds) -> dict[str, float]:
+    """Return the least seconds of the phases of a block on `drawn` tokens: its products and the bytes that move.
 
     `forward` is one pass, `hessian` one triangle of each, `solve` one factor, sweep and search.
     """
@@ -230,11 +238,10 @@ def _floors(source: Path, device: str, recipe: Recipe, speeds: Speeds) -> dict[s
     state = runner.embed(tokens)
     with runner.watching(runner.targets(0), see):
         runner.run(0, tokens, state)
-    drawn = recipe.calibration.samples * recipe.calibration.max_length
     called = {linear: runner.linears[linear] for group in shared.values() for linear in group}
     widths = [runner.linears[group[0]][1] for group in shared.values()]
     text: Any = runner.text.config.get_text_config()
-    attention = 2 * drawn * recipe.calibration.max_length * text.hidden_size
+    attention = 2 * drawn * (drawn // recipe.calibration.samples) * text.hidden_size
     forward = 2 * drawn * sum(n * k for n, k in called.values()) + attention
     group = recipe.scheme.group_size
     solve = sum(k**3 / 3 for k in widths) + sum(n * k * k for n, k in called.values())

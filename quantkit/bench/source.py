@@ -11,11 +11,13 @@ import torch
 
 from quantkit.bench.random_model import Outline
 from quantkit.checkpoint.reader import CONFIG
+from quantkit.errors import RecipeError
 from quantkit.io import files
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX
 from quantkit.io.safetensors_writer import SafetensorsWriter, header_bytes
 from quantkit.models.meta_model import find_blocks, skeleton
+from quantkit.models.tokenizer import load_tokenizer, token_ids
 
 #: The most words of the tokenizer.
 WORDS = 4096
@@ -45,8 +47,21 @@ def shortened(model: Outline, blocks: int) -> Outline:
 
 
 def write_model(folder: Path, model: Outline, device: torch.device) -> None:
-    """Write a folder of random bfloat16 weights, one shard a block, with a tokenizer of the words w0, w1 and so on."""
+    """Write a folder of random bfloat16 weights, one shard a block, with a tokenizer of the words w0, w1 and so on.
+
+    RecipeError for a family whose tokenizer cannot be one of words.
+    """
     built = skeleton(model, torch.bfloat16, False)
+    words = min(WORDS, built.get_input_embeddings().get_parameter("weight").shape[0])
+    _write(folder, CONFIG, model.config)
+    _write(folder, "tokenizer.json", _tokenizer(words))
+    _write(folder, "tokenizer_config.json", {"tokenizer_class": "TokenizersBackend", "eos_token": "w0"})
+    if token_ids(load_tokenizer(folder), "w1 w2", special=False).tolist() != [1, 2]:
+        family = model.config.get("model_type")
+        raise RecipeError(
+            f"{model.name}: transformers gives {family} models a tokenizer that random words do not fit: use a config "
+            "of the same sizes with model_type llama"
+        )
     random = torch.Generator(device).manual_seed(0)
     paths = [f"{path}." for path in find_blocks(built)]
     shards: dict[str, list[str]] = {}
@@ -60,11 +75,7 @@ def write_model(folder: Path, model: Outline, device: torch.device) -> None:
             shard.add(name, _random(built.get_parameter(name), random).to("cpu"))
             weight_map[name] = file
         shard.close()
-    words = min(WORDS, built.get_input_embeddings().get_parameter("weight").shape[0])
-    _write(folder, CONFIG, model.config)
     _write(folder, INDEX, {"metadata": {}, "weight_map": weight_map})
-    _write(folder, "tokenizer.json", _tokenizer(words))
-    _write(folder, "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "w0"})
 
 
 def draw_text(path: Path, samples: int, length: int, words: int) -> None:

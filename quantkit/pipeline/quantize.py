@@ -25,7 +25,7 @@ from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.checkpoint.writer import CheckpointWriter, require_same
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import CheckpointError, QuantkitError, RecipeError, about
+from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError, about
 from quantkit.io.staging import check_staging, is_complete, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
@@ -52,6 +52,8 @@ from quantkit.reporting.report import heading
 COMMIT_BYTES = 2 * 2**30
 #: Tensors that are read and checked at a time, beside a device: one where memory or cores are few.
 READERS = {"cpu": 1, "cuda": 4}
+#: Bytes of a tensor that are checked on a GPU at a time: few enough that an allocator gives out the same memory again.
+CHECKED_BYTES = 16 * 2**20
 
 
 class _Job(NamedTuple):
@@ -251,7 +253,7 @@ def quantize(
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated and not writer.done:  # a NaN in the last block would cost the whole run
             with clock.phase("check"):
-                _check_weights(src, READERS[job.model.device.type], progress)
+                _check_weights(src, job.model.device, progress)
         if recipe.calibrated:
             items = calibrated(
                 src,
@@ -283,14 +285,22 @@ def quantize(
         )
 
 
-def _check_weights(src: Checkpoint, readers: int, progress: Progress) -> None:
+def _check_weights(src: Checkpoint, device: torch.device, progress: Progress) -> None:
     """Raise NumericError for the first tensor that is not finite, in the order of the source."""
 
     def check(name: str) -> None:
+        shape = src.shape(name)
+        rows = max(1, CHECKED_BYTES * shape[0] // max(1, src.nbytes(name))) if shape else 0
+        parts = [slice(i, i + rows) for i in range(0, shape[0], rows)] if device.type == "cuda" and shape else [None]
         with about(name):
-            check_finite(src.get(name))
+            try:
+                for part in parts:
+                    check_finite(src.get(name, part).to(device))
+            except NumericError:
+                check_finite(src.get(name))  # names the place in the whole tensor
+                raise
 
-    pool = ThreadPoolExecutor(readers, "quantkit-check")
+    pool = ThreadPoolExecutor(READERS[device.type], "quantkit-check")
     try:
         for _ in progress.bar(pool.map(check, src.names()), "check", len(src.names())):
             pass
