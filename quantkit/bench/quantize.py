@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from math import prod
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -207,7 +207,7 @@ def _phases(
         outside = max(0.0, seconds - sum(of_blocks))
         whole = (ratio if name in BY_BYTES else 1.0) * outside + sum(of_blocks) + (every - len(lines)) * block
         if name == "save" and floor is not None:
-            each = max(of_blocks) or floor
+            each = mean([taken for taken in of_blocks if taken] or [floor])
             block, floor, whole = each / saved, floor / saved, (every - 1) // saved * each
         found.append(Phase(name, of_blocks[0], block, outside, seconds, whole, floor))
     return found
