@@ -1,4 +1,4 @@
-"""The commands `bench kernels` and `bench generate`."""
+"""The commands `bench kernels`, `bench generate` and `bench quantize`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, command
 from quantkit.cli.parsing import combined
-from quantkit.names import ACTIVATIONS, KERNELS
+from quantkit.names import ACTIVATIONS, KERNELS, LAYOUTS
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from quantkit.bench.random_model import Outline, Variant, Workload
     from quantkit.core.scheme import Scheme
+    from quantkit.pipeline.recipe import Recipe
 
 
 def _joined(numbers: Iterable[int]) -> str:
@@ -54,6 +55,26 @@ generating_options = combined(
     click.option("--prompt-tokens", type=click.IntRange(1, 2**20), default=512, help="Tokens of each prompt [512]."),
     click.option("--new-tokens", type=click.IntRange(1, 2**20), default=64, help="Tokens written after it [64]."),
     click.option("--eager", is_flag=True, help="Do not fuse small operations with torch.compile."),
+)
+
+#: The options of `bench quantize`: model, recipe, text, machine.
+calibrating_options = combined(
+    click.option(
+        "--model", default="llama3-8b", metavar="NAME|PATH", help=f"{', '.join(CONFIGS)} or a config.json [llama3-8b]."
+    ),
+    click.option("--blocks", type=click.IntRange(3), default=10, help="Blocks that are run, of all [10]."),
+    click.option("--layout", type=choice(LAYOUTS), default="marlin", help="[marlin]."),
+    click.option("--scheme", metavar="SCHEME", default="int4:g128", help="[int4:g128]."),
+    click.option("--samples", type=click.IntRange(min=1), default=128, help="Documents of random words [128]."),
+    click.option("--max-length", type=click.IntRange(min=2), default=2048, help="Tokens of each [2048]."),
+    click.option(
+        "--true-sequential/--no-true-sequential",
+        default=True,
+        help="Calibrate each linear behind those of its block that are done already [on].",
+    ),
+    click.option("--device", default="auto", help="auto, cpu, cuda or cuda:1 [auto]."),
+    click.option("--act-budget", type=options.Bytes(), metavar="BYTES", help="As for quantize [all]."),
+    click.option("--work", type=options.PATH, metavar="FOLDER", help="Disk for source and output [the temporary one]."),
 )
 
 
@@ -119,6 +140,57 @@ def generate(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
     if csv is not None:
         files.write_atomic(csv, roofline.table(found.rows()))
     emit(show.as_json(found.to_dict()) if as_json else show.paces(found.to_dict()))
+
+
+@command("quantize", "quantkit bench quantize --model llama3-8b --csv quantize.csv", bench)
+@calibrating_options
+@click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
+def quantize(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) -> None:
+    """Time GPTQ of a model by phase.
+
+    Some blocks of random weights are quantized. Seconds of each phase are shown for one block, beside the least that
+    the machine allows, with an estimate for all blocks."""
+    from quantkit.bench import random_model, roofline
+    from quantkit.bench.quantize import measure
+    from quantkit.io import files
+
+    _require_writable(csv, ".csv")
+    if asked["work"] is not None and not asked["work"].is_dir():
+        raise click.UsageError(f"--work {asked['work']}: give a folder that exists")
+    found = measure(
+        random_model.read(asked["model"]),
+        _calibrating_recipe(asked),
+        blocks=asked["blocks"],
+        work=asked["work"],
+        device=asked["device"],
+        act_budget=asked["act_budget"],
+        progress=progress,
+    )
+    if csv is not None:
+        files.write_atomic(csv, roofline.table(found.rows()))
+    emit(show.as_json(found.to_dict()) if as_json else show.calibrating(found.to_dict()))
+
+
+def _calibrating_recipe(asked: dict[str, Any]) -> Recipe:
+    """Make the recipe of `bench quantize`: GPTQ with the default settings but for what was asked."""
+    from quantkit.core.scheme import Scheme
+    from quantkit.pipeline.recipe import from_mapping
+
+    scheme = Scheme.parse(asked["scheme"])
+    return from_mapping(
+        {
+            "scheme": {
+                "format": scheme.format.name,
+                "group_size": scheme.group_size or "channel",
+                "symmetric": scheme.symmetric,
+                "sparsity": scheme.sparsity,
+            },
+            "method": "gptq",
+            "layout": asked["layout"],
+            "true_sequential": asked["true_sequential"],
+            "calibration": {"samples": asked["samples"], "max_length": asked["max_length"]},
+        }
+    )
 
 
 def _kernel_arguments(asked: dict[str, Any]) -> dict[str, Any]:

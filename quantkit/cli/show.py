@@ -311,6 +311,31 @@ def paces(found: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def calibrating(found: Mapping[str, Any]) -> str:
+    """Format the table of `bench quantize`, and the machine."""
+    keys = ("phase", "first_block_s", "block_s", "block_floor_s", "times_floor", "outside_blocks_s", "run_s")
+    estimate = f"estimate for {found['all_blocks']} blocks"
+    cells = ([*_seconds(row, keys), f"{row['estimate_all_blocks_s']:.1f}"] for row in found["phases"])
+    speeds = found["speeds"]
+    return "\n".join(
+        [
+            table((*keys, estimate), cells),
+            "",
+            f"{found['model']}, random weights, {found['blocks']} of {found['all_blocks']} blocks were run on "
+            f"{found['tokens']} tokens, {found['scheme']} in {found['layout']}; {found['device']}, torch "
+            f"{found['torch']}, transformers {found['transformers']}",
+            f"the floor of a phase is its least work at {speeds['dtype'] / 1e12:.3g} TFLOP/s, in float32 "
+            f"{speeds['float32'] / 1e12:.3g}, {speeds['to_device'] / 1e9:.1f} GB/s to the device, "
+            f"{speeds['to_disk'] / 1e9:.1f} GB/s to the disk; the last column is computed, not measured",
+        ]
+    )
+
+
+def _seconds(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
+    values = (row[key] for key in keys)
+    return ["-" if value is None else f"{value:.3f}" if isinstance(value, float) else value for value in values]
+
+
 def _pace(row: Mapping[str, Any]) -> tuple[Any, ...]:
     ratios = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("prompt_vs_dense", "decode_vs_dense")]
     return (

@@ -7,7 +7,6 @@ tests stop a run or fill the disk at any point.
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import shutil
 import stat
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 import torch
+from blake3 import blake3
 from torch import Tensor
 
 from quantkit.core.tensors import raw_bytes
@@ -59,25 +59,39 @@ def make_folder(path: Path, *, parents: bool = False) -> None:
 
 
 def save_tensor(path: Path, *tensors: Tensor) -> str:
-    """Write the raw bytes of tensors as `write_atomic` does; returns their SHA-256, which `load_tensor` asks for."""
-    seen = hashlib.sha256()
+    """Write the raw bytes of tensors as `write_atomic` does; returns their BLAKE3, which `load_tensor` asks for.
+
+    A tensor on a GPU is contiguous, and is copied in chunks.
+    """
+    seen = blake3()
     with _replacing(path, needed=sum(tensor.nbytes for tensor in tensors)) as file:
         for tensor in tensors:
-            data = raw_bytes(tensor).numpy().data
-            for i in range(0, len(data), CHUNK):
-                seen.update(data[i : i + CHUNK])
-                write(file, data[i : i + CHUNK], path)
+            for data in _chunks(tensor):
+                seen.update(data)
+                write(file, data, path)
     return seen.hexdigest()
 
 
-def load_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype, sha256: str) -> Tensor:
+def _chunks(tensor: Tensor) -> Iterator[memoryview]:
+    """Yield the raw bytes of a tensor; each chunk is valid until the next one is taken."""
+    if not tensor.is_cuda:
+        data = raw_bytes(tensor).numpy().data
+        yield from (data[i : i + CHUNK] for i in range(0, len(data), CHUNK))
+        return
+    # Pinned memory that is used again: a fresh copy would spend its time on page faults.
+    host = torch.empty(min(CHUNK, tensor.nbytes), dtype=torch.uint8, pin_memory=True)
+    for part in tensor.view(-1).view(torch.uint8).split(CHUNK):
+        yield host[: len(part)].copy_(part).numpy().data
+
+
+def load_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype, digest: object) -> Tensor:
     """Read back what `save_tensor` wrote; CheckpointError if the file is missing, short, long or changed."""
     size = prod(shape) * dtype.itemsize
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size != size:
             raise CheckpointError(f"{path}: not the {size} bytes that were written: recompute it")
         data = read_exactly(file, 0, size, path)
-    if hashlib.sha256(data.numpy().data).hexdigest() != sha256:
+    if blake3(data.numpy().data).hexdigest() != digest:
         raise CheckpointError(f"{path}: its bytes changed since they were written: recompute it")
     return data.view(dtype).reshape(shape)
 

@@ -9,9 +9,11 @@ forward.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -81,7 +83,9 @@ def _by_token(hidden: Tensor) -> Tensor:
 
 
 def _like(hidden: Tensor, entering: Tensor) -> Tensor:
-    """Return `_by_token`'s result in the dimensions of a tensor that enters a block."""
+    """Return `_by_token`'s result in the dimensions of a tensor that enters a block; a batch has them already."""
+    if hidden.shape == entering.shape:
+        return hidden
     axis = _batch_axis(entering)
     return hidden.movedim(0, axis if entering.ndim > 3 else 0).unsqueeze(axis)
 
@@ -139,6 +143,10 @@ class BlockRunner:
         #: Number of a block that has run -> the form of what it passes on.
         self.forms: dict[int, Form] = {}
         self._unused: dict[int, frozenset[int]] = {}
+        self._batch_comes_first = False
+        self._in_batch = False
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, Future[dict[str, Tensor]]] = {}
         self._at = 0
         self._passed: Passed | None = None
         self._enters_only = False
@@ -277,7 +285,14 @@ class BlockRunner:
 
     def load_block(self, index: int) -> None:
         """Read a block's parameters from the checkpoint, in the compute dtype."""
-        self._load(lambda state: state.startswith(f"{self.blocks[index]}."))
+        ready = self._ahead.pop(index).result() if index in self._ahead else {}
+        self._load(lambda state: state.startswith(f"{self.blocks[index]}."), ready)
+
+    def read_ahead(self, index: int) -> None:
+        """Begin to read a block into RAM, beside other work, for `load_block`, which raises the errors."""
+        self._reader = self._reader or ThreadPoolExecutor(1, "quantkit-read")
+        names = self.stored(index)
+        self._ahead[index] = self._reader.submit(lambda: {name: self.src.get(name) for name in names})
 
     def unload_block(self, index: int) -> None:
         """Free a block's parameters."""
@@ -288,8 +303,28 @@ class BlockRunner:
         """Replace the weight `[n, k]` of a linear in a loaded block."""
         put_tensor(self.module, f"{self.paths[linear]}.weight", weight.to(self.device, self.dtype))
 
+    def source_weight(self, linear: str) -> Tensor:
+        """Return the weight `[n, k]` of a linear in a loaded block as its source stores it, on the device.
+
+        It is read again only if the compute dtype is another one.
+        """
+        loaded = get_tensor(self.module, f"{self.paths[linear]}.weight")
+        name = f"{linear}.weight"
+        if loaded.dtype == self.src.dtype(name) and loaded.shape == self.src.shape(name):
+            return loaded.detach()
+        return self.src.get(name).to(self.device)
+
+    def takes_batches(self, index: int) -> bool:
+        """Return whether a block can run on the hidden states of several documents at a time.
+
+        One document must have entered a block before.
+        """
+        return self._batch_comes_first and not self.forms.get(index - 1, {}).get("left")
+
     def run(self, index: int, tokens: Tensor, state: State) -> State | None:
         """Run a loaded block on one document, tokens int64 `[t]`, and return what it passes on.
+
+        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`.
 
         `forms` gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs something of an
         earlier block that was not stored.
@@ -373,10 +408,10 @@ class BlockRunner:
 
     def _run(self, index: int, tokens: Tensor, passed: Passed | None) -> Passed | None:
         """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped."""
-        self._at, self._passed, self._output = index, passed, None
+        self._at, self._passed, self._output, self._in_batch = index, passed, None, tokens.ndim > 1
         try:
             with torch.no_grad():
-                self.text(input_ids=tokens.to(self.device)[None], use_cache=False)
+                self.text(input_ids=torch.atleast_2d(tokens.to(self.device)), use_cache=False)
         except _Stop:
             return self._output
         except Exception as error:  # an image may be missing, or what an earlier block left for later ones
@@ -403,6 +438,8 @@ class BlockRunner:
         for given in tensors_in((args, kwargs)):
             if isinstance(given, Unused):
                 raise Needed(given.number)
+        if not self._in_batch:
+            self._batch_comes_first = entering.ndim == 3 and len(entering) == 1
         if self._enters_only:
             self._output = Passed(_by_token(entering), None, {})
             raise _Stop
@@ -422,17 +459,21 @@ class BlockRunner:
             if entries := {key: value for key, value in mapping.items() if before[name].get(key) is not value}:
                 left[name] = entries
         first, returned = (out[0], list(out[1:])) if isinstance(out, tuple | list) else (out, None)
-        self._output = Passed(_by_token(first), returned, left)
+        self._output = Passed(first if self._in_batch else _by_token(first), returned, left)
         raise _Stop
 
-    def _load(self, wanted: Callable[[str], bool]) -> None:
-        """Read the wanted states from the checkpoint, in the compute dtype."""
+    def _load(self, wanted: Callable[[str], bool], ready: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Take the wanted states from the tensors that are `ready`, else from the checkpoint, in the compute dtype."""
+
+        def read(name: str) -> Tensor:
+            return ready[name] if name in ready else self.src.get(name)
+
         for state, name in self._stored.items():
             if wanted(state):
-                self._put(state, self.src.get(name))
+                self._put(state, read(name))
         for each in self._merged:
             if wanted(each.states[0]):
-                for state, tensor in each.convert([self.src.get(name) for name in each.names]).items():
+                for state, tensor in each.convert([read(name) for name in each.names]).items():
                     self._put(state, tensor)
 
     def _put(self, state: str, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The inputs of the next block for every calibration document: in RAM, beyond a budget on disk, and in snapshots."""
+"""The inputs of the next block for every calibration document: in memory, beyond a budget on disk, and in snapshots."""
 
 from __future__ import annotations
 
@@ -13,21 +13,29 @@ from torch import Tensor
 from quantkit.core.tensors import dtype_name
 from quantkit.io import files
 from quantkit.models.passing import State
+from quantkit.pipeline.memory_estimate import stays_on_gpu
 
 #: Tensors of a document begin at a multiple of these bytes, so that they can be viewed in their dtype.
 ALIGNED = 64
+CPU = torch.device("cpu")
 
 
 class Activations:
     """Hold the state of every document.
 
     `hidden` `[T, h]`, or `[T, streams, h]`, concatenates the hidden states of all documents; `rows` has the length of
-    each. Tensors that blocks pass on beside it are stored for each document. What exceeds `budget` bytes is in files in
-    `work`.
+    each. It is on `device` where that is a GPU with space for it, else in RAM. Tensors that blocks pass on beside it
+    are stored in RAM for each document. What exceeds `budget` bytes is in files in `work`.
     """
 
     def __init__(
-        self, work: Path, budget: int | None, rows: Sequence[int], like: tuple[int, ...], dtype: torch.dtype
+        self,
+        work: Path,
+        budget: int | None,
+        rows: Sequence[int],
+        like: tuple[int, ...],
+        dtype: torch.dtype,
+        device: torch.device = CPU,
     ) -> None:
         self.work, self.budget, self.rows = work, budget, list(rows)
         shape = (sum(rows), *like)
@@ -36,7 +44,9 @@ class Activations:
         if budget is not None and size > budget:
             self.hidden = files.mapped_tensor(work / "activations-live.bin", shape, dtype)
         else:
-            self.hidden, self._in_ram = torch.empty(shape, dtype=dtype), size
+            free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+            where = device if stays_on_gpu(size, free) else CPU
+            self.hidden, self._in_ram = torch.empty(shape, dtype=dtype, device=where), size
         self._starts = [sum(self.rows[:number]) for number in range(len(self.rows))]
         self._passed: list[tuple[Tensor, ...]] = [()] * len(self.rows)
         self._mapped: list[int | None] = [None] * len(self.rows)
@@ -46,10 +56,26 @@ class Activations:
         start = self._starts[number]
         return State(self.hidden[start : start + self.rows[number]], self._passed[number])
 
+    @property
+    def hidden_only(self) -> bool:
+        """Whether no document has tensors beside its hidden state."""
+        return not any(self._passed)
+
+    def get_batch(self, numbers: range) -> State:
+        """Return the hidden states of adjacent documents of one length, a view `[documents, t, h]`."""
+        rows, start = self.rows[numbers[0]], self._starts[numbers[0]]
+        return State(self.hidden[start : start + len(numbers) * rows].unflatten(0, (len(numbers), rows)))
+
     def put(self, number: int, state: State) -> None:
         """Replace the state of a document, whose number of rows stays."""
         self.get(number).hidden.copy_(state.hidden)
         self._put_passed(number, state.passed)
+
+    def put_batch(self, numbers: range, state: State) -> None:
+        """Replace the hidden states of documents as `get_batch` returns them; nothing is passed on beside them."""
+        self.get_batch(numbers).hidden.copy_(state.hidden)
+        for number in numbers:
+            self._put_passed(number, ())
 
     def _put_passed(self, number: int, tensors: Sequence[Tensor]) -> None:
         if self._mapped[number] is None:
@@ -73,7 +99,7 @@ class Activations:
     def save(self, parity: int) -> dict[str, Any]:
         """Write a snapshot and return the facts with which `load` reads it."""
         facts: dict[str, Any] = {
-            "sha256": files.save_tensor(_snapshot(self.work, parity), self.hidden),
+            "hash": files.save_tensor(_snapshot(self.work, parity), self.hidden),
             "shape": list(self.hidden.shape),
             "dtype": dtype_name(self.hidden.dtype),
             "rows": self.rows,
@@ -84,19 +110,21 @@ class Activations:
             for tensor in (tensor for tensors in self._passed for tensor in tensors):
                 parts += [tensor, torch.zeros(-tensor.nbytes % ALIGNED, dtype=torch.uint8)]
             digest = files.save_tensor(_snapshot(self.work, parity, "passed-"), *parts)
-            facts["passed"] = {"sha256": digest, "forms": forms}
+            facts["passed"] = {"hash": digest, "forms": forms}
         return facts
 
     @classmethod
-    def load(cls, work: Path, budget: int | None, parity: int, facts: dict[str, Any]) -> Activations:
+    def load(
+        cls, work: Path, budget: int | None, parity: int, facts: dict[str, Any], device: torch.device = CPU
+    ) -> Activations:
         """Read a snapshot. CheckpointError if a file is missing, short, long or changed."""
         (total, *like), dtype = facts["shape"], getattr(torch, facts["dtype"])
-        found = files.load_tensor(_snapshot(work, parity), (total, *like), dtype, facts["sha256"])
-        made = cls(work, budget, facts["rows"], tuple(like), dtype)
+        found = files.load_tensor(_snapshot(work, parity), (total, *like), dtype, facts.get("hash"))
+        made = cls(work, budget, facts["rows"], tuple(like), dtype, device)
         made.hidden.copy_(found)
         if passed := facts.get("passed"):
             size = sum(map(_size, passed["forms"]))
-            buffer = files.load_tensor(_snapshot(work, parity, "passed-"), (size,), torch.uint8, passed["sha256"])
+            buffer = files.load_tensor(_snapshot(work, parity, "passed-"), (size,), torch.uint8, passed["hash"])
             start = 0
             for number, form in enumerate(passed["forms"]):
                 made._put_passed(number, _views(buffer[start : start + _size(form)], form))

@@ -8,8 +8,8 @@ the stored activations into the inputs of the next.
 Experts of one layer do not depend on each other: the groups of all experts are one stage, whose Hessians are summed in
 as few passes as memory allows.
 
-Every finished block is a commit. Its activations are saved first, so that a stopped run continues after the last commit
-with the same bits (RELIABILITY 1.2, 1.3).
+Every finished block is a commit. Activations are saved first, on a GPU after every eighth block, so that a stopped run
+continues after the last commit with the same bits (RELIABILITY 1.2, 1.3).
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from quantkit.algorithms.hessian import Hessian
@@ -26,7 +27,7 @@ from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, RecipeError, about
+from quantkit.errors import CheckpointError, NumericError, RecipeError, about
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
 from quantkit.layouts import LAYOUTS
@@ -35,7 +36,7 @@ from quantkit.models.passing import State
 from quantkit.models.tokenizer import check_tokens
 from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
-from quantkit.pipeline.memory_estimate import HESSIAN_BYTES, hessian_bytes
+from quantkit.pipeline.memory_estimate import HESSIAN_BYTES, TOKENS_AT_ONCE, hessian_bytes
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of
 from quantkit.progress import Clock, Progress
 
@@ -43,6 +44,8 @@ from quantkit.progress import Clock, Progress
 REST = "rest"
 #: The most weights of a group that are solved together, unless a single one is larger.
 SOLVED_WEIGHTS = 2**28
+#: Activations are saved after every so many blocks. A GPU computes a few blocks again sooner than a disk takes them.
+SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 
 
 @dataclass(frozen=True)
@@ -80,14 +83,45 @@ class Run:
             self.progress.check()
             yield number, tokens, self.activations.get(number)
 
+    def batches(self, block: int) -> Iterator[range]:
+        """Yield the numbers of documents that one forward takes: adjacent ones of equal length, where that is possible.
+
+        Their order stays, and so does the order of the tokens in each Hessian.
+        """
+        assert self.activations is not None
+        first, lengths = 0, [len(tokens) for tokens in self.sequences]
+        while first < len(lengths):
+            self.progress.check()
+            end = first + 1
+            if self.model.takes_batches(block) and self.activations.hidden_only:
+                most = first + TOKENS_AT_ONCE[self.model.device.type] // lengths[first]
+                while end < min(most, len(lengths)) and lengths[end] == lengths[first]:
+                    end += 1
+            yield range(first, end)
+            first = end
+
+    def run(self, block: int, numbers: range) -> State | None:
+        """Run the loaded block on one document, or on a batch, and return what it passes on; None if it was stopped."""
+        assert self.activations is not None
+        if len(numbers) == 1:
+            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]))
+        tokens = torch.stack([self.sequences[number] for number in numbers])
+        return self.model.run(block, tokens, self.activations.get_batch(numbers))
+
     def forward(self, block: int) -> None:
         """Run the loaded block on every document, and replace each state by the one that the block passes on."""
         assert self.activations is not None
         with self.clock.phase("forward"):
-            for number, tokens, state in self.documents():
-                out = self.model.run(block, tokens, state)
+            for numbers in self.batches(block):
+                out = self.run(block, numbers)
                 assert out is not None
-                self.activations.put(number, out)
+                if len(numbers) > 1 and not out.passed:
+                    self.activations.put_batch(numbers, out)
+                    continue
+                for number in numbers:  # what is passed on is stored for each document
+                    out = out if len(numbers) == 1 else self.run(block, range(number, number + 1))
+                    assert out is not None
+                    self.activations.put(number, out)
 
 
 def calibrated(
@@ -116,12 +150,12 @@ def calibrated(
     _check(run)
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
-    last = len(model.blocks)
+    last, every = len(model.blocks), SAVED_BLOCKS[model.device.type]
     if len(finished) < last:
         _start(run, finished, done)
     for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
         yield from _block(run, block)
-        saved = _save(run, block) if block + 1 < last else None
+        saved = _save(run, block) if block + 1 < last and (block + 1) % every == 0 else None
         form = model.forms.get(block)
         yield Commit({"block": block, "phases": run.clock.take(), "activations": saved, "form": form})
     if len(facts) == len(finished):
@@ -249,8 +283,14 @@ def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
         return stop
 
     with run.clock.phase("forward"), model.watching(hessians, see):
-        for document, tokens, state in run.documents():  # noqa: B007 - read by `see`
-            model.run(block, tokens, state)
+        for numbers in run.batches(block):
+            document = numbers[0]
+            try:
+                run.run(block, numbers)
+            except NumericError:
+                for document in numbers if len(numbers) > 1 else ():
+                    run.run(block, range(document, document + 1))
+                raise
     return list(hessians.values())
 
 
@@ -278,19 +318,40 @@ def _check(run: Run) -> None:
 def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mapping[str, Any]]) -> None:
     """Fill `run.activations` with the input of the first unfinished block.
 
-    It comes from the saved activations, or is computed again through the finished blocks.
+    It comes from the last saved activations, through the blocks that finished after them; without any, from the text.
     """
+    first = _load_saved(run, finished)
+    if not first:
+        _embed(run)
+    for block in range(first, len(finished)):
+        with run.clock.phase("load"):
+            run.model.load_block(block)
+            for linear, value in _committed(run, block, done):
+                _put_back(run.model, linear, value)
+        run.forward(block)
+        run.model.unload_block(block)
+
+
+def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> int:
+    """Load the last saved activations, and return the number of the block that they enter; 0 if there are none."""
+    number = max((block for block, facts in enumerate(finished) if facts["activations"] is not None), default=-1)
+    if number < 0:
+        return 0
+    try:
+        facts, parity = finished[number]["activations"], _parity(run, number)
+        run.activations = Activations.load(run.work, run.act_budget, parity, facts, run.model.device)
+    except CheckpointError as error:
+        run.progress.warn(f"{error}: the activations of {len(finished)} finished blocks are computed again")
+        return 0
+    run.model.forms[number] = finished[number]["form"]
+    with run.clock.phase("load"):
+        run.model.prepare(embeddings=False)
+    return number + 1
+
+
+def _embed(run: Run) -> None:
+    """Fill `run.activations` with the input of the first block."""
     model = run.model
-    if finished:
-        number = len(finished) - 1
-        try:
-            run.activations = Activations.load(run.work, run.act_budget, number % 2, finished[-1]["activations"])
-            model.forms[number] = finished[-1]["form"]
-            with run.clock.phase("load"):
-                model.prepare(embeddings=False)
-            return
-        except CheckpointError as error:
-            run.progress.warn(f"{error}: the activations of {len(finished)} finished blocks are computed again")
     with run.clock.phase("load"):
         model.prepare(embeddings=True)
     with run.clock.phase("forward"):
@@ -298,17 +359,11 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
         rows = [len(tokens) for tokens in run.sequences]
         if len(first) != rows[0]:  # padding, prompts or streams come with the tokens
             rows = [len(model.embed(tokens).hidden) for tokens in run.sequences]
-        run.activations = Activations(run.work, run.act_budget, rows, tuple(first.shape[1:]), model.dtype)
+        like = tuple(first.shape[1:])
+        run.activations = Activations(run.work, run.act_budget, rows, like, model.dtype, model.device)
         for number, tokens, _ in run.documents():
             run.activations.put(number, model.embed(tokens))
     model.drop_embeddings()
-    for block in range(len(finished)):
-        with run.clock.phase("load"):
-            model.load_block(block)
-            for linear, value in _committed(run, block, done):
-                _put_back(model, linear, value)
-        run.forward(block)
-        model.unload_block(block)
 
 
 def _block(run: Run, block: int) -> Iterator[Item]:
@@ -316,6 +371,8 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     model = run.model
     with run.clock.phase("load"):
         model.load_block(block)
+    if model.device.type == "cuda" and block + 1 < len(model.blocks):
+        model.read_ahead(block + 1)
     goals = run.goals(model.targets(block))
     if run.recipe.calibration.moe == "all":
         model.run_on_all_tokens(model.experts[name] for name in goals if name in model.experts)
@@ -326,8 +383,7 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     solved: dict[str, Item] = {}
     for name, why in uncalled.items():
         with run.clock.phase("solve"):
-            weight = run.src.get(f"{name}.weight").to(model.device)
-            item = solve_uncalibrated(name, weight, goals[name], run.recipe, why)
+            item = solve_uncalibrated(name, model.source_weight(name), goals[name], run.recipe, why)
         assert not isinstance(item.value, Packed)
         _put_back(model, name, item.value)
         solved[item.name] = item
@@ -335,7 +391,7 @@ def _block(run: Run, block: int) -> Iterator[Item]:
         for group, hessian, facts in with_hessians(run, block, stage):
             for part in _parts(run, group):
                 with run.clock.phase("solve"):
-                    weights = {name: run.src.get(f"{name}.weight").to(model.device) for name in part}
+                    weights = {name: model.source_weight(name) for name in part}
                     items = solve(weights, {name: goals[name] for name in weights}, hessian, run.recipe, run.progress)
                 for item in items:
                     assert not isinstance(item.value, Packed)  # only conversions yield packed items
@@ -376,8 +432,12 @@ def _rest(run: Run) -> Iterator[Item]:
 def _save(run: Run, block: int) -> dict[str, Any]:
     assert run.activations is not None
     with run.clock.phase("save"):
-        # Two snapshots alternate: while one is written, the other belongs to the last committed block.
-        return run.activations.save(block % 2)
+        return run.activations.save(_parity(run, block))
+
+
+def _parity(run: Run, block: int) -> int:
+    """Return which of two snapshots is written after a block: meanwhile the other one is that of the last commit."""
+    return block // SAVED_BLOCKS[run.model.device.type] % 2
 
 
 def _put_back(model: BlockRunner, linear: str, value: QuantizedTensor | Tensor) -> None:

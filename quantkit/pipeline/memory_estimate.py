@@ -38,6 +38,11 @@ SQUARES = 5
 HESSIAN_BYTES = 4 * 2**30
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
 SOLVED = 11
+#: Tokens of documents of equal length that one forward takes: on a GPU enough to hide the launches of kernels. On a
+#: CPU no sum of a document may depend on those beside it.
+TOKENS_AT_ONCE = {"cpu": 0, "cuda": 8192}
+#: Activations stay on a GPU if they take at most this part of its free memory.
+PART_OF_GPU = 1 / 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
 DOCUMENT, ACTIVATIONS = "one document", "activations"
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.8 to 1.02 of it.
@@ -141,19 +146,22 @@ def calibrated_memory(
     recipe: Recipe | Pruning,
     device: str | None = None,
     act_budget: int | None = None,
+    gpu_memory: int | None = None,
 ) -> Memory:
     """Estimate the peak of a run with activations, on `device` (None: as `auto` chooses).
 
-    The number of tokens is an upper bound, because documents may be shorter than the maximum.
+    The number of tokens is an upper bound, because documents may be shorter than the maximum. `gpu_memory` are the
+    bytes of a GPU that is not here.
     """
     cuda = torch.cuda.is_available() if device in (None, "auto") else str(device).startswith("cuda")
     width = compute_dtype(src.dtype_of_model, torch.device("cuda" if cuda else "cpu")).itemsize
     inside = {module: (n, k) for module, (n, k) in linears.items() if BLOCK.match(module)}
-    tokens = min(
+    sequence = min(
         recipe.calibration.max_length, _stated(src, "max_position_embeddings") or recipe.calibration.max_length
     )
     hidden = _stated(src, "hidden_size") or max((min(n, k) for n, k in inside.values()), default=0)
-    activations = recipe.calibration.samples * tokens * hidden * width
+    activations = recipe.calibration.samples * sequence * hidden * width
+    tokens = max(sequence, TOKENS_AT_ONCE["cuda" if cuda else "cpu"])
     solve = {
         "block": width * max(_blocks(src).values(), default=0),
         "Hessian and factor": 4 * SQUARES * max((k * k for _, k in inside.values()), default=0),
@@ -168,9 +176,18 @@ def calibrated_memory(
     in_ram = min(activations, act_budget) if act_budget is not None else activations
     if not cuda:
         return Memory({"program": PROGRAM, ACTIVATIONS: in_ram, **solve}, token_bytes=hidden * width)
+    if gpu_memory is None and torch.cuda.is_available():
+        gpu_memory = torch.cuda.mem_get_info()[0]
+    if in_ram == activations and stays_on_gpu(activations, gpu_memory):
+        solve[ACTIVATIONS], in_ram = activations, 0
     host = {"program": PROGRAM + CUDA_HOST, ACTIVATIONS: in_ram, "loading": 2 * solve["block"]}
     least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
     return Memory(host, {"CUDA": CUDA_DEVICE, **solve}, least_vram=least, token_bytes=hidden * width)
+
+
+def stays_on_gpu(size: int, free: int | None) -> bool:
+    """Return whether activations of `size` bytes stay on a GPU with `free` bytes; None means that there is no GPU."""
+    return free is not None and size <= PART_OF_GPU * free
 
 
 def _stated(src: Checkpoint, key: str) -> int | None:

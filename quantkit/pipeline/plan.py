@@ -247,7 +247,7 @@ def plan_quantize(
         rows.append(_row(src, recipe, module, shape, goal, in_source))
     sizes = {row.module: row.stored for row in rows}
     if recipe.calibrated:
-        memory = calibrated_memory(src, sizes, recipe, device, act_budget)
+        memory = calibrated_memory(src, sizes, recipe, device, act_budget, gpu_memory)
     else:
         memory = streamed_memory(src, {row.module: row.stored for row in rows if row.scheme is not None})
     memory = replace(memory, gpu_memory=gpu_memory)

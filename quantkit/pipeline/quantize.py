@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.checkpoint.writer import CheckpointWriter, require_same
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import CheckpointError, QuantkitError, RecipeError, about
+from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError, about
 from quantkit.io.staging import check_staging, is_complete, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
@@ -49,6 +50,10 @@ from quantkit.reporting.report import heading
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
+#: Tensors that are read and checked at a time, beside a device: one where memory or cores are few.
+READERS = {"cpu": 1, "cuda": 4}
+#: Bytes of a tensor that are checked on a GPU at a time: few enough that an allocator gives out the same memory again.
+CHECKED_BYTES = 16 * 2**20
 
 
 class _Job(NamedTuple):
@@ -247,9 +252,8 @@ def quantize(
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated and not writer.done:  # a NaN in the last block would cost the whole run
-            for name in progress.bar(src.names(), "check", len(src.names())):
-                with clock.phase("check"), about(name):
-                    check_finite(src.get(name))
+            with clock.phase("check"):
+                _check_weights(src, job.model.device, progress)
         if recipe.calibrated:
             items = calibrated(
                 src,
@@ -279,6 +283,29 @@ def quantize(
             run.trust_remote_code,
             measure,
         )
+
+
+def _check_weights(src: Checkpoint, device: torch.device, progress: Progress) -> None:
+    """Raise NumericError for the first tensor that is not finite, in the order of the source."""
+
+    def check(name: str) -> None:
+        shape = src.shape(name)
+        rows = max(1, CHECKED_BYTES * shape[0] // max(1, src.nbytes(name))) if shape else 0
+        parts = [slice(i, i + rows) for i in range(0, shape[0], rows)] if device.type == "cuda" and shape else [None]
+        with about(name):
+            try:
+                for part in parts:
+                    check_finite(src.get(name, part).to(device))
+            except NumericError:
+                check_finite(src.get(name))  # names the place in the whole tensor
+                raise
+
+    pool = ThreadPoolExecutor(READERS[device.type], "quantkit-check")
+    try:
+        for _ in progress.bar(pool.map(check, src.names()), "check", len(src.names())):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def streamed(

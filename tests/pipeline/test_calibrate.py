@@ -63,12 +63,12 @@ def sequences(lengths: tuple[int, ...] = (2, 100, 17, 80)) -> list[Tensor]:
     return [torch.randint(256, (n,), generator=generator) for n in lengths]
 
 
-def start(folder: Path, recipe: Recipe, work: Path) -> Run:
+def start(folder: Path, recipe: Recipe, work: Path, docs: list[Tensor] | None = None) -> Run:
     """Return a run with the first block loaded and its input activations."""
     src = Checkpoint(folder)
     model = BlockRunner(src, device="cpu")
     chosen = goals_of(recipe, model.paths, model.kept_dense)
-    run = Run(src, recipe, model, sequences(), work, None, Progress(quiet=True), Phases(model.device), chosen)
+    run = Run(src, recipe, model, docs or sequences(), work, None, Progress(quiet=True), Phases(model.device), chosen)
     model.prepare(embeddings=True)
     states = [model.embed(tokens) for tokens in run.sequences]
     like = tuple(states[0].hidden.shape[1:])
@@ -80,12 +80,14 @@ def start(folder: Path, recipe: Recipe, work: Path) -> Run:
     return run
 
 
-def quantized(folder: Path, recipe: Recipe, work: Path, **options: Any) -> tuple[dict[str, Item], list[dict[str, Any]]]:
+def quantized(
+    folder: Path, recipe: Recipe, work: Path, device: str = "cpu", **options: Any
+) -> tuple[dict[str, Item], list[dict[str, Any]]]:
     """Return all that a whole run yields: items by name, and the facts of its commits."""
     src = Checkpoint(folder)
     items: dict[str, Item] = {}
     commits: list[dict[str, Any]] = []
-    for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), work, [], **options):
+    for item in calibrated(src, recipe, BlockRunner(src, device=device), sequences(), work, [], **options):
         if isinstance(item, Commit):
             commits.append(item.facts)
         else:
@@ -246,12 +248,15 @@ def test_rtn_with_a_hessian_runs_in_the_loop(folders: dict[str, Path], tmp_path:
     assert losses["block"] < losses["diag"]
 
 
-def interrupted(src: Checkpoint, recipe: Recipe, partial: Path, blocks: int) -> dict[str, Item]:
+def interrupted(
+    src: Checkpoint, recipe: Recipe, partial: Path, blocks: int, docs: list[Tensor] | None = None, device: str = "cpu"
+) -> dict[str, Item]:
     """Run into a partial folder until `blocks` commits are made, then drop the generator."""
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
     writer.identify({"recipe": recipe.sha256()}, lambda before, now: None)
     items: dict[str, Item] = {}
-    for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), partial, writer.done):
+    model = BlockRunner(src, device=device)
+    for item in calibrated(src, recipe, model, docs or sequences(), partial, writer.done):
         if isinstance(item, Item):
             items[item.name] = item
             writer.add(item)
@@ -262,10 +267,17 @@ def interrupted(src: Checkpoint, recipe: Recipe, partial: Path, blocks: int) -> 
     return items
 
 
-def resumed(src: Checkpoint, recipe: Recipe, partial: Path, progress: Progress) -> dict[str, Item]:
+def resumed(
+    src: Checkpoint,
+    recipe: Recipe,
+    partial: Path,
+    progress: Progress,
+    docs: list[Tensor] | None = None,
+    device: str = "cpu",
+) -> dict[str, Item]:
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
-    model = BlockRunner(src, device="cpu")
-    found = calibrated(src, recipe, model, sequences(), partial, writer.done, progress=progress)
+    model = BlockRunner(src, device=device)
+    found = calibrated(src, recipe, model, docs or sequences(), partial, writer.done, progress=progress)
     return {item.name: item for item in found if isinstance(item, Item)}
 
 
@@ -332,6 +344,84 @@ def test_activations_beyond_the_budget_give_the_same_bits(three: Path, tmp_path:
     assert (tmp_path / "activations-live.bin").stat().st_size == sum(len(s) for s in sequences()) * 128 * 4
     assert digests(inside) == digests(outside)
     assert [c.get("activations") for c in commits] == [c.get("activations") for c in mapped]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "mixtral", "gpt_oss", "llama4_text"])
+def test_a_batch_of_documents_gives_the_hessians_and_states_of_single_ones(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(family, tmp_path / "model")
+    docs = sequences((16, 16, 16, 9, 16, 2, 2))
+    found: list[list[Tensor]] = []
+    for tokens in (0, 40):
+        monkeypatch.setitem(calibrate.TOKENS_AT_ONCE, "cpu", tokens)
+        run = start(folder, from_mapping(PLAIN_SUM), tmp_path, docs)
+        assert run.activations is not None
+        taken = [len(numbers) for numbers in run.batches(0)]
+        found.append([])
+        for block in range(len(run.model.blocks)):
+            if block:
+                run.model.load_block(block)
+            groups = find_groups(run, block, run.model.targets(block))
+            found[-1] += [hessian.matrix() for hessian in collect(run, block, groups) if hessian.tokens]
+            run.forward(block)
+            found[-1].append(run.activations.hidden.clone())
+        assert taken == ([2, 1, 1, 1, 2] if tokens else [1] * 7)
+    assert all(distance(batch, single) < 1e-5 for single, batch in zip(*found, strict=True))
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_blocks_without_a_snapshot_are_computed_again_with_the_same_bits(
+    blocks: int,
+    three: Path,
+    whole: dict[str, Item],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(calibrate.SAVED_BLOCKS, "cpu", 2)
+    src, recipe, partial = Checkpoint(three), from_mapping(COARSE), tmp_path / "partial"
+    partial.mkdir()
+    first = interrupted(src, recipe, partial, blocks)
+    assert len(list(partial.glob("activations-*"))) == (blocks > 1)
+    second = resumed(src, recipe, partial, Progress())
+    assert not first.keys() & second.keys()
+    assert digests(first) | digests(second) == digests(whole)
+    assert "computed again" not in capsys.readouterr().err  # that is said of snapshots that should be there
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("blocks", "every"), [(1, 8), (2, 8), (2, 1), (3, 2)])
+def test_a_stopped_run_on_a_gpu_continues_with_the_same_bits(
+    blocks: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(calibrate.SAVED_BLOCKS, "cuda", every)
+    changes = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024}
+    folder, recipe = write_model("llama", tmp_path / "model", **changes), from_mapping({})
+    docs = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)) for n in (500, 500, 500, 7, 500, 500)]
+    partials = [tmp_path / "whole", tmp_path / "stopped"]
+    for partial in partials:
+        partial.mkdir()
+    src = Checkpoint(folder)
+    whole = interrupted(src, recipe, partials[0], 5, docs, "cuda")
+    first = interrupted(src, recipe, partials[1], blocks, docs, "cuda")
+    second = resumed(src, recipe, partials[1], Progress(), docs, "cuda")
+    assert digests(first) | digests(second) == digests(whole) and not first.keys() & second.keys()
+    assert bool(list(partials[1].glob("activations-*"))) == (every < 4)
+
+
+@pytest.mark.gpu
+def test_activations_on_a_gpu_that_is_nearly_full_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.pipeline import activations
+
+    folder, recipe = write_model("llama", tmp_path / "model"), from_mapping({})
+    here, _ = quantized(folder, recipe, tmp_path, "cuda")
+    monkeypatch.setattr(activations, "stays_on_gpu", lambda size, free: False)
+    there, _ = quantized(folder, recipe, tmp_path, "cuda")
+    outside, _ = quantized(folder, recipe, tmp_path, "cuda", act_budget=0)
+    assert digests(here) == digests(there) == digests(outside)
 
 
 def broken(folder: Path, work: Path, name: str, index: tuple[int, ...], value: float) -> Path:
