@@ -23,7 +23,6 @@ from quantkit.errors import QuantkitError
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL, read_journal
 from quantkit.pipeline import activations, quantize
-from quantkit.reporting.report import REPORT, VOLATILE
 from tests.faults import Killed, killer
 from tests.reliability import power, samples
 from tests.reliability.campaign import Family, Run
@@ -93,7 +92,7 @@ def undisturbed(folder: Path, name: str, words: tuple[object, ...]) -> Job:
     ended = run(work, folder)
     assert ended.code == 0, ended.stderr
     operations, events = json.loads(counted.read_text())
-    job = Job(name, words, everything(out), report(out), operations, events, ended.seconds)
+    job = Job(name, words, everything(out), samples.report(out), operations, events, ended.seconds)
     shutil.rmtree(out)
     return job
 
@@ -103,21 +102,10 @@ def everything(out: Path) -> dict[str, str]:
     return {name: digest for name, digest in samples.digests(out).items() if not name.startswith((".", *WORK))}
 
 
-def report(out: Path) -> object:
-    """Return the report without what differs from run to run."""
-    return constant(json.loads((out / REPORT).read_text()))
-
-
-def constant(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: constant(held) for key, held in value.items() if key not in VOLATILE}
-    return [constant(held) for held in value] if isinstance(value, list) else value
-
-
 def same(job: Job, out: Path) -> None:
     """Ask for the files and the report of a run that nobody disturbed, and for nothing else in the folder."""
     assert samples.digests(out) == job.files, "other files or bytes"
-    assert report(out) == job.report, "another report"
+    assert samples.report(out) == job.report, "another report"
 
 
 def partial_of(out: Path) -> Path | None:
@@ -138,7 +126,7 @@ def one_of_three_states(job: Job, out: Path) -> int:
         return 0
     if (partial / "config.json").exists():
         assert everything(partial) == job.files, "config.json is there before the other files"
-        assert report(partial) == job.report
+        assert samples.report(partial) == job.report
     else:
         for opened in (Checkpoint, quantkit.load):
             try:
