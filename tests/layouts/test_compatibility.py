@@ -271,7 +271,7 @@ def test_a_conversion_interrupted_at_its_end_names_a_way_out_that_works(
             call(*command, out)
         assert tensors(out) == tensors(tmp_path / "good") and not list(tmp_path.glob("out.*"))
         shutil.rmtree(out)
-    assert fault == "killed" or left <= 2  # between the last two renames the folder's owner is unknown
+    assert fault == "killed" or left <= 3  # from the removal of the lock to the rename the folder's owner is unknown
 
 
 def interrupting(step: int) -> Callable[[str, Path], None]:

@@ -23,7 +23,8 @@ IMPORTERS = {
     "yaml": {"pipeline.recipe", "io.model_folder"},
     "matplotlib": {"reporting.plots"},
     "tqdm": {"progress"},
-    "blake3": {"io.hashing"},
+    "blake3": {"io.hashing", "io.files"},
+    "tokenizers": {"bench"},
     "xxhash": {"core"},
     "regex": {"layouts.expressions"},
     "numpy": {"core", "io", "layouts"},
@@ -32,7 +33,7 @@ IMPORTERS = {
     "typing_extensions": {"api", "pipeline"},
 }
 #: Imported inside functions only. The plugin is an exception: its classes derive from those of transformers.
-LATE = {"transformers", "datasets", "cupy", "matplotlib", "accelerate", "huggingface_hub"}
+LATE = {"transformers", "datasets", "cupy", "matplotlib", "accelerate", "huggingface_hub", "tokenizers"}
 PLUGIN = "inference.transformers_plugin"
 
 
