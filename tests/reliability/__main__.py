@@ -85,7 +85,7 @@ def main() -> int:
         "--out",
         type=Path,
         required=True,
-        help="JSON file with one entry a family; with --only, it keeps the others of the same commit and machine",
+        help="JSON file with one entry a family; with --only, it keeps the others, which state their own versions",
     )
     arguments = parser.parse_args()
     known, column, seed = families(), arguments.column, arguments.seed
@@ -97,16 +97,17 @@ def main() -> int:
     chosen = arguments.only.split(",") if arguments.only else [name for name in known if known[name].least(column)]
     if unknown := set(chosen) - {*known}:
         parser.error(f"no such family: {', '.join(sorted(unknown))}")
-    result: dict[str, Any] = {"column": column, "seed": seed, "versions": versions(), "families": {}}
+    result: dict[str, Any] = {"column": column, "seed": seed, "families": {}}
     if arguments.only and arguments.out.exists():
         before = json.loads(arguments.out.read_text())
-        if all(before[key] == result[key] for key in ("column", "seed", "versions")):
+        if all(before[key] == result[key] for key in ("column", "seed")):
             result["families"] = before["families"]
+    here = versions()
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
         running = {pool.submit(attempt, known[name], column, seed, folder): name for name in chosen}
         for done in as_completed(running):
             name = running[done]
-            result["families"][name] = found = done.result()
+            result["families"][name] = found = {**done.result(), "versions": here}
             print(
                 f"{name:3} {found['cases']:>8} cases, {found['failures']} failures, {found['seconds']:7.1f} s  "
                 f"{found['title']}",

@@ -110,7 +110,11 @@ def attack_sources(found: Run) -> None:
         with found.case(f"{name}: {path.name} byte {at} bit {bit}"), changed(path, flipped(path.read_bytes(), at, bit)):
             refused(lambda folder=folder: source_hashes(Checkpoint(folder)), path.name)  # type: ignore[misc]
             if i % WHOLE == 0:
-                command = ("quantize", folder, "--method", "rtn") if name != "a report" else ("prune", folder)
+                command = (
+                    ("quantize", folder, "--method", "rtn")
+                    if name != "a report"
+                    else ("prune", folder, "--method", "magnitude")
+                )
                 out = found.folder / "out"
                 samples.one_line(samples.quantkit(found.folder, *command, "-o", out, "-q", code=1))
                 assert not out.exists()

@@ -17,10 +17,9 @@ from typing import Any
 
 from safetensors.torch import load_file, save_file
 
-from quantkit.io.hub import is_unreachable
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
-from tests.reliability.forks import BROKE, Ended, command, run
+from tests.reliability.forks import BROKE, Ended, command, run, warm
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX, FIRST, SECOND = (
@@ -268,9 +267,9 @@ FOLDERS: dict[str, tuple[Change, bool]] = {
 
 def attack_folders(found: Run) -> None:
     words = samples.text(found.folder / "text.txt")
-    samples.quantkit(
-        found.folder, "eval", "ppl", samples.model(found.folder / "plain", 1), "--data", words, "--window", 64
-    )
+    plain = samples.model(found.folder / "plain", 1)
+    warm("eval", "ppl", plain, "--data", words, "--window", 64, "-q")
+    warm("quantize", plain, "--method", "rtn", "-o", found.folder / "warm", "-q")
     for name, (change, refused) in FOLDERS.items():
         place = found.folder / f"{found.cases}"
         model = samples.model(_made(place / "snapshots" / "abc"), blocks=1)
@@ -372,8 +371,7 @@ def attack_with_code(found: Run) -> None:
         samples.calibrated(plain, words, out / "warm"),
         ("generate", plain, "Hi", "--chat", "--max-new-tokens", 2, "-q"),
     ):
-        samples.quantkit(found.folder, *line)
-    assert is_unreachable(OSError("x")) in (True, False)
+        warm(*line)
     for name, change in CODES.items():
         model = samples.model(found.folder / f"model {found.cases}", blocks=1)
         (model / "evil.py").write_text(CODE)
@@ -401,7 +399,7 @@ def attack_outputs(found: Run) -> None:
     folder = found.folder
     source = samples.model(folder / "source", blocks=1)
     made = folder / "made"
-    samples.quantkit(folder, "quantize", source, "--method", "rtn", "-o", made, "-q")
+    warm("quantize", source, "--method", "rtn", "-o", made, "-q")
     file = folder / "file"
     file.write_text("x")
     (folder / "link").symlink_to(made)
