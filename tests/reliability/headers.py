@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import resource
@@ -155,11 +154,11 @@ def judged(header: bytes, data: bytes) -> tuple[str | None, bool]:
         said = str(error)
         if "\n" in said or NAME.name not in said or len(said) > 2000:
             return f"said {said!r}", False
-        if time.process_time() - began > SLOW:
-            return "was slow", False
-        return None, False
+        return ("was slow" if time.process_time() - began > SLOW else None), False
     except Exception as error:
         return f"raised {type(error).__name__}: {error}", False
+    if time.process_time() - began > SLOW:
+        return "was slow", True
     try:
         theirs = safetensors.deserialize(len(header).to_bytes(8, "little") + header + data)
     except Exception as error:
@@ -238,7 +237,7 @@ def attack_files(found: Run) -> None:
         for size in sorted(cuts):
             with found.case(f"{path.name} cut at {size}"), changed(path, data[:size]):
                 _refused(folder, path)
-        for more in (b"\0", b"\0" * 4096, os.urandom(1), data):
+        for more in (b"\0", b"\0" * 4096, found.random(path.name).randbytes(1), data):
             with found.case(f"{path.name} longer by {len(more)}"), changed(path, data + more):
                 _refused(folder, path)
         if folder == source:

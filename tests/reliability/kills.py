@@ -44,6 +44,7 @@ class Job:
     files: dict[str, str]
     report: object
     operations: int
+    commits: int
     events: int
     seconds: float
 
@@ -69,17 +70,18 @@ def jobs(folder: Path) -> dict[str, Job]:
 
 
 def undisturbed(folder: Path, name: str, words: tuple[object, ...]) -> Job:
-    """Run a command, and count its operations on the disk and its audit events."""
+    """Run a command, and count its operations on the disk, the lines of its journal and its audit events."""
     out = folder / "whole"
     counted = folder / "counted.json"
-    seen = [0, 0]
+    seen = [0, 0, 0]
 
     def work() -> int | None:
         def operation(what: str, path: Path) -> None:
             seen[0] += 1
+            seen[1] += is_commit(what, path)
 
         def event(what: str, values: tuple[Any, ...]) -> None:
-            seen[1] += 1
+            seen[2] += 1
 
         files.FAULT = operation
         sys.addaudithook(event)
@@ -91,10 +93,15 @@ def undisturbed(folder: Path, name: str, words: tuple[object, ...]) -> Job:
 
     ended = run(work, folder)
     assert ended.code == 0, ended.stderr
-    operations, events = json.loads(counted.read_text())
-    job = Job(name, words, everything(out), samples.report(out), operations, events, ended.seconds)
+    operations, commits, events = json.loads(counted.read_text())
+    job = Job(name, words, everything(out), samples.report(out), operations, commits, events, ended.seconds)
     shutil.rmtree(out)
     return job
+
+
+def is_commit(what: str, path: Path) -> bool:
+    """Return whether an operation begins a line of the journal."""
+    return what == "open" and path.name == JOURNAL
 
 
 def everything(out: Path) -> dict[str, str]:
@@ -138,9 +145,29 @@ def one_of_three_states(job: Job, out: Path) -> int:
 
 
 def resumed(job: Job, out: Path, scratch: Path) -> None:
-    """Continue a killed run, and ask for the same bytes and nothing beside them; the folder of the case then goes."""
+    """Continue a killed run, and ask for the same bytes and nothing beside them; the folder of the case then goes.
+
+    What was committed must not be computed again: the bytes of a run that began anew would be the same.
+    """
     if not out.exists():
-        samples.quantkit(scratch, *job.line(out, "--resume"))
+        partial, counted = partial_of(out), scratch / "commits"
+        before = 0 if partial is None else len(read_journal(partial / JOURNAL))
+        counted.write_text("")
+
+        def work() -> int | None:
+            def count(what: str, path: Path) -> None:
+                if is_commit(what, path):
+                    with counted.open("a") as file:
+                        file.write("x")
+
+            files.FAULT = count
+            return command(*job.line(out, "--resume"))()
+
+        ended = run(work, scratch)
+        assert ended.code == 0 and "Traceback" not in ended.stderr, ended.stderr
+        again = before + counted.stat().st_size - job.commits
+        # One line may have no more than the times of what was left to do.
+        assert again <= 1, f"{again} units of work were committed twice"
     same(job, out)
     assert [path.name for path in out.parent.iterdir()] == [out.name], "something is left beside the output"
     shutil.rmtree(out.parent)
