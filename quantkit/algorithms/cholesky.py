@@ -52,15 +52,15 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
     channel is dead, if `h` is not finite or no covariance, or if `damp` is too small for float32. LayoutError if
     `sparse` and 4 does not divide k.
     """
-    h = h.to(factor_dtype(h.device))
-    if h.dtype == torch.float32 and options.damp < _LEAST_DAMP_FLOAT32:
+    dtype = factor_dtype(h.device)
+    if dtype == torch.float32 and options.damp < _LEAST_DAMP_FLOAT32:
         raise NumericError(f"gptq.damp {options.damp} is too small for float32 on this GPU: use 0.001 or more")
-    diagonal, dead = live_diagonal(h)
+    diagonal, dead = live_diagonal(h.to(dtype))  # a copy that is free again
     if bool(dead.all()):
         raise NumericError("no input channel ever moved in calibration: use other text, --skip, or on_unsolvable: rtn")
     order = _processing_order(diagonal, options, sparse)
     scale = diagonal[order].sqrt()
-    correlation = h.index_select(0, order).index_select(1, order).div_(scale).div_(scale.unsqueeze(-1))
+    correlation = h.index_select(0, order).index_select(1, order).to(dtype).div_(scale).div_(scale.unsqueeze(-1))
     low, high = correlation.aminmax()
     if max(-low, high) > 1.01:
         raise NumericError("the Hessian is no covariance: an entry exceeds what its diagonal allows: calibrate anew")
@@ -82,14 +82,17 @@ def factorize_blocks(blocks: Tensor, diagonals: Tensor) -> Tensor:
     is added, and more only if rounding errors in the sums need it. NumericError if 1e-2 is not enough.
     """
     scale = diagonals.double().sqrt()
-    correlation = blocks.double() / scale.unsqueeze(1) / scale.unsqueeze(2)
-    factors = torch.empty_like(correlation)
+    # A single block may be as wide as the weight: no copy more than the factorisation needs.
+    correlation = blocks.to(torch.float64, copy=True).div_(scale.unsqueeze(1)).div_(scale.unsqueeze(2))
+    factors: Tensor | None = None
     left = torch.arange(len(blocks), device=blocks.device)
     for i in range(6):
         correlation.diagonal(dim1=1, dim2=2).fill_(1 + 1e-7 * 10**i)
         with one_thread(blocks.device):
-            lower, failed = torch.linalg.cholesky_ex(correlation[left].flip(1, 2))
-        factors[left] = lower.flip(1, 2)
+            lower, failed = torch.linalg.cholesky_ex((correlation if factors is None else correlation[left]).flip(1, 2))
+        upper = lower.flip(1, 2)
+        del lower
+        factors = upper if factors is None else factors.index_copy_(0, left, upper)
         left = left[failed != 0]
         if not len(left):
             return factors.mul_(scale.unsqueeze(2))

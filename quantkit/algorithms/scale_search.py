@@ -33,7 +33,7 @@ from quantkit.names import Clip, Metric
 #: From rounding errors `[m, g]`, which it may overwrite, to one number per row `[m]`.
 GroupError = Callable[[Tensor], Tensor]
 
-_WIDEST_BLOCK = 4096  # a wider group is judged by blocks of _BLOCK columns on its diagonal, not by its whole Hessian
+WIDEST_BLOCK = 4096  # a wider group is judged by blocks of _BLOCK columns on its diagonal, not by its whole Hessian
 _BLOCK = 128
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
 
@@ -143,7 +143,7 @@ def group_errors(
     g = len(diagonal) // groups
     if metric == "diag":
         return [diagonal_error(part) for part in (diagonal / mean).to(dtype).split(g)]
-    size = g if g <= _WIDEST_BLOCK else _BLOCK
+    size = g if g <= WIDEST_BLOCK else _BLOCK
     parts = [(a, min(a + size, first + g)) for first in range(0, groups * g, g) for a in range(first, first + g, size)]
     factors: dict[int, Tensor] = {}
     for width in {b - a for a, b in parts}:

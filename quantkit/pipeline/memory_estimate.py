@@ -2,7 +2,8 @@
 
 A calibrated run peaks in its largest block. In memory are then the block's weights, the calibration activations, one
 Hessian with its factor, and the solver's copies of the rows that share that Hessian. The constants count arrays that
-exist at the same time. They come from measured runs and are rounded up: the estimate should never be too low.
+exist at the same time, in the step of the solver that takes most. They come from measured runs and are rounded up: the
+estimate should never be too low.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Any
 import torch
 
 from quantkit.algorithms.hessian import CHUNK
+from quantkit.algorithms.numerics import factor_dtype
+from quantkit.algorithms.scale_search import WIDEST_BLOCK
 from quantkit.checkpoint.decoder import TOWER
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.memory_limits import free_memory, memory_limits
@@ -32,8 +35,13 @@ CUDA_HOST, CUDA_DEVICE = 2500 * MIB, 800 * MIB
 #: Bytes for each weight of the largest linear while it is rounded, packed or unpacked: the source, its float32 copy,
 #: the scale search's scratch, the codes, the words (measured: 11.4).
 STREAMED = 12
-#: float32 matrices `[k, k]` during a factorisation: the sum, H, its damped copy, the factor, scratch.
-SQUARES = 5
+#: float32 matrices `[k, k]` while a Hessian is factored, by the dtype of factors: the sum, H, its copy, scratch, the
+#: factor.
+FACTORED = {torch.float32: 5, torch.float64: 8}
+#: The same while rows are solved: the sum, H, its factor, that of the sweep, and H for the losses.
+KEPT = {torch.float32: 4, torch.float64: 7}
+#: float32 matrices of blocks of H that the scale search factors: the blocks, and three in float64.
+SEARCHED = 7
 #: The most bytes of Hessians that one pass over experts sums, unless a single one is larger.
 HESSIAN_BYTES = 4 * 2**30
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
@@ -45,7 +53,7 @@ TOKENS_AT_ONCE = {"cpu": 0, "cuda": 8192}
 PART_OF_GPU = 1 / 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
 DOCUMENT, ACTIVATIONS = "one document", "activations"
-#: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.8 to 1.02 of it.
+#: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
 CERTAINLY_NEEDED = 0.6
 #: The path of a block in a module path: everything up to the first number.
 BLOCK = re.compile(r"(.*?\.\d+)\.")
@@ -153,7 +161,8 @@ def calibrated_memory(
     The number of tokens is an upper bound, because documents may be shorter than the maximum. `gpu_memory` are the
     bytes of a GPU that is not here.
     """
-    cuda = torch.cuda.is_available() if device in (None, "auto") else str(device).startswith("cuda")
+    here = torch.cuda.is_available()
+    cuda = here if device in (None, "auto") else str(device).startswith("cuda")
     width = compute_dtype(src.dtype_of_model, torch.device("cuda" if cuda else "cpu")).itemsize
     inside = {module: (n, k) for module, (n, k) in linears.items() if BLOCK.match(module)}
     sequence = min(
@@ -164,9 +173,8 @@ def calibrated_memory(
     tokens = max(sequence, TOKENS_AT_ONCE["cuda" if cuda else "cpu"])
     solve = {
         "block": width * max(_blocks(src).values(), default=0),
-        "Hessian and factor": 4 * SQUARES * max((k * k for _, k in inside.values()), default=0),
+        **_solving(inside, recipe, factor_dtype(torch.device("cuda")) if cuda and here else torch.float64),
         "Hessians of experts": min(HESSIAN_BYTES, _of_experts(inside)),
-        "rows being solved": 4 * SOLVED * max(_sharing(inside).values(), default=0),
         # While a document runs, a block holds about two copies of its linears' outputs.
         DOCUMENT: 2 * width * tokens * max(_outputs(inside).values(), default=0),
     }
@@ -176,7 +184,7 @@ def calibrated_memory(
     in_ram = min(activations, act_budget) if act_budget is not None else activations
     if not cuda:
         return Memory({"program": PROGRAM, ACTIVATIONS: in_ram, **solve}, token_bytes=hidden * width)
-    if gpu_memory is None and torch.cuda.is_available():
+    if gpu_memory is None and here:
         gpu_memory = torch.cuda.mem_get_info()[0]
     if in_ram == activations and stays_on_gpu(activations, gpu_memory):
         solve[ACTIVATIONS], in_ram = activations, 0
@@ -204,6 +212,27 @@ def _blocks(src: Checkpoint) -> dict[str, int]:
         if block := BLOCK.match(name):
             found[block[1]] = found.get(block[1], 0) + prod(src.shape(name))
     return found
+
+
+def _solving(linears: Mapping[str, tuple[int, int]], recipe: Recipe | Pruning, dtype: torch.dtype) -> dict[str, int]:
+    """Return the bytes of the solver, by part, in the step that takes most; factors have `dtype`."""
+    wide = 0
+    if isinstance(recipe, Recipe):
+        schemes = (recipe.scheme, *(scheme for _, scheme in recipe.overrides if scheme is not None))
+        searched = recipe.clip == "search" and recipe.metric == "block"
+        wide = max(scheme.group_size or WIDEST_BLOCK for scheme in schemes) if searched else 0
+    most = {"Hessian and factor": 0, "rows being solved": 0}
+    for (_, k), weights in _sharing(linears).items():
+        square, rows = 4 * k * k, 4 * weights
+        blocks = SEARCHED * 4 * k * wide if wide < WIDEST_BLOCK else SEARCHED * square if k <= WIDEST_BLOCK else 0
+        for squares, copies in (
+            (FACTORED[dtype] * square, rows),
+            ((2 + dtype.itemsize // 4) * square + blocks, 2 * rows),
+            (KEPT[dtype] * square, SOLVED * rows),
+        ):
+            if squares + copies > sum(most.values()):
+                most = {"Hessian and factor": squares, "rows being solved": copies}
+    return most
 
 
 def _sharing(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[str, int], int]:
