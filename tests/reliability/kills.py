@@ -144,8 +144,8 @@ def one_of_three_states(job: Job, out: Path) -> int:
     return len(read_journal(partial / JOURNAL))
 
 
-def resumed(job: Job, out: Path, scratch: Path) -> None:
-    """Continue a killed run, and ask for the same bytes and nothing beside them; the folder of the case then goes.
+def resumed(job: Job, out: Path, scratch: Path, kills: int = 1) -> None:
+    """Continue a run killed `kills` times, and ask for the same bytes and nothing beside; the case's folder then goes.
 
     What was committed must not be computed again: the bytes of a run that began anew would be the same.
     """
@@ -166,8 +166,8 @@ def resumed(job: Job, out: Path, scratch: Path) -> None:
         ended = run(work, scratch)
         assert ended.code == 0 and "Traceback" not in ended.stderr, ended.stderr
         again = before + counted.stat().st_size - job.commits
-        # One line may have no more than the times of what was left to do.
-        assert again <= 1, f"{again} units of work were committed twice"
+        # The last line of each run may have no more than the times of what was left to do.
+        assert again <= kills, f"{again} units of work were committed twice"
     same(job, out)
     assert [path.name for path in out.parent.iterdir()] == [out.name], "something is left beside the output"
     shutil.rmtree(out.parent)
@@ -296,7 +296,7 @@ def attack_with_power_cuts(found: Run) -> None:
                         complete = out.exists() or (lines == 0 and is_complete(out))
                         assert complete or lines >= committed, f"{committed - lines} lines of the journal are lost"
                         assert committed >= 0 or out.exists(), "the run was over, and its output is lost"
-                        resumed(job, out, found.folder)
+                        resumed(job, out, found.folder, 1 if first is None else 2)
                         kept[world] = ""
                     assert not kept[world], kept[world]
     found.facts["different folders"] = len(kept)
@@ -393,7 +393,7 @@ def attack_again_and_again(found: Run) -> None:
                     break
                 assert now >= lines or is_complete(out), f"{lines - now} lines of the journal are lost"
                 lines = max(lines, now)
-            resumed(job, out, found.folder)
+            resumed(job, out, found.folder, attempt + 1)
     found.facts["kills"] = kills
 
 
