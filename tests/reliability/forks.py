@@ -5,11 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from tqdm import tqdm
+
+# tqdm's lock is one of all forks: one that is killed within a bar would keep it for ever. Nor may its thread hold a
+# lock when this process forks.
+tqdm.set_lock(threading.RLock())
+tqdm.monitor_interval = 0
 
 #: The exit code of work that raised an exception.
 BROKE = 70
