@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from tqdm import tqdm
 
 # tqdm's lock is one of all forks: one that is killed within a bar would keep it for ever. Nor may its thread hold a
@@ -43,6 +44,8 @@ def start(work: Callable[[], int | None], folder: Path, name: str = "fork") -> i
     code = BROKE
     try:
         os.setpgid(0, 0)
+        # torch makes its pool of threads anew at the first call in a fork, and two threads must not be that first one.
+        torch.set_num_threads(torch.get_num_threads())
         for stream, ending in ((1, "out"), (2, "err")):
             os.dup2(os.open(folder / f"{name}.{ending}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), stream)
         code = work() or 0
