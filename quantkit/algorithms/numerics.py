@@ -12,6 +12,9 @@ from quantkit.errors import NumericError
 
 _FULL_RATE_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}  # compute capabilities of data-centre GPUs
 
+#: Bytes of a float -> the integers of its size.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
 
 def working_dtype(weight: Tensor) -> torch.dtype:
     """Return the dtype for arithmetic on a weight: float64 for float64, float32 for all others."""
@@ -45,6 +48,16 @@ def check_weight(weight: Tensor) -> None:
     check_finite(weight)
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Return whether a tensor of float16, bfloat16, float32 or float64 holds no NaN and no infinity.
+
+    A CPU compares the bits of the magnitudes several times as fast as it finds them with `torch.isfinite`.
+    """
+    bits = _BITS[tensor.itemsize]
+    infinity = torch.tensor(torch.inf, dtype=tensor.dtype).view(bits).item()
+    return not tensor.numel() or bool((tensor.view(bits) & torch.iinfo(bits).max).max() < infinity)
+
+
 def check_finite(tensor: Tensor) -> None:
     """Raise NumericError, with count and first index, if a float tensor of any shape holds NaN or infinity."""
     if not tensor.is_floating_point():
@@ -53,8 +66,8 @@ def check_finite(tensor: Tensor) -> None:
     count, first = 0, 0
     for part in row_slices(flat, 1):
         found = flat[part] if tensor.itemsize > 1 else flat[part].float()
-        finite = torch.isfinite(found)
-        if not bool(finite.all()):
+        if not is_finite(found):
+            finite = torch.isfinite(found)
             first = first if count else part.start + int((~finite).nonzero()[0])
             count += int((~finite).sum())
     if count:

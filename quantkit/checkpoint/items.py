@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -28,6 +29,10 @@ class Item(NamedTuple):
 
 
 class Commit(NamedTuple):
-    """Ask the writer to make all items so far durable; `facts` go into the journal."""
+    """Ask the writer to make all items so far durable; `facts` go into the journal.
+
+    `late` are facts that the writer asks for just before: those of a snapshot that it then writes.
+    """
 
     facts: dict[str, Any]
+    late: Callable[[], dict[str, Any]] | None = None

@@ -8,14 +8,19 @@ a digest of each tensor, which is compared if no hash is recorded.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
+from quantkit.algorithms.numerics import check_finite, is_finite
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError
+from quantkit.core.tensors import FLOATS
+from quantkit.errors import CheckpointError, about
 from quantkit.io import files, hashing, model_folder
 from quantkit.io.digests import damaged_tensors
 from quantkit.io.model_folder import SUMS
@@ -80,11 +85,50 @@ def require_unchanged(src: Checkpoint, sources: Mapping[str, str], known: Mappin
     ]
 
 
-def source_hashes(src: Checkpoint) -> tuple[dict[str, str], list[str]]:
-    """Hash a source's files; returns the hashes and the lines of `require_unchanged`, with its CheckpointError."""
+def source_hashes(
+    src: Checkpoint, readers: int = 1, finite: bool = False, check: Callable[[], None] = lambda: None
+) -> tuple[dict[str, str], list[str]]:
+    """Hash a source's files; returns the hashes and the lines of `require_unchanged`, with its CheckpointError.
+
+    `readers` files are hashed at a time; `check` is called between pieces, and may raise. With `finite`, the same pass
+    looks for numbers that are not finite: NumericError for the first tensor that has one.
+    """
     known = recorded_hashes(src)
-    hashes = src.hashes(digests(known))
-    return hashes, require_unchanged(src, hashes, known)
+    like, unfit = digests(known), set[str]()
+    plain = {
+        file: {name: info for name, info in found.items() if finite and info.dtype in FLOATS}
+        for file, found in src.plain().items()
+    }
+
+    def hash_file(name: str) -> str:
+        floats = plain[name]
+        starts, names = [info.start for info in floats.values()], list(floats)
+
+        def see(start: int, piece: memoryview) -> None:
+            check()
+            at = bisect_right(starts, start) - 1
+            if at >= 0 and start < (info := floats[names[at]]).end:
+                whole = (start - info.start) % info.dtype.itemsize == len(piece) % info.dtype.itemsize == 0
+                if not whole or not is_finite(torch.frombuffer(piece, dtype=info.dtype)):
+                    unfit.add(names[at])  # or perhaps so: it is looked at below
+
+        borders = sorted({border for info in floats.values() for border in (info.start, info.end)})
+        return hashing.hash_of_file(src.sources()[name], like.get(name), see, borders)
+
+    # The threads of torch would be as many again for each reader.
+    pool = ThreadPoolExecutor(readers, "quantkit-hash", torch.set_num_threads, (1,))
+    try:
+        hashes = dict(zip(src.sources(), pool.map(hash_file, src.sources()), strict=True))
+    finally:
+        pool.shutdown(cancel_futures=True)
+    edited = require_unchanged(src, hashes, known)
+    fit = {name for found in plain.values() for name in found} - unfit
+    for name in src.names() if finite else ():
+        if name not in fit and src.dtype(name).is_floating_point:  # one that is computed can overflow
+            check()
+            with about(name):
+                check_finite(src.get(name))
+    return hashes, edited
 
 
 @contextmanager

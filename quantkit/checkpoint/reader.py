@@ -344,6 +344,14 @@ class Checkpoint:
         """Return the paths of the weight shards in the folder."""
         return [self.path / shard.name for shard in self._shards]
 
+    def plain(self) -> dict[str, dict[str, TensorInfo]]:
+        """Return file name -> the tensors that are read from it as they are stored, in the order of their bytes."""
+        found: dict[str, dict[str, TensorInfo]] = {name: {} for name in self.sources()}
+        for name, at in self._where.items():
+            if isinstance(at, _Stored):
+                found[at.file.name][name] = at.info
+        return found
+
     def hashes(self, recorded: Mapping[str, object] | None = None) -> dict[str, str]:
         """Return file name -> hash of the shards and config.json, each of the kind that was `recorded` of it."""
         like = recorded or {}

@@ -103,11 +103,11 @@ class CheckpointWriter:
         elif differs := difference(self._identity, stated):
             raise _begun_otherwise(self.partial, differs)
 
-    def add(self, item: Item) -> None:
-        """Store an item, in the layout if it is quantized; CheckpointError if it was stored before."""
+    def add(self, item: Item, tensors: Mapping[str, Tensor] | None = None) -> None:
+        """Store an item, as the `tensors` that `pack` made of it; CheckpointError if it was stored before."""
         if item.name in self._written or item.name in self._pending:
             raise CheckpointError(f"{item.name}: is written twice: a bug, please report it")
-        for name, tensor in self._tensors(item).items():
+        for name, tensor in (self.pack(item) if tensors is None else tensors).items():
             size = tensor.numel() * tensor.dtype.itemsize
             self._file_for(name, size).add(name, tensor)
             self._bytes += size
@@ -161,7 +161,8 @@ class CheckpointWriter:
         for name, text in texts.items():
             files.write_atomic(self.partial / name, text)
 
-    def _tensors(self, item: Item) -> dict[str, Tensor]:
+    def pack(self, item: Item) -> dict[str, Tensor]:
+        """Return the tensors that an item is stored as, by name: in the layout if it is quantized."""
         if isinstance(item.value, Tensor):
             return {item.name: item.value}
         if self.layout is None:

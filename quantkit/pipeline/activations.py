@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from math import prod
 from pathlib import Path
@@ -41,7 +42,8 @@ class Activations:
         shape = (sum(rows), *like)
         size = prod(shape) * dtype.itemsize
         self._in_ram = 0
-        if budget is not None and size > budget:
+        self._is_mapped = budget is not None and size > budget
+        if self._is_mapped:
             self.hidden = files.mapped_tensor(work / "activations-live.bin", shape, dtype)
         else:
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
@@ -95,6 +97,21 @@ class Activations:
         for place, tensor in zip(places, tensors, strict=True):
             place.copy_(tensor)
         self._passed[number], self._mapped[number] = places, turn
+
+    def copied(self, device: torch.device) -> Activations | None:
+        """Return a copy of what is in the memory of `device`, which `save` takes while this one changes.
+
+        None if a part of it is elsewhere, or there is no memory for a copy.
+        """
+        if self.hidden.device != device or self._is_mapped or any(number is not None for number in self._mapped):
+            return None
+        made = copy.copy(self)
+        made._passed = list(self._passed)  # no tensor in it is changed in place
+        try:
+            made.hidden = self.hidden.clone()
+        except torch.OutOfMemoryError:
+            return None
+        return made
 
     def save(self, parity: int) -> dict[str, Any]:
         """Write a snapshot and return the facts with which `load` reads it."""

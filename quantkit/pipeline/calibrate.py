@@ -14,7 +14,7 @@ continues after the last commit with the same bits (RELIABILITY 1.2, 1.3).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,7 @@ class Run:
     progress: Progress
     clock: Clock
     chosen: Mapping[str, Goal | None]
+    beside: bool = False
     activations: Activations | None = None
 
     def goals(self, linears: Iterable[str]) -> dict[str, Goal]:
@@ -134,19 +135,20 @@ def calibrated(
     *,
     progress: Progress | None = None,
     act_budget: int | None = None,
+    beside: bool = False,
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears quantized or pruned on `sequences` (int64 `[t]`).
 
     Each block is followed by a Commit; the tensors outside the blocks come last. `work` is the run's folder. It holds
     the activations after the last two blocks and, if they exceed `act_budget` bytes, the current ones. `done` has the
     journal lines of an interrupted run to continue. Facts of an item are those of `layer_solver.solve`; facts of a
-    commit are block, phases, activations and form.
+    commit are block, phases, activations and form. With `beside` its activations may come late.
 
     RecipeError for sequences that the model cannot take, or a tied linear that is not skipped. NumericError for
     unusable activations, Hessians or weights. CheckpointError for a model that cannot run block by block.
     """
     clock, chosen = Clock(model.device), goals_of(recipe, model.paths, model.kept_dense)
-    run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), clock, chosen)
+    run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), clock, chosen, beside)
     _check(run)
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
@@ -155,9 +157,9 @@ def calibrated(
         _start(run, finished, done)
     for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
         yield from _block(run, block)
-        saved = _save(run, block) if block + 1 < last and (block + 1) % every == 0 else None
+        saved, late = _save(run, block) if block + 1 < last and (block + 1) % every == 0 else (None, None)
         form = model.forms.get(block)
-        yield Commit({"block": block, "phases": run.clock.take(), "activations": saved, "form": form})
+        yield Commit({"block": block, "phases": run.clock.take(), "activations": saved, "form": form}, late)
     if len(facts) == len(finished):
         yield from _rest(run)
         yield Commit({"block": REST, "phases": run.clock.take()})
@@ -429,10 +431,15 @@ def _rest(run: Run) -> Iterator[Item]:
         yield item
 
 
-def _save(run: Run, block: int) -> dict[str, Any]:
+def _save(run: Run, block: int) -> tuple[dict[str, Any] | None, Callable[[], dict[str, Any]] | None]:
+    """Save the activations after a block; return the facts of the snapshot, or the function that saves a copy later."""
     assert run.activations is not None
+    parity = _parity(run, block)
     with run.clock.phase("save"):
-        return run.activations.save(_parity(run, block))
+        copied = run.activations.copied(run.model.device) if run.beside else None
+        if copied is None:
+            return run.activations.save(parity), None
+        return None, lambda: {"activations": copied.save(parity)}
 
 
 def _parity(run: Run, block: int) -> int:

@@ -23,6 +23,7 @@ from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unc
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from quantkit.core.scheme import Scheme
+from quantkit.core.work_queue import WorkQueue
 from quantkit.errors import CheckpointError, require_known
 from quantkit.io import hashing
 from quantkit.io.staging import staging
@@ -94,7 +95,8 @@ def pack(
             names = src.logical()
             bar = progress.bar(names, "pack", len(names))
             with closing(repacked(src, bar, planned, recorded, requantize, progress, requantize_scales)) as items:
-                layers = write(clock.around("pack", items), writer, src, report, clock)
+                queue = WorkQueue(clock.device, beside=False)
+                layers = write(clock.around("pack", items), writer, src, report, clock, queue)
             with clock.phase("hash"):
                 report["layers"], report["source"]["files"] = layers, hashes()
         src.require_unchanged()  # so these are the hashes of what was read

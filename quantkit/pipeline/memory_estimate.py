@@ -23,6 +23,7 @@ from quantkit.algorithms.scale_search import WIDEST_BLOCK
 from quantkit.checkpoint.decoder import TOWER
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.memory_limits import free_memory, memory_limits
+from quantkit.core.work_queue import MOST_BYTES
 from quantkit.errors import QuantkitError
 from quantkit.models.devices import compute_dtype
 from quantkit.pipeline.recipe import Pruning, Recipe
@@ -52,7 +53,9 @@ TOKENS_AT_ONCE = {"cpu": 0, "cuda": 8192}
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
-DOCUMENT, ACTIVATIONS = "one document", "activations"
+DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
+#: Bytes for each weight of the blocks that wait to be written: a byte of codes, and the packed ones.
+WAITING_BYTES = 2
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
 CERTAINLY_NEEDED = 0.6
 #: The path of a block in a module path: everything up to the first number.
@@ -187,8 +190,14 @@ def calibrated_memory(
     if gpu_memory is None and here:
         gpu_memory = torch.cuda.mem_get_info()[0]
     if in_ram == activations and stays_on_gpu(activations, gpu_memory):
-        solve[ACTIVATIONS], in_ram = activations, 0
-    host = {"program": PROGRAM + CUDA_HOST, ACTIVATIONS: in_ram, "loading": 2 * solve["block"]}
+        solve[ACTIVATIONS], in_ram = 2 * activations, 0  # and the copy that is being saved
+    solve[WAITING] = min(MOST_BYTES, WAITING_BYTES * max(_blocks(src).values(), default=0))
+    host = {
+        "program": PROGRAM + CUDA_HOST,
+        ACTIVATIONS: in_ram,
+        "loading": 2 * solve["block"],
+        WAITING: min(MOST_BYTES, outside),
+    }
     least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
     return Memory(host, {"CUDA": CUDA_DEVICE, **solve}, least_vram=least, token_bytes=hidden * width)
 

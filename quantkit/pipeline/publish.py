@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -21,6 +22,8 @@ from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.work_queue import WorkQueue
 from quantkit.errors import CheckpointError, QuantkitError, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json, without_folders
@@ -42,9 +45,17 @@ Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
 
 
 def write(
-    items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any], clock: Clock
+    items: Iterable[Item | Commit],
+    writer: CheckpointWriter,
+    src: Checkpoint,
+    report: Mapping[str, Any],
+    clock: Clock,
+    queue: WorkQueue,
+    begin: Callable[[], object] | None = None,
 ) -> list[dict[str, Any]]:
     """Pack and store every item, and commit where the loop asks for it; return the facts of every changed layer.
+
+    Tasks of `queue` write files and the journal; `begin` is the first one.
 
     A commit records the seconds of each phase since the last one: its own, and those of `clock`.
 
@@ -53,28 +64,28 @@ def write(
     """
     layers: list[dict[str, Any]] = []
     try:
-        for item in items:
+        with queue:
+            if begin is not None:
+                queue.put(begin)
+            for item in items:
+                with clock.phase("write"):
+                    if isinstance(item, Commit):
+                        queue.put(partial(_commit, writer, item, clock.take(), layers))
+                        queue.end_unit()
+                        layers = []
+                        continue
+                    if isinstance(item.value, Tensor):
+                        with about(item.name):
+                            check_finite(item.value)
+                        item = item._replace(value=src.as_stored(item.name, item.value))
+                    tensors = writer.pack(item)
+                    codes = [item.value.codes] if isinstance(item.value, QuantizedTensor) else []
+                    size = sum(tensor.nbytes for tensor in (*tensors.values(), *codes))
+                    queue.put(partial(_store, writer, item, tensors, layers), size)
+                    del item, tensors, codes  # before the next one is made
             with clock.phase("write"):
-                if isinstance(item, Commit):
-                    writer.commit(
-                        {
-                            **item.facts,
-                            "phases": added_up([item.facts.get("phases", {}), clock.take()]),
-                            "layers": layers,
-                        }
-                    )
-                    layers = []
-                    continue
-                if isinstance(item.value, Tensor):
-                    with about(item.name):
-                        check_finite(item.value)
-                    item = item._replace(value=src.as_stored(item.name, item.value))
-                writer.add(item)
-                if item.facts or not isinstance(item.value, Tensor):
-                    layers.append(_layer(item, writer))
-                del item  # before the next one is made
-        with clock.phase("write"):
-            writer.commit({"phases": clock.take(), "layers": layers})
+                queue.put(partial(_commit, writer, Commit({}), clock.take(), layers))
+                queue.drain()
     except Exception as error:
         if writer.done:
             _leave_report(writer, report, error)
@@ -83,6 +94,21 @@ def write(
     if missing:
         raise CheckpointError(f"{min(missing)}: was not written ({len(missing)} tensors): a bug, please report it")
     return _layers(writer)
+
+
+def _store(writer: CheckpointWriter, item: Item, tensors: Mapping[str, Tensor], layers: list[dict[str, Any]]) -> None:
+    """Store an item as `tensors`, and add the facts of a changed layer."""
+    writer.add(item, tensors)
+    if item.facts or not isinstance(item.value, Tensor):
+        layers.append(_layer(item, writer))
+
+
+def _commit(
+    writer: CheckpointWriter, commit: Commit, seconds: Mapping[str, float], layers: list[dict[str, Any]]
+) -> None:
+    late = {} if commit.late is None else commit.late()
+    phases = added_up([commit.facts.get("phases", {}), seconds])
+    writer.commit({**commit.facts, **late, "phases": phases, "layers": layers})
 
 
 def _leave_report(writer: CheckpointWriter, report: Mapping[str, Any], error: Exception) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +16,6 @@ from typing import Any, NamedTuple
 import torch
 from typing_extensions import Unpack
 
-from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
@@ -25,7 +23,8 @@ from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.checkpoint.writer import CheckpointWriter, require_same
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError, about
+from quantkit.core.work_queue import WorkQueue
+from quantkit.errors import CheckpointError, QuantkitError, RecipeError
 from quantkit.io.staging import check_staging, is_complete, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
@@ -50,10 +49,10 @@ from quantkit.reporting.report import heading
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
-#: Tensors that are read and checked at a time, beside a device: one where memory or cores are few.
-READERS = {"cpu": 1, "cuda": 4}
-#: Bytes of a tensor that are checked on a GPU at a time: few enough that an allocator gives out the same memory again.
-CHECKED_BYTES = 16 * 2**20
+#: Files of the source that are hashed at a time: one where the cores are those that compute.
+READERS = {"cpu": 1, "cuda": 8}
+#: Whether finished blocks are written, and the source is hashed, beside the computing: where a GPU does that.
+BESIDE = {"cpu": False, "cuda": True}
 
 
 class _Job(NamedTuple):
@@ -237,23 +236,33 @@ def quantize(
             same = [without_paths(asked), without_paths(with_packaged_text(asked))]
             return publish_complete(partial, out, same, src, run.overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
-        with clock.phase("hash"):
-            hashes, edited = source_hashes(src)
-        lacking += edited
         report = {
-            **heading(command, name_of(model), revision, hashes, base),
+            **heading(command, name_of(model), revision, {}, base),
             **_known(job, recipe),
             "calibration": text.facts,
         }
         report["notices"] += [*text.warnings, *text.notices, *lacking]
         for notice in lacking:
             progress.note(notice)
-        writer.identify(identity(report), difference)
+        # A NaN in the last block would cost the whole run.
+        finite = recipe.calibrated and not writer.done
+        kind = job.model.device.type if recipe.calibrated else "cpu"
+
+        def begin() -> None:
+            hashes, edited = source_hashes(src, READERS[kind], finite, progress.check)
+            report["source"]["files"] = hashes
+            report["notices"] += edited
+            for notice in edited:
+                progress.note(notice)
+            writer.identify(identity(report), difference)
+
+        # A run that is resumed must first know that it is the same run.
+        hashes_beside = finite and BESIDE[kind]
+        if not hashes_beside:
+            with progress.loop(), clock.phase("hash"):
+                begin()
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
-        if recipe.calibrated and not writer.done:  # a NaN in the last block would cost the whole run
-            with clock.phase("check"):
-                _check_weights(src, job.model.device, progress)
         if recipe.calibrated:
             items = calibrated(
                 src,
@@ -264,10 +273,12 @@ def quantize(
                 writer.done,
                 progress=progress,
                 act_budget=run.act_budget,
+                beside=BESIDE[kind],
             )
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
-        report["layers"] = write(items, writer, src, report, clock)
+        queue = WorkQueue(job.model.device, BESIDE[kind])
+        report["layers"] = write(items, writer, src, report, clock, queue, begin if hashes_beside else None)
         schemes = _schemes(job, quantizing) if quantizing else None
         return finish(
             writer,
@@ -283,29 +294,6 @@ def quantize(
             run.trust_remote_code,
             measure,
         )
-
-
-def _check_weights(src: Checkpoint, device: torch.device, progress: Progress) -> None:
-    """Raise NumericError for the first tensor that is not finite, in the order of the source."""
-
-    def check(name: str) -> None:
-        shape = src.shape(name)
-        rows = max(1, CHECKED_BYTES * shape[0] // max(1, src.nbytes(name))) if shape else 0
-        parts = [slice(i, i + rows) for i in range(0, shape[0], rows)] if device.type == "cuda" and shape else [None]
-        with about(name):
-            try:
-                for part in parts:
-                    check_finite(src.get(name, part).to(device))
-            except NumericError:
-                check_finite(src.get(name))  # names the place in the whole tensor
-                raise
-
-    pool = ThreadPoolExecutor(READERS[device.type], "quantkit-check")
-    try:
-        for _ in progress.bar(pool.map(check, src.names()), "check", len(src.names())):
-            pass
-    finally:
-        pool.shutdown(cancel_futures=True)
 
 
 def streamed(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
@@ -21,7 +22,7 @@ from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import plan, quantize
 from quantkit.pipeline.recipe import Pruning, Recipe, from_mapping, pruning_from_mapping
-from quantkit.reporting.report import REPORT
+from quantkit.reporting.report import REPORT, digest
 from tests.census import families
 from tests.faults import Killed, count, faults, killer, memory_path
 from tests.tiny_models import write_model
@@ -108,11 +109,12 @@ def test_a_second_seed_gives_other_bytes(small_llama: Path, calib: str, tmp_path
     assert hashes(tmp_path / "0") != hashes(tmp_path / "1")
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize(("method", "beside"), [("rtn", False), ("gptq", False), ("gptq", True)])
 def test_killed_anywhere_and_resumed_gives_the_same_bytes(
-    method: str, small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, beside: bool, small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job, "COMMIT_BYTES", 200_000)  # several commits without activations too
+    monkeypatch.setitem(job.BESIDE, "cpu", beside)  # as on a GPU
     recipe = from_mapping(gptq(calib, method=method))
     whole, out = tmp_path / "whole", tmp_path / "out"
     operations = count(lambda: quantize(small_llama, whole, recipe) and None)
@@ -131,6 +133,33 @@ def test_killed_anywhere_and_resumed_gives_the_same_bytes(
         assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"], stop
         files.remove(out)
     assert operations > 40 and resumed > 1
+
+
+def test_work_beside_the_computing_changes_no_byte_and_no_fact(
+    small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reports = []
+    for beside, budget in ((False, None), (True, None), (True, 0)):
+        monkeypatch.setitem(job.BESIDE, "cpu", beside)
+        out = tmp_path / f"{beside}-{budget}"
+        reports.append(quantize(small_llama, out, from_mapping(gptq(calib)), act_budget=budget))
+        assert hashes(out) == hashes(tmp_path / "False-None")
+    assert len({digest(report) for report in reports}) == 1
+
+
+def test_a_nan_found_beside_the_computing_ends_the_run_with_its_own_line(
+    small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(job.BESIDE, "cpu", True)
+    broken = tmp_path / "broken"
+    shutil.copytree(small_llama, broken)
+    tensors = load_file(broken / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight"  # whose activations are not finite either
+    tensors[name][3, 5] = torch.nan
+    save_file(tensors, broken / "model.safetensors", {"format": "pt"})
+    with pytest.raises(NumericError, match=rf"^{name}: 1 of \d+ weights are NaN or infinite, the first \[3, 5\]"):
+        quantize(broken, tmp_path / "out", from_mapping(gptq(calib)))
+    assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
 def stopped_at_the_end(what: str, path: Path) -> None:

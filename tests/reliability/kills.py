@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -97,6 +98,11 @@ def undisturbed(folder: Path, name: str, words: tuple[object, ...]) -> Job:
     job = Job(name, words, everything(out), samples.report(out), operations, commits, events, ended.seconds)
     shutil.rmtree(out)
     return job
+
+
+def beside_or_not(rng: random.Random) -> None:
+    """Let the runs that follow write finished blocks beside the computing, as on a GPU, or not."""
+    quantize.BESIDE["cpu"] = rng.random() < 0.5
 
 
 def is_commit(what: str, path: Path) -> bool:
@@ -236,6 +242,7 @@ def attack_at_random_instants(found: Run) -> None:
         job = known[rng.choice(("int4", "int4", "fp6", "prune", "rtn", "mapped"))]
         timed = rng.random() < 0.5
         share = rng.random()
+        beside_or_not(rng)
         with found.case(f"case {i}: {job.name}, {'time' if timed else 'event'} {share:.4f}"):
             code, out = 0, case_folder(found, f"case{i}")
             while code != -signal.SIGKILL:  # a fast run may be over before its time
@@ -264,6 +271,7 @@ def attack_at_every_operation(found: Run) -> None:
         instants = sorted(found.random("K2").sample(instants, found.least))
     for name, k in instants:
         job = known[name]
+        beside_or_not(found.random("K2", name, k))
         with found.case(f"{name}, operation {k} of {job.operations}"):
             out = case_folder(found, f"{name}{k}")
             ended = run(killed_before(command(*job.line(out)), k), found.folder)
@@ -376,6 +384,7 @@ def attack_again_and_again(found: Run) -> None:
     for i in range(found.least):
         rng = found.random("K4", i)
         job = known[rng.choice(("int4", "fp6", "prune", "rtn", "mapped"))]
+        beside_or_not(rng)
         with found.case(f"case {i}: {job.name}"):
             out, lines = case_folder(found, f"case{i}"), 0
             for attempt in range(3):
