@@ -122,13 +122,17 @@ class Reporter(Progress):
 
 @dataclass
 class Clock:
-    """Seconds spent in each phase of work on a device; an inner phase pauses the outer one."""
+    """Seconds spent in each phase of work on a device; an inner phase pauses the outer one.
+
+    A GPU is waited for at the end of an outermost phase alone. Between phases it records events.
+    """
 
     device: torch.device
     seconds: dict[str, float] = field(default_factory=dict)
     started: float = field(default_factory=time.perf_counter)
     _current: str | None = None
-    _since: float = 0.0
+    _since: Any = None
+    _spans: list[tuple[str, Any, Any]] = field(default_factory=list)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -161,14 +165,32 @@ class Clock:
         return taken
 
     def _switch(self, name: str | None) -> None:
-        if self.device.type == "cuda":
-            import torch
-
-            torch.cuda.synchronize(self.device)
-        now = time.perf_counter()
+        now = self._mark()
         if self._current is not None:
-            self.seconds[self._current] = self.seconds.get(self._current, 0.0) + now - self._since
+            self._spans.append((self._current, self._since, now))
         self._current, self._since = name, now
+        if name is None or self.device.type != "cuda":
+            self._add_up()
+
+    def _mark(self) -> Any:
+        """Return the time, or on a GPU an event in the stream that is current."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        import torch
+
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def _add_up(self) -> None:
+        """Add the spans between marks to the seconds; wait for the last one."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu and self._spans:
+            self._spans[-1][2].synchronize()
+        for name, start, end in self._spans:
+            seconds = start.elapsed_time(end) / 1000 if on_gpu else end - start
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self._spans.clear()
 
 
 @cache

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.numerics import factor_dtype, working_dtype
+from quantkit.algorithms.numerics import factor_dtype, is_finite, working_dtype
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import one_thread, side_by_side
 from quantkit.errors import NumericError
@@ -24,6 +24,7 @@ _ROWS = 1024  # rows of a weight whose losses come from one product
 _EXTREME = 10.0  # a token whose norm is more than this many times the median norm is set aside
 _ASIDE = 1024  # tokens that are set aside; those that come later get the median norm at once
 _SLICE = 512  # tokens or channels for which norms and medians are computed at a time, to save memory
+_EVERY_TOKEN = {"cpu": False, "cuda": True}  # whether all are scaled, as a GPU would wait for a list of some
 _SAMPLE = 1024  # beyond so many tokens, every seventh decides the medians; documents seldom have 7 or 14 tokens
 _STRIDE = 7
 _DEAD = 1e-6  # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
@@ -35,14 +36,17 @@ class Hessian:
     Tokens are summed in chunks of 4096 in the order of their arrival, so their division between calls does not matter
     (ALGORITHMS 2). `tokens` counts them. With `cap_tokens`, tokens of extreme norm are set aside until the weights are
     known. The first chunk decides which norms are extreme.
+
+    With `checks` False no call waits for a GPU, and `may_be_broken` tells in the end whether numbers were not finite.
     """
 
-    def __init__(self, k: int, device: torch.device | str, *, cap_tokens: bool = True) -> None:
+    def __init__(self, k: int, device: torch.device | str, *, cap_tokens: bool = True, checks: bool = True) -> None:
         self.tokens = 0
         self._cap_tokens = cap_tokens
         self._cap: _Cap | None = None
-        self._aside: list[Tensor] = []
-        self._late = 0
+        self._aside: Tensor | None = None
+        self._extreme = torch.zeros((), dtype=torch.int64, device=device)
+        self._totals: list[Tensor] | None = None if checks else []
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
         self._chunk: Tensor | None = None
         self._filled = 0
@@ -50,7 +54,7 @@ class Hessian:
     def add(self, x: Tensor) -> None:
         """Add the tokens of `x` `[..., k]`, any float dtype; NumericError, with counts, if any entry is not finite.
 
-        NumericError, too, if `k` is not that of the linear.
+        NumericError, too, if `k` is not that of the linear. Without checks this is the only one.
 
         Half-precision inputs on a GPU are multiplied as they are with a float32 result, all others as float32.
         """
@@ -60,8 +64,10 @@ class Hessian:
                 "weights, fetch the folder again"
             )
         x = x.detach().reshape(-1, len(self._sum))
-        finite = torch.isfinite(x)
-        if not bool(finite.all()):
+        if self._totals is not None:
+            self._totals.append(x.sum(dtype=torch.float32))
+        elif not is_finite(x):
+            finite = torch.isfinite(x)
             token, channel = (~finite).nonzero()[0].tolist()
             raise NumericError(
                 f"{int((~finite).sum())} of {x.numel()} activations are NaN or infinite, the first in token {token}, "
@@ -79,11 +85,15 @@ class Hessian:
             if self._filled == CHUNK:
                 if self._cap_tokens:
                     self._cap = self._cap or _find_cap(self._chunk)
-                    aside, late = self._cap.take_out(self._chunk, _ASIDE - sum(map(len, self._aside)))
-                    self._aside += [aside] if len(aside) else []
-                    self._late += late
+                    if self._aside is None:
+                        self._aside = _empty_aside(self._chunk)
+                    self._extreme = self._cap.take_out(self._chunk, self._aside, self._extreme)
                 _add_products(self._sum, self._chunk)
                 self._filled = 0
+
+    def may_be_broken(self) -> bool:
+        """Return whether the sum of a call's numbers is not finite: one of them is not, or they are very large."""
+        return bool(self._totals) and not is_finite(torch.stack(self._totals or []))
 
     def check_size(self, k: int) -> None:
         """Raise NumericError unless the inputs have `k` channels, as a weight `[n, k]` needs."""
@@ -133,13 +143,15 @@ class Hessian:
 
     def _last_chunk(self) -> tuple[Tensor, _Extreme]:
         """Return a copy of the ordinary tokens of the unfinished chunk, zeros for others; and all extreme tokens."""
-        found, late, cap = self._aside, self._late, self._cap
+        aside, extreme, cap = self._aside, self._extreme, self._cap
         x = self._sum[:0] if self._chunk is None else self._chunk[: self._filled].clone()
         if self._cap_tokens and len(x):
             cap = cap or _find_cap(x)
-            aside, more = cap.take_out(x, _ASIDE - sum(map(len, found)))
-            found, late = [*found, aside], late + more
-        return x, _Extreme(torch.cat(found) if found else self._sum[:0], cap, late)
+            aside = _empty_aside(x) if aside is None else aside.clone()
+            extreme = cap.take_out(x, aside, extreme)
+        count = int(extreme)
+        kept = self._sum[:0] if aside is None else aside[: min(count, _ASIDE)].float()
+        return x, _Extreme(kept, cap, count - len(kept))
 
     def _joined(self, total: Tensor, aside: Tensor) -> Tensor:
         """Add tokens `[e, k]` to the lower triangle of a sum, in place; return the whole matrix, divided once."""
@@ -163,17 +175,25 @@ class _Cap(NamedTuple):
     magnitudes: Tensor
     median: Tensor
 
-    def take_out(self, x: Tensor, room: int) -> tuple[Tensor, int]:
-        """Return the first `room` extreme tokens of `x` `[t, k]`, float32, and the number of other extreme ones.
+    def take_out(self, x: Tensor, aside: Tensor, before: Tensor) -> Tensor:
+        """Move the extreme tokens of `x` `[t, k]` behind the `before` ones in `aside`; return how many there now are.
 
-        In `x` zeros replace the returned tokens. The others are scaled down to the median norm.
+        In `x` zeros replace them. Those that have no place are scaled down to the median norm. The last row of `aside`
+        is scratch. On a GPU nothing waits for the number of extreme tokens.
         """
-        extreme = (_norms(x, self.magnitudes) > _EXTREME * self.median).nonzero().flatten()
-        kept, late = extreme[:room], extreme[room:]
-        aside = x[kept].float()
-        x[kept] = 0
-        x[late] *= self.factors(x[late])
-        return aside, len(late)
+        norms = _norms(x, self.magnitudes)
+        extreme = norms > _EXTREME * self.median
+        place = before + extreme.cumsum(0) - 1
+        kept = extreme & (place < _ASIDE)
+        factors = torch.where(kept, 0, torch.where(extreme, self.median / norms, 1))
+        in_place = _EVERY_TOKEN[x.device.type]
+        rows = slice(None) if in_place else extreme.nonzero().flatten()
+        tokens = x[rows]  # a view, or a copy
+        aside.index_copy_(0, torch.where(kept, place, _ASIDE)[rows], tokens)
+        tokens *= factors[rows].unsqueeze(-1)
+        if not in_place:
+            x[rows] = tokens
+        return before + extreme.sum()
 
     def factors(self, x: Tensor) -> Tensor:
         """Return the factors `[t, 1]` that give tokens `[t, k]` the median norm."""
@@ -197,7 +217,13 @@ def _find_cap(x: Tensor) -> _Cap:
 
 def _norms(x: Tensor, magnitudes: Tensor) -> Tensor:
     """Return the norm of each token of `x` `[t, k]`, channels divided by their magnitudes, float32 `[t]`."""
-    return torch.cat([torch.linalg.vector_norm(part / magnitudes, dim=1) for part in x.split(_SLICE)])
+    parts = x.split(CHUNK if x.is_cuda else _SLICE)
+    return torch.cat([torch.linalg.vector_norm(part / magnitudes, dim=1) for part in parts])
+
+
+def _empty_aside(x: Tensor) -> Tensor:
+    """Return memory for the tokens that are set aside from `x` `[t, k]`, and a row of scratch."""
+    return x.new_empty(_ASIDE + 1, x.shape[1])
 
 
 def _output_norms(x: Tensor, weights: Collection[Tensor]) -> Tensor:

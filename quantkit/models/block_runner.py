@@ -9,12 +9,12 @@ forward.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -59,8 +59,33 @@ RANDOM = ("reformer",)
 VISION_EXPERTS = re.compile(r"\.vision_moe\.")
 
 
+#: The most bytes of arguments of calls that are kept for one block. Where a CPU computes, making them anew costs little.
+CALLS_BYTES = {"cpu": 0, "cuda": 2**28}
+#: Stands for the hidden state among the arguments of a call.
+_HIDDEN = object()
+
+
 class _Stop(Exception):
     """End the model's forward early."""
+
+
+class _Call(NamedTuple):
+    """Hold the arguments of a call of a block, and the shape in which it takes its hidden state."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    shape: torch.Size
+    nbytes: int
+    versions: list[int]
+
+    def tensors(self) -> list[Tensor]:
+        return list(tensors_in((self.args, self.kwargs)))
+
+    def on(self, hidden: Tensor) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with a hidden state in its place."""
+        hidden = hidden.reshape(self.shape)
+        args = [hidden if value is _HIDDEN else value for value in self.args]
+        return args, {name: hidden if value is _HIDDEN else value for name, value in self.kwargs.items()}
 
 
 def _is_ours(error: Exception) -> bool:
@@ -69,6 +94,13 @@ def _is_ours(error: Exception) -> bool:
     while at is not None and at.tb_next is not None:
         at = at.tb_next
     return at is not None and str(at.tb_frame.f_globals.get("__name__")).startswith("quantkit.")
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether an argument is a tensor or a value that no call can change."""
+    if type(value) is tuple:
+        return all(map(_is_plain, value))
+    return value is _HIDDEN or value is None or type(value) in (Tensor, bool, int, float, str, torch.dtype)
 
 
 def _batch_axis(hidden: Tensor) -> int:
@@ -151,6 +183,9 @@ class BlockRunner:
         self._passed: Passed | None = None
         self._enters_only = False
         self._output: Passed | None = None
+        self._key: Hashable = None
+        self._version = -1
+        self._calls: dict[Hashable, _Call] = {}
         for index, path in enumerate(self.blocks):
             block = self.module.get_submodule(path)
             block.forward = partial(self._visit, index, block.forward)
@@ -296,6 +331,7 @@ class BlockRunner:
 
     def unload_block(self, index: int) -> None:
         """Free a block's parameters."""
+        self._calls.clear()
         for state, parameter in self.module.get_submodule(self.blocks[index]).named_parameters():
             put_tensor(self.module, f"{self.blocks[index]}.{state}", parameter.to("meta"))
 
@@ -321,10 +357,11 @@ class BlockRunner:
         """
         return self._batch_comes_first and not self.forms.get(index - 1, {}).get("left")
 
-    def run(self, index: int, tokens: Tensor, state: State) -> State | None:
+    def run(self, index: int, tokens: Tensor, state: State, key: Hashable = None) -> State | None:
         """Run a loaded block on one document, tokens int64 `[t]`, and return what it passes on.
 
-        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`.
+        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`. The next runs with the same
+        `key`, which names tokens and state, may call the block alone, with the masks and tables of the first run.
 
         `forms` gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs something of an
         earlier block that was not stored.
@@ -333,7 +370,7 @@ class BlockRunner:
         if index:
             passed = unpack(state, self.forms[index - 1], self.device)
         try:
-            output = self._run(index, tokens, passed)
+            output = self._run(index, tokens, passed, key)
         except Needed as error:
             raise CheckpointError(
                 f"{self.blocks[index]}: takes from an earlier block what the next one did not use: use --method rtn"
@@ -406,11 +443,16 @@ class BlockRunner:
         finally:
             self._enters_only = False
 
-    def _run(self, index: int, tokens: Tensor, passed: Passed | None) -> Passed | None:
+    def _run(self, index: int, tokens: Tensor, passed: Passed | None, key: Hashable = None) -> Passed | None:
         """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped."""
-        self._at, self._passed, self._output, self._in_batch = index, passed, None, tokens.ndim > 1
+        self._at, self._passed, self._output, self._in_batch, self._key = index, passed, None, tokens.ndim > 1, key
+        self._version = -1 if passed is None else passed.hidden._version
+        call = self._calls.get(key)
         try:
             with torch.no_grad():
+                if call is not None and passed is not None:
+                    args, kwargs = call.on(passed.hidden)
+                    self.module.get_submodule(self.blocks[index])(*args, **kwargs)  # which ends here
                 self.text(input_ids=torch.atleast_2d(tokens.to(self.device)), use_cache=False)
         except _Stop:
             return self._output
@@ -448,19 +490,50 @@ class BlockRunner:
             hidden = _like(self._passed.hidden, entering)
             args = tuple(hidden if given is entering else given for given in args)
             kwargs = {name: hidden if given is entering else given for name, given in kwargs.items()}
+            entering = hidden
+        call = None if self._key is None or self._key in self._calls else self._call(entering, args, kwargs)
         left = dict(self._passed.left)
         arguments = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
         shared = {name: value for name, value in arguments.items() if isinstance(value, MutableMapping)}
         before = {name: dict(value) for name, value in shared.items()}
         for name, mapping in shared.items():
             mapping.update(left.get(name, {}))
-        out = forward(*args, **kwargs)
+        try:
+            out = forward(*args, **kwargs)
+        finally:
+            # A block that a watcher stops was called as well. What it has changed in place is not kept.
+            if call is not None and [tensor._version for tensor in call.tensors()] == call.versions:
+                self._calls[self._key] = call
         for name, mapping in shared.items():
             if entries := {key: value for key, value in mapping.items() if before[name].get(key) is not value}:
                 left[name] = entries
         first, returned = (out[0], list(out[1:])) if isinstance(out, tuple | list) else (out, None)
         self._output = Passed(first if self._in_batch else _by_token(first), returned, left)
         raise _Stop
+
+    def _call(self, entering: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Call | None:
+        """Return the call of a block if it can be made again with another hidden state.
+
+        It can if the stored hidden state enters unchanged, and everything else is a plain value or a tensor of its own.
+        """
+        assert self._passed is not None
+        hidden = self._passed.hidden
+        entered = entering.ndim == 3 and entering.is_contiguous() and entering._version == self._version
+        if not entered or entering.data_ptr() != hidden.data_ptr() or entering.numel() != hidden.numel():
+            return None
+        if self._passed.returned or self._passed.left:
+            return None
+        kept = tuple(_HIDDEN if value is entering else value for value in args)
+        named = {name: _HIDDEN if value is entering else value for name, value in kwargs.items()}
+        if not all(map(_is_plain, (*kept, *named.values()))):
+            return None
+        tensors = list(tensors_in((kept, named)))
+        nbytes = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        most = CALLS_BYTES[self.device.type] - sum(call.nbytes for call in self._calls.values())
+        storage = entering.untyped_storage().data_ptr()
+        if nbytes > most or any(tensor.untyped_storage().data_ptr() == storage for tensor in tensors):
+            return None
+        return _Call(kept, named, entering.shape, nbytes, [tensor._version for tensor in tensors])
 
     def _load(self, wanted: Callable[[str], bool], ready: Mapping[str, Tensor] = MappingProxyType({})) -> None:
         """Take the wanted states from the tensors that are `ready`, else from the checkpoint, in the compute dtype."""

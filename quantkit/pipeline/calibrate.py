@@ -105,9 +105,9 @@ class Run:
         """Run the loaded block on one document, or on a batch, and return what it passes on; None if it was stopped."""
         assert self.activations is not None
         if len(numbers) == 1:
-            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]))
+            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]), numbers)
         tokens = torch.stack([self.sequences[number] for number in numbers])
-        return self.model.run(block, tokens, self.activations.get_batch(numbers))
+        return self.model.run(block, tokens, self.activations.get_batch(numbers), numbers)
 
     def forward(self, block: int) -> None:
         """Run the loaded block on every document, and replace each state by the one that the block passes on."""
@@ -150,6 +150,7 @@ def calibrated(
     clock, chosen = Clock(model.device), goals_of(recipe, model.paths, model.kept_dense)
     run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), clock, chosen, beside)
     _check(run)
+    run.sequences = [tokens.to(model.device) for tokens in sequences]  # a copy in each forward would wait for a GPU
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
     last, every = len(model.blocks), SAVED_BLOCKS[model.device.type]
@@ -271,11 +272,23 @@ def _parts(run: Run, group: Group) -> Iterator[list[str]]:
 def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
     """Sum the Hessian of each group's input over all documents, in one pass through the loaded block.
 
-    The pass for a single group ends before its first linear runs.
+    The pass for a single group ends before its first linear runs. Where a check would wait for a GPU, all numbers are
+    checked in the end, and a second pass names what is not finite.
     """
+    found = _sums(run, block, groups, checks=run.model.device.type == "cpu")
+    if any(hessian.may_be_broken() for hessian in found):
+        found = _sums(run, block, groups, checks=True)
+    return found
+
+
+def _sums(run: Run, block: int, groups: Sequence[Group], checks: bool) -> list[Hessian]:
     model = run.model
-    cap = run.recipe.gptq.cap_tokens
-    hessians = {g.linears[0]: Hessian(model.linears[g.linears[0]][1], model.device, cap_tokens=cap) for g in groups}
+    hessians = {
+        group.linears[0]: Hessian(
+            model.linears[group.linears[0]][1], model.device, cap_tokens=run.recipe.gptq.cap_tokens, checks=checks
+        )
+        for group in groups
+    }
     stop = len(groups) == 1 and groups[0].once
     document = 0
 

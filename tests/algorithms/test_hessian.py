@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.algorithms import gptq
+from quantkit.algorithms import gptq, hessian
 from quantkit.algorithms.cholesky import factorize
 from quantkit.algorithms.hessian import Hessian
 from quantkit.algorithms.options import Options
@@ -54,6 +54,35 @@ def test_hessian_of_any_dtype_is_that_of_its_float32_values(dtype: torch.dtype) 
     two.add(x.float())
     assert one.matrix().dtype == torch.float32
     assert torch.equal(one.matrix(), two.matrix())
+
+
+@pytest.mark.parametrize("loud", [0, 1, 5, 700])
+def test_the_ways_of_a_gpu_give_the_same_bits(loud: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two thousand tokens of extreme norm, more than are set aside, or fewer; checked at once or in the end."""
+    x = gauss(9000, 65).float()
+    for start in (0, 4000, 8200):
+        x[start : start + loud] *= 1000
+    weights = [gauss(40, 65).float(), gauss(7, 65).float()]
+    found = []
+    for every in (False, True):
+        monkeypatch.setitem(hessian._EVERY_TOKEN, "cpu", every)
+        made = Hessian(65, "cpu", checks=not every)
+        for part in x.split(1700):
+            made.add(part)
+        assert not made.may_be_broken()
+        found.append((made.matrix(), *made.limited(weights), made.capped_tokens))
+    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*found, strict=True))
+    assert found[0][3] == 3 * loud
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+def test_a_number_that_is_not_finite_is_found_in_the_end(value: float) -> None:
+    x = gauss(300, 8).float()
+    x[123, 5] = value
+    made = Hessian(8, "cpu", checks=False)
+    for part in x.split(100):
+        made.add(part)
+    assert made.may_be_broken()
 
 
 def test_hessian_copies_activations() -> None:

@@ -16,6 +16,7 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.layouts import LAYOUTS
+from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.calibration_data import draw_calibration
 from quantkit.models.tokenizer import load_tokenizer
@@ -246,6 +247,36 @@ def test_rtn_with_a_hessian_runs_in_the_loop(folders: dict[str, Path], tmp_path:
         assert {f["method"] for f in facts} == {"rtn"}
         losses[metric] = sum(f["loss"] for f in facts[:3])  # the first group, whose input is not quantized
     assert losses["block"] < losses["diag"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_that_is_called_alone_gives_the_same_bits(
+    family: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: batches, and from the second pass on calls of the block with the arguments of the first pass."""
+    monkeypatch.setitem(calibrate.TOKENS_AT_ONCE, "cpu", 40)
+    recipe, docs = from_mapping(COARSE), [*sequences((20, 20, 20, 7)), torch.arange(20) * 3]
+    src, found, forwards = Checkpoint(folders[family]), [], []
+    for kept in (0, 2**20):
+        monkeypatch.setitem(block_runner.CALLS_BYTES, "cpu", kept)
+        model = BlockRunner(src, device="cpu")
+        calls = []
+        model.text.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        items = calibrated(src, recipe, model, docs, tmp_path, [])
+        found.append(digests({item.name: item for item in items if isinstance(item, Item)}))
+        forwards.append(len(calls))
+    assert found[0] == found[1] and len(found[0]) > 4
+    assert forwards[1] < forwards[0] / 2
+
+
+def test_sums_that_are_checked_in_the_end_are_those_that_are_checked_at_once(three: Path, tmp_path: Path) -> None:
+    run = start(three, from_mapping(COARSE), tmp_path)
+    groups = find_groups(run, 0, run.model.targets(0))
+    for late, at_once in zip(*(calibrate._sums(run, 0, groups, checks) for checks in (False, True)), strict=True):
+        assert torch.equal(late.matrix(), at_once.matrix()) and not late.may_be_broken()
+    assert run.activations is not None
+    run.activations.get(1).hidden[5, 7] = torch.nan
+    assert all(late.may_be_broken() for late in calibrate._sums(run, 0, groups, False))
 
 
 def interrupted(
