@@ -7,18 +7,15 @@ model.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from quantkit.bench.random_model import Outline
 from quantkit.bench.source import WORDS, blocks_of, draw_text, shortened, write_model
@@ -26,11 +23,10 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import RecipeError
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL, read_journal
-from quantkit.layouts import LAYOUTS
-from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
 from quantkit.models.meta_model import skeleton
 from quantkit.pipeline.calibrate import SAVED_BLOCKS
+from quantkit.pipeline.profile import Speeds, floors, measure_speeds
 from quantkit.pipeline.quantize import quantize
 from quantkit.pipeline.recipe import Recipe
 from quantkit.progress import Progress
@@ -38,22 +34,6 @@ from quantkit.progress import Progress
 #: Phases before the first block, which its commit records; the last two grow with the bytes of the source.
 BEFORE = ("prepare", "hash", "check")
 BY_BYTES = BEFORE[1:]
-#: Sides of the square products and bytes of the copies that give the speeds, on a GPU and on a CPU.
-SQUARE, COPIED = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**29, "cpu": 2**26}
-#: Calls of which the median counts.
-ROUNDS = 5
-#: Candidate scales of a weight of integers, and the products that each costs a weight in a group of g: g.
-CANDIDATES = 76
-
-
-@dataclass(frozen=True)
-class Speeds:
-    """FLOP/s of a product in the dtype of the model and in float32, and bytes/s to the device and to the disk."""
-
-    dtype: float
-    float32: float
-    to_device: float
-    to_disk: float
 
 
 @dataclass(frozen=True)
@@ -147,7 +127,7 @@ def measure(
         write_model(source, short, where)
         words = min(WORDS, short.config.get("text_config", short.config).get("vocab_size", WORDS))
         draw_text(text, recipe.calibration.samples, recipe.calibration.max_length, words)
-        speeds = _speeds(where, Path(folder))
+        speeds = measure_speeds(where, Path(folder))
         lines: list[dict[str, Any]] = []
 
         def see(made: Checkpoint) -> dict[str, Any]:
@@ -164,10 +144,10 @@ def measure(
             min_share=0.0,
             progress=progress,
         )
-        floors = _floors(source, device, recipe, report["calibration"]["tokens"], speeds)
+        least = floors(Checkpoint(source), device, recipe, report["calibration"]["tokens"], speeds)
         ratio = _source_bytes(whole) / _source_bytes(short)
     of_blocks = [line for line in lines if type(line.get("block")) is int]
-    found = _phases(of_blocks, report["phases"], every, ratio, floors, SAVED_BLOCKS[where.type])
+    found = _phases(of_blocks, report["phases"], every, ratio, least, SAVED_BLOCKS[where.type])
     return Calibrating(
         model.name,
         blocks,
@@ -215,81 +195,3 @@ def _phases(
 
 def _source_bytes(model: Outline) -> int:
     return sum(parameter.nbytes for parameter in skeleton(model, torch.bfloat16, False).parameters())
-
-
-def _floors(source: Path, device: str, recipe: Recipe, drawn: int, speeds: Speeds) -> dict[str, float]:
-    """Return the least seconds of the phases of a block on `drawn` tokens: its products and the bytes that move.
-
-    `forward` is one pass, `hessian` one triangle of each, `solve` one factor, sweep and search.
-    """
-    src = Checkpoint(source)
-    runner = BlockRunner(src, device=device)
-    runner.prepare(embeddings=True)
-    runner.load_block(0)
-    tokens = torch.arange(8)
-    shared: dict[int, list[str]] = {}
-    inputs: list[Tensor] = []  # references, so that no two inputs share an id
-
-    def see(linear: str, x: Tensor) -> bool:
-        inputs.append(x)
-        shared.setdefault(id(x), []).append(linear)
-        return False
-
-    state = runner.embed(tokens)
-    with runner.watching(runner.targets(0), see):
-        runner.run(0, tokens, state)
-    called = {linear: runner.linears[linear] for group in shared.values() for linear in group}
-    widths = [runner.linears[group[0]][1] for group in shared.values()]
-    text: Any = runner.text.config.get_text_config()
-    attention = 2 * drawn * (drawn // recipe.calibration.samples) * text.hidden_size
-    forward = 2 * drawn * sum(n * k for n, k in called.values()) + attention
-    group = recipe.scheme.group_size
-    solve = sum(k**3 / 3 for k in widths) + sum(n * k * k for n, k in called.values())
-    solve += sum(n * k * CANDIDATES * (group if isinstance(group, int) else k) for n, k in called.values())
-    packed = sum(
-        tensor.itemsize * prod(shape)
-        for n, k in called.values()
-        for tensor, shape in LAYOUTS[recipe.layout].stored(recipe.scheme, n, k).values()
-    )
-    return {
-        "load": sum(map(src.nbytes, runner.stored(0))) / speeds.to_device,
-        "forward": forward / speeds.dtype,
-        "hessian": drawn * sum(k * k for k in widths) / speeds.dtype,
-        "solve": solve / speeds.float32,
-        "save": drawn * state.hidden[0].nbytes / speeds.to_disk,
-        "write": packed / speeds.to_disk,
-    }
-
-
-def _speeds(device: torch.device, work: Path) -> Speeds:
-    """Measure the speeds of a device and of the disk of a folder."""
-    side, size = SQUARE[device.type], COPIED[device.type]
-    host = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    found = {}
-    for kind in {dtype, torch.float32}:
-        a, b = (torch.randn(side, side, device=device).to(kind) for _ in range(2))
-        found[kind] = 2 * side**3 / _seconds(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
-    copied = size / _seconds(lambda: there.copy_(host, non_blocking=True), device)
-
-    def save() -> None:
-        path = work / "speed.bin"
-        with files.guarded(path), files.create(path) as file:
-            files.write(file, host.numpy().data, path)
-            files.sync(file, path)
-        files.remove(path)
-
-    return Speeds(found[dtype], found[torch.float32], copied, size / _seconds(save, device))
-
-
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Measure the median seconds of a call, after one that warms up."""
-    seconds = []
-    for _ in range(ROUNDS + 1):
-        started = time.perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - started)
-    return median(seconds[1:])

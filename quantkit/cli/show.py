@@ -65,7 +65,10 @@ def report(found: Mapping[str, Any], progress: Progress) -> str:
     from quantkit.reporting import summary
 
     header = ("linear", "shape", "scheme", "error", "loss/rtn", "seconds")
-    return of_level(progress, summary.line(found), summary.summary(found), table(header, summary.rows(found)))
+    text = summary.summary(found)
+    if "profile" in found:
+        text += "\n\n" + table(("phase", "seconds", "floor", "times floor"), summary.profile(found))
+    return of_level(progress, summary.line(found), text, table(header, summary.rows(found)))
 
 
 def plan(found: Plan, progress: Progress) -> str:

@@ -34,6 +34,7 @@ from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
+from quantkit.pipeline.profile import idle
 from quantkit.pipeline.recipe import Pruning, Recipe
 from quantkit.progress import Clock
 from quantkit.reporting.model_card import model_card
@@ -200,6 +201,8 @@ def finish(
                 raise
         report["phases"], seconds = _times(writer, clock)
         report["totals"] |= {"peak_memory": peak_memory(), "seconds": seconds}
+        if "profile" in report:
+            report["profile"]["idle_seconds"] = idle(report["phases"])
         return {} if recipe is None else {RECIPE: recipe.to_yaml().encode()}
 
     writer.finish(config, described, sealed)

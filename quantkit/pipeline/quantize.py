@@ -40,6 +40,7 @@ from quantkit.pipeline.opening import require_complete_source, require_right_wei
 from quantkit.pipeline.output_files import disk_peak, output_files, report_bytes
 from quantkit.pipeline.patterns import require_effect
 from quantkit.pipeline.plan import Plan, disk_problem, plan_quantize
+from quantkit.pipeline.profile import profile
 from quantkit.pipeline.publish import Measure, finish, publish_complete, write
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of, label, without_paths
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
@@ -210,12 +211,14 @@ def quantize(
     out: str | Path,
     recipe: Recipe | Pruning,
     measure: Measure | None = None,
+    profiled: bool = False,
     **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
     """Quantize, or with a Pruning prune, a causal LM (folder or hub id) into a new folder `out`; return its report.
 
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
-    continues. `measure` evaluates the finished folder before it is published.
+    continues. `measure` evaluates the finished folder before it is published. With `profiled` the report has the least
+    seconds of each phase on this machine.
     """
     run = RunOptions(**options)
     progress = run.progress or Progress(quiet=True)
@@ -279,6 +282,10 @@ def quantize(
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
         queue = WorkQueue(job.model.device, BESIDE[kind])
         report["layers"] = write(items, writer, src, report, clock, queue, begin if hashes_beside else None)
+        if profiled:
+            tokens = text.facts.get("tokens", 0)
+            with clock.phase("profile"):
+                report["profile"] = profile(job.model, recipe, tokens, partial, run.trust_remote_code)
         schemes = _schemes(job, quantizing) if quantizing else None
         return finish(
             writer,

@@ -48,7 +48,8 @@ _ENTRIES = {
     **dict.fromkeys(("recipe_sha256", "layout", "scheme"), _TEXT_OR_NULL),
     **dict.fromkeys(("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"), _TEXTS),
     **dict.fromkeys(("files", "not_opened_by", "not_tried"), _TEXT_BY_NAME),
-    **dict.fromkeys(("source", "base", "totals", "calibration", "recipe", "environment", "evaluation"), _OBJECT),
+    **dict.fromkeys(("source", "base", "totals", "calibration", "recipe", "environment"), _OBJECT),
+    **dict.fromkeys(("evaluation", "profile"), _OBJECT),
     "layers": _OBJECTS,
     "phases": _NUMBER_BY_NAME,
     "same_values": _NUMBER,
@@ -58,7 +59,10 @@ COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scale
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS)
 #: Entries, at any depth, that differ from run to run or from machine to machine.
-VOLATILE = ("environment", "phases", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried", SEAL)
+VOLATILE = (
+    *("environment", "phases", "profile", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried"),
+    SEAL,
+)
 _FACTS = {
     **dict.fromkeys(("name", "digest", "scheme", *WORDS), _TEXT),
     **dict.fromkeys(("layout", "method", "prune"), _TEXT_OR_NULL),
@@ -176,6 +180,9 @@ def _malformed(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     totals, calibration = report.get("totals", {}), report.get("calibration", {})
     yield from _wrong(totals, {**dict.fromkeys(TOTALS, _NUMBER_OR_NULL), "peak_memory": _NUMBER_BY_NAME}, "totals.")
     yield from _wrong(calibration, {"sources": _OBJECTS}, "calibration.")
+    profile = report.get("profile", {})
+    yield from _wrong(profile, {"floors": _NUMBER_BY_NAME, "speeds": _NUMBER_BY_NAME}, "profile.")
+    yield from _wrong(profile, {"idle_seconds": _NUMBER}, "profile.")
     for source in calibration.get("sources", []):
         yield from _wrong(source, {"share": _NUMBER_OR_NULL}, "calibration.sources.")
     for layer in report.get("layers", []):

@@ -1,0 +1,142 @@
+"""The least seconds that the phases of a calibrated run can take on this machine, and the time without computing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.io import files
+from quantkit.layouts import LAYOUTS
+from quantkit.models.block_runner import BlockRunner
+from quantkit.pipeline.calibrate import SAVED_BLOCKS
+from quantkit.pipeline.recipe import Pruning, Recipe
+
+#: Phases in which a device computes; in the others it waits for files, or for Python.
+COMPUTING = ("forward", "hessian", "solve", "evaluate")
+#: Sides of the square products and bytes of the copies that give the speeds, on a GPU and on a CPU.
+SQUARE, COPIED = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**29, "cpu": 2**26}
+#: Calls of which the median counts.
+ROUNDS = 5
+#: Candidate scales of a weight of integers, and the products that each costs a weight in a group of g: g.
+CANDIDATES = 76
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """FLOP/s of a product in the dtype of the model and in float32, and bytes/s to the device and to the disk."""
+
+    dtype: float
+    float32: float
+    to_device: float
+    to_disk: float
+
+
+def idle(phases: Mapping[str, float]) -> float:
+    """Return the seconds of the phases in which nothing was computed."""
+    return sum(seconds for name, seconds in phases.items() if name not in COMPUTING)
+
+
+def profile(
+    model: BlockRunner, recipe: Recipe | Pruning, tokens: int, work: Path, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Measure the speeds of the machine; return them and the least seconds of each phase of a run on all blocks.
+
+    All blocks count as the first one. Files for the measurement are in `work`. A run without activations, and one that
+    prunes, has no such floors.
+    """
+    if not isinstance(recipe, Recipe) or not recipe.calibrated:
+        return {"floors": {}, "speeds": {}}
+    device = model.device
+    found = measure_speeds(device, work)
+    src = Checkpoint(model.src.path, trust_remote_code)
+    each, blocks = floors(src, str(device), recipe, tokens, found, trust_remote_code), len(model.blocks)
+    times = {"save": (blocks - 1) // SAVED_BLOCKS[device.type]}
+    return {"floors": {name: times.get(name, blocks) * s for name, s in each.items()}, "speeds": asdict(found)}
+
+
+def floors(
+    src: Checkpoint, device: str, recipe: Recipe, drawn: int, speeds: Speeds, trust_remote_code: bool = False
+) -> dict[str, float]:
+    """Return the least seconds of the phases of the first block on `drawn` tokens: its products, the bytes that move.
+
+    `forward` is one pass, `hessian` one triangle of each, `solve` one factor, sweep and search.
+    """
+    runner = BlockRunner(src, device=device, trust_remote_code=trust_remote_code)
+    runner.prepare(embeddings=True)
+    runner.load_block(0)
+    tokens = torch.arange(8)
+    shared: dict[int, list[str]] = {}
+    inputs: list[Tensor] = []  # references, so that no two inputs share an id
+
+    def see(linear: str, x: Tensor) -> bool:
+        inputs.append(x)
+        shared.setdefault(id(x), []).append(linear)
+        return False
+
+    state = runner.embed(tokens)
+    with runner.watching(runner.targets(0), see):
+        runner.run(0, tokens, state)
+    called = {linear: runner.linears[linear] for group in shared.values() for linear in group}
+    widths = [runner.linears[group[0]][1] for group in shared.values()]
+    text: Any = runner.text.config.get_text_config()
+    attention = 2 * drawn * (drawn // recipe.calibration.samples) * text.hidden_size
+    forward = 2 * drawn * sum(n * k for n, k in called.values()) + attention
+    group = recipe.scheme.group_size
+    solve = sum(k**3 / 3 for k in widths) + sum(n * k * k for n, k in called.values())
+    solve += sum(n * k * CANDIDATES * (group if isinstance(group, int) else k) for n, k in called.values())
+    packed = sum(
+        tensor.itemsize * prod(shape)
+        for n, k in called.values()
+        for tensor, shape in LAYOUTS[recipe.layout].stored(recipe.scheme, n, k).values()
+    )
+    return {
+        "load": sum(map(src.nbytes, runner.stored(0))) / speeds.to_device,
+        "forward": forward / speeds.dtype,
+        "hessian": drawn * sum(k * k for k in widths) / speeds.dtype,
+        "solve": solve / speeds.float32,
+        "save": drawn * state.hidden[0].nbytes / speeds.to_disk,
+        "write": packed / speeds.to_disk,
+    }
+
+
+def measure_speeds(device: torch.device, work: Path) -> Speeds:
+    """Measure the speeds of a device and of the disk of a folder."""
+    side, size = SQUARE[device.type], COPIED[device.type]
+    host = torch.ones(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    there = torch.empty(size, dtype=torch.uint8, device=device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    found = {}
+    for kind in {dtype, torch.float32}:
+        a, b = (torch.randn(side, side, device=device).to(kind) for _ in range(2))
+        found[kind] = 2 * side**3 / _seconds(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+    copied = size / _seconds(lambda: there.copy_(host, non_blocking=True), device)
+
+    def save() -> None:
+        path = work / "speed.bin"
+        with files.guarded(path), files.create(path) as file:
+            files.write(file, host.numpy().data, path)
+            files.sync(file, path)
+        files.remove(path)
+
+    return Speeds(found[dtype], found[torch.float32], copied, size / _seconds(save, device))
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Measure the median seconds of a call, after one that warms up."""
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.perf_counter() - started)
+    return median(seconds[1:])
