@@ -49,7 +49,7 @@ moe_blocks() { # a process each, so that peaks of memory are those of one model
 }
 
 solver() {
-    "$python" benchmarks/solver.py -o "$results/solver.csv"
+    "$python" -m quantkit bench solver -q --csv "$results/solver.csv"
 }
 
 kernels() { # LAYOUT

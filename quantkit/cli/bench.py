@@ -1,4 +1,4 @@
-"""The commands `bench kernels`, `bench generate` and `bench quantize`."""
+"""The commands `bench kernels`, `bench solver`, `bench generate` and `bench quantize`."""
 
 from __future__ import annotations
 
@@ -169,6 +169,36 @@ def quantize(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
     if csv is not None:
         files.write_atomic(csv, roofline.table(found.rows()))
     emit(show.as_json(found.to_dict()) if as_json else show.calibrating(found.to_dict()))
+
+
+@command("solver", "quantkit bench solver --shape 4096x4096 --csv solver.csv", bench)
+@click.option("--shape", multiple=True, metavar="NxK", help="Output by input features; repeatable [of Llama 3 8B].")
+@click.option("--scheme", multiple=True, metavar="SCHEME", help="Like int4:g128; repeatable [three usual ones].")
+@click.option("--device", default="auto", help="auto, cpu, cuda or cuda:1 [auto].")
+@click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
+def solver(
+    shape: tuple[str, ...],
+    scheme: tuple[str, ...],
+    device: str,
+    csv: Path | None,
+    as_json: bool,
+    progress: Progress,
+) -> None:
+    """Time GPTQ of single weights by phase.
+
+    Weights and inputs are random. Rows are medians; the last column is the loss as a part of that of rounding."""
+    from quantkit.bench import roofline
+    from quantkit.bench.solver import SCHEMES, SHAPES, measure
+    from quantkit.core.scheme import Scheme
+    from quantkit.io import files
+
+    _require_writable(csv, ".csv")
+    shapes = [(layer.n, layer.k) for layer in roofline.layers((), shape)] or SHAPES
+    schemes = [Scheme.parse(label) for label in dict.fromkeys(scheme or SCHEMES)]
+    rows = measure(shapes, schemes, device, progress)
+    if csv is not None:
+        files.write_atomic(csv, roofline.table(rows))
+    emit(show.as_json({"rows": rows}) if as_json else show.solving(rows))
 
 
 def _calibrating_recipe(asked: dict[str, Any]) -> Recipe:

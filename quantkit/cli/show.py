@@ -334,6 +334,17 @@ def calibrating(found: Mapping[str, Any]) -> str:
     )
 
 
+def solving(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Format the table of `bench solver`, and the machine."""
+    steps = [key for key in rows[0] if key.endswith("_s")]
+    header = ("NxK", "scheme", *(key.replace("_s", " s") for key in steps), "loss/rtn")
+    cells = [
+        (f"{row['rows']}x{row['columns']}", row["scheme"], *_seconds(row, steps), f"{row['loss_of_rounding']:.4f}")
+        for row in rows
+    ]
+    return f"{table(header, cells)}\n\n{rows[0]['gpu']}, torch {rows[0]['torch']}"
+
+
 def _seconds(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
     values = (row[key] for key in keys)
     return ["-" if value is None else f"{value:.3f}" if isinstance(value, float) else value for value in values]

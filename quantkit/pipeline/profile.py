@@ -117,8 +117,8 @@ def measure_speeds(device: torch.device, work: Path) -> Speeds:
     found = {}
     for kind in {dtype, torch.float32}:
         a, b = (torch.randn(side, side, device=device).to(kind) for _ in range(2))
-        found[kind] = 2 * side**3 / _seconds(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
-    copied = size / _seconds(lambda: there.copy_(host, non_blocking=True), device)
+        found[kind] = 2 * side**3 / median_seconds(lambda a=a, b=b: a @ b, device)  # type: ignore[misc]
+    copied = size / median_seconds(lambda: there.copy_(host, non_blocking=True), device)
 
     def save() -> None:
         path = work / "speed.bin"
@@ -127,10 +127,10 @@ def measure_speeds(device: torch.device, work: Path) -> Speeds:
             files.sync(file, path)
         files.remove(path)
 
-    return Speeds(found[dtype], found[torch.float32], copied, size / _seconds(save, device))
+    return Speeds(found[dtype], found[torch.float32], copied, size / median_seconds(save, device))
 
 
-def _seconds(work: Callable[[], object], device: torch.device) -> float:
+def median_seconds(work: Callable[[], object], device: torch.device) -> float:
     """Measure the median seconds of a call, after one that warms up."""
     seconds = []
     for _ in range(ROUNDS + 1):
