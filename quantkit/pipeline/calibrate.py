@@ -27,7 +27,7 @@ from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, NumericError, RecipeError, about
+from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError, about
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
 from quantkit.layouts import LAYOUTS
@@ -71,6 +71,10 @@ class Run:
     chosen: Mapping[str, Goal | None]
     beside: bool = False
     activations: Activations | None = None
+    at_once: int = 0
+
+    def __post_init__(self) -> None:
+        self.at_once = TOKENS_AT_ONCE[self.model.device.type]
 
     def goals(self, linears: Iterable[str]) -> dict[str, Goal]:
         """Return the goal of each linear that does not stay dense."""
@@ -84,18 +88,18 @@ class Run:
             self.progress.check()
             yield number, tokens, self.activations.get(number)
 
-    def batches(self, block: int) -> Iterator[range]:
+    def batches(self, block: int, first: int = 0) -> Iterator[range]:
         """Yield the numbers of documents that one forward takes: adjacent ones of equal length, where that is possible.
 
-        Their order stays, and so does the order of the tokens in each Hessian.
+        Their order stays, and so does the order of the tokens in each Hessian. `first` is the first number.
         """
         assert self.activations is not None
-        first, lengths = 0, [len(tokens) for tokens in self.sequences]
+        lengths = [len(tokens) for tokens in self.sequences]
         while first < len(lengths):
             self.progress.check()
             end = first + 1
             if self.model.takes_batches(block) and self.activations.hidden_only:
-                most = first + TOKENS_AT_ONCE[self.model.device.type] // lengths[first]
+                most = first + self.at_once // lengths[first]
                 while end < min(most, len(lengths)) and lengths[end] == lengths[first]:
                     end += 1
             yield range(first, end)
@@ -111,18 +115,46 @@ class Run:
 
     def forward(self, block: int) -> None:
         """Run the loaded block on every document, and replace each state by the one that the block passes on."""
-        assert self.activations is not None
+        done = 0
         with self.clock.phase("forward"):
-            for numbers in self.batches(block):
+            while (done := self._replace(block, done)) < len(self.sequences):
+                self.run_fewer(block)
+
+    def _replace(self, block: int, done: int) -> int:
+        """Replace the states behind the first `done` until a GPU has no memory left; return how many then are done."""
+        assert self.activations is not None
+        try:
+            for numbers in self.batches(block, done):
                 out = self.run(block, numbers)
                 assert out is not None
                 if len(numbers) > 1 and not out.passed:
                     self.activations.put_batch(numbers, out)
+                    done = numbers[-1] + 1
                     continue
                 for number in numbers:  # what is passed on is stored for each document
                     out = out if len(numbers) == 1 else self.run(block, range(number, number + 1))
                     assert out is not None
                     self.activations.put(number, out)
+                    done = number + 1
+        except torch.OutOfMemoryError:
+            pass  # the caller goes on: here the traceback still holds tensors
+        return done
+
+    def run_fewer(self, block: int) -> None:
+        """Let fewer documents run together, as a GPU ran out of memory; QuantkitError if they run alone already."""
+        longest = max(map(len, self.sequences))
+        if self.at_once < 2 * longest:
+            raise QuantkitError(
+                f"{self.model.blocks[block]}: the GPU has not enough memory for a document of {longest} tokens: use a "
+                "smaller --max-length or --act-budget, or --device cpu"
+            )
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        before, self.at_once = self.at_once, self.at_once // 2
+        self.progress.warn(
+            f"{self.model.blocks[block]}: the GPU has not enough memory for {before} tokens at a time, "
+            f"{self.at_once} are tried; the last bits of sums may differ, a smaller --act-budget makes space"
+        )
 
 
 def calibrated(
@@ -275,13 +307,19 @@ def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
     The pass for a single group ends before its first linear runs. Where a check would wait for a GPU, all numbers are
     checked in the end, and a second pass names what is not finite.
     """
-    found = _sums(run, block, groups, checks=run.model.device.type == "cpu")
-    if any(hessian.may_be_broken() for hessian in found):
-        found = _sums(run, block, groups, checks=True)
-    return found
+    checks = run.model.device.type == "cpu"
+    while True:
+        found = _sums(run, block, groups, checks)
+        if found is None:
+            run.run_fewer(block)
+        elif checks or not any(hessian.may_be_broken() for hessian in found):
+            return found
+        else:
+            checks = True
 
 
-def _sums(run: Run, block: int, groups: Sequence[Group], checks: bool) -> list[Hessian]:
+def _sums(run: Run, block: int, groups: Sequence[Group], checks: bool) -> list[Hessian] | None:
+    """Sum the Hessians in one pass; None if a GPU has no memory left."""
     model = run.model
     hessians = {
         group.linears[0]: Hessian(
@@ -306,6 +344,8 @@ def _sums(run: Run, block: int, groups: Sequence[Group], checks: bool) -> list[H
                 for document in numbers if len(numbers) > 1 else ():
                     run.run(block, range(document, document + 1))
                 raise
+            except torch.OutOfMemoryError:
+                return None
     return list(hessians.values())
 
 

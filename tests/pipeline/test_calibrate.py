@@ -14,11 +14,12 @@ from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.errors import CheckpointError, NumericError, RecipeError
+from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError
 from quantkit.layouts import LAYOUTS
 from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.calibration_data import draw_calibration
+from quantkit.models.passing import State
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline import calibrate
@@ -272,11 +273,44 @@ def test_a_block_that_is_called_alone_gives_the_same_bits(
 def test_sums_that_are_checked_in_the_end_are_those_that_are_checked_at_once(three: Path, tmp_path: Path) -> None:
     run = start(three, from_mapping(COARSE), tmp_path)
     groups = find_groups(run, 0, run.model.targets(0))
-    for late, at_once in zip(*(calibrate._sums(run, 0, groups, checks) for checks in (False, True)), strict=True):
-        assert torch.equal(late.matrix(), at_once.matrix()) and not late.may_be_broken()
+    late, at_once = (calibrate._sums(run, 0, groups, checks) or [] for checks in (False, True))
+    for a, b in zip(late, at_once, strict=True):
+        assert torch.equal(a.matrix(), b.matrix()) and not a.may_be_broken()
     assert run.activations is not None
     run.activations.get(1).hidden[5, 7] = torch.nan
-    assert all(late.may_be_broken() for late in calibrate._sums(run, 0, groups, False))
+    broken = calibrate._sums(run, 0, groups, False) or []
+    assert len(broken) == len(late) == 4 and all(each.may_be_broken() for each in broken)
+
+
+def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first pass over each block fails in its second batch, and the last pass of the first block too."""
+    monkeypatch.setitem(calibrate.TOKENS_AT_ONCE, "cpu", 160)
+    src, recipe, docs = Checkpoint(three), from_mapping(COARSE), sequences((20,) * 9)
+    run, calls = BlockRunner.run, list[int]()
+
+    def fits(most: int) -> None:
+        def refused(model: BlockRunner, index: int, tokens: Tensor, state: State, key: Any = None) -> Any:
+            calls.append(tokens.numel())
+            if key is not None and tokens.numel() > most and len(calls) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return run(model, index, tokens, state, key)
+
+        calls.clear()
+        monkeypatch.setattr(BlockRunner, "run", refused)
+
+    found = []
+    for most in (160, 40):
+        fits(most)
+        items = calibrated(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path, [], progress=Progress())
+        found.append(digests({item.name: item for item in items if isinstance(item, Item)}))
+    said = capsys.readouterr().err
+    assert found[0] == found[1]
+    assert "for 160 tokens at a time, 80 are tried" in said and "for 80 tokens at a time, 40 are tried" in said
+    fits(10)
+    with pytest.raises(QuantkitError, match=r"layers\.0: .* a document of 20 tokens: use a smaller --max-length"):
+        list(calibrated(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path, []))
 
 
 def interrupted(

@@ -162,6 +162,25 @@ def test_a_nan_found_beside_the_computing_ends_the_run_with_its_own_line(
     assert [path.name for path in tmp_path.iterdir()] == ["broken"]
 
 
+@pytest.mark.parametrize("beside", [False, True])
+def test_activations_that_overflow_late_leave_the_finished_blocks_for_resume(
+    beside: bool, small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(job.BESIDE, "cpu", beside)
+    model = write_model("llama", tmp_path / "model", torch.float32, num_hidden_layers=3)
+    name = "model.layers.1.mlp.down_proj.weight"
+    (shard,) = [path for path in model.glob("*.safetensors") if name in read_header(path)[0]]
+    tensors = load_file(shard)
+    tensors[name].fill_(3e38)
+    save_file(tensors, shard, {"format": "pt"})
+    recipe = from_mapping(gptq(calib, skip=[".*layers.1.mlp.down_proj", "lm_head"]))
+    with pytest.raises(NumericError, match=r"^model\.layers\.2\.self_attn\.q_proj, calibration document \d: "):
+        quantize(model, tmp_path / "out", recipe, min_share=0)
+    (partial,) = tmp_path.glob("out.partial-*")
+    assert [line["facts"]["block"] for line in read_journal(partial / JOURNAL)[1:]] == [0, 1]
+    assert "calibration document" in load_json(partial / REPORT)["failed"]
+
+
 def stopped_at_the_end(what: str, path: Path) -> None:
     """Stop a run before its last file."""
     if what == "rename" and path.name.startswith("config.json"):
