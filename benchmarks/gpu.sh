@@ -52,6 +52,11 @@ solver() {
     "$python" -m quantkit bench solver -q --csv "$results/solver.csv"
 }
 
+quantize() { # GPTQ of whole models by phase, of a few blocks each; memory beside the plan
+    "$python" -m quantkit bench quantize --model llama3-8b --blocks 6 --csv "$results/quantize_llama3-8b_6.csv"
+    "$python" -m quantkit bench quantize --model llama2-70b --blocks 3 --csv "$results/quantize_llama2-70b_3.csv"
+}
+
 kernels() { # LAYOUT
     "$python" -m quantkit bench kernels -q --layout "$1" --model llama3-8b --model llama2-70b --model large \
         --csv "$results/kernels_$1.csv"

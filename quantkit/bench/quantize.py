@@ -26,8 +26,9 @@ from quantkit.io.journal import JOURNAL, read_journal
 from quantkit.models.devices import device_of
 from quantkit.models.meta_model import skeleton
 from quantkit.pipeline.calibrate import SAVED_BLOCKS
+from quantkit.pipeline.memory_estimate import CUDA_DEVICE, Memory
 from quantkit.pipeline.profile import Speeds, floors, measure_speeds
-from quantkit.pipeline.quantize import quantize
+from quantkit.pipeline.quantize import plan, quantize
 from quantkit.pipeline.recipe import Recipe
 from quantkit.progress import Progress
 
@@ -67,7 +68,10 @@ class Phase:
 
 @dataclass(frozen=True)
 class Calibrating:
-    """The phases of a run of `blocks` of the model's `all_blocks`, on a device with these speeds."""
+    """The phases of a run of `blocks` of the model's `all_blocks`, on a device with these speeds.
+
+    `peak_memory` was measured, in bytes, and `planned_memory` is what `plan` says: `ram`, and `vram` on a GPU.
+    """
 
     model: str
     blocks: int
@@ -77,7 +81,8 @@ class Calibrating:
     scheme: str
     device: str
     speeds: Speeds
-    peak_memory: Mapping[str, Any]
+    peak_memory: Mapping[str, int]
+    planned_memory: Mapping[str, int]
     phases: tuple[Phase, ...]
 
     def rows(self) -> list[dict[str, Any]]:
@@ -85,7 +90,9 @@ class Calibrating:
         found = self.to_dict()
         same = {key: value for key, value in found.items() if not isinstance(value, dict | list)}
         speeds = {f"{key}_per_s": value for key, value in found["speeds"].items()}
-        return [row | same | speeds for row in found["phases"]]
+        memory = {f"peak_{kind}": size for kind, size in self.peak_memory.items()}
+        memory |= {f"planned_{kind}": size for kind, size in self.planned_memory.items()}
+        return [row | same | speeds | memory for row in found["phases"]]
 
     def to_dict(self) -> dict[str, Any]:
         """Build one JSON object; the last of its phases is their sum, with the floor of those that have one."""
@@ -134,16 +141,12 @@ def measure(
             lines.extend(line["facts"] for line in read_journal(made.path / JOURNAL)[1:])
             return {}
 
-        report = quantize(
-            source,
-            Path(folder) / "out",
-            _on(recipe, text),
-            see,
-            device=device,
-            act_budget=act_budget,
-            min_share=0.0,
-            progress=progress,
-        )
+        options: Any = {"device": device, "act_budget": act_budget, "min_share": 0.0}
+        planned = plan(source, _on(recipe, text), **options).memory
+        if where.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(where)
+        report = quantize(source, Path(folder) / "out", _on(recipe, text), see, progress=progress, **options)
         least = floors(Checkpoint(source), device, recipe, report["calibration"]["tokens"], speeds)
         ratio = _source_bytes(whole) / _source_bytes(short)
     of_blocks = [line for line in lines if type(line.get("block")) is int]
@@ -158,8 +161,15 @@ def measure(
         report["device"],
         speeds,
         report["totals"]["peak_memory"],
+        _planned(planned),
         tuple(found),
     )
+
+
+def _planned(memory: Memory) -> dict[str, int]:
+    """Return the planned peaks; that of a GPU is without the runtime, which torch does not measure."""
+    found = {"ram": sum(memory.ram.values())}
+    return found | ({"vram": sum(memory.vram.values()) - CUDA_DEVICE} if memory.vram else {})
 
 
 def _on(recipe: Recipe, text: Path) -> Recipe:

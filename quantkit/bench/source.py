@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from quantkit.models.tokenizer import load_tokenizer, token_ids
 
 #: The most words of the tokenizer.
 WORDS = 4096
+#: Files that are written at a time.
+WRITERS = 4
 #: Rows of random weights that are made at a time.
 ROWS = 4096
 
@@ -62,19 +65,22 @@ def write_model(folder: Path, model: Outline, device: torch.device) -> None:
             f"{model.name}: transformers gives {family} models a tokenizer that random words do not fit: use a config "
             "of the same sizes with model_type llama"
         )
-    random = torch.Generator(device).manual_seed(0)
     paths = [f"{path}." for path in find_blocks(built)]
     shards: dict[str, list[str]] = {}
     for name, _ in built.named_parameters():  # tied weights are listed once
         block = next((number for number, path in enumerate(paths) if name.startswith(path)), len(paths))
         shards.setdefault(f"model-{block + 1:05}.safetensors", []).append(name)
-    weight_map = {}
-    for file, names in sorted(shards.items()):
-        shard = SafetensorsWriter(folder / file, header_bytes(names))
-        for name in names:
+
+    def write_shard(file: str) -> None:
+        random = torch.Generator(device).manual_seed(sorted(shards).index(file))
+        shard = SafetensorsWriter(folder / file, header_bytes(shards[file]))
+        for name in shards[file]:
             shard.add(name, _random(built.get_parameter(name), random).to("cpu"))
-            weight_map[name] = file
         shard.close()
+
+    with ThreadPoolExecutor(WRITERS, "quantkit-source") as pool:
+        list(pool.map(write_shard, shards))
+    weight_map = {name: file for file, names in sorted(shards.items()) for name in names}
     _write(folder, INDEX, {"metadata": {}, "weight_map": weight_map})
 
 

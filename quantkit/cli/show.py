@@ -319,11 +319,17 @@ def calibrating(found: Mapping[str, Any]) -> str:
     keys = ("phase", "first_block_s", "block_s", "block_floor_s", "times_floor", "outside_blocks_s", "run_s")
     estimate = f"estimate for {found['all_blocks']} blocks"
     cells = ([*_seconds(row, keys), f"{row['estimate_all_blocks_s']:.1f}"] for row in found["phases"])
-    speeds = found["speeds"]
+    speeds, planned = found["speeds"], found["planned_memory"]
+    memory = [
+        f"{format_bytes(size)} {kind.upper()}, planned {format_bytes(planned[kind])}"
+        for kind, size in found["peak_memory"].items()
+        if kind in planned
+    ]
     return "\n".join(
         [
             table((*keys, estimate), cells),
             "",
+            f"peak memory: {'; '.join(memory)}",
             f"{found['model']}, random weights, {found['blocks']} of {found['all_blocks']} blocks were run on "
             f"{found['tokens']} tokens, {found['scheme']} in {found['layout']}; {found['device']}, torch "
             f"{found['torch']}, transformers {found['transformers']}",

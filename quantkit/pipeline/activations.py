@@ -103,7 +103,8 @@ class Activations:
 
         None if a part of it is elsewhere, or there is no memory for a copy.
         """
-        if self.hidden.device != device or self._is_mapped or any(number is not None for number in self._mapped):
+        in_files = self._is_mapped or any(number is not None for number in self._mapped)
+        if in_files or self.hidden.device.type != device.type:
             return None
         made = copy.copy(self)
         made._passed = list(self._passed)  # no tensor in it is changed in place

@@ -46,6 +46,8 @@ REST = "rest"
 SOLVED_WEIGHTS = 2**28
 #: Activations are saved after every so many blocks. A GPU computes a few blocks again sooner than a disk takes them.
 SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
+#: Whether finished blocks are written, and the source is hashed, beside the computing: where a GPU does that.
+BESIDE = {"cpu": False, "cuda": True}
 
 
 @dataclass(frozen=True)

@@ -54,6 +54,8 @@ TOKENS_AT_ONCE = {"cpu": 0, "cuda": 8192}
 PART_OF_GPU = 1 / 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
 DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
+#: Activations on a GPU are there twice while a copy is being saved.
+SAVED = 2
 #: Bytes for each weight of the blocks that wait to be written: a byte of codes, and the packed ones.
 WAITING_BYTES = 2
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
@@ -106,7 +108,9 @@ class Memory:
         if ACTIVATIONS not in self.ram:
             return self
         real = min(self.ram[ACTIVATIONS], tokens * self.token_bytes)
-        return replace(self, ram={**self.ram, ACTIVATIONS: real if act_budget is None else min(real, act_budget)})
+        ram = {**self.ram, ACTIVATIONS: real if act_budget is None else min(real, act_budget)}
+        there = {ACTIVATIONS: min(self.vram.get(ACTIVATIONS, 0), SAVED * tokens * self.token_bytes)}
+        return replace(self, ram=ram, vram={**self.vram, **there} if ACTIVATIONS in self.vram else self.vram)
 
     def require(self) -> None:
         """Raise QuantkitError if the run certainly needs more memory than it may use here, or than the GPU has."""
@@ -190,7 +194,7 @@ def calibrated_memory(
     if gpu_memory is None and here:
         gpu_memory = torch.cuda.mem_get_info()[0]
     if in_ram == activations and stays_on_gpu(activations, gpu_memory):
-        solve[ACTIVATIONS], in_ram = 2 * activations, 0  # and the copy that is being saved
+        solve[ACTIVATIONS], in_ram = SAVED * activations, 0
     solve[WAITING] = min(MOST_BYTES, WAITING_BYTES * max(_blocks(src).values(), default=0))
     host = {
         "program": PROGRAM + CUDA_HOST,

@@ -17,7 +17,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.io import files
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
-from quantkit.pipeline.calibrate import SAVED_BLOCKS
+from quantkit.pipeline.calibrate import BESIDE, SAVED_BLOCKS
 from quantkit.pipeline.recipe import Pruning, Recipe
 
 #: Phases in which a device computes; in the others it waits for files, or for Python.
@@ -68,7 +68,8 @@ def floors(
 ) -> dict[str, float]:
     """Return the least seconds of the phases of the first block on `drawn` tokens: its products, the bytes that move.
 
-    `forward` is one pass, `hessian` one triangle of each, `solve` one factor, sweep and search.
+    `forward` is one pass, `hessian` one triangle of each, `solve` one factor, sweep and search. What is written beside
+    the computing has no floor.
     """
     runner = BlockRunner(src, device=device, trust_remote_code=trust_remote_code)
     runner.prepare(embeddings=True)
@@ -98,13 +99,13 @@ def floors(
         for n, k in called.values()
         for tensor, shape in LAYOUTS[recipe.layout].stored(recipe.scheme, n, k).values()
     )
+    written = {"save": drawn * state.hidden[0].nbytes / speeds.to_disk, "write": packed / speeds.to_disk}
     return {
         "load": sum(map(src.nbytes, runner.stored(0))) / speeds.to_device,
         "forward": forward / speeds.dtype,
         "hessian": drawn * sum(k * k for k in widths) / speeds.dtype,
         "solve": solve / speeds.float32,
-        "save": drawn * state.hidden[0].nbytes / speeds.to_disk,
-        "write": packed / speeds.to_disk,
+        **({} if BESIDE[runner.device.type] else written),
     }
 
 

@@ -32,7 +32,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.calibration_data import Calibration, draw_calibration
 from quantkit.models.text_sources import PACKAGED
 from quantkit.models.tokenizer import load_tokenizer
-from quantkit.pipeline.calibrate import calibrated, check_sequences
+from quantkit.pipeline.calibrate import BESIDE, calibrated, check_sequences
 from quantkit.pipeline.fused_alike import changes
 from quantkit.pipeline.identity import difference, identity
 from quantkit.pipeline.layer_solver import solve_uncalibrated
@@ -52,8 +52,6 @@ from quantkit.reporting.report import heading
 COMMIT_BYTES = 2 * 2**30
 #: Files of the source that are hashed at a time: one where the cores are those that compute.
 READERS = {"cpu": 1, "cuda": 8}
-#: Whether finished blocks are written, and the source is hashed, beside the computing: where a GPU does that.
-BESIDE = {"cpu": False, "cuda": True}
 
 
 class _Job(NamedTuple):

@@ -33,6 +33,7 @@ def test_the_phases_of_a_run_add_up_and_nothing_is_left(family: str, tmp_path: P
     for key in ("first_block_s", "block_s", "outside_blocks_s", "run_s", "estimate_all_blocks_s"):
         assert total[key] == pytest.approx(sum(row[key] for row in rows))
     assert all(row["block_s"] > 0 and row["times_floor"] > 0 for row in rows if row["phase"] in ("forward", "solve"))
+    assert total["peak_ram"] > 0 and total["planned_ram"] > 0
     assert not list(tmp_path.iterdir())
 
 
