@@ -8,7 +8,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from types import TracebackType
 
 import torch
-from typing_extensions import Self
 
 #: The most bytes of data whose tasks wait, unless a single task has more.
 MOST_BYTES = 2 * 2**30
@@ -60,7 +59,7 @@ class WorkQueue:
             self._waiting.popleft()[0].result()
         self._check()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> WorkQueue:
         return self
 
     def __exit__(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import struct
+from contextlib import suppress
+from threading import Thread
 from typing import NamedTuple
 
 import torch
@@ -64,6 +66,19 @@ def runs_on(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 0):
         return False
     return loader.toolchain()["problem"] is None
+
+
+def load_beside(device: torch.device) -> None:
+    """Begin to compile and load the kernels in a thread, if they run on a device. A launch waits for it."""
+
+    def work(index: int) -> None:
+        with suppress(Exception):  # the launch meets it again, and raises it
+            for name, instances in SOURCES.items():
+                loader.load(name, instances, torch.device("cuda", index))
+
+    if runs_on(device):
+        index = torch.cuda.current_device() if device.index is None else device.index
+        Thread(target=work, args=(index,), name="quantkit-compile", daemon=True).start()
 
 
 def round_block(

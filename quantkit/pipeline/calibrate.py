@@ -30,6 +30,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError, about
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
+from quantkit.kernels import gptq
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
@@ -189,6 +190,7 @@ def calibrated(
     finished = [f for f in facts if f["block"] != REST]
     last, every = len(model.blocks), SAVED_BLOCKS[model.device.type]
     if len(finished) < last:
+        gptq.load_beside(model.device)
         _start(run, finished, done)
     for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
         yield from _block(run, block)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
 import warnings
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from quantkit.errors import KernelError
 from quantkit.io import files
-from quantkit.kernels import MATMULS, loader, missing
+from quantkit.kernels import MATMULS, gptq, loader, missing
 
 SOURCE = '#include "shared.cuh"\ntemplate <int N> __global__ void f(float *y) { *y = N + SHARED; }\n'
 INSTANCES = ("f<1>", "f<2>")
@@ -221,3 +222,22 @@ def test_layouts_without_a_kernel_and_devices_without_a_gpu_are_reported() -> No
 
 def test_sources_are_found() -> None:
     assert (loader.source_dir() / "common.cuh").is_file()
+
+
+def test_kernels_that_are_loaded_beside_other_work_leave_their_errors_to_the_launch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[str, torch.device]] = []
+
+    def load(name: str, instances: object, device: torch.device) -> None:
+        seen.append((name, device))
+        raise RuntimeError("no driver")
+
+    monkeypatch.setattr(loader, "load", load)
+    gptq.load_beside(torch.device("cpu"))
+    monkeypatch.setattr(gptq, "runs_on", lambda device: True)
+    gptq.load_beside(torch.device("cuda", 1))
+    for thread in threading.enumerate():
+        if thread.name == "quantkit-compile":
+            thread.join()
+    assert seen == [("gptq_sweep", torch.device("cuda", 1))]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.algorithms import hessian
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
 from quantkit.inference.load import load
@@ -18,6 +19,8 @@ from quantkit.io import files
 from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_header import read_header
+from quantkit.models import block_runner
+from quantkit.pipeline import calibrate
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import plan, quantize
@@ -145,6 +148,19 @@ def test_work_beside_the_computing_changes_no_byte_and_no_fact(
         reports.append(quantize(small_llama, out, from_mapping(gptq(calib)), act_budget=budget))
         assert hashes(out) == hashes(tmp_path / "False-None")
     assert len({digest(report) for report in reports}) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_what_runs_beside_and_what_runs_ahead_changes_no_byte(
+    small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for ahead in (False, True):
+        monkeypatch.setitem(job.BESIDE, "cuda", ahead)
+        monkeypatch.setitem(calibrate.SAVED_BLOCKS, "cuda", 1)
+        monkeypatch.setitem(block_runner.CALLS_BYTES, "cuda", 2**28 if ahead else 0)
+        monkeypatch.setitem(hessian._EVERY_TOKEN, "cuda", ahead)
+        quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(calib)), device="cuda")
+    assert hashes(tmp_path / "True") == hashes(tmp_path / "False")
 
 
 def test_a_nan_found_beside_the_computing_ends_the_run_with_its_own_line(
