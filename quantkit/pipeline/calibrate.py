@@ -477,6 +477,7 @@ def _rest(run: Run) -> Iterator[Item]:
     outside = run.model.stored(None)
     goals = run.goals(linear for linear in run.model.linears if f"{linear}.weight" in outside)
     for name in outside:
+        run.progress.check()
         tensor = run.src.get(name)
         linear = name.removesuffix(".weight")
         goal = goals.get(linear)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -279,7 +280,9 @@ def quantize(
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
         queue = WorkQueue(job.model.device, BESIDE[kind])
-        report["layers"] = write(items, writer, src, report, clock, queue, begin if hashes_beside else None)
+        # A signal that raised while this thread waits for the other could leave a lock taken.
+        with progress.loop() if queue.beside else nullcontext():
+            report["layers"] = write(items, writer, src, report, clock, queue, begin if hashes_beside else None)
         if profiled:
             tokens = text.facts.get("tokens", 0)
             with clock.phase("profile"):

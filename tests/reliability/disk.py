@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.io import files
+from quantkit.pipeline import quantize
 from tests.reliability.campaign import Family, Run
 from tests.reliability.forks import Ended, command, run
 from tests.reliability.samples import calibrated, digests, model, one_line, quantkit, text
@@ -213,6 +214,7 @@ def injected_full(found: Run, job: Job, step: int, once: bool) -> None:
     out = found.folder / "out"
     with case(found, f"{job.name}: ENOSPC {'once' if once else 'from'} {step}", out):
         hook = Fault(step, errno.ENOSPC, once, spared=("unlink",))
+        quantize.BESIDE["cpu"] = step % 2 == 0  # as on a GPU, or not
         ended = run(with_hook((*job.words, "-o", out), hook), found.folder)
         if ended.code == 0:
             same(job, out)  # the operation was a deletion, or one whose failure has no effect
