@@ -183,16 +183,19 @@ class _Cap(NamedTuple):
         """
         norms = _norms(x, self.magnitudes)
         extreme = norms > _EXTREME * self.median
-        place = before + extreme.cumsum(0) - 1
-        kept = extreme & (place < _ASIDE)
-        factors = torch.where(kept, 0, torch.where(extreme, self.median / norms, 1))
-        in_place = _EVERY_TOKEN[x.device.type]
-        rows = slice(None) if in_place else extreme.nonzero().flatten()
-        tokens = x[rows]  # a view, or a copy
-        aside.index_copy_(0, torch.where(kept, place, _ASIDE)[rows], tokens)
-        tokens *= factors[rows].unsqueeze(-1)
-        if not in_place:
-            x[rows] = tokens
+        kept = extreme & (before + extreme.cumsum(0) <= _ASIDE)
+        factors = torch.where(kept, 0, torch.where(extreme, self.median / norms, 1)).unsqueeze(-1)
+        if _EVERY_TOKEN[x.device.type]:
+            # The extreme ones come first. What lies behind their number is overwritten, or never read.
+            rows = extreme.int().sort(descending=True, stable=True).indices[:_ASIDE]
+        else:
+            rows = extreme.nonzero().flatten()
+        place = (before + torch.arange(len(rows), device=x.device)).clamp_max(_ASIDE)
+        aside.index_copy_(0, place, x[rows])
+        if _EVERY_TOKEN[x.device.type]:
+            x *= factors
+        else:
+            x[rows] *= factors[rows]
         return before + extreme.sum()
 
     def factors(self, x: Tensor) -> Tensor:
