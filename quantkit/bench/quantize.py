@@ -134,7 +134,6 @@ def measure(
         write_model(source, short, where)
         words = min(WORDS, short.config.get("text_config", short.config).get("vocab_size", WORDS))
         draw_text(text, recipe.calibration.samples, recipe.calibration.max_length, words)
-        speeds = measure_speeds(where, Path(folder))
         lines: list[dict[str, Any]] = []
 
         def see(made: Checkpoint) -> dict[str, Any]:
@@ -147,6 +146,7 @@ def measure(
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(where)
         report = quantize(source, Path(folder) / "out", _on(recipe, text), see, progress=progress, **options)
+        speeds = measure_speeds(where, Path(folder))  # last, as pinned memory would count as the run's
         least = floors(Checkpoint(source), device, recipe, report["calibration"]["tokens"], speeds)
         ratio = _source_bytes(whole) / _source_bytes(short)
     of_blocks = [line for line in lines if type(line.get("block")) is int]

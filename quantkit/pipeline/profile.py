@@ -23,7 +23,7 @@ from quantkit.pipeline.recipe import Pruning, Recipe
 #: Phases in which a device computes; in the others it waits for files, or for Python.
 COMPUTING = ("forward", "hessian", "solve", "evaluate")
 #: Sides of the square products and bytes of the copies that give the speeds, on a GPU and on a CPU.
-SQUARE, COPIED = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**29, "cpu": 2**26}
+SQUARE, COPIED = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**26}
 #: Calls of which the median counts.
 ROUNDS = 5
 #: Candidate scales of a weight of integers, and the products that each costs a weight in a group of g: g.
