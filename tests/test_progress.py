@@ -12,8 +12,9 @@ from contextlib import suppress
 from unicodedata import east_asian_width
 
 import pytest
+import torch
 
-from quantkit.progress import Progress
+from quantkit.progress import Clock, Progress
 
 
 class Terminal(io.StringIO):
@@ -121,3 +122,39 @@ def test_a_bar_is_drawn_on_every_terminal_and_fits_it(
     assert lines and lines[0].startswith("a label "[: room - 1])
     assert all(width(line) < room for line in lines)
     assert room < 80 or ("25%" in lines[0] and "<00:30" in lines[0] and "█" in lines[0])
+
+
+class GpuEvent:
+    """An event of a GPU that is at once where the clock below is; `waits` counts how often one was waited for."""
+
+    now, waits = 0.0, 0
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self, stream: object) -> None:
+        self.at = GpuEvent.now
+
+    def synchronize(self) -> None:
+        GpuEvent.waits += 1
+
+    def elapsed_time(self, end: GpuEvent) -> float:
+        return 1000 * (end.at - self.at)
+
+
+def test_phases_of_a_gpu_are_told_apart_without_waiting_inside_of_the_outermost(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", GpuEvent)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    clock = Clock(torch.device("cuda"))
+    with clock.phase("forward"):
+        for _ in range(3):
+            GpuEvent.now += 2
+            with clock.phase("hessian"):
+                GpuEvent.now += 0.5
+    GpuEvent.now += 10  # claimed by no phase
+    with clock.phase("solve"):
+        GpuEvent.now += 1
+    assert GpuEvent.waits == 2
+    assert clock.take() == {"forward": 6.0, "hessian": 1.5, "solve": 1.0}

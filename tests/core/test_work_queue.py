@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -79,3 +80,32 @@ def test_only_so_many_bytes_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Timer(0.05, go.set).start()
         queue.put(lambda: None, nbytes=1)  # waits for the first one
         assert go.is_set()
+
+
+class Stream:
+    """Record what is asked of a stream of a GPU."""
+
+    device = torch.device("cuda", 0)
+
+    def __init__(self, seen: list[str], name: str) -> None:
+        self.seen, self.name = seen, name
+
+    def record_event(self) -> str:
+        self.seen.append(f"{self.name} records")
+        return "made"
+
+    def wait_event(self, event: str) -> None:
+        self.seen.append(f"{self.name} waits for {event}")
+
+    def synchronize(self) -> None:
+        self.seen.append(f"{self.name} is waited for")
+
+
+def test_on_a_gpu_a_task_waits_for_what_was_made_and_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(seen, "side"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream(seen, "main"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    with WorkQueue(torch.device("cuda"), beside=True) as queue:
+        queue.put(partial(seen.append, "task"))
+    assert seen == ["main records", "side waits for made", "task", "side is waited for"]
