@@ -9,13 +9,12 @@ import json
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from tests.promises.keys import keys
 from tests.promises.outputs import ALONE, CALIBRATED, CONVERTED, arithmetic, converted, made, prepare
-from tests.promises.running import ERROR_TEXTS, FROZEN, HELP, Work, write_blocks
+from tests.promises.running import ERROR_TEXTS, FROZEN, HELP, Work, weights_alone, write_blocks
 from tests.promises.words import errors, helps
 
 
@@ -27,22 +26,17 @@ def main() -> None:
             (Path(folder) / name).mkdir()
             works.append(prepare(Work(Path(folder) / name)))
         outputs = {key: found for name in CONVERTED for key, found in converted(works[0], name).items()}
-        outputs |= {name: made(works[0], line) for name, line in {**ALONE, **CALIBRATED}.items()}
+        outputs |= {name: made(works[0], line) for name, line in ALONE.items()}
+        outputs |= {name: weights_alone(made(works[0], line)) for name, line in CALIBRATED.items()}
         before, here = json.loads(FROZEN.read_text()), arithmetic()
         if here != before["arithmetic"] and "--weights" not in sys.argv:
             for name in CALIBRATED.keys() & before["outputs"].keys():
-                keep_weights(outputs[name], before["outputs"][name])
+                outputs[name]["tensors"] = before["outputs"][name]["tensors"]
             here = before["arithmetic"]
         values = {"arithmetic": here, "keys": keys(works[1]), "outputs": outputs}
         FROZEN.write_text(json.dumps(values, indent=1) + "\n")
         write_blocks(HELP, helps(works[2]))
         write_blocks(ERROR_TEXTS, errors(works[2]))
-
-
-def keep_weights(found: dict[str, Any], before: dict[str, Any]) -> None:
-    """Put the frozen weights back, where this machine's arithmetic gives other ones."""
-    found["tensors"] = before["tensors"]
-    found["files"] |= {name: held for name, held in before["files"].items() if name.endswith(".safetensors")}
 
 
 if __name__ == "__main__":
