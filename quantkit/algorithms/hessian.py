@@ -79,11 +79,33 @@ class Hessian:
             if self._filled == CHUNK:
                 if self._cap_tokens:
                     self._cap = self._cap or _find_cap(self._chunk)
-                    aside, late = self._cap.take_out(self._chunk, _ASIDE - sum(map(len, self._aside)))
+                    aside, late = self._cap.take_out(self._chunk, max(0, _ASIDE - sum(map(len, self._aside))))
                     self._aside += [aside] if len(aside) else []
                     self._late += late
                 _add_products(self._sum, self._chunk)
                 self._filled = 0
+
+    def part(self) -> Part:
+        """Return what was summed here, for `absorb` of another Hessian; it shares the memory of this one."""
+        full = self.tokens - self._filled
+        aside = torch.cat(self._aside) if self._aside else None
+        last = self._chunk[: self._filled] if self._chunk is not None and self._filled else None
+        return Part(full, self._sum if full else None, self._cap, aside, self._late, last)
+
+    def absorb(self, part: Part) -> None:
+        """Add the tokens that another rank has summed, to be called in the order of the ranks.
+
+        Its full chunks are added as a sum: the cap of its own first chunk has judged them. Its last tokens continue the
+        unfinished chunk here, so that a Hessian of few tokens does not depend on the number of ranks.
+        """
+        if part.total is not None:
+            self._sum = self._sum.add_(part.total) if self.tokens else part.total
+            self.tokens += part.tokens
+            self._cap = self._cap or part.cap
+            self._aside += [] if part.aside is None else [part.aside]
+            self._late += part.late
+        if part.last is not None:
+            self.add(part.last)
 
     def check_size(self, k: int) -> None:
         """Raise NumericError unless the inputs have `k` channels, as a weight `[n, k]` needs."""
@@ -123,7 +145,7 @@ class Hessian:
 
     def _parts(self) -> tuple[Tensor, _Extreme]:
         """Return the lower triangle of the sum of all ordinary tokens, and the extreme ones."""
-        if self._chunk is None or not self.tokens:
+        if not self.tokens:
             raise NumericError("no calibration token reached this linear: add calibration text, or leave it dense")
         total = self._sum.clone()
         x, extreme = self._last_chunk()
@@ -137,7 +159,7 @@ class Hessian:
         x = self._sum[:0] if self._chunk is None else self._chunk[: self._filled].clone()
         if self._cap_tokens and len(x):
             cap = cap or _find_cap(x)
-            aside, more = cap.take_out(x, _ASIDE - sum(map(len, found)))
+            aside, more = cap.take_out(x, max(0, _ASIDE - sum(map(len, found))))
             found, late = [*found, aside], late + more
         return x, _Extreme(torch.cat(found) if found else self._sum[:0], cap, late)
 
@@ -147,6 +169,21 @@ class Hessian:
             _add_products(total, aside)
         lower = total.mul_(2 / self.tokens).tril_()
         return lower + lower.tril(-1).T
+
+
+class Part(NamedTuple):
+    """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, those set aside, and the last tokens.
+
+    `total` float32 `[k, k]`, of which the lower triangle counts, is None without a full chunk. `aside` `[e, k]` and
+    `last` `[t, k]` are None if there are none. `late` counts the extreme tokens that were scaled down at once.
+    """
+
+    tokens: int
+    total: Tensor | None
+    cap: _Cap | None
+    aside: Tensor | None
+    late: int
+    last: Tensor | None
 
 
 class _Extreme(NamedTuple):

@@ -23,6 +23,7 @@ from quantkit.algorithms.scale_search import WIDEST_BLOCK
 from quantkit.checkpoint.decoder import TOWER
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.memory_limits import free_memory, memory_limits
+from quantkit.core.ranks import ranks
 from quantkit.errors import QuantkitError
 from quantkit.models.devices import compute_dtype
 from quantkit.pipeline.recipe import Pruning, Recipe
@@ -105,6 +106,11 @@ class Memory:
         real = min(self.ram[ACTIVATIONS], tokens * self.token_bytes)
         return replace(self, ram={**self.ram, ACTIVATIONS: real if act_budget is None else min(real, act_budget)})
 
+    def of_processes(self, count: int) -> Memory:
+        """Return the estimate for `count` processes of a run that share this machine, each with a GPU of its own."""
+        others = (count - 1) * sum(self.ram.values())
+        return replace(self, ram={**self.ram, "other processes": others}) if others else self
+
     def require(self) -> None:
         """Raise QuantkitError if the run certainly needs more memory than it may use here, or than the GPU has."""
         least = min(memory_limits(), key=lambda limit: limit.room, default=None)
@@ -169,7 +175,9 @@ def calibrated_memory(
         recipe.calibration.max_length, _stated(src, "max_position_embeddings") or recipe.calibration.max_length
     )
     hidden = _stated(src, "hidden_size") or max((min(n, k) for n, k in inside.values()), default=0)
-    activations = recipe.calibration.samples * sequence * hidden * width
+    count = ranks().count
+    documents = recipe.calibration.samples // count + (count > 1)  # a rank may have one more than another
+    activations = documents * sequence * hidden * width
     tokens = max(sequence, TOKENS_AT_ONCE["cuda" if cuda else "cpu"])
     solve = {
         "block": width * max(_blocks(src).values(), default=0),
