@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,7 +28,12 @@ def start(works: Sequence[Callable[[], int | None]], folder: Path) -> list[int]:
     def launched(rank: int) -> int | None:
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(len(works))}
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(len(works))}
-        return works[rank]()
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)  # not pytest's
+        try:
+            return works[rank]()
+        except Exception:
+            sys.excepthook(*sys.exc_info())
+            return 1
 
     return [forks.start(lambda rank=rank: launched(rank), folder, f"rank{rank}") for rank in range(len(works))]  # type: ignore[misc]
 
