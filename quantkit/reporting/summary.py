@@ -30,6 +30,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ("calibration", facts.protocol(report) if report.get("calibration") else ""),
         ("evaluation", facts.evaluation(report)),
         ("left out", facts.left_out(report)),
+        ("processes", _processes(report.get("ranks", []))),
         ("time", _times(report, totals)),
         ("memory", ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items())),
         *(("note", line) for line in facts.events(report)),
@@ -61,6 +62,10 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         cells = [layer.get("name"), layer.get("shape"), layer.get("scheme")]
         found.append((*(_line(str(cell)) for cell in cells), *("-" if x is None else f"{x:.4g}" for x in numbers)))
     return found
+
+
+def _processes(ranks: Any) -> str:
+    return ", then ".join(map(str, ranks if isinstance(ranks, list) else [ranks]))
 
 
 def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:
