@@ -78,7 +78,7 @@ class Progress:
 
 
 class Recorder(Progress):
-    """Progress that prints nothing and records its warnings in `warnings`, for another rank to print."""
+    """Progress that prints nothing and records its warnings, for another rank to print."""
 
     def __init__(self, like: Progress) -> None:
         super().__init__(quiet=True, stop=like._stop)
@@ -87,6 +87,11 @@ class Recorder(Progress):
     def warn(self, text: str) -> None:
         """Record what a user must know."""
         self.warnings.append(text)
+
+    def take(self) -> list[str]:
+        """Return the warnings since the last call."""
+        taken, self.warnings = self.warnings, []
+        return taken
 
 
 @dataclass(frozen=True)

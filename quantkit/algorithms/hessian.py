@@ -79,7 +79,7 @@ class Hessian:
             if self._filled == CHUNK:
                 if self._cap_tokens:
                     self._cap = self._cap or _find_cap(self._chunk)
-                    aside, late = self._cap.take_out(self._chunk, max(0, _ASIDE - sum(map(len, self._aside))))
+                    aside, late = self._cap.take_out(self._chunk, self._room())
                     self._aside += [aside] if len(aside) else []
                     self._late += late
                 _add_products(self._sum, self._chunk)
@@ -96,14 +96,20 @@ class Hessian:
         """Add the tokens that another rank has summed, to be called in the order of the ranks.
 
         Its full chunks are added as a sum: the cap of its own first chunk has judged them. Its last tokens continue the
-        unfinished chunk here, so that a Hessian of few tokens does not depend on the number of ranks.
+        unfinished chunk here, so that a Hessian of few tokens does not depend on the number of ranks. The sum of the
+        first part becomes that of this Hessian.
         """
         if part.total is not None:
             self._sum = self._sum.add_(part.total) if self.tokens else part.total
             self.tokens += part.tokens
             self._cap = self._cap or part.cap
-            self._aside += [] if part.aside is None else [part.aside]
             self._late += part.late
+            if part.aside is not None and self._cap is not None:
+                aside, rest = part.aside.tensor_split([self._room()])
+                self._aside += [aside]
+                self._late += len(rest)
+                if len(rest):
+                    _add_products(self._sum, rest * self._cap.factors(rest))
         if part.last is not None:
             self.add(part.last)
 
@@ -143,6 +149,10 @@ class Hessian:
         _, tail = self._last_chunk()
         return len(tail.aside) + tail.late
 
+    def _room(self) -> int:
+        """Return how many more tokens can be set aside."""
+        return _ASIDE - sum(map(len, self._aside))
+
     def _parts(self) -> tuple[Tensor, _Extreme]:
         """Return the lower triangle of the sum of all ordinary tokens, and the extreme ones."""
         if not self.tokens:
@@ -159,7 +169,7 @@ class Hessian:
         x = self._sum[:0] if self._chunk is None else self._chunk[: self._filled].clone()
         if self._cap_tokens and len(x):
             cap = cap or _find_cap(x)
-            aside, more = cap.take_out(x, max(0, _ASIDE - sum(map(len, found))))
+            aside, more = cap.take_out(x, self._room())
             found, late = [*found, aside], late + more
         return x, _Extreme(torch.cat(found) if found else self._sum[:0], cap, late)
 

@@ -26,6 +26,8 @@ R = TypeVar("R")
 
 #: A rank may wait for another one that reads or solves. If one dies, its connections end, and nobody waits for it.
 PATIENCE = timedelta(days=7)
+#: Tensors on GPUs move when all ranks are ready for it. NCCL does not see that a process has died meanwhile.
+MOVING = timedelta(minutes=5)
 #: Divided rows begin at multiples of this, as the products on a CPU and the tiles on a GPU do.
 ROWS = 256
 #: Says that a rank has died.
@@ -225,7 +227,7 @@ class Ranks:
         try:
             with self._showing(self._world):
                 if self._nccl is None and any(kind == "cuda" for form in forms for _, _, kind in form.tensors):
-                    self._nccl = distributed.new_group(backend="nccl", timeout=PATIENCE)
+                    self._nccl = distributed.new_group(backend="nccl", timeout=MOVING)
                 yield
         except RuntimeError as error:
             if is_out_of_memory(error):

@@ -189,6 +189,7 @@ def calibrated(
         yield from _block(run, block)
         saved = _save(run, block) if block + 1 < last and (block + 1) % every == 0 else None
         form = model.forms.get(block)
+        _print_warnings(run)
         phases = run.clock.take()
         yield Commit({"block": block, "phases": phases, "activations": saved, "form": form, "ranks": ranks.count})
     if len(facts) == len(finished):
@@ -342,7 +343,7 @@ def _solved(run: Run, found: Sequence[Calibrated], goals: Mapping[str, Goal]) ->
                 weights = {name: run.model.source_weight(name) for name in part}
                 ranks = run.ranks if each.owner is None else ALONE
                 items += solve(weights, {name: goals[name] for name in weights}, each.hessian, run.recipe, told, ranks)
-        return items, told.warnings
+        return items, told.take()
 
     solved: Iterable[tuple[list[Item], list[str]]] = map(work, found)
     owners = [each.owner for each in found if each.owner is not None]
@@ -350,7 +351,7 @@ def _solved(run: Run, found: Sequence[Calibrated], goals: Mapping[str, Goal]) ->
         with run.exchanging():
             solved = list(run.ranks.each(found, owners, work))
     for items, warnings in solved:
-        for text in warnings:
+        for text in warnings if run.ranks.first else ():
             run.progress.warn(text)
         yield items
 
@@ -466,7 +467,8 @@ def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> int:
         problem = str(error)
     problem = next((told for told in run.ranks.exchange(problem) if told is not None), None)
     if problem is not None:
-        run.progress.warn(f"{problem}: the activations of {len(finished)} finished blocks are computed again")
+        if run.ranks.first:
+            run.progress.warn(f"{problem}: the activations of {len(finished)} finished blocks are computed again")
         return 0
     run.model.forms[number] = finished[number]["form"]
     with run.clock.phase("load"):
@@ -527,6 +529,15 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     model.unload_block(block)
     for name in model.stored(block) if run.ranks.first else ():
         yield solved.pop(name) if name in solved else Item(name, run.src.get(name))
+
+
+def _print_warnings(run: Run) -> None:
+    """Let the first rank print what the others had to say since the last call."""
+    said = run.progress.take() if isinstance(run.progress, Recorder) else []
+    told = run.ranks.exchange(said)
+    for rank, warnings in enumerate(told) if run.ranks.first else ():
+        for text in warnings:
+            run.progress.warn(f"rank {rank}: {text}")
 
 
 def _detail(item: Item) -> str:

@@ -11,6 +11,7 @@ import platform
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -35,6 +36,7 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.calibration_data import Calibration, draw_calibration
+from quantkit.models.devices import device_of
 from quantkit.models.text_sources import PACKAGED
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline.calibrate import calibrated, check_sequences, split_documents
@@ -246,11 +248,18 @@ def quantize(
     progress = run.progress or Progress(quiet=True)
     here.progress = progress = progress if here.first else Recorder(progress)
     run = replace(run, progress=progress, device=here.device_name(run.device))
-    with here.together():
+    with here.together(), _on(run.device, here):
         if not here.first:
             _assist(model, run, here)
             return here.broadcast(None)
         return here.broadcast(_quantize(model, Path(out), recipe, measure, run, progress))
+
+
+def _on(device: str, here: Ranks) -> AbstractContextManager[object]:
+    """Return a block in which the GPU of a rank is torch's current one, so that no rank takes memory of another's."""
+    if here.count == 1 or device_of(device).type == "cpu":
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
 def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
