@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +15,14 @@ import pytest
 import torch
 
 from quantkit.algorithms.hessian import Hessian
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import NumericError, RecipeError
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL
 from quantkit.models.block_runner import BlockRunner
 from quantkit.pipeline.calibrate import split_documents
 from tests import command_line, ranks
-from tests.command_line import call
+from tests.command_line import ROOT, call
 from tests.faults import memory_path
 from tests.pipeline.test_quantize import hashes
 from tests.reliability import forks
@@ -327,3 +330,24 @@ def test_a_hessian_of_many_tokens_sets_the_same_ones_aside(tokens: list[int]) ->
     assert merged.tokens == one.tokens and merged.capped_tokens == one.capped_tokens == -(-len(x) // 97)
     (h, capped), (expected, before) = merged.limited(weights), one.limited(weights)
     assert (h - expected).norm() < 1e-5 * expected.norm() and capped == before > 0
+
+
+@pytest.mark.gpu
+def test_two_gpus_give_the_same_bytes_twice_and_nearly_the_codes_of_one(shared: Path, tmp_path: Path) -> None:
+    """Each run is one of torchrun, as a process that has used CUDA cannot be forked."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two CUDA GPUs, and torch sees {torch.cuda.device_count()}")
+    text = shared / "data" / "wikitext2" / "train.txt"
+    outs = [tmp_path / name for name in ("one", "two", "again")]
+    for out, count in zip(outs, (1, 2, 2), strict=True):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", "quantkit"]
+        model = shared / "models" / "llama-29m"
+        args = ["quantize", model, "-o", out, "--calib", text, "--samples", 64, "--max-length", 512, "-q"]
+        done = subprocess.run([*launcher, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    assert hashes(outs[1]) == hashes(outs[2]) and report(outs[1])["ranks"] == 2
+    one, two = map(Checkpoint, outs[:2])
+    equal = [(one.quantized(name).codes == two.quantized(name).codes).float().mean() for name in one.modules()]
+    assert float(torch.stack(equal).mean()) > 0.99
+    losses = [sum(layer["loss"] for layer in report(out)["layers"]) for out in outs[:2]]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
