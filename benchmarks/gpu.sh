@@ -75,8 +75,18 @@ generate() { # whole models, dense beside packed; of 70 billion weights in FP6, 
     "$python" -m quantkit bench generate -v --model llama2-70b --layout tcfpx --csv "$results/generate_llama2-70b.csv"
 }
 
-several_gpus() { # of the tests only these need two
+several_gpus() { # of the tests only these, and those of the stage ranks, need two
     "$python" -m pytest -q -m gpu -k "several_gpus or on_two_gpus" tests/properties/test_several_gpus.py tests/kernels/test_bad_input.py
+}
+
+ranks() { # the same run by one process and by a process for each GPU; its journal, signals and bytes are tested first
+    local gpus
+    gpus=$(nvidia-smi --list-gpus | wc -l)
+    "$python" -m pytest -q -m gpu tests/pipeline/test_ranks.py
+    for count in 1 "$gpus"; do
+        "$python" -m torch.distributed.run --nproc-per-node "$count" -m quantkit bench quantize -v --model llama3-8b \
+            --csv "$results/quantize_ranks$count.csv"
+    done
 }
 
 sanitizer() { # every tile of the fast kernels on a small odd shape, and the naive kernels, side by side

@@ -77,6 +77,23 @@ class Progress:
         _say(f"Warning: {text}")
 
 
+class Recorder(Progress):
+    """Progress that prints nothing and records its warnings, for another rank to print."""
+
+    def __init__(self, like: Progress) -> None:
+        super().__init__(quiet=True, stop=like._stop)
+        self.warnings: list[str] = []
+
+    def warn(self, text: str) -> None:
+        """Record what a user must know."""
+        self.warnings.append(text)
+
+    def take(self) -> list[str]:
+        """Return the warnings since the last call."""
+        taken, self.warnings = self.warnings, []
+        return taken
+
+
 @dataclass(frozen=True)
 class Event:
     """A step of a run: `done` of `total` items of the phase `label` are finished."""

@@ -21,7 +21,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import GroupError, choose_scales, group_errors
 from quantkit.algorithms.sparsegpt import survivors, sweep_pattern
 from quantkit.algorithms.sweep import sweep
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError
 
@@ -78,6 +78,19 @@ def quantize(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor
     swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid)
     swept, changes = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
     return _guarded(weight, swept, plain, h, factor, changes)
+
+
+def join(parts: Sequence[Solution]) -> Solution:
+    """Put solutions of some rows each, of one weight or of several, into one."""
+    if len(parts) == 1:
+        return parts[0]
+    loss, rtn_loss, norm, guard = (
+        torch.cat([getattr(part, name) for part in parts]) for name in ("loss", "rtn_loss", "norm", "guard_rows")
+    )
+    changes = {name: torch.cat([part.changes[name] for part in parts]) for name in parts[0].changes}
+    tensor = concatenated([part.tensor for part in parts])
+    facts = {**parts[0].facts, **rtn.scale_facts(tensor), **_sums({"guard_rows": guard, **changes})}
+    return Solution(tensor, loss, rtn_loss, norm, guard, facts, changes)
 
 
 def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:

@@ -95,6 +95,36 @@ class Hessian:
         """Return whether the sum of a call's numbers is not finite: one of them is not, or they are very large."""
         return bool(self._totals) and not is_finite(torch.stack(self._totals or []))
 
+    def part(self) -> Part:
+        """Return what was summed here, for `absorb` of another Hessian; it shares the memory of this one."""
+        full, extreme = self.tokens - self._filled, int(self._extreme)
+        aside = self._aside[: min(extreme, _ASIDE)].float() if self._aside is not None and extreme else None
+        last = self._chunk[: self._filled] if self._chunk is not None and self._filled else None
+        return Part(full, self._sum if full else None, self._cap, aside, max(0, extreme - _ASIDE), last)
+
+    def absorb(self, part: Part) -> None:
+        """Add the tokens that another rank has summed, to be called in the order of the ranks.
+
+        Its full chunks are added as a sum: the cap of its own first chunk has judged them. Its last tokens continue the
+        unfinished chunk here, so that a Hessian of few tokens does not depend on the number of ranks. The sum of the
+        first part becomes that of this Hessian.
+        """
+        if part.total is not None:
+            self._sum = self._sum.add_(part.total) if self.tokens else part.total
+            self.tokens += part.tokens
+            self._cap = self._cap or part.cap
+            if part.aside is not None and self._cap is not None:
+                before = int(self._extreme)
+                kept, rest = part.aside.tensor_split([max(0, _ASIDE - before)])
+                if self._aside is None:
+                    self._aside = _empty_aside(kept)
+                self._aside[before : before + len(kept)] = kept
+                self._extreme = self._extreme + len(part.aside) + part.late
+                if len(rest):
+                    _add_products(self._sum, rest * self._cap.factors(rest))
+        if part.last is not None:
+            self.add(part.last)
+
     def check_size(self, k: int) -> None:
         """Raise NumericError unless the inputs have `k` channels, as a weight `[n, k]` needs."""
         check_size(self._sum, k)
@@ -133,7 +163,7 @@ class Hessian:
 
     def _parts(self) -> tuple[Tensor, _Extreme]:
         """Return the lower triangle of the sum of all ordinary tokens, and the extreme ones."""
-        if self._chunk is None or not self.tokens:
+        if not self.tokens:
             raise NumericError("no calibration token reached this linear: add calibration text, or leave it dense")
         total = self._sum.clone()
         x, extreme = self._last_chunk()
@@ -159,6 +189,21 @@ class Hessian:
             _add_products(total, aside)
         lower = total.mul_(2 / self.tokens).tril_()
         return lower + lower.tril(-1).T
+
+
+class Part(NamedTuple):
+    """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, those set aside, and the last tokens.
+
+    `total` float32 `[k, k]`, of which the lower triangle counts, is None without a full chunk. `aside` `[e, k]` and
+    `last` `[t, k]` are None if there are none. `late` counts the extreme tokens that were scaled down at once.
+    """
+
+    tokens: int
+    total: Tensor | None
+    cap: _Cap | None
+    aside: Tensor | None
+    late: int
+    last: Tensor | None
 
 
 class _Extreme(NamedTuple):
@@ -191,7 +236,7 @@ class _Cap(NamedTuple):
         else:
             rows = extreme.nonzero().flatten()
         place = (before + torch.arange(len(rows), device=x.device)).clamp_max(_ASIDE)
-        aside.index_copy_(0, place, x[rows])
+        aside.index_copy_(0, place, x[rows].to(aside.dtype))
         if _EVERY_TOKEN[x.device.type]:
             x *= factors
         else:

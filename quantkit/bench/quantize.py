@@ -20,6 +20,7 @@ import torch
 from quantkit.bench.random_model import Outline
 from quantkit.bench.source import WORDS, blocks_of, draw_text, shortened, write_model
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.ranks import ranks
 from quantkit.errors import RecipeError
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL, read_journal
@@ -68,7 +69,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Calibrating:
-    """The phases of a run of `blocks` of the model's `all_blocks`, on a device with these speeds.
+    """The phases of a run of `blocks` of the model's `all_blocks`, on `ranks` devices with these speeds.
 
     `peak_memory` was measured, in bytes, and `planned_memory` is what `plan` says: `ram`, and `vram` on a GPU.
     """
@@ -76,6 +77,7 @@ class Calibrating:
     model: str
     blocks: int
     all_blocks: int
+    ranks: int
     tokens: int
     layout: str
     scheme: str
@@ -117,7 +119,29 @@ def measure(
 
     `recipe` says how many documents of how many tokens; its text is ignored. RecipeError for fewer than three
     blocks, more than the model has, or a recipe that uses no activations.
+
+    The ranks of a process group share the run, and all return the figures of the first one.
     """
+    here = ranks()
+    device = here.device_name(device)
+    with here.together():
+        if here.first:
+            return here.broadcast(_measure(model, recipe, blocks, work, device, act_budget, progress))
+        led: tuple[Path, Path, Recipe] = here.broadcast(None)
+        quantize(*led, device=device, act_budget=act_budget, min_share=0.0, progress=progress)
+        return here.broadcast(None)
+
+
+def _measure(
+    model: Outline,
+    recipe: Recipe,
+    blocks: int,
+    work: Path | None,
+    device: str,
+    act_budget: int | None,
+    progress: Progress | None,
+) -> Calibrating:
+    here = ranks()
     every = blocks_of(model)
     if not 3 <= blocks <= every:
         raise RecipeError(
@@ -145,9 +169,11 @@ def measure(
         if where.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(where)
+        here.broadcast((source, Path(folder) / "out", _on(recipe, text)))
         report = quantize(source, Path(folder) / "out", _on(recipe, text), see, progress=progress, **options)
         speeds = measure_speeds(where, Path(folder))  # last, as pinned memory would count as the run's
-        least = floors(Checkpoint(source), device, recipe, report["calibration"]["tokens"], speeds)
+        least = floors(Checkpoint(source), device, recipe, report["calibration"]["tokens"] // here.count, speeds)
+        least["solve"] /= here.count
         ratio = _source_bytes(whole) / _source_bytes(short)
     of_blocks = [line for line in lines if type(line.get("block")) is int]
     found = _phases(of_blocks, report["phases"], every, ratio, least, SAVED_BLOCKS[where.type])
@@ -155,6 +181,7 @@ def measure(
         model.name,
         blocks,
         every,
+        here.count,
         report["calibration"]["tokens"],
         recipe.layout,
         recipe.scheme.label,

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import click
 
 from quantkit.cli.exits import catch_signals, exits, ignore_signals
+from quantkit.cli.launch import silence_others
 
 #: Variables that libraries read at their import or first use. A value set by the user is not changed.
 ENVIRONMENT = {
@@ -37,6 +38,7 @@ def main(args: Sequence[str] | None = None) -> None:
         os.environ.setdefault(name, value)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a file name need not be text in the user's locale
+    silence_others()
     catch_signals()
     atexit.register(ignore_signals)
     with exits():

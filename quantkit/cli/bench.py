@@ -142,7 +142,7 @@ def generate(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
     emit(show.as_json(found.to_dict()) if as_json else show.paces(found.to_dict()))
 
 
-@command("quantize", "quantkit bench quantize --model llama3-8b --csv quantize.csv", bench)
+@command("quantize", "quantkit bench quantize --model llama3-8b --csv quantize.csv", bench, shared=True)
 @calibrating_options
 @click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
 def quantize(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) -> None:

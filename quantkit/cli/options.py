@@ -18,6 +18,7 @@ import click
 
 from quantkit.cli import completers
 from quantkit.cli.exits import STOP, exits
+from quantkit.cli.launch import joined, require_one
 from quantkit.cli.parsing import Choice, Command, Function, Group, combined, needed_unless
 from quantkit.core.memory_limits import require_address_space
 from quantkit.errors import QuantkitError
@@ -71,18 +72,20 @@ class Override(click.ParamType):  # type: ignore[type-arg]
 
 
 def command(
-    name: str, example: str, group: click.Group | None = None, computes: bool = True
+    name: str, example: str, group: click.Group | None = None, computes: bool = True, shared: bool = False
 ) -> Callable[[Function], Command]:
     """Make a function a command: its help ends with `example`, its errors end in one line and an exit code.
 
     The function is handed a `progress` and the flag `as_json`. A command that `computes` runs with torch set to be
-    deterministic.
+    deterministic. One that is not `shared` by several processes refuses to be started as such.
     """
 
     def decorate(function: Function) -> Command:
         @wraps(function)
         def run(quiet: bool, verbose: bool, **options: Any) -> None:
-            with exits():
+            with joined() as together, exits(), together():
+                if not shared:
+                    require_one(name)
                 _require_usable_process(computes)
                 if computes:
                     _be_deterministic()

@@ -176,7 +176,7 @@ RUNNING = [field.name for field in fields(RunOptions) if field.name != "progress
 PUBLISHING = ("eval", "profile", "push_to", "public")
 
 
-@command("quantize", "quantkit quantize ./model -o ./model-int4 --calib wikitext2 --samples 128")
+@command("quantize", "quantkit quantize ./model -o ./model-int4 --calib wikitext2 --samples 128", shared=True)
 @click.argument("model", required=False, callback=needed_unless("print_recipe"), shell_complete=completers.folders)
 @section("Basic", options.out(unless=("print_recipe", "dry_run")))
 @recipe_options
@@ -218,7 +218,7 @@ def quantize(
     _produce(model, out, recipe, publishing, running, as_json, progress)
 
 
-@command("prune", "quantkit prune ./model -o ./model-24 --calib wikitext2")
+@command("prune", "quantkit prune ./model -o ./model-24 --calib wikitext2", shared=True)
 @options.model
 @section("Basic", options.out())
 @pruning_options
@@ -235,7 +235,7 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
     _produce(model, out, api.build_pruning(**given), publishing, running, as_json, progress)
 
 
-@command("plan", "quantkit plan ./model --format int4 --target vllm --gpu h100")
+@command("plan", "quantkit plan ./model --format int4 --target vllm --gpu h100", shared=True)
 @options.model
 @section("Basic", options.out(required=False))
 @recipe_options
@@ -269,7 +269,7 @@ def plan(
     _plan(model, out, recipe, running, as_json, progress, gpu_memory=gpu_memory, target=target, gpu=gpu)
 
 
-@command("run", "quantkit run int4-marlin ./model -o ./model-marlin")
+@command("run", "quantkit run int4-marlin ./model -o ./model-marlin", shared=True)
 @click.argument("recipe", shell_complete=completers.files)
 @options.model
 @section("Basic", options.out())

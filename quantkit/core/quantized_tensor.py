@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -99,6 +99,15 @@ class QuantizedTensor:
     def equal(self, other: QuantizedTensor) -> bool:
         """Return True if both records hold the same scheme and the same bits (negative zeros count)."""
         return self.scheme == other.scheme and self.digest() == other.digest()
+
+
+def concatenated(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
+    """Put the rows of records of one scheme into one record."""
+    if len(parts) == 1:
+        return parts[0]
+    codes, scales = (torch.cat([getattr(part, name) for part in parts]) for name in ("codes", "scales"))
+    zeros = [part.zeros for part in parts if part.zeros is not None]
+    return QuantizedTensor(parts[0].scheme, codes, scales, torch.cat(zeros) if zeros else None)
 
 
 class Digest:

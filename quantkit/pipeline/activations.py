@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ class Activations:
 
     `hidden` `[T, h]`, or `[T, streams, h]`, concatenates the hidden states of all documents; `rows` has the length of
     each. It is on `device` where that is a GPU with space for it, else in RAM. Tensors that blocks pass on beside it
-    are stored in RAM for each document. What exceeds `budget` bytes is in files in `work`.
+    are stored in RAM for each document. What exceeds `budget` bytes is in files in `work`. Of several ranks, each holds
+    its own documents, and `rank` is in the names of its files.
     """
 
     def __init__(
@@ -37,14 +39,15 @@ class Activations:
         like: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device = CPU,
+        rank: int = 0,
     ) -> None:
-        self.work, self.budget, self.rows = work, budget, list(rows)
+        self.work, self.budget, self.rows, self.rank = work, budget, list(rows), rank
         shape = (sum(rows), *like)
         size = prod(shape) * dtype.itemsize
         self._in_ram = 0
         self._is_mapped = budget is not None and size > budget
         if self._is_mapped:
-            self.hidden = files.mapped_tensor(work / "activations-live.bin", shape, dtype)
+            self.hidden = files.mapped_tensor(_file(work, "live", rank), shape, dtype)
         else:
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
             where = device if stays_on_gpu(size, free) else CPU
@@ -91,7 +94,7 @@ class Activations:
             return
         # Two files alternate, as one of them may hold the old state that the new one was computed from.
         turn = 1 - (self._mapped[number] or 0)
-        path = self.work / f"activations-passed-{number}-{turn}.bin"
+        path = _file(self.work, f"passed-{number}-{turn}", self.rank)
         forms = [(dtype_name(t.dtype), list(t.shape)) for t in tensors]
         places = _views(files.mapped_tensor(path, (_size(forms),), torch.uint8), forms)
         for place, tensor in zip(places, tensors, strict=True):
@@ -117,7 +120,7 @@ class Activations:
     def save(self, parity: int) -> dict[str, Any]:
         """Write a snapshot and return the facts with which `load` reads it."""
         facts: dict[str, Any] = {
-            "hash": files.save_tensor(_snapshot(self.work, parity), self.hidden),
+            "hash": files.save_tensor(_file(self.work, f"{parity}", self.rank), self.hidden),
             "shape": list(self.hidden.shape),
             "dtype": dtype_name(self.hidden.dtype),
             "rows": self.rows,
@@ -127,31 +130,54 @@ class Activations:
             parts = []
             for tensor in (tensor for tensors in self._passed for tensor in tensors):
                 parts += [tensor, torch.zeros(-tensor.nbytes % ALIGNED, dtype=torch.uint8)]
-            digest = files.save_tensor(_snapshot(self.work, parity, "passed-"), *parts)
+            digest = files.save_tensor(_file(self.work, f"passed-{parity}", self.rank), *parts)
             facts["passed"] = {"hash": digest, "forms": forms}
         return facts
 
     @classmethod
     def load(
-        cls, work: Path, budget: int | None, parity: int, facts: dict[str, Any], device: torch.device = CPU
+        cls,
+        work: Path,
+        budget: int | None,
+        parity: int,
+        parts: Sequence[dict[str, Any]],
+        documents: range,
+        device: torch.device = CPU,
+        rank: int = 0,
     ) -> Activations:
-        """Read a snapshot. CheckpointError if a file is missing, short, long or changed."""
-        (total, *like), dtype = facts["shape"], getattr(torch, facts["dtype"])
-        found = files.load_tensor(_snapshot(work, parity), (total, *like), dtype, facts.get("hash"))
-        made = cls(work, budget, facts["rows"], tuple(like), dtype, device)
-        made.hidden.copy_(found)
-        if passed := facts.get("passed"):
-            size = sum(map(_size, passed["forms"]))
-            buffer = files.load_tensor(_snapshot(work, parity, "passed-"), (size,), torch.uint8, passed["hash"])
-            start = 0
-            for number, form in enumerate(passed["forms"]):
-                made._put_passed(number, _views(buffer[start : start + _size(form)], form))
-                start += _size(form)
+        """Read some documents of a snapshot, from the facts of the part that each rank has saved.
+
+        CheckpointError if a file is missing, short, long or changed.
+        """
+        rows = [count for part in parts for count in part["rows"]][documents.start : documents.stop]
+        like, dtype = parts[0]["shape"][1:], getattr(torch, parts[0]["dtype"])
+        made = cls(work, budget, rows, tuple(like), dtype, device, rank)
+        first = 0
+        for saved_by, part in enumerate(parts):
+            inside = [n for n in range(len(part["rows"])) if first + n in documents]
+            if inside:
+                made._fill(first - documents.start, inside, parity, saved_by, part)
+            first += len(part["rows"])
         return made
 
+    def _fill(self, first: int, inside: Sequence[int], parity: int, saved_by: int, part: dict[str, Any]) -> None:
+        """Take the documents `inside` a rank's part of a snapshot, whose first document has the number `first` here."""
+        dtype = getattr(torch, part["dtype"])
+        found = files.load_tensor(_file(self.work, f"{parity}", saved_by), tuple(part["shape"]), dtype, part["hash"])
+        begin, end = sum(part["rows"][: inside[0]]), sum(part["rows"][: inside[-1] + 1])
+        start = self._starts[first + inside[0]]
+        self.hidden[start : start + end - begin].copy_(found[begin:end])
+        if passed := part.get("passed"):
+            starts = [0, *accumulate(map(_size, passed["forms"]))]
+            path = _file(self.work, f"passed-{parity}", saved_by)
+            buffer = files.load_tensor(path, (starts[-1],), torch.uint8, passed["hash"])
+            for number in inside:
+                views = _views(buffer[starts[number] : starts[number + 1]], passed["forms"][number])
+                self._put_passed(first + number, views)
 
-def _snapshot(work: Path, parity: int, kind: str = "") -> Path:
-    return work / f"activations-{kind}{parity}.bin"
+
+def _file(work: Path, kind: str, rank: int) -> Path:
+    return work / f"activations-{kind}{f'-rank{rank}' if rank else ''}.bin"
 
 
 def _size(forms: Sequence[tuple[str, list[int]]]) -> int:

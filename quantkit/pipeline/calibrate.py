@@ -10,14 +10,19 @@ as few passes as memory allows.
 
 Every finished block is a commit. Activations are saved first, on a GPU after every eighth block, so that a stopped run
 continues after the last commit with the same bits (RELIABILITY 1.2, 1.3).
+
+Several ranks divide the documents and the work of solving. Each has the whole block, and the activations of its own
+documents. All put back the same weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,6 +31,7 @@ from quantkit.algorithms.hessian import Hessian
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError, about
 from quantkit.io import files
@@ -39,7 +45,7 @@ from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
 from quantkit.pipeline.memory_estimate import HESSIAN_BYTES, TOKENS_AT_ONCE, hessian_bytes
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of
-from quantkit.progress import Clock, Progress
+from quantkit.progress import Clock, Progress, Recorder
 
 #: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
@@ -59,9 +65,24 @@ class Group:
     once: bool = True
 
 
+class Calibrated(NamedTuple):
+    """Hold a group, its Hessian, facts for the report by linear, and the rank that solves it (None: all, by rows).
+
+    The Hessian is one of all documents on the ranks that solve the group. Elsewhere it is of no use.
+    """
+
+    group: Group
+    hessian: Hessian
+    facts: dict[str, dict[str, Any]]
+    owner: int | None = None
+
+
 @dataclass
 class Run:
-    """Hold the state of one calibrated run: the source, the model, its goals, the documents and their activations."""
+    """Hold the state of one calibrated run: the source, the model, its goals, the documents and their activations.
+
+    `sequences` and `activations` are those of this rank's documents, of which `first` is the first.
+    """
 
     src: Checkpoint
     recipe: Recipe | Pruning
@@ -75,9 +96,15 @@ class Run:
     beside: bool = False
     activations: Activations | None = None
     at_once: int = 0
+    ranks: Ranks = ALONE
+    first: int = 0
 
     def __post_init__(self) -> None:
         self.at_once = TOKENS_AT_ONCE[self.model.device.type]
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Return the phase in which several ranks wait for each other and exchange values."""
+        return self.clock.phase("exchange") if self.ranks.count > 1 else nullcontext()
 
     def goals(self, linears: Iterable[str]) -> dict[str, Goal]:
         """Return the goal of each linear that does not stay dense."""
@@ -171,13 +198,16 @@ def calibrated(
     progress: Progress | None = None,
     act_budget: int | None = None,
     beside: bool = False,
+    ranks: Ranks = ALONE,
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears quantized or pruned on `sequences` (int64 `[t]`).
 
     Each block is followed by a Commit; the tensors outside the blocks come last. `work` is the run's folder. It holds
     the activations after the last two blocks and, if they exceed `act_budget` bytes, the current ones. `done` has the
     journal lines of an interrupted run to continue. Facts of an item are those of `layer_solver.solve`; facts of a
-    commit are block, phases, activations and form. With `beside` its activations may come late.
+    commit are block, phases, activations, form and ranks. With `beside` its activations may come late.
+
+    Each of several ranks computes a part, and the first one alone yields tensors; all are given the same arguments.
 
     RecipeError for sequences that the model cannot take, or a tied linear that is not skipped. NumericError for
     unusable activations, Hessians or weights. CheckpointError for a model that cannot run block by block.
@@ -185,7 +215,10 @@ def calibrated(
     clock, chosen = Clock(model.device), goals_of(recipe, model.paths, model.kept_dense)
     run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), clock, chosen, beside)
     _check(run)
-    run.sequences = [tokens.to(model.device) for tokens in sequences]  # a copy in each forward would wait for a GPU
+    mine = split_documents([len(tokens) for tokens in sequences], ranks.count)[ranks.rank]
+    # A copy of tokens in each forward would wait for a GPU.
+    here = [tokens.to(model.device) for tokens in sequences[mine.start : mine.stop]]
+    run = replace(run, sequences=here, ranks=ranks, first=mine.start)
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
     last, every = len(model.blocks), SAVED_BLOCKS[model.device.type]
@@ -196,10 +229,30 @@ def calibrated(
         yield from _block(run, block)
         saved, late = _save(run, block) if block + 1 < last and (block + 1) % every == 0 else (None, None)
         form = model.forms.get(block)
-        yield Commit({"block": block, "phases": run.clock.take(), "activations": saved, "form": form}, late)
+        _print_warnings(run)
+        facts_ = {"block": block, "phases": run.clock.take(), "activations": saved, "form": form, "ranks": ranks.count}
+        yield Commit(facts_, late)
     if len(facts) == len(finished):
         yield from _rest(run)
         yield Commit({"block": REST, "phases": run.clock.take()})
+
+
+def split_documents(lengths: Sequence[int], count: int) -> list[range]:
+    """Divide documents of `lengths` tokens over `count` ranks: adjacent ones, at least one for each, by tokens.
+
+    RecipeError if there are fewer documents than ranks.
+    """
+    if len(lengths) < count > 1:
+        raise RecipeError(
+            f"{len(lengths)} calibration sequences for {count} processes: give more --samples, or start fewer processes"
+        )
+    ends = list(accumulate(lengths))
+    bounds = [0]
+    for rank in range(1, count):
+        share = ends[-1] * rank / count
+        nearest = min(range(len(ends)), key=lambda number: abs(ends[number] - share)) + 1
+        bounds.append(min(max(nearest, bounds[-1] + 1), len(lengths) - count + rank))
+    return [range(*bound) for bound in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
 
 
 def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
@@ -207,8 +260,9 @@ def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
 
     Documents are run until every target was called: one, unless tokens choose experts that are not unfused. A target
     that no document reaches becomes a group of its own, at the end, with those of its expert that share its input.
+    Groups that the documents of several ranks show are taken in the order of the ranks.
     """
-    groups: list[Group] = []
+    seen_here: list[Group] = []
     waiting, experts = set(targets), run.model.experts
     for _, tokens, state in run.documents():
         inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
@@ -222,10 +276,16 @@ def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
         shared: dict[tuple[int, ...], list[str]] = {}
         for linear, seen in inputs.items():
             shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
-        groups += [Group(tuple(linears), once=len(calls) == 1) for calls, linears in shared.items()]
+        seen_here += [Group(tuple(linears), once=len(calls) == 1) for calls, linears in shared.items()]
         waiting.difference_update(inputs)
         if waiting <= experts.keys():
             break
+    groups: list[Group] = []
+    waiting = set(targets)
+    for group in chain.from_iterable(run.ranks.exchange(seen_here)):
+        if linears := tuple(linear for linear in group.linears if linear in waiting):
+            groups.append(Group(linears, group.once))
+            waiting.difference_update(linears)
     idle: dict[object, list[str]] = {}
     for linear in targets:
         if linear in waiting:
@@ -250,30 +310,90 @@ def find_stages(run: Run, groups: Sequence[Group]) -> list[list[Group]]:
     return list(stages.values())
 
 
-def with_hessians(
-    run: Run, block: int, stage: Sequence[Group]
-) -> Iterator[tuple[Group, Hessian, dict[str, dict[str, Any]]]]:
-    """Yield each group of a stage with its Hessian, and facts for the report by linear.
+def with_hessians(run: Run, block: int, stage: Sequence[Group]) -> Iterator[list[Calibrated]]:
+    """Yield the groups of a stage with their Hessians, as many at a time as memory allows.
 
     An expert that sees fewer tokens than it has input channels takes its Hessian from all tokens of the layer.
     """
     model = run.model
     starved: dict[str, str] = {}
     for groups in _batches(run, stage):
-        for group, hessian in zip(groups, collect(run, block, groups), strict=True):
+        found: list[Calibrated] = []
+        hessians = collect(run, block, groups)
+        with run.exchanging():
+            counts = run.ranks.exchange([hessian.tokens for hessian in hessians])
+        for group, hessian, tokens in zip(groups, hessians, map(sum, zip(*counts, strict=True)), strict=True):
             expert, k = model.experts.get(group.linears[0]), model.linears[group.linears[0]][1]
-            if expert and run.recipe.calibration.moe == "routed" and hessian.tokens < k:
-                starved |= dict.fromkeys(group.linears, f"{hessian.tokens} tokens for {k} input channels")
+            if expert and run.recipe.calibration.moe == "routed" and tokens < k:
+                starved |= dict.fromkeys(group.linears, f"{tokens} tokens for {k} input channels")
             else:
                 facts = {"moe": run.recipe.calibration.moe} if expert else {}
-                yield group, hessian, dict.fromkeys(group.linears, facts)
+                found.append(Calibrated(group, hessian, dict.fromkeys(group.linears, facts)))
+        yield _added_up(run, found)
     if not starved:
         return
     model.run_on_all_tokens(model.experts[name] for name in starved)
     for groups in _batches(run, find_groups(run, block, list(starved))):
+        found = []
         for group, hessian in zip(groups, collect(run, block, groups), strict=True):
-            yield group, hessian, {name: {"moe": "all", "few_routed": starved[name]} for name in group.linears}
+            facts_of = {name: {"moe": "all", "few_routed": starved[name]} for name in group.linears}
+            found.append(Calibrated(group, hessian, facts_of))
+        yield _added_up(run, found)
     model.run_on_all_tokens([])
+
+
+def _added_up(run: Run, found: list[Calibrated]) -> list[Calibrated]:
+    """Choose the ranks that solve groups, and add up there the Hessians of all ranks, in their order.
+
+    Several groups are divided over the ranks. The rows of a single one are, so that all ranks need its Hessian.
+    """
+    if run.ranks.count == 1 or not found:
+        return found
+    owners: list[int | None] = [None]
+    if len(found) > 1:
+        work = [0] * run.ranks.count
+        owners = [0] * len(found)
+        costs = [sum(n * k * k for n, k in map(run.model.linears.__getitem__, each.group.linears)) for each in found]
+        for number in sorted(range(len(found)), key=lambda number: -costs[number]):
+            least = work.index(min(work))
+            owners[number] = least
+            work[least] += costs[number]
+    summed = []
+    with run.exchanging():
+        parts = run.ranks.gather_each([each.hessian.part() for each in found], owners)
+        for each, owner, of_ranks in zip(found, owners, parts, strict=True):
+            hessian = each.hessian
+            if of_ranks is not None:
+                k = run.model.linears[each.group.linears[0]][1]
+                hessian = Hessian(k, run.model.device, cap_tokens=run.recipe.gptq.cap_tokens)
+                for part in of_ranks:
+                    hessian.absorb(part)
+            summed.append(each._replace(hessian=hessian, owner=owner))
+    return summed
+
+
+def _solved(run: Run, found: Sequence[Calibrated], goals: Mapping[str, Goal]) -> Iterator[list[Item]]:
+    """Yield the solved linears of each group."""
+
+    def work(each: Calibrated) -> tuple[list[Item], list[str]]:
+        items: list[Item] = []
+        told = Recorder(run.progress)
+        for part in _parts(run, each.group):
+            with run.clock.phase("solve"):
+                weights = {name: run.model.source_weight(name) for name in part}
+                ranks = run.ranks if each.owner is None else ALONE
+                items += solve(weights, {name: goals[name] for name in weights}, each.hessian, run.recipe, told, ranks)
+        return items, told.take()
+
+    solved: Iterable[tuple[list[Item], list[str]]] = map(work, found)
+    owners = [each.owner for each in found if each.owner is not None]
+    if owners:
+        with run.exchanging():
+            solved = list(run.ranks.each(found, owners, work))
+    for items, warnings in solved:
+        for text in warnings if run.ranks.first else ():
+            run.progress.warn(text)
+        yield items
 
 
 def _batches(run: Run, groups: Sequence[Group]) -> Iterator[list[Group]]:
@@ -306,7 +426,7 @@ def _parts(run: Run, group: Group) -> Iterator[list[str]]:
 
 
 def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
-    """Sum the Hessian of each group's input over all documents, in one pass through the loaded block.
+    """Sum the Hessian of each group's input over this rank's documents, in one pass through the loaded block.
 
     The pass for a single group ends before its first linear runs. Where a check would wait for a GPU, all numbers are
     checked in the end, and a second pass names what is not finite.
@@ -335,7 +455,7 @@ def _sums(run: Run, block: int, groups: Sequence[Group], checks: bool) -> list[H
     document = 0
 
     def see(linear: str, x: Tensor) -> bool:
-        with run.clock.phase("hessian"), about(f"{linear}, calibration document {document}"):
+        with run.clock.phase("hessian"), about(f"{linear}, calibration document {run.first + document}"):
             hessians[linear].add(x)
         return stop
 
@@ -396,11 +516,19 @@ def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> int:
     number = max((block for block, facts in enumerate(finished) if facts["activations"] is not None), default=-1)
     if number < 0:
         return 0
+    problem = None
     try:
-        facts, parity = finished[number]["activations"], _parity(run, number)
-        run.activations = Activations.load(run.work, run.act_budget, parity, facts, run.model.device)
+        parts, parity = finished[number]["activations"], _parity(run, number)
+        mine = range(run.first, run.first + len(run.sequences))
+        run.activations = Activations.load(
+            run.work, run.act_budget, parity, parts, mine, run.model.device, run.ranks.rank
+        )
     except CheckpointError as error:
-        run.progress.warn(f"{error}: the activations of {len(finished)} finished blocks are computed again")
+        problem = str(error)
+    problem = next((told for told in run.ranks.exchange(problem) if told is not None), None)
+    if problem is not None:
+        if run.ranks.first:
+            run.progress.warn(f"{problem}: the activations of {len(finished)} finished blocks are computed again")
         return 0
     run.model.forms[number] = finished[number]["form"]
     with run.clock.phase("load"):
@@ -419,7 +547,7 @@ def _embed(run: Run) -> None:
         if len(first) != rows[0]:  # padding, prompts or streams come with the tokens
             rows = [len(model.embed(tokens).hidden) for tokens in run.sequences]
         like = tuple(first.shape[1:])
-        run.activations = Activations(run.work, run.act_budget, rows, like, model.dtype, model.device)
+        run.activations = Activations(run.work, run.act_budget, rows, like, model.dtype, model.device, run.ranks.rank)
         for number, tokens, _ in run.documents():
             run.activations.put(number, model.embed(tokens))
     model.drop_embeddings()
@@ -447,23 +575,29 @@ def _block(run: Run, block: int) -> Iterator[Item]:
         _put_back(model, name, item.value)
         solved[item.name] = item
     for stage in find_stages(run, groups):
-        for group, hessian, facts in with_hessians(run, block, stage):
-            for part in _parts(run, group):
-                with run.clock.phase("solve"):
-                    weights = {name: model.source_weight(name) for name in part}
-                    items = solve(weights, {name: goals[name] for name in weights}, hessian, run.recipe, run.progress)
+        for found in with_hessians(run, block, stage):
+            for each, items in zip(found, _solved(run, found, goals), strict=True):
                 for item in items:
                     assert not isinstance(item.value, Packed)  # only conversions yield packed items
                     name = item.name.removesuffix(".weight")
                     _put_back(model, name, item.value)
-                    solved[item.name] = item._replace(facts={**(item.facts or {}), **facts[name]})
+                    solved[item.name] = item._replace(facts={**(item.facts or {}), **each.facts[name]})
                     run.progress.detail(_detail(item))
     model.run_on_all_tokens([])
     if block + 1 < len(model.blocks):
         run.forward(block)
     model.unload_block(block)
-    for name in model.stored(block):
+    for name in model.stored(block) if run.ranks.first else ():
         yield solved.pop(name) if name in solved else Item(name, run.src.get(name))
+
+
+def _print_warnings(run: Run) -> None:
+    """Let the first rank print what the others had to say since the last call."""
+    said = run.progress.take() if isinstance(run.progress, Recorder) else []
+    told = run.ranks.exchange(said)
+    for rank, warnings in enumerate(told) if run.ranks.first else ():
+        for text in warnings:
+            run.progress.warn(f"rank {rank}: {text}")
 
 
 def _detail(item: Item) -> str:
@@ -474,7 +608,7 @@ def _detail(item: Item) -> str:
 
 def _rest(run: Run) -> Iterator[Item]:
     """Yield the tensors outside the blocks; a linear there that is not skipped is solved without a Hessian."""
-    outside = run.model.stored(None)
+    outside = run.model.stored(None) if run.ranks.first else []
     goals = run.goals(linear for linear in run.model.linears if f"{linear}.weight" in outside)
     for name in outside:
         run.progress.check()
@@ -489,15 +623,17 @@ def _rest(run: Run) -> Iterator[Item]:
         yield item
 
 
-def _save(run: Run, block: int) -> tuple[dict[str, Any] | None, Callable[[], dict[str, Any]] | None]:
-    """Save the activations after a block; return the facts of the snapshot, or the function that saves a copy later."""
+def _save(run: Run, block: int) -> tuple[list[dict[str, Any]] | None, Callable[[], dict[str, Any]] | None]:
+    """Save the activations after a block; return the facts of each rank's part, or the function that saves a copy."""
     assert run.activations is not None
     parity = _parity(run, block)
     with run.clock.phase("save"):
-        copied = run.activations.copied(run.model.device) if run.beside else None
-        if copied is None:
-            return run.activations.save(parity), None
-        return None, lambda: {"activations": copied.save(parity)}
+        copied = run.activations.copied(run.model.device) if run.beside and run.ranks.count == 1 else None
+        if copied is not None:
+            return None, lambda: {"activations": [copied.save(parity)]}
+        facts = run.activations.save(parity)
+    with run.exchanging():
+        return run.ranks.exchange(facts), None
 
 
 def _parity(run: Run, block: int) -> int:

@@ -23,7 +23,8 @@ from quantkit.algorithms.masks import fixed_mask
 from quantkit.algorithms.numerics import check_weight, row_slices, working_dtype
 from quantkit.checkpoint.items import Item
 from quantkit.core import sparsity
-from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
+from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.threads import one_thread
 from quantkit.errors import NumericError, about
@@ -52,8 +53,11 @@ def solve(
     hessian: Hessian,
     recipe: Recipe | Pruning,
     progress: Progress,
+    ranks: Ranks = ALONE,
 ) -> list[Item]:
     """Quantize or prune linears `[n, k]`, by name, whose common input gave `hessian`.
+
+    Several ranks, which call this with the same arguments, solve some rows each and return the same.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
     tokens, capped_tokens (if any), channel_peak, seconds, and those of the solver. `descent_skipped` says that there
@@ -93,7 +97,7 @@ def solve(
         started = time.perf_counter()
         width = _width(goal, k, recipe)
         system = systems[is_sparse(goal), width]
-        solved = _solve_alike({name: _widened(w, width) for name, w in chosen.items()}, goal, system, recipe)
+        solved = _solve_alike({name: _widened(w, width) for name, w in chosen.items()}, goal, system, recipe, ranks)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
             common = {**sums, **skipped, "seconds": seconds * len(weight)}
@@ -230,13 +234,15 @@ def _systems(
     return {kind: _System(hessians[kind[1]], factors[kind]) for kind in kinds}
 
 
-def _solve_alike(weights: Mapping[str, Tensor], goal: Goal, system: _System, recipe: Recipe | Pruning) -> Solved:
+def _solve_alike(
+    weights: Mapping[str, Tensor], goal: Goal, system: _System, recipe: Recipe | Pruning, ranks: Ranks
+) -> Solved:
     """Solve weights of one dtype with one goal, by the method of the recipe."""
     if isinstance(recipe, Pruning) or not isinstance(goal, Scheme):
-        return _prune(weights, system, recipe)
+        return _prune(weights, system, recipe, ranks)
     if recipe.factored:
-        return _gptq(weights, goal, system, recipe)
-    return _rtn(weights, goal, system.h, recipe)
+        return _gptq(weights, goal, system, recipe, ranks)
+    return _rtn(weights, goal, system.h, recipe, ranks)
 
 
 def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progress: Progress) -> Factor | None:
@@ -254,11 +260,11 @@ def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progr
     return factor
 
 
-def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe: Recipe) -> Solved:
-    def solve_tall(weight: Tensor, rows: list[int]) -> list[gptq.Solution]:
-        return gptq.split(gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor), rows)
+def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
+    def solve_rows(weight: Tensor) -> gptq.Solution:
+        return gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor)
 
-    parts = _as_one(weights, solve_tall)
+    parts = gptq.split(gptq.join(_as_one(weights, solve_rows, ranks)), [len(w) for w in weights.values()])
     return [
         (
             part.tensor,
@@ -274,15 +280,12 @@ def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe
     ]
 
 
-def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe | Pruning) -> Solved:
+def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe | Pruning, ranks: Ranks) -> Solved:
     h, factor = system
-
-    def prune_tall(weight: Tensor, rows: list[int]) -> list[Tensor]:
-        return list(sparsegpt.prune(weight, h, recipe.gptq, factor).split(rows))
-
+    tall = torch.cat(_as_one(weights, lambda weight: sparsegpt.prune(weight, h, recipe.gptq, factor), ranks))
     used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}
     found: Solved = []
-    for (name, weight), value in zip(weights.items(), _as_one(weights, prune_tall), strict=True):
+    for (name, weight), value in zip(weights.items(), tall.split([len(w) for w in weights.values()]), strict=True):
         with about(name):
             facts = {"method": recipe.gptq.prune, **used, **_checked(value)}
         facts["loss"] = _finite(row_losses(weight.float() - value.float(), None, h))
@@ -292,16 +295,17 @@ def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe | Prun
     return found
 
 
-def _as_one(weights: Mapping[str, Tensor], solve_tall: Callable[[Tensor, list[int]], list[_Part]]) -> list[_Part]:
-    """Apply `solve_tall` to all weights stacked, given the rows of each; after an error, to one weight at a time."""
+def _as_one(weights: Mapping[str, Tensor], solve_rows: Callable[[Tensor], _Part], ranks: Ranks) -> list[_Part]:
+    """Apply `solve_rows` to all weights stacked, or to some rows on each rank; return the results, stacked in order."""
+    mine = torch.cat(list(weights.values()))[ranks.rows(sum(map(len, weights.values())))]
     try:
-        return solve_tall(torch.cat(list(weights.values())), [len(w) for w in weights.values()])
-    except NumericError:  # its row must be named within its own linear
-        parts = []
-        for name, weight in weights.items():
+        part = solve_rows(mine) if len(mine) else None
+    except NumericError:
+        for name, weight in weights.items():  # the row must be named within its own linear
             with about(name):
-                parts += solve_tall(weight, [len(weight)])
-        return parts
+                solve_rows(weight)
+        raise
+    return [found for found in ranks.gather(part) if found is not None]
 
 
 def _checked(value: Tensor) -> dict[str, Any]:
@@ -318,19 +322,23 @@ def _finite(losses: Tensor) -> float | None:
     return total if math.isfinite(total) else None
 
 
-def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recipe) -> Solved:
+def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recipe, ranks: Ranks) -> Solved:
+    def solve_rows(weight: Tensor) -> tuple[QuantizedTensor, dict[str, Any]]:
+        return rtn.quantize(
+            weight,
+            scheme,
+            clip=recipe.clip,
+            metric=recipe.metric,
+            hessian=h,
+            signed=recipe.signed,
+            prune=recipe.prune or "magnitude",
+        )
+
     found: Solved = []
     for name, weight in weights.items():
-        with about(name):
-            tensor, facts = rtn.quantize(
-                weight,
-                scheme,
-                clip=recipe.clip,
-                metric=recipe.metric,
-                hessian=h,
-                signed=recipe.signed,
-                prune=recipe.prune or "magnitude",
-            )
+        parts = _as_one({name: weight}, solve_rows, ranks)
+        tensor = concatenated([part for part, _ in parts])
+        facts = {**parts[0][1], **rtn.scale_facts(tensor)}
         loss, norm = (_finite(row_losses(weight, value, h)) for value in (tensor, None))
         found.append((tensor, {"method": "rtn", "loss": loss, "rtn_loss": loss, "norm": norm, **facts}))
     return found

@@ -23,6 +23,7 @@ from quantkit.algorithms.scale_search import WIDEST_BLOCK
 from quantkit.checkpoint.decoder import TOWER
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.memory_limits import free_memory, memory_limits
+from quantkit.core.ranks import ranks
 from quantkit.core.work_queue import MOST_BYTES
 from quantkit.errors import QuantkitError
 from quantkit.models.devices import compute_dtype
@@ -112,6 +113,11 @@ class Memory:
         there = {ACTIVATIONS: min(self.vram.get(ACTIVATIONS, 0), SAVED * tokens * self.token_bytes)}
         return replace(self, ram=ram, vram={**self.vram, **there} if ACTIVATIONS in self.vram else self.vram)
 
+    def of_processes(self, count: int) -> Memory:
+        """Return the estimate for `count` processes of a run that share this machine, each with a GPU of its own."""
+        others = (count - 1) * sum(self.ram.values())
+        return replace(self, ram={**self.ram, "other processes": others}) if others else self
+
     def require(self) -> None:
         """Raise QuantkitError if the run certainly needs more memory than it may use here, or than the GPU has."""
         least = min(memory_limits(), key=lambda limit: limit.room, default=None)
@@ -176,7 +182,9 @@ def calibrated_memory(
         recipe.calibration.max_length, _stated(src, "max_position_embeddings") or recipe.calibration.max_length
     )
     hidden = _stated(src, "hidden_size") or max((min(n, k) for n, k in inside.values()), default=0)
-    activations = recipe.calibration.samples * sequence * hidden * width
+    count = ranks().count
+    documents = recipe.calibration.samples // count + (count > 1)  # a rank may have one more than another
+    activations = documents * sequence * hidden * width
     tokens = max(sequence, TOKENS_AT_ONCE["cuda" if cuda else "cpu"])
     solve = {
         "block": width * max(_blocks(src).values(), default=0),

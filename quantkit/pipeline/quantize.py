@@ -7,14 +7,17 @@ journal and collects the report. An output folder appears complete, by one renam
 
 from __future__ import annotations
 
+import platform
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from typing_extensions import Unpack
 
 from quantkit.checkpoint.items import Commit, Item
@@ -22,6 +25,7 @@ from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.checkpoint.writer import CheckpointWriter, require_same
+from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.work_queue import WorkQueue
@@ -31,9 +35,10 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.calibration_data import Calibration, draw_calibration
+from quantkit.models.devices import device_of
 from quantkit.models.text_sources import PACKAGED
 from quantkit.models.tokenizer import load_tokenizer
-from quantkit.pipeline.calibrate import BESIDE, calibrated, check_sequences
+from quantkit.pipeline.calibrate import BESIDE, calibrated, check_sequences, split_documents
 from quantkit.pipeline.fused_alike import changes
 from quantkit.pipeline.identity import difference, identity
 from quantkit.pipeline.layer_solver import solve_uncalibrated
@@ -46,13 +51,22 @@ from quantkit.pipeline.publish import Measure, finish, publish_complete, write
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of, label, without_paths
 from quantkit.pipeline.run_options import RunKeywords, RunOptions
 from quantkit.pipeline.serving import find_gpu, serving
-from quantkit.progress import Clock, Progress
+from quantkit.progress import Clock, Progress, Recorder
 from quantkit.reporting.report import heading
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
 #: Files of the source that are hashed at a time: one where the cores are those that compute.
 READERS = {"cpu": 1, "cuda": 8}
+
+
+class _Led(NamedTuple):
+    """Hold what the first rank of a calibrated run tells the others."""
+
+    recipe: Recipe | Pruning
+    sequences: Sequence[Tensor]
+    partial: Path
+    done: Sequence[Mapping[str, Any]]
 
 
 class _Job(NamedTuple):
@@ -163,6 +177,12 @@ def _require_runnable(
         what = "quantize" if isinstance(recipe, Recipe) else "prune"
         raise RecipeError(f"every linear is skipped: nothing to {what}, loosen --skip")
     job.plan.require_share(run.min_share)
+    count = ranks().count
+    if count > 1 and not recipe.calibrated:
+        raise RecipeError(
+            f"{count} processes were started, and this recipe uses no activations: start one, without torchrun or "
+            "accelerate launch"
+        )
     # Before anything that takes memory itself, and any text that is downloaded.
     job.plan.memory.of_sequences(0, run.act_budget).require()
     if isinstance(recipe, Recipe):
@@ -179,15 +199,17 @@ def _require_runnable(
     if text.facts.get("source") == PACKAGED:
         recipe = with_packaged_text(recipe)
         job = job._replace(plan=_with_files(job, recipe))
-    tokens = sum(len(sequence) for sequence in text.sequences)
-    memory = job.plan.memory.of_sequences(tokens, run.act_budget)
+    lengths = [len(sequence) for sequence in text.sequences]
+    tokens = sum(lengths)
+    of_rank = max(sum(lengths[part.start : part.stop]) for part in split_documents(lengths, count))
+    memory = job.plan.memory.of_sequences(of_rank, run.act_budget).of_processes(ranks().local)
     memory.require()
     job = job._replace(plan=replace(job.plan, memory=memory))
     if before is not None and run.resume:
         require_same(before, _known_identity(job, recipe, text.facts), difference)
     if out is not None:
         activations = job.plan.memory.token_bytes * tokens
-        mapped = run.act_budget is not None and activations > run.act_budget
+        mapped = run.act_budget is not None and activations > count * run.act_budget
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
         problem = disk_problem(job.plan, out, disk_peak(job.plan, activations, len(job.model.blocks), mapped) - there)
         if problem is not None:
@@ -218,16 +240,76 @@ def quantize(
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
     continues. `measure` evaluates the finished folder before it is published. With `profiled` the report has the least
     seconds of each phase on this machine.
+
+    The ranks of a process group that the caller has joined share a calibrated run: all of them call this alike, the
+    first one reads, writes and prints, and all return the same report or raise the same error.
     """
-    run = RunOptions(**options)
+    run, here = RunOptions(**options), ranks()
     progress = run.progress or Progress(quiet=True)
-    run = replace(run, progress=progress)
-    clock = Clock(torch.device("cpu"))
-    out, command = Path(out), "prune" if isinstance(recipe, Pruning) else "quantize"
+    here.progress = progress = progress if here.first else Recorder(progress)
+    run = replace(run, progress=progress, device=here.device_name(run.device))
+    with here.together(), _on(run.device, here):
+        if not here.first:
+            _assist(model, run, here)
+            return here.broadcast(None)
+        return here.broadcast(_quantize(model, Path(out), recipe, measure, profiled, run, progress))
+
+
+def _on(device: str, here: Ranks) -> AbstractContextManager[object]:
+    """Return a block in which the GPU of a rank is torch's current one, so that no rank takes memory of another's."""
+    if here.count == 1 or device_of(device).type == "cpu":
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
+def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
+    """Compute this rank's part of a run that the first rank leads."""
+    assert run.progress is not None
+    src = _dense_source(model, run)
+    runner = BlockRunner(src, device=run.device, trust_remote_code=run.trust_remote_code)
+    _require_devices(runner.device, here)
+    led: _Led | None = here.broadcast(None)
+    if led is not None:
+        for _ in calibrated(
+            src,
+            led.recipe,
+            runner,
+            led.sequences,
+            led.partial,
+            led.done,
+            progress=run.progress,
+            act_budget=run.act_budget,
+            ranks=here,
+        ):
+            pass  # the first rank stores it
+
+
+def _require_devices(device: torch.device, here: Ranks) -> None:
+    """Let each rank have its own GPU; RecipeError if two share one."""
+    here.device = device
+    used: dict[tuple[str, str], int] = {}
+    for rank, (machine, kind, name) in enumerate(here.exchange((platform.node(), device.type, str(device)))):
+        first = used.setdefault((machine, name), rank)
+        if kind == "cuda" and first != rank:
+            raise RecipeError(f"ranks {first} and {rank} would share {name}: use --device cuda, and a GPU for each")
+
+
+def _quantize(
+    model: str | Path,
+    out: Path,
+    recipe: Recipe | Pruning,
+    measure: Measure | None,
+    profiled: bool,
+    run: RunOptions,
+    progress: Progress,
+) -> dict[str, Any]:
+    clock, here = Clock(torch.device("cpu")), ranks()
+    command = "prune" if isinstance(recipe, Pruning) else "quantize"
     with clock.phase("prepare"):
         job = _survey(_dense_source(model, run), recipe, out, run)
         asked = recipe
         job, recipe, text = _require_runnable(job, asked, out, run)
+        _require_devices(job.model.device, here)
     src = job.src
     quantizing = None if isinstance(recipe, Pruning) else recipe
     revision = _revision(src, run.revision)
@@ -235,6 +317,7 @@ def quantize(
     lacking = unread  # of the source's card, what the file system cannot do, and files edited since they were recorded
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path, notice=lacking.append) as partial:
         if is_complete(partial):
+            here.broadcast(None)
             same = [without_paths(asked), without_paths(with_packaged_text(asked))]
             return publish_complete(partial, out, same, src, run.overwrite)
         writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
@@ -266,6 +349,7 @@ def quantize(
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
         if recipe.calibrated:
+            here.broadcast(_Led(recipe, text.sequences, partial, writer.done))
             items = calibrated(
                 src,
                 recipe,
@@ -276,6 +360,7 @@ def quantize(
                 progress=progress,
                 act_budget=run.act_budget,
                 beside=BESIDE[kind],
+                ranks=here,
             )
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
@@ -283,6 +368,7 @@ def quantize(
         # A signal that raised while this thread waits for the other could leave a lock taken.
         with progress.loop() if queue.beside else nullcontext():
             report["layers"] = write(items, writer, src, report, clock, queue, begin if hashes_beside else None)
+        report |= _ranks_of(writer.done)
         if profiled:
             tokens = text.facts.get("tokens", 0)
             with clock.phase("profile"):
@@ -302,6 +388,13 @@ def quantize(
             run.trust_remote_code,
             measure,
         )
+
+
+def _ranks_of(done: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the report's `ranks` of a run that used several: their number, or a list if it changed on the way."""
+    counts = [line["facts"]["ranks"] for line in done if "ranks" in line.get("facts", {})]
+    found = [count for count, _ in groupby(counts)]
+    return {} if found in ([], [1]) else {"ranks": found[0] if len(found) == 1 else found}
 
 
 def streamed(

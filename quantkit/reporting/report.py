@@ -53,6 +53,7 @@ _ENTRIES = {
     "layers": _OBJECTS,
     "phases": _NUMBER_BY_NAME,
     "same_values": _NUMBER,
+    "ranks": _SCALAR,
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))

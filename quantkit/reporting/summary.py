@@ -30,6 +30,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ("calibration", facts.protocol(report) if report.get("calibration") else ""),
         ("evaluation", facts.evaluation(report)),
         ("left out", facts.left_out(report)),
+        ("processes", _processes(report.get("ranks", []))),
         ("time", _times(report, totals)),
         ("memory", ", ".join(f"{format_bytes(value)} {kind.upper()}" for kind, value in peak.items())),
         *(("note", line) for line in facts.events(report)),
@@ -74,6 +75,10 @@ def profile(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
         (_line(name), f"{seconds:.2f}", *(("-", "-") if not floor else (f"{floor:.2f}", f"{seconds / floor:.2f}")))
         for name, seconds, floor in found
     ]
+
+
+def _processes(ranks: Any) -> str:
+    return ", then ".join(map(str, ranks if isinstance(ranks, list) else [ranks]))
 
 
 def _times(report: Mapping[str, Any], totals: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from quantkit.bench.random_model import Outline
 from quantkit.bench.source import blocks_of, shortened
 from quantkit.errors import RecipeError
 from quantkit.pipeline.recipe import from_mapping
+from tests import ranks
 from tests.bench.test_random_model import FAMILIES, LLAMA, tiny
 
 EXPERTS = {"model_type": "mixtral", "num_local_experts": 2, "num_experts_per_tok": 1}
@@ -35,6 +36,23 @@ def test_the_phases_of_a_run_add_up_and_nothing_is_left(family: str, tmp_path: P
     assert all(row["block_s"] > 0 and row["times_floor"] > 0 for row in rows if row["phase"] in ("forward", "solve"))
     assert total["peak_ram"] > 0 and total["planned_ram"] > 0
     assert not list(tmp_path.iterdir())
+
+
+def test_several_ranks_share_a_run_and_return_the_same_figures(tmp_path: Path) -> None:
+    def work() -> None:
+        from torch import distributed
+
+        distributed.init_process_group("gloo")
+        config = LLAMA | {"num_hidden_layers": 4}
+        found = measure(
+            Outline("tiny", Path("tiny"), config), from_mapping(RECIPE), blocks=3, work=tmp_path, device="cpu"
+        )
+        assert found.ranks == 2 and "exchange" in {phase.name for phase in found.phases}
+        print(found.rows())
+
+    first, second = ranks.run([work, work], tmp_path)
+    assert first.code == second.code == 0 and first.stdout == second.stdout != "", (first, second)
+    assert not list(tmp_path.glob("quantkit-bench-*"))
 
 
 def test_an_estimate_grows_by_blocks_by_bytes_or_by_saved_blocks() -> None:

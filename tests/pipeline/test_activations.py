@@ -66,14 +66,32 @@ def test_a_document_leaves_the_budget_when_its_tensors_are_replaced(tmp_path: Pa
 @pytest.mark.parametrize("budget", [None, 0])
 def test_a_snapshot_gives_the_same_states(budget: int | None, tmp_path: Path) -> None:
     facts = filled(tmp_path, budget).save(1)
-    loaded = Activations.load(tmp_path, budget, 1, facts)
+    loaded = Activations.load(tmp_path, budget, 1, [facts], range(3))
     assert loaded.rows == ROWS and all(same(loaded.get(number), state(number)) for number in range(3))
     path = tmp_path / "activations-passed-1.bin"
     data = bytearray(path.read_bytes())
     data[0] ^= 1
     path.write_bytes(data)
     with pytest.raises(CheckpointError, match="its bytes changed"):
-        Activations.load(tmp_path, budget, 1, facts)
+        Activations.load(tmp_path, budget, 1, [facts], range(3))
+
+
+@pytest.mark.parametrize("budget", [None, 0])
+@pytest.mark.parametrize("now", [[range(3)], [range(1), range(1, 3)], [range(1), range(1, 2), range(2, 3)]])
+@pytest.mark.parametrize("before", [[range(3)], [range(2), range(2, 3)], [range(1), range(1, 2), range(2, 3)]])
+def test_a_snapshot_of_some_ranks_is_read_by_others(
+    before: list[range], now: list[range], budget: int | None, tmp_path: Path
+) -> None:
+    parts = []
+    for rank, documents in enumerate(before):
+        saved = Activations(tmp_path, budget, ROWS[documents.start : documents.stop], (3,), torch.float32, rank=rank)
+        for number in documents:
+            saved.put(number - documents.start, state(number))
+        parts.append(saved.save(0))
+    for rank, documents in enumerate(now):
+        loaded = Activations.load(tmp_path, budget, 0, parts, documents, rank=rank)
+        assert loaded.rows == ROWS[documents.start : documents.stop]
+        assert all(same(loaded.get(number - documents.start), state(number)) for number in documents)
 
 
 def test_a_view_does_not_keep_the_tensor_that_it_is_a_part_of(tmp_path: Path) -> None:

@@ -584,7 +584,8 @@ def test_experts_are_calibrated_on_their_own_tokens_or_on_all_of_the_layer(
     assert [len(stage) for stage in stages[:2]] == [1, 1]
     assert [set(stage) for stage in stages[2:]] == [set(pairs), set(downs)]
     reference = load_dense_model(run.src)
-    found = {group: (hessian, facts[group.linears[0]]) for group, hessian, facts in with_hessians(run, 0, stages[2])}
+    every = [each for found in with_hessians(run, 0, stages[2]) for each in found]
+    found = {each.group: (each.hessian, each.facts[each.group.linears[0]]) for each in every}
     everything = sum(len(s) for s in run.sequences)
     routed = [hessian.tokens for hessian, facts in found.values() if facts == {"moe": "routed"}]
     starved = [group for group, (_, facts) in found.items() if facts["moe"] == "all"]

@@ -1,0 +1,333 @@
+"""The processes that share one run, each a rank, and the messages between them.
+
+torchrun and accelerate start several processes, which join a process group of torch.distributed. Here a rank that
+fails tells the others, and all of them end with its error. Nothing is added up by a library: values are moved, and
+whoever adds them does so in the order of the ranks (ALGORITHMS 13).
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, NamedTuple, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantkitError, is_out_of_memory, reason
+from quantkit.progress import Progress
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+#: A rank may wait for another one that reads or solves. If one dies, its connections end, and nobody waits for it.
+PATIENCE = timedelta(days=7)
+#: Tensors on GPUs move when all ranks are ready for it. NCCL does not see that a process has died meanwhile.
+MOVING = timedelta(minutes=5)
+#: Divided rows begin at multiples of this, as the products on a CPU and the tiles on a GPU do.
+ROWS = 256
+#: Says that a rank has died.
+LOST = (
+    "another process of this run has ended (killed, or out of memory): run the same command again, with --resume if a "
+    ".partial- folder was left"
+)
+
+
+class _Form(NamedTuple):
+    """Hold a value without its tensors, pickled, and dtype, shape and device type of each of them."""
+
+    text: bytes
+    tensors: list[tuple[torch.dtype, torch.Size, str]]
+
+
+class Ranks:
+    """Hold the place of this process, `rank` of `count`, and exchange values with the others.
+
+    A single process exchanges nothing. Every exchange begins with a message of each rank to all. A rank that has failed
+    sends its error in place of it, and then all ranks raise that error. So all ranks must make the same exchanges.
+
+    Tensors are received on `device` if they were sent from a GPU. Signals wait until an exchange is over.
+
+    `world` is the process group that all ranks have joined, `control` another one of them that moves tensors on CPUs.
+    """
+
+    def __init__(self, rank: int = 0, count: int = 1, world: Any = None, control: Any = None) -> None:
+        self.rank, self.count, self._world = rank, count, world
+        self.device = torch.device("cpu")
+        self.progress = Progress(quiet=True)
+        self._control, self._nccl = control, None
+        self._raised: BaseException | None = None
+        #: Whether a rank has died, or may wait for tensors that will not come: nothing can be exchanged any more.
+        self.lost = False
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank writes and prints."""
+        return self.rank == 0
+
+    @property
+    def local(self) -> int:
+        """The number of ranks on this machine."""
+        return int(os.environ.get("LOCAL_WORLD_SIZE", self.count)) if self.count > 1 else 1
+
+    def device_name(self, asked: str) -> str:
+        """Return the device of this rank: with several ranks, `auto` and `cuda` mean a GPU for each."""
+        if self.count == 1 or asked not in ("auto", "cuda") or not torch.cuda.is_available():
+            return asked
+        return f"cuda:{os.environ.get('LOCAL_RANK', self.rank % torch.cuda.device_count())}"
+
+    def rows(self, count: int) -> slice:
+        """Return the rows of this rank, of a weight with `count` rows."""
+        units = -(-count // ROWS)
+        first, end = (min(count, units * rank // self.count * ROWS) for rank in (self.rank, self.rank + 1))
+        return slice(first, end)
+
+    def exchange(self, value: T) -> list[T]:
+        """Return the values of all ranks in their order; they hold no tensors."""
+        if self.count == 1:
+            return [value]
+        with self.progress.loop():
+            return self._exchange(value)
+
+    def broadcast(self, value: T | None, source: int = 0) -> T:
+        """Return the value of the rank `source`, which may hold tensors."""
+        if self.count == 1:
+            return cast(T, value)
+        with self.progress.loop():
+            form, tensors = _take_apart(value) if self.rank == source else (None, [])
+            form = self._exchange(form)[source]
+            assert form is not None
+            with self._moving([form]):
+                if self.rank != source:
+                    tensors = self._space(form)
+                for tensor in tensors:
+                    self._broadcast(tensor, source)
+            return cast(T, value if self.rank == source else _put_together(form, tensors))
+
+    def gather(self, value: T) -> list[T]:
+        """Return the values of all ranks in their order; they may hold tensors."""
+        found: list[T] = []
+        for values in self.gather_each([value], [None]):
+            found += values or ()
+        return found
+
+    def gather_each(self, values: Sequence[T], owners: Sequence[int | None]) -> Iterator[Iterator[T] | None]:
+        """Yield for each value an iterator over those of all ranks in their order, on the rank that owns it.
+
+        It must be used up before the next one is taken. An owner None means all ranks; the others get None.
+        """
+        if self.count == 1:
+            yield from (iter([value]) for value in values)
+            return
+        apart = [_take_apart(value) for value in values]
+        with self.progress.loop():
+            forms = self._exchange([form for form, _ in apart])
+            with self._moving([form for of_rank in forms for form in of_rank]):
+                for number, owner in enumerate(owners):
+                    own = values[number], apart[number][1]
+                    each = self._gather([of_rank[number] for of_rank in forms], own, owner)
+                    if owner in (None, self.rank):
+                        yield each
+                    else:
+                        list(each)  # sends the own tensors
+                        yield None
+
+    def each(self, tasks: Sequence[T], owners: Sequence[int], work: Callable[[T], R]) -> Iterator[R]:
+        """Apply `work` to each task on the rank that owns it; yield all results in order, on every rank."""
+        if self.count == 1:
+            yield from map(work, tasks)
+            return
+        mine = {number: work(tasks[number]) for number, owner in enumerate(owners) if owner == self.rank}
+        found: dict[int, R] = {}
+        for source in range(self.count):
+            found |= self.broadcast(mine, source)
+        for number in range(len(tasks)):
+            yield found[number]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """End the block on every rank at one time, or with the error of the first rank that fails in it.
+
+        Inside, other libraries find no process group: some of them would wait there for ranks that do not call them.
+        """
+        try:
+            with self._showing(None):
+                yield
+            self.exchange(None)
+        except BaseException as error:
+            if self.count > 1 and not self.lost and error is not self._raised:
+                self._exchange(None, error)
+            raise
+
+    @contextmanager
+    def _showing(self, group: Any) -> Iterator[None]:
+        """Let `group` be the default process group of torch, None for none."""
+        if self.count == 1:
+            yield
+            return
+        from torch import distributed
+
+        _hidden.append(self)
+        before, distributed.group.WORLD = distributed.group.WORLD, group
+        try:
+            yield
+        finally:
+            distributed.group.WORLD = before
+            _hidden.pop()
+
+    def leave(self) -> None:
+        """Wait until all ranks are about to end, with or without an error, so that no launcher stops one too soon."""
+        if self.count > 1 and not self.lost:
+            with self.progress.loop():
+                self._messages(None, None)
+
+    def _exchange(self, value: T, error: BaseException | None = None) -> list[T]:
+        """Return the values of all ranks, or raise the error of the first rank that has one."""
+        found = self._messages(value, error)
+        if found is None:
+            self._raised = error or QuantkitError(LOST)
+            raise self._raised
+        failed = next((rank for rank, (_, told) in enumerate(found) if told is not None), None)
+        if failed is None:
+            return [value for value, _ in found]
+        own = error is not None and (failed == self.rank or not _is_told(error))
+        self._raised = error if own else found[failed][1]
+        assert self._raised is not None
+        raise self._raised
+
+    def _messages(self, value: T, error: BaseException | None) -> list[tuple[T, BaseException | None]] | None:
+        """Return the value and the error of every rank; None if a rank has died."""
+        from torch import distributed
+
+        found: list[Any] = [None] * self.count
+        try:
+            with self._showing(self._world):
+                distributed.all_gather_object(found, (value, self._portable(error)), group=self._control)
+        except RuntimeError:
+            self.lost = True
+            return None
+        return found
+
+    def _portable(self, error: BaseException | None) -> BaseException | None:
+        """Return an error as the other ranks raise it: a line for a bug, which shows its traceback here."""
+        if error is None or _is_told(error):
+            return error
+        return QuantkitError(f"rank {self.rank} failed ({reason(error)}): its own message is above")
+
+    @contextmanager
+    def _moving(self, forms: Iterable[_Form]) -> Iterator[None]:
+        """Let tensors move. A rank that fails meanwhile cannot tell the others: they lose it when it ends."""
+        from torch import distributed
+
+        self.lost = True
+        try:
+            with self._showing(self._world):
+                if self._nccl is None and any(kind == "cuda" for form in forms for _, _, kind in form.tensors):
+                    self._nccl = distributed.new_group(backend="nccl", timeout=MOVING)
+                yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise QuantkitError(LOST) from error
+        self.lost = False
+
+    def _gather(self, forms: list[_Form], own: tuple[T, list[Tensor]], owner: int | None) -> Iterator[T]:
+        """Yield the values of all ranks where `owner` is; elsewhere send the own one and yield nothing."""
+        from torch import distributed
+
+        value, mine = own
+        for source, form in enumerate(forms):
+            here, receives = source == self.rank, owner in (None, self.rank)
+            tensors = mine if here else self._space(form) if receives else []
+            for tensor in tensors:
+                if owner is None:
+                    self._broadcast(tensor, source)
+                elif here and not receives and tensor.numel():
+                    distributed.send(_bytes(tensor), owner, group=self._group(tensor))
+                elif receives and not here and tensor.numel():
+                    distributed.recv(_bytes(tensor), source, group=self._group(tensor))
+            if receives:
+                yield value if here else cast(T, _put_together(form, tensors))
+
+    def _broadcast(self, tensor: Tensor, source: int) -> None:
+        from torch import distributed
+
+        if tensor.numel():
+            distributed.broadcast(_bytes(tensor), source, group=self._group(tensor))
+
+    def _group(self, tensor: Tensor) -> Any:
+        return self._nccl if tensor.is_cuda else self._control
+
+    def _space(self, form: _Form) -> list[Tensor]:
+        cpu = torch.device("cpu")
+        return [
+            torch.empty(shape, dtype=dtype, device=cpu if kind == "cpu" else self.device)
+            for dtype, shape, kind in form.tensors
+        ]
+
+
+#: A process that shares its run with no other one.
+ALONE = Ranks()
+#: The ranks of the process group that was found last; and those that hide it from other libraries, if any do.
+_found: list[Ranks] = []
+_hidden: list[Ranks] = []
+
+
+def ranks() -> Ranks:
+    """Return the ranks of the process group that this process has joined; ALONE if there is none."""
+    from torch import distributed
+
+    if _hidden:
+        return _hidden[-1]
+    if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
+        return ALONE
+    world = distributed.group.WORLD
+    if not _found or _found[0]._world is not world:
+        control = distributed.new_group(backend="gloo", timeout=PATIENCE)
+        _found[:] = [Ranks(distributed.get_rank(), distributed.get_world_size(), world, control)]
+    return _found[0]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor as its bytes: no library knows all dtypes."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def _is_told(error: BaseException) -> bool:
+    """Return whether all ranks raise an error of one of them: one that a user can meet, and that can be sent."""
+    if not (isinstance(error, QuantkitError | KeyboardInterrupt | OSError) or is_out_of_memory(error)):
+        return False
+    try:
+        return type(pickle.loads(pickle.dumps(error))) is type(error)
+    except Exception:
+        return False
+
+
+def _take_apart(value: Any) -> tuple[_Form, list[Tensor]]:
+    """Separate a value from the tensors in it, which become contiguous."""
+    tensors: list[Tensor] = []
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, held: Any) -> int | None:
+            if not isinstance(held, Tensor):
+                return None
+            tensors.append(held.detach().contiguous())
+            return len(tensors) - 1
+
+    text = io.BytesIO()
+    Pickler(text).dump(value)
+    return _Form(text.getvalue(), [(t.dtype, t.shape, t.device.type) for t in tensors]), tensors
+
+
+def _put_together(form: _Form, tensors: Sequence[Tensor]) -> Any:
+    """Return the value that `_take_apart` has separated from its tensors."""
+
+    class Unpickler(pickle.Unpickler):
+        def persistent_load(self, number: Any) -> Any:
+            return tensors[number]
+
+    return Unpickler(io.BytesIO(form.text)).load()

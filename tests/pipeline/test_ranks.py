@@ -1,0 +1,353 @@
+"""A calibrated run over several processes: the bytes of one, and one line when any of them ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.algorithms.hessian import Hessian
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import NumericError, RecipeError
+from quantkit.io import files
+from quantkit.io.journal import JOURNAL
+from quantkit.models.block_runner import BlockRunner
+from quantkit.pipeline.calibrate import split_documents
+from tests import command_line, ranks
+from tests.command_line import ROOT, call
+from tests.faults import memory_path
+from tests.pipeline.test_quantize import hashes
+from tests.reliability import forks
+from tests.reliability.forks import Ended
+
+calib, tmp_path = command_line.calib, memory_path
+
+TEXT = ("--samples", 8, "--max-length", 128, "-q")
+Work = Callable[[], int | None]
+
+
+def report(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((out / "quantkit_report.json").read_text())
+    for layer in found["layers"]:
+        del layer["seconds"]
+    return found
+
+
+def same(a: Path, b: Path) -> bool:
+    """Return whether two outputs hold the same bytes; the card names the hash of the report, which has the ranks."""
+    found = [hashes(out) for out in (a, b)]
+    for each in found:
+        del each["README.md"]
+    return found[0] == found[1]
+
+
+@pytest.fixture(scope="module")
+def line(small_llama: Path, calib: Path) -> tuple[object, ...]:
+    return "quantize", small_llama, "--calib", calib, *TEXT
+
+
+@pytest.fixture(scope="module")
+def whole(line: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of one process. It imports what all forks need."""
+    out = tmp_path_factory.mktemp("one") / "out"
+    call(*line, "-o", out)
+    return out
+
+
+def ended(results: list[Ended], code: int, says: str) -> None:
+    """Ask for one exit code of all ranks, and one line, which the first one prints."""
+    assert [each.code for each in results] == [code] * len(results), results
+    assert len(results[0].stderr.splitlines()) == 1 and says in results[0].stderr, results[0].stderr
+    assert all(each.stderr == "" for each in results[1:]) and all(each.stdout == "" for each in results), results
+
+
+def test_several_ranks_write_the_bytes_of_one_and_one_speaks(
+    line: tuple[object, ...], whole: Path, tmp_path: Path
+) -> None:
+    out, count = tmp_path / "out", 3
+    results = ranks.command(count, tmp_path, *line, "-o", out)
+    assert [each.code for each in results] == [0] * count, results
+    assert "14 linears" in results[0].stdout
+    assert all(each.stdout == each.stderr == "" for each in results[1:]), results
+    assert same(whole, out)
+    found, expected = report(out), report(whole)
+    assert found["layers"] == expected["layers"] and found["ranks"] == count and "ranks" not in expected
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_moe", ("quantize", "--group-size", 64)),
+        ("small", ("quantize", "--no-true-sequential", "--asym")),
+        ("small", ("prune",)),
+        ("small", ("quantize", "--method", "rtn", "--clip", "search", "--metric", "block")),
+    ],
+)
+def test_experts_and_pruned_weights_are_those_of_one_process(
+    family: str, options: tuple[Any, ...], folders: dict[str, Path], small_llama: Path, calib: Path, tmp_path: Path
+) -> None:
+    made, warnings = [], []
+    for count in (1, 2):
+        out = tmp_path / f"out{count}"
+        model = small_llama if family == "small" else folders[family]
+        args = (options[0], model, "--calib", calib, *options[1:], *TEXT, "-o", out)
+        if count == 1:
+            said = call(*args).stderr
+        else:
+            first, second = ranks.command(count, tmp_path, *args)
+            assert first.code == second.code == 0 and second.stderr == ""
+            said = first.stderr
+        made.append(out)
+        warnings.append(sorted(said.splitlines()))
+    assert warnings[0] == warnings[1]
+    assert report(made[0])["layers"] == report(made[1])["layers"]
+    assert same(*made)
+
+
+def at_commit(number: int, act: Callable[[], object]) -> Callable[[Work], Work]:
+    """Let the first rank act just before the line `number` of the journal is durable."""
+
+    def around(work: Work) -> Work:
+        def changed() -> int | None:
+            seen = 0
+
+            def fault(operation: str, path: Path) -> None:
+                nonlocal seen
+                seen += operation == "fsync" and path.name == JOURNAL
+                if seen == number:
+                    act()
+
+            files.FAULT = fault
+            return work()
+
+        return changed
+
+    return around
+
+
+def at_block(number: int, act: Callable[[], object]) -> Callable[[Work], Work]:
+    """Let a rank act when it loads a block."""
+
+    def around(work: Work) -> Work:
+        def changed() -> int | None:
+            load = BlockRunner.load_block
+
+            def acting(self: BlockRunner, index: int) -> None:
+                load(self, index)
+                if index == number:
+                    act()
+
+            BlockRunner.load_block = acting  # type: ignore[method-assign]
+            return work()
+
+        return changed
+
+    return around
+
+
+def send(number: signal.Signals) -> Callable[[], None]:
+    return lambda: os.kill(os.getpid(), number)
+
+
+def failing(error: Exception) -> Callable[[], None]:
+    def act() -> None:
+        raise error
+
+    return act
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
+def test_a_stopped_run_continues_with_any_number_of_ranks(
+    before: int, after: int, line: tuple[object, ...], whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    work = forks.command(*line, "-o", out)
+    stopped = ranks.run([at_block(1, send(signal.SIGTERM))(work)] + [work] * (before - 1), tmp_path)
+    ended(stopped, 75, "--resume continues")
+    assert sorted(path.name for path in next(tmp_path.glob("out.partial-*")).glob("activations-*")) == [
+        f"activations-0{suffix}.bin" for suffix in ["-rank1", ""][2 - before :]
+    ]
+    results = ranks.command(after, tmp_path, *line, "-o", out, "--resume")
+    assert [each.code for each in results] == [0] * after, results
+    assert "computed again" not in results[0].stderr
+    assert same(whole, out)
+    assert report(out)["ranks"] == (2 if before == after else [before, after])
+
+
+def test_a_damaged_part_of_a_snapshot_lets_all_ranks_compute_again(
+    line: tuple[object, ...], whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    work = forks.command(*line, "-o", out)
+    ended(ranks.run([at_block(1, send(signal.SIGTERM))(work), work], tmp_path), 75, "--resume continues")
+    part = next(tmp_path.glob("out.partial-*")) / "activations-0-rank1.bin"
+    part.write_bytes(bytes(part.stat().st_size))
+    results = ranks.command(2, tmp_path, *line, "-o", out, "--resume")
+    assert [each.code for each in results] == [0, 0] and "computed again" in results[0].stderr, results
+    assert same(whole, out)
+
+
+@pytest.mark.parametrize(
+    ("act", "code", "says"),
+    [
+        (failing(NumericError("model.x, calibration document 7: 1 of 128 activations are NaN")), 1, "document 7"),
+        (failing(torch.OutOfMemoryError("CUDA out of memory")), 1, "not enough memory"),
+        (send(signal.SIGINT), 130, "--resume continues"),
+    ],
+)
+def test_what_ends_one_rank_ends_all_with_one_line(
+    act: Callable[[], object], code: int, says: str, line: tuple[object, ...], whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    work = forks.command(*line, "-o", out)
+    ended(ranks.run([work, at_block(1, act)(work)], tmp_path), code, says)
+    assert "activations-0.bin" in os.listdir(next(tmp_path.glob("out.partial-*")))
+
+
+def test_a_killed_rank_ends_all_with_one_line(line: tuple[object, ...], whole: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    work = forks.command(*line, "-o", out)
+    first, killed, other = ranks.run([work, at_block(1, send(signal.SIGKILL))(work), work], tmp_path)
+    assert killed.code == -9
+    ended([first, other], 1, "another process of this run has ended")
+    call(*line, "-o", out, "--resume")
+    assert same(whole, out)
+
+
+def test_a_bug_in_one_rank_shows_its_traceback_there(line: tuple[object, ...], whole: Path, tmp_path: Path) -> None:
+    work = forks.command(*line, "-o", tmp_path / "out")
+    first, second = ranks.run([work, at_block(0, failing(KeyError("bug")))(work)], tmp_path)
+    assert first.code == 1 and "rank 1 failed (KeyError" in first.stderr and len(first.stderr.splitlines()) == 1
+    assert second.code and "Traceback" in second.stderr and "KeyError: 'bug'" in second.stderr
+
+
+def test_an_error_behind_the_last_exchange_ends_all(line: tuple[object, ...], whole: Path, tmp_path: Path) -> None:
+    def full() -> None:
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "out"
+    work = forks.command(*line, "-o", out)
+    ended(ranks.run([at_commit(5, full)(work), work], tmp_path), 1, "no space left")
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (("inspect", "model"), "2 processes were started, and quantkit inspect uses one"),
+        (("quantize", "model", "-o", "out", "--method", "rtn"), "this recipe uses no activations"),
+        (("quantize", "model", "-o", "out", "--calib", "text", "--samples", "1"), "1 calibration sequences for 2"),
+        (("quantize", "model", "-o", "out", "--calib", "text", "--nothing"), "No such option"),
+    ],
+)
+def test_what_several_ranks_cannot_do_is_refused_once(
+    args: tuple[str, ...], says: str, small_llama: Path, calib: Path, whole: Path, tmp_path: Path
+) -> None:
+    places = {"model": small_llama, "out": tmp_path / "out", "text": calib}
+    results = ranks.command(2, tmp_path, *(places.get(arg, arg) for arg in args))
+    assert [each.code for each in results] == [2, 2], results
+    assert says in results[0].stderr and results[0].stderr.count("Error: ") == 1 and not results[1].stderr
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_the_python_api_uses_the_process_group_of_its_caller(
+    small_llama: Path, calib: Path, whole: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+
+    def work() -> None:
+        from torch import distributed
+
+        import quantkit
+
+        distributed.init_process_group("gloo")
+        made = quantkit.quantize(small_llama, out, calib=str(calib), samples=8, max_length=128)
+        assert made["ranks"] == distributed.get_world_size() == 2 and made.path == out
+        with pytest.raises(RecipeError, match="uses no activations"):
+            quantkit.quantize(small_llama, tmp_path / "rtn", method="rtn")
+        print(made["totals"]["bytes"])
+
+    results = ranks.run([work, work], tmp_path)
+    assert [each.code for each in results] == [0, 0], results
+    assert results[0].stdout == results[1].stdout != "" and same(whole, out)
+
+
+def test_documents_are_split_by_tokens_and_every_rank_has_one() -> None:
+    assert split_documents([5, 5, 5, 5], 2) == [range(2), range(2, 4)]
+    assert split_documents([9, 1, 1, 1], 2) == [range(1), range(1, 4)]
+    assert split_documents([1, 1, 1, 9], 3) == [range(2), range(2, 3), range(3, 4)]
+    assert split_documents([], 1) == [range(0)]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        lengths = torch.randint(1, 500, (20,), generator=generator).tolist()
+        for count in (1, 2, 3, 7, 20):
+            parts = split_documents(lengths, count)
+            assert [n for part in parts for n in part] == list(range(20)) and all(parts)
+            if count < 4:
+                shares = [sum(lengths[n] for n in part) for part in parts]
+                assert max(shares) <= sum(lengths) / count + max(lengths)
+    with pytest.raises(RecipeError, match="2 calibration sequences for 3 processes: give more --samples"):
+        split_documents([4, 4], 3)
+
+
+def inputs(tokens: int) -> torch.Tensor:
+    """Return tokens of 64 channels, every 97th of which is 50 times as large."""
+    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1))
+    x[::97] *= 50
+    return x
+
+
+@pytest.mark.parametrize("tokens", [[1000, 3000], [50, 0, 40]])
+def test_a_hessian_of_few_tokens_does_not_depend_on_the_ranks(tokens: list[int]) -> None:
+    x, weights = inputs(sum(tokens)), [torch.randn(8, 64, generator=torch.Generator().manual_seed(2))]
+    one, merged = Hessian(64, "cpu"), Hessian(64, "cpu")
+    one.add(x)
+    for part in x.split(tokens):
+        rank = Hessian(64, "cpu")
+        rank.add(part)
+        merged.absorb(rank.part())
+    assert torch.equal(one.matrix(), merged.matrix()) and merged.tokens == one.tokens
+    (h, capped), (expected, before) = merged.limited(weights), one.limited(weights)
+    assert torch.equal(h, expected) and capped == before > 0
+
+
+@pytest.mark.parametrize("tokens", [[9000, 9000], [3000, 12000, 3000], [60_000, 30_000]])
+def test_a_hessian_of_many_tokens_sets_the_same_ones_aside(tokens: list[int]) -> None:
+    x, weights = inputs(sum(tokens)), [torch.randn(8, 64, generator=torch.Generator().manual_seed(2))]
+    one, merged = Hessian(64, "cpu"), Hessian(64, "cpu")
+    one.add(x)
+    for part in x.split(tokens):
+        rank = Hessian(64, "cpu")
+        rank.add(part)
+        merged.absorb(rank.part())
+    assert merged.tokens == one.tokens and merged.capped_tokens == one.capped_tokens == -(-len(x) // 97)
+    (h, capped), (expected, before) = merged.limited(weights), one.limited(weights)
+    assert (h - expected).norm() < 1e-5 * expected.norm() and capped == before > 0
+
+
+@pytest.mark.gpu
+def test_two_gpus_give_the_same_bytes_twice_and_nearly_the_codes_of_one(shared: Path, tmp_path: Path) -> None:
+    """Each run is one of torchrun, as a process that has used CUDA cannot be forked."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip(f"needs two CUDA GPUs, and torch sees {torch.cuda.device_count()}")
+    text = shared / "data" / "wikitext2" / "train.txt"
+    outs = [tmp_path / name for name in ("one", "two", "again")]
+    for out, count in zip(outs, (1, 2, 2), strict=True):
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), "-m", "quantkit"]
+        model = shared / "models" / "llama-29m"
+        args = ["quantize", model, "-o", out, "--calib", text, "--samples", 64, "--max-length", 512, "-q"]
+        done = subprocess.run([*launcher, *map(str, args)], cwd=ROOT, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+    assert hashes(outs[1]) == hashes(outs[2]) and report(outs[1])["ranks"] == 2
+    one, two = map(Checkpoint, outs[:2])
+    equal = [(one.quantized(name).codes == two.quantized(name).codes).float().mean() for name in one.modules()]
+    assert float(torch.stack(equal).mean()) > 0.99
+    losses = [sum(layer["loss"] for layer in report(out)["layers"]) for out in outs[:2]]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
