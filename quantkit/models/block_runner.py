@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, about, reason
-from quantkit.models.devices import compute_dtype, device_of
+from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, unfuse_experts
 from quantkit.models.linears import is_linear, replace_transposed, size_of
 from quantkit.models.meta_model import (
@@ -329,11 +329,8 @@ class BlockRunner:
         `forms` gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs something of an
         earlier block that was not stored.
         """
-        passed = Passed(state.hidden.to(self.device, copy=True), None, {})
-        if index:
-            passed = unpack(state, self.forms[index - 1], self.device)
         try:
-            output = self._run(index, tokens, passed)
+            output = self._run(index, tokens, self._passed_on(index, state))
         except Needed as error:
             raise CheckpointError(
                 f"{self.blocks[index]}: takes from an earlier block what the next one did not use: use --method rtn"
@@ -345,6 +342,28 @@ class BlockRunner:
         with about(self.blocks[index]):
             packed, self.forms[index] = pack(output, self._unused[index])
         return packed
+
+    def run_with(self, index: int, tokens: Tensor, state: State, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the hidden states that a loaded block passes on with other `weights` `[n, k]` of its linears, by name.
+
+        Documents are as for `run`. Gradients flow to the weights. Products are in bfloat16 where the device is fast at
+        it; the hidden state stays in float32 in a float16 model, whose gradients would underflow.
+        """
+        passed = self._passed_on(index, state)
+        if self.dtype == torch.float16:
+            passed = passed._replace(hidden=passed.hidden.float())
+        prefix = f"{self.text_path}." if self.text_path else ""
+        replaced = {f"{self.paths[name]}.weight".removeprefix(prefix): weight for name, weight in weights.items()}
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(self.device)):
+            output = self._run(index, tokens, passed, replaced)
+        assert output is not None
+        return output.hidden
+
+    def _passed_on(self, index: int, state: State) -> Passed:
+        """Return copies on the device of what enters a block; the model may change them in place."""
+        if index:
+            return unpack(state, self.forms[index - 1], self.device)
+        return Passed(state.hidden.to(self.device, copy=True), None, {})
 
     def _find_unused(self, index: int, tokens: Tensor, output: Passed) -> frozenset[int]:
         """Return the returned values, such as attention weights, that never enter the next block.
@@ -406,12 +425,21 @@ class BlockRunner:
         finally:
             self._enters_only = False
 
-    def _run(self, index: int, tokens: Tensor, passed: Passed | None) -> Passed | None:
-        """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped."""
+    def _run(
+        self, index: int, tokens: Tensor, passed: Passed | None, weights: Mapping[str, Tensor] | None = None
+    ) -> Passed | None:
+        """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped.
+
+        With `weights`, which replace parameters of the text model by name, gradients are as the caller set them.
+        """
         self._at, self._passed, self._output, self._in_batch = index, passed, None, tokens.ndim > 1
+        given = {"input_ids": torch.atleast_2d(tokens.to(self.device)), "use_cache": False}
         try:
-            with torch.no_grad():
-                self.text(input_ids=torch.atleast_2d(tokens.to(self.device)), use_cache=False)
+            with torch.set_grad_enabled(weights is not None and torch.is_grad_enabled()):
+                if weights is None:
+                    self.text(**given)
+                else:
+                    torch.func.functional_call(self.text, dict(weights), (), given)
         except _Stop:
             return self._output
         except Exception as error:  # an image may be missing, or what an earlier block left for later ones

@@ -25,7 +25,7 @@ class Activations:
 
     `hidden` `[T, h]`, or `[T, streams, h]`, concatenates the hidden states of all documents; `rows` has the length of
     each. It is on `device` where that is a GPU with space for it, else in RAM. Tensors that blocks pass on beside it
-    are stored in RAM for each document. What exceeds `budget` bytes is in files in `work`.
+    are stored in RAM for each document. What exceeds `budget` bytes is in files in `work`, whose names have `kind`.
     """
 
     def __init__(
@@ -36,13 +36,14 @@ class Activations:
         like: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device = CPU,
+        kind: str = "",
     ) -> None:
-        self.work, self.budget, self.rows = work, budget, list(rows)
+        self.work, self.budget, self.rows, self._kind = work, budget, list(rows), kind
         shape = (sum(rows), *like)
         size = prod(shape) * dtype.itemsize
         self._in_ram = 0
         if budget is not None and size > budget:
-            self.hidden = files.mapped_tensor(work / "activations-live.bin", shape, dtype)
+            self.hidden = files.mapped_tensor(work / f"activations-{kind}live.bin", shape, dtype)
         else:
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
             where = device if stays_on_gpu(size, free) else CPU
@@ -89,7 +90,7 @@ class Activations:
             return
         # Two files alternate, as one of them may hold the old state that the new one was computed from.
         turn = 1 - (self._mapped[number] or 0)
-        path = self.work / f"activations-passed-{number}-{turn}.bin"
+        path = self.work / f"activations-{self._kind}passed-{number}-{turn}.bin"
         forms = [(dtype_name(t.dtype), list(t.shape)) for t in tensors]
         places = _views(files.mapped_tensor(path, (_size(forms),), torch.uint8), forms)
         for place, tensor in zip(places, tensors, strict=True):

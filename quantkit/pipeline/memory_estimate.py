@@ -46,6 +46,11 @@ SEARCHED = 7
 HESSIAN_BYTES = 4 * 2**30
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
 SOLVED = 11
+#: Bytes for each weight of a block while it is tuned: latent values, their means and squares, steps, the dequantized
+#: weight, its gradient, and the same in bfloat16; the best codes so far; the source.
+TUNED = 32
+#: float32 numbers for each token and output feature of a block's linears that are held for its gradient.
+BACKWARD = 4
 #: Tokens of documents of equal length that one forward takes: on a GPU enough to hide the launches of kernels. On a
 #: CPU no sum of a document may depend on those beside it.
 TOKENS_AT_ONCE = {"cpu": 0, "cuda": 8192}
@@ -53,6 +58,8 @@ TOKENS_AT_ONCE = {"cpu": 0, "cuda": 8192}
 PART_OF_GPU = 1 / 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
 DOCUMENT, ACTIVATIONS = "one document", "activations"
+#: The second store of activations, if blocks are tuned.
+UNQUANTIZED = "activations of the unquantized model"
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
 CERTAINLY_NEEDED = 0.6
 #: The path of a block in a module path: everything up to the first number.
@@ -100,10 +107,11 @@ class Memory:
 
     def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
         """Return the estimate for calibration sequences that have `tokens` tokens in all."""
-        if ACTIVATIONS not in self.ram:
-            return self
-        real = min(self.ram[ACTIVATIONS], tokens * self.token_bytes)
-        return replace(self, ram={**self.ram, ACTIVATIONS: real if act_budget is None else min(real, act_budget)})
+        stores = [part for part in (ACTIVATIONS, UNQUANTIZED) if part in self.ram]
+        sizes = [min(self.ram[part], tokens * self.token_bytes) for part in stores]
+        if act_budget is not None:
+            sizes = [min(size, act_budget) for size in sizes]
+        return replace(self, ram={**self.ram, **dict(zip(stores, sizes, strict=True))})
 
     def require(self) -> None:
         """Raise QuantkitError if the run certainly needs more memory than it may use here, or than the GPU has."""
@@ -178,17 +186,24 @@ def calibrated_memory(
         # While a document runs, a block holds about two copies of its linears' outputs.
         DOCUMENT: 2 * width * tokens * max(_outputs(inside).values(), default=0),
     }
+    if recipe.tune:
+        tuning = TUNED * max(_weights(inside).values(), default=0)
+        tuning += BACKWARD * 4 * tokens * max(_outputs(inside).values(), default=0)
+        solving = sum(size for part, size in solve.items() if part != "block")  # it has ended by then
+        solve["tuning"] = max(0, tuning - solving)
     # The embeddings are in memory only before the first block is solved.
     outside = width * max((prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)), default=0)
     solve["embeddings, before the blocks"] = max(0, outside - sum(solve.values()))
     in_ram = min(activations, act_budget) if act_budget is not None else activations
+    stores = (ACTIVATIONS, UNQUANTIZED) if recipe.tune else (ACTIVATIONS,)
     if not cuda:
-        return Memory({"program": PROGRAM, ACTIVATIONS: in_ram, **solve}, token_bytes=hidden * width)
+        return Memory({"program": PROGRAM, **dict.fromkeys(stores, in_ram), **solve}, token_bytes=hidden * width)
     if gpu_memory is None and here:
         gpu_memory = torch.cuda.mem_get_info()[0]
     if in_ram == activations and stays_on_gpu(activations, gpu_memory):
-        solve[ACTIVATIONS], in_ram = activations, 0
-    host = {"program": PROGRAM + CUDA_HOST, ACTIVATIONS: in_ram, "loading": 2 * solve["block"]}
+        solve |= dict.fromkeys(stores, activations)
+        in_ram = 0
+    host = {"program": PROGRAM + CUDA_HOST, **dict.fromkeys(stores, in_ram), "loading": 2 * solve["block"]}
     least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
     return Memory(host, {"CUDA": CUDA_DEVICE, **solve}, least_vram=least, token_bytes=hidden * width)
 
@@ -258,13 +273,23 @@ def _of_experts(linears: Mapping[str, tuple[int, int]]) -> int:
     return max(sizes.values(), default=0)
 
 
+def _weights(linears: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return block path -> the number of weights of all its linears."""
+    return _in_blocks({module: n * k for module, (n, k) in linears.items()})
+
+
 def _outputs(linears: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     """Return block path -> the output features of all its linears."""
+    return _in_blocks({module: n for module, (n, _) in linears.items()})
+
+
+def _in_blocks(counts: Mapping[str, int]) -> dict[str, int]:
+    """Add up counts of linears by the path of their block."""
     found: dict[str, int] = {}
-    for module, (n, _) in linears.items():
+    for module, count in counts.items():
         block = BLOCK.match(module)
         if block is not None:
-            found[block[1]] = found.get(block[1], 0) + n
+            found[block[1]] = found.get(block[1], 0) + count
     return found
 
 
