@@ -1,8 +1,9 @@
 """Tune the codes and scales of quantized weights by the gradient of a loss that they share.
 
 Each code has a latent value, and each scale a factor. The codes are those nearest to the latent values. The gradient
-passes the rounding unchanged (straight through), and Adam moves latent values and factors. A weight starts at its
-solved codes: its latent values are the original weights, moved by the least that makes them round to these codes
+passes the rounding unchanged (straight through), and moves latent values and factors, scaled by its own mean square.
+There is no momentum: it would carry codes on that the solver has fitted to each other. A weight starts at its solved
+codes: its latent values are the original weights, moved by the least that makes them round to these codes
 (ALGORITHMS 8.1).
 """
 
@@ -24,7 +25,7 @@ BOUND = 1.0
 FACTORS = (0.5, 1.5)
 #: A latent value starts inside its code's interval, whose half is 0.5 steps.
 _INSIDE = 0.49
-_BETAS = (0.9, 0.95)
+_DECAY = 0.95
 _TINY = 1e-12
 
 
@@ -43,8 +44,8 @@ class TunedWeight:
         values = self._start_values()
         target = self._grouped(weight.float()).div_(self._scales.unsqueeze(-1))
         inside = _INSIDE * self._step
-        self._latent = _Adam(torch.clamp(target, values - inside, values + inside))
-        self._factors = _Adam(torch.ones_like(self._scales))
+        self._latent = _Moved(torch.clamp(target, values - inside, values + inside))
+        self._factors = _Moved(torch.ones_like(self._scales))
 
     def dense(self) -> Tensor:
         """Return the dequantized weight float32 `[n, k]`, without padding."""
@@ -100,22 +101,20 @@ class TunedWeight:
         return torch.where(usable, found, self._scales)
 
 
-class _Adam:
-    """A tensor that Adam moves (Kingma and Ba 2015)."""
+class _Moved:
+    """A tensor that moves against gradients, each divided by the root of its mean square (RMSprop)."""
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
-        self._mean, self._square = torch.zeros_like(value), torch.zeros_like(value)
-        self._steps = 0
+        self._square = torch.zeros_like(value)
+        self._weight = 0.0  # of all gradients so far in the mean square
 
     def move(self, gradient: Tensor, rate: float | Tensor) -> None:
-        """Take one step of at most about `rate` against the gradient."""
-        self._steps += 1
-        first, second = _BETAS
-        self._mean.lerp_(gradient, 1 - first)
-        self._square.mul_(second).addcmul_(gradient, gradient, value=1 - second)
-        size = (self._square / (1 - second**self._steps)).sqrt_().add_(_TINY)
-        self.value.sub_((self._mean / (1 - first**self._steps)).div_(size).mul_(rate))
+        """Take one step of about `rate` against the gradient."""
+        self._weight += (1 - _DECAY) * (1 - self._weight)
+        self._square.mul_(_DECAY).addcmul_(gradient, gradient, value=1 - _DECAY)
+        size = (self._square / self._weight).sqrt_().add_(_TINY)
+        self.value.sub_(torch.div(gradient, size, out=size).mul_(rate))
 
 
 def _steps(fmt: Format, device: torch.device) -> Tensor:

@@ -46,9 +46,9 @@ SEARCHED = 7
 HESSIAN_BYTES = 4 * 2**30
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
 SOLVED = 11
-#: Bytes for each weight of a block while it is tuned: latent values, their means and squares, steps, the dequantized
-#: weight, its gradient, and the same in bfloat16; the best codes so far; the source.
-TUNED = 32
+#: Bytes for each weight of a block while it is tuned: latent values, mean squares, steps, the dequantized weight, its
+#: gradient, and the same in bfloat16; the best codes so far; the source.
+TUNED = 28
 #: float32 numbers for each token and output feature of a block's linears that are held for its gradient.
 BACKWARD = 4
 #: Tokens of documents of equal length that one forward takes: on a GPU enough to hide the launches of kernels. On a

@@ -24,7 +24,7 @@ from tests.tiny_models import write_model
 
 #: Changes that make a family's model smaller.
 SMALL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "gemma2"), {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128}),
+    **{name: {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128} for name in ("llama", "gemma2")},
     "opt": {"num_hidden_layers": 1, "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
     "mixtral": {"num_hidden_layers": 1},
 }
@@ -172,7 +172,7 @@ def test_too_few_sequences_are_refused(three: Path, tmp_path: Path) -> None:
 
 def test_outputs_that_are_not_finite_end_the_run(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning._Tuning, "_error", lambda *given: torch.tensor(torch.nan))
-    with pytest.raises(NumericError, match="layers.0: its outputs on held-out sequences are not finite"):
+    with pytest.raises(NumericError, match=r"layers\.0: its outputs on held-out sequences are not finite"):
         tuned(three, from_mapping(TUNED), tmp_path)
 
 
