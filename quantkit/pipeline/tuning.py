@@ -8,12 +8,14 @@ codes and scales of least error on them are taken, the start included (ALGORITHM
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.algorithms import rtn
 from quantkit.algorithms.block_tuning import TunedWeight
@@ -35,6 +37,7 @@ BATCH = 8
 RATE = 0.005
 #: Steps in which the rate rises, and how often in a run the held-out error is computed.
 WARM_UP, CHECKS = 5, 20
+_TINY = 1e-30
 
 
 def check_held_out(sequences: int) -> None:
@@ -54,6 +57,8 @@ def tune(run: Run, block: int, steps: int, solved: Mapping[str, Item]) -> dict[s
     to their squares, before and after `tuned_step` steps. `tuned_changed` counts codes. The `loss` becomes
     `untuned_loss`, because it is not computed anew. NumericError if the error is not finite.
     """
+    if not solved:
+        return {}
     linears = {item.name.removesuffix(".weight"): item for item in solved.values()}
     sources = {name: run.src.get(f"{name}.weight").to(run.model.device) for name in linears}
     starts = {name: item.value for name, item in linears.items() if isinstance(item.value, QuantizedTensor)}
@@ -90,7 +95,8 @@ class _Tuning:
         self._trained = [number for number in numbers if number not in set(self._held_out)]
         seed = (run.recipe.calibration.seed + block) % 2**63
         self._generator = torch.Generator().manual_seed(seed)
-        self._size = self._square_of_targets(self._held_out)
+        squares = [float(self._targets.get(number).hidden.float().square().sum()) for number in numbers]
+        self._squares = [max(square, _TINY) for square in squares]
 
     def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
         """Take all steps; return the weights of least held-out error, and the facts that they share."""
@@ -109,7 +115,7 @@ class _Tuning:
         order = torch.randperm(len(self._trained), generator=self._generator).tolist()[:BATCH]
         batch = sorted((self._trained[i] for i in order), key=lambda number: len(self._run.sequences[number]))
         weights = {name: weight.dense().requires_grad_() for name, weight in self._weights.items()}
-        size = self._square_of_targets(batch)
+        size = sum(self._squares[number] for number in batch)
         for part in self._parts(batch):
             (self._error(part, weights) / size).backward()
         for name, weight in self._weights.items():
@@ -121,7 +127,8 @@ class _Tuning:
         """Return the squared error on the held-out sequences, relative to the squares of their targets."""
         weights = {name: weight.dense() for name, weight in self._weights.items()}
         with torch.no_grad():
-            error = sum(float(self._error(part, weights)) for part in self._parts(self._held_out)) / self._size
+            error = sum(float(self._error(part, weights)) for part in self._parts(self._held_out))
+        error /= sum(self._squares[number] for number in self._held_out)
         if not math.isfinite(error):
             raise NumericError(
                 f"{self._run.model.blocks[self._block]}: its outputs on held-out sequences are not finite: drop --tune"
@@ -141,9 +148,6 @@ class _Tuning:
         wanted = torch.stack([self._targets.get(number).hidden for number in part]).to(found.device)
         return (found.float() - wanted.float().view_as(found)).square().sum()
 
-    def _square_of_targets(self, numbers: Iterable[int]) -> float:
-        return sum(float(self._targets.get(number).hidden.float().square().sum()) for number in numbers)
-
     def _parts(self, numbers: Sequence[int]) -> Iterator[list[int]]:
         """Yield the sequences that one forward takes: neighbours of equal length, where that is possible."""
         run, part = self._run, list[int]()
@@ -161,11 +165,16 @@ class _Tuning:
 
 @contextmanager
 def _deterministic(device: torch.device) -> Iterator[None]:
-    """Let torch choose algorithms on a GPU whose gradients are equal in each run; its setting is restored after it."""
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    if device.type == "cuda":
-        torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
+    """Let torch choose algorithms on a GPU whose gradients are the same in each run; its settings are restored."""
+    if device.type != "cuda":
         yield
+        return
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # masks come from operations that have none
+    try:
+        # Gradients of the other backends are sums in any order, unless torch may refuse operations.
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
+            yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=warned)
