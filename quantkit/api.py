@@ -84,6 +84,7 @@ class _Quantizing(_Calibrating, total=False):
     signed: bool | None
     refit: bool | None
     descent: int | None
+    tune: int | None
     prune: Literal["2:4"] | None
     prune_method: Rule | None
     layout: str | None

@@ -116,6 +116,12 @@ recipe_options = combined(
             "--descent", type=click.IntRange(min=0), metavar="N", help="Passes that move codes after gptq [0]."
         ),
         click.option("--refit/--no-refit", default=None, help="Least-squares scales after gptq [off]."),
+        click.option(
+            "--tune",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Steps by gradient that tune the codes and scales of each block after gptq [0].",
+        ),
         click.option("--prune", type=choice(["2:4"]), help="Keep two of each four weights, int4 only [all]."),
         click.option(
             "--prune-method", type=choice(get_args(Rule)), help="Which two [gptq: sparsegpt, rtn: magnitude]."

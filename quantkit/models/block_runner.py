@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError, about, reason
-from quantkit.models.devices import compute_dtype, device_of
+from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, unfuse_experts
 from quantkit.models.linears import is_linear, replace_transposed, size_of
 from quantkit.models.meta_model import (
@@ -366,11 +366,8 @@ class BlockRunner:
         `forms` gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs something of an
         earlier block that was not stored.
         """
-        passed = Passed(state.hidden.to(self.device, copy=True), None, {})
-        if index:
-            passed = unpack(state, self.forms[index - 1], self.device)
         try:
-            output = self._run(index, tokens, passed, key)
+            output = self._run(index, tokens, self._passed_on(index, state), key=key)
         except Needed as error:
             raise CheckpointError(
                 f"{self.blocks[index]}: takes from an earlier block what the next one did not use: use --method rtn"
@@ -382,6 +379,28 @@ class BlockRunner:
         with about(self.blocks[index]):
             packed, self.forms[index] = pack(output, self._unused[index])
         return packed
+
+    def run_with(self, index: int, tokens: Tensor, state: State, weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the hidden states that a loaded block passes on with other `weights` `[n, k]` of its linears, by name.
+
+        Documents are as for `run`. Gradients flow to the weights. Products are in bfloat16 where the device is fast at
+        it; the hidden state stays in float32 in a float16 model, whose gradients would underflow.
+        """
+        passed = self._passed_on(index, state)
+        if self.dtype == torch.float16:
+            passed = passed._replace(hidden=passed.hidden.float())
+        prefix = f"{self.text_path}." if self.text_path else ""
+        replaced = {f"{self.paths[name]}.weight".removeprefix(prefix): weight for name, weight in weights.items()}
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(self.device)):
+            output = self._run(index, tokens, passed, replaced)
+        assert output is not None
+        return output.hidden
+
+    def _passed_on(self, index: int, state: State) -> Passed:
+        """Return copies on the device of what enters a block; the model may change them in place."""
+        if index:
+            return unpack(state, self.forms[index - 1], self.device)
+        return Passed(state.hidden.to(self.device, copy=True), None, {})
 
     def _find_unused(self, index: int, tokens: Tensor, output: Passed) -> frozenset[int]:
         """Return the returned values, such as attention weights, that never enter the next block.
@@ -443,17 +462,31 @@ class BlockRunner:
         finally:
             self._enters_only = False
 
-    def _run(self, index: int, tokens: Tensor, passed: Passed | None, key: Hashable = None) -> Passed | None:
-        """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped."""
+    def _run(
+        self,
+        index: int,
+        tokens: Tensor,
+        passed: Passed | None,
+        weights: Mapping[str, Tensor] | None = None,
+        key: Hashable = None,
+    ) -> Passed | None:
+        """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped.
+
+        With `weights`, which replace parameters of the text model by name, gradients are as the caller set them.
+        """
         self._at, self._passed, self._output, self._in_batch, self._key = index, passed, None, tokens.ndim > 1, key
         self._version = -1 if passed is None else passed.hidden._version
         call = self._calls.get(key)
+        given = {"input_ids": torch.atleast_2d(tokens.to(self.device)), "use_cache": False}
         try:
-            with torch.no_grad():
+            with torch.set_grad_enabled(weights is not None and torch.is_grad_enabled()):
                 if call is not None and passed is not None:
                     args, kwargs = call.on(passed.hidden)
-                    self.module.get_submodule(self.blocks[index])(*args, **kwargs)  # which ends here
-                self.text(input_ids=torch.atleast_2d(tokens.to(self.device)), use_cache=False)
+                    self.module.get_submodule(self.blocks[index])(*args, **kwargs)
+                elif weights is None:
+                    self.text(**given)
+                else:
+                    torch.func.functional_call(self.text, dict(weights), (), given)
         except _Stop:
             return self._output
         except Exception as error:  # an image may be missing, or what an earlier block left for later ones

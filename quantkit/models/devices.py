@@ -30,9 +30,13 @@ def compute_dtype(model: torch.dtype, device: torch.device) -> torch.dtype:
     """Return the compute dtype for a model's dtype: float32 on a CPU, bfloat16 if it has AMX, the model's on a GPU."""
     if device.type == "cuda":
         return model
+    return torch.bfloat16 if model == torch.bfloat16 and is_fast_in_bfloat16(device) else torch.float32
+
+
+def is_fast_in_bfloat16(device: torch.device) -> bool:
+    """Return whether products in bfloat16 are faster than in float32: on a GPU, and on a CPU with AMX."""
     # ATEN_CPU_CAPABILITY may turn off the instructions that a product in bfloat16 needs.
-    amx = torch.backends.cpu.get_cpu_capability() == "AVX512" and _has_amx()
-    return torch.bfloat16 if amx and model == torch.bfloat16 else torch.float32
+    return device.type == "cuda" or (torch.backends.cpu.get_cpu_capability() == "AVX512" and _has_amx())
 
 
 def _has_amx() -> bool:

@@ -105,7 +105,8 @@ class UnfusedExperts(nn.Module):
         else:
             inner = self._act(linear["up"](x))
         out: Tensor = linear["down"](inner)
-        return self.get_submodule("post_expert_norm")(out) if getattr(self, "has_post_expert_norm", False) else out
+        out = self.get_submodule("post_expert_norm")(out) if getattr(self, "has_post_expert_norm", False) else out
+        return out.to(x.dtype)  # autocast computes products in another one
 
     def _activated(self, gate: Tensor, up: Tensor) -> Tensor:
         if self._gate_of is None:

@@ -27,8 +27,8 @@ class Activations:
 
     `hidden` `[T, h]`, or `[T, streams, h]`, concatenates the hidden states of all documents; `rows` has the length of
     each. It is on `device` where that is a GPU with space for it, else in RAM. Tensors that blocks pass on beside it
-    are stored in RAM for each document. What exceeds `budget` bytes is in files in `work`. Of several ranks, each holds
-    its own documents, and `rank` is in the names of its files.
+    are stored in RAM for each document. What exceeds `budget` bytes is in files in `work`, whose names have `kind`. Of
+    several ranks, each holds its own documents, and `rank` is in the names of its files.
     """
 
     def __init__(
@@ -40,14 +40,15 @@ class Activations:
         dtype: torch.dtype,
         device: torch.device = CPU,
         rank: int = 0,
+        kind: str = "",
     ) -> None:
-        self.work, self.budget, self.rows, self.rank = work, budget, list(rows), rank
+        self.work, self.budget, self.rows, self.rank, self._kind = work, budget, list(rows), rank, kind
         shape = (sum(rows), *like)
         size = prod(shape) * dtype.itemsize
         self._in_ram = 0
         self._is_mapped = budget is not None and size > budget
         if self._is_mapped:
-            self.hidden = files.mapped_tensor(_file(work, "live", rank), shape, dtype)
+            self.hidden = files.mapped_tensor(_file(work, f"{kind}live", rank), shape, dtype)
         else:
             free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
             where = device if stays_on_gpu(size, free) else CPU
@@ -94,7 +95,7 @@ class Activations:
             return
         # Two files alternate, as one of them may hold the old state that the new one was computed from.
         turn = 1 - (self._mapped[number] or 0)
-        path = _file(self.work, f"passed-{number}-{turn}", self.rank)
+        path = _file(self.work, f"{self._kind}passed-{number}-{turn}", self.rank)
         forms = [(dtype_name(t.dtype), list(t.shape)) for t in tensors]
         places = _views(files.mapped_tensor(path, (_size(forms),), torch.uint8), forms)
         for place, tensor in zip(places, tensors, strict=True):

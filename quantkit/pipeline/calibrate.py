@@ -45,6 +45,7 @@ from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
 from quantkit.pipeline.memory_estimate import HESSIAN_BYTES, TOKENS_AT_ONCE, hessian_bytes
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of
+from quantkit.pipeline.tuning import check_held_out, tune
 from quantkit.progress import Clock, Progress, Recorder
 
 #: The `block` of the commit for the tensors outside the blocks.
@@ -98,6 +99,7 @@ class Run:
     at_once: int = 0
     ranks: Ranks = ALONE
     first: int = 0
+    unquantized: Activations | None = None  # the same of the unquantized model, if blocks are tuned
 
     def __post_init__(self) -> None:
         self.at_once = TOKENS_AT_ONCE[self.model.device.type]
@@ -138,10 +140,11 @@ class Run:
     def run(self, block: int, numbers: range) -> State | None:
         """Run the loaded block on one document, or on a batch, and return what it passes on; None if it was stopped."""
         assert self.activations is not None
+        key = id(self.activations), numbers
         if len(numbers) == 1:
-            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]), numbers)
+            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]), key)
         tokens = torch.stack([self.sequences[number] for number in numbers])
-        return self.model.run(block, tokens, self.activations.get_batch(numbers), numbers)
+        return self.model.run(block, tokens, self.activations.get_batch(numbers), key)
 
     def forward(self, block: int) -> None:
         """Run the loaded block on every document, and replace each state by the one that the block passes on."""
@@ -484,6 +487,8 @@ def check_sequences(recipe: Recipe | Pruning, model: BlockRunner, sequences: Seq
             f"a calibration sequence has {longest} tokens, the model takes {model.max_length}: use --max-length "
             f"{model.max_length}"
         )
+    if recipe.tune:
+        check_held_out(len(sequences))
     embeddings = model.text.get_input_embeddings().get_parameter("weight")
     check_tokens(max(int(s.max()) for s in sequences), len(embeddings))
 
@@ -499,6 +504,8 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
 
     It comes from the last saved activations, through the blocks that finished after them; without any, from the text.
     """
+    if run.recipe.tune:
+        run.unquantized = _follow_unquantized(run, len(finished))
     first = _load_saved(run, finished)
     if not first:
         _embed(run)
@@ -509,6 +516,19 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
                 _put_back(run.model, linear, value)
         run.forward(block)
         run.model.unload_block(block)
+
+
+def _follow_unquantized(run: Run, blocks: int) -> Activations:
+    """Return what the unquantized model passes on after its first `blocks` blocks."""
+    stream = replace(run)
+    _embed(stream, "unquantized-")
+    for block in range(blocks):
+        with run.clock.phase("load"):
+            run.model.load_block(block)
+        stream.forward(block)
+        run.model.unload_block(block)
+    assert stream.activations is not None
+    return stream.activations
 
 
 def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> int:
@@ -536,8 +556,8 @@ def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> int:
     return number + 1
 
 
-def _embed(run: Run) -> None:
-    """Fill `run.activations` with the input of the first block."""
+def _embed(run: Run, kind: str = "") -> None:
+    """Fill `run.activations` with the input of the first block; `kind` begins the names of its files."""
     model = run.model
     with run.clock.phase("load"):
         model.prepare(embeddings=True)
@@ -547,7 +567,9 @@ def _embed(run: Run) -> None:
         if len(first) != rows[0]:  # padding, prompts or streams come with the tokens
             rows = [len(model.embed(tokens).hidden) for tokens in run.sequences]
         like = tuple(first.shape[1:])
-        run.activations = Activations(run.work, run.act_budget, rows, like, model.dtype, model.device, run.ranks.rank)
+        run.activations = Activations(
+            run.work, run.act_budget, rows, like, model.dtype, model.device, run.ranks.rank, kind
+        )
         for number, tokens, _ in run.documents():
             run.activations.put(number, model.embed(tokens))
     model.drop_embeddings()
@@ -561,6 +583,8 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     if model.device.type == "cuda" and block + 1 < len(model.blocks):
         model.read_ahead(block + 1)
     goals = run.goals(model.targets(block))
+    if run.unquantized is not None:
+        replace(run, activations=run.unquantized).forward(block)
     if run.recipe.calibration.moe == "all":
         model.run_on_all_tokens(model.experts[name] for name in goals if name in model.experts)
     with run.clock.phase("forward"):
@@ -584,6 +608,10 @@ def _block(run: Run, block: int) -> Iterator[Item]:
                     solved[item.name] = item._replace(facts={**(item.facts or {}), **each.facts[name]})
                     run.progress.detail(_detail(item))
     model.run_on_all_tokens([])
+    if run.unquantized is not None:
+        with run.clock.phase("tune"):
+            called = {key: item for key, item in solved.items() if key.removesuffix(".weight") not in uncalled}
+            solved |= tune(run, block, run.recipe.tune, called)
     if block + 1 < len(model.blocks):
         run.forward(block)
     model.unload_block(block)

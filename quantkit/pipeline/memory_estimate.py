@@ -48,6 +48,11 @@ SEARCHED = 7
 HESSIAN_BYTES = 4 * 2**30
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
 SOLVED = 11
+#: Bytes for each weight of a block while it is tuned: latent values, mean squares, steps, the dequantized weight, its
+#: gradient, and the same in bfloat16; the best codes so far; the source.
+TUNED = 28
+#: float32 numbers for each token and output feature of a block's linears that are held for its gradient.
+BACKWARD = 4
 #: Tokens of documents of equal length that one forward takes: on a GPU enough to hide the launches of kernels. On a
 #: CPU no sum of a document may depend on those beside it.
 TOKENS_AT_ONCE = {"cpu": 0, "cuda": 8192}
@@ -59,6 +64,8 @@ DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be w
 SAVED = 2
 #: Bytes for each weight of the blocks that wait to be written: a byte of codes, and the packed ones.
 WAITING_BYTES = 2
+#: The second store of activations, if blocks are tuned.
+UNQUANTIZED = "activations of the unquantized model"
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
 CERTAINLY_NEEDED = 0.6
 #: The path of a block in a module path: everything up to the first number.
@@ -106,12 +113,12 @@ class Memory:
 
     def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
         """Return the estimate for calibration sequences that have `tokens` tokens in all."""
-        if ACTIVATIONS not in self.ram:
-            return self
-        real = min(self.ram[ACTIVATIONS], tokens * self.token_bytes)
-        ram = {**self.ram, ACTIVATIONS: real if act_budget is None else min(real, act_budget)}
-        there = {ACTIVATIONS: min(self.vram.get(ACTIVATIONS, 0), SAVED * tokens * self.token_bytes)}
-        return replace(self, ram=ram, vram={**self.vram, **there} if ACTIVATIONS in self.vram else self.vram)
+        stores = [part for part in (ACTIVATIONS, UNQUANTIZED) if part in self.ram]
+        real = tokens * self.token_bytes
+        most = real if act_budget is None else min(real, act_budget)
+        ram = {part: min(self.ram[part], most) for part in stores}
+        vram = {part: min(size, SAVED * real) for part, size in self.vram.items() if part in stores}
+        return replace(self, ram={**self.ram, **ram}, vram={**self.vram, **vram})
 
     def of_processes(self, count: int) -> Memory:
         """Return the estimate for `count` processes of a run that share this machine, each with a GPU of its own."""
@@ -193,20 +200,27 @@ def calibrated_memory(
         # While a document runs, a block holds about two copies of its linears' outputs.
         DOCUMENT: 2 * width * tokens * max(_outputs(inside).values(), default=0),
     }
+    if recipe.tune:
+        tuning = TUNED * max(_weights(inside).values(), default=0)
+        tuning += BACKWARD * 4 * tokens * max(_outputs(inside).values(), default=0)
+        solving = sum(size for part, size in solve.items() if part != "block")  # it has ended by then
+        solve["tuning"] = max(0, tuning - solving)
     # The embeddings are in memory only before the first block is solved.
     outside = width * max((prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)), default=0)
     solve["embeddings, before the blocks"] = max(0, outside - sum(solve.values()))
     in_ram = min(activations, act_budget) if act_budget is not None else activations
+    stores = (ACTIVATIONS, UNQUANTIZED) if recipe.tune else (ACTIVATIONS,)
     if not cuda:
-        return Memory({"program": PROGRAM, ACTIVATIONS: in_ram, **solve}, token_bytes=hidden * width)
+        return Memory({"program": PROGRAM, **dict.fromkeys(stores, in_ram), **solve}, token_bytes=hidden * width)
     if gpu_memory is None and here:
         gpu_memory = torch.cuda.mem_get_info()[0]
     if in_ram == activations and stays_on_gpu(activations, gpu_memory):
+        solve |= dict.fromkeys(stores, activations)
         solve[ACTIVATIONS], in_ram = SAVED * activations, 0
     solve[WAITING] = min(MOST_BYTES, WAITING_BYTES * max(_blocks(src).values(), default=0))
     host = {
         "program": PROGRAM + CUDA_HOST,
-        ACTIVATIONS: in_ram,
+        **dict.fromkeys(stores, in_ram),
         "loading": 2 * solve["block"],
         WAITING: min(MOST_BYTES, outside),
     }
@@ -279,13 +293,23 @@ def _of_experts(linears: Mapping[str, tuple[int, int]]) -> int:
     return max(sizes.values(), default=0)
 
 
+def _weights(linears: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Return block path -> the number of weights of all its linears."""
+    return _in_blocks({module: n * k for module, (n, k) in linears.items()})
+
+
 def _outputs(linears: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     """Return block path -> the output features of all its linears."""
+    return _in_blocks({module: n for module, (n, _) in linears.items()})
+
+
+def _in_blocks(counts: Mapping[str, int]) -> dict[str, int]:
+    """Add up counts of linears by the path of their block."""
     found: dict[str, int] = {}
-    for module, (n, _) in linears.items():
+    for module, count in counts.items():
         block = BLOCK.match(module)
         if block is not None:
-            found[block[1]] = found.get(block[1], 0) + n
+            found[block[1]] = found.get(block[1], 0) + count
     return found
 
 

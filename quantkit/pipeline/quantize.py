@@ -183,6 +183,8 @@ def _require_runnable(
             f"{count} processes were started, and this recipe uses no activations: start one, without torchrun or "
             "accelerate launch"
         )
+    if count > 1 and recipe.tune:
+        raise RecipeError(f"{count} processes were started, and --tune has the documents of one: start one, or drop it")
     # Before anything that takes memory itself, and any text that is downloaded.
     job.plan.memory.of_sequences(0, run.act_budget).require()
     if isinstance(recipe, Recipe):

@@ -52,6 +52,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "signed": ("signed",),
     "refit": ("gptq", "refit"),
     "descent": ("gptq", "descent"),
+    "tune": ("tune",),
     "true_sequential": ("true_sequential",),
     "calib": ("calibration", "data"),
     "samples": ("calibration", "samples"),
@@ -74,7 +75,7 @@ class Recipe:
     `skip` has regular expressions of linears left dense, matched against the module name or its end after a dot.
     `overrides` give other linears their own scheme; the first match wins. `prune` chooses the masks of 2:4 schemes, and
     is None without any. `pad` adds zeros to weights whose shape the layout does not hold. `fused_alike` gives linears
-    that engines join the widest treatment among them.
+    that engines join the widest treatment among them. `tune` is the number of steps that tune each block.
     """
 
     scheme: Scheme
@@ -87,6 +88,7 @@ class Recipe:
     fused_alike: bool = False
     signed: bool = False
     prune: Rule | None = None
+    tune: int = 0
     true_sequential: bool = True
     calibration: Calib = field(default_factory=Calib)
     skip: tuple[str, ...] = ("lm_head",)
@@ -123,6 +125,7 @@ class Recipe:
             "metric": self.metric,
             "signed": self.signed,
             "gptq": {name: getattr(self.gptq, name) for name in GPTQ_KEYS},
+            **({"tune": self.tune} if self.tune else {}),
             "true_sequential": self.true_sequential,
             "calibration": self.calibration.to_mapping(),
             "layout": self.layout,
@@ -158,6 +161,11 @@ class Pruning:
     def method(self) -> Rule:
         """The rule that chooses the mask: magnitude, wanda or sparsegpt."""
         return self.gptq.prune
+
+    @property
+    def tune(self) -> int:
+        """The number of steps that tune each block: none, as there are no codes."""
+        return 0
 
     @property
     def calibrated(self) -> bool:
@@ -333,6 +341,13 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         raise RecipeError(
             f"--refit and --descent refine the codes of gptq, the method is {method}: use --method gptq, or drop them"
         )
+    tune = _typed(mapping.get("tune", 0), int, "tune")
+    if tune < 0:
+        raise RecipeError(f"tune is {tune}: use 0 for none, or 200 steps")
+    if method != "gptq" and tune:
+        raise RecipeError(
+            f"--tune starts from the codes of gptq, the method is {method}: use --method gptq, or drop --tune"
+        )
     # The humming layout stores formats in their true bits, and engines read it.
     layout = mapping.get("layout", default_layout(scheme))
     require_known("layout", layout, LAYOUTS)
@@ -349,6 +364,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         fused_alike=_typed(mapping.get("fused_alike", False), bool, "fused_alike"),
         signed=signed,
         prune=prune,
+        tune=tune,
         overrides=overrides,
         **_shared(mapping),
     )

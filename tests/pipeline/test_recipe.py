@@ -45,6 +45,7 @@ def test_round_trip_of_every_key_away_from_its_default(tmp_path: Path) -> None:
             "descent": 2,
             "cap_tokens": False,
         },
+        "tune": 3,
         "true_sequential": False,
         "calibration": {
             "data": "t: #'é.txt",

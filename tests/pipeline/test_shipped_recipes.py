@@ -29,8 +29,10 @@ SAYS = {
 
 @pytest.mark.parametrize("name", sorted(shipped_recipes()))
 def test_a_shipped_recipe_does_what_its_name_says(name: str, small_llama: Path, calib: Path, tmp_path: Path) -> None:
-    out, text = tmp_path / "out", ("--calib", calib, "--samples", 4, "--max-length", 32)
-    call("quantize", small_llama, "-o", out, "--recipe", name, *(text if build_recipe(name).calibrated else ()), "-q")
+    out, recipe = tmp_path / "out", build_recipe(name)
+    text = ("--calib", calib, "--samples", 8 if recipe.tune else 4, "--max-length", 32)
+    few = (*(text if recipe.calibrated else ()), *(("--tune", 2) if recipe.tune else ()))
+    call("quantize", small_llama, "-o", out, "--recipe", name, *few, "-q")
     found = Checkpoint(out)
     assert found.layout is not None and found.schemes is not None
     expected = next(said for start, said in SAYS.items() if name.startswith(start))

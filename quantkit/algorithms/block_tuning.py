@@ -1,0 +1,132 @@
+"""Tune the codes and scales of quantized weights by the gradient of a loss that they share.
+
+Each code has a latent value, and each scale a factor. The codes are those nearest to the latent values. The gradient
+passes the rounding unchanged (straight through), and moves latent values and factors, scaled by its own mean square.
+There is no momentum: it would carry codes on that the solver has fitted to each other. A weight starts at its solved
+codes: its latent values are the original weights, moved by the least that makes them round to these codes
+(ALGORITHMS 8.1).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from quantkit.algorithms.grid import LARGEST_HALF, largest_value, round_to_codes, stored_scale
+from quantkit.core.formats import Format
+from quantkit.core.quantized_tensor import QuantizedTensor
+
+#: How far a latent value may move from the code that it starts at, in steps of the grid.
+BOUND = 1.0
+#: Least and largest factor of a scale.
+FACTORS = (0.5, 1.5)
+#: A latent value starts inside its code's interval, whose half is 0.5 steps.
+_INSIDE = 0.49
+_DECAY = 0.95
+_TINY = 1e-12
+
+
+class TunedWeight:
+    """Learn the codes and scales of one weight `[n, k]`, from those of `start`, which may be padded.
+
+    Zero points stay, and so do the zero codes of a 2:4 scheme. All arithmetic is float32.
+    """
+
+    def __init__(self, weight: Tensor, start: QuantizedTensor) -> None:
+        self.start, self._stored, self._size = start, weight.dtype, tuple(weight.shape)
+        groups = start.scales.shape[1]
+        self._step = _steps(start.scheme.format, weight.device)[start.codes.int()].unflatten(1, (groups, -1))
+        self._zeros = None if start.zeros is None else start.zeros.float().unsqueeze(-1)
+        self._scales = start.scales.float()
+        values = self._start_values()
+        target = self._grouped(weight.float()).div_(self._scales.unsqueeze(-1))
+        inside = _INSIDE * self._step
+        self._latent = _Moved(torch.clamp(target, values - inside, values + inside))
+        self._factors = _Moved(torch.ones_like(self._scales))
+
+    def dense(self) -> Tensor:
+        """Return the dequantized weight float32 `[n, k]`, without padding."""
+        n, k = self._size
+        values = self._values() * self._tuned_scales().unsqueeze(-1)
+        return values.flatten(1)[:n, :k].contiguous()
+
+    def move(self, gradient: Tensor, rate: float) -> None:
+        """Take one step against the gradient float32 `[n, k]` of the loss by `dense()`; `rate` is in steps of the grid.
+
+        A factor moves by `rate` too, relative to its start of 1.
+        """
+        slope = self._grouped(gradient).mul_(self._scales.unsqueeze(-1))
+        self._factors.move((slope * self._values()).sum(-1), rate)
+        self._factors.value.clamp_(*FACTORS)
+        self._latent.move(slope.mul_(self._step), rate * self._step)
+        values, bound = self._start_values(), BOUND * self._step
+        low, high = _range(self.start.scheme.format, self._zeros)
+        self._latent.value.clamp_((values - bound).clamp_(min=low), (values + bound).clamp_(max=high))
+
+    def tensor(self) -> QuantizedTensor:
+        """Return the weight as it is quantized now."""
+        start, values = self.start, self._values()
+        codes = start.scheme.format.encode(values) if self._zeros is None else (values + self._zeros).to(torch.uint8)
+        # A value that stayed keeps its code, which has the sign of a zero.
+        codes = torch.where(values == self._start_values(), start.codes.view_as(codes), codes)
+        return QuantizedTensor(start.scheme, codes.flatten(1), self._tuned_scales().to(torch.float16), start.zeros)
+
+    def _grouped(self, matrix: Tensor) -> Tensor:
+        """Return a matrix `[n, k]` in groups `[n', groups, g]`, padded with zeros; a copy."""
+        rows, columns = self.start.shape
+        padding = (0, columns - matrix.shape[1], 0, rows - matrix.shape[0])
+        return pad(matrix, padding).view(*self._scales.shape, -1).clone()
+
+    def _start_values(self) -> Tensor:
+        decode = self.start.scheme.format.decode
+        values = decode(self.start.codes).view(*self._scales.shape, -1)
+        return values if self.start.zeros is None else values - decode(self.start.zeros).unsqueeze(-1)
+
+    def _values(self) -> Tensor:
+        """Return the value of each code in steps of its scale, `[n, groups, g]`."""
+        scheme = self.start.scheme
+        values = round_to_codes(self._latent.value.clone(), scheme.format, self._zeros)
+        if scheme.sparsity is not None:
+            values.masked_fill_((self.start.codes == scheme.format.zero_code).view_as(values), 0)
+        return values
+
+    def _tuned_scales(self) -> Tensor:
+        """Return the scales as they are stored; one that would overflow keeps its start."""
+        zeros = None if self._zeros is None else self._zeros.squeeze(-1)
+        found = stored_scale(self._scales * self._factors.value, self._stored)
+        usable = (found.abs() * largest_value(self.start.scheme.format, zeros) <= LARGEST_HALF) & (self._scales != 0)
+        return torch.where(usable, found, self._scales)
+
+
+class _Moved:
+    """A tensor that moves against gradients, each divided by the root of its mean square (RMSprop)."""
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+        self._square = torch.zeros_like(value)
+        self._weight = 0.0  # of all gradients so far in the mean square
+
+    def move(self, gradient: Tensor, rate: float | Tensor) -> None:
+        """Take one step of about `rate` against the gradient."""
+        self._weight += (1 - _DECAY) * (1 - self._weight)
+        self._square.mul_(_DECAY).addcmul_(gradient, gradient, value=1 - _DECAY)
+        size = (self._square / self._weight).sqrt_().add_(_TINY)
+        self.value.sub_(torch.div(gradient, size, out=size).mul_(rate))
+
+
+def _steps(fmt: Format, device: torch.device) -> Tensor:
+    """Return the distance of each code's value from the nearest other one, float32."""
+    values = sorted(set(fmt.values))
+    gaps = [b - a for a, b in pairwise(values)]
+    nearest = [min(pair) for pair in zip([gaps[0], *gaps], [*gaps, gaps[-1]], strict=True)]
+    return torch.tensor([nearest[values.index(value)] for value in fmt.values], device=device)
+
+
+def _range(fmt: Format, zeros: Tensor | None) -> tuple[Tensor | float, Tensor | float]:
+    """Return the least and the largest value of a code in steps of the scale."""
+    if zeros is not None:
+        return -zeros, 2**fmt.bits - 1 - zeros
+    return min(fmt.values), max(fmt.values)

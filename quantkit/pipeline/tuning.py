@@ -1,0 +1,180 @@
+"""Tune the solved linears of one block together, so that the block passes on what the unquantized model has there.
+
+The inputs are those that the quantized blocks before pass on. The target is the hidden state of the unquantized model
+after the block, so a block also makes up for the errors of those before it. An eighth of the sequences is held out; the
+codes and scales of least error on them are taken, the start included (ALGORITHMS 8.1).
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from quantkit.algorithms import rtn
+from quantkit.algorithms.block_tuning import TunedWeight
+from quantkit.checkpoint.items import Item
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.errors import NumericError, RecipeError
+from quantkit.models.passing import State
+from quantkit.pipeline.layer_solver import relative_error, zeroed
+from quantkit.pipeline.memory_estimate import TOKENS_AT_ONCE
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.calibrate import Run
+
+#: One sequence of so many is held out.
+HELD_OUT = 8
+#: Sequences of a step.
+BATCH = 8
+#: The largest step of a latent value, in steps of the grid.
+RATE = 0.005
+#: Steps in which the rate rises, and how often in a run the held-out error is computed.
+WARM_UP, CHECKS = 5, 20
+_TINY = 1e-30
+
+
+def check_held_out(sequences: int) -> None:
+    """Raise RecipeError if there are too few calibration sequences to hold one out."""
+    if sequences < HELD_OUT:
+        raise RecipeError(
+            f"--tune holds out one of {HELD_OUT} calibration sequences, and there are {sequences}: use --samples "
+            f"{HELD_OUT} or more, or drop --tune"
+        )
+
+
+def tune(run: Run, block: int, steps: int, solved: Mapping[str, Item]) -> dict[str, Item]:
+    """Tune the solved linears of a loaded block in `steps` steps; return them anew, by the same keys.
+
+    `run.unquantized` has the target of each sequence. The weights in the block become the tuned ones. Facts:
+    `untuned_error` and `tuned_error` are the squared error of the block's hidden states on held-out sequences, relative
+    to their squares, before and after `tuned_step` steps. `tuned_changed` counts codes. The `loss` becomes
+    `untuned_loss`, because it is not computed anew. NumericError if the error is not finite.
+    """
+    if not solved:
+        return {}
+    linears = {item.name.removesuffix(".weight"): item for item in solved.values()}
+    sources = {name: run.src.get(f"{name}.weight").to(run.model.device) for name in linears}
+    starts = {name: item.value for name, item in linears.items() if isinstance(item.value, QuantizedTensor)}
+    with _deterministic(run.model.device):
+        found, common = _Tuning(run, block, starts, sources).run(steps)
+    tuned = {}
+    for key, item in solved.items():
+        name = item.name.removesuffix(".weight")
+        source, tensor = sources[name], found[name]
+        facts = {**(item.facts or {}), **common, "tuned_changed": int((tensor.codes != starts[name].codes).sum())}
+        facts |= {fact: count for fact, count in rtn.scale_facts(tensor).items() if fact in facts}
+        facts.pop("zeroed", None)
+        facts |= zeroed(source, tensor)
+        if "loss" in facts and common["tuned_step"]:
+            facts["untuned_loss"] = facts.pop("loss")
+        n, k = source.shape
+        run.model.replace(name, tensor.dequantize(run.model.dtype)[:n, :k].contiguous())
+        tuned[key] = item._replace(value=tensor, facts={**facts, "relative_error": relative_error(source, tensor)})
+    return tuned
+
+
+class _Tuning:
+    """The state of tuning one block."""
+
+    def __init__(
+        self, run: Run, block: int, starts: Mapping[str, QuantizedTensor], sources: Mapping[str, Tensor]
+    ) -> None:
+        assert run.activations is not None and run.unquantized is not None
+        self._run, self._block, self._starts = run, block, starts
+        self._inputs, self._targets = run.activations, run.unquantized
+        self._weights = {name: TunedWeight(sources[name], start) for name, start in starts.items()}
+        numbers = range(len(run.sequences))
+        self._held_out = list(numbers[HELD_OUT - 1 :: HELD_OUT])
+        self._trained = [number for number in numbers if number not in set(self._held_out)]
+        seed = (run.recipe.calibration.seed + block) % 2**63
+        self._generator = torch.Generator().manual_seed(seed)
+        squares = [float(self._targets.get(number).hidden.float().square().sum()) for number in numbers]
+        self._squares = [max(square, _TINY) for square in squares]
+
+    def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
+        """Take all steps; return the weights of least held-out error, and the facts that they share."""
+        best, before, best_step = dict(self._starts), self._held_out_error(), 0
+        least = before
+        for step in range(1, steps + 1):
+            self._move(RATE * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * (step - 0.5) / steps)) / 2)
+            if step * CHECKS // steps > (step - 1) * CHECKS // steps:
+                error = self._held_out_error()
+                if error < least:
+                    best, least, best_step = {n: w.tensor() for n, w in self._weights.items()}, error, step
+        return best, {"untuned_error": before, "tuned_error": least, "tuned_step": best_step}
+
+    def _move(self, rate: float) -> None:
+        """Take one step on a batch that the generator draws."""
+        order = torch.randperm(len(self._trained), generator=self._generator).tolist()[:BATCH]
+        batch = sorted((self._trained[i] for i in order), key=lambda number: len(self._run.sequences[number]))
+        weights = {name: weight.dense().requires_grad_() for name, weight in self._weights.items()}
+        size = sum(self._squares[number] for number in batch)
+        for part in self._parts(batch):
+            (self._error(part, weights) / size).backward()
+        for name, weight in self._weights.items():
+            gradient = weights[name].grad
+            if gradient is not None:  # no token of the batch reached this expert
+                weight.move(gradient, rate)
+
+    def _held_out_error(self) -> float:
+        """Return the squared error on the held-out sequences, relative to the squares of their targets."""
+        weights = {name: weight.dense() for name, weight in self._weights.items()}
+        with torch.no_grad():
+            error = sum(float(self._error(part, weights)) for part in self._parts(self._held_out))
+        error /= sum(self._squares[number] for number in self._held_out)
+        if not math.isfinite(error):
+            raise NumericError(
+                f"{self._run.model.blocks[self._block]}: its outputs on held-out sequences are not finite: drop --tune"
+            )
+        return error
+
+    def _error(self, part: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
+        """Return the sum of squared errors of the hidden states of some sequences, float32."""
+        run = self._run
+        run.progress.check()
+        tokens = [run.sequences[number] for number in part]
+        if len(part) == 1:
+            found = run.model.run_with(self._block, tokens[0], self._inputs.get(part[0]), weights)
+        else:
+            state = State(torch.stack([self._inputs.get(number).hidden for number in part]))
+            found = run.model.run_with(self._block, torch.stack(tokens), state, weights)
+        wanted = torch.stack([self._targets.get(number).hidden for number in part]).to(found.device)
+        return (found.float() - wanted.float().view_as(found)).square().sum()
+
+    def _parts(self, numbers: Sequence[int]) -> Iterator[list[int]]:
+        """Yield the sequences that one forward takes: neighbours of equal length, where that is possible."""
+        run, part = self._run, list[int]()
+        joined = run.model.takes_batches(self._block) and self._inputs.hidden_only
+        for number in numbers:
+            length = len(run.sequences[number])
+            most = TOKENS_AT_ONCE[run.model.device.type] // length if joined else 0
+            if part and (len(part) >= most or len(run.sequences[part[0]]) != length):
+                yield part
+                part = []
+            part.append(number)
+        if part:
+            yield part
+
+
+@contextmanager
+def _deterministic(device: torch.device) -> Iterator[None]:
+    """Let torch choose algorithms on a GPU whose gradients are the same in each run; its settings are restored."""
+    if device.type != "cuda":
+        yield
+        return
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # masks come from operations that have none
+    try:
+        # Gradients of the other backends are sums in any order, unless torch may refuse operations.
+        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
+            yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)

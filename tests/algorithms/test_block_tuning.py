@@ -1,0 +1,87 @@
+"""Tuning by gradients: codes that leave their grid or their neighbourhood, scales that are not those stored."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.algorithms import rtn
+from quantkit.algorithms.block_tuning import BOUND, FACTORS, TunedWeight
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.layouts.recast import recast
+from tests.algorithms.inputs import gauss
+
+LABELS = ("int4:g32", "int4:channel", "int4:g32:asym", "fp6:channel", "fp5:g32", "fp6-e2m3:channel", "int4:g32:24")
+
+
+def rounded(w: Tensor, label: str, signed: bool = False) -> QuantizedTensor:
+    return rtn.quantize(w, Scheme.parse(label), clip="search", signed=signed)[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("label", LABELS)
+def test_tuning_starts_at_the_given_codes_and_scales(label: str, dtype: torch.dtype) -> None:
+    w = gauss(16, 64).to(dtype)
+    w[3] = 0
+    other = rounded(w + 0.3 * gauss(16, 64, seed=1).to(dtype), label)  # codes that are not nearest to the weight
+    for start in (rounded(w, label), other):
+        assert TunedWeight(w, start).tensor().equal(start)
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_tuned_codes_stay_near_their_start_and_on_their_grid(label: str) -> None:
+    w = gauss(16, 64).float()
+    start = rounded(w, label, signed=label == "int4:channel")
+    tuned = TunedWeight(w, start)
+    for step in range(30):
+        tuned.move(gauss(16, 64, seed=step).float(), 0.3)
+    found = tuned.tensor()  # which checks codes, shapes and the 2:4 pattern
+    assert not torch.equal(found.codes, start.codes)
+    assert torch.equal(tuned.dense(), found.dequantize())
+    assert start.zeros is None or torch.equal(found.zeros, start.zeros)
+    ratio = found.scales.float() / start.scales.float()
+    assert ratio.min() > FACTORS[0] - 0.01 and ratio.max() < FACTORS[1] + 0.01
+    ranks = [sorted(set(start.scheme.format.values)).index(value) for value in start.scheme.format.values]
+    moves = torch.tensor(ranks)[found.codes.int()] - torch.tensor(ranks)[start.codes.int()]
+    assert BOUND == 1 and moves.abs().max() == 1
+    if start.scheme.sparsity:
+        zero = start.scheme.format.zero_code
+        assert bool((found.codes[start.codes == zero] == zero).all())
+
+
+def test_padding_is_not_tuned() -> None:
+    w = gauss(10, 48).float()
+    scheme = Scheme.parse("int4:g16")
+    start = recast(rounded(w, scheme.label), scheme, (16, 64))
+    tuned = TunedWeight(w, start)
+    for step in range(10):
+        tuned.move(gauss(10, 48, seed=step).float(), 0.3)
+    found = tuned.tensor()
+    assert found.shape == (16, 64) and torch.equal(tuned.dense(), found.dequantize()[:10, :48])
+    assert torch.equal(found.codes[10:], start.codes[10:]) and torch.equal(found.codes[:, 48:], start.codes[:, 48:])
+    assert torch.equal(found.scales[10:], start.scales[10:])
+
+
+@pytest.mark.parametrize("label", LABELS)
+def test_tuning_lowers_the_error_of_an_output(label: str) -> None:
+    w, x = gauss(16, 64).float(), gauss(256, 64, seed=1).float()
+    target = w + 0.1 * gauss(16, 64, seed=2)  # what the block needs of this weight, now that others have errors
+    tuned = TunedWeight(w, rounded(w, label))
+    losses = []
+    for step in range(100):
+        error = (tuned.dense() - target).float() @ x.T
+        losses.append(float(error.square().sum()))
+        tuned.move(error @ x, 0.01 * (1 - step / 100))
+    assert losses[-1] < 0.9 * losses[0]
+    assert tuned.tensor().scales.dtype == torch.float16
+
+
+def test_a_scale_never_overflows_float16() -> None:
+    w = torch.full((2, 32), 60000.0)
+    start = rounded(w, "int4:g32")
+    tuned = TunedWeight(w, start)
+    for _ in range(100):
+        tuned.move(-torch.ones(2, 32), 0.05)
+    assert bool(torch.isfinite(tuned.tensor().dequantize(torch.float16)).all())
