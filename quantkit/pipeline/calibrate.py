@@ -111,10 +111,11 @@ class Run:
     def run(self, block: int, numbers: range) -> State | None:
         """Run the loaded block on one document, or on a batch, and return what it passes on; None if it was stopped."""
         assert self.activations is not None
+        key = id(self.activations), numbers
         if len(numbers) == 1:
-            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]), numbers)
+            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]), key)
         tokens = torch.stack([self.sequences[number] for number in numbers])
-        return self.model.run(block, tokens, self.activations.get_batch(numbers), numbers)
+        return self.model.run(block, tokens, self.activations.get_batch(numbers), key)
 
     def forward(self, block: int) -> None:
         """Run the loaded block on every document, and replace each state by the one that the block passes on."""
