@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -114,7 +115,7 @@ def test_rows_are_divided_at_multiples_without_gaps() -> None:
         for count in (1, 2, 3, 8):
             parts = [Ranks(rank, count).rows(rows) for rank in range(count)]
             assert parts[0].start == 0 and parts[-1].stop == rows
-            assert all(a.stop == b.start for a, b in zip(parts, parts[1:], strict=False))
+            assert all(a.stop == b.start for a, b in pairwise(parts))
             assert all(part.start % ROWS == 0 or part.start == rows for part in parts)
             sizes = [part.stop - part.start for part in parts]
             assert max(sizes) - min(sizes) <= 2 * ROWS
