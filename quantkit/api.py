@@ -15,6 +15,7 @@ from typing import Any, Literal, TypedDict, cast
 from typing_extensions import Unpack
 
 from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.core.ranks import ranks
 from quantkit.errors import CheckpointError, QuantkitError, RecipeError, VerificationError
 from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
@@ -173,8 +174,9 @@ def quantize(
     """Quantize a Hugging Face causal LM (folder or hub id) into a new folder `out`.
 
     `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` change single values of it.
-    An interrupted run, or one whose `progress` raised, leaves `out.partial-*`, which `resume` continues. Raises a
-    QuantkitError for anything that cannot be done.
+    An interrupted run, or one whose `progress` raised, leaves `out.partial-*`, which `resume` continues. If the caller
+    has joined a process group of torch.distributed, its ranks share a calibrated run. Raises a QuantkitError for
+    anything that cannot be done.
 
     Example:
 
@@ -302,15 +304,17 @@ def push(
 def _published(
     model: str | Path, out: str | Path, recipe: Recipe | Pruning, publishing: PublishKeywords, run: RunKeywords
 ) -> Result:
-    repository, public = publishing.get("push_to"), publishing.get("public", False)
-    if repository is not None:
-        reach(repository, public=public).require_empty()
-    text = publishing.get("eval")
-    profile = publishing.get("profile", False)
-    report = produce(model, out, recipe, eval=None if text is None else str(text), profile=profile, **run)
-    if repository is not None:
-        push(out, repository, public=public, device=run.get("device", "auto"), progress=run.get("progress"))
-    return _result(out, report)
+    here = ranks()
+    with here.together():
+        repository, public = publishing.get("push_to") if here.first else None, publishing.get("public", False)
+        if repository is not None:
+            reach(repository, public=public).require_empty()
+        text = publishing.get("eval")
+        profile = publishing.get("profile", False)
+        report = produce(model, out, recipe, eval=None if text is None else str(text), profile=profile, **run)
+        if repository is not None:
+            push(out, repository, public=public, device=run.get("device", "auto"), progress=run.get("progress"))
+        return _result(out, report)
 
 
 @api_function(pack_folder)

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from types import TracebackType
 
 from quantkit.cli.exits import STOP, exits, ignore_signals
@@ -65,11 +66,10 @@ def joined() -> Iterator[Callable[[], AbstractContextManager[None]]]:
             raise QuantkitError(
                 f"the processes do not reach each other through {where} ({reason(error)}): start all of them again"
             ) from error
-    here.progress = Progress(quiet=True, stop=STOP)
     try:
-        yield here.together
+        yield partial(here.together, Progress(quiet=True, stop=STOP))
     finally:
-        here.leave()
         ignore_signals()
+        here.leave()
         if not here.lost:
             distributed.destroy_process_group()

@@ -56,8 +56,12 @@ def pushed(out: Path, asked: dict[str, Any], progress: Progress, device: str = "
         yield
         return
     from quantkit import api
+    from quantkit.core.ranks import ranks
     from quantkit.pipeline.push import reach
 
+    if not ranks().first:
+        yield
+        return
     reach(repository, public=public).require_empty()
     yield
     done = api.push(out, repository, public=public, device=device, progress=progress)

@@ -10,8 +10,8 @@ from __future__ import annotations
 import io
 import os
 import pickle
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -110,15 +110,16 @@ class Ranks:
 
     def gather(self, value: T) -> list[T]:
         """Return the values of all ranks in their order; they may hold tensors."""
-        found: list[T] = []
-        for values in self.gather_each([value], [None]):
-            found += values or ()
-        return found
+        with closing(self.gather_each([value], [None])) as gathered:
+            return [each for values in gathered for each in values or ()]
 
-    def gather_each(self, values: Sequence[T], owners: Sequence[int | None]) -> Iterator[Iterator[T] | None]:
+    def gather_each(
+        self, values: Sequence[T], owners: Sequence[int | None]
+    ) -> Generator[Iterator[T] | None, None, None]:
         """Yield for each value an iterator over those of all ranks in their order, on the rank that owns it.
 
-        It must be used up before the next one is taken. An owner None means all ranks; the others get None.
+        It must be used up before the next one is taken. An owner None means all ranks; the others get None. The caller
+        closes the generator.
         """
         if self.count == 1:
             yield from (iter([value]) for value in values)
@@ -149,26 +150,30 @@ class Ranks:
             yield found[number]
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def together(self, progress: Progress | None = None) -> Iterator[None]:
         """End the block on every rank at one time, or with the error of the first rank that fails in it.
 
         Inside, other libraries find no process group: some of them would wait there for ranks that do not call them.
+        `progress` lets signals wait.
         """
+        if self.count == 1:
+            yield
+            return
+        before, self.progress = self.progress, progress or self.progress
         try:
             with self._showing(None):
                 yield
             self.exchange(None)
         except BaseException as error:
-            if self.count > 1 and not self.lost and error is not self._raised:
+            if not self.lost and error is not self._raised:
                 self._exchange(None, error)
             raise
+        finally:
+            self.progress = before
 
     @contextmanager
     def _showing(self, group: Any) -> Iterator[None]:
         """Let `group` be the default process group of torch, None for none."""
-        if self.count == 1:
-            yield
-            return
         from torch import distributed
 
         _hidden.append(self)

@@ -18,7 +18,7 @@ documents. All put back the same weights.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from pathlib import Path
@@ -362,8 +362,8 @@ def _added_up(run: Run, found: list[Calibrated]) -> list[Calibrated]:
             owners[number] = least
             work[least] += costs[number]
     summed = []
-    with run.exchanging():
-        parts = run.ranks.gather_each([each.hessian.part() for each in found], owners)
+    gathered = run.ranks.gather_each([each.hessian.part() for each in found], owners)
+    with run.exchanging(), closing(gathered) as parts:
         for each, owner, of_ranks in zip(found, owners, parts, strict=True):
             hessian = each.hessian
             if of_ranks is not None:

@@ -248,9 +248,9 @@ def quantize(
     """
     run, here = RunOptions(**options), ranks()
     progress = run.progress or Progress(quiet=True)
-    here.progress = progress = progress if here.first else Recorder(progress)
+    progress = progress if here.first else Recorder(progress)
     run = replace(run, progress=progress, device=here.device_name(run.device))
-    with here.together(), _on(run.device, here):
+    with here.together(progress), _on(run.device, here):
         if not here.first:
             _assist(model, run, here)
             return here.broadcast(None)
@@ -288,6 +288,8 @@ def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
 
 def _require_devices(device: torch.device, here: Ranks) -> None:
     """Let each rank have its own GPU; RecipeError if two share one."""
+    if here.count == 1:
+        return
     here.device = device
     used: dict[tuple[str, str], int] = {}
     for rank, (machine, kind, name) in enumerate(here.exchange((platform.node(), device.type, str(device)))):

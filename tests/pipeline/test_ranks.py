@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,14 @@ import torch
 
 from quantkit.algorithms.hessian import Hessian
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.ranks import Ranks
 from quantkit.errors import NumericError, RecipeError
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL
 from quantkit.models.block_runner import BlockRunner
 from quantkit.pipeline.calibrate import split_documents
+from quantkit.pipeline.memory_estimate import Memory
+from quantkit.pipeline.quantize import _require_devices
 from tests import command_line, ranks
 from tests.command_line import ROOT, call
 from tests.faults import memory_path
@@ -295,6 +300,21 @@ def test_documents_are_split_by_tokens_and_every_rank_has_one() -> None:
                 assert max(shares) <= sum(lengths) / count + max(lengths)
     with pytest.raises(RecipeError, match="2 calibration sequences for 3 processes: give more --samples"):
         split_documents([4, 4], 3)
+
+
+def test_two_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = Ranks(1, 2)
+    for other, refused in (("cuda:0", False), ("cuda:1", True)):
+        places = [(platform.node(), "cuda", other), (platform.node(), "cuda", "cuda:1")]
+        monkeypatch.setattr(here, "exchange", lambda value, places=places: places)
+        with pytest.raises(RecipeError, match="ranks 0 and 1 would share cuda:1") if refused else nullcontext():
+            _require_devices(torch.device("cuda", 1), here)
+
+
+def test_the_memory_of_a_machine_holds_all_of_its_processes() -> None:
+    memory = Memory({"program": 5, "activations": 10}, {"CUDA": 3})
+    assert memory.of_processes(1) == memory
+    assert memory.of_processes(3) == Memory({"program": 5, "activations": 10, "other processes": 30}, {"CUDA": 3})
 
 
 def inputs(tokens: int) -> torch.Tensor:

@@ -1,0 +1,132 @@
+"""Messages between ranks: any tensors, the order of the ranks, errors, and what other libraries see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, distributed
+
+from quantkit.core.ranks import ALONE, LOST, ROWS, Ranks, ranks
+from quantkit.errors import NumericError, QuantkitError
+from tests import ranks as processes
+from tests.faults import memory_path
+
+tmp_path = memory_path
+
+
+def joined(work: Callable[[Ranks], None], count: int, folder: Path) -> None:
+    """Run `work` on `count` ranks, all of which must end well."""
+
+    def rank() -> None:
+        distributed.init_process_group("gloo")
+        work(ranks())
+
+    results = processes.run([rank] * count, folder)
+    assert [each.code for each in results] == [0] * count, results
+
+
+def tensors(rank: int) -> list[Tensor]:
+    """Return tensors of odd dtypes and shapes, one of them with strides."""
+    wide = torch.arange(12).view(3, 4) + rank
+    return [wide.T, wide.bfloat16(), wide > 5, torch.tensor(rank), torch.empty(0, 3), wide[1].half()]
+
+
+def same(a: list[Tensor], b: list[Tensor]) -> bool:
+    return all(x.dtype == y.dtype and x.shape == y.shape and torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_values_with_tensors_arrive_in_the_order_of_the_ranks(tmp_path: Path) -> None:
+    def work(here: Ranks) -> None:
+        assert here.exchange(here.rank) == [0, 1, 2]
+        assert same(here.broadcast({"a": tensors(here.rank)}, 2)["a"], tensors(2))
+        found = here.gather((f"rank {here.rank}", tensors(here.rank)))
+        assert [name for name, _ in found] == ["rank 0", "rank 1", "rank 2"]
+        assert all(same(held, tensors(rank)) for rank, (_, held) in enumerate(found))
+        owners = [1, None, 0, 1]
+        for owner, gathered in zip(owners, here.gather_each([tensors(here.rank)] * 4, owners), strict=True):
+            assert (gathered is None) == (owner not in (None, here.rank))
+            for rank, held in enumerate(gathered or ()):
+                assert same(held, tensors(rank))
+        tasks = list(here.each(range(5), [2, 0, 1, 2, 0], lambda task: (task, here.rank, torch.tensor(task))))
+        assert [(task, rank, int(held)) for task, rank, held in tasks] == [
+            (0, 2, 0), (1, 0, 1), (2, 1, 2), (3, 2, 3), (4, 0, 4)
+        ]  # fmt: skip
+
+    joined(work, 3, tmp_path)
+
+
+def test_all_ranks_raise_the_error_of_the_first_that_fails_and_go_on(tmp_path: Path) -> None:
+    def work(here: Ranks) -> None:
+        for failing in ({1}, {0, 2}, {2}):
+            with pytest.raises(NumericError, match=f"^rank {min(failing)}$"), here.together(), here.together():
+                if here.rank in failing:
+                    raise NumericError(f"rank {here.rank}")
+                here.broadcast(None)
+        with pytest.raises(KeyError if here.rank == 1 else QuantkitError, match="a bug"), here.together():
+            if here.rank == 1:
+                raise KeyError("a bug")
+            here.exchange(None)
+        assert here.exchange(here.rank) == [0, 1, 2]
+
+    joined(work, 3, tmp_path)
+
+
+def test_other_libraries_see_no_process_group_meanwhile(tmp_path: Path) -> None:
+    def work(here: Ranks) -> None:
+        with here.together():
+            assert not distributed.is_initialized() and ranks() is here
+            here.gather(torch.zeros(2))
+            assert not distributed.is_initialized()
+        assert distributed.is_initialized() and ranks() is here
+
+    joined(work, 2, tmp_path)
+
+
+def test_a_rank_that_died_is_an_error_of_the_others(tmp_path: Path) -> None:
+    def work() -> None:
+        distributed.init_process_group("gloo")
+        here = ranks()
+        if here.rank == 1:
+            return
+        with pytest.raises(QuantkitError, match=LOST[:30]), here.together():
+            here.exchange(None)
+        assert here.lost
+        here.leave()
+
+    assert [each.code for each in processes.run([work] * 3, tmp_path)] == [0, 0, 0]
+
+
+def test_one_process_exchanges_nothing() -> None:
+    assert ranks() is ALONE and ALONE.first and ALONE.local == 1 and ALONE.device_name("auto") == "auto"
+    value = object()
+    with ALONE.together():
+        assert ALONE.exchange(value) == [value] and ALONE.broadcast(value) is value and ALONE.gather(value) == [value]
+        assert [list(each or ()) for each in ALONE.gather_each([value], [None])] == [[value]]
+        assert list(ALONE.each([1, 2], [0, 0], str)) == ["1", "2"]
+    ALONE.leave()
+
+
+def test_rows_are_divided_at_multiples_without_gaps() -> None:
+    for rows in (1, 255, 256, 1000, 6144):
+        for count in (1, 2, 3, 8):
+            parts = [Ranks(rank, count).rows(rows) for rank in range(count)]
+            assert parts[0].start == 0 and parts[-1].stop == rows
+            assert all(a.stop == b.start for a, b in pairwise(parts))
+            assert all(part.start % ROWS == 0 or part.start == rows for part in parts)
+            sizes = [part.stop - part.start for part in parts]
+            assert max(sizes) - min(sizes) <= 2 * ROWS
+
+
+def test_each_rank_takes_its_own_gpu_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Ranks(1, 2).device_name("auto") == "auto"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    assert [Ranks(5, 8).device_name(name) for name in ("auto", "cuda", "cpu", "cuda:3")] == [
+        *("cuda:1", "cuda:1", "cpu", "cuda:3")
+    ]
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    assert Ranks(5, 8).device_name("cuda") == "cuda:2" and ALONE.device_name("cuda") == "cuda"
