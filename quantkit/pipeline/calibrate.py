@@ -69,11 +69,11 @@ class Group:
 class Calibrated(NamedTuple):
     """Hold a group, its Hessian, facts for the report by linear, and the rank that solves it (None: all, by rows).
 
-    The Hessian is one of all documents on the ranks that solve the group. Elsewhere it is of no use.
+    The Hessian is that of all documents; None on a rank that does not solve the group.
     """
 
     group: Group
-    hessian: Hessian
+    hessian: Hessian | None
     facts: dict[str, dict[str, Any]]
     owner: int | None = None
 
@@ -314,7 +314,7 @@ def find_stages(run: Run, groups: Sequence[Group]) -> list[list[Group]]:
 
 
 def with_hessians(run: Run, block: int, stage: Sequence[Group]) -> Iterator[list[Calibrated]]:
-    """Yield the groups of a stage with their Hessians, as many at a time as memory allows.
+    """Yield the groups of a stage with their Hessians over the documents of all ranks, as many as memory allows.
 
     An expert that sees fewer tokens than it has input channels takes its Hessian from all tokens of the layer.
     """
@@ -332,7 +332,9 @@ def with_hessians(run: Run, block: int, stage: Sequence[Group]) -> Iterator[list
             else:
                 facts = {"moe": run.recipe.calibration.moe} if expert else {}
                 found.append(Calibrated(group, hessian, dict.fromkeys(group.linears, facts)))
-        yield _added_up(run, found)
+        del hessians, hessian  # what is added up elsewhere is freed here
+        _add_up(run, found)
+        yield found
     if not starved:
         return
     model.run_on_all_tokens(model.experts[name] for name in starved)
@@ -341,17 +343,20 @@ def with_hessians(run: Run, block: int, stage: Sequence[Group]) -> Iterator[list
         for group, hessian in zip(groups, collect(run, block, groups), strict=True):
             facts_of = {name: {"moe": "all", "few_routed": starved[name]} for name in group.linears}
             found.append(Calibrated(group, hessian, facts_of))
-        yield _added_up(run, found)
+        del hessian
+        _add_up(run, found)
+        yield found
     model.run_on_all_tokens([])
 
 
-def _added_up(run: Run, found: list[Calibrated]) -> list[Calibrated]:
-    """Choose the ranks that solve groups, and add up there the Hessians of all ranks, in their order.
+def _add_up(run: Run, found: list[Calibrated]) -> None:
+    """Choose the ranks that solve the groups of `found`, and put the sum of the Hessians of all ranks there.
 
-    Several groups are divided over the ranks. The rows of a single one are, so that all ranks need its Hessian.
+    Several groups are divided over the ranks. The rows of a single one are, so that all ranks need its Hessian. The
+    order of the sum is that of the ranks.
     """
     if run.ranks.count == 1 or not found:
-        return found
+        return
     owners: list[int | None] = [None]
     if len(found) > 1:
         work = [0] * run.ranks.count
@@ -361,18 +366,16 @@ def _added_up(run: Run, found: list[Calibrated]) -> list[Calibrated]:
             least = work.index(min(work))
             owners[number] = least
             work[least] += costs[number]
-    summed = []
-    gathered = run.ranks.gather_each([each.hessian.part() for each in found], owners)
-    with run.exchanging(), closing(gathered) as parts:
-        for each, owner, of_ranks in zip(found, owners, parts, strict=True):
-            hessian = each.hessian
-            if of_ranks is not None:
-                k = run.model.linears[each.group.linears[0]][1]
-                hessian = Hessian(k, run.model.device, cap_tokens=run.recipe.gptq.cap_tokens)
-                for part in of_ranks:
-                    hessian.absorb(part)
-            summed.append(each._replace(hessian=hessian, owner=owner))
-    return summed
+    here = [each.hessian.part() for each in found if each.hessian is not None]
+    with run.exchanging(), closing(run.ranks.gather_each(here, owners)) as gathered:
+        for number, parts in enumerate(gathered):
+            summed = None
+            if parts is not None:
+                k = run.model.linears[found[number].group.linears[0]][1]
+                summed = Hessian(k, run.model.device, cap_tokens=run.recipe.gptq.cap_tokens)
+                for part in parts:
+                    summed.absorb(part)
+            found[number] = found[number]._replace(hessian=summed, owner=owners[number])
 
 
 def _solved(run: Run, found: Sequence[Calibrated], goals: Mapping[str, Goal]) -> Iterator[list[Item]]:
@@ -381,6 +384,7 @@ def _solved(run: Run, found: Sequence[Calibrated], goals: Mapping[str, Goal]) ->
     def work(each: Calibrated) -> tuple[list[Item], list[str]]:
         items: list[Item] = []
         told = Recorder(run.progress)
+        assert each.hessian is not None
         for part in _parts(run, each.group):
             with run.clock.phase("solve"):
                 weights = {name: run.model.source_weight(name) for name in part}

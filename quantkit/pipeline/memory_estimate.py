@@ -196,7 +196,8 @@ def calibrated_memory(
     solve = {
         "block": width * max(_blocks(src).values(), default=0),
         **_solving(inside, recipe, factor_dtype(torch.device("cuda")) if cuda and here else torch.float64),
-        "Hessians of experts": min(HESSIAN_BYTES, _of_experts(inside)),
+        # A rank has those of its own documents, and the sums over all ranks that it will solve.
+        "Hessians of experts": min(HESSIAN_BYTES, _of_experts(inside)) * (count + (count > 1)) // count,
         # While a document runs, a block holds about two copies of its linears' outputs.
         DOCUMENT: 2 * width * tokens * max(_outputs(inside).values(), default=0),
     }
