@@ -32,10 +32,10 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "int4 published gptq": PUBLISHED,
     "int4-best": BEST,
     "int4-best, tuned": {**BEST, "tune": True},
-    "fp6 gptq": FP6,
-    "fp6 gptq, tuned": {**FP6, "tune": True},
     "2:4 int4": SPARSE,
     "2:4 int4, tuned": {**SPARSE, "tune": True},
+    "fp6 gptq": FP6,
+    "fp6 gptq, tuned": {**FP6, "tune": True},
 }
 
 

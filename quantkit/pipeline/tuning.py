@@ -34,7 +34,7 @@ HELD_OUT = 8
 #: Sequences of a step.
 BATCH = 8
 #: The largest step of a latent value, in steps of the grid.
-RATE = 0.005
+RATE = 0.0025
 #: Steps in which the rate rises, and how often in a run the held-out error is computed.
 WARM_UP, CHECKS = 5, 20
 _TINY = 1e-30
