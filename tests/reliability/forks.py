@@ -72,7 +72,8 @@ def wait(pid: int, folder: Path, name: str = "fork", limit: float = 120.0) -> En
     """Wait for a fork; one that hangs is killed, and is a TimeoutError: it must not look like a kill of a case."""
     began, hung = time.monotonic(), False
     while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if time.monotonic() - began > limit and not hung:
+        passed = time.monotonic() - began
+        if passed > limit and passed - queued_seconds(pid) > limit and not hung:
             os.kill(pid, signal.SIGKILL)
             hung = True
         time.sleep(0.002)

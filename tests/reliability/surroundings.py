@@ -177,7 +177,7 @@ def ran(
     if surroundings.empty:  # then the package must be found without a variable
         command[1:3] = ["-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); from quantkit.cli import main; main()"]
     start: Callable[..., subprocess.CompletedProcess[str]] = partial(
-        subprocess.run, command, cwd=here, env=variables, preexec_fn=prepared(surroundings, here), timeout=120
+        subprocess.run, command, cwd=here, env=variables, preexec_fn=prepared(surroundings, here), timeout=300
     )
     if surroundings.columns is None:
         with open(surroundings.stdout or os.devnull, "w") as stdout:
