@@ -32,6 +32,8 @@ from quantkit.pipeline.recipe import Pruning, Recipe
 MIB = 2**20
 #: Python, torch, transformers and datasets imported, and the skeleton of the model (measured: 540 MB).
 PROGRAM = 600 * MIB
+#: Bytes that a torch built for CUDA adds where nothing is computed on a GPU (measured: 360 MB of its libraries).
+CUDA_BUILD = 400 * MIB
 #: Bytes that the CUDA runtime and its libraries add, on the host and on the device.
 CUDA_HOST, CUDA_DEVICE = 2500 * MIB, 800 * MIB
 #: Bytes for each weight of the largest linear while it is rounded, packed or unpacked: the source, its float32 copy,
@@ -165,7 +167,12 @@ def streamed_memory(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> 
     """Estimate the peak of rounding to nearest or repacking: one tensor is in memory at a time."""
     copied = max((prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names()), default=0)
     largest = max((n * k for n, k in linears.values()), default=0)
-    return Memory({"program": PROGRAM, "largest weight": max(STREAMED * largest, 2 * copied)})
+    return Memory({"program": _program(), "largest weight": max(STREAMED * largest, 2 * copied)})
+
+
+def _program() -> int:
+    """Return the bytes of Python and its libraries in a run on a CPU."""
+    return PROGRAM + (CUDA_BUILD if torch.version.cuda else 0)
 
 
 def calibrated_memory(
@@ -212,7 +219,7 @@ def calibrated_memory(
     in_ram = min(activations, act_budget) if act_budget is not None else activations
     stores = (ACTIVATIONS, UNQUANTIZED) if recipe.tune else (ACTIVATIONS,)
     if not cuda:
-        return Memory({"program": PROGRAM, **dict.fromkeys(stores, in_ram), **solve}, token_bytes=hidden * width)
+        return Memory({"program": _program(), **dict.fromkeys(stores, in_ram), **solve}, token_bytes=hidden * width)
     if gpu_memory is None and here:
         gpu_memory = torch.cuda.mem_get_info()[0]
     if in_ram == activations and stays_on_gpu(activations, gpu_memory):

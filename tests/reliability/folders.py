@@ -20,6 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
 from tests.reliability.forks import BROKE, Ended, command, run, warm
+from tests.reliability.stopping import at_operation
 
 ROOT = Path(__file__).resolve().parents[2]
 INDEX, FIRST, SECOND = (
@@ -235,6 +236,7 @@ FOLDERS: dict[str, tuple[Change, bool]] = {
     "a link to a device": (in_place_of(lambda path, outside: path.symlink_to("/dev/zero")), True),
     "a socket": (in_place_of(listening), True),
     "a folder": (in_place_of(lambda path, outside: path.mkdir()), True),
+    "a shard that nobody may read": (lambda model: (model / FIRST).chmod(0), os.geteuid() != 0),  # root may
     "a missing shard": (removed(FIRST), True),
     "a shard that is not listed": (
         lambda model: shutil.copy(model / FIRST, model / "more.safetensors") and None,
@@ -291,6 +293,17 @@ def attack_folders(found: Run) -> None:
                 else:
                     assert ended.code == 0, ended.stderr
         shutil.rmtree(place)
+    with found.case("a shard that is replaced during the run"):
+        model, out = samples.model(found.folder / "replaced", 1), found.folder / "out"
+
+        def replace() -> None:
+            shutil.copy(model / FIRST, found.folder / "other")
+            (found.folder / "other").rename(model / FIRST)
+
+        work = at_operation(3, replace, command("quantize", model, "--method", "rtn", "-o", out, "-q"))
+        ended = run(work, found.folder, limit=60)
+        samples.one_line(ended)
+        assert "changed while it was in use" in ended.stderr and not out.exists(), ended.stderr
 
 
 def _made(path: Path) -> Path:

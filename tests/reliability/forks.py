@@ -22,16 +22,23 @@ tqdm.monitor_interval = 0
 
 #: The exit code of work that raised an exception.
 BROKE = 70
+#: Signals that a fork meets as a new process does: one that the campaign's own shell ignores would end nothing.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a fork ended: its exit code (negative for a signal), what it printed, and its seconds."""
+    """How a fork ended: its exit code (negative for a signal), what it printed, and its seconds.
+
+    `queued` are the seconds in which its main thread could run and other processes had all cores; `seconds` are without
+    them, so that a busy machine does not fail a limit of time.
+    """
 
     code: int
     stdout: str
     stderr: str
     seconds: float
+    queued: float
 
 
 def start(work: Callable[[], int | None], folder: Path, name: str = "fork") -> int:
@@ -43,6 +50,8 @@ def start(work: Callable[[], int | None], folder: Path, name: str = "fork") -> i
         return pid
     code = BROKE
     try:
+        for number in SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
         os.setpgid(0, 0)
         # torch makes its pool of threads anew at the first call in a fork, and two threads must not be that first one.
         torch.set_num_threads(torch.get_num_threads())
@@ -60,20 +69,28 @@ def start(work: Callable[[], int | None], folder: Path, name: str = "fork") -> i
 
 
 def wait(pid: int, folder: Path, name: str = "fork", limit: float = 120.0) -> Ended:
-    """Wait for a fork; one that hangs is killed, and counts as ended by SIGKILL with a line that says so."""
+    """Wait for a fork; one that hangs is killed, and is a TimeoutError: it must not look like a kill of a case."""
     began, hung = time.monotonic(), False
-    while True:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
-            break
-        if time.monotonic() - began > limit and not hung:
+    while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        passed = time.monotonic() - began
+        if passed > limit and passed - queued_seconds(pid) > limit and not hung:
             os.kill(pid, signal.SIGKILL)
             hung = True
         time.sleep(0.002)
+    seconds, queued = time.monotonic() - began, queued_seconds(pid)
+    _, status = os.waitpid(pid, 0)
     said = [(folder / f"{name}.{ending}").read_text(errors="replace") for ending in ("out", "err")]
     if hung:
-        said[1] += f"did not end within {limit} seconds"
-    return Ended(os.waitstatus_to_exitcode(status), said[0], said[1], time.monotonic() - began)
+        raise TimeoutError(f"did not end within {limit} seconds: {said[1]}")
+    return Ended(os.waitstatus_to_exitcode(status), said[0], said[1], seconds - queued, queued)
+
+
+def queued_seconds(pid: int) -> float:
+    """Read how long the main thread of a process waited for a core; 0 where the system does not count it."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
 
 
 def run(work: Callable[[], int | None], folder: Path, name: str = "fork", limit: float = 120.0) -> Ended:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import re
 import resource
@@ -12,18 +13,23 @@ from typing import Any
 
 import safetensors
 import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
 from safetensors.torch import save
 
 import quantkit
 from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
-from quantkit.io.safetensors_header import DTYPE_NAMES, TensorInfo, parse_header, read_header
+from quantkit.io.safetensors_header import DTYPE_NAMES, DTYPES, TensorInfo, parse_header, read_header
+from tests.io.test_safetensors_header import FIELDS, JSON
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
 from tests.reliability.flips import changed, weights
 
 NAME = Path("mutant.safetensors")
+#: Of so many mutants, hypothesis draws one as a header of its own; it is slow, and shrinks what it finds.
+DRAWN = 40
 #: Seconds of one core that a header may take, and bytes that all may add to the memory of the process.
 SLOW, MEMORY = 1.0, 64 * 2**20
 TENSORS = {
@@ -220,6 +226,40 @@ def attack_headers(found: Run) -> None:
         grown = 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
         found.facts = {"accepted_as_safetensors_reads_them": accepted, "memory_grown": grown}
         assert grown <= MEMORY
+    with found.case("headers that hypothesis draws"):  # which takes memory of its own
+        drawn(found)
+
+
+def following(tensors: dict[str, tuple[str, list[int]]]) -> tuple[dict[str, Any], int]:
+    """Return the header of tensors (name -> dtype and shape) that follow each other, and the bytes of their data."""
+    header: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+    return header, end
+
+
+#: Right words in wrong places, and headers that most readers accept; with the bytes of their data.
+HEADERS = st.tuples(
+    st.dictionaries(st.text(max_size=5) | st.just("__metadata__"), FIELDS | JSON, max_size=4), st.integers(0, 40)
+) | st.dictionaries(
+    st.text(min_size=1, max_size=8), st.tuples(st.sampled_from([*DTYPES]), st.lists(st.integers(0, 3), max_size=9))
+).map(following)
+
+
+def drawn(found: Run) -> None:
+    """Let hypothesis draw headers, and shrink one that is judged wrong."""
+
+    @seed(found.seed)
+    @settings(max_examples=found.least // DRAWN, database=None, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(HEADERS)
+    def search(made: tuple[dict[str, Any], int]) -> None:
+        found.passed(1)
+        wrong, _ = judged(json.dumps(made[0]).encode(), bytes(made[1]))
+        assert wrong is None, wrong
+
+    search()
 
 
 def attack_files(found: Run) -> None:

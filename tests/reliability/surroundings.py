@@ -115,9 +115,11 @@ class Place:
 def poor(found: Run) -> None:
     """Run each command in a process of its own, in surroundings that lack something."""
     place = Place(found.folder, model(found.folder / "model"), text(found.folder / "text.txt"), {})
-    may_write = os.geteuid() == 0 and may_mount()  # root writes in spite of permissions, so folders are mounted
-    found.facts["read-only folders"] = "mounted" if may_write else "by permissions"
-    cases = CASES if found.column != "pr" else CASES[: found.least]
+    # Root writes in spite of permissions, so folders are mounted; in a container that may be forbidden.
+    how = "by permissions" if os.geteuid() else "mounted" if may_mount() else "left out"
+    found.facts["read-only folders"] = how
+    cases = [each for each in CASES if each.read_only is None or how != "left out"]
+    cases = cases if found.column != "pr" else cases[: found.least]
     for line in dict.fromkeys(each.words for each in cases if each.refusal is None):
         ended = started(Surroundings("as usual", line), place)
         assert ended.returncode == 0, ended.stderr
@@ -175,7 +177,7 @@ def ran(
     if surroundings.empty:  # then the package must be found without a variable
         command[1:3] = ["-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); from quantkit.cli import main; main()"]
     start: Callable[..., subprocess.CompletedProcess[str]] = partial(
-        subprocess.run, command, cwd=here, env=variables, preexec_fn=prepared(surroundings, here), timeout=120
+        subprocess.run, command, cwd=here, env=variables, preexec_fn=prepared(surroundings, here), timeout=300
     )
     if surroundings.columns is None:
         with open(surroundings.stdout or os.devnull, "w") as stdout:
