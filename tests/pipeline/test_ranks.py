@@ -85,6 +85,7 @@ def test_several_ranks_write_the_bytes_of_one_and_one_speaks(
     assert same(whole, out)
     found, expected = report(out), report(whole)
     assert found["layers"] == expected["layers"] and found["ranks"] == count and "ranks" not in expected
+    assert "processes     3" in call("report", out).stdout and "processes" not in call("report", whole).stdout
 
 
 @pytest.mark.parametrize(
