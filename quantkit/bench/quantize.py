@@ -26,8 +26,7 @@ from quantkit.io import files
 from quantkit.io.journal import JOURNAL, read_journal
 from quantkit.models.devices import device_of
 from quantkit.models.meta_model import skeleton
-from quantkit.pipeline.calibrate import SAVED_BLOCKS
-from quantkit.pipeline.memory_estimate import CUDA_DEVICE, Memory
+from quantkit.pipeline.memory_estimate import CUDA_DEVICE, SAVED_BLOCKS, Memory
 from quantkit.pipeline.profile import Speeds, floors, measure_speeds
 from quantkit.pipeline.quantize import plan, quantize
 from quantkit.pipeline.recipe import Recipe

@@ -43,7 +43,7 @@ from quantkit.models.passing import State
 from quantkit.models.tokenizer import check_tokens
 from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
-from quantkit.pipeline.memory_estimate import HESSIAN_BYTES, TOKENS_AT_ONCE, hessian_bytes
+from quantkit.pipeline.memory_estimate import HESSIAN_BYTES, SAVED_BLOCKS, TOKENS_AT_ONCE, hessian_bytes
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of
 from quantkit.pipeline.tuning import check_held_out, tune
 from quantkit.progress import Clock, Progress, Recorder
@@ -52,8 +52,6 @@ from quantkit.progress import Clock, Progress, Recorder
 REST = "rest"
 #: The most weights of a group that are solved together, unless a single one is larger.
 SOLVED_WEIGHTS = 2**28
-#: Activations are saved after every so many blocks. A GPU computes a few blocks again sooner than a disk takes them.
-SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 #: Whether finished blocks are written, and the source is hashed, beside the computing: where a GPU does that.
 BESIDE = {"cpu": False, "cuda": True}
 

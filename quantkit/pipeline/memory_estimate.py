@@ -35,7 +35,7 @@ PROGRAM = 600 * MIB
 #: Bytes that a torch built for CUDA adds where nothing is computed on a GPU (measured: 360 MB of its libraries).
 CUDA_BUILD = 400 * MIB
 #: Bytes that the CUDA runtime and its libraries add, on the host and on the device.
-CUDA_HOST, CUDA_DEVICE = 2500 * MIB, 800 * MIB
+CUDA_HOST, CUDA_DEVICE = 1700 * MIB, 800 * MIB
 #: Bytes for each weight of the largest linear while it is rounded, packed or unpacked: the source, its float32 copy,
 #: the scale search's scratch, the codes, the words (measured: 11.4).
 STREAMED = 12
@@ -49,7 +49,8 @@ SEARCHED = 7
 #: The most bytes of Hessians that one pass over experts sums, unless a single one is larger.
 HESSIAN_BYTES = 4 * 2**30
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
-SOLVED = 11
+#: The kernels of a GPU need no more than 4 (benchmarks/h200/quantize_llama2-70b_3.csv).
+SOLVED = {"cpu": 11, "cuda": 4}
 #: Bytes for each weight of a block while it is tuned: latent values, mean squares, steps, the dequantized weight, its
 #: gradient, and the same in bfloat16; the best codes so far; the source.
 TUNED = 28
@@ -62,8 +63,10 @@ TOKENS_AT_ONCE = {"cpu": 0, "cuda": 8192}
 PART_OF_GPU = 1 / 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
 DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
-#: Activations on a GPU are there twice while a copy is being saved.
-SAVED = 2
+#: Activations are saved after every so many blocks. A GPU computes a few blocks again sooner than a disk takes them.
+SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
+#: The copy of activations on a GPU that is being saved.
+SAVING = "activations that are saved"
 #: Bytes for each weight of the blocks that wait to be written: a byte of codes, and the packed ones.
 WAITING_BYTES = 2
 #: The second store of activations, if blocks are tuned.
@@ -115,11 +118,10 @@ class Memory:
 
     def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
         """Return the estimate for calibration sequences that have `tokens` tokens in all."""
-        stores = [part for part in (ACTIVATIONS, UNQUANTIZED) if part in self.ram]
-        real = tokens * self.token_bytes
+        stores, real = (ACTIVATIONS, UNQUANTIZED, SAVING), tokens * self.token_bytes
         most = real if act_budget is None else min(real, act_budget)
-        ram = {part: min(self.ram[part], most) for part in stores}
-        vram = {part: min(size, SAVED * real) for part, size in self.vram.items() if part in stores}
+        ram = {part: min(size, most) for part, size in self.ram.items() if part in stores}
+        vram = {part: min(size, real) for part, size in self.vram.items() if part in stores}
         return replace(self, ram={**self.ram, **ram}, vram={**self.vram, **vram})
 
     def of_processes(self, count: int) -> Memory:
@@ -199,23 +201,27 @@ def calibrated_memory(
     count = ranks().count
     documents = recipe.calibration.samples // count + (count > 1)  # a rank may have one more than another
     activations = documents * sequence * hidden * width
-    tokens = max(sequence, TOKENS_AT_ONCE["cuda" if cuda else "cpu"])
+    kind = "cuda" if cuda else "cpu"
+    tokens = max(sequence, TOKENS_AT_ONCE[kind])
+    dtype = factor_dtype(torch.device("cuda")) if cuda and here else torch.float64
     solve = {
         "block": width * max(_blocks(src).values(), default=0),
-        **_solving(inside, recipe, factor_dtype(torch.device("cuda")) if cuda and here else torch.float64),
+        **_solving(inside, recipe, dtype, SOLVED[kind]),
         # A rank has those of its own documents, and the sums over all ranks that it will solve.
         "Hessians of experts": min(HESSIAN_BYTES, _of_experts(inside)) * (count + (count > 1)) // count,
         # While a document runs, a block holds about two copies of its linears' outputs.
         DOCUMENT: 2 * width * tokens * max(_outputs(inside).values(), default=0),
     }
+    if cuda:  # whose allocator gives a document's memory to the solver
+        solve[DOCUMENT] = max(0, solve[DOCUMENT] - solve["Hessian and factor"] - solve["rows being solved"])
     if recipe.tune:
         tuning = TUNED * max(_weights(inside).values(), default=0)
         tuning += BACKWARD * 4 * tokens * max(_outputs(inside).values(), default=0)
         solving = sum(size for part, size in solve.items() if part != "block")  # it has ended by then
         solve["tuning"] = max(0, tuning - solving)
     # The embeddings are in memory only before the first block is solved.
-    outside = width * max((prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)), default=0)
-    solve["embeddings, before the blocks"] = max(0, outside - sum(solve.values()))
+    outside = [width * prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)]
+    solve["embeddings, before the blocks"] = max(0, max(outside, default=0) - sum(solve.values()))
     in_ram = min(activations, act_budget) if act_budget is not None else activations
     stores = (ACTIVATIONS, UNQUANTIZED) if recipe.tune else (ACTIVATIONS,)
     if not cuda:
@@ -223,14 +229,15 @@ def calibrated_memory(
     if gpu_memory is None and here:
         gpu_memory = torch.cuda.mem_get_info()[0]
     if in_ram == activations and stays_on_gpu(activations, gpu_memory):
-        solve |= dict.fromkeys(stores, activations)
-        solve[ACTIVATIONS], in_ram = SAVED * activations, 0
+        saved = (SAVING,) if len(_blocks(src)) > SAVED_BLOCKS[kind] else ()
+        solve |= dict.fromkeys((*stores, *saved), activations)
+        in_ram = 0
     solve[WAITING] = min(MOST_BYTES, WAITING_BYTES * max(_blocks(src).values(), default=0))
     host = {
         "program": PROGRAM + CUDA_HOST,
         **dict.fromkeys(stores, in_ram),
-        "loading": 2 * solve["block"],
-        WAITING: min(MOST_BYTES, outside),
+        "loading": solve["block"],  # the next one is read ahead; behind the last, the tensors outside the blocks wait
+        WAITING: max(0, min(MOST_BYTES, sum(outside)) - solve["block"]),
     }
     least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
     return Memory(host, {"CUDA": CUDA_DEVICE, **solve}, least_vram=least, token_bytes=hidden * width)
@@ -257,8 +264,13 @@ def _blocks(src: Checkpoint) -> dict[str, int]:
     return found
 
 
-def _solving(linears: Mapping[str, tuple[int, int]], recipe: Recipe | Pruning, dtype: torch.dtype) -> dict[str, int]:
-    """Return the bytes of the solver, by part, in the step that takes most; factors have `dtype`."""
+def _solving(
+    linears: Mapping[str, tuple[int, int]], recipe: Recipe | Pruning, dtype: torch.dtype, solved: int
+) -> dict[str, int]:
+    """Return the bytes of the solver, by part, in the step that takes most.
+
+    Factors have `dtype`; `solved` float32 matrices `[rows, k]` are in memory while rows are solved.
+    """
     wide = 0
     if isinstance(recipe, Recipe):
         schemes = (recipe.scheme, *(scheme for _, scheme in recipe.overrides if scheme is not None))
@@ -271,7 +283,7 @@ def _solving(linears: Mapping[str, tuple[int, int]], recipe: Recipe | Pruning, d
         for squares, copies in (
             (FACTORED[dtype] * square, rows),
             ((2 + dtype.itemsize // 4) * square + blocks, 2 * rows),
-            (KEPT[dtype] * square, SOLVED * rows),
+            (KEPT[dtype] * square, solved * rows),
         ):
             if squares + copies > sum(most.values()):
                 most = {"Hessian and factor": squares, "rows being solved": copies}

@@ -26,6 +26,7 @@ from quantkit.pipeline import calibrate
 from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.calibrate import Group, Run, calibrated, collect, find_groups, find_stages, with_hessians
 from quantkit.pipeline.layer_solver import solve
+from quantkit.pipeline.memory_estimate import SAVED_BLOCKS
 from quantkit.pipeline.recipe import Recipe, from_mapping, goals_of
 from quantkit.progress import Clock as Phases
 from quantkit.progress import Progress
@@ -444,7 +445,7 @@ def test_blocks_without_a_snapshot_are_computed_again_with_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setitem(calibrate.SAVED_BLOCKS, "cpu", 2)
+    monkeypatch.setitem(SAVED_BLOCKS, "cpu", 2)
     src, recipe, partial = Checkpoint(three), from_mapping(COARSE), tmp_path / "partial"
     partial.mkdir()
     first = interrupted(src, recipe, partial, blocks)
@@ -460,7 +461,7 @@ def test_blocks_without_a_snapshot_are_computed_again_with_the_same_bits(
 def test_a_stopped_run_on_a_gpu_continues_with_the_same_bits(
     blocks: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(calibrate.SAVED_BLOCKS, "cuda", every)
+    monkeypatch.setitem(SAVED_BLOCKS, "cuda", every)
     changes = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024}
     folder, recipe = write_model("llama", tmp_path / "model", **changes), from_mapping({})
     docs = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)) for n in (500, 500, 500, 7, 500, 500)]

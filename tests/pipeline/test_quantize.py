@@ -20,9 +20,9 @@ from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_header import read_header
 from quantkit.models import block_runner
-from quantkit.pipeline import calibrate
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
+from quantkit.pipeline.memory_estimate import SAVED_BLOCKS
 from quantkit.pipeline.quantize import plan, quantize
 from quantkit.pipeline.recipe import Pruning, Recipe, from_mapping, pruning_from_mapping
 from quantkit.reporting.report import REPORT, digest
@@ -156,7 +156,7 @@ def test_on_a_gpu_what_runs_beside_and_what_runs_ahead_changes_no_byte(
 ) -> None:
     for ahead in (False, True):
         monkeypatch.setitem(job.BESIDE, "cuda", ahead)
-        monkeypatch.setitem(calibrate.SAVED_BLOCKS, "cuda", 1)
+        monkeypatch.setitem(SAVED_BLOCKS, "cuda", 1)
         monkeypatch.setitem(block_runner.CALLS_BYTES, "cuda", 2**28 if ahead else 0)
         monkeypatch.setitem(hessian._EVERY_TOKEN, "cuda", ahead)
         quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(calib)), device="cuda")
