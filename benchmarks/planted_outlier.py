@@ -80,6 +80,20 @@ def measured(model: Path, calib: Path, data: Path, seeds: int, scratch: Path) ->
         shutil.rmtree(out)
 
 
+def strongest_units(model: Path, each: int) -> list[tuple[int, int]]:
+    """Return `each` hidden units of every block, as (block, unit), with the largest norms of their rows and columns.
+
+    A unit's measure is the norm of its row of `up_proj` times that of its column of `down_proj`.
+    """
+    tensors = {name: x.float() for file in model.glob("*.safetensors") for name, x in load_file(file).items()}
+    blocks = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    found = []
+    for block in range(blocks):
+        up, down = (tensors[f"model.layers.{block}.mlp.{name}_proj.weight"] for name in ("up", "down"))
+        found += [(block, int(unit)) for unit in (up.norm(dim=1) * down.norm(dim=0)).topk(each).indices]
+    return found
+
+
 def plant(
     model: Path, folder: Path, units: Iterable[tuple[int, int]] = tuple(UNITS.items()), size: float = SIZE
 ) -> Path:
