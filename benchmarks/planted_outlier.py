@@ -12,7 +12,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -80,13 +80,29 @@ def measured(model: Path, calib: Path, data: Path, seeds: int, scratch: Path) ->
         shutil.rmtree(out)
 
 
-def plant(model: Path, folder: Path) -> Path:
-    """Write the model in float32 with outlier channels planted, in one file."""
+def strongest_units(model: Path, each: int) -> list[tuple[int, int]]:
+    """Return `each` hidden units of every block, as (block, unit), with the largest norms of their rows and columns.
+
+    A unit's measure is the norm of its row of `up_proj` times that of its column of `down_proj`.
+    """
+    tensors = {name: x.float() for file in model.glob("*.safetensors") for name, x in load_file(file).items()}
+    blocks = json.loads((model / "config.json").read_text())["num_hidden_layers"]
+    found = []
+    for block in range(blocks):
+        up, down = (tensors[f"model.layers.{block}.mlp.{name}_proj.weight"] for name in ("up", "down"))
+        found += [(block, int(unit)) for unit in (up.norm(dim=1) * down.norm(dim=0)).topk(each).indices]
+    return found
+
+
+def plant(
+    model: Path, folder: Path, units: Iterable[tuple[int, int]] = tuple(UNITS.items()), size: float = SIZE
+) -> Path:
+    """Write the model in float32 with outlier channels of `size` planted at hidden units of blocks, in one file."""
     shutil.copytree(model, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.index.json"))
     tensors = {name: x.float() for file in model.glob("*.safetensors") for name, x in load_file(file).items()}
-    for block, unit in UNITS.items():
-        tensors[f"model.layers.{block}.mlp.up_proj.weight"][unit] *= SIZE
-        tensors[f"model.layers.{block}.mlp.down_proj.weight"][:, unit] /= SIZE
+    for block, unit in units:
+        tensors[f"model.layers.{block}.mlp.up_proj.weight"][unit] *= size
+        tensors[f"model.layers.{block}.mlp.down_proj.weight"][:, unit] /= size
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "torch_dtype": "float32"}))

@@ -1,6 +1,6 @@
 """Print the CSVs of `accuracy.py` as Markdown tables, with the change against the unquantized model.
 
-Prints what `conversion.py` wrote (`.json`) as a table too.
+Prints what `accuracy_peers.py` wrote as tables with means over seeds, and what `conversion.py` wrote (`.json`), too.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,9 @@ def main() -> None:
         return
     with args.table.open(newline="") as file:
         rows = list(csv.DictReader(file))
+    if "seed" in rows[0]:
+        peers(rows)
+        return
     base = rows[0]
     print("| variant | bits | WikiText-2 | PTB | KL ×10³ | top-1 |\n|---|---|---|---|---|---|")
     for row in rows:
@@ -34,6 +38,31 @@ def main() -> None:
         kl = f"{float(row['kl_x1e3']):.2f}" if row["kl_x1e3"] else ""
         top1 = f"{100 * float(row['top1']):.1f} %" if row["top1"] else ""
         print(f"| {row['variant']} | {row['bits'] or '16'} | {texts[0]} | {texts[1]} | {kl} | {top1} |")
+
+
+def peers(rows: list[dict[str, str]]) -> None:
+    """Print one table a model: each quantizer's mean over seeds and, of KL divergence, the standard deviation too."""
+    for model in dict.fromkeys(row["model"] for row in rows):
+        tokens = next(row["wikitext2_tokens"] for row in rows if row["model"] == model)
+        print(f"\n{model}, first {tokens} tokens of each text\n")
+        print(
+            "| quantizer | version | seeds | bits | KL ×10³: WikiText-2 | PTB | perplexity: WikiText-2 | PTB | CPU s |"
+        )
+        print("|---|---|---|---|---|---|---|---|---|")
+        for name in dict.fromkeys(row["name"] for row in rows if row["model"] == model):
+            same = [row for row in rows if (row["model"], row["name"]) == (model, name)]
+            kl = [_mean(same, f"{text}_kl_x1e3", 2, spread=True) for text in ("wikitext2", "ptb")]
+            perplexity = [_mean(same, f"{text}_ppl", 3) for text in ("wikitext2", "ptb")]
+            cells = [name, same[0]["version"], str(len(same)), same[0]["bits"], *kl, *perplexity]
+            print(f"| {' | '.join([*cells, _mean(same, 'cpu_seconds', 0)])} |")
+
+
+def _mean(rows: list[dict[str, str]], column: str, digits: int, spread: bool = False) -> str:
+    values = [float(row[column]) for row in rows if row[column]]
+    if not values:
+        return ""
+    around = f" ± {statistics.stdev(values):.{digits}f}" if spread and len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{around}"
 
 
 def conversions(found: dict[str, Any]) -> None:
