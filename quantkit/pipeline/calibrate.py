@@ -612,8 +612,11 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     model.run_on_all_tokens([])
     if run.unquantized is not None:
         with run.clock.phase("tune"):
-            called = {key: item for key, item in solved.items() if key.removesuffix(".weight") not in uncalled}
-            solved |= tune(run, block, run.recipe.tune, called)
+            called = [item for key, item in solved.items() if key.removesuffix(".weight") not in uncalled]
+            for item in tune(run, block, run.recipe.tune, called):
+                assert isinstance(item.value, QuantizedTensor)
+                _put_back(model, item.name.removesuffix(".weight"), item.value)
+                solved[item.name] = item
     if block + 1 < len(model.blocks):
         run.forward(block)
     model.unload_block(block)

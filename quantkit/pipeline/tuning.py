@@ -49,28 +49,28 @@ def check_held_out(sequences: int) -> None:
         )
 
 
-def tune(run: Run, block: int, steps: int, solved: Mapping[str, Item]) -> dict[str, Item]:
-    """Tune the solved linears of a loaded block in `steps` steps; return them anew, by the same keys.
+def tune(run: Run, block: int, steps: int, solved: Sequence[Item]) -> list[Item]:
+    """Tune the solved linears of a loaded block in `steps` steps; return them anew, in the same order.
 
-    `run.unquantized` has the target of each sequence. The weights in the block become the tuned ones. Facts:
-    `untuned_error` and `tuned_error` are the squared error of the block's hidden states on held-out sequences, relative
-    to their squares, before and after `tuned_step` steps. `tuned_changed` counts codes. The `loss` becomes
-    `untuned_loss`, because it is not computed anew. NumericError if the error is not finite.
+    `run.unquantized` has the target of each sequence. Facts: `untuned_error` and `tuned_error` are the squared error of
+    the block's hidden states on held-out sequences, relative to their squares, before and after `tuned_step` steps.
+    `tuned_changed` counts codes. The `loss` becomes `untuned_loss`, because it is not computed anew. NumericError if
+    the error is not finite.
     """
     if not solved:
-        return {}
-    linears = {item.name.removesuffix(".weight"): item for item in solved.values()}
-    sources = {name: run.src.get(f"{name}.weight").to(run.model.device) for name in linears}
-    starts = {name: item.value for name, item in linears.items() if isinstance(item.value, QuantizedTensor)}
+        return []
+    names = [item.name.removesuffix(".weight") for item in solved]
+    sources = {name: run.src.get(f"{name}.weight").to(run.model.device) for name in names}
+    values = zip(names, (item.value for item in solved), strict=True)
+    starts = {name: value for name, value in values if isinstance(value, QuantizedTensor)}
     with _deterministic(run.model.device):
         found, common = _Tuning(run, block, starts, sources).run(steps)
     run.progress.detail(
         f"{run.model.blocks[block]}: error on held-out sequences {common['untuned_error']:.4g}, tuned "
         f"{common['tuned_error']:.4g} after {common['tuned_step']} of {steps} steps"
     )
-    tuned = {}
-    for key, item in solved.items():
-        name = item.name.removesuffix(".weight")
+    tuned = []
+    for name, item in zip(names, solved, strict=True):
         source, tensor = sources[name], found[name]
         facts = {**(item.facts or {}), **common, "tuned_changed": int((tensor.codes != starts[name].codes).sum())}
         facts |= {fact: count for fact, count in rtn.scale_facts(tensor).items() if fact in facts}
@@ -78,9 +78,7 @@ def tune(run: Run, block: int, steps: int, solved: Mapping[str, Item]) -> dict[s
         facts |= zeroed(source, tensor)
         if "loss" in facts and common["tuned_step"]:
             facts["untuned_loss"] = facts.pop("loss")
-        n, k = source.shape
-        run.model.replace(name, tensor.dequantize(run.model.dtype)[:n, :k].contiguous())
-        tuned[key] = item._replace(value=tensor, facts={**facts, "relative_error": relative_error(source, tensor)})
+        tuned.append(item._replace(value=tensor, facts={**facts, "relative_error": relative_error(source, tensor)}))
     return tuned
 
 
