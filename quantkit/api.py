@@ -83,6 +83,8 @@ class _Quantizing(_Calibrating, total=False):
     signed: bool | None
     refit: bool | None
     descent: int | None
+    distill: int | None
+    distill_codes: bool | None
     prune: Literal["2:4"] | None
     prune_method: Rule | None
     layout: str | None

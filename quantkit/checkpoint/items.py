@@ -31,3 +31,7 @@ class Commit(NamedTuple):
     """Ask the writer to make all items so far durable; `facts` go into the journal."""
 
     facts: dict[str, Any]
+
+
+class Final(NamedTuple):
+    """Say that the items so far are drafts: the next commit replaces all of them."""

@@ -145,8 +145,7 @@ def calibrated(
     RecipeError for sequences that the model cannot take, or a tied linear that is not skipped. NumericError for
     unusable activations, Hessians or weights. CheckpointError for a model that cannot run block by block.
     """
-    clock, chosen = Clock(model.device), goals_of(recipe, model.paths, model.kept_dense)
-    run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), clock, chosen)
+    run = new_run(src, recipe, model, sequences, work, progress, act_budget)
     _check(run)
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
@@ -161,6 +160,20 @@ def calibrated(
     if len(facts) == len(finished):
         yield from _rest(run)
         yield Commit({"block": REST, "phases": run.clock.take()})
+
+
+def new_run(
+    src: Checkpoint,
+    recipe: Recipe | Pruning,
+    model: BlockRunner,
+    sequences: Sequence[Tensor],
+    work: Path,
+    progress: Progress | None,
+    act_budget: int | None = None,
+) -> Run:
+    """Return the state of a run that has not begun."""
+    clock, chosen = Clock(model.device), goals_of(recipe, model.paths, model.kept_dense)
+    return Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), clock, chosen)
 
 
 def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
@@ -326,7 +339,7 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
     for block in range(first, len(finished)):
         with run.clock.phase("load"):
             run.model.load_block(block)
-            for linear, value in _committed(run, block, done):
+            for linear, value in committed(run, run.model.targets(block), done):
                 _put_back(run.model, linear, value)
         run.forward(block)
         run.model.unload_block(block)
@@ -447,14 +460,14 @@ def _put_back(model: BlockRunner, linear: str, value: QuantizedTensor | Tensor) 
     model.replace(linear, dense[:n, :k].contiguous())
 
 
-def _committed(
-    run: Run, block: int, done: Sequence[Mapping[str, Any]]
+def committed(
+    run: Run, linears: Iterable[str], done: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
-    """Yield the solved linears of a finished block, read back from the files in the journal."""
+    """Yield those of `linears` that were solved, read back from the files in the journal."""
     layout = None if isinstance(run.recipe, Pruning) else LAYOUTS[run.recipe.layout]
     paths = [run.work / name for line in done for name in line.get("files", {})]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
-    for linear, goal in run.goals(run.model.targets(block)).items():
+    for linear, goal in run.goals(linears).items():
         parts: dict[str, Tensor] = {}
         for suffix in layout.TENSORS if layout else ("weight",):
             if f"{linear}.{suffix}" in where:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.algorithms.numerics import check_finite
-from quantkit.checkpoint.items import Commit, Item, Packed
+from quantkit.checkpoint.items import Commit, Final, Item, Packed
 from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
@@ -42,7 +42,7 @@ Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
 
 
 def write(
-    items: Iterable[Item | Commit], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any], clock: Clock
+    items: Iterable[Item | Commit | Final], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any], clock: Clock
 ) -> list[dict[str, Any]]:
     """Pack and store every item, and commit where the loop asks for it; return the facts of every changed layer.
 
@@ -55,6 +55,9 @@ def write(
     try:
         for item in items:
             with clock.phase("write"):
+                if isinstance(item, Final):
+                    writer.begin_final()
+                    continue
                 if isinstance(item, Commit):
                     writer.commit(
                         {
@@ -93,7 +96,7 @@ def _leave_report(writer: CheckpointWriter, report: Mapping[str, Any], error: Ex
 
 
 def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
-    return [layer for line in writer.done for layer in line.get("facts", {}).get("layers", [])]
+    return [layer for line in writer.lines() for layer in line.get("facts", {}).get("layers", [])]
 
 
 def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:

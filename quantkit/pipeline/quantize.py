@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +19,7 @@ import torch
 from typing_extensions import Unpack
 
 from quantkit.algorithms.numerics import check_finite
-from quantkit.checkpoint.items import Commit, Item
+from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint, resolve
@@ -34,6 +35,7 @@ from quantkit.models.calibration_data import Calibration, draw_calibration
 from quantkit.models.text_sources import PACKAGED
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline.calibrate import calibrated, check_sequences
+from quantkit.pipeline.distill import distilled
 from quantkit.pipeline.fused_alike import changes
 from quantkit.pipeline.identity import difference, identity
 from quantkit.pipeline.layer_solver import solve_uncalibrated
@@ -236,7 +238,9 @@ def quantize(
         if is_complete(partial):
             same = [without_paths(asked), without_paths(with_packaged_text(asked))]
             return publish_complete(partial, out, same, src, run.overwrite)
-        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
+        layout = LAYOUTS[quantizing.layout] if quantizing else None
+        tuned = quantizing is not None and quantizing.distill > 0
+        writer = CheckpointWriter(partial, like=src, layout=layout, drafts=tuned)
         with clock.phase("hash"):
             hashes, edited = source_hashes(src)
         lacking += edited
@@ -254,6 +258,7 @@ def quantize(
         if recipe.calibrated and not writer.done:  # a NaN in the last block would cost the whole run
             with clock.phase("check"):
                 _check_weights(src, job.model.device, progress)
+        items: Iterable[Item | Commit | Final]
         if recipe.calibrated:
             items = calibrated(
                 src,
@@ -265,9 +270,14 @@ def quantize(
                 progress=progress,
                 act_budget=run.act_budget,
             )
+            if quantizing is not None and tuned:
+                again = distilled(src, quantizing, job.model, text.sequences, partial, writer.done, progress=progress)
+                items = chain(items, again)
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
         report["layers"] = write(items, writer, src, report, clock)
+        for line in writer.done:
+            report |= {key: line["facts"][key] for key in ("distillation",) if key in line["facts"]}
         schemes = _schemes(job, quantizing) if quantizing else None
         return finish(
             writer,

@@ -52,6 +52,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "signed": ("signed",),
     "refit": ("gptq", "refit"),
     "descent": ("gptq", "descent"),
+    "distill": ("distill",),
+    "distill_codes": ("distill_codes",),
     "true_sequential": ("true_sequential",),
     "calib": ("calibration", "data"),
     "samples": ("calibration", "samples"),
@@ -74,7 +76,8 @@ class Recipe:
     `skip` has regular expressions of linears left dense, matched against the module name or its end after a dot.
     `overrides` give other linears their own scheme; the first match wins. `prune` chooses the masks of 2:4 schemes, and
     is None without any. `pad` adds zeros to weights whose shape the layout does not hold. `fused_alike` gives linears
-    that engines join the widest treatment among them.
+    that engines join the widest treatment among them. `distill` steps tune scales and norms against the unquantized
+    model, and the codes as well with `distill_codes` (ALGORITHMS 8.4).
     """
 
     scheme: Scheme
@@ -88,14 +91,17 @@ class Recipe:
     signed: bool = False
     prune: Rule | None = None
     true_sequential: bool = True
+    distill: int = 0
+    distill_codes: bool = False
     calibration: Calib = field(default_factory=Calib)
     skip: tuple[str, ...] = ("lm_head",)
     overrides: tuple[tuple[str, Scheme], ...] = ()
 
     @property
     def calibrated(self) -> bool:
-        """Whether activations are needed: by GPTQ, a scale search that uses the Hessian, or wanda's mask."""
-        return self.factored or (self.clip == "search" and self.metric != "mse") or self.prune == "wanda"
+        """Whether activations are needed: by GPTQ, a scale search that uses the Hessian, wanda's mask, or tuning."""
+        searched = self.clip == "search" and self.metric != "mse"
+        return self.factored or searched or self.prune == "wanda" or self.distill > 0
 
     @property
     def factored(self) -> bool:
@@ -124,6 +130,8 @@ class Recipe:
             "signed": self.signed,
             "gptq": {name: getattr(self.gptq, name) for name in GPTQ_KEYS},
             "true_sequential": self.true_sequential,
+            **({"distill": self.distill} if self.distill else {}),
+            **({"distill_codes": True} if self.distill_codes else {}),
             "calibration": self.calibration.to_mapping(),
             "layout": self.layout,
             "pad": self.pad,
@@ -338,6 +346,12 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     require_known("layout", layout, LAYOUTS)
     for each in schemes:
         check_signed(each, signed)
+    distill = _typed(mapping.get("distill", 0), int, "distill")
+    codes = _typed(mapping.get("distill_codes", False), bool, "distill_codes")
+    if distill < 0:
+        raise RecipeError(f"distill {distill} is negative: use 0 for none, or some hundred steps")
+    if codes and not distill:
+        raise RecipeError("--distill-codes is for --distill, which is off: add --distill 200, or drop --distill-codes")
     return Recipe(
         scheme=scheme,
         method=method,
@@ -349,6 +363,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         fused_alike=_typed(mapping.get("fused_alike", False), bool, "fused_alike"),
         signed=signed,
         prune=prune,
+        distill=distill,
+        distill_codes=codes,
         overrides=overrides,
         **_shared(mapping),
     )
