@@ -6,6 +6,7 @@ first. The gradient passes both roundings unchanged (straight-through estimator,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +35,8 @@ class LearnedWeight:
         fmt = tensor.scheme.format
         self._start, self._stored = tensor, stored
         self._zeros = None if tensor.zeros is None else fmt.decode(tensor.zeros).unsqueeze(-1)
-        self._limit = LARGEST_HALF / largest_value(fmt, None if tensor.zeros is None else tensor.zeros.float())
+        zeros = None if tensor.zeros is None else tensor.zeros.float()
+        self._limit = LARGEST_HALF / torch.as_tensor(largest_value(fmt, zeros), device=tensor.scales.device)
         self.factors = torch.zeros_like(tensor.scales, dtype=torch.float32).requires_grad_()
         self.positions: Tensor | None = None
         if source is not None:
@@ -49,7 +51,9 @@ class LearnedWeight:
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Compute the weight `[n, k]` in `dtype`, with a gradient for the parameters."""
         scales = self._start.scales.float() * self.factors.exp()
-        found: Tensor = _Dequantize.apply(_round(scales, self._half), self.positions, self, dtype)
+        found: Tensor = _Dequantize.apply(  # type: ignore[no-untyped-call]
+            _round(scales, self._half), self.positions, self, dtype
+        )
         return found
 
     @torch.no_grad()
@@ -110,7 +114,7 @@ class LearnedVector:
         return self.dense(self._start.dtype).detach()
 
 
-def _round(x: Tensor, to: Any) -> Tensor:
+def _round(x: Tensor, to: Callable[[Tensor], Tensor]) -> Tensor:
     """Round a float32 tensor by the function `to`, whose gradient counts as 1."""
     return x + (to(x).float() - x).detach()
 
@@ -124,7 +128,8 @@ class _Dequantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(scales)
         ctx.weight = weight
-        return weight._values().mul_(scales.unsqueeze(-1)).view(weight._start.shape).to(dtype)
+        found: Tensor = weight._values().mul_(scales.unsqueeze(-1)).view(weight._start.shape).to(dtype)
+        return found
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:

@@ -122,7 +122,7 @@ recipe_options = combined(
             metavar="N",
             help="Steps that tune scales and norms of the whole model, which must fit in memory, at the end [0].",
         ),
-        click.option("--distill-codes/--no-distill-codes", default=None, help="Let --distill move codes as well [off]."),
+        click.option("--distill-codes/--no-distill-codes", default=None, help="Let --distill move codes too [off]."),
         click.option("--prune", type=choice(["2:4"]), help="Keep two of each four weights, int4 only [all]."),
         click.option(
             "--prune-method", type=choice(get_args(Rule)), help="Which two [gptq: sparsegpt, rtn: magnitude]."

@@ -313,6 +313,12 @@ def check_sequences(recipe: Recipe | Pruning, model: BlockRunner, sequences: Seq
     if not longest:
         other = "--method magnitude" if isinstance(recipe, Pruning) else "--method rtn --clip none"
         raise RecipeError(f"no calibration sequences: give calibration data, or use {other}")
+    tuned = isinstance(recipe, Recipe) and recipe.distill > 0
+    if tuned and len(sequences) < 2:
+        raise RecipeError("--distill holds out one calibration sequence, and there is one: use more --samples or text")
+    if tuned and model.text.get_output_embeddings() is None:
+        kind = type(model.text).__name__
+        raise RecipeError(f"{kind} computes no distribution of tokens from text alone: drop --distill")
     if longest > model.max_length:
         raise RecipeError(
             f"a calibration sequence has {longest} tokens, the model takes {model.max_length}: use --max-length "

@@ -2,7 +2,7 @@
 
 All tensors are quantized first, and committed as drafts. This stage reads them back, with the whole model in memory.
 Each step lowers the KL divergence of next-token distributions from those of the unquantized model on some calibration
-sequences. Every eighth sequence is held out, and the step that is best on these is written (ALGORITHMS 8.4).
+sequences. Every eighth sequence is held out, and the step that is best on these is written (ALGORITHMS 8.2).
 
 The stage is one commit: after a stop it begins anew from the drafts, and comes to the same bytes.
 """
@@ -69,7 +69,7 @@ def distilled(
     run = new_run(src, recipe, model, sequences, work, progress)
     with run.clock.phase("load"):
         model.load_whole()
-        student = Student(run, done)
+        student = Student(run, recipe.distill_codes, done)
     with run.clock.phase("distill"):
         found = student.tune(sequences, recipe.distill, recipe.calibration.seed, run.progress)
     layers = {layer["name"]: layer for line in done for layer in line.get("facts", {}).get("layers", [])}
@@ -93,26 +93,25 @@ class Student:
     products of both models are computed in bfloat16.
     """
 
-    def __init__(self, run: Run, done: Sequence[Mapping[str, Any]]) -> None:
-        self._model, stored = run.model, run.src.dtype_of_model
+    def __init__(self, run: Run, codes: bool, done: Sequence[Mapping[str, Any]]) -> None:
+        self._model, stored, self._codes = run.model, run.src.dtype_of_model, codes
         self.weights: dict[str, LearnedWeight] = {}
         for linear, record in committed(run, run.model.linears, done):
             assert isinstance(record, QuantizedTensor)
             place = _on(record, self._model.device)
-            source = _padded(self._model.source_weight(linear), place.shape) if run.recipe.distill_codes else None
+            source = _padded(self._model.source_weight(linear), place.shape) if codes else None
             self.weights[linear] = LearnedWeight(place, stored, source)
         self._paths = run.model.norms()
         self.norms = {name: LearnedVector(run.src.get(name).to(self._model.device)) for name in self._paths}
-        device, dtype = self._model.device, self._model.dtype
+        device = self._model.device
         fast = device.type == "cpu" and compute_dtype(torch.bfloat16, device) == torch.bfloat16
-        self._mixed = fast and dtype == torch.float32
-        self._dtype = torch.bfloat16 if self._mixed else dtype
+        self._mixed = fast and self._model.dtype == torch.float32
 
     def tune(self, sequences: Sequence[Tensor], steps: int, seed: int, progress: Progress) -> dict[str, Any]:
         """Learn for `steps` steps, and go back to the best one by the held-out sequences; return facts.
 
-        Facts: steps, best_step (0: nothing was better than the start), held_out (sequences), tokens of all steps, and
-        kl_before and kl_after, the mean held-out KL divergence in nats.
+        Facts: steps, best_step (0: nothing was better than the start), codes (whether they were learned), held_out
+        (sequences), tokens (of all steps), and kl_before and kl_after, the mean held-out KL divergence in nats.
         """
         last = len(sequences) - 1
         held = [sequences[i] for i in range(last, -1, -HELD_OUT)]
@@ -129,9 +128,7 @@ class Student:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * _schedule(step, steps)
             optimizer.zero_grad()
-            for document in batch:
-                progress.check()
-                self._divergence(document).backward()
+            self._backward(batch, progress)
             optimizer.step()
             tokens += sum(map(len, batch))
             if step == steps or step % max(1, steps // MEASURED) == 0:
@@ -142,7 +139,7 @@ class Student:
         with torch.no_grad():
             for parameter, value in zip(self._parameters(), kept, strict=True):
                 parameter.copy_(value)
-        facts = {"steps": steps, "best_step": best_step, "held_out": len(held), "tokens": tokens}
+        facts = {"steps": steps, "best_step": best_step, "codes": self._codes, "held_out": len(held), "tokens": tokens}
         return {**facts, "kl_before": before, "kl_after": best}
 
     def _groups(self) -> list[dict[str, Any]]:
@@ -161,19 +158,28 @@ class Student:
     def _snapshot(self) -> list[Tensor]:
         return [parameter.detach().clone() for parameter in self._parameters()]
 
+    def _backward(self, documents: Sequence[Tensor], progress: Progress) -> None:
+        """Compute the gradients of the divergence summed over all positions; weights are decoded once."""
+        tensors = self._tensors()
+        leaves = {path: tensor.detach().requires_grad_() for path, tensor in tensors.items()}
+        for document in documents:
+            progress.check()
+            self._divergence(document, leaves).backward()
+        reached = [path for path, leaf in leaves.items() if leaf.grad is not None]
+        torch.autograd.backward([tensors[path] for path in reached], [leaves[path].grad for path in reached])
+
+    @torch.no_grad()
     def _measure(self, documents: Sequence[Tensor]) -> float:
         """Return the mean KL divergence at all positions of the documents, in nats."""
-        with torch.no_grad():
-            total = sum(float(self._divergence(document)) for document in documents)
-        return total / sum(map(len, documents))
+        tensors = self._tensors()
+        return sum(float(self._divergence(each, tensors)) for each in documents) / sum(map(len, documents))
 
-    def _divergence(self, tokens: Tensor) -> Tensor:
+    def _divergence(self, tokens: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return KL(unquantized || quantized) of the next-token distributions of a document, summed over positions."""
-        model = self._model
         with self._computing():
             with torch.no_grad():
-                theirs = model.logits(tokens, {})
-            ours = model.logits(tokens, self._replaced())
+                theirs = self._model.logits(tokens, {})
+            ours = self._model.logits(tokens, tensors)
         total = ours.new_zeros((), dtype=torch.float32)
         for p, q in zip(theirs.split(ROWS), ours.split(ROWS), strict=True):
             p, q = p.float().log_softmax(-1), q.float().log_softmax(-1)
@@ -182,12 +188,12 @@ class Student:
             raise NumericError("the divergence from the unquantized model is not finite: leave out --distill")
         return total
 
-    def _replaced(self) -> dict[str, Tensor]:
+    def _tensors(self) -> dict[str, Tensor]:
         """Return the weights and norms of the quantized model, by path."""
         found: dict[str, Tensor] = {}
         for linear, weight in self.weights.items():
             n, k = self._model.linears[linear]
-            found[f"{self._model.paths[linear]}.weight"] = weight.dense(self._dtype)[:n, :k]
+            found[f"{self._model.paths[linear]}.weight"] = weight.dense(self._model.dtype)[:n, :k]
         for name, norm in self.norms.items():
             found[self._paths[name]] = norm.dense(self._model.dtype)
         return found

@@ -42,7 +42,11 @@ Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
 
 
 def write(
-    items: Iterable[Item | Commit | Final], writer: CheckpointWriter, src: Checkpoint, report: Mapping[str, Any], clock: Clock
+    items: Iterable[Item | Commit | Final],
+    writer: CheckpointWriter,
+    src: Checkpoint,
+    report: Mapping[str, Any],
+    clock: Clock,
 ) -> list[dict[str, Any]]:
     """Pack and store every item, and commit where the loop asks for it; return the facts of every changed layer.
 

@@ -192,7 +192,9 @@ def _require_runnable(
         activations = job.plan.memory.token_bytes * tokens
         mapped = run.act_budget is not None and activations > run.act_budget
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
-        problem = disk_problem(job.plan, out, disk_peak(job.plan, activations, len(job.model.blocks), mapped) - there)
+        drafts = isinstance(recipe, Recipe) and recipe.distill > 0
+        most = disk_peak(job.plan, activations, len(job.model.blocks), mapped, drafts)
+        problem = disk_problem(job.plan, out, most - there)
         if problem is not None:
             raise CheckpointError(problem)
     return job, recipe, text

@@ -77,7 +77,7 @@ class Recipe:
     `overrides` give other linears their own scheme; the first match wins. `prune` chooses the masks of 2:4 schemes, and
     is None without any. `pad` adds zeros to weights whose shape the layout does not hold. `fused_alike` gives linears
     that engines join the widest treatment among them. `distill` steps tune scales and norms against the unquantized
-    model, and the codes as well with `distill_codes` (ALGORITHMS 8.4).
+    model, and the codes as well with `distill_codes` (ALGORITHMS 8.2).
     """
 
     scheme: Scheme
