@@ -55,9 +55,8 @@ PART_OF_GPU = 1 / 4
 DOCUMENT, ACTIVATIONS = "one document", "activations"
 #: The parts that only tuning from end to end has.
 WHOLE, STUDENT = "whole model", "quantized model"
-#: Bytes for each weight of the tuned model beside its dense form: its code; with learned codes also position, gradient,
-#: both moments, the best position, and what one weight takes while it is rounded.
-FIXED, LEARNED = 1, 24
+#: Bytes for each weight whose code is learned: position, gradient, both moments of Adam, and the best position.
+LEARNED = 20
 #: float32 copies of the logits of one document while two models are compared and the gradient is made.
 LOGITS = 7
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
@@ -244,15 +243,18 @@ def tuning_memory(
     tokens = min(longest, _stated(src, "max_position_embeddings") or longest)
     shared = sum(n * k for name, (n, k) in linears.items() if f"{name}.weight" not in src.names())
     whole = width * (sum(prod(src.shape(name)) for name in src.names()) + shared)
-    student = sum(n * k for n, k in quantized.values()) * (width + (LEARNED if recipe.distill_codes else FIXED))
+    # Of each weight its dense form, the gradient of that, and its code; one weight at a time is decoded.
+    each = 2 * width + 1 + (LEARNED if recipe.distill_codes else 0)
+    student = each * sum(n * k for n, k in quantized.values())
+    computed = width if cuda else compute_dtype(torch.bfloat16, torch.device("cpu")).itemsize
     heads = _stated(src, "num_attention_heads") or 1
     scores = 2 * width * heads * tokens * len(_blocks(src)) if cuda else 0
-    vocabulary = _stated(src, "vocab_size") or 0
+    # Inputs and outputs of linears, which norms, activations and attention hold as well.
+    token = 2 * computed * sum(n + k for n, k in linears.values()) + scores
     parts = {
         WHOLE: whole,
-        STUDENT: student,
-        # Inputs and outputs of linears, which norms, activations and attention hold as well.
-        DOCUMENT: tokens * (2 * width * sum(n + k for n, k in linears.values()) + scores + 4 * LOGITS * vocabulary),
+        STUDENT: student + STREAMED * max((n * k for n, k in quantized.values()), default=0),
+        DOCUMENT: tokens * (token + 4 * LOGITS * (_stated(src, "vocab_size") or 0)),
     }
     if not cuda:
         return Memory({"program": PROGRAM, **parts})

@@ -278,8 +278,8 @@ def quantize(
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
         report["layers"] = write(items, writer, src, report, clock)
-        for line in writer.done:
-            report |= {key: line["facts"][key] for key in ("distillation",) if key in line["facts"]}
+        stated = [line["facts"] for line in writer.done]
+        report |= {"distillation": facts["distillation"] for facts in stated if "distillation" in facts}
         schemes = _schemes(job, quantizing) if quantizing else None
         return finish(
             writer,
