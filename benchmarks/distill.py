@@ -1,6 +1,6 @@
 """Measure how far tuning from end to end brings the KL divergence down, on two texts, one of which calibrated nothing.
 
-Each recipe is run without tuning, with tuned scales and norms, and with tuned codes. Results are written after each row.
+Each recipe is run without tuning, with tuned scales and norms, and with tuned codes. A finished row is written at once.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--calib", required=True)
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--window", type=int, default=1024)
-    parser.add_argument("--tokens", type=int, default=65536, help="of each evaluation text, at most")
+    parser.add_argument("--windows", type=int, default=64, help="of each evaluation text, at most")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--recipe", nargs="*", choices=RECIPES, default=[*RECIPES])
@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, name: str, tuned: str) -> dict[str, Any]:
     row: dict[str, Any] = {"distillation": report.get("distillation"), "phases": report["phases"]}
     row |= {"peak_memory": report["totals"]["peak_memory"], "threads": torch.get_num_threads()}
     for path in args.text:
-        text, options = path.read_text(encoding="utf-8"), {"window": args.window, "most": args.tokens}
+        text, options = path.read_text(encoding="utf-8"), {"window": args.window, "most": args.windows}
         found = kld(model, reference, words, text, **options)
         before, after = (perplexity(each, words, text, **options).perplexity for each in (reference, model))
         row[path.parent.name] = {"kl_x1e3": 1e3 * found.kld, "before": before, "after": after}

@@ -278,8 +278,8 @@ def quantize(
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
         report["layers"] = write(items, writer, src, report, clock)
-        stated = [line["facts"] for line in writer.done]
-        report |= {"distillation": facts["distillation"] for facts in stated if "distillation" in facts}
+        for line in writer.lines():
+            report |= {key: value for key, value in line["facts"].items() if key == "distillation"}
         schemes = _schemes(job, quantizing) if quantizing else None
         return finish(
             writer,
