@@ -39,8 +39,11 @@ HELD_OUT = 8
 BATCH = 8
 #: How often the held-out sequences are measured, besides before the first step.
 MEASURED = 8
-#: The largest steps of Adam: of scales and norms relative to their size, of codes in steps between two codes.
-SCALE_RATE, NORM_RATE, CODE_RATE = 1e-3, 1e-3, 0.02
+#: The largest steps of Adam for scales and norms, relative to their size.
+SCALE_RATE, NORM_RATE = 2e-3, 1e-3
+#: The largest steps of Adam for codes are so many codes by the number of steps, as SignRound has it: all steps in one
+#: direction, at rates that rise and fall, come to about half of it.
+CODE_TRAVEL = 0.9
 BETAS = (0.9, 0.95)
 #: Rows of logits whose divergence is computed at a time.
 ROWS = 1024
@@ -116,11 +119,12 @@ class Student:
         last = len(sequences) - 1
         held = [sequences[i] for i in range(last, -1, -HELD_OUT)]
         others = [sequences[i] for i in range(last) if (last - i) % HELD_OUT]
-        optimizer = torch.optim.Adam(self._groups(), betas=BETAS)
+        optimizer = torch.optim.Adam(self._groups(steps), betas=BETAS)
         rates = [group["lr"] for group in optimizer.param_groups]
+        learned = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         draw, order = torch.Generator().manual_seed(seed), list[int]()
         before = best = self._measure(held)
-        best_step, kept, tokens = 0, self._snapshot(), 0
+        best_step, kept, tokens = 0, _copies(learned), 0
         for step in progress.bar(range(1, steps + 1), "distill", steps):
             while len(order) < BATCH:
                 order += torch.randperm(len(others), generator=draw).tolist()
@@ -135,28 +139,23 @@ class Student:
                 now = self._measure(held)
                 progress.detail(f"distill: step {step}, held-out KL divergence {now:.6f}")
                 if now < best:
-                    best, best_step, kept = now, step, self._snapshot()
+                    best, best_step, kept = now, step, _copies(learned)
         with torch.no_grad():
-            for parameter, value in zip(self._parameters(), kept, strict=True):
+            for parameter, value in zip(learned, kept, strict=True):
                 parameter.copy_(value)
         facts = {"steps": steps, "best_step": best_step, "codes": self._codes, "held_out": len(held), "tokens": tokens}
         return {**facts, "kl_before": before, "kl_after": best}
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _groups(self, steps: int) -> list[dict[str, Any]]:
         """Return what is learned, in groups of one rate."""
         weights = list(self.weights.values())
+        positions = [weight.positions for weight in weights if weight.positions is not None]
         groups = [
             {"params": [weight.factors for weight in weights], "lr": SCALE_RATE},
             {"params": [norm.moves for norm in self.norms.values()], "lr": NORM_RATE},
-            {"params": [weight.positions for weight in weights if weight.positions is not None], "lr": CODE_RATE},
+            {"params": positions, "lr": CODE_TRAVEL / steps},
         ]
         return [group for group in groups if group["params"]]
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self._groups() for parameter in group["params"]]
-
-    def _snapshot(self) -> list[Tensor]:
-        return [parameter.detach().clone() for parameter in self._parameters()]
 
     def _backward(self, documents: Sequence[Tensor], progress: Progress) -> None:
         """Compute the gradients of the divergence summed over all positions; weights are decoded once."""
@@ -207,6 +206,10 @@ class Student:
             if self._model.device.type == "cuda":
                 stack.enter_context(sdpa_kernel(SDPBackend.MATH))
             yield
+
+
+def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
+    return [parameter.detach().clone() for parameter in parameters]
 
 
 def _schedule(step: int, steps: int) -> float:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.algorithms import learned_weight
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import NumericError, QuantkitError, RecipeError
 from quantkit.inference.load import load
@@ -79,7 +80,7 @@ def test_a_tuned_folder_computes_what_was_measured(small_llama: Path, calib: str
 def test_it_is_never_worse_than_the_start(
     codes: bool, small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("SCALE_RATE", "NORM_RATE", "CODE_RATE"):
+    for name in ("SCALE_RATE", "NORM_RATE", "CODE_TRAVEL"):
         monkeypatch.setattr(distill, name, 3.0)  # every step does harm
     quantize(small_llama, tmp_path / "plain", recipe(calib, 0))
     report = quantize(small_llama, tmp_path / "tuned", recipe(calib, 2, distill_codes=codes))
@@ -90,7 +91,9 @@ def test_it_is_never_worse_than_the_start(
     assert not changed(small_llama, tmp_path / "tuned")
 
 
-def test_codes_learn_if_asked(small_llama: Path, calib: str, tmp_path: Path) -> None:
+def test_codes_learn_if_asked(small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(learned_weight, "_INSIDE", 0.49)  # so that a few short steps move some
+    monkeypatch.setattr(distill, "CODE_TRAVEL", 0.16)
     quantize(small_llama, tmp_path / "plain", recipe(calib, 0))
     report = quantize(small_llama, tmp_path / "tuned", recipe(calib, 8, distill_codes=True))
     before, after = Checkpoint(tmp_path / "plain"), Checkpoint(tmp_path / "tuned")
