@@ -25,9 +25,10 @@ from quantkit.algorithms.rtn import scale_facts
 from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.errors import NumericError
+from quantkit.errors import CheckpointError, NumericError, QuantkitError, is_out_of_memory, reason
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import compute_dtype
+from quantkit.models.meta_model import get_tensor
 from quantkit.pipeline.calibrate import Run, committed, new_run
 from quantkit.pipeline.layer_solver import relative_error
 from quantkit.pipeline.recipe import Recipe
@@ -65,7 +66,7 @@ def distilled(
     Facts of an item are those of its draft, with `loss_before` for `loss`: tuning does not follow the loss of a linear.
     The facts of the commit have `distillation`, which is what `tune` returns.
 
-    NumericError if the divergence is not finite.
+    Raises as `tune`.
     """
     if not all(line.get("draft") for line in done):
         return
@@ -74,7 +75,7 @@ def distilled(
         model.load_whole()
         student = Student(run, recipe.distill_codes, done)
     with run.clock.phase("distill"):
-        found = student.tune(sequences, recipe.distill, recipe.calibration.seed, run.progress)
+        found = student.tune(sequences, recipe.distill, recipe.calibration.seed)
     layers = {layer["name"]: layer for line in done for layer in line.get("facts", {}).get("layers", [])}
     yield Final()
     for name in src.names():
@@ -97,24 +98,26 @@ class Student:
     """
 
     def __init__(self, run: Run, codes: bool, done: Sequence[Mapping[str, Any]]) -> None:
-        self._model, stored, self._codes = run.model, run.src.dtype_of_model, codes
+        self._model, self._progress, self._codes = run.model, run.progress, codes
         self.weights: dict[str, LearnedWeight] = {}
         for linear, record in committed(run, run.model.linears, done):
             assert isinstance(record, QuantizedTensor)
             place = _on(record, self._model.device)
             source = _padded(self._model.source_weight(linear), place.shape) if codes else None
-            self.weights[linear] = LearnedWeight(place, stored, source)
+            self.weights[linear] = LearnedWeight(place, run.src.dtype_of_model, source)
         self._paths = run.model.norms()
         self.norms = {name: LearnedVector(run.src.get(name).to(self._model.device)) for name in self._paths}
         device = self._model.device
         fast = device.type == "cpu" and compute_dtype(torch.bfloat16, device) == torch.bfloat16
         self._mixed = fast and self._model.dtype == torch.float32
 
-    def tune(self, sequences: Sequence[Tensor], steps: int, seed: int, progress: Progress) -> dict[str, Any]:
+    def tune(self, sequences: Sequence[Tensor], steps: int, seed: int) -> dict[str, Any]:
         """Learn for `steps` steps, and go back to the best one by the held-out sequences; return facts.
 
         Facts: steps, best_step (0: nothing was better than the start), codes (whether they were learned), held_out
         (sequences), tokens (of all steps), and kl_before and kl_after, the mean held-out KL divergence in nats.
+
+        NumericError if the divergence is not finite, CheckpointError if the model's code has no gradient.
         """
         last = len(sequences) - 1
         held = [sequences[i] for i in range(last, -1, -HELD_OUT)]
@@ -125,19 +128,19 @@ class Student:
         draw, order = torch.Generator().manual_seed(seed), list[int]()
         before = best = self._measure(held)
         best_step, kept, tokens = 0, _copies(learned), 0
-        for step in progress.bar(range(1, steps + 1), "distill", steps):
+        for step in self._progress.bar(range(1, steps + 1), "distill", steps):
             while len(order) < BATCH:
                 order += torch.randperm(len(others), generator=draw).tolist()
             batch, order = [others[i] for i in order[:BATCH]], order[BATCH:]
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * _schedule(step, steps)
             optimizer.zero_grad()
-            self._backward(batch, progress)
+            self._backward(batch)
             optimizer.step()
             tokens += sum(map(len, batch))
             if step == steps or step % max(1, steps // MEASURED) == 0:
                 now = self._measure(held)
-                progress.detail(f"distill: step {step}, held-out KL divergence {now:.6f}")
+                self._progress.detail(f"distill: step {step}, held-out KL divergence {now:.6f}")
                 if now < best:
                     best, best_step, kept = now, step, _copies(learned)
         with torch.no_grad():
@@ -157,13 +160,14 @@ class Student:
         ]
         return [group for group in groups if group["params"]]
 
-    def _backward(self, documents: Sequence[Tensor], progress: Progress) -> None:
+    def _backward(self, documents: Sequence[Tensor]) -> None:
         """Compute the gradients of the divergence summed over all positions; weights are decoded once."""
         tensors = self._tensors()
         leaves = {path: tensor.detach().requires_grad_() for path, tensor in tensors.items()}
         for document in documents:
-            progress.check()
-            self._divergence(document, leaves).backward()
+            divergence = self._divergence(document, leaves)
+            with self._explaining():
+                divergence.backward()
         reached = [path for path, leaf in leaves.items() if leaf.grad is not None]
         torch.autograd.backward([tensors[path] for path in reached], [leaves[path].grad for path in reached])
 
@@ -175,7 +179,8 @@ class Student:
 
     def _divergence(self, tokens: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return KL(unquantized || quantized) of the next-token distributions of a document, summed over positions."""
-        with self._computing():
+        self._progress.check()
+        with self._computing(), self._explaining():
             with torch.no_grad():
                 theirs = self._model.logits(tokens, {})
             ours = self._model.logits(tokens, tensors)
@@ -184,7 +189,7 @@ class Student:
             p, q = p.float().log_softmax(-1), q.float().log_softmax(-1)
             total = total + (p.exp() * (p - q)).sum()
         if not bool(total.isfinite()):
-            raise NumericError("the divergence from the unquantized model is not finite: leave out --distill")
+            raise NumericError("the divergence from the unquantized model is not finite: drop --distill")
         return total
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -194,8 +199,22 @@ class Student:
             n, k = self._model.linears[linear]
             found[f"{self._model.paths[linear]}.weight"] = weight.dense(self._model.dtype)[:n, :k]
         for name, norm in self.norms.items():
-            found[self._paths[name]] = norm.dense(self._model.dtype)
+            path = self._paths[name]
+            found[path] = norm.dense(get_tensor(self._model.module, path).dtype)
         return found
+
+    @contextmanager
+    def _explaining(self) -> Iterator[None]:
+        """Turn an exception of the model's own code into a CheckpointError."""
+        try:
+            yield
+        except Exception as error:  # any model may write over what a gradient needs
+            if isinstance(error, QuantkitError) or is_out_of_memory(error):
+                raise
+            kind = type(self._model.text).__name__
+            raise CheckpointError(
+                f"{self._model.src.path}: {kind} cannot be tuned from end to end ({reason(error)}): drop --distill"
+            ) from error
 
     @contextmanager
     def _computing(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ import torch
 
 from quantkit.algorithms import learned_weight
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import NumericError, QuantkitError, RecipeError
+from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError
 from quantkit.inference.load import load
 from quantkit.io import files
 from quantkit.io.json_files import load_json
@@ -211,5 +211,17 @@ def test_a_divergence_that_is_not_finite_is_one_line(
     small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill, "NORM_RATE", float("inf"))
-    with pytest.raises(NumericError, match="leave out --distill"):
+    with pytest.raises(NumericError, match="drop --distill"):
         quantize(small_llama, tmp_path / "out", recipe(calib))
+
+
+def test_a_model_whose_code_has_no_gradient_is_refused_in_one_line(
+    small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def writes_in_place(norm: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return x.sigmoid().mul_(norm.weight).sigmoid_().mul_(norm.weight)
+
+    monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", writes_in_place)
+    with pytest.raises(CheckpointError, match=r"cannot be tuned from end to end .*: drop --distill") as error:
+        quantize(small_llama, tmp_path / "out", recipe(calib))
+    assert "\n" not in str(error.value)
