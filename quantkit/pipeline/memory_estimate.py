@@ -141,12 +141,14 @@ class Memory:
             )
         there = self._gpu_memory()
         if there is not None and there < self.least_vram:
-            what, ways = "the weights of the largest block take", ""
             if WHOLE in self.vram:
-                what, ways = "the weights of both models that --distill compares take", "drop --distill, "
+                raise QuantkitError(
+                    f"the whole model, unquantized and quantized, takes {_gb(self.least_vram)} of GPU memory, "
+                    f"{self._there(there)}: drop --distill, use --device cpu, or a GPU with more memory"
+                )
             raise QuantkitError(
-                f"{what} {_gb(self.least_vram)} of GPU memory, {self._there(there)}: {ways}use --device cpu, or a GPU "
-                "with more memory"
+                f"the weights of the largest block take {_gb(self.least_vram)} of GPU memory, {self._there(there)}: "
+                "use --device cpu, or a GPU with more memory"
             )
 
     def _smaller(self) -> str:
