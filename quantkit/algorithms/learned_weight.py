@@ -45,9 +45,10 @@ class LearnedWeight:
             self.positions = self._positions_near(source).requires_grad_()
         self._fixed = None if tensor.scheme.sparsity is None else tensor.codes == fmt.zero_code
 
-    def parameters(self) -> list[Tensor]:
-        """Return what is learned."""
-        return [self.factors] if self.positions is None else [self.factors, self.positions]
+    @property
+    def is_sparse(self) -> bool:
+        """Whether the weight is 2:4."""
+        return self._fixed is not None
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Compute the weight `[n, k]` in `dtype`, with a gradient for the parameters."""

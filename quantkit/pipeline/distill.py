@@ -43,8 +43,9 @@ MEASURED = 8
 #: The largest steps of Adam for scales and norms, relative to their size.
 SCALE_RATE, NORM_RATE = 2e-3, 1e-3
 #: The largest steps of Adam for codes are so many codes by the number of steps, as SignRound has it: all steps in one
-#: direction, at rates that rise and fall, come to about half of it.
-CODE_TRAVEL = 0.9
+#: direction, at rates that rise and fall, come to about half of it. A 2:4 weight is far from its source, and gains more
+#: from moves than their noise costs.
+CODE_TRAVEL, SPARSE_TRAVEL = 0.9, 3.6
 BETAS = (0.9, 0.95)
 #: Rows of logits whose divergence is computed at a time.
 ROWS = 1024
@@ -152,11 +153,15 @@ class Student:
     def _groups(self, steps: int) -> list[dict[str, Any]]:
         """Return what is learned, in groups of one rate."""
         weights = list(self.weights.values())
-        positions = [weight.positions for weight in weights if weight.positions is not None]
+        positions: dict[bool, list[Tensor]] = {False: [], True: []}
+        for weight in weights:
+            if weight.positions is not None:
+                positions[weight.is_sparse].append(weight.positions)
         groups = [
             {"params": [weight.factors for weight in weights], "lr": SCALE_RATE},
             {"params": [norm.moves for norm in self.norms.values()], "lr": NORM_RATE},
-            {"params": positions, "lr": CODE_TRAVEL / steps},
+            {"params": positions[False], "lr": CODE_TRAVEL / steps},
+            {"params": positions[True], "lr": SPARSE_TRAVEL / steps},
         ]
         return [group for group in groups if group["params"]]
 
