@@ -86,6 +86,8 @@ class _Quantizing(_Calibrating, total=False):
     refit: bool | None
     descent: int | None
     tune: int | None
+    distill: int | None
+    distill_codes: bool | None
     prune: Literal["2:4"] | None
     prune_method: Rule | None
     layout: str | None

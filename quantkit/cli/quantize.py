@@ -122,6 +122,13 @@ recipe_options = combined(
             metavar="N",
             help="Steps by gradient that tune the codes and scales of each block after gptq [0].",
         ),
+        click.option(
+            "--distill",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Steps that tune scales and norms of the whole model, which must fit in memory, at the end [0].",
+        ),
+        click.option("--distill-codes/--no-distill-codes", default=None, help="Let --distill move codes too [off]."),
         click.option("--prune", type=choice(["2:4"]), help="Keep two of each four weights, int4 only [all]."),
         click.option(
             "--prune-method", type=choice(get_args(Rule)), help="Which two [gptq: sparsegpt, rtn: magnitude]."

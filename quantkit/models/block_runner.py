@@ -9,6 +9,7 @@ forward.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -18,8 +19,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError, QuantkitError, about, reason
 from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, unfuse_experts
@@ -182,6 +185,7 @@ class BlockRunner:
         self._at = 0
         self._passed: Passed | None = None
         self._enters_only = False
+        self._whole = False
         self._output: Passed | None = None
         self._key: Hashable = None
         self._version = -1
@@ -350,6 +354,37 @@ class BlockRunner:
             return loaded.detach()
         return self.src.get(name).to(self.device)
 
+    def norms(self) -> dict[str, str]:
+        """Return name in the checkpoint -> path of the weights and biases of norms, each of which one module uses."""
+        counts = Counter(self._stored.values())
+        return {
+            name: state
+            for state, name in self._stored.items()
+            if counts[name] == 1
+            and "norm" in type(self.module.get_submodule(state.rpartition(".")[0])).__name__.lower()
+            and len(self.src.shape(name)) == 1
+            and self.src.dtype(name) in FLOATS
+        }
+
+    def load_whole(self) -> None:
+        """Load all weights, for `logits`."""
+        self.prepare(embeddings=True)
+        self._load(lambda state: get_tensor(self.module, state).device.type == "meta")
+
+    def logits(self, tokens: Tensor, replaced: Mapping[str, Tensor]) -> Tensor:
+        """Run the whole model, which is loaded, on the tokens int64 `[t]` of a document; return its logits `[t, v]`.
+
+        `replaced` has tensors that take the place of parameters, by path. Gradients reach them.
+        """
+        prefix, self._whole = f"{self.text_path}." if self.text_path else "", True
+        inside = {path.removeprefix(prefix): tensor for path, tensor in replaced.items()}
+        asked = {"input_ids": tokens.to(self.device)[None], "use_cache": False}
+        try:
+            found: Tensor = functional_call(self.text, inside, (), asked).logits[0]
+        finally:
+            self._whole = False
+        return found
+
     def takes_batches(self, index: int) -> bool:
         """Return whether a block can run on the hidden states of several documents at a time.
 
@@ -504,6 +539,8 @@ class BlockRunner:
 
     def _visit(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Replace the forward of block `index`."""
+        if self._whole:
+            return forward(*args, **kwargs)
         entering = args[0] if args else kwargs["hidden_states"]
         if index < self._at:
             assert self._passed is not None

@@ -95,7 +95,7 @@ class UnfusedExperts(nn.Module):
             elif number in self.on_all_tokens:
                 slots[slot] = self._expert(number, flat)[token]
             elif tokens:
-                slots[slot] = self._expert(number, flat[token])
+                slots[slot] = self._expert(number, flat[token]).to(slots.dtype)  # autocast may narrow it
         return (out * top_k_weights[..., None]).sum(1).to(flat.dtype).view(hidden_states.shape)
 
     def _expert(self, number: int, x: Tensor) -> Tensor:
@@ -128,7 +128,7 @@ class SortedExperts(UnfusedExperts):
         for number, part in enumerate(parts):
             routed = part.any(-1)
             if routed.any():
-                out[number, routed] = self._expert(number, part[routed])
+                out[number, routed] = self._expert(number, part[routed]).to(out.dtype)
         return out.view(hidden_states.shape)
 
 

@@ -213,8 +213,7 @@ def calibrated(
     RecipeError for sequences that the model cannot take, or a tied linear that is not skipped. NumericError for
     unusable activations, Hessians or weights. CheckpointError for a model that cannot run block by block.
     """
-    clock, chosen = Clock(model.device), goals_of(recipe, model.paths, model.kept_dense)
-    run = Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), clock, chosen, beside)
+    run = replace(new_run(src, recipe, model, sequences, work, progress, act_budget), beside=beside)
     _check(run)
     mine = split_documents([len(tokens) for tokens in sequences], ranks.count)[ranks.rank]
     # A copy of tokens in each forward would wait for a GPU.
@@ -254,6 +253,20 @@ def split_documents(lengths: Sequence[int], count: int) -> list[range]:
         nearest = min(range(len(ends)), key=lambda number: abs(ends[number] - share)) + 1
         bounds.append(min(max(nearest, bounds[-1] + 1), len(lengths) - count + rank))
     return [range(*bound) for bound in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
+
+
+def new_run(
+    src: Checkpoint,
+    recipe: Recipe | Pruning,
+    model: BlockRunner,
+    sequences: Sequence[Tensor],
+    work: Path,
+    progress: Progress | None,
+    act_budget: int | None = None,
+) -> Run:
+    """Return the state of a run that has not begun."""
+    clock, chosen = Clock(model.device), goals_of(recipe, model.paths, model.kept_dense)
+    return Run(src, recipe, model, sequences, work, act_budget, progress or Progress(quiet=True), clock, chosen)
 
 
 def find_groups(run: Run, block: int, targets: Sequence[str]) -> list[Group]:
@@ -484,6 +497,12 @@ def check_sequences(recipe: Recipe | Pruning, model: BlockRunner, sequences: Seq
     if not longest:
         other = "--method magnitude" if isinstance(recipe, Pruning) else "--method rtn --clip none"
         raise RecipeError(f"no calibration sequences: give calibration data, or use {other}")
+    tuned = isinstance(recipe, Recipe) and recipe.distill > 0
+    if tuned and len(sequences) < 2:
+        raise RecipeError("--distill holds out one calibration sequence, and there is one: use more --samples or text")
+    if tuned and model.text.get_output_embeddings() is None:
+        kind = type(model.text).__name__
+        raise RecipeError(f"{kind} computes no distribution of tokens from text alone: drop --distill")
     if longest > model.max_length:
         raise RecipeError(
             f"a calibration sequence has {longest} tokens, the model takes {model.max_length}: use --max-length "
@@ -514,7 +533,7 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
     for block in range(first, len(finished)):
         with run.clock.phase("load"):
             run.model.load_block(block)
-            for linear, value in _committed(run, block, done):
+            for linear, value in committed(run, run.model.targets(block), done):
                 _put_back(run.model, linear, value)
         run.forward(block)
         run.model.unload_block(block)
@@ -681,14 +700,14 @@ def _put_back(model: BlockRunner, linear: str, value: QuantizedTensor | Tensor) 
     model.replace(linear, dense[:n, :k].contiguous())
 
 
-def _committed(
-    run: Run, block: int, done: Sequence[Mapping[str, Any]]
+def committed(
+    run: Run, linears: Iterable[str], done: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
-    """Yield the solved linears of a finished block, read back from the files in the journal."""
+    """Yield those of `linears` that were solved, read back from the files in the journal."""
     layout = None if isinstance(run.recipe, Pruning) else LAYOUTS[run.recipe.layout]
     paths = [run.work / name for line in done for name in line.get("files", {})]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
-    for linear, goal in run.goals(run.model.targets(block)).items():
+    for linear, goal in run.goals(linears).items():
         parts: dict[str, Tensor] = {}
         for suffix in layout.TENSORS if layout else ("weight",):
             if f"{linear}.{suffix}" in where:

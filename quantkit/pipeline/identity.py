@@ -22,6 +22,7 @@ SWITCHES = {
     ("fused_alike",): ("--fused-alike", "--no-fused-alike"),
     ("true_sequential",): ("--true-sequential", "--no-true-sequential"),
     ("gptq", "refit"): ("--refit", "--no-refit"),
+    ("distill_codes",): ("--distill-codes", "--no-distill-codes"),
 }
 #: Every other recipe key that has an option.
 OPTIONS = {path: f"--{name.replace('_', '-')}" for name, path in KEYS.items()} | {

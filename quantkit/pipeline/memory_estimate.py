@@ -71,6 +71,12 @@ SAVING = "activations that are saved"
 WAITING_BYTES = 2
 #: The second store of activations, if blocks are tuned.
 UNQUANTIZED = "activations of the unquantized model"
+#: The parts that only tuning from end to end has.
+WHOLE, STUDENT = "whole model", "quantized model"
+#: Bytes for each weight whose code is learned: position, gradient, both moments of Adam, and the best position.
+LEARNED = 20
+#: float32 copies of the logits of one document while two models are compared and the gradient is made.
+LOGITS = 7
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
 CERTAINLY_NEEDED = 0.6
 #: The path of a block in a module path: everything up to the first number.
@@ -84,7 +90,8 @@ class Memory:
     """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`).
 
     `least_vram` are the bytes that the GPU needs without any doubt. `token_bytes` are those of one token's hidden
-    state. `gpu_memory` is the memory of a GPU that is not here; None asks the one that is.
+    state. `gpu_memory` is the memory of a GPU that is not here; None asks the one that is. `later` is the estimate of a
+    second stage, which begins when the memory of the first is free.
     """
 
     ram: dict[str, int]
@@ -92,9 +99,23 @@ class Memory:
     least_vram: int = 0
     token_bytes: int = 0
     gpu_memory: int | None = None
+    later: Memory | None = None
+
+    def _peak(self) -> Memory:
+        """Return the stage that needs most, on the host and on the GPU."""
+        if self.later is None:
+            return self
+        ram, vram = (
+            max(parts, key=lambda part: sum(part.values()))
+            for parts in ((self.ram, self.later.ram), (self.vram, self.later.vram))
+        )
+        least = max(self.least_vram, self.later.least_vram)
+        return replace(self, ram=ram, vram=vram, least_vram=least, later=None)
 
     def to_dict(self) -> dict[str, Any]:
         """Return totals and parts as plain data."""
+        if self.later is not None:
+            return self._peak().to_dict()
         found: dict[str, Any] = {"ram": sum(self.ram.values()), "ram_parts": self.ram, "estimate": True}
         if self.vram:
             found |= {"vram": sum(self.vram.values()), "vram_parts": self.vram, "vram_least": self.least_vram}
@@ -104,6 +125,8 @@ class Memory:
 
     def notices(self) -> list[str]:
         """Return a warning for each kind of memory of which the run may need more than is free."""
+        if self.later is not None:
+            return self._peak().notices()
         found = []
         free = free_memory()
         if free is not None and sum(self.ram.values()) > free:
@@ -131,6 +154,8 @@ class Memory:
 
     def require(self) -> None:
         """Raise QuantkitError if the run certainly needs more memory than it may use here, or than the GPU has."""
+        if self.later is not None:
+            return self._peak().require()
         least = min(memory_limits(), key=lambda limit: limit.room, default=None)
         needed = sum(self.ram.values())
         if least is not None and least.room < CERTAINLY_NEEDED * needed:
@@ -140,6 +165,11 @@ class Memory:
             )
         there = self._gpu_memory()
         if there is not None and there < self.least_vram:
+            if WHOLE in self.vram:
+                raise QuantkitError(
+                    f"the whole model, unquantized and quantized, takes {_gb(self.least_vram)} of GPU memory, "
+                    f"{self._there(there)}: drop --distill, use --device cpu, or a GPU with more memory"
+                )
             raise QuantkitError(
                 f"the weights of the largest block take {_gb(self.least_vram)} of GPU memory, {self._there(there)}: "
                 "use --device cpu, or a GPU with more memory"
@@ -147,6 +177,8 @@ class Memory:
 
     def _smaller(self) -> str:
         """Name the option that makes the largest part of the RAM smaller, if there is one."""
+        if WHOLE in self.ram:
+            return "drop --distill or "
         ways = {ACTIVATIONS: "use a smaller --act-budget or ", DOCUMENT: "use a smaller --max-length or "}
         return ways.get(max(self.ram, key=lambda part: self.ram[part]), "")
 
@@ -161,6 +193,8 @@ class Memory:
 
     def _way_out(self) -> str:
         """Name the option that makes the largest part of the GPU memory smaller."""
+        if WHOLE in self.vram:
+            return "drop --distill, or use a GPU with more memory"
         largest = max(self.vram, key=lambda part: self.vram[part])
         return "use a smaller --max-length" if largest == DOCUMENT else "use --device cpu, or a GPU with more memory"
 
@@ -241,6 +275,42 @@ def calibrated_memory(
     }
     least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
     return Memory(host, {"CUDA": CUDA_DEVICE, **solve}, least_vram=least, token_bytes=hidden * width)
+
+
+def tuning_memory(
+    src: Checkpoint,
+    linears: Mapping[str, tuple[int, int]],
+    quantized: Mapping[str, tuple[int, int]],
+    recipe: Recipe,
+    device: str | None = None,
+) -> Memory:
+    """Estimate the peak of tuning the `quantized` ones of a model's `linears` from end to end.
+
+    In memory are the whole model, the quantized one, and what one document leaves for the backward pass.
+    """
+    here = torch.cuda.is_available()
+    cuda = here if device in (None, "auto") else str(device).startswith("cuda")
+    width = compute_dtype(src.dtype_of_model, torch.device("cuda" if cuda else "cpu")).itemsize
+    longest = recipe.calibration.max_length
+    tokens = min(longest, _stated(src, "max_position_embeddings") or longest)
+    shared = sum(n * k for name, (n, k) in linears.items() if f"{name}.weight" not in src.names())
+    whole = width * (sum(prod(src.shape(name)) for name in src.names()) + shared)
+    # Of each weight its dense form, the gradient of that, and its code; one weight at a time is decoded.
+    each = 2 * width + 1 + (LEARNED if recipe.distill_codes else 0)
+    student = each * sum(n * k for n, k in quantized.values())
+    computed = width if cuda else compute_dtype(torch.bfloat16, torch.device("cpu")).itemsize
+    heads = _stated(src, "num_attention_heads") or 1
+    scores = 2 * width * heads * tokens * len(_blocks(src)) if cuda else 0
+    # Inputs and outputs of linears, which norms, activations and attention hold as well.
+    token = 2 * computed * sum(n + k for n, k in linears.values()) + scores
+    parts = {
+        WHOLE: whole,
+        STUDENT: student + STREAMED * max((n * k for n, k in quantized.values()), default=0),
+        DOCUMENT: tokens * (token + 4 * LOGITS * (_stated(src, "vocab_size") or 0)),
+    }
+    if not cuda:
+        return Memory({"program": _program(), **parts})
+    return Memory({"program": PROGRAM + CUDA_HOST}, {"CUDA": CUDA_DEVICE, **parts}, least_vram=whole + student)
 
 
 def stays_on_gpu(size: int, free: int | None) -> bool:

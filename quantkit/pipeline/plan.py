@@ -27,7 +27,7 @@ from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import joined_name
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
-from quantkit.pipeline.memory_estimate import Memory, calibrated_memory, streamed_memory
+from quantkit.pipeline.memory_estimate import Memory, calibrated_memory, streamed_memory, tuning_memory
 from quantkit.pipeline.misfits import Misfit, ways_out
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
 from quantkit.reporting import readers
@@ -246,10 +246,13 @@ def plan_quantize(
                 goal = None
         rows.append(_row(src, recipe, module, shape, goal, in_source))
     sizes = {row.module: row.stored for row in rows}
+    quantized = {row.module: row.stored for row in rows if row.scheme is not None}
     if recipe.calibrated:
         memory = calibrated_memory(src, sizes, recipe, device, act_budget, gpu_memory)
     else:
-        memory = streamed_memory(src, {row.module: row.stored for row in rows if row.scheme is not None})
+        memory = streamed_memory(src, quantized)
+    if isinstance(recipe, Recipe) and recipe.distill:
+        memory = replace(memory, later=tuning_memory(src, sizes, quantized, recipe, device))
     memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
         _assemble(src, layout, recipe.scheme, rows, misfits, memory, out), decoder=decoder_weights(src, inside)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from quantkit.checkpoint.items import Commit, Item
+from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint, resolve
@@ -39,6 +39,7 @@ from quantkit.models.devices import device_of
 from quantkit.models.text_sources import PACKAGED
 from quantkit.models.tokenizer import load_tokenizer
 from quantkit.pipeline.calibrate import BESIDE, calibrated, check_sequences, split_documents
+from quantkit.pipeline.distill import distilled
 from quantkit.pipeline.fused_alike import changes
 from quantkit.pipeline.identity import difference, identity
 from quantkit.pipeline.layer_solver import solve_uncalibrated
@@ -183,8 +184,11 @@ def _require_runnable(
             f"{count} processes were started, and this recipe uses no activations: start one, without torchrun or "
             "accelerate launch"
         )
-    if count > 1 and recipe.tune:
-        raise RecipeError(f"{count} processes were started, and --tune has the documents of one: start one, or drop it")
+    tuning = "--tune" if recipe.tune else "--distill" if isinstance(recipe, Recipe) and recipe.distill else None
+    if count > 1 and tuning:
+        raise RecipeError(
+            f"{count} processes were started, and {tuning} has the documents of one: start one, or drop it"
+        )
     # Before anything that takes memory itself, and any text that is downloaded.
     job.plan.memory.of_sequences(0, run.act_budget).require()
     if isinstance(recipe, Recipe):
@@ -213,7 +217,9 @@ def _require_runnable(
         activations = job.plan.memory.token_bytes * tokens
         mapped = run.act_budget is not None and activations > count * run.act_budget
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
-        problem = disk_problem(job.plan, out, disk_peak(job.plan, activations, len(job.model.blocks), mapped) - there)
+        drafts = isinstance(recipe, Recipe) and recipe.distill > 0
+        most = disk_peak(job.plan, activations, len(job.model.blocks), mapped, drafts)
+        problem = disk_problem(job.plan, out, most - there)
         if problem is not None:
             raise CheckpointError(problem)
     return job, recipe, text
@@ -324,7 +330,9 @@ def _quantize(
             here.broadcast(None)
             same = [without_paths(asked), without_paths(with_packaged_text(asked))]
             return publish_complete(partial, out, same, src, run.overwrite)
-        writer = CheckpointWriter(partial, like=src, layout=LAYOUTS[quantizing.layout] if quantizing else None)
+        layout = LAYOUTS[quantizing.layout] if quantizing else None
+        tuned = quantizing is not None and quantizing.distill > 0
+        writer = CheckpointWriter(partial, like=src, layout=layout, drafts=tuned)
         report = {
             **heading(command, name_of(model), revision, {}, base),
             **_known(job, recipe),
@@ -346,12 +354,14 @@ def _quantize(
             writer.identify(identity(report), difference)
 
         # A run that is resumed must first know that it is the same run.
-        hashes_beside = finite and BESIDE[kind]
+        beside = BESIDE[kind] and not tuned  # tuning reads what was written
+        hashes_beside = finite and beside
         if not hashes_beside:
             with progress.loop(), clock.phase("hash"):
                 begin()
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
+        items: Iterable[Item | Commit | Final]
         if recipe.calibrated:
             here.broadcast(_Led(recipe, text.sequences, partial, writer.done))
             items = calibrated(
@@ -363,16 +373,21 @@ def _quantize(
                 writer.done,
                 progress=progress,
                 act_budget=run.act_budget,
-                beside=BESIDE[kind],
+                beside=beside,
                 ranks=here,
             )
+            if quantizing is not None and tuned:
+                again = distilled(src, quantizing, job.model, text.sequences, partial, writer.done, progress=progress)
+                items = chain(items, again)
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
-        queue = WorkQueue(job.model.device, BESIDE[kind])
+        queue = WorkQueue(job.model.device, beside)
         # A signal that raised while this thread waits for the other could leave a lock taken.
         with progress.loop() if queue.beside else nullcontext():
             report["layers"] = write(items, writer, src, report, clock, queue, begin if hashes_beside else None)
         report |= _ranks_of(writer.done)
+        for line in writer.lines():
+            report |= {key: value for key, value in line["facts"].items() if key == "distillation"}
         if profiled:
             tokens = text.facts.get("tokens", 0)
             with clock.phase("profile"):

@@ -53,6 +53,8 @@ KEYS: dict[str, tuple[str, ...]] = {
     "refit": ("gptq", "refit"),
     "descent": ("gptq", "descent"),
     "tune": ("tune",),
+    "distill": ("distill",),
+    "distill_codes": ("distill_codes",),
     "true_sequential": ("true_sequential",),
     "calib": ("calibration", "data"),
     "samples": ("calibration", "samples"),
@@ -76,6 +78,8 @@ class Recipe:
     `overrides` give other linears their own scheme; the first match wins. `prune` chooses the masks of 2:4 schemes, and
     is None without any. `pad` adds zeros to weights whose shape the layout does not hold. `fused_alike` gives linears
     that engines join the widest treatment among them. `tune` is the number of steps that tune each block.
+    that engines join the widest treatment among them. `distill` steps tune scales and norms against the unquantized
+    model, and the codes as well with `distill_codes` (ALGORITHMS 8.2).
     """
 
     scheme: Scheme
@@ -90,14 +94,17 @@ class Recipe:
     prune: Rule | None = None
     tune: int = 0
     true_sequential: bool = True
+    distill: int = 0
+    distill_codes: bool = False
     calibration: Calib = field(default_factory=Calib)
     skip: tuple[str, ...] = ("lm_head",)
     overrides: tuple[tuple[str, Scheme], ...] = ()
 
     @property
     def calibrated(self) -> bool:
-        """Whether activations are needed: by GPTQ, a scale search that uses the Hessian, or wanda's mask."""
-        return self.factored or (self.clip == "search" and self.metric != "mse") or self.prune == "wanda"
+        """Whether activations are needed: by GPTQ, a scale search that uses the Hessian, wanda's mask, or tuning."""
+        searched = self.clip == "search" and self.metric != "mse"
+        return self.factored or searched or self.prune == "wanda" or self.distill > 0
 
     @property
     def factored(self) -> bool:
@@ -127,6 +134,8 @@ class Recipe:
             "gptq": {name: getattr(self.gptq, name) for name in GPTQ_KEYS},
             **({"tune": self.tune} if self.tune else {}),
             "true_sequential": self.true_sequential,
+            **({"distill": self.distill} if self.distill else {}),
+            **({"distill_codes": True} if self.distill_codes else {}),
             "calibration": self.calibration.to_mapping(),
             "layout": self.layout,
             "pad": self.pad,
@@ -353,6 +362,12 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     require_known("layout", layout, LAYOUTS)
     for each in schemes:
         check_signed(each, signed)
+    distill = _typed(mapping.get("distill", 0), int, "distill")
+    codes = _typed(mapping.get("distill_codes", False), bool, "distill_codes")
+    if distill < 0:
+        raise RecipeError(f"distill {distill} is negative: use 0 for none, or some hundred steps")
+    if codes and not distill:
+        raise RecipeError("--distill-codes is for --distill, which is off: add --distill 200, or drop --distill-codes")
     return Recipe(
         scheme=scheme,
         method=method,
@@ -365,6 +380,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         signed=signed,
         prune=prune,
         tune=tune,
+        distill=distill,
+        distill_codes=codes,
         overrides=overrides,
         **_shared(mapping),
     )

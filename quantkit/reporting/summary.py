@@ -28,6 +28,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ("weight error", facts.statistics(layers, "relative_error")),
         ("output loss", facts.losses(layers)),
         ("calibration", facts.protocol(report) if report.get("calibration") else ""),
+        ("distillation", facts.distillation(report)),
         ("evaluation", facts.evaluation(report)),
         ("left out", facts.left_out(report)),
         ("processes", _processes(report.get("ranks", []))),

@@ -314,6 +314,47 @@ def test_a_kill_at_every_operation_then_resume_gives_the_same_bytes(tmp_path: Pa
         files.remove(out)
 
 
+def with_drafts(source: Checkpoint, out: Path, resume: bool = False) -> None:
+    """Write every item as a draft, then all of them anew, in a commit of several shards."""
+    with staging(out, resume=resume, source=source.path) as partial:
+        if is_complete(partial):
+            return publish(partial, out)
+        writer = CheckpointWriter(partial, source, source.layout, max_shard_bytes=4096, drafts=True)
+        writer.identify({"version": 1}, keys_that_differ)
+        if all(line.get("draft") for line in writer.done):
+            done = writer.items_done()
+            for item in source.items():
+                if item.name not in done:
+                    writer.add(item)
+                    writer.commit({"draft of": item.name})
+            drafts = set(writer.hashes())
+            writer.begin_final()
+            for item in source.items():
+                writer.add(item)
+            assert all((partial / name).exists() for name in drafts), "the final items are read from them"
+            writer.commit({"final": True})
+            assert not drafts & set(writer.hashes()) and len(writer.hashes()) > 1
+        writer.finish(source.config, lambda: {})
+        publish(partial, out)
+
+
+def test_drafts_are_replaced_as_a_whole_wherever_a_run_is_killed(tmp_path: Path) -> None:
+    source = Checkpoint(packed_folder(tmp_path / "m", "gptq")[0])
+    steps = count(lambda: with_drafts(source, tmp_path / "reference"))
+    expected = state(tmp_path / "reference")
+    assert not any(name.startswith("draft") for name in expected) and "model-00002.safetensors" in expected
+    index = json.loads(expected["model.safetensors.index.json"])
+    assert index["metadata"]["total_size"] == sum(map(source.nbytes, source.names())), "drafts are not counted"
+    for step in range(1, steps + 1):
+        out = tmp_path / "out"
+        with faults(killer(step)), pytest.raises(Killed):
+            with_drafts(source, out)
+        if not out.exists():
+            with_drafts(source, out, resume=True)
+        assert state(out) == expected, step
+        files.remove(out)
+
+
 @pytest.mark.parametrize("once", [True, False])
 def test_a_full_disk_at_every_operation_then_resume(tmp_path: Path, once: bool) -> None:
     source = Checkpoint(dense_folder(tmp_path / "m"))

@@ -13,6 +13,7 @@ TEXT = "--data calib.txt --window 32"
 PRINTED = (
     f"quantize model -o out {RTN}",
     f"quantize model -o out {CALIB} -q",
+    f"quantize model -o out --distill 1 {CALIB} -q",
     f"quantize odd -o out --pad --group-size channel --layout marlin {RTN}",
     f"quantize model -o out --prune 2:4 --layout marlin24 {RTN}",
     "prune model -o out --method magnitude -q",

@@ -58,6 +58,8 @@ ERRORS = (
     f"quantize model --descent 2 --method rtn {TO}",
     f"quantize model --tune 2 --method rtn {TO}",
     f"quantize model --tune 2 --calib calib.txt --samples 7 --max-length 32 {TO}",
+    f"quantize model --distill-codes {TO}",
+    f"quantize model --distill 2 --calib calib.txt --samples 1 {TO}",
     f"quantize model --signed --format fp6 {TO}",
     f"quantize model --recipe no-such-recipe {TO}",
     f"quantize model --recipe strange.yaml {TO}",
