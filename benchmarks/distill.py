@@ -54,7 +54,7 @@ def main() -> None:
     rows: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     for name in args.recipe:
         for tuned in args.tuned:
-            rows[f"{name} | {tuned or 'as it is'}"] = found = measure(args, name, tuned)
+            rows[f"{args.model.name} | {name} | {tuned or 'as it is'}"] = found = measure(args, name, tuned)
             print(name, tuned, found, flush=True)
             args.out.write_text(json.dumps(rows, indent=1) + "\n")
 

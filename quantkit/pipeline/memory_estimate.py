@@ -71,12 +71,14 @@ SAVING = "activations that are saved"
 WAITING_BYTES = 2
 #: The second store of activations, if blocks are tuned.
 UNQUANTIZED = "activations of the unquantized model"
+#: What torch imports for gradients and optimizers beside the program.
+TRAINING = 100 * MIB
 #: The parts that only tuning from end to end has.
 WHOLE, STUDENT = "whole model", "quantized model"
 #: Bytes for each weight whose code is learned: position, gradient, both moments of Adam, and the best position.
 LEARNED = 20
 #: float32 copies of the logits of one document while two models are compared and the gradient is made.
-LOGITS = 7
+LOGITS = 10
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
 CERTAINLY_NEEDED = 0.6
 #: The path of a block in a module path: everything up to the first number.
@@ -301,16 +303,17 @@ def tuning_memory(
     computed = width if cuda else compute_dtype(torch.bfloat16, torch.device("cpu")).itemsize
     heads = _stated(src, "num_attention_heads") or 1
     scores = 2 * width * heads * tokens * len(_blocks(src)) if cuda else 0
-    # Inputs and outputs of linears, which norms, activations and attention hold as well.
-    token = 2 * computed * sum(n + k for n, k in linears.values()) + scores
+    # Inputs and outputs of linears, and what norms, activations and attention hold.
+    token = 3 * computed * sum(n + k for n, k in linears.values()) + scores
     parts = {
         WHOLE: whole,
         STUDENT: student + STREAMED * max((n * k for n, k in quantized.values()), default=0),
         DOCUMENT: tokens * (token + 4 * LOGITS * (_stated(src, "vocab_size") or 0)),
     }
     if not cuda:
-        return Memory({"program": _program(), **parts})
-    return Memory({"program": PROGRAM + CUDA_HOST}, {"CUDA": CUDA_DEVICE, **parts}, least_vram=whole + student)
+        return Memory({"program": _program() + TRAINING, **parts})
+    host = {"program": PROGRAM + TRAINING + CUDA_HOST}
+    return Memory(host, {"CUDA": CUDA_DEVICE, **parts}, least_vram=whole + student)
 
 
 def stays_on_gpu(size: int, free: int | None) -> bool:
