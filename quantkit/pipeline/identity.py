@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quantkit.kernels import gptq
+from quantkit.models.devices import is_fast_in_bfloat16
 from quantkit.pipeline.recipe import KEYS
 
 #: Recipe keys that are on or off, and the options for True and False.
@@ -33,6 +34,8 @@ OPTIONS = {path: f"--{name.replace('_', '-')}" for name, path in KEYS.items()} |
 THREADS = "OMP_NUM_THREADS"
 #: Who solves on a GPU: quantkit's kernels, or torch where they cannot be compiled. Ties between codes fall differently.
 SOLVER = "solver"
+#: The dtype of products while a CPU tunes by gradient: bfloat16 where that is fast.
+PRODUCTS = "tuning_dtype"
 #: The most source files that a message names.
 MOST_FILES = 3
 
@@ -52,6 +55,8 @@ def identity(report: Mapping[str, Any]) -> dict[str, Any]:
     if report["device"] == "cpu" and report["calibration"]:
         # The libraries that compute a model's forward may share out a sum among the threads (RELIABILITY 1.4).
         same[THREADS] = report["environment"]["threads"]
+        if report["recipe"].get("tune") or report["recipe"].get("distill"):
+            same[PRODUCTS] = "bfloat16" if is_fast_in_bfloat16(torch.device("cpu")) else "float32"
     elif report["calibration"]:
         same[SOLVER] = "kernels" if gptq.runs_on(torch.device("cuda")) else "torch"
     return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}
@@ -93,6 +98,9 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
     elif same_recipe and SOLVER in now and before.get(SOLVER, "torch") != now[SOLVER]:
         clause = _was("the solver", before.get(SOLVER, "torch"), now[SOLVER])
         yield Difference(clause, words="install or remove CuPy as then")
+    elif same_recipe and PRODUCTS in now and before.get(PRODUCTS) != now[PRODUCTS]:
+        clause = _was("the dtype of tuning", before.get(PRODUCTS), now[PRODUCTS])
+        yield Difference(clause, words="continue on a CPU like that one")
     if "source" in now and before.get("source") != now["source"]:
         yield _files(before.get("source") or {}, now["source"])
     if same_recipe and before.get("calibration") != now["calibration"]:  # another recipe draws another text

@@ -20,3 +20,12 @@ def test_a_journal_that_does_not_name_the_solver_is_of_a_version_without_kernels
     before = {key: value for key, value in RUN.items() if key != "solver"}
     assert difference(before, {**RUN, "solver": "torch"}) is None
     assert "the solver was torch" in str(difference(before, RUN))
+
+
+def test_tuning_is_not_continued_on_a_cpu_that_multiplies_in_another_dtype() -> None:
+    before = {**RUN, "device": "cpu", "tuning_dtype": "bfloat16"}
+    assert difference(before, before) is None
+    found = difference(before, {**before, "tuning_dtype": "float32"})
+    assert found == (
+        "the dtype of tuning was bfloat16 and is now float32: continue on a CPU like that one, or use --overwrite"
+    )
