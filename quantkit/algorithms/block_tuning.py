@@ -53,15 +53,15 @@ class TunedWeight:
         values = self._values() * self._tuned_scales().unsqueeze(-1)
         return values.flatten(1)[:n, :k].contiguous()
 
-    def move(self, gradient: Tensor, rate: float) -> None:
+    def descend(self, gradient: Tensor, rate: float) -> None:
         """Take one step against the gradient float32 `[n, k]` of the loss by `dense()`; `rate` is in steps of the grid.
 
         A factor moves by `rate` too, relative to its start of 1.
         """
         slope = self._grouped(gradient).mul_(self._scales.unsqueeze(-1))
-        self._factors.move((slope * self._values()).sum(-1), rate)
+        self._factors.descend((slope * self._values()).sum(-1), rate)
         self._factors.value.clamp_(*FACTORS)
-        self._latent.move(slope.mul_(self._step), rate * self._step)
+        self._latent.descend(slope.mul_(self._step), rate * self._step)
         values, bound = self._start_values(), BOUND * self._step
         low, high = _range(self.start.scheme.format, self._zeros)
         self._latent.value.clamp_((values - bound).clamp_(min=low), (values + bound).clamp_(max=high))
@@ -109,7 +109,7 @@ class _Moved:
         self._square = torch.zeros_like(value)
         self._weight = 0.0  # of all gradients so far in the mean square
 
-    def move(self, gradient: Tensor, rate: float | Tensor) -> None:
+    def descend(self, gradient: Tensor, rate: float | Tensor) -> None:
         """Take one step of about `rate` against the gradient."""
         self._weight += (1 - _DECAY) * (1 - self._weight)
         self._square.mul_(_DECAY).addcmul_(gradient, gradient, value=1 - _DECAY)

@@ -123,7 +123,7 @@ class _Tuning:
         for name, weight in self._weights.items():
             gradient = weights[name].grad
             if gradient is not None:  # no token of the batch reached this expert
-                weight.move(gradient, rate)
+                weight.descend(gradient, rate)
 
     def _held_out_error(self) -> float:
         """Return the squared error on the held-out sequences, relative to the squares of their targets."""

@@ -36,7 +36,7 @@ def test_tuned_codes_stay_near_their_start_and_on_their_grid(label: str) -> None
     start = rounded(w, label, signed=label == "int4:channel")
     tuned = TunedWeight(w, start)
     for step in range(30):
-        tuned.move(gauss(16, 64, seed=step).float(), 0.3)
+        tuned.descend(gauss(16, 64, seed=step).float(), 0.3)
     found = tuned.tensor()  # which checks codes, shapes and the 2:4 pattern
     assert not torch.equal(found.codes, start.codes)
     assert torch.equal(tuned.dense(), found.dequantize())
@@ -57,7 +57,7 @@ def test_padding_is_not_tuned() -> None:
     start = recast(rounded(w, scheme.label), scheme, (16, 64))
     tuned = TunedWeight(w, start)
     for step in range(10):
-        tuned.move(gauss(10, 48, seed=step).float(), 0.3)
+        tuned.descend(gauss(10, 48, seed=step).float(), 0.3)
     found = tuned.tensor()
     assert found.shape == (16, 64) and torch.equal(tuned.dense(), found.dequantize()[:10, :48])
     assert torch.equal(found.codes[10:], start.codes[10:]) and torch.equal(found.codes[:, 48:], start.codes[:, 48:])
@@ -73,7 +73,7 @@ def test_tuning_lowers_the_error_of_an_output(label: str) -> None:
     for step in range(100):
         error = (tuned.dense() - target).float() @ x.T
         losses.append(float(error.square().sum()))
-        tuned.move(error @ x, 0.01 * (1 - step / 100))
+        tuned.descend(error @ x, 0.01 * (1 - step / 100))
     assert losses[-1] < 0.9 * losses[0]
     assert tuned.tensor().scales.dtype == torch.float16
 
@@ -83,5 +83,5 @@ def test_a_scale_never_overflows_float16() -> None:
     start = rounded(w, "int4:g32")
     tuned = TunedWeight(w, start)
     for _ in range(100):
-        tuned.move(-torch.ones(2, 32), 0.05)
+        tuned.descend(-torch.ones(2, 32), 0.05)
     assert bool(torch.isfinite(tuned.tensor().dequantize(torch.float16)).all())

@@ -145,12 +145,12 @@ def test_a_pruned_model_opens_in_both(small_llama: Path, tmp_path: Path) -> None
 
 
 def _spoil(monkeypatch: pytest.MonkeyPatch, spoil: Callable[[Tensors], Tensors]) -> None:
-    tensors = CheckpointWriter._tensors
+    tensors = CheckpointWriter.pack
 
     def spoiled(self: CheckpointWriter, item: Item) -> Tensors:
         return spoil(tensors(self, item))
 
-    monkeypatch.setattr(CheckpointWriter, "_tensors", spoiled)
+    monkeypatch.setattr(CheckpointWriter, "pack", spoiled)
 
 
 def test_a_writer_that_drops_a_tensor_publishes_nothing(

@@ -66,12 +66,14 @@ MADE = {
 CALIB = "--calib calib.txt --samples 8 --max-length 64"
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 ROUNDING = ("fp6-humming", "fp6-tcfpx", "int4-rtn")
+#: Recipes whose bytes also depend on how a CPU multiplies in bfloat16.
+UNFROZEN = ("int4-tuned",)
 #: Outputs whose bytes depend on how this machine multiplies and factors matrices.
 CALIBRATED = {
     **{
         f"recipe {name}": f"quantize model -o out --recipe {name} {CALIB} -q"
         for name in RECIPES
-        if name not in ROUNDING and name != "int4-tuned"  # bytes also depend on how the CPU multiplies in bfloat16
+        if name not in (*ROUNDING, *UNFROZEN)
     },
     # Descent needs 16 tokens for each input channel.
     "recipe int4-best": "quantize model -o out --recipe int4-best --calib calib.txt --samples 72 --max-length 64 -q",
