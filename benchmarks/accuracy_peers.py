@@ -46,6 +46,7 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "signed, descent 1": merge(SIGNED, {"gptq": {"descent": 1}}),
     "signed, descent 3": merge(SIGNED, {"gptq": {"descent": 3}}),
     "int4-best": merge(SIGNED, REFINED),
+    "int4-tuned": merge(SIGNED, {**REFINED, "tune": 200}),
 }
 #: Columns of a run, from `peer.json` or from `run`.
 FACTS = ("version", "seconds", "cpu_seconds", "device", "torch")
