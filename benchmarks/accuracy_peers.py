@@ -47,6 +47,7 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "signed, descent 3": merge(SIGNED, {"gptq": {"descent": 3}}),
     "int4-best": merge(SIGNED, REFINED),
     "int4-tuned": merge(SIGNED, {**REFINED, "tune": 200}),
+    "int4-tuned, distill 100": merge(SIGNED, {**REFINED, "tune": 200, "distill": 100}),
 }
 #: Columns of a run, from `peer.json` or from `run`.
 FACTS = ("version", "seconds", "cpu_seconds", "device", "torch")
