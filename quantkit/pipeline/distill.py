@@ -64,8 +64,8 @@ def distilled(
     """Yield every tensor of a dense checkpoint again, with what was learned from `sequences` (int64 `[t]`).
 
     `work` is the run's folder with the drafts, `done` its journal lines. Nothing is yielded if they go past the drafts.
-    Facts of an item are those of its draft, with `loss_before` for `loss`: tuning does not follow the loss of a linear.
-    The facts of the commit have `distillation`, which is what `tune` returns.
+    Facts of an item are those of its draft. Its `loss` is `untuned_loss`, because tuning does not compute it anew. The
+    facts of the commit have `distillation`, which is what `tune` returns.
 
     Raises as `tune`.
     """
@@ -257,5 +257,5 @@ def _facts(before: Mapping[str, Any], weight: Tensor, record: QuantizedTensor) -
         counts["zeros"] -= record.codes.numel() - weight.numel()
     n, k = weight.shape
     error = relative_error(weight, record.dequantize()[:n, :k])
-    kept = {("loss_before" if key == "loss" else key): value for key, value in before.items()}
+    kept = {("untuned_loss" if key == "loss" else key): value for key, value in before.items()}
     return {**kept, **counts, "relative_error": error}

@@ -42,6 +42,7 @@ WORDS = ("reason", "by_magnitude", "descent_skipped", "few_routed", "restated_fr
 _TEXT, _TEXT_OR_NULL, _TEXTS, _TEXT_BY_NAME = "text", "text or null", "a list of texts", "an object of texts"
 _NUMBER, _NUMBERS, _NUMBER_BY_NAME = "a number", "a list of numbers", "an object of numbers"
 _NUMBER_OR_NULL = "a number or null"
+_COUNTS = "a number or a list of numbers"
 _OBJECT, _OBJECTS, _SCALAR = "an object", "a list of objects", "text, a number, or a list of these"
 _ENTRIES = {
     **dict.fromkeys(("quantkit", "command", "failed", "device", "compute_dtype", SEAL), _TEXT),
@@ -53,7 +54,7 @@ _ENTRIES = {
     "layers": _OBJECTS,
     "phases": _NUMBER_BY_NAME,
     "same_values": _NUMBER,
-    "ranks": _SCALAR,
+    "ranks": _COUNTS,
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))
@@ -182,6 +183,10 @@ def _malformed(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     totals, calibration = report.get("totals", {}), report.get("calibration", {})
     yield from _wrong(totals, {**dict.fromkeys(TOTALS, _NUMBER_OR_NULL), "peak_memory": _NUMBER_BY_NAME}, "totals.")
     yield from _wrong(calibration, {"sources": _OBJECTS}, "calibration.")
+    yield from _wrong(
+        report.get("distillation", {}), dict.fromkeys(("kl_before", "kl_after"), _NUMBER), "distillation."
+    )
+    yield from _nested(report.get("distillation", {}), "distillation.")
     profile = report.get("profile", {})
     yield from _wrong(profile, {"floors": _NUMBER_BY_NAME, "speeds": _NUMBER_BY_NAME}, "profile.")
     yield from _wrong(profile, {"idle_seconds": _NUMBER}, "profile.")
@@ -211,6 +216,8 @@ def _is(kind: str, value: Any) -> bool:
         return isinstance(value, str) or (value is None and kind == _TEXT_OR_NULL)
     if kind in (_NUMBER, _NUMBER_OR_NULL):
         return isinstance(value, (int, float)) or (value is None and kind == _NUMBER_OR_NULL)
+    if kind == _COUNTS:
+        return _is(_NUMBER, value) or _is(_NUMBERS, value)
     if kind == _SCALAR:
         return value is None or isinstance(value, (str, int, float))
     if kind in (_TEXTS, _NUMBERS, _OBJECTS):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
@@ -26,6 +25,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.pipeline.calibrate import split_documents
 from quantkit.pipeline.memory_estimate import Memory
 from quantkit.pipeline.quantize import _require_devices
+from quantkit.reporting.report import load
 from tests import command_line, ranks
 from tests.command_line import ROOT, call
 from tests.faults import memory_path
@@ -40,7 +40,7 @@ Work = Callable[[], int | None]
 
 
 def report(out: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((out / "quantkit_report.json").read_text())
+    found: dict[str, Any] = load(out)  # as every reader does
     for layer in found["layers"]:
         del layer["seconds"]
     return found

@@ -18,7 +18,7 @@ from quantkit.errors import CheckpointError
 from quantkit.reporting.html import page
 from quantkit.reporting.model_card import model_card
 from quantkit.reporting.report import REPORT, load
-from quantkit.reporting.summary import line, rows, summary
+from quantkit.reporting.summary import line, profile, rows, summary
 from tests.command_line import call, refused
 from tests.reporting.samples import HOSTILE, example
 
@@ -55,9 +55,19 @@ RICH = {
     "device": "cpu",
     "compute_dtype": "float32",
     "environment": {"python": "3.11", "threads": 1},
+    "ranks": [2, 1],
+    "distillation": {"steps": 60, "best_step": 60, "codes": True, "held_out": 16, "kl_before": 0.2, "kl_after": 0.1},
+    "profile": {"floors": {"solve": 0.1}, "speeds": {"dtype": 1e12}, "idle_seconds": 2.0},
     "evaluation": {"before": 9.0, "after": 9.5, "kld": 0.1, "top1": 0.9, "data": "x", "windows": 3, "weights": "y"},
 }
 RICH["calibration"] |= {"sources": [{"source": "a", "share": 0.5, "sha256": "0" * 64}, {"source": "b", "share": 0.5}]}
+
+
+def test_a_report_with_every_entry_can_be_read(tmp_path: Path) -> None:
+    """Else each change of it would be refused, and show nothing."""
+    (tmp_path / REPORT).write_text(json.dumps(RICH))
+    found = load(tmp_path)
+    assert "2, then 1" in summary(found) and "KL divergence 0.2" in summary(found)
 
 
 @settings(max_examples=500)
@@ -71,7 +81,13 @@ def test_a_mutated_report_is_refused_or_drawn(tmp_path_factory: Any, place: tupl
     except CheckpointError as error:
         assert REPORT in str(error) and "\n" not in str(error)
         return
-    assert summary(found) and line(found) and model_card(found) and len(rows(found)) == len(found.get("layers", []))
+    assert (
+        profile(found)
+        and summary(found)
+        and line(found)
+        and model_card(found)
+        and len(rows(found)) == len(found.get("layers", []))
+    )
     assert "<script>alert" not in page(found, {"ok": False, "failures": [HOSTILE], **found})
 
 
