@@ -96,7 +96,7 @@ class Hessian:
         return bool(self._totals) and not is_finite(torch.stack(self._totals or []))
 
     def part(self) -> Part:
-        """Return what was summed here, for `absorb` of another Hessian; it shares the memory of this one."""
+        """Return the sums so far, for `absorb` of another Hessian; they share the memory of this one."""
         full, extreme = self.tokens - self._filled, int(self._extreme)
         aside = self._aside[: min(extreme, _ASIDE)].float() if self._aside is not None and extreme else None
         last = self._chunk[: self._filled] if self._chunk is not None and self._filled else None

@@ -540,7 +540,7 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
 
 
 def _follow_unquantized(run: Run, blocks: int) -> Activations:
-    """Return what the unquantized model passes on after its first `blocks` blocks."""
+    """Return the activations of the unquantized model after its first `blocks` blocks."""
     stream = replace(run, activations=None)
     _embed(stream, "unquantized-")
     for block in range(blocks):

@@ -151,7 +151,7 @@ class Student:
         return {**facts, "kl_before": before, "kl_after": best}
 
     def _groups(self, steps: int) -> list[dict[str, Any]]:
-        """Return what is learned, in groups of one rate."""
+        """Return the learned parameters, in groups of one rate."""
         weights = list(self.weights.values())
         positions: dict[bool, list[Tensor]] = {False: [], True: []}
         for weight in weights:
