@@ -6,6 +6,7 @@ function of the rounding errors of a group; `group_errors` makes it from the Hes
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 
@@ -35,6 +36,7 @@ GroupError = Callable[[Tensor], Tensor]
 
 WIDEST_BLOCK = 4096  # a wider group is judged by blocks of _BLOCK columns on its diagonal, not by its whole Hessian
 _BLOCK = 128
+_TEMPORARIES = 4  # arrays of candidates times groups that a search by a kernel holds
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
 
 
@@ -59,20 +61,24 @@ def choose_scales(
 
     def fit(rows: slice) -> None:
         parts = weight[rows].to(working_dtype(weight)).reshape(-1, groups, k // groups)
-        if errors is None:
-            x = parts.flatten(0, 1)
-            fits = [fit_scales(x, scheme, clip, dtype, square_error, rows.start, groups, signed)]
+        if together is not None:
+            fits = [fit_scales(parts.flatten(0, 1), scheme, clip, dtype, together, rows.start, groups, signed)]
         else:
             fits = [
-                fit_scales(parts[:, j].contiguous(), scheme, clip, dtype, errors[j], rows.start, signed=signed)
-                for j in range(groups)
+                fit_scales(parts[:, j].contiguous(), scheme, clip, dtype, error, rows.start, signed=signed)
+                for j, error in enumerate(errors or ())
             ]
         scales[rows] = torch.stack([f.scales for f in fits], 1).view(-1, groups)
         if zeros is not None:
             zeros[rows] = torch.stack([f.zeros for f in fits if f.zeros is not None], 1).view(-1, groups)
 
-    # A product reads a whole block of H, which pays only for many rows.
-    slices = row_slices(weight, k) if errors is None else row_slices(weight, k // groups, least=512)
+    together: GroupError | None
+    if errors is None:
+        together, slices = square_error, row_slices(weight, k)
+    elif (together := _kernel_errors(weight, errors)) is not None:
+        slices = row_slices(weight, _TEMPORARIES * groups * len(_ratios(scheme.format, clip)))
+    else:  # a product reads a whole block of H, which pays only for many rows
+        slices = row_slices(weight, k // groups, least=512)
     side_by_side(weight.device, [partial(fit, rows) for rows in slices])
     return Grid(scales, zeros)
 
@@ -107,8 +113,8 @@ def fit_scales(
 
 def _errors(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error: GroupError) -> Tensor:
     """Return the error `[c, m]` of each candidate of `scales` and `zeros` `[c, m]` for the groups `x` `[m, g]`."""
-    if isinstance(error, TriangularError) and error.fits_kernel(x):
-        return kernels.search_errors(x, scales, zeros, error.blocks[0][1], fmt)
+    if isinstance(error, KernelErrors):
+        return kernels.search_errors(x, scales, zeros, error.factors, fmt)
     errors = torch.empty_like(scales)
     # On a GPU many candidates at once, since each call starts several kernels; on a CPU what its cache holds.
     step = 1 if x.device.type == "cpu" else max(1, _GPU_ENTRIES // x.numel())
@@ -163,21 +169,41 @@ class TriangularError:
 
     def __init__(self, blocks: list[tuple[int, Tensor]]) -> None:
         self.blocks = blocks
-        self._panels = []
-        for first, r in blocks:
-            width = max(32, r.shape[0] // 8)  # multiply only the upper triangle, in panels of columns
+
+    @functools.cached_property
+    def _panels(self) -> list[tuple[int, int, Tensor]]:
+        """Panels of columns, so that only the upper triangle is multiplied."""
+        found = []
+        for first, r in self.blocks:
+            width = max(32, r.shape[0] // 8)
             for a in range(0, r.shape[0], width):
                 panel = r[: a + width, a : a + width]
-                self._panels.append((first, first + panel.shape[0], panel.contiguous()))
-
-    def fits_kernel(self, x: Tensor) -> bool:
-        """Return True if a kernel computes the errors of groups `x` `[m, g]`."""
-        single = len(self.blocks) == 1 and x.shape[1] in kernels.SEARCHED
-        return single and x.dtype == torch.float32 and kernels.runs_on(x.device)
+                found.append((first, first + panel.shape[0], panel.contiguous()))
+        return found
 
     def __call__(self, delta: Tensor) -> Tensor:
         parts = [(delta[:, a:b] @ panel).square_().sum(-1) for a, b, panel in self._panels]
         return torch.stack(parts).sum(0)
+
+
+class KernelErrors:
+    """The errors `||delta R||^2` of all groups of whole rows, for a kernel; `factors` `[groups, g, g]` are their `R`."""
+
+    def __init__(self, factors: Tensor) -> None:
+        self.factors = factors
+
+    def __call__(self, delta: Tensor) -> Tensor:
+        parts: Tensor = delta.view(-1, *self.factors.shape[:2]).transpose(0, 1) @ self.factors
+        return parts.square_().sum(-1).T.flatten()
+
+
+def _kernel_errors(weight: Tensor, errors: list[GroupError]) -> KernelErrors | None:
+    """Return the errors of all groups of `weight` `[n, k]` together; None if no kernel computes them."""
+    size = weight.shape[1] // len(errors)
+    if size not in kernels.SEARCHED or working_dtype(weight) != torch.float32 or not kernels.runs_on(weight.device):
+        return None
+    factors = [error.blocks[0][1] for error in errors if isinstance(error, TriangularError)]
+    return KernelErrors(torch.stack(factors)) if len(factors) == len(errors) else None
 
 
 def diagonal_error(weights: Tensor) -> GroupError:

@@ -103,17 +103,18 @@ def round_block(
 def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fmt: Format) -> Tensor:
     """Return `||(x - nearest(x)) R||^2` `[c, m]` of groups `x` `[m, g]` for candidate `scales` `[c, m]`.
 
-    `zeros` `[c, m]` go with asymmetric scales, `r` `[g, g]` is upper triangular. All are float32 on a device
-    that `runs_on` accepts, and `g` is one of `SEARCHED`.
+    `zeros` `[c, m]` go with asymmetric scales. `r` `[groups, g, g]` has an upper triangular R for each group of a row:
+    those of `x` take turns. All are float32 on a device that `runs_on` accepts, and `g` is one of `SEARCHED`.
     """
-    (m, g), candidates = x.shape, len(scales)
+    (m, g), candidates, groups = x.shape, len(scales), len(r)
     name, grid = _grid(fmt, zeros is not None)
-    x, r, scales = (y.contiguous() for y in (x, r, scales))
+    x, scales, transposed = x.contiguous(), scales.contiguous(), r.transpose(1, 2).contiguous()
     errors = torch.empty_like(scales)
     function = loader.load("gptq_search", SEARCHES, x.device).functions[f"gptq_search<{name}, {g}>"]
     blocks = RESIDENT * torch.cuda.get_device_properties(x.device).multi_processor_count
-    needed = -(-m * -(-candidates // 32) // (SEARCHERS // 32))
-    arguments = [x, scales, None if zeros is None else zeros.contiguous(), r, errors, grid, m, g, candidates]
+    needed = -(-m * candidates // SEARCHERS)
+    zeros = None if zeros is None else zeros.contiguous()
+    arguments = [x, scales, zeros, transposed, errors, grid, m // groups, groups, candidates]
     loader.launch(function, (min(blocks, needed),), (SEARCHERS,), arguments, shared=4 * g * g)
     return errors
 

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.algorithms import scale_search
 from quantkit.algorithms.gptq import quantize
 from quantkit.algorithms.grid import round_to_codes
 from quantkit.algorithms.options import Options
+from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import Pattern, round_block
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.scheme import Scheme
@@ -91,19 +93,40 @@ def test_sparse_masks(fmt: Format | None, chosen: bool, shape: tuple[int, int]) 
 
 @pytest.mark.parametrize("size", SEARCHED)
 @pytest.mark.parametrize(("name", "asymmetric"), [("int4", False), ("int4", True), ("fp6", False), ("fp5", False)])
-@pytest.mark.parametrize(("m", "candidates"), [(1000, 76), (3, 25), (1, 1), (257, 33)])
-def test_errors_of_candidate_scales(m: int, candidates: int, name: str, asymmetric: bool, size: int) -> None:
-    generator = torch.Generator().manual_seed(4)
+@pytest.mark.parametrize(
+    ("rows", "groups", "candidates"), [(1000, 1, 76), (300, 7, 76), (3, 2, 25), (1, 1, 1), (257, 3, 33)]
+)
+def test_errors_of_candidate_scales(
+    rows: int, groups: int, candidates: int, name: str, asymmetric: bool, size: int
+) -> None:
+    generator, m = torch.Generator().manual_seed(4), rows * groups
     x = torch.randn(m, size, generator=generator)
     scales = (0.05 + torch.rand(candidates, m, generator=generator) / 2).half().float()
     zeros = torch.randint(0, 16, (candidates, m), generator=generator).float() if asymmetric else None
-    r = torch.randn(size, size, generator=generator).triu()
+    r = torch.randn(groups, size, size, generator=generator).triu()
     delta = x / scales.unsqueeze(-1)
     round_to_codes(delta, FORMATS[name], None if zeros is None else zeros.unsqueeze(-1))
-    expected = (((x - delta * scales.unsqueeze(-1)).double() @ r.double()) ** 2).sum(-1)
+    error = (x - delta * scales.unsqueeze(-1)).double().view(-1, groups, 1, size)
+    expected = ((error @ r.double()) ** 2).sum((-2, -1)).view(candidates, m)
     found = [search_errors(*moved("cuda", x, scales, zeros, r), FORMATS[name]) for _ in range(2)]
     assert torch.equal(*found), "two launches differ"
     torch.testing.assert_close(found[0].cpu().double(), expected, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("label", ["int4:g128", "int4:g64:asym", "int4:g32"])
+def test_scales_of_all_groups_at_once_are_those_of_each_group_in_torch(
+    label: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator, scheme, n, k = torch.Generator().manual_seed(5), Scheme.parse(label), 3000, 1024
+    x = torch.randn(2048, k, generator=generator) @ torch.randn(k, k, generator=generator)
+    weight, h = torch.randn(n, k, generator=generator).cuda(), (x.T @ x).cuda()
+    errors = group_errors(h, 1.01 * h.diagonal(), scheme.groups(k), "block", torch.float32)
+    together = choose_scales(weight, scheme, "search", errors)
+    parts = [choose_scales(rows, scheme, "search", errors).scales for rows in weight.split(700)]
+    assert torch.equal(torch.cat(parts), together.scales), "a row's scales depend on the rows beside it"
+    monkeypatch.setattr(scale_search.kernels, "runs_on", lambda device: False)
+    alone = choose_scales(weight, scheme, "search", errors)
+    assert (together.scales != alone.scales).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("label", ["int4:g128", "int4:g32:asym", "fp6:channel", "int4:g128:24"])
