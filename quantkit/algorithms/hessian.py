@@ -20,7 +20,8 @@ from quantkit.errors import NumericError
 
 CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
 _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
-_ROWS = 1024  # rows of a weight whose losses come from one product
+_ROWS = {"cpu": 1024, "cuda": 2048}  # rows of a weight whose losses come from one product
+_LOSS_WIDTH = {"cpu": 256, "cuda": 1024}  # column blocks of that product, as above
 _EXTREME = 10.0  # a token whose norm is more than this many times the median norm is set aside
 _ASIDE = 1024  # tokens that are set aside; those that come later get the median norm at once
 _SLICE = 512  # tokens or channels for which norms and medians are computed at a time, to save memory
@@ -278,7 +279,7 @@ def _output_norms(x: Tensor, weights: Collection[Tensor]) -> Tensor:
     """Return the norm of all outputs of each token of `x` `[e, k]`, for weights `[n, k]`, float64 `[e]`."""
     squares = torch.zeros(len(x), dtype=torch.float64, device=x.device)
     with one_thread(x.device):
-        for rows in (part for weight in weights for part in weight.split(_ROWS)):
+        for rows in (part for weight in weights for part in weight.split(_ROWS[x.device.type])):
             squares += torch.linalg.vector_norm(x @ rows.to(x.dtype).T, dim=1, dtype=torch.float64).square()
     return squares.sqrt()
 
@@ -335,16 +336,24 @@ def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
 def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Tensor:
     """Return the proxy loss `d H d^T` of each row of `weight - tensor`, float64 `[n]`.
 
-    With `tensor` None, `d` is the weight `[n, k]` itself. `h` `[k, k]` is undamped (ALGORITHMS 1).
+    With `tensor` None, `d` is the weight `[n, k]` itself. `h` `[k, k]` is symmetric and undamped (ALGORITHMS 1).
     """
     h = h.to(factor_dtype(h.device))
     d = weight.to(working_dtype(weight))
     if tensor is not None:
         d = d - tensor.dequantize(d.dtype)
-    parts = side_by_side(h.device, [partial(_quadratic_forms, rows, h) for rows in d.split(_ROWS)])
+    parts = side_by_side(h.device, [partial(_quadratic_forms, rows, h) for rows in d.split(_ROWS[h.device.type])])
     return torch.cat(parts).double().clamp_(min=0)
 
 
 def _quadratic_forms(rows: Tensor, h: Tensor) -> Tensor:
+    """Return `d h d^T` of each of `rows` `[r, k]`; blocks of `h` above the diagonal count twice, those below never."""
     rows = rows.to(h.dtype)
-    return ((rows @ h) * rows).sum(-1)
+    total = rows.new_zeros(len(rows))
+    width = _LOSS_WIDTH[h.device.type]
+    for a in range(0, len(h), width):
+        panel = slice(a, a + width)
+        product = rows[:, panel] @ h[panel, panel]
+        product.addmm_(rows[:, :a], h[:a, panel], alpha=2)
+        total += product.mul_(rows[:, panel]).sum(-1)
+    return total
