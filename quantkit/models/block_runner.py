@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
@@ -328,10 +328,20 @@ class BlockRunner:
         self._load(lambda state: state.startswith(f"{self.blocks[index]}."), ready)
 
     def read_ahead(self, index: int) -> None:
-        """Begin to read a block into RAM, beside other work, for `load_block`, which raises the errors."""
+        """Begin to read a block into RAM, beside other work, for `load_block`, which raises the errors.
+
+        For a GPU it is pinned memory, if there is any, from which `load_block` copies several times as fast.
+        """
+
+        def read(name: str) -> Tensor:
+            tensor = self.src.get(name)
+            with suppress(RuntimeError):  # a limit of locked memory
+                return tensor.pin_memory() if self.device.type == "cuda" else tensor
+            return tensor
+
         self._reader = self._reader or ThreadPoolExecutor(1, "quantkit-read")
         names = self.stored(index)
-        self._ahead[index] = self._reader.submit(lambda: {name: self.src.get(name) for name in names})
+        self._ahead[index] = self._reader.submit(lambda: {name: read(name) for name in names})
 
     def unload_block(self, index: int) -> None:
         """Free a block's parameters."""
@@ -621,4 +631,5 @@ class BlockRunner:
 
     def _put(self, state: str, tensor: Tensor) -> None:
         dtype = torch.float32 if self._in_float32 and self._in_float32.search(state) else self.dtype
-        put_tensor(self.module, state, tensor.to(self.device, dtype if tensor.is_floating_point() else None))
+        kind = dtype if tensor.is_floating_point() else None
+        put_tensor(self.module, state, tensor.to(self.device, kind, non_blocking=True))

@@ -36,6 +36,8 @@ PROGRAM = 600 * MIB
 CUDA_BUILD = 400 * MIB
 #: Bytes that the CUDA runtime and its libraries add, on the host and on the device.
 CUDA_HOST, CUDA_DEVICE = 1700 * MIB, 800 * MIB
+#: Pinned memory that the block read ahead takes, as a multiple of its bytes: torch makes tensors of 2^n bytes there.
+PINNED = 4 / 3
 #: Bytes for each weight of the largest linear while it is rounded, packed or unpacked: the source, its float32 copy,
 #: the scale search's scratch, the codes, the words (measured: 11.4).
 STREAMED = 12
@@ -272,7 +274,9 @@ def calibrated_memory(
     host = {
         "program": PROGRAM + CUDA_HOST,
         **dict.fromkeys(stores, in_ram),
-        "loading": solve["block"],  # the next one is read ahead; behind the last, the tensors outside the blocks wait
+        "loading": round(
+            PINNED * solve["block"]
+        ),  # the next one is read ahead; behind the last, the tensors outside the blocks wait
         WAITING: max(0, min(MOST_BYTES, sum(outside)) - solve["block"]),
     }
     least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
