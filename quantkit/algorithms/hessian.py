@@ -19,7 +19,9 @@ from quantkit.core.threads import one_thread, side_by_side
 from quantkit.errors import NumericError
 
 CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
+LONG_CHUNK = 16384  # the same where a GPU sums few Hessians at a time: fewer products, and fewer launches to wait for
 _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not computed
+_LEAST_WIDTH = {"cpu": 1, "cuda": 1024}  # of these blocks: narrow ones leave much of a GPU idle
 _ROWS = {"cpu": 1024, "cuda": 2048}  # rows of a weight whose losses come from one product
 _LOSS_WIDTH = {"cpu": 256, "cuda": 1024}  # column blocks of that product, as above
 _EXTREME = 10.0  # a token whose norm is more than this many times the median norm is set aside
@@ -34,15 +36,24 @@ _DEAD = 1e-6  # diagonal of a dead channel relative to the mean live one: enough
 class Hessian:
     """Sum `x^T x` over tokens in float32.
 
-    Tokens are summed in chunks of 4096 in the order of their arrival, so their division between calls does not matter
-    (ALGORITHMS 2). `tokens` counts them. With `cap_tokens`, tokens of extreme norm are set aside until the weights are
-    known. The first chunk decides which norms are extreme.
+    Tokens are summed in chunks of `chunk` in the order of their arrival, so their division between calls does not
+    matter (ALGORITHMS 2). `tokens` counts them. With `cap_tokens`, tokens of extreme norm are set aside until the
+    weights are known. The first 4096 tokens decide which norms are extreme.
 
     With `checks` False no call waits for a GPU, and `may_be_broken` tells in the end whether numbers were not finite.
     """
 
-    def __init__(self, k: int, device: torch.device | str, *, cap_tokens: bool = True, checks: bool = True) -> None:
+    def __init__(
+        self,
+        k: int,
+        device: torch.device | str,
+        *,
+        cap_tokens: bool = True,
+        checks: bool = True,
+        chunk: int = CHUNK,
+    ) -> None:
         self.tokens = 0
+        self.chunk = chunk
         self._cap_tokens = cap_tokens
         self._cap: _Cap | None = None
         self._aside: Tensor | None = None
@@ -76,16 +87,16 @@ class Hessian:
             )
         if self._chunk is None:
             keep = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
-            self._chunk = x.new_empty(CHUNK, x.shape[1], dtype=x.dtype if keep else torch.float32)
+            self._chunk = x.new_empty(self.chunk, x.shape[1], dtype=x.dtype if keep else torch.float32)
         self.tokens += len(x)
         while len(x):
-            taken = min(CHUNK - self._filled, len(x))
+            taken = min(self.chunk - self._filled, len(x))
             self._chunk[self._filled : self._filled + taken] = x[:taken]
             self._filled += taken
             x = x[taken:]
-            if self._filled == CHUNK:
+            if self._filled == self.chunk:
                 if self._cap_tokens:
-                    self._cap = self._cap or _find_cap(self._chunk)
+                    self._cap = self._cap or _find_cap(self._chunk[:CHUNK])
                     if self._aside is None:
                         self._aside = _empty_aside(self._chunk)
                     self._extreme = self._cap.take_out(self._chunk, self._aside, self._extreme)
@@ -177,7 +188,7 @@ class Hessian:
         aside, extreme, cap = self._aside, self._extreme, self._cap
         x = self._sum[:0] if self._chunk is None else self._chunk[: self._filled].clone()
         if self._cap_tokens and len(x):
-            cap = cap or _find_cap(x)
+            cap = cap or _find_cap(x[:CHUNK])
             aside = _empty_aside(x) if aside is None else aside.clone()
             extreme = cap.take_out(x, aside, extreme)
         count = int(extreme)
@@ -293,17 +304,18 @@ def _live_median(norms: Tensor) -> Tensor:
 def _add_products(total: Tensor, x: Tensor) -> None:
     """Add `x^T x` to the lower triangle of `total`; the upper triangle is only partly updated."""
     k = total.shape[0]
-    width = -(-k // _PANELS)
+    width = max(-(-k // _PANELS), _LEAST_WIDTH[total.device.type])
     bounds = [(a, min(a + width, k)) for a in range(0, k, width)]
     # The largest first, so that several threads end together.
     side_by_side(total.device, [partial(_add_panel, total, x, a, b) for a, b in reversed(bounds)])
 
 
 def _add_panel(total: Tensor, x: Tensor, a: int, b: int) -> None:
+    panel = total[a:b, :b]
     if x.dtype == torch.float32:
-        total[a:b, :b].addmm_(x[:, a:b].T, x[:, :b])
+        panel.addmm_(x[:, a:b].T, x[:, :b])
     else:
-        total[a:b, :b] += torch.mm(x[:, a:b].T, x[:, :b], out_dtype=torch.float32)
+        torch.addmm(panel, x[:, a:b].T, x[:, :b], out_dtype=torch.float32, out=panel)
 
 
 def check_size(h: Tensor, k: int) -> None:

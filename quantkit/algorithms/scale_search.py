@@ -187,7 +187,7 @@ class TriangularError:
 
 
 class KernelErrors:
-    """The errors `||delta R||^2` of all groups of whole rows, for a kernel; `factors` `[groups, g, g]` are their `R`."""
+    """The error `||delta R||^2` of groups of whole rows, for a kernel; `factors` `[groups, g, g]` has each `R`."""
 
     def __init__(self, factors: Tensor) -> None:
         self.factors = factors

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -382,8 +382,7 @@ def _add_up(run: Run, found: list[Calibrated]) -> None:
         for number, parts in enumerate(gathered):
             summed = None
             if parts is not None:
-                k = run.model.linears[found[number].group.linears[0]][1]
-                summed = Hessian(k, run.model.device, cap_tokens=run.recipe.gptq.cap_tokens)
+                summed = _new_hessian(run, found[number].group)
                 for part in parts:
                     summed.absorb(part)
             found[number] = found[number]._replace(hessian=summed, owner=owners[number])
@@ -460,15 +459,18 @@ def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
             checks = True
 
 
+def _new_hessian(run: Run, group: Group, checks: bool = True) -> Hessian:
+    """Return an empty Hessian for the input of a group. The many experts of a layer must do with short chunks."""
+    first, model = group.linears[0], run.model
+    chunk = LONG_CHUNK if model.device.type == "cuda" and first not in model.experts else CHUNK
+    cap = run.recipe.gptq.cap_tokens
+    return Hessian(model.linears[first][1], model.device, cap_tokens=cap, checks=checks, chunk=chunk)
+
+
 def _sums(run: Run, block: int, groups: Sequence[Group], checks: bool) -> list[Hessian] | None:
     """Sum the Hessians in one pass; None if a GPU has no memory left."""
     model = run.model
-    hessians = {
-        group.linears[0]: Hessian(
-            model.linears[group.linears[0]][1], model.device, cap_tokens=run.recipe.gptq.cap_tokens, checks=checks
-        )
-        for group in groups
-    }
+    hessians = {group.linears[0]: _new_hessian(run, group, checks) for group in groups}
     stop = len(groups) == 1 and groups[0].once
     document = 0
 

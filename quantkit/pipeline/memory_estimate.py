@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from quantkit.algorithms.hessian import CHUNK
+from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK
 from quantkit.algorithms.numerics import factor_dtype
 from quantkit.algorithms.scale_search import WIDEST_BLOCK
 from quantkit.checkpoint.decoder import TOWER
@@ -58,9 +58,11 @@ SOLVED = {"cpu": 11, "cuda": 4}
 TUNED = 28
 #: float32 numbers for each token and output feature of a block's linears that are held for its gradient.
 BACKWARD = 4
-#: Tokens of documents of equal length that one forward takes: on a GPU enough to hide the launches of kernels. On a
-#: CPU no sum of a document may depend on those beside it.
-TOKENS_AT_ONCE = {"cpu": 0, "cuda": 8192}
+#: Tokens of documents of equal length that one forward takes: on a GPU enough to hide the launches of kernels, and as
+#: many as a chunk of a Hessian. On a CPU no sum of a document may depend on those beside it.
+TOKENS_AT_ONCE = {"cpu": 0, "cuda": 16384}
+#: The same while a block is tuned, where every token leaves values for the backward pass.
+TUNED_AT_ONCE = {"cpu": 0, "cuda": 8192}
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
@@ -250,11 +252,14 @@ def calibrated_memory(
         # While a document runs, a block holds about two copies of its linears' outputs.
         DOCUMENT: 2 * width * tokens * max(_outputs(inside).values(), default=0),
     }
-    if cuda:  # whose allocator gives a document's memory to the solver
+    if cuda:
+        solve["chunk of a Hessian"] = width * LONG_CHUNK * max((k for _, k in inside.values()), default=0)
+        # The allocator gives a document's memory to the solver.
         solve[DOCUMENT] = max(0, solve[DOCUMENT] - solve["Hessian and factor"] - solve["rows being solved"])
     if recipe.tune:
         tuning = TUNED * max(_weights(inside).values(), default=0)
-        tuning += BACKWARD * 4 * tokens * max(_outputs(inside).values(), default=0)
+        joined = max(sequence, TUNED_AT_ONCE[kind])
+        tuning += BACKWARD * 4 * joined * max(_outputs(inside).values(), default=0)
         solving = sum(size for part, size in solve.items() if part != "block")  # it has ended by then
         solve["tuning"] = max(0, tuning - solving)
     # The embeddings are in memory only before the first block is solved.
@@ -377,7 +382,7 @@ def _sharing(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[str, int], in
 
 
 def hessian_bytes(k: int) -> int:
-    """Return the bytes that summing a Hessian `[k, k]` takes, its chunk of tokens included."""
+    """Return the bytes that summing the Hessian `[k, k]` of an expert takes, its chunk of tokens included."""
     return 4 * k * (k + CHUNK)
 
 

@@ -24,7 +24,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError
 from quantkit.models.passing import State
 from quantkit.pipeline.layer_solver import relative_error, zeroed
-from quantkit.pipeline.memory_estimate import TOKENS_AT_ONCE
+from quantkit.pipeline.memory_estimate import TUNED_AT_ONCE
 
 if TYPE_CHECKING:
     from quantkit.pipeline.calibrate import Run
@@ -156,7 +156,7 @@ class _Tuning:
         joined = run.model.takes_batches(self._block) and self._inputs.hidden_only
         for number in numbers:
             length = len(run.sequences[number])
-            most = TOKENS_AT_ONCE[run.model.device.type] // length if joined else 0
+            most = TUNED_AT_ONCE[run.model.device.type] // length if joined else 0
             if part and (len(part) >= most or len(run.sequences[part[0]]) != length):
                 yield part
                 part = []

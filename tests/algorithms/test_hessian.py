@@ -7,11 +7,12 @@ import torch
 
 from quantkit.algorithms import gptq, hessian
 from quantkit.algorithms.cholesky import factorize
-from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian, row_losses
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import remaining_error
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
+from quantkit.pipeline.memory_estimate import hessian_bytes
 from tests.algorithms.inputs import correlated, damped, gauss, on_threads
 
 # The sums of outer products -------------------------------------------------------------------------------------------
@@ -73,6 +74,62 @@ def test_the_ways_of_a_gpu_give_the_same_bits(loud: int, monkeypatch: pytest.Mon
         found.append((made.matrix(), *made.limited(weights), made.capped_tokens))
     assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*found, strict=True))
     assert found[0][3] == 3 * loud
+
+
+def test_a_long_chunk_sets_the_same_tokens_aside() -> None:
+    """The cap is that of the first 4096 tokens; the sum has another order and no other difference."""
+    x = gauss(9000, 65).float()
+    x[4096:] *= 3  # other medians
+    x[::1000] *= 50
+    weights = [gauss(40, 65).float()]
+    short, long = Hessian(65, "cpu"), Hessian(65, "cpu", chunk=LONG_CHUNK)
+    for part in x.split(1700):
+        short.add(part)
+        long.add(part)
+    assert short.capped_tokens == long.capped_tokens == 9
+    (a, scaled), (b, alike) = short.limited(weights), long.limited(weights)
+    assert scaled == alike and torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("chunk", [CHUNK, LONG_CHUNK])
+@pytest.mark.parametrize("k", [65, 1024, 4096, 9000])
+def test_a_gpu_adds_products_of_half_precision_in_float32(k: int, chunk: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x = torch.randn(40000, k, generator=generator, device="cuda").to(dtype)
+    found = []
+    for cut in (40000, 7000):
+        made = Hessian(k, "cuda", checks=False, chunk=chunk)
+        for part in x.split(cut):
+            made.add(part)
+        found.append(made.matrix())
+    assert torch.equal(*found), "the division of tokens between calls matters"
+    exact = x.double().T @ x.double() * 2 / 40000
+    assert torch.allclose(found[0].double(), exact, rtol=0, atol=1e-4)
+    assert torch.equal(found[0], found[0].T)
+
+
+@pytest.mark.gpu
+def test_hessians_of_many_experts_take_the_memory_that_is_planned() -> None:
+    k, count = 768, 128
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    made = [Hessian(k, "cuda", checks=False) for _ in range(count)]
+    for each in made:
+        each.add(torch.ones(3, k, dtype=torch.bfloat16, device="cuda"))
+    assert torch.cuda.memory_allocated() - before <= count * hessian_bytes(k)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("n", "k"), [(3000, 1024), (70, 2500), (1, 100)])
+def test_losses_of_rows_on_a_gpu_are_those_of_whole_products(n: int, k: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    x, weight = (torch.randn(rows, k, generator=generator, device="cuda") for rows in (2 * k, n))
+    h = x.T @ x
+    h = (h + h.T) / 2
+    expected = ((weight.double() @ h.double()) * weight.double()).sum(-1)
+    assert torch.allclose(row_losses(weight, None, h), expected, rtol=1e-10)
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

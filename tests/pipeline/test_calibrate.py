@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
@@ -488,6 +489,26 @@ def test_activations_on_a_gpu_that_is_nearly_full_give_the_same_bits(
     there, _ = quantized(folder, recipe, tmp_path, "cuda")
     outside, _ = quantized(folder, recipe, tmp_path, "cuda", act_budget=0)
     assert digests(here) == digests(there) == digests(outside)
+
+
+@pytest.mark.gpu
+def test_experts_on_a_gpu_have_short_chunks_in_any_number_of_passes(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = set[tuple[bool, int]]()
+    new = calibrate._new_hessian
+
+    def recorded(run: calibrate.Run, group: calibrate.Group, checks: bool = True) -> Hessian:
+        made = new(run, group, checks)
+        chunks.add((group.linears[0] in run.model.experts, made.chunk))
+        return made
+
+    monkeypatch.setattr(calibrate, "_new_hessian", recorded)
+    at_once, _ = quantized(folders["qwen3_moe"], from_mapping(COARSE), tmp_path, "cuda")
+    assert chunks == {(True, CHUNK), (False, LONG_CHUNK)}
+    monkeypatch.setattr(calibrate, "HESSIAN_BYTES", 1)
+    one_by_one, _ = quantized(folders["qwen3_moe"], from_mapping(COARSE), tmp_path, "cuda")
+    assert digests(at_once) == digests(one_by_one)
 
 
 def broken(folder: Path, work: Path, name: str, index: tuple[int, ...], value: float) -> Path:
