@@ -17,6 +17,7 @@ from quantkit.algorithms.numerics import factor_dtype, is_finite, working_dtype
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import one_thread, side_by_side
 from quantkit.errors import NumericError
+from quantkit.kernels import gptq as kernels
 
 CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
 LONG_CHUNK = 16384  # the same where a GPU sums few Hessians at a time: fewer products, and fewer launches to wait for
@@ -249,7 +250,9 @@ class _Cap(NamedTuple):
             rows = extreme.nonzero().flatten()
         place = (before + torch.arange(len(rows), device=x.device)).clamp_max(_ASIDE)
         aside.index_copy_(0, place, x[rows].to(aside.dtype))
-        if _EVERY_TOKEN[x.device.type]:
+        if kernels.takes_tokens(x):
+            kernels.scale_tokens(x, factors.flatten())
+        elif _EVERY_TOKEN[x.device.type]:
             x *= factors
         else:
             x[rows] *= factors[rows]
@@ -277,6 +280,8 @@ def _find_cap(x: Tensor) -> _Cap:
 
 def _norms(x: Tensor, magnitudes: Tensor) -> Tensor:
     """Return the norm of each token of `x` `[t, k]`, channels divided by their magnitudes, float32 `[t]`."""
+    if kernels.takes_tokens(x):
+        return kernels.token_norms(x, magnitudes)
     parts = x.split(CHUNK if x.is_cuda else _SLICE)
     return torch.cat([torch.linalg.vector_norm(part / magnitudes, dim=1) for part in parts])
 
