@@ -52,9 +52,28 @@ solver() {
     "$python" -m quantkit bench solver -q --csv "$results/solver.csv"
 }
 
-quantize() { # GPTQ of whole models by phase, of a few blocks each; memory beside the plan
-    "$python" -m quantkit bench quantize --model llama3-8b --blocks 6 --csv "$results/quantize_llama3-8b_6.csv"
+quantize() { # GPTQ of whole models by phase, memory beside the plan: all blocks of the 8B, three of the 70B
+    "$python" -m quantkit bench quantize --model llama3-8b --blocks 32 --csv "$results/quantize_llama3-8b.csv"
     "$python" -m quantkit bench quantize --model llama2-70b --blocks 3 --csv "$results/quantize_llama2-70b_3.csv"
+}
+
+profile() { # the same 8B by the command alone: phases beside their floors, and the share of time without computing
+    "$python" - "$work/model" "$work/words.txt" <<'END'
+import sys
+from pathlib import Path
+
+import torch
+
+from quantkit.bench.random_model import read
+from quantkit.bench.source import blocks_of, draw_text, shortened, write_model
+
+folder, model = Path(sys.argv[1]), read("llama3-8b")
+folder.mkdir()
+write_model(folder, shortened(model, blocks_of(model)), torch.device("cuda"))
+draw_text(Path(sys.argv[2]), 128, 2048, 4096)
+END
+    "$python" -m quantkit quantize "$work/model" -o "$work/packed" --format int4 --layout marlin --group-size 128 \
+        --calib "$work/words.txt" --samples 128 --max-length 2048 --profile
 }
 
 kernels() { # LAYOUT
