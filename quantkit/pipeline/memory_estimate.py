@@ -279,10 +279,8 @@ def calibrated_memory(
     host = {
         "program": PROGRAM + CUDA_HOST,
         **dict.fromkeys(stores, in_ram),
-        "loading": round(
-            PINNED * solve["block"]
-        ),  # the next one is read ahead; behind the last, the tensors outside the blocks wait
-        WAITING: max(0, min(MOST_BYTES, sum(outside)) - solve["block"]),
+        "loading": round(PINNED * solve["block"]),  # the next one is read ahead; torch keeps what it has pinned
+        WAITING: min(MOST_BYTES, sum(outside)),  # the tensors outside the blocks, behind the last one
     }
     least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
     return Memory(host, {"CUDA": CUDA_DEVICE, **solve}, least_vram=least, token_bytes=hidden * width)
