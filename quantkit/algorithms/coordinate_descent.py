@@ -16,6 +16,8 @@ from quantkit.algorithms.numerics import factor_dtype, working_dtype
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import one_thread
+from quantkit.kernels import gptq as kernels
+from quantkit.kernels.gptq import Columns
 
 #: With fewer tokens per column, descent fits the noise of the calibration text (ALGORITHMS 8).
 TOKENS_PER_COLUMN = 16
@@ -42,7 +44,7 @@ def refine(
         before = tensor.codes
         for _ in range(descent):
             with one_thread(h.device):
-                found = _descend(weight, tensor, h)
+                found = descend(weight, tensor, h)
             if torch.equal(found.codes, tensor.codes):
                 break
             tensor, loss, _ = _better(weight, found, tensor, loss, h)
@@ -74,8 +76,8 @@ def _values(tensor: QuantizedTensor, rows: slice, dtype: torch.dtype) -> Tensor:
     return values
 
 
-def _descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
-    """Return the tensor after one pass over the columns in natural order.
+def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
+    """Return the tensor `[n, k]` after one pass over its columns in natural order.
 
     Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
     """
@@ -87,30 +89,29 @@ def _descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTen
     k, groups = len(v), tensor.scales.shape[1]
     scales = tensor.scales.to(dtype).T.contiguous()
     zeros = None if tensor.zeros is None else tensor.zeros.to(dtype).T.contiguous()
-    frozen = tensor.scheme.sparsity is not None
+    group_of = torch.arange(k, dtype=torch.int32, device=h.device) // (k // groups)
+    columns, frozen = Columns(scales, zeros, group_of), tensor.scheme.sparsity is not None
     for a in range(0, k, _BLOCK):
         b = min(a + _BLOCK, k)
-        group_of = [j * groups // k for j in range(a, b)]
-        grids = [(scales[g], None if zeros is None else zeros[g]) for g in group_of]
-        _descend_block(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], grids, fmt, frozen)
+        descend_block(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], columns.part(a, b), fmt, frozen)
     codes = fmt.encode(v) if zeros is None else v.add_(zeros.repeat_interleave(k // groups, 0)).to(torch.uint8)
     return QuantizedTensor(tensor.scheme, codes.T.contiguous(), tensor.scales, tensor.zeros)
 
 
-def _descend_block(
-    slope: Tensor,
-    e: Tensor,
-    v: Tensor,
-    h: Tensor,
-    grids: list[tuple[Tensor, Tensor | None]],
-    fmt: Format,
-    frozen: bool,
+def descend_block(
+    slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool
 ) -> None:
     """Move the values `v` `[b, n]` of a block, one column after the other, and update their errors `e` `[b, n]`.
 
-    `slope` `[b, n]` is `H e` as the block begins, `h` `[b, b]` its block of H, `grids` scales and zeros `[n]` of each
-    column. A dead column (`H_jj = 0`) stays; with `frozen` so does every zero.
+    `slope` `[b, n]` is `H e` as the block begins, and is overwritten. `h` `[b, b]` is the block of H, `columns` the
+    scales and zeros. A dead column (`H_jj = 0`) stays; with `frozen` so does every zero.
+
+    On a GPU a kernel does this, where it can be compiled.
     """
+    if v.dtype == torch.float32 and kernels.runs_on(v.device):
+        kernels.descend_block(slope, e, v, h, columns, fmt, frozen)
+        return
+    group_of = columns.group_of.tolist()
     moves = torch.zeros_like(e)  # changes of the errors in this block
     diagonal = h.diagonal().tolist()
     for a in range(0, len(e), _STEP):
@@ -120,7 +121,8 @@ def _descend_block(
                 slope[j : j + 1].addmm_(h[j : j + 1, a:j], moves[a:j])
             if not diagonal[j] > 0:
                 continue
-            scale, zero = grids[j]
+            scale = columns.scales[group_of[j]]
+            zero = None if columns.zeros is None else columns.zeros[group_of[j]]
             distance = slope[j] / (scale * diagonal[j])  # to the parabola's minimum, in steps of the grid
             target = v[j] + distance
             nearest = round_to_codes(target.clone(), fmt, zero)

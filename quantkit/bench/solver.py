@@ -1,7 +1,8 @@
 """Time GPTQ's solver on single weights, by phase, with the default settings.
 
 Weights and activations are random, with a common direction so that inputs are correlated. `factor` is the factorisation
-of the Hessian, `search` the choice of scales, `sweep` the columns, `losses` the guard's proxy losses.
+of the Hessian, `search` the choice of scales, `sweep` the columns, `descent` one pass over the codes of the sweep,
+`losses` the guard's proxy losses.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from quantkit.algorithms import coordinate_descent
 from quantkit.algorithms.cholesky import factorize
 from quantkit.algorithms.gptq import quantize
 from quantkit.algorithms.hessian import row_losses
@@ -50,10 +52,12 @@ def _timed(n: int, k: int, scheme: Scheme, device: torch.device) -> dict[str, An
 
     grid = choose_scales(weight, scheme, options.clip, errors())
     plain, _ = round_to_nearest(weight, scheme)
+    swept = sweep(weight, scheme, factor, options, grid)
     steps: dict[str, Callable[[], object]] = {
         "factor": lambda: factorize(h, options),
         "search": lambda: choose_scales(weight, scheme, options.clip, errors()),
         "sweep": lambda: sweep(weight, scheme, factor, options, grid),
+        "descent": lambda: coordinate_descent.descend(weight, swept, h),
         "losses": lambda: [row_losses(weight, tensor, h) for tensor in (plain, plain, None)],
         "all": lambda: quantize(weight, scheme, h, options),
     }
