@@ -7,6 +7,8 @@ the noise of the calibration tokens too, so a recipe must ask for them (ALGORITH
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -27,33 +29,44 @@ _ROWS = 256  # rows whose normal equations are in memory together
 _RIDGE = 1e-8
 
 
-def refine(
-    weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int = 0, refit: bool = False
-) -> tuple[QuantizedTensor, dict[str, Tensor]]:
+class Refined(NamedTuple):
+    """Hold a refined weight, what changed by row `[n]`, and the losses by row, float64 `[n]`.
+
+    `changes` has what was asked for: `descent_changed` counts codes, `refit_rows` marks new scales. `loss` is None if
+    nothing was.
+    """
+
+    tensor: QuantizedTensor
+    changes: dict[str, Tensor]
+    loss: Tensor | None
+
+
+def refine(weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int = 0, refit: bool = False) -> Refined:
     """Improve a quantized weight `[n, k]` by `descent` passes over its columns, then by a `refit` of its scales.
 
-    `h` `[k, k]` is the undamped Hessian. After each step every row takes the better of before and after, so its loss
-    never rises. Zero points stay, and so do the zero codes of a 2:4 scheme. Also returns the changes by row `[n]`, if
-    asked for: `descent_changed` counts codes, `refit_rows` marks new scales.
+    `h` `[k, k]` is the undamped Hessian. After all passes, and after the refit, every row takes the better of before
+    and after, so its loss never rises. Zero points stay, and so do the zero codes of a 2:4 scheme.
     """
     if not (descent or refit):
-        return tensor, {}
+        return Refined(tensor, {}, None)
     changes = {}
     loss = row_losses(weight, tensor, h)
     if descent:
-        before = tensor.codes
+        found = tensor
         for _ in range(descent):
+            codes = found.codes
             with one_thread(h.device):
-                found = descend(weight, tensor, h)
-            if torch.equal(found.codes, tensor.codes):
+                found = descend(weight, found, h)
+            if torch.equal(found.codes, codes):
                 break
-            tensor, loss, _ = _better(weight, found, tensor, loss, h)
+        before = tensor.codes
+        tensor, loss, _ = _better(weight, found, tensor, loss, h)
         changes["descent_changed"] = (tensor.codes != before).sum(-1)
     if refit:
         with one_thread(h.device):
             found = _refit(weight, tensor, h)
-        tensor, _, changes["refit_rows"] = _better(weight, found, tensor, loss, h)
-    return tensor, changes
+        tensor, loss, changes["refit_rows"] = _better(weight, found, tensor, loss, h)
+    return Refined(tensor, changes, loss)
 
 
 def _better(
@@ -98,9 +111,7 @@ def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTens
     return QuantizedTensor(tensor.scheme, codes.T.contiguous(), tensor.scales, tensor.zeros)
 
 
-def descend_block(
-    slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool
-) -> None:
+def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool) -> None:
     """Move the values `v` `[b, n]` of a block, one column after the other, and update their errors `e` `[b, n]`.
 
     `slope` `[b, n]` is `H e` as the block begins, and is overwritten. `h` `[b, b]` is the block of H, `columns` the
