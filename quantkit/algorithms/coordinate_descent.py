@@ -1,8 +1,9 @@
 """Refine a swept weight: move single codes by coordinate descent, then refit all scales of a row by least squares.
 
 With all other codes fixed, the loss of a row is a parabola in each of its weights. The best code for a column is the
-one nearest to the parabola's minimum. With all codes fixed, the loss is a quadratic form in the row's scales. Both fit
-the noise of the calibration tokens too, so a recipe must ask for them (ALGORITHMS 8).
+one nearest to the parabola's minimum. With all codes fixed, the loss is a quadratic form in the row's scales. Both also
+fit the noise of the calibration tokens, so descent needs enough of them, and a recipe must ask for the refit
+(ALGORITHMS 8).
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTens
     dtype = working_dtype(weight)
     fmt = tensor.scheme.format
     h = h.to(dtype)
-    e = (weight.to(dtype) - tensor.dequantize(dtype)).T.contiguous()
+    e = weight.to(dtype, copy=True).sub_(tensor.dequantize(dtype)).T.contiguous()
     v = _values(tensor, slice(None), dtype).T.contiguous()
     k, groups = len(v), tensor.scales.shape[1]
     scales = tensor.scales.to(dtype).T.contiguous()

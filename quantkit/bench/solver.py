@@ -16,13 +16,13 @@ from quantkit.algorithms import coordinate_descent
 from quantkit.algorithms.cholesky import factorize
 from quantkit.algorithms.gptq import quantize
 from quantkit.algorithms.hessian import row_losses
-from quantkit.algorithms.options import Options
 from quantkit.algorithms.rtn import quantize as round_to_nearest
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import sweep
 from quantkit.core.scheme import Scheme
 from quantkit.models.devices import device_of
 from quantkit.pipeline.profile import median_seconds
+from quantkit.pipeline.recipe import from_mapping, gptq_of
 from quantkit.progress import Progress
 
 #: What is timed without `--shape` and `--scheme`.
@@ -42,7 +42,7 @@ def _timed(n: int, k: int, scheme: Scheme, device: torch.device) -> dict[str, An
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(2 * k, k, generator=generator, device=device)
     x += torch.randn(2 * k, 1, generator=generator, device=device)
-    h, options = x.T @ x, Options()
+    h, options = x.T @ x, from_mapping(gptq_of(scheme)).gptq
     del x
     weight = torch.randn(n, k, generator=generator, device=device).to(torch.bfloat16)
     factor = factorize(h, options)
@@ -50,12 +50,12 @@ def _timed(n: int, k: int, scheme: Scheme, device: torch.device) -> dict[str, An
     def errors() -> Any:
         return group_errors(h, factor.diagonal, scheme.groups(k), options.metric, torch.float32)
 
-    grid = choose_scales(weight, scheme, options.clip, errors())
+    grid = choose_scales(weight, scheme, options.clip, errors(), options.signed)
     plain, _ = round_to_nearest(weight, scheme)
     swept = sweep(weight, scheme, factor, options, grid)
     steps: dict[str, Callable[[], object]] = {
         "factor": lambda: factorize(h, options),
-        "search": lambda: choose_scales(weight, scheme, options.clip, errors()),
+        "search": lambda: choose_scales(weight, scheme, options.clip, errors(), options.signed),
         "sweep": lambda: sweep(weight, scheme, factor, options, grid),
         "descent": lambda: coordinate_descent.descend(weight, swept, h),
         "losses": lambda: [row_losses(weight, tensor, h) for tensor in (plain, plain, None)],

@@ -36,6 +36,8 @@ SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
 GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
 #: Keys of that section that pruning uses.
 PRUNING_KEYS = ("damp", "damp_kind", "block", "act_order")
+#: Passes of descent where they are the default.
+DESCENT = 3
 #: option -> its place in a recipe's mapping. `api.build_recipe` places `asym`, `skip` and `override`.
 KEYS: dict[str, tuple[str, ...]] = {
     "format": ("scheme", "format"),
@@ -79,7 +81,8 @@ class Recipe:
     is None without any. `pad` adds zeros to weights whose shape the layout does not hold. `fused_alike` gives linears
     that engines join the widest treatment among them. `tune` is the number of steps that tune each block.
     that engines join the widest treatment among them. `distill` steps tune scales and norms against the unquantized
-    model, and the codes as well with `distill_codes` (ALGORITHMS 8.2).
+    model, and the codes as well with `distill_codes` (ALGORITHMS 8.2). If descent was not `descent_chosen`, but left to
+    the default, it is skipped for linears of few tokens without a warning for each.
     """
 
     scheme: Scheme
@@ -99,6 +102,7 @@ class Recipe:
     calibration: Calib = field(default_factory=Calib)
     skip: tuple[str, ...] = ("lm_head",)
     overrides: tuple[tuple[str, Scheme], ...] = ()
+    descent_chosen: bool = field(default=True, compare=False)
 
     @property
     def calibrated(self) -> bool:
@@ -331,21 +335,28 @@ def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme
     return rule
 
 
+def _refined_by_default(method: Method, schemes: list[Scheme]) -> bool:
+    """Return whether signed scales and descent are the default: by GPTQ, if all linears are dense symmetric INT4."""
+    return method == "gptq" and all(s.symmetric and not s.format.is_float and not is_sparse(s) for s in schemes)
+
+
 def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong value."""
-    known = [f.name for f in dataclasses.fields(Recipe)]
+    known = [f.name for f in dataclasses.fields(Recipe) if f.name != "descent_chosen"]
     _refuse_unknown(mapping, known, "the recipe")
     scheme = _scheme(_section(mapping, "scheme"))
     integer = not scheme.format.is_float
     method = _choice(mapping, "method", Method, "gptq" if integer else "rtn")
     clip = _choice(mapping, "clip", Clip, "search" if integer or method == "gptq" else "none")
     metric = _choice(mapping, "metric", Metric, "block" if method == "gptq" else "mse")
-    signed = _typed(mapping.get("signed", False), bool, "signed")
     overrides = tuple((_pattern(p), Scheme.parse(_typed(s, str, p))) for p, s in _section(mapping, "overrides").items())
     schemes = [scheme, *(other for _, other in overrides)]
+    refined = _refined_by_default(method, schemes)
+    signed = _typed(mapping.get("signed", refined), bool, "signed")
     prune = _prune_rule(mapping, method, schemes)
     fixed = {"clip": clip, "metric": metric, "signed": signed, **({"prune": prune} if prune else {})}
-    gptq = _build(Options, _section(mapping, "gptq"), GPTQ_KEYS, "gptq", **fixed)
+    section = _section(mapping, "gptq")
+    gptq = _build(Options, {"descent": DESCENT if refined else 0, **section}, GPTQ_KEYS, "gptq", **fixed)
     if method != "gptq" and (gptq.refit or gptq.descent):
         raise RecipeError(
             f"--refit and --descent refine the codes of gptq, the method is {method}: use --method gptq, or drop them"
@@ -383,8 +394,22 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         distill=distill,
         distill_codes=codes,
         overrides=overrides,
+        descent_chosen="descent" in section,
         **_shared(mapping),
     )
+
+
+def gptq_of(scheme: Scheme) -> dict[str, Any]:
+    """Return the mapping of the recipe that quantizes to a scheme by GPTQ with the default settings."""
+    return {
+        "scheme": {
+            "format": scheme.format.name,
+            "group_size": scheme.group_size or "channel",
+            "symmetric": scheme.symmetric,
+            "sparsity": scheme.sparsity,
+        },
+        "method": "gptq",
+    }
 
 
 def load(path: Path) -> dict[str, Any]:
