@@ -208,7 +208,7 @@ def _without_noise(
         return recipe, {}
     few = f"{tokens} tokens for {k} input channels"
     least = coordinate_descent.TOKENS_PER_COLUMN
-    if isinstance(recipe, Recipe) and recipe.descent_chosen:  # else the closing table counts these linears
+    if isinstance(recipe, Recipe) and not recipe.descends_by_default:  # else the closing table counts these linears
         progress.warn(f"{names}: no descent: {few} are fewer than {least} each; give more --samples")
     return replace(recipe, gptq=replace(recipe.gptq, descent=0)), {"descent_skipped": few}
 

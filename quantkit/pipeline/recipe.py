@@ -81,8 +81,7 @@ class Recipe:
     is None without any. `pad` adds zeros to weights whose shape the layout does not hold. `fused_alike` gives linears
     that engines join the widest treatment among them. `tune` is the number of steps that tune each block.
     that engines join the widest treatment among them. `distill` steps tune scales and norms against the unquantized
-    model, and the codes as well with `distill_codes` (ALGORITHMS 8.2). If descent was not `descent_chosen`, but left to
-    the default, it is skipped for linears of few tokens without a warning for each.
+    model, and the codes as well with `distill_codes` (ALGORITHMS 8.2).
     """
 
     scheme: Scheme
@@ -102,7 +101,6 @@ class Recipe:
     calibration: Calib = field(default_factory=Calib)
     skip: tuple[str, ...] = ("lm_head",)
     overrides: tuple[tuple[str, Scheme], ...] = ()
-    descent_chosen: bool = field(default=True, compare=False)
 
     @property
     def calibrated(self) -> bool:
@@ -114,6 +112,12 @@ class Recipe:
     def factored(self) -> bool:
         """Whether the Hessian is factored."""
         return self.method == "gptq"
+
+    @property
+    def descends_by_default(self) -> bool:
+        """Whether descent has the passes that it has by default (ALGORITHMS 0)."""
+        schemes = [self.scheme, *(scheme for _, scheme in self.overrides)]
+        return self.gptq.descent == (DESCENT if _refined_by_default(self.method, schemes) else 0)
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of the linear called `module`, None if it is skipped."""
@@ -342,7 +346,7 @@ def _refined_by_default(method: Method, schemes: list[Scheme]) -> bool:
 
 def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong value."""
-    known = [f.name for f in dataclasses.fields(Recipe) if f.name != "descent_chosen"]
+    known = [f.name for f in dataclasses.fields(Recipe)]
     _refuse_unknown(mapping, known, "the recipe")
     scheme = _scheme(_section(mapping, "scheme"))
     integer = not scheme.format.is_float
@@ -355,8 +359,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     signed = _typed(mapping.get("signed", refined), bool, "signed")
     prune = _prune_rule(mapping, method, schemes)
     fixed = {"clip": clip, "metric": metric, "signed": signed, **({"prune": prune} if prune else {})}
-    section = _section(mapping, "gptq")
-    gptq = _build(Options, {"descent": DESCENT if refined else 0, **section}, GPTQ_KEYS, "gptq", **fixed)
+    section = {"descent": DESCENT if refined else 0, **_section(mapping, "gptq")}
+    gptq = _build(Options, section, GPTQ_KEYS, "gptq", **fixed)
     if method != "gptq" and (gptq.refit or gptq.descent):
         raise RecipeError(
             f"--refit and --descent refine the codes of gptq, the method is {method}: use --method gptq, or drop them"
@@ -394,7 +398,6 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         distill=distill,
         distill_codes=codes,
         overrides=overrides,
-        descent_chosen="descent" in section,
         **_shared(mapping),
     )
 

@@ -306,9 +306,9 @@ def test_signed_scales_and_descent_are_the_default_of_symmetric_int4_by_gptq_alo
     assert (recipe.signed, recipe.gptq.signed, recipe.gptq.descent) == (
         (True, True, 3) if refined else (False, False, 0)
     )
-    assert not recipe.gptq.refit and not recipe.descent_chosen
+    assert not recipe.gptq.refit and recipe.descends_by_default
     again = from_mapping(recipe.to_mapping())
-    assert again == recipe and again.sha256() == recipe.sha256() and again.descent_chosen
+    assert again == recipe and again.sha256() == recipe.sha256()
     plain = from_mapping({"scheme": section, "method": method, "signed": False, "gptq": {"descent": 0}})
     assert not plain.signed and plain.gptq.descent == 0 and (plain == recipe) is not refined
     # One linear that takes no sign changes the default of all; a recipe that asks for both is refused.
@@ -329,7 +329,7 @@ def test_the_published_recipes_have_positive_scales_and_no_descent() -> None:
 def test_the_default_skips_descent_without_a_warning_for_each_linear(capsys: pytest.CaptureFixture[str]) -> None:
     hessian = Hessian(64, "cpu")
     hessian.add(gauss(1000, 64, seed=7).float())
-    for options, warned in (({}, False), ({"descent": 3}, True)):
+    for options, warned in (({}, False), ({"descent": 2}, True)):
         recipe = build_recipe(group_size=32, **options)  # type: ignore[arg-type]
         (item,) = solve({"proj": gauss(16, 64).float()}, {"proj": recipe.scheme}, hessian, recipe, Progress(quiet=True))
         assert item.facts is not None and item.facts["descent_skipped"] == "1000 tokens for 64 input channels"
