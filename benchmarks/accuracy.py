@@ -30,7 +30,8 @@ INT4_ABSMAX = {"scheme": {"format": "int4"}, "clip": "none"}
 PUBLISHED = {
     **INT4_ABSMAX,
     "method": "gptq",
-    "gptq": {"act_order": "off", "damp_kind": "mean", "cap_tokens": False},
+    "signed": False,
+    "gptq": {"act_order": "off", "damp_kind": "mean", "cap_tokens": False, "descent": 0},
     "true_sequential": False,
     "calibration": {"lengths": "fixed"},
 }
@@ -41,13 +42,14 @@ OWN_LENGTHS = {"calibration": {"lengths": "own"}}
 
 
 def variants() -> dict[str, Mapping[str, Any]]:
-    """Map names to recipes. The GPTQ rows add one ingredient at a time; the last of them is the default."""
+    """Map names to recipes. The GPTQ rows add one ingredient at a time, up to the default and int4-best."""
     clipped = merge(PUBLISHED, SEARCH)
     own = merge(clipped, OWN_LENGTHS)
     sequential = merge(own, {"true_sequential": True})
     diagonal = merge(sequential, {"gptq": {"damp_kind": "own"}})
     capped = merge(diagonal, {"gptq": {"cap_tokens": True}})
-    default = merge(capped, {"gptq": {"act_order": "static"}})
+    static = merge(capped, {"gptq": {"act_order": "static"}})
+    signed = merge(static, {"signed": True})
     return {
         "int4 rtn channel": merge(INT4_ABSMAX, {"method": "rtn", "scheme": {"group_size": "channel"}}),
         "int4 rtn g128": merge(INT4_ABSMAX, {"method": "rtn"}),
@@ -59,14 +61,15 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "+ true sequential": sequential,
         "+ own-diagonal damping": diagonal,
         "+ capped tokens": capped,
-        "+ static act-order = default": default,
-        "default without search": merge(default, {"clip": "none"}),
+        "+ static act-order": static,
+        "+ signed scales": signed,
+        "+ descent 3 = default": merge(signed, {"gptq": {"descent": 3}}),
+        "+ refit = int4-best": merge(signed, REFINED),
+        "static act-order without search": merge(static, {"clip": "none"}),
         "marlin paper (damping 0.1)": merge(own, {"gptq": {"damp": 0.1}, "true_sequential": True}),
-        "int4 gptq channel": merge(default, {"scheme": {"group_size": "channel"}}),
-        "int4 gptq g32": merge(default, {"scheme": {"group_size": 32}}),
-        "int4 gptq g128 asym": merge(default, {"scheme": {"symmetric": False}}),
-        "default, signed": merge(default, {"signed": True}),
-        "default, signed, descent 3, refit = int4-best": merge(default, {"signed": True, **REFINED}),
+        "int4 gptq channel": merge(static, {"scheme": {"group_size": "channel"}}),
+        "int4 gptq g32": merge(static, {"scheme": {"group_size": 32}}),
+        "int4 gptq g128 asym": merge(static, {"scheme": {"symmetric": False}}),
         "fp6 rtn": {"scheme": {"format": "fp6"}},
         "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq", "clip": "none"},
         "fp6 gptq, search": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH},

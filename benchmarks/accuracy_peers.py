@@ -32,19 +32,20 @@ from quantkit.pipeline.quantize import quantize
 from quantkit.pipeline.recipe import from_mapping, merge
 
 DEFAULT = {"scheme": {"format": "int4"}}
-SIGNED = merge(DEFAULT, {"signed": True})
+PLAIN = merge(DEFAULT, {"signed": False, "gptq": {"descent": 0}})
+SIGNED = merge(PLAIN, {"signed": True})
 #: Name -> recipe of quantkit. A new row is a line here.
 RECIPES: dict[str, Mapping[str, Any]] = {
     "rtn": merge(INT4_ABSMAX, {"method": "rtn"}),
     "published gptq": PUBLISHED,
-    "default": DEFAULT,
-    "refit": merge(DEFAULT, {"gptq": {"refit": True}}),
-    "descent 1": merge(DEFAULT, {"gptq": {"descent": 1}}),
-    "descent 3": merge(DEFAULT, {"gptq": {"descent": 3}}),
+    "unsigned, no descent": PLAIN,
+    "refit": merge(PLAIN, {"gptq": {"refit": True}}),
+    "descent 1": merge(PLAIN, {"gptq": {"descent": 1}}),
+    "descent 3": merge(PLAIN, {"gptq": {"descent": 3}}),
     "signed": SIGNED,
     "signed, refit": merge(SIGNED, {"gptq": {"refit": True}}),
     "signed, descent 1": merge(SIGNED, {"gptq": {"descent": 1}}),
-    "signed, descent 3": merge(SIGNED, {"gptq": {"descent": 3}}),
+    "default": DEFAULT,  # signed, descent 3
     "int4-best": merge(SIGNED, REFINED),
     "int4-tuned": merge(SIGNED, {**REFINED, "tune": 200}),
     "int4-tuned, distill 100": merge(SIGNED, {**REFINED, "tune": 200, "distill": 100}),

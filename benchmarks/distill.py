@@ -25,6 +25,7 @@ from quantkit.pipeline.recipe import from_mapping, merge
 
 RECIPES: dict[str, Mapping[str, Any]] = {
     "int4 gptq g128, published": PUBLISHED,
+    "int4 unsigned, no descent": {"signed": False, "gptq": {"descent": 0}},
     "int4 default": {},
     "int4-best": {"signed": True, **REFINED},
     "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH},

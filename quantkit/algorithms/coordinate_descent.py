@@ -1,11 +1,14 @@
 """Refine a swept weight: move single codes by coordinate descent, then refit all scales of a row by least squares.
 
 With all other codes fixed, the loss of a row is a parabola in each of its weights. The best code for a column is the
-one nearest to the parabola's minimum. With all codes fixed, the loss is a quadratic form in the row's scales. Both fit
-the noise of the calibration tokens too, so a recipe must ask for them (ALGORITHMS 8).
+one nearest to the parabola's minimum. With all codes fixed, the loss is a quadratic form in the row's scales. Both also
+fit the noise of the calibration tokens, so descent needs enough of them, and a recipe must ask for the refit
+(ALGORITHMS 8).
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,6 +19,8 @@ from quantkit.algorithms.numerics import factor_dtype, working_dtype
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import one_thread
+from quantkit.kernels import gptq as kernels
+from quantkit.kernels.gptq import Columns
 
 #: With fewer tokens per column, descent fits the noise of the calibration text (ALGORITHMS 8).
 TOKENS_PER_COLUMN = 16
@@ -25,33 +30,44 @@ _ROWS = 256  # rows whose normal equations are in memory together
 _RIDGE = 1e-8
 
 
-def refine(
-    weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int = 0, refit: bool = False
-) -> tuple[QuantizedTensor, dict[str, Tensor]]:
+class Refined(NamedTuple):
+    """Hold a refined weight, what changed by row `[n]`, and the losses by row, float64 `[n]`.
+
+    `changes` has what was asked for: `descent_changed` counts codes, `refit_rows` marks new scales. `loss` is None if
+    nothing was.
+    """
+
+    tensor: QuantizedTensor
+    changes: dict[str, Tensor]
+    loss: Tensor | None
+
+
+def refine(weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int = 0, refit: bool = False) -> Refined:
     """Improve a quantized weight `[n, k]` by `descent` passes over its columns, then by a `refit` of its scales.
 
-    `h` `[k, k]` is the undamped Hessian. After each step every row takes the better of before and after, so its loss
-    never rises. Zero points stay, and so do the zero codes of a 2:4 scheme. Also returns the changes by row `[n]`, if
-    asked for: `descent_changed` counts codes, `refit_rows` marks new scales.
+    `h` `[k, k]` is the undamped Hessian. After all passes, and after the refit, every row takes the better of before
+    and after, so its loss never rises. Zero points stay, and so do the zero codes of a 2:4 scheme.
     """
     if not (descent or refit):
-        return tensor, {}
+        return Refined(tensor, {}, None)
     changes = {}
     loss = row_losses(weight, tensor, h)
     if descent:
-        before = tensor.codes
+        found = tensor
         for _ in range(descent):
+            codes = found.codes
             with one_thread(h.device):
-                found = _descend(weight, tensor, h)
-            if torch.equal(found.codes, tensor.codes):
+                found = descend(weight, found, h)
+            if torch.equal(found.codes, codes):
                 break
-            tensor, loss, _ = _better(weight, found, tensor, loss, h)
+        before = tensor.codes
+        tensor, loss, _ = _better(weight, found, tensor, loss, h)
         changes["descent_changed"] = (tensor.codes != before).sum(-1)
     if refit:
         with one_thread(h.device):
             found = _refit(weight, tensor, h)
-        tensor, _, changes["refit_rows"] = _better(weight, found, tensor, loss, h)
-    return tensor, changes
+        tensor, loss, changes["refit_rows"] = _better(weight, found, tensor, loss, h)
+    return Refined(tensor, changes, loss)
 
 
 def _better(
@@ -74,43 +90,40 @@ def _values(tensor: QuantizedTensor, rows: slice, dtype: torch.dtype) -> Tensor:
     return values
 
 
-def _descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
-    """Return the tensor after one pass over the columns in natural order.
+def descend(weight: Tensor, tensor: QuantizedTensor, h: Tensor) -> QuantizedTensor:
+    """Return the tensor `[n, k]` after one pass over its columns in natural order.
 
     Everything is transposed, `[k, n]`, so that a column of the weight is contiguous.
     """
     dtype = working_dtype(weight)
     fmt = tensor.scheme.format
     h = h.to(dtype)
-    e = (weight.to(dtype) - tensor.dequantize(dtype)).T.contiguous()
+    e = weight.to(dtype, copy=True).sub_(tensor.dequantize(dtype)).T.contiguous()
     v = _values(tensor, slice(None), dtype).T.contiguous()
     k, groups = len(v), tensor.scales.shape[1]
     scales = tensor.scales.to(dtype).T.contiguous()
     zeros = None if tensor.zeros is None else tensor.zeros.to(dtype).T.contiguous()
-    frozen = tensor.scheme.sparsity is not None
+    group_of = torch.arange(k, dtype=torch.int32, device=h.device) // (k // groups)
+    columns, frozen = Columns(scales, zeros, group_of), tensor.scheme.sparsity is not None
     for a in range(0, k, _BLOCK):
         b = min(a + _BLOCK, k)
-        group_of = [j * groups // k for j in range(a, b)]
-        grids = [(scales[g], None if zeros is None else zeros[g]) for g in group_of]
-        _descend_block(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], grids, fmt, frozen)
+        descend_block(h[a:b] @ e, e[a:b], v[a:b], h[a:b, a:b], columns.part(a, b), fmt, frozen)
     codes = fmt.encode(v) if zeros is None else v.add_(zeros.repeat_interleave(k // groups, 0)).to(torch.uint8)
     return QuantizedTensor(tensor.scheme, codes.T.contiguous(), tensor.scales, tensor.zeros)
 
 
-def _descend_block(
-    slope: Tensor,
-    e: Tensor,
-    v: Tensor,
-    h: Tensor,
-    grids: list[tuple[Tensor, Tensor | None]],
-    fmt: Format,
-    frozen: bool,
-) -> None:
+def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool) -> None:
     """Move the values `v` `[b, n]` of a block, one column after the other, and update their errors `e` `[b, n]`.
 
-    `slope` `[b, n]` is `H e` as the block begins, `h` `[b, b]` its block of H, `grids` scales and zeros `[n]` of each
-    column. A dead column (`H_jj = 0`) stays; with `frozen` so does every zero.
+    `slope` `[b, n]` is `H e` as the block begins, and is overwritten. `h` `[b, b]` is the block of H, `columns` the
+    scales and zeros. A dead column (`H_jj = 0`) stays; with `frozen` so does every zero.
+
+    On a GPU a kernel does this, where it can be compiled.
     """
+    if v.dtype == torch.float32 and kernels.runs_on(v.device):
+        kernels.descend_block(slope, e, v, h, columns, fmt, frozen)
+        return
+    group_of = columns.group_of.tolist()
     moves = torch.zeros_like(e)  # changes of the errors in this block
     diagonal = h.diagonal().tolist()
     for a in range(0, len(e), _STEP):
@@ -120,7 +133,8 @@ def _descend_block(
                 slope[j : j + 1].addmm_(h[j : j + 1, a:j], moves[a:j])
             if not diagonal[j] > 0:
                 continue
-            scale, zero = grids[j]
+            scale = columns.scales[group_of[j]]
+            zero = None if columns.zeros is None else columns.zeros[group_of[j]]
             distance = slope[j] / (scale * diagonal[j])  # to the parabola's minimum, in steps of the grid
             target = v[j] + distance
             nearest = round_to_codes(target.clone(), fmt, zero)

@@ -76,8 +76,8 @@ def quantize(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor
         plain = QuantizedTensor(scheme, encode(weight, scheme, grid), *grid)
     scales_by_group = options.act_order == "off" and groups > 1
     swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid)
-    swept, changes = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
-    return _guarded(weight, swept, plain, h, factor, changes)
+    refined = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
+    return _guarded(weight, refined, plain, h, factor)
 
 
 def join(parts: Sequence[Solution]) -> Solution:
@@ -127,12 +127,12 @@ def _quantize_sparse(
     moved = torch.where(grown & (moved != 0), weight, moved)
     grid = choose_scales(moved, scheme, options.clip, errors, options.signed)
     swept = sweep(weight, scheme, factor, options, grid, pattern)
-    swept, changes = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
+    refined = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
     mask = torch.empty_like(pattern.mask).index_copy_(0, factor.order, pattern.mask).T
     masked = weight.masked_fill(~mask, 0)
     own = choose_scales(masked, scheme, options.clip, errors, options.signed)
     plain = QuantizedTensor(scheme, encode(masked, scheme, own), *own)
-    solution = _guarded(weight, swept, plain, h, factor, changes)
+    solution = _guarded(weight, refined, plain, h, factor)
     return replace(solution, facts={"prune": options.prune, **solution.facts})
 
 
@@ -147,15 +147,12 @@ def _fallback(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, reaso
 
 
 def _guarded(
-    weight: Tensor,
-    swept: QuantizedTensor,
-    plain: QuantizedTensor,
-    h: Tensor,
-    factor: Factor,
-    changes: dict[str, Tensor],
+    weight: Tensor, refined: coordinate_descent.Refined, plain: QuantizedTensor, h: Tensor, factor: Factor
 ) -> Solution:
     """Take the better of the refined sweep and plain rounding, row by row (ALGORITHMS 5.3)."""
-    loss, rtn_loss = row_losses(weight, swept, h), row_losses(weight, plain, h)
+    swept, changes, loss = refined
+    loss = row_losses(weight, swept, h) if loss is None else loss
+    rtn_loss = row_losses(weight, plain, h)
     worse = rtn_loss < loss
     take_plain = worse.unsqueeze(-1)
     changes = {name: rows.masked_fill(worse, 0) for name, rows in changes.items()}

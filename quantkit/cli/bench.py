@@ -204,18 +204,11 @@ def solver(
 def _calibrating_recipe(asked: dict[str, Any]) -> Recipe:
     """Make the recipe of `bench quantize`: GPTQ with the default settings but for what was asked."""
     from quantkit.core.scheme import Scheme
-    from quantkit.pipeline.recipe import from_mapping
+    from quantkit.pipeline.recipe import from_mapping, gptq_of
 
-    scheme = Scheme.parse(asked["scheme"])
     return from_mapping(
         {
-            "scheme": {
-                "format": scheme.format.name,
-                "group_size": scheme.group_size or "channel",
-                "symmetric": scheme.symmetric,
-                "sparsity": scheme.sparsity,
-            },
-            "method": "gptq",
+            **gptq_of(Scheme.parse(asked["scheme"])),
             "layout": asked["layout"],
             "true_sequential": asked["true_sequential"],
             "calibration": {"samples": asked["samples"], "max_length": asked["max_length"]},

@@ -111,9 +111,14 @@ recipe_options = combined(
         click.option(
             "--on-unsolvable", type=choice_of(Options, "on_unsolvable"), help="If no damping suffices [stop]."
         ),
-        click.option("--signed/--unsigned", default=None, help="Scales with a sign, for symmetric int4 [unsigned]."),
         click.option(
-            "--descent", type=click.IntRange(min=0), metavar="N", help="Passes that move codes after gptq [0]."
+            "--signed/--unsigned", default=None, help="Scales with a sign, for symmetric int4 [gptq: signed]."
+        ),
+        click.option(
+            "--descent",
+            type=click.IntRange(min=0),
+            metavar="N",
+            help="Passes that move codes after gptq [symmetric int4: 3].",
         ),
         click.option("--refit/--no-refit", default=None, help="Least-squares scales after gptq [off]."),
         click.option(

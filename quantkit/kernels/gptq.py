@@ -1,4 +1,4 @@
-"""Launches of the kernels that GPTQ uses on a GPU: kernels/gptq_sweep.cu, gptq_search.cu and gptq_tokens.cu.
+"""Launches of the kernels that GPTQ uses on a GPU: the sources `kernels/gptq_*.cu`.
 
 `algorithms` has the same steps in torch, for CPUs and for GPUs without a compiler. Sums have another order there, so a
 code or scale may differ where two are equally good up to rounding errors.
@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.core.formats import Format
 from quantkit.kernels import loader
 
-#: Columns of a launch of the sweep, and rows and threads of a block of threads (kernels/gptq_sweep.cu, gptq_tokens.cu).
+#: Columns of a launch of the sweep or of descent, and rows and threads of a block of threads.
 COLUMNS, ROWS, THREADS = 128, 32, 256
 #: Group sizes that the search holds in registers.
 SEARCHED = (32, 64, 128)
@@ -36,8 +36,9 @@ SEARCHES = tuple(f"gptq_search<{grid}, {size}>" for grid in GRIDS for size in SE
 #: Types of tokens in the kernels, and the channels of a token that one load takes.
 HALVES, WIDTH = {torch.float16: "half", torch.bfloat16: "bfloat"}, 8
 TOKENS = tuple(f"{name}<{half}>" for name in ("gptq_norms", "gptq_scale") for half in HALVES.values())
+DESCENTS = tuple(f"gptq_descent<{grid}>" for grid in GRIDS)
 #: CUDA source -> its template instances, in the order of their use.
-SOURCES = {"gptq_tokens": TOKENS, "gptq_sweep": SWEEPS, "gptq_search": SEARCHES}
+SOURCES = {"gptq_tokens": TOKENS, "gptq_sweep": SWEEPS, "gptq_search": SEARCHES, "gptq_descent": DESCENTS}
 
 
 class Columns(NamedTuple):
@@ -100,6 +101,21 @@ def round_block(
     instance = f"gptq_sweep<{name}, {'false' if pattern is None else 'true'}>"
     function = loader.load("gptq_sweep", SWEEPS, t.device).functions[instance]
     arguments = [t, d, w, v, *given, *mask, grid, n, b, v.stride(0)]
+    loader.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
+
+
+def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Columns, fmt: Format, frozen: bool) -> None:
+    """Move the values `v` `[b, n]` of up to `COLUMNS` columns by coordinate descent, and update their errors `e`.
+
+    All are float32 on a device that `runs_on` accepts, `slope`, `e` and `v` contiguous. `slope` `[b, n]` is `H e` as
+    the block begins, `h` `[b, b]` its block of H. With `frozen` each value of zero stays; see
+    `algorithms.coordinate_descent`.
+    """
+    b, n = v.shape
+    name, grid = _grid(fmt, columns.zeros is not None)
+    h = h if h.stride(1) == 1 else h.contiguous()
+    function = loader.load("gptq_descent", DESCENTS, v.device).functions[f"gptq_descent<{name}>"]
+    arguments = [v, e, slope, h, *columns, grid, n, b, h.stride(0), int(frozen)]
     loader.launch(function, (-(-n // ROWS),), (THREADS,), arguments, shared=4 * COLUMNS * COLUMNS)
 
 

@@ -207,9 +207,9 @@ def _without_noise(
     if not recipe.gptq.descent or tokens >= coordinate_descent.TOKENS_PER_COLUMN * k:
         return recipe, {}
     few = f"{tokens} tokens for {k} input channels"
-    progress.warn(
-        f"{names}: no descent: {few} are fewer than {coordinate_descent.TOKENS_PER_COLUMN} each; give more --samples"
-    )
+    least = coordinate_descent.TOKENS_PER_COLUMN
+    if isinstance(recipe, Recipe) and not recipe.descends_by_default:  # else the closing table counts these linears
+        progress.warn(f"{names}: no descent: {few} are fewer than {least} each; give more --samples")
     return replace(recipe, gptq=replace(recipe.gptq, descent=0)), {"descent_skipped": few}
 
 

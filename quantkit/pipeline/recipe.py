@@ -36,6 +36,8 @@ SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
 GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
 #: Keys of that section that pruning uses.
 PRUNING_KEYS = ("damp", "damp_kind", "block", "act_order")
+#: Passes of descent where they are the default.
+DESCENT = 3
 #: option -> its place in a recipe's mapping. `api.build_recipe` places `asym`, `skip` and `override`.
 KEYS: dict[str, tuple[str, ...]] = {
     "format": ("scheme", "format"),
@@ -110,6 +112,12 @@ class Recipe:
     def factored(self) -> bool:
         """Whether the Hessian is factored."""
         return self.method == "gptq"
+
+    @property
+    def descends_by_default(self) -> bool:
+        """Whether descent has the passes that it has by default (ALGORITHMS 0)."""
+        schemes = [self.scheme, *(scheme for _, scheme in self.overrides)]
+        return self.gptq.descent == (DESCENT if _refined_by_default(self.method, schemes) else 0)
 
     def scheme_of(self, module: str) -> Scheme | None:
         """Return the scheme of the linear called `module`, None if it is skipped."""
@@ -331,6 +339,11 @@ def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme
     return rule
 
 
+def _refined_by_default(method: Method, schemes: list[Scheme]) -> bool:
+    """Return whether signed scales and descent are the default: by GPTQ, if all linears are dense symmetric INT4."""
+    return method == "gptq" and all(s.symmetric and not s.format.is_float and not is_sparse(s) for s in schemes)
+
+
 def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong value."""
     known = [f.name for f in dataclasses.fields(Recipe)]
@@ -340,12 +353,14 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
     method = _choice(mapping, "method", Method, "gptq" if integer else "rtn")
     clip = _choice(mapping, "clip", Clip, "search" if integer or method == "gptq" else "none")
     metric = _choice(mapping, "metric", Metric, "block" if method == "gptq" else "mse")
-    signed = _typed(mapping.get("signed", False), bool, "signed")
     overrides = tuple((_pattern(p), Scheme.parse(_typed(s, str, p))) for p, s in _section(mapping, "overrides").items())
     schemes = [scheme, *(other for _, other in overrides)]
+    refined = _refined_by_default(method, schemes)
+    signed = _typed(mapping.get("signed", refined), bool, "signed")
     prune = _prune_rule(mapping, method, schemes)
     fixed = {"clip": clip, "metric": metric, "signed": signed, **({"prune": prune} if prune else {})}
-    gptq = _build(Options, _section(mapping, "gptq"), GPTQ_KEYS, "gptq", **fixed)
+    section = {"descent": DESCENT if refined else 0, **_section(mapping, "gptq")}
+    gptq = _build(Options, section, GPTQ_KEYS, "gptq", **fixed)
     if method != "gptq" and (gptq.refit or gptq.descent):
         raise RecipeError(
             f"--refit and --descent refine the codes of gptq, the method is {method}: use --method gptq, or drop them"
@@ -385,6 +400,19 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         overrides=overrides,
         **_shared(mapping),
     )
+
+
+def gptq_of(scheme: Scheme) -> dict[str, Any]:
+    """Return the mapping of the recipe that quantizes to a scheme by GPTQ with the default settings."""
+    return {
+        "scheme": {
+            "format": scheme.format.name,
+            "group_size": scheme.group_size or "channel",
+            "symmetric": scheme.symmetric,
+            "sparsity": scheme.sparsity,
+        },
+        "method": "gptq",
+    }
 
 
 def load(path: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.layer_solver import solve
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.pipeline.recipe import from_mapping, gptq_of
 from quantkit.progress import Progress
 from quantkit.reporting import report
 from quantkit.reporting.summary import summary
@@ -71,7 +71,7 @@ def test_a_pass_equals_the_slow_loop(label: str, k: int) -> None:
     h[5] = h[:, 5] = 0
     tensor = rounded(w, label)
     expected = slow_pass(w, tensor, h)
-    found, changes = coordinate_descent.refine(w, tensor, h, descent=1)
+    found, changes, _ = coordinate_descent.refine(w, tensor, h, descent=1)
     fell = loss(w, found, h) < loss(w, tensor, h)
     assert fell.all()
     assert torch.equal(found.dequantize(torch.float64), expected)
@@ -90,24 +90,25 @@ def test_descent_and_refit_never_raise_the_loss_of_a_row(name: str, dtype: torch
     tensor = rounded(w, label)
     last = row_losses(w, tensor, h)
     for step in ({"descent": 1}, {"descent": 1}, {"refit": True}, {"descent": 3}):
-        tensor, _ = coordinate_descent.refine(w, tensor, h, **step)
-        now = row_losses(w, tensor, h)
+        tensor, _, now = coordinate_descent.refine(w, tensor, h, **step)
+        assert now is not None and torch.equal(now, row_losses(w, tensor, h))
         assert (now <= last).all(), step
         last = now
         assert torch.isfinite(tensor.dequantize(torch.float16)).all() and (tensor.scales > 0).all()
-    twice, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=2)
-    once, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=1)
-    assert (row_losses(w, twice, h) <= row_losses(w, once, h)).all()
+    if dtype == torch.float64:  # passes in float32 may move a row's loss up by its rounding errors
+        twice, _, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=2)
+        once, _, _ = coordinate_descent.refine(w, rounded(w, label), h, descent=1)
+        assert (row_losses(w, twice, h) <= row_losses(w, once, h) * (1 + 1e-9)).all()
 
 
 def test_optimal_codes_stay() -> None:
     w, tensor = gauss(8, 64), rounded(gauss(8, 64), "fp6:channel")
     tensor.codes[0, :8] = 32  # negative zeros
     for h in (torch.zeros(64, 64), torch.eye(64)):
-        same, changes = coordinate_descent.refine(w[1:], rounded(w[1:], "int4:g32"), h, descent=3)
+        same, changes, _ = coordinate_descent.refine(w[1:], rounded(w[1:], "int4:g32"), h, descent=3)
         assert same.equal(rounded(w[1:], "int4:g32")) and not changes["descent_changed"].any()
     exact, h = tensor.dequantize(torch.float64), correlated(64)
-    same, changes = coordinate_descent.refine(exact, tensor, h, descent=3, refit=True)
+    same, changes, _ = coordinate_descent.refine(exact, tensor, h, descent=3, refit=True)
     assert same.equal(tensor) and not changes["descent_changed"].any() and not changes["refit_rows"].any()
 
 
@@ -115,7 +116,7 @@ def test_a_tiny_channel_with_a_huge_slope_gives_finite_codes() -> None:
     w, h = gauss(4, 64).float(), correlated(64).float()
     h[7, 7] = 1e-42  # its target is infinite
     tensor = rounded(w, "int4:g32")
-    found, _ = coordinate_descent.refine(w, tensor, h, descent=2, refit=True)
+    found, _, _ = coordinate_descent.refine(w, tensor, h, descent=2, refit=True)
     assert torch.isfinite(found.dequantize()).all()
     assert (row_losses(w, found, h) <= row_losses(w, tensor, h)).all()
 
@@ -128,7 +129,7 @@ def test_refitted_scales_are_those_of_least_squares(label: str) -> None:
     x = gauss(256, 64, seed=4)
     w, h = gauss(40, 64), x.T @ x * (2 / len(x))
     tensor = rounded(w, label)
-    found, changes = coordinate_descent.refine(w, tensor, h, refit=True)
+    found, changes, _ = coordinate_descent.refine(w, tensor, h, refit=True)
     assert changes.keys() == {"refit_rows"} and changes["refit_rows"].sum() > 30
     assert torch.equal(found.codes, tensor.codes)
     groups = tensor.scales.shape[1]
@@ -150,7 +151,7 @@ def test_a_refit_with_a_bad_scale_leaves_the_row_unchanged() -> None:
     tensor = QuantizedTensor(scheme, codes, torch.full((5, 1), 0.5).half())
     # The best scales: of the other sign, zero, so large that -8 steps would overflow, a good one, and none at all.
     w = torch.tensor([-1.0, 0.0, 30000.0, 0.75, 1.0])[:, None].expand(5, 32).contiguous()
-    found, changes = coordinate_descent.refine(w, tensor, h, refit=True)
+    found, changes, _ = coordinate_descent.refine(w, tensor, h, refit=True)
     assert found.scales.flatten().tolist() == [0.5, 0.5, 0.5, 0.75, 0.5]
     assert changes["refit_rows"].tolist() == [False, False, False, True, False]
 
@@ -158,7 +159,7 @@ def test_a_refit_with_a_bad_scale_leaves_the_row_unchanged() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_refitted_scales_of_bfloat16_weights_are_bfloat16_values(dtype: torch.dtype) -> None:
     w, h = gauss(16, 128).to(dtype), correlated(128).float()
-    found, changes = coordinate_descent.refine(w, rounded(w, "int4:g32", signed=True), h, refit=True)
+    found, changes, _ = coordinate_descent.refine(w, rounded(w, "int4:g32", signed=True), h, refit=True)
     assert changes["refit_rows"].any() and (found.scales < 0).any()
     exact = torch.equal(found.scales.float(), found.scales.bfloat16().float())
     assert exact == (dtype == torch.bfloat16)
@@ -217,7 +218,7 @@ def test_layouts_hold_signed_and_refined_weights() -> None:
     w, h = gauss(256, 256).half(), correlated(256).float()
     solution = gptq.quantize(w, Scheme.parse("int4:g128"), h, Options(signed=True, descent=1, refit=True))
     assert (solution.tensor.scales < 0).any() and (solution.tensor.scales > 0).any()
-    for name in ("compressed-tensors", "gptq", "gptq-v2", "marlin"):
+    for name in ("compressed-tensors", "gptq", "gptq-v2", "marlin", "awq", "quick"):
         layout = LAYOUTS[name]
         back = layout.unpack(layout.pack(solution.tensor), solution.tensor.scheme)
         assert back.equal(solution.tensor), name
@@ -290,22 +291,65 @@ def test_recipes_refuse_wrong_refinements() -> None:
         with pytest.raises(RecipeError, match="method is rtn"):
             build_recipe(method="rtn", **options)
     best = build_recipe("int4-best")
-    assert build_recipe("int4-best", signed=False, refit=False, descent=0) == build_recipe()
-    assert build_recipe(signed=True, refit=True, descent=3) == best and best.gptq.signed
+    assert build_recipe("int4-best", refit=False) == build_recipe() == build_recipe(signed=True, descent=3)
+    assert build_recipe(refit=True) == best and best.gptq.signed
     assert from_mapping(best.to_mapping()) == best
+
+
+@pytest.mark.parametrize("label", ["int4:g128", "int4:channel", "int4:g64:asym", "int4:g128:24", "fp6:channel"])
+@pytest.mark.parametrize("method", ["gptq", "rtn"])
+def test_signed_scales_and_descent_are_the_default_of_symmetric_int4_by_gptq_alone(label: str, method: Any) -> None:
+    scheme = Scheme.parse(label)
+    section = gptq_of(scheme)["scheme"]
+    recipe = from_mapping({"scheme": section, "method": method})
+    refined = method == "gptq" and label in ("int4:g128", "int4:channel")
+    assert (recipe.signed, recipe.gptq.signed, recipe.gptq.descent) == (
+        (True, True, 3) if refined else (False, False, 0)
+    )
+    assert not recipe.gptq.refit and recipe.descends_by_default
+    again = from_mapping(recipe.to_mapping())
+    assert again == recipe and again.sha256() == recipe.sha256()
+    plain = from_mapping({"scheme": section, "method": method, "signed": False, "gptq": {"descent": 0}})
+    assert not plain.signed and plain.gptq.descent == 0 and (plain == recipe) is not refined
+    # One linear that takes no sign changes the default of all; a recipe that asks for both is refused.
+    if label == "int4:g128" and refined:
+        for other in ("int4:g128:asym", "fp6:channel", "int4:g128:24"):
+            mixed = build_recipe(override={"k_proj": other})
+            assert not mixed.signed and not mixed.gptq.descent
+        assert build_recipe(override={"k_proj": "int4:g32"}).signed
+        assert build_recipe(descent=0).signed and build_recipe(signed=False).gptq.descent == 3
+
+
+def test_the_published_recipes_have_positive_scales_and_no_descent() -> None:
+    for name in ("int4-published", "marlin-paper"):
+        recipe = build_recipe(name)
+        assert not recipe.signed and not recipe.gptq.descent and recipe.gptq.act_order == "off"
+
+
+def test_the_default_skips_descent_without_a_warning_for_each_linear(capsys: pytest.CaptureFixture[str]) -> None:
+    hessian = Hessian(64, "cpu")
+    hessian.add(gauss(1000, 64, seed=7).float())
+    for options, warned in (({}, False), ({"descent": 2}, True)):
+        recipe = build_recipe(group_size=32, **options)  # type: ignore[arg-type]
+        (item,) = solve({"proj": gauss(16, 64).float()}, {"proj": recipe.scheme}, hessian, recipe, Progress(quiet=True))
+        assert item.facts is not None and item.facts["descent_skipped"] == "1000 tokens for 64 input channels"
+        assert ("no descent" in capsys.readouterr().err) == warned
+        assert "1 linear" in summary({"layers": [{"name": "proj", **item.facts}]})
 
 
 def test_the_options_change_the_output(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model", num_hidden_layers=1, hidden_size=128, intermediate_size=128)
     (tmp_path / "text.txt").write_text("\n\n".join(f"{i} the quick brown fox jumps over {i * i}" for i in range(100)))
     calib = ("--calib", tmp_path / "text.txt", "--samples", 10, "--max-length", 256, "--lengths", "fixed")
+    plain = ("--unsigned", "--descent", 0)
     runs: dict[str, tuple[Any, ...]] = {
         "rtn": ("--method", "rtn"),
         "rtn signed": ("--method", "rtn", "--signed"),
-        "gptq": calib,
-        "signed": (*calib, "--signed"),
-        "descent": (*calib, "--descent", 1),
-        "refit": (*calib, "--refit"),
+        "default": calib,
+        "gptq": (*calib, *plain),
+        "signed": (*calib, *plain, "--signed"),
+        "descent": (*calib, *plain, "--descent", 1),
+        "refit": (*calib, *plain, "--refit"),
     }
     digests, negative = {}, {}
     for name, options in runs.items():
@@ -315,10 +359,10 @@ def test_the_options_change_the_output(tmp_path: Path) -> None:
         negative[name] = any(bool((s < 0).any()) for s in scales)
         layers = report.load(tmp_path / name)["layers"]
         digests[name] = [layer["digest"] for layer in layers]
-        assert ("descent_changed" in layers[0]) == (name == "descent") and ("refit_rows" in layers[0]) == (
+        assert ("descent_changed" in layers[0]) == (name in ("descent", "default")) and ("refit_rows" in layers[0]) == (
             name == "refit"
         )
-    assert negative == {name: name in ("rtn signed", "signed") for name in runs}
+    assert negative == {name: name in ("rtn signed", "signed", "default") for name in runs}
     assert len({str(found) for found in digests.values()}) == len(digests)
     call("quantize", model, "-o", tmp_path / "no", "--format", "fp6", "--signed", code=2)
     assert not (tmp_path / "no").exists()

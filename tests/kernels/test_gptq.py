@@ -24,6 +24,7 @@ from quantkit.kernels.gptq import (
     takes_tokens,
     token_norms,
 )
+from tests.kernels import descents
 
 pytestmark = pytest.mark.gpu
 
@@ -98,6 +99,50 @@ def test_sparse_masks(fmt: Format | None, chosen: bool, shape: tuple[int, int]) 
     r = 0.5 + torch.rand(b, 1, generator=generator)
     ahead = r * (torch.eye(4).repeat(b // 4, 1) + 0.1 * torch.randn(b, 4, generator=generator))
     check(fmt, n, b, pattern=Pattern(mask, r, ahead) if chosen else Pattern(mask))
+
+
+@pytest.mark.parametrize("case", descents.CASES, ids=str)
+def test_descent_moves_codes_as_in_torch(case: tuple[str, int, int, str]) -> None:
+    assert runs_on(torch.device("cuda", 0))
+    name, n, b, kind = case
+    given = descents.problem(name, n, b, kind)
+    expected = descents.solved(name, given.on("cpu"))
+    first, second = (descents.solved(name, given.on("cuda")) for _ in range(2))
+    assert torch.equal(first.v, second.v) and torch.equal(first.e, second.e), "two launches differ"
+    descents.same_rows(expected, first.on("cpu"))
+    stayed = first.v.cpu() == given.v
+    assert torch.equal(first.e.cpu()[stayed], given.e[stayed])
+
+
+def test_descent_writes_nothing_outside_of_its_block() -> None:
+    """The block lies inside larger tensors of NaN, and all around it stays NaN."""
+    given = descents.problem("int4", 97, 61, "signed").on("cuda")
+    larger = [torch.full((61 + 6, 97), torch.nan, device="cuda") for _ in range(3)]
+    for outside, inner in zip(larger, given[:3], strict=True):
+        outside[3:-3] = inner
+    slope, e, v = (outside[3:-3] for outside in larger)
+    descents.solved("int4", given._replace(slope=slope, e=e, v=v))
+    expected = descents.solved("int4", descents.problem("int4", 97, 61, "signed").on("cuda"))
+    assert torch.equal(v, expected.v) and torch.equal(e, expected.e)
+    for outside in larger:
+        assert outside[:3].isnan().all() and outside[-3:].isnan().all()
+
+
+@pytest.mark.parametrize("label", ["int4:g32", "int4:g64:asym", "int4:g32:24", "fp6:channel", "fp5:channel"])
+def test_passes_over_a_whole_weight_lower_its_loss_as_on_a_cpu(label: str) -> None:
+    generator = torch.Generator().manual_seed(5)
+    x = torch.randn(4096, 576, generator=generator)
+    x += torch.randn(4096, 1, generator=generator)
+    h, weight = x.T @ x, torch.randn(301, x.shape[1], generator=generator)
+    h[7] = h[:, 7] = 0
+    options = [Options(descent=passes, signed=label == "int4:g32") for passes in (0, 3)]
+    scheme = Scheme.parse(label)
+    losses = {
+        device: [float(quantize(weight.to(device), scheme, h.to(device), each).loss.sum()) for each in options]
+        for device in ("cpu", "cuda")
+    }
+    assert losses["cuda"][1] < 0.99 * losses["cuda"][0]
+    assert losses["cuda"] == pytest.approx(losses["cpu"], rel=5e-3)
 
 
 @pytest.mark.parametrize("size", SEARCHED)

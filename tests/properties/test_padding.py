@@ -156,7 +156,8 @@ def made(label: str, k: int, changes: dict[str, Any], dead: int = 3) -> Item:
     x[:, :dead] = 0
     hessian = Hessian(k, "cpu")
     hessian.add(x)
-    recipe = from_mapping({"pad": True, "scheme": {"sparsity": "2:4"} if label.endswith(":24") else {}, **changes})
+    scheme = {"symmetric": ":asym" not in label, "sparsity": "2:4" if label.endswith(":24") else None}
+    recipe = from_mapping({"pad": True, "scheme": scheme, **changes})
     (item,) = solve({"x": weight}, {"x": Scheme.parse(label)}, hessian, recipe, Progress(quiet=True))
     return item
 

@@ -1,0 +1,88 @@
+"""Blocks of coordinate descent as inputs of its kernel, and the result to compare with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.coordinate_descent import descend_block
+from quantkit.core.formats import FORMATS
+from quantkit.kernels.gptq import Columns
+
+KINDS = ("plain", "signed", "frozen", "dead", "zeros")
+#: (format, rows, columns, kind).
+CASES = [
+    (name, n, b, kind)
+    for name in FORMATS
+    for kind in KINDS
+    if kind in ("plain", "dead") or (kind == "frozen" and name != "fp5") or name == "int4"
+    for n, b in ((4096, 128), (1000, 128), (33, 97), (1, 1), (31, 32), (64, 128))
+]
+#: Share of codes that may differ, where a target lies between two values up to rounding errors.
+TIES = 1e-4
+
+
+class Block(NamedTuple):
+    """The arguments of `descend_block` but the format, changed in place."""
+
+    slope: Tensor
+    e: Tensor
+    v: Tensor
+    h: Tensor
+    columns: Columns
+    frozen: bool
+
+    def on(self, device: str) -> Block:
+        """Copy the block to a device."""
+        columns = Columns(*(None if x is None else x.to(device, copy=True) for x in self.columns))  # type: ignore[arg-type]
+        slope, e, v = (x.to(device, copy=True) for x in (self.slope, self.e, self.v))
+        return Block(slope, e, v, self.h.to(device), columns, self.frozen)
+
+
+def problem(name: str, n: int, b: int, kind: str, seed: int = 0) -> Block:
+    """Make a block of rounded weights with three groups of scales in no order, and H inside a larger matrix of NaN."""
+    fmt, generator = FORMATS[name], torch.Generator().manual_seed(seed)
+    w = torch.randn(b, n, generator=generator)
+    x = torch.randn(4 * b, b, generator=generator) @ (torch.eye(b) + torch.randn(b, b, generator=generator) / b**0.5)
+    h = x.T @ x
+    h = (h + h.T) / 2
+    if kind == "dead":
+        h[b // 3] = h[:, b // 3] = 0
+        h[b // 2, b // 2] = 1e-42  # its target is infinite
+    scales = (0.1 + torch.rand(3, n, generator=generator) / 2).half().float()
+    if name != "int4":
+        scales /= 4
+    if kind == "signed":
+        scales *= torch.rand(3, n, generator=generator).sub(0.5).sign()
+    group_of = torch.randint(0, 3, (b,), generator=generator).int()
+    zeros = torch.randint(0, 16, (3, n), generator=generator).float() if kind == "zeros" else None
+    scale = scales[group_of]
+    if zeros is None:
+        v = fmt.decode(fmt.encode(w / scale)).float()
+    else:
+        v = (w / scale + zeros[group_of]).round().clamp(0, 15) - zeros[group_of]
+    if kind == "frozen":
+        v = v * (torch.rand(b, n, generator=generator) < 0.5)
+    e = w - v * scale
+    larger = torch.full((b + 3, b + 5), torch.nan)
+    larger[:b, :b] = h
+    # Errors of columns before the block contribute to the slopes, too.
+    slope = h @ e + 0.1 * h.diagonal().mean() * torch.randn(b, n, generator=generator)
+    return Block(slope, e, v, larger[:b, :b], Columns(scales, zeros, group_of), kind == "frozen")
+
+
+def solved(name: str, block: Block, run: Callable[..., None] = descend_block) -> Block:
+    """Return the block after its columns have moved."""
+    run(*block[:5], FORMATS[name], block.frozen)
+    return block
+
+
+def same_rows(expected: Block, found: Block) -> None:
+    """Fail unless values and errors are equal in all rows but for a few ties."""
+    same = (expected.v == found.v).all(0)  # after a tie that went the other way, the rest of a row differs
+    b, n = expected.v.shape
+    assert (~same).sum() <= max(1, TIES * b * n), f"{int((~same).sum())} of {n} rows differ"
+    torch.testing.assert_close(found.e[:, same], expected.e[:, same], atol=1e-5, rtol=1e-5)
