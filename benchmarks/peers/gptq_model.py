@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import torch
 from common import Tokens, run
 
 CORES = os.cpu_count() or 1
@@ -15,7 +16,8 @@ from gptqmodel import GPTQModel, QuantizeConfig  # noqa: E402, after the patch
 
 def quantize(model: Path, tokens: Tokens, out: Path, method: str) -> None:
     data = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in tokens]
-    job = GPTQModel.load(str(model), QuantizeConfig(bits=4, group_size=128, sym=True))
+    config = QuantizeConfig(bits=4, group_size=128, sym=True)
+    job = GPTQModel.load(str(model), config, device="cuda:0" if torch.cuda.is_available() else "cpu")
     job.quantize(data, batch_size=1)
     job.save(str(out))
 
