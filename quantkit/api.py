@@ -85,6 +85,7 @@ class _Quantizing(_Calibrating, total=False):
     signed: bool | None
     refit: bool | None
     descent: int | None
+    output_aware: bool | None
     tune: int | None
     distill: int | None
     distill_codes: bool | None

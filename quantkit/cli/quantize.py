@@ -122,6 +122,11 @@ recipe_options = combined(
         ),
         click.option("--refit/--no-refit", default=None, help="Least-squares scales after gptq [off]."),
         click.option(
+            "--output-aware/--no-output-aware",
+            default=None,
+            help="Weigh the errors of gptq and --tune by gradients of the model's likelihood [off].",
+        ),
+        click.option(
             "--tune",
             type=click.IntRange(min=0),
             metavar="N",

@@ -395,6 +395,33 @@ class BlockRunner:
             self._whole = False
         return found
 
+    def load_head(self) -> None:
+        """Load the weights that run behind the blocks, for `logits_of`; `prepare` has loaded those before them."""
+        inside = tuple(f"{path}." for path in self.blocks)
+        self._load(lambda state: not state.startswith(inside) and get_tensor(self.module, state).device.type == "meta")
+
+    def drop_head(self) -> None:
+        """Free the weights of the output head, which `load_head` has loaded."""
+        head = self.text.get_output_embeddings()
+        if head is not None:
+            for name, parameter in head.named_parameters():
+                put_tensor(head, name, parameter.to("meta"))
+
+    def logits_of(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """Return the logits `[t, v]` of a document from its hidden states `[t, h]` behind the last block.
+
+        Gradients reach the hidden states. Products are in bfloat16 where the device is fast at it.
+        """
+        self._at, self._output, self._in_batch, self._key = len(self.blocks), None, False, None
+        passed = self._passed_on(len(self.blocks), State(hidden))
+        self._passed = passed._replace(hidden=passed.hidden.float()) if self.dtype == torch.float16 else passed
+        try:
+            with torch.autocast(self.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(self.device)):
+                found: Tensor = self.text(input_ids=tokens.to(self.device)[None], use_cache=False).logits[0]
+        finally:
+            self._passed = None
+        return found
+
     def takes_batches(self, index: int) -> bool:
         """Return whether a block can run on the hidden states of several documents at a time.
 
@@ -493,6 +520,22 @@ class BlockRunner:
         for linear in linears:
             module = self.module.get_submodule(self.paths[linear])
             handles.append(module.register_forward_pre_hook(partial(hook, linear), with_kwargs=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def watching_gradients(self, linears: Iterable[str], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+        """Call `see(linear, gradient [..., n])` when a backward pass reaches the output of one of `linears`."""
+
+        def hook(linear: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+            if output.requires_grad:
+                output.register_hook(partial(see, linear))
+
+        modules = {linear: self.module.get_submodule(self.paths[linear]) for linear in linears}
+        handles = [module.register_forward_hook(partial(hook, linear)) for linear, module in modules.items()]
         try:
             yield
         finally:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,6 +44,7 @@ from quantkit.models.tokenizer import check_tokens
 from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
 from quantkit.pipeline.memory_estimate import HESSIAN_BYTES, SAVED_BLOCKS, TOKENS_AT_ONCE, hessian_bytes
+from quantkit.pipeline.output_gradients import OutputGradients, documents, measure
 from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of
 from quantkit.pipeline.tuning import check_held_out, tune
 from quantkit.progress import Clock, Progress, Recorder
@@ -97,7 +98,9 @@ class Run:
     at_once: int = 0
     ranks: Ranks = ALONE
     first: int = 0
-    unquantized: Activations | None = None  # the same of the unquantized model, if blocks are tuned
+    unquantized: Activations | None = None  # the same of the unquantized model, of all documents or the first ones
+    gradients: OutputGradients | None = None
+    output_hessians: Mapping[str, Tensor] = field(default_factory=dict)  # of this block's linears, with gradients
 
     def __post_init__(self) -> None:
         self.at_once = TOKENS_AT_ONCE[self.model.device.type]
@@ -399,7 +402,8 @@ def _solved(run: Run, found: Sequence[Calibrated], goals: Mapping[str, Goal]) ->
             with run.clock.phase("solve"):
                 weights = {name: run.model.source_weight(name) for name in part}
                 ranks = run.ranks if each.owner is None else ALONE
-                items += solve(weights, {name: goals[name] for name in weights}, each.hessian, run.recipe, told, ranks)
+                chosen = {name: goals[name] for name in weights}
+                items += solve(weights, chosen, each.hessian, run.recipe, told, ranks, run.output_hessians)
         return items, told.take()
 
     solved: Iterable[tuple[list[Item], list[str]]] = map(work, found)
@@ -527,8 +531,13 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
 
     It comes from the last saved activations, through the blocks that finished after them; without any, from the text.
     """
-    if run.recipe.tune:
-        run.unquantized = _follow_unquantized(run, len(finished))
+    count = documents(map(len, run.sequences)) if run.recipe.output_aware else 0
+    if count:
+        stream = replace(run, activations=None, sequences=run.sequences[:count])
+        _embed(stream, "unquantized-")
+        run.gradients = measure(stream)
+    if run.recipe.tune or count:
+        run.unquantized = _follow_unquantized(run, len(finished), None if run.recipe.tune else count)
     first = _load_saved(run, finished)
     if not first:
         _embed(run)
@@ -541,9 +550,9 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
         run.model.unload_block(block)
 
 
-def _follow_unquantized(run: Run, blocks: int) -> Activations:
-    """Return the activations of the unquantized model after its first `blocks` blocks."""
-    stream = replace(run, activations=None)
+def _follow_unquantized(run: Run, blocks: int, count: int | None) -> Activations:
+    """Return the activations of the unquantized model after its first `blocks` blocks: of all documents, or `count`."""
+    stream = replace(run, activations=None, sequences=run.sequences[:count])
     _embed(stream, "unquantized-")
     for block in range(blocks):
         with run.clock.phase("load"):
@@ -606,8 +615,11 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     if model.device.type == "cuda" and block + 1 < len(model.blocks):
         model.read_ahead(block + 1)
     goals = run.goals(model.targets(block))
+    if run.gradients is not None:
+        with run.clock.phase("gradients"):
+            run.output_hessians = run.gradients.of_linears(_unquantized(run, gradients=True), block, goals)
     if run.unquantized is not None:
-        replace(run, activations=run.unquantized).forward(block)
+        _unquantized(run).forward(block)
     if run.recipe.calibration.moe == "all":
         model.run_on_all_tokens(model.experts[name] for name in goals if name in model.experts)
     with run.clock.phase("forward"):
@@ -631,7 +643,8 @@ def _block(run: Run, block: int) -> Iterator[Item]:
                     solved[item.name] = item._replace(facts={**(item.facts or {}), **each.facts[name]})
                     run.progress.detail(_detail(item))
     model.run_on_all_tokens([])
-    if run.unquantized is not None:
+    run.output_hessians = {}
+    if run.recipe.tune:
         with run.clock.phase("tune"):
             called = [item for key, item in solved.items() if key.removesuffix(".weight") not in uncalled]
             for item in tune(run, block, run.recipe.tune, called):
@@ -643,6 +656,13 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     model.unload_block(block)
     for name in model.stored(block) if run.ranks.first else ():
         yield solved.pop(name) if name in solved else Item(name, run.src.get(name))
+
+
+def _unquantized(run: Run, *, gradients: bool = False) -> Run:
+    """Return the run as the stream of the unquantized model, of the documents that it has or that gradients have."""
+    assert run.unquantized is not None
+    count = len(run.unquantized.rows) if not gradients else documents(map(len, run.sequences))
+    return replace(run, activations=run.unquantized, sequences=run.sequences[:count])
 
 
 def _print_warnings(run: Run) -> None:

@@ -24,6 +24,7 @@ SWITCHES = {
     ("true_sequential",): ("--true-sequential", "--no-true-sequential"),
     ("gptq", "refit"): ("--refit", "--no-refit"),
     ("distill_codes",): ("--distill-codes", "--no-distill-codes"),
+    ("output_aware",): ("--output-aware", "--no-output-aware"),
 }
 #: Every other recipe key that has an option.
 OPTIONS = {path: f"--{name.replace('_', '-')}" for name, path in KEYS.items()} | {
@@ -55,7 +56,7 @@ def identity(report: Mapping[str, Any]) -> dict[str, Any]:
     if report["device"] == "cpu" and report["calibration"]:
         # The libraries that compute a model's forward may share out a sum among the threads (RELIABILITY 1.4).
         same[THREADS] = report["environment"]["threads"]
-        if report["recipe"].get("tune") or report["recipe"].get("distill"):
+        if any(report["recipe"].get(key) for key in ("tune", "output_aware", "distill")):
             same[PRODUCTS] = "bfloat16" if is_fast_in_bfloat16(torch.device("cpu")) else "float32"
     elif report["calibration"]:
         same[SOLVER] = "kernels" if gptq.runs_on(torch.device("cuda")) else "torch"

@@ -10,13 +10,14 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.algorithms import coordinate_descent, gptq, rtn, sparsegpt
+from quantkit.algorithms import coordinate_descent, gptq, output_aware, rtn, sparsegpt
 from quantkit.algorithms.cholesky import Factor, factorize
 from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.masks import fixed_mask
@@ -54,8 +55,11 @@ def solve(
     recipe: Recipe | Pruning,
     progress: Progress,
     ranks: Ranks = ALONE,
+    outputs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[Item]:
     """Quantize or prune linears `[n, k]`, by name, whose common input gave `hessian`.
+
+    GPTQ is output-aware for those whose `outputs` have a Hessian `[n, n]`, which needs one rank.
 
     Several ranks, which call this with the same arguments, solve some rows each and return the same.
 
@@ -97,7 +101,8 @@ def solve(
         started = time.perf_counter()
         width = _width(goal, k, recipe)
         system = systems[is_sparse(goal), width]
-        solved = _solve_alike({name: _widened(w, width) for name, w in chosen.items()}, goal, system, recipe, ranks)
+        wide = {name: _widened(w, width) for name, w in chosen.items()}
+        solved = _solve_alike(wide, goal, system, recipe, ranks, outputs)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
             common = {**sums, **skipped, "seconds": seconds * len(weight)}
@@ -235,13 +240,18 @@ def _systems(
 
 
 def _solve_alike(
-    weights: Mapping[str, Tensor], goal: Goal, system: _System, recipe: Recipe | Pruning, ranks: Ranks
+    weights: Mapping[str, Tensor],
+    goal: Goal,
+    system: _System,
+    recipe: Recipe | Pruning,
+    ranks: Ranks,
+    outputs: Mapping[str, Tensor],
 ) -> Solved:
     """Solve weights of one dtype with one goal, by the method of the recipe."""
     if isinstance(recipe, Pruning) or not isinstance(goal, Scheme):
         return _prune(weights, system, recipe, ranks)
     if recipe.factored:
-        return _gptq(weights, goal, system, recipe, ranks)
+        return _gptq(weights, goal, system, recipe, ranks, outputs)
     return _rtn(weights, goal, system.h, recipe, ranks)
 
 
@@ -260,11 +270,24 @@ def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progr
     return factor
 
 
-def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
+def _gptq(
+    weights: Mapping[str, Tensor],
+    scheme: Scheme,
+    system: _System,
+    recipe: Recipe,
+    ranks: Ranks,
+    outputs: Mapping[str, Tensor],
+) -> Solved:
     def solve_rows(weight: Tensor) -> gptq.Solution:
         return gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor)
 
     parts = gptq.split(gptq.join(_as_one(weights, solve_rows, ranks)), [len(w) for w in weights.values()])
+    named = dict(zip(weights, parts, strict=True))
+    again = [name for name in weights if name in outputs] if system.factor is not None else []
+    if again:
+        plain, seen = [named[name] for name in again], [outputs[name] for name in again]
+        found = output_aware.refine([weights[name] for name in again], plain, seen, system.h, solve_rows)
+        named |= zip(again, found, strict=True)
     return [
         (
             part.tensor,
@@ -276,7 +299,7 @@ def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe
                 **part.facts,
             },
         )
-        for part in parts
+        for part in named.values()
     ]
 
 

@@ -22,7 +22,7 @@ from quantkit.pipeline.memory_estimate import SAVED_BLOCKS
 from quantkit.pipeline.recipe import Pruning, Recipe
 
 #: Phases in which a device computes; in the others it waits for files, or for Python.
-COMPUTING = ("forward", "hessian", "solve", "tune", "distill", "evaluate")
+COMPUTING = ("forward", "hessian", "gradients", "solve", "tune", "distill", "evaluate")
 #: Sides of the square products and bytes of the copies that give the speeds, on a GPU and on a CPU.
 SQUARE, COPIED = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**26}
 #: Calls of which the median counts.

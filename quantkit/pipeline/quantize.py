@@ -184,7 +184,9 @@ def _require_runnable(
             f"{count} processes were started, and this recipe uses no activations: start one, without torchrun or "
             "accelerate launch"
         )
-    tuning = "--tune" if recipe.tune else "--distill" if isinstance(recipe, Recipe) and recipe.distill else None
+    distilled_too = isinstance(recipe, Recipe) and recipe.distill > 0
+    stages = {"--tune": recipe.tune, "--output-aware": recipe.output_aware, "--distill": distilled_too}
+    tuning = next((option for option, used in stages.items() if used), None)
     if count > 1 and tuning:
         raise RecipeError(
             f"{count} processes were started, and {tuning} has the documents of one: start one, or drop it"

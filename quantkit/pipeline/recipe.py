@@ -54,6 +54,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "signed": ("signed",),
     "refit": ("gptq", "refit"),
     "descent": ("gptq", "descent"),
+    "output_aware": ("output_aware",),
     "tune": ("tune",),
     "distill": ("distill",),
     "distill_codes": ("distill_codes",),
@@ -79,9 +80,10 @@ class Recipe:
     `skip` has regular expressions of linears left dense, matched against the module name or its end after a dot.
     `overrides` give other linears their own scheme; the first match wins. `prune` chooses the masks of 2:4 schemes, and
     is None without any. `pad` adds zeros to weights whose shape the layout does not hold. `fused_alike` gives linears
-    that engines join the widest treatment among them. `tune` is the number of steps that tune each block.
-    that engines join the widest treatment among them. `distill` steps tune scales and norms against the unquantized
-    model, and the codes as well with `distill_codes` (ALGORITHMS 8.2).
+    that engines join the widest treatment among them. `tune` is the number of steps that tune each block. With
+    `output_aware`, gradients of the likelihood weigh the errors of outputs, in rounding and in tuning (ALGORITHMS 8.3).
+    `distill` steps tune scales and norms against the unquantized model, and the codes as well with `distill_codes`
+    (ALGORITHMS 8.2).
     """
 
     scheme: Scheme
@@ -94,6 +96,7 @@ class Recipe:
     fused_alike: bool = False
     signed: bool = False
     prune: Rule | None = None
+    output_aware: bool = False
     tune: int = 0
     true_sequential: bool = True
     distill: int = 0
@@ -140,6 +143,7 @@ class Recipe:
             "metric": self.metric,
             "signed": self.signed,
             "gptq": {name: getattr(self.gptq, name) for name in GPTQ_KEYS},
+            **({"output_aware": True} if self.output_aware else {}),
             **({"tune": self.tune} if self.tune else {}),
             "true_sequential": self.true_sequential,
             **({"distill": self.distill} if self.distill else {}),
@@ -183,6 +187,11 @@ class Pruning:
     def tune(self) -> int:
         """The number of steps that tune each block: none, as there are no codes."""
         return 0
+
+    @property
+    def output_aware(self) -> bool:
+        """Whether gradients of the likelihood weigh errors: they do not, as only gptq can use them."""
+        return False
 
     @property
     def calibrated(self) -> bool:
@@ -372,6 +381,11 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         raise RecipeError(
             f"--tune starts from the codes of gptq, the method is {method}: use --method gptq, or drop --tune"
         )
+    output_aware = _typed(mapping.get("output_aware", False), bool, "output_aware")
+    if method != "gptq" and output_aware:
+        raise RecipeError(
+            f"--output-aware weighs the errors of gptq, the method is {method}: use --method gptq, or drop it"
+        )
     # The humming layout stores formats in their true bits, and engines read it.
     layout = mapping.get("layout", default_layout(scheme))
     require_known("layout", layout, LAYOUTS)
@@ -394,6 +408,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
         fused_alike=_typed(mapping.get("fused_alike", False), bool, "fused_alike"),
         signed=signed,
         prune=prune,
+        output_aware=output_aware,
         tune=tune,
         distill=distill,
         distill_codes=codes,

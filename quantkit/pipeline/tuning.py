@@ -1,30 +1,27 @@
 """Tune the solved linears of one block together, so that the block passes on what the unquantized model has there.
 
 The inputs are those that the quantized blocks before pass on. The target is the hidden state of the unquantized model
-after the block, so a block also makes up for the errors of those before it. An eighth of the sequences is held out; the
-codes and scales of least error on them are taken, the start included (ALGORITHMS 8.1).
+after the block, so a block also makes up for the errors of those before it. Output gradients, if the run has them,
+weigh the channels of the error. An eighth of the sequences is held out; the codes and scales of least error on them are
+taken, the start included (ALGORITHMS 8.1).
 """
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.algorithms import rtn
 from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.checkpoint.items import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError
-from quantkit.models.passing import State
+from quantkit.pipeline.backward import deterministic, parts, run_part, stacked
 from quantkit.pipeline.layer_solver import relative_error, zeroed
-from quantkit.pipeline.memory_estimate import TUNED_AT_ONCE
 
 if TYPE_CHECKING:
     from quantkit.pipeline.calibrate import Run
@@ -33,8 +30,8 @@ if TYPE_CHECKING:
 HELD_OUT = 8
 #: Sequences of a step.
 BATCH = 8
-#: The largest step of a latent value, in steps of the grid.
-RATE = 0.0025
+#: The largest step of a latent value in so many steps, in steps of the grid. Fewer steps are longer, by the root.
+RATE, RATE_STEPS = 0.0025, 200
 #: Steps in which the rate rises, and how often in a run the held-out error is computed.
 WARM_UP, CHECKS = 5, 20
 _TINY = 1e-30
@@ -63,7 +60,7 @@ def tune(run: Run, block: int, steps: int, solved: Sequence[Item]) -> list[Item]
     sources = {name: run.src.get(f"{name}.weight").to(run.model.device) for name in names}
     values = zip(names, (item.value for item in solved), strict=True)
     starts = {name: value for name, value in values if isinstance(value, QuantizedTensor)}
-    with _deterministic(run.model.device):
+    with deterministic(run.model.device):
         found, common = _Tuning(run, block, starts, sources).run(steps)
     run.progress.detail(
         f"{run.model.blocks[block]}: error on held-out sequences {common['untuned_error']:.4g}, tuned "
@@ -95,6 +92,7 @@ class _Tuning:
         numbers = range(len(run.sequences))
         self._held_out = list(numbers[HELD_OUT - 1 :: HELD_OUT])
         self._trained = [number for number in numbers if number not in set(self._held_out)]
+        self._root = None if run.gradients is None else run.gradients.root(block)
         seed = (run.recipe.calibration.seed + block) % 2**63
         self._generator = torch.Generator().manual_seed(seed)
         squares = [float(self._targets.get(number).hidden.float().square().sum()) for number in numbers]
@@ -103,9 +101,9 @@ class _Tuning:
     def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
         """Take all steps; return the weights of least held-out error, and the facts that they share."""
         best, before, best_step = dict(self._starts), self._held_out_error(), 0
-        least = before
+        least, rate = before, RATE * math.sqrt(RATE_STEPS / steps)
         for step in range(1, steps + 1):
-            self._move(RATE * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * (step - 0.5) / steps)) / 2)
+            self._move(rate * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * (step - 0.5) / steps)) / 2)
             if step * CHECKS // steps > (step - 1) * CHECKS // steps:
                 error = self._held_out_error()
                 if error < least:
@@ -118,7 +116,7 @@ class _Tuning:
         batch = sorted((self._trained[i] for i in order), key=lambda number: len(self._run.sequences[number]))
         weights = {name: weight.dense().requires_grad_() for name, weight in self._weights.items()}
         size = sum(self._squares[number] for number in batch)
-        for part in self._parts(batch):
+        for part in parts(self._run, self._block, self._inputs, batch):
             (self._error(part, weights) / size).backward()
         for name, weight in self._weights.items():
             gradient = weights[name].grad
@@ -128,8 +126,9 @@ class _Tuning:
     def _held_out_error(self) -> float:
         """Return the squared error on the held-out sequences, relative to the squares of their targets."""
         weights = {name: weight.dense() for name, weight in self._weights.items()}
+        held_out = parts(self._run, self._block, self._inputs, self._held_out)
         with torch.no_grad():
-            error = sum(float(self._error(part, weights)) for part in self._parts(self._held_out))
+            error = sum(float(self._error(part, weights)) for part in held_out)
         error /= sum(self._squares[number] for number in self._held_out)
         if not math.isfinite(error):
             raise NumericError(
@@ -139,44 +138,7 @@ class _Tuning:
 
     def _error(self, part: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
         """Return the sum of squared errors of the hidden states of some sequences, float32."""
-        run = self._run
-        run.progress.check()
-        tokens = [run.sequences[number] for number in part]
-        if len(part) == 1:
-            found = run.model.run_with(self._block, tokens[0], self._inputs.get(part[0]), weights)
-        else:
-            state = State(torch.stack([self._inputs.get(number).hidden for number in part]))
-            found = run.model.run_with(self._block, torch.stack(tokens), state, weights)
-        wanted = torch.stack([self._targets.get(number).hidden for number in part]).to(found.device)
-        return (found.float() - wanted.float().view_as(found)).square().sum()
-
-    def _parts(self, numbers: Sequence[int]) -> Iterator[list[int]]:
-        """Yield the sequences that one forward takes: neighbours of equal length, where that is possible."""
-        run, part = self._run, list[int]()
-        joined = run.model.takes_batches(self._block) and self._inputs.hidden_only
-        for number in numbers:
-            length = len(run.sequences[number])
-            most = TUNED_AT_ONCE[run.model.device.type] // length if joined else 0
-            if part and (len(part) >= most or len(run.sequences[part[0]]) != length):
-                yield part
-                part = []
-            part.append(number)
-        if part:
-            yield part
-
-
-@contextmanager
-def _deterministic(device: torch.device) -> Iterator[None]:
-    """Let torch choose algorithms on a GPU whose gradients are the same in each run; its settings are restored."""
-    if device.type != "cuda":
-        yield
-        return
-    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)  # masks come from operations that have none
-    try:
-        # Gradients of the other backends are sums in any order, unless torch may refuse operations.
-        with warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
-            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
-            yield
-    finally:
-        torch.use_deterministic_algorithms(before, warn_only=warned)
+        found = run_part(self._run, self._block, part, self._inputs, weights)
+        wanted = stacked(self._targets, part).to(found.device)
+        difference = found.float() - wanted.float().view_as(found)
+        return (difference if self._root is None else difference @ self._root).square().sum()

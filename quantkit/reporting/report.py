@@ -60,7 +60,8 @@ _ENTRIES = {
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 TUNING = ("untuned_loss", "untuned_error", "tuned_error", "tuned_step", "tuned_changed")
-NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS, *TUNING)
+OUTPUT_AWARE = ("output_loss", "plain_output_loss")
+NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *OUTPUT_AWARE, *COUNTS, *SCALE_ERRORS, *TUNING)
 #: Entries, at any depth, that differ from run to run or from machine to machine.
 VOLATILE = (
     *("environment", "phases", "profile", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried"),

@@ -1,0 +1,227 @@
+"""How strongly the model's likelihood depends on what each block passes on, and on each output of its linears.
+
+The unquantized model runs on some calibration documents, and draws the next token of every position from its own
+distribution. The gradients of the log likelihood of these tokens are those of a sample of the Fisher information
+(ALGORITHMS 8.3). One block is in memory at a time: the hidden states that enter each block are saved on the way
+forward, and on the way back the gradients take their place. With the saved gradients, a block alone gives those of its
+linears' outputs, when it is solved.
+
+A run that is resumed reads the saved gradients, or computes them again to the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
+from quantkit.core.tensors import dtype_name
+from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError, is_out_of_memory, reason
+from quantkit.io import files
+from quantkit.models.block_runner import BlockRunner
+from quantkit.pipeline.activations import Activations
+from quantkit.pipeline.backward import deterministic, parts, run_part, stacked
+
+if TYPE_CHECKING:
+    from quantkit.pipeline.calibrate import Run
+
+#: Documents are taken until they have so many tokens.
+TOKENS = 2**16
+#: Added to the diagonal of the Fisher information of a block's outputs, relative to the mean diagonal, where it weighs
+#: their errors.
+DAMP = 1.0
+_INDEX = "activations-gradients.json"
+
+
+def documents(lengths: Iterable[int]) -> int:
+    """Return how many of the first documents, of `lengths` tokens, gradients come from."""
+    count = total = 0
+    for length in lengths:
+        if total >= TOKENS:
+            break
+        count, total = count + 1, total + length
+    return count
+
+
+@dataclass(frozen=True)
+class OutputGradients:
+    """The gradients by what each block passes on, `[T, h]` in files of the run's folder, by their hashes."""
+
+    work: Path
+    model: BlockRunner
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    hashes: Sequence[str]
+
+    def of(self, block: int) -> Tensor:
+        """Return the gradient by what a block passes on, on the device; CheckpointError if its file changed."""
+        found = files.load_tensor(_file(self.work, block), self.shape, self.dtype, self.hashes[block])
+        return found.to(self.model.device)
+
+    def root(self, block: int) -> Tensor:
+        """Return the matrix `[h, h]` that weighs errors of what a block passes on: `|error @ root|^2` is the loss.
+
+        It is the Cholesky factor of the Fisher information with a damped diagonal, whose mean is 1.
+        """
+        gradient = self.of(block).flatten(0, -2)
+        fisher = _empty(gradient.shape[-1], self.model)
+        fisher.add(gradient)
+        found = fisher.matrix().double()
+        mean = float(found.diagonal().mean())
+        if not mean > 0:
+            raise NumericError(f"{self.model.blocks[block]}: its outputs have no finite gradient: drop --output-aware")
+        found.div_(mean * (1 + DAMP)).diagonal().add_(DAMP / (1 + DAMP))
+        root: Tensor = torch.linalg.cholesky(found)
+        return root.float()
+
+    def of_linears(self, run: Run, block: int, linears: Iterable[str]) -> dict[str, Tensor]:
+        """Return the Hessian `[n, n]` of the outputs of a loaded block's linears, of those that gradients reach.
+
+        `run` has the documents of the gradients, with the hidden states that enter the block.
+        """
+        assert run.activations is not None
+        model = run.model
+        sums: dict[str, Hessian] = {}
+
+        def see(linear: str, found: Tensor) -> None:
+            if linear not in sums:
+                sums[linear] = _empty(found.shape[-1], model)
+            sums[linear].add(found)
+
+        with model.watching_gradients(linears, see):
+            _backward(run, block, self.of(block).split(run.activations.rows), None)
+        broken = next((name for name, each in sums.items() if each.may_be_broken()), None)
+        if broken is not None:
+            raise NumericError(f"{broken}: its outputs have no finite gradient: drop --output-aware")
+        return {name: each.matrix() for name, each in sums.items()}
+
+
+def measure(run: Run) -> OutputGradients:
+    """Compute and save the gradients, or read what a stopped run has saved.
+
+    `run` is a stream of the documents of the gradients, with the hidden states that enter the first block.
+
+    RecipeError for a model whose blocks pass on more than one hidden state. CheckpointError if its code has no
+    gradient. NumericError for a gradient that is not finite.
+    """
+    assert run.activations is not None
+    dtype = torch.bfloat16 if run.model.dtype == torch.float16 else run.model.dtype  # float16 would underflow
+    shape = tuple(run.activations.hidden.shape)
+    kept = _saved(run, shape, dtype)
+    if kept is not None:
+        return kept
+    model, hashes = run.model, [""] * len(run.model.blocks)
+    for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks)):
+        if block:
+            with run.clock.phase("save"):
+                hashes[block - 1] = files.save_tensor(_file(run.work, block - 1), run.activations.hidden)
+        with run.clock.phase("load"):
+            model.load_block(block)
+        run.forward(block)
+        model.unload_block(block)
+        if not run.activations.hidden_only or model.forms[block].get("left"):
+            raise RecipeError(
+                f"{model.blocks[block]}: passes on more than its hidden state, through which gradients would be lost: "
+                "drop --output-aware"
+            )
+    work, budget, rows = run.work, run.act_budget, run.activations.rows
+    store = Activations(work, budget, rows, shape[1:], dtype, model.device, kind="gradients-")
+    with run.clock.phase("load"):
+        model.load_head()
+    with run.clock.phase("gradients"):
+        _sampled(run, store)
+    model.drop_head()
+    with run.clock.phase("save"):
+        hashes[-1] = files.save_tensor(_file(work, len(hashes) - 1), store.hidden)
+    for block in run.progress.bar(range(len(hashes) - 1, 0, -1), "gradients, backward", len(hashes) - 1):
+        with run.clock.phase("load"):
+            model.load_block(block)
+            states = files.load_tensor(_file(work, block - 1), shape, model.dtype, hashes[block - 1])
+            run.activations.hidden.copy_(states)
+        with run.clock.phase("gradients"):
+            _backward(run, block, [store.get(number).hidden for number in range(len(rows))], store)
+            if not bool(store.hidden.sum(dtype=torch.float64).isfinite()):
+                raise NumericError(f"{model.blocks[block]}: its gradient is not finite: drop --output-aware")
+        with run.clock.phase("save"):
+            hashes[block - 1] = files.save_tensor(_file(work, block - 1), store.hidden)
+        model.unload_block(block)
+    index = {"shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
+    files.write_atomic(work / _INDEX, json.dumps(index).encode())
+    return OutputGradients(work, model, shape, dtype, hashes)
+
+
+def _saved(run: Run, shape: tuple[int, ...], dtype: torch.dtype) -> OutputGradients | None:
+    """Return the gradients that a stopped run has saved; None if a part is missing or changed."""
+    try:
+        index: Any = json.loads((run.work / _INDEX).read_text())
+        found = OutputGradients(run.work, run.model, shape, dtype, index["hashes"])
+        for block in range(len(found.hashes)):
+            files.load_tensor(_file(run.work, block), shape, dtype, found.hashes[block])
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+        return None
+    return found if len(found.hashes) == len(run.model.blocks) else None
+
+
+def _sampled(run: Run, store: Activations) -> None:
+    """Put into `store` the gradients by the hidden states behind the last block, of tokens drawn by the model."""
+    assert run.activations is not None
+    generator, model = torch.Generator(run.model.device), run.model
+    for number, tokens in enumerate(run.sequences):
+        run.progress.check()
+        generator.manual_seed((run.recipe.calibration.seed + number) % 2**63)
+        hidden = run.activations.get(number).hidden.detach().to(model.device, copy=True).requires_grad_()
+        try:
+            with torch.enable_grad(), deterministic(model.device):
+                logits = model.logits_of(tokens, hidden)
+                wanted = logits.detach().float().softmax(-1)
+                drawn = torch.multinomial(wanted, 1, generator=generator)
+                wanted.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=wanted.dtype))
+                (found,) = torch.autograd.grad(logits, hidden, wanted.to(logits.dtype))
+        except Exception as error:
+            raise _explained(model, error) from error
+        if not bool(found.isfinite().all()):
+            raise NumericError(f"calibration document {number}: its gradient is not finite: drop --output-aware")
+        store.get(number).hidden.copy_(found)
+
+
+def _backward(run: Run, block: int, gradients: Sequence[Tensor], store: Activations | None) -> None:
+    """Carry the gradients of all documents back through a loaded block; put them into `store`, if there is one."""
+    assert run.activations is not None
+    model = run.model
+    for part in parts(run, block, run.activations, range(len(run.sequences))):
+        hidden = stacked(run.activations, part).detach().to(model.device, copy=True).requires_grad_()
+        behind = torch.stack([gradients[number] for number in part]).to(model.device)
+        try:
+            with torch.enable_grad(), deterministic(model.device):
+                out = run_part(run, block, part, run.activations, {}, hidden)
+                (found,) = torch.autograd.grad(out, hidden, behind.view_as(out).to(out.dtype))
+        except Exception as error:
+            raise _explained(model, error) from error
+        if store is not None:
+            for number, each in zip(part, [found] if len(part) == 1 else found, strict=True):
+                store.get(number).hidden.copy_(each)
+
+
+def _explained(model: BlockRunner, error: Exception) -> Exception:
+    """Return what to raise for an exception of the model's own code, which may write over what a gradient needs."""
+    if isinstance(error, QuantkitError) and not isinstance(error, CheckpointError):
+        return error
+    if is_out_of_memory(error):
+        return error
+    kind = type(model.text).__name__
+    return CheckpointError(f"{model.src.path}: {kind} has no gradient ({reason(error)}): drop --output-aware")
+
+
+def _empty(size: int, model: BlockRunner) -> Hessian:
+    chunk = LONG_CHUNK if model.device.type == "cuda" else CHUNK
+    return Hessian(size, model.device, cap_tokens=False, checks=False, chunk=chunk)
+
+
+def _file(work: Path, block: int) -> Path:
+    return work / f"activations-gradient-{block}.bin"
