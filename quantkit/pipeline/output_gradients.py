@@ -95,7 +95,8 @@ class OutputGradients:
             sums[linear].add(found)
 
         with model.watching_gradients(linears, see):
-            _backward(run, block, self.of(block).split(run.activations.rows), None)
+            rows = run.activations.rows[: len(run.sequences)]
+            _backward(run, block, self.of(block).split(rows), None)
         broken = next((name for name, each in sums.items() if each.may_be_broken()), None)
         if broken is not None:
             raise NumericError(f"{broken}: its outputs have no finite gradient: drop --output-aware")
