@@ -42,7 +42,7 @@ OWN_LENGTHS = {"calibration": {"lengths": "own"}}
 
 
 def variants() -> dict[str, Mapping[str, Any]]:
-    """Map names to recipes. The GPTQ rows add one ingredient at a time, up to the default and int4-best."""
+    """Map names to recipes. The GPTQ rows add one ingredient at a time, up to the default and the refit."""
     clipped = merge(PUBLISHED, SEARCH)
     own = merge(clipped, OWN_LENGTHS)
     sequential = merge(own, {"true_sequential": True})
@@ -64,7 +64,7 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "+ static act-order": static,
         "+ signed scales": signed,
         "+ descent 3 = default": merge(signed, {"gptq": {"descent": 3}}),
-        "+ refit = int4-best": merge(signed, REFINED),
+        "+ refit": merge(signed, REFINED),
         "static act-order without search": merge(static, {"clip": "none"}),
         "marlin paper (damping 0.1)": merge(own, {"gptq": {"damp": 0.1}, "true_sequential": True}),
         "int4 gptq channel": merge(static, {"scheme": {"group_size": "channel"}}),

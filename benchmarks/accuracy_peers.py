@@ -34,6 +34,9 @@ from quantkit.pipeline.recipe import from_mapping, merge
 DEFAULT = {"scheme": {"format": "int4"}}
 PLAIN = merge(DEFAULT, {"signed": False, "gptq": {"descent": 0}})
 SIGNED = merge(PLAIN, {"signed": True})
+BEST = merge(SIGNED, REFINED)
+FP6 = merge({"scheme": {"format": "fp6"}, "method": "gptq"}, REFINED)
+SPARSE = merge(DEFAULT, {"scheme": {"sparsity": "2:4"}, "signed": True, **REFINED})
 #: Name -> recipe of quantkit. A new row is a line here.
 RECIPES: dict[str, Mapping[str, Any]] = {
     "rtn": merge(INT4_ABSMAX, {"method": "rtn"}),
@@ -46,9 +49,17 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "signed, refit": merge(SIGNED, {"gptq": {"refit": True}}),
     "signed, descent 1": merge(SIGNED, {"gptq": {"descent": 1}}),
     "default": DEFAULT,  # signed, descent 3
-    "int4-best": merge(SIGNED, REFINED),
-    "int4-tuned": merge(SIGNED, {**REFINED, "tune": 200}),
-    "int4-tuned, distill 100": merge(SIGNED, {**REFINED, "tune": 200, "distill": 100}),
+    "refined": BEST,  # the default with refit
+    "refined, output-aware": merge(BEST, {"output_aware": True}),
+    "refined, tune 50": merge(BEST, {"tune": 50}),
+    "refined, tune 200": merge(BEST, {"tune": 200}),
+    "refined, tune 200, distill 100": merge(BEST, {"tune": 200, "distill": 100}),
+    "int4-best": merge(BEST, {"output_aware": True, "tune": 50}),
+    "int4-tuned": merge(BEST, {"output_aware": True, "tune": 200}),
+    "fp6": FP6,
+    "fp6, output-aware, tune 200": merge(FP6, {"output_aware": True, "tune": 200}),
+    "2:4": SPARSE,
+    "2:4, output-aware, tune 200": merge(SPARSE, {"output_aware": True, "tune": 200}),
 }
 #: Columns of a run, from `peer.json` or from `run`.
 FACTS = ("version", "seconds", "cpu_seconds", "device", "torch")

@@ -27,7 +27,7 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "int4 gptq g128, published": PUBLISHED,
     "int4 unsigned, no descent": {"signed": False, "gptq": {"descent": 0}},
     "int4 default": {},
-    "int4-best": {"signed": True, **REFINED},
+    "refined": {"signed": True, **REFINED},
     "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH},
     "2:4 + int4": {"scheme": {"format": "int4", "sparsity": "2:4"}},
 }

@@ -30,8 +30,8 @@ SPARSE = {"scheme": {"sparsity": "2:4"}, **BEST}
 RECIPES: dict[str, Mapping[str, Any]] = {
     "unquantized": {},
     "int4 published gptq": PUBLISHED,
-    "int4-best": BEST,
-    "int4-best, tuned": {**BEST, "tune": True},
+    "int4 refined": BEST,
+    "int4 refined, tuned": {**BEST, "tune": True},
     "2:4 int4": SPARSE,
     "2:4 int4, tuned": {**SPARSE, "tune": True},
     "fp6 gptq": FP6,

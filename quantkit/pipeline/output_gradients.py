@@ -75,7 +75,7 @@ class OutputGradients:
         found = fisher.matrix().double()
         mean = float(found.diagonal().mean())
         if not mean > 0:
-            raise NumericError(f"{self.model.blocks[block]}: its outputs have no finite gradient: drop --output-aware")
+            raise NumericError(f"{self.model.blocks[block]}: its outputs have no finite gradient: use --no-output-aware")
         found.div_(mean * (1 + DAMP)).diagonal().add_(DAMP / (1 + DAMP))
         root: Tensor = torch.linalg.cholesky(found)
         return root.float()
@@ -99,7 +99,7 @@ class OutputGradients:
             _backward(run, block, self.of(block).split(rows), None)
         broken = next((name for name, each in sums.items() if each.may_be_broken()), None)
         if broken is not None:
-            raise NumericError(f"{broken}: its outputs have no finite gradient: drop --output-aware")
+            raise NumericError(f"{broken}: its outputs have no finite gradient: use --no-output-aware")
         return {name: each.matrix() for name, each in sums.items()}
 
 
@@ -129,7 +129,7 @@ def measure(run: Run) -> OutputGradients:
         if not run.activations.hidden_only or model.forms[block].get("left"):
             raise RecipeError(
                 f"{model.blocks[block]}: passes on more than its hidden state, through which gradients would be lost: "
-                "drop --output-aware"
+                "use --no-output-aware"
             )
     work, budget, rows = run.work, run.act_budget, run.activations.rows
     store = Activations(work, budget, rows, shape[1:], dtype, model.device, kind="gradients-")
@@ -148,7 +148,7 @@ def measure(run: Run) -> OutputGradients:
         with run.clock.phase("gradients"):
             _backward(run, block, [store.get(number).hidden for number in range(len(rows))], store)
             if not bool(store.hidden.sum(dtype=torch.float64).isfinite()):
-                raise NumericError(f"{model.blocks[block]}: its gradient is not finite: drop --output-aware")
+                raise NumericError(f"{model.blocks[block]}: its gradient is not finite: use --no-output-aware")
         with run.clock.phase("save"):
             hashes[block - 1] = files.save_tensor(_file(work, block - 1), store.hidden)
         model.unload_block(block)
@@ -187,7 +187,7 @@ def _sampled(run: Run, store: Activations) -> None:
         except Exception as error:
             raise _explained(model, error) from error
         if not bool(found.isfinite().all()):
-            raise NumericError(f"calibration document {number}: its gradient is not finite: drop --output-aware")
+            raise NumericError(f"calibration document {number}: its gradient is not finite: use --no-output-aware")
         store.get(number).hidden.copy_(found)
 
 
@@ -216,7 +216,7 @@ def _explained(model: BlockRunner, error: Exception) -> Exception:
     if is_out_of_memory(error):
         return error
     kind = type(model.text).__name__
-    return CheckpointError(f"{model.src.path}: {kind} has no gradient ({reason(error)}): drop --output-aware")
+    return CheckpointError(f"{model.src.path}: {kind} has no gradient ({reason(error)}): use --no-output-aware")
 
 
 def _empty(size: int, model: BlockRunner) -> Hessian:

@@ -67,7 +67,7 @@ CALIB = "--calib calib.txt --samples 8 --max-length 64"
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 ROUNDING = ("fp6-humming", "fp6-tcfpx", "int4-rtn")
 #: Recipes whose bytes also depend on how a CPU multiplies in bfloat16.
-UNFROZEN = ("int4-tuned",)
+UNFROZEN = ("int4-best", "int4-tuned")
 #: Outputs whose bytes depend on how this machine multiplies and factors matrices.
 CALIBRATED = {
     **{
@@ -76,7 +76,7 @@ CALIBRATED = {
         if name not in (*ROUNDING, *UNFROZEN)
     },
     # Descent needs 16 tokens for each input channel.
-    "recipe int4-best": "quantize model -o out --recipe int4-best --calib calib.txt --samples 72 --max-length 64 -q",
+    "quantize refined": f"quantize model -o out --refit {CALIB.replace('8', '72', 1)} -q",
     "prune sparsegpt": f"prune model -o out --method sparsegpt {CALIB} -q",
     "prune wanda": f"prune model -o out --method wanda {CALIB} -q",
     "quantize gptq by blocks of two": f"quantize two -o out {CALIB} -q",
