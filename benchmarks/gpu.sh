@@ -57,23 +57,31 @@ quantize() { # GPTQ of whole models by phase, memory beside the plan: all blocks
     "$python" -m quantkit bench quantize --model llama2-70b --blocks 3 --csv "$results/quantize_llama2-70b_3.csv"
 }
 
-profile() { # the same 8B by the command alone: phases beside their floors, and the share of time without computing
-    "$python" - "$work/model" "$work/words.txt" <<'END'
+profiled() { # NAME BLOCKS [OPTIONS]: blocks of 8B shapes by the command alone, phases beside their floors
+    "$python" - "$work/$1" "$work/words.txt" "$2" <<'END'
 import sys
 from pathlib import Path
 
 import torch
 
 from quantkit.bench.random_model import read
-from quantkit.bench.source import blocks_of, draw_text, shortened, write_model
+from quantkit.bench.source import draw_text, shortened, write_model
 
 folder, model = Path(sys.argv[1]), read("llama3-8b")
 folder.mkdir()
-write_model(folder, shortened(model, blocks_of(model)), torch.device("cuda"))
+write_model(folder, shortened(model, int(sys.argv[3])), torch.device("cuda"))
 draw_text(Path(sys.argv[2]), 128, 2048, 4096)
 END
-    "$python" -m quantkit quantize "$work/model" -o "$work/packed" --format int4 --layout marlin --group-size 128 \
-        --calib "$work/words.txt" --samples 128 --max-length 2048 --profile
+    "$python" -m quantkit quantize "$work/$1" -o "$work/$1-packed" --layout marlin --calib "$work/words.txt" --samples 128 \
+        --max-length 2048 --profile "${@:3}"
+}
+
+profile() { # with the share of time without computing
+    profiled 8b 32 --format int4 --group-size 128
+}
+
+best() { # what a block takes by the recipe int4-best
+    profiled 8b-best 4 --recipe int4-best
 }
 
 kernels() { # LAYOUT
