@@ -617,7 +617,7 @@ def _block(run: Run, block: int) -> Iterator[Item]:
     goals = run.goals(model.targets(block))
     if run.gradients is not None:
         with run.clock.phase("gradients"):
-            run.output_hessians = run.gradients.of_linears(_unquantized(run, gradients=True), block, goals)
+            run.output_hessians = run.gradients.of_linears(_unquantized(run, run.gradients.documents), block, goals)
     if run.unquantized is not None:
         _unquantized(run).forward(block)
     if run.recipe.calibration.moe == "all":
@@ -658,11 +658,11 @@ def _block(run: Run, block: int) -> Iterator[Item]:
         yield solved.pop(name) if name in solved else Item(name, run.src.get(name))
 
 
-def _unquantized(run: Run, *, gradients: bool = False) -> Run:
-    """Return the run as the stream of the unquantized model, of the documents that it has or that gradients have."""
+def _unquantized(run: Run, count: int | None = None) -> Run:
+    """Return the run as the stream of the unquantized model, of its first `count` documents or of all that it has."""
     assert run.unquantized is not None
-    count = len(run.unquantized.rows) if not gradients else documents(map(len, run.sequences))
-    return replace(run, activations=run.unquantized, sequences=run.sequences[:count])
+    chosen = run.sequences[: len(run.unquantized.rows) if count is None else count]
+    return replace(run, activations=run.unquantized, sequences=chosen)
 
 
 def _print_warnings(run: Run) -> None:

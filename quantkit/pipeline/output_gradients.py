@@ -51,10 +51,11 @@ def documents(lengths: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """The gradients by what each block passes on, `[T, h]` in files of the run's folder, by their hashes."""
+    """The gradients by what each block passes on, `[T, h]` of the first `documents`, in files of the run's folder."""
 
     work: Path
     model: BlockRunner
+    documents: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     hashes: Sequence[str]
@@ -75,7 +76,9 @@ class OutputGradients:
         found = fisher.matrix().double()
         mean = float(found.diagonal().mean())
         if not mean > 0:
-            raise NumericError(f"{self.model.blocks[block]}: its outputs have no finite gradient: use --no-output-aware")
+            raise NumericError(
+                f"{self.model.blocks[block]}: its outputs have no finite gradient: use --no-output-aware"
+            )
         found.div_(mean * (1 + DAMP)).diagonal().add_(DAMP / (1 + DAMP))
         root: Tensor = torch.linalg.cholesky(found)
         return root.float()
@@ -154,14 +157,14 @@ def measure(run: Run) -> OutputGradients:
         model.unload_block(block)
     index = {"shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
     files.write_atomic(work / _INDEX, json.dumps(index).encode())
-    return OutputGradients(work, model, shape, dtype, hashes)
+    return OutputGradients(work, model, len(rows), shape, dtype, hashes)
 
 
 def _saved(run: Run, shape: tuple[int, ...], dtype: torch.dtype) -> OutputGradients | None:
     """Return the gradients that a stopped run has saved; None if a part is missing or changed."""
     try:
         index: Any = json.loads((run.work / _INDEX).read_text())
-        found = OutputGradients(run.work, run.model, shape, dtype, index["hashes"])
+        found = OutputGradients(run.work, run.model, len(run.sequences), shape, dtype, index["hashes"])
         for block in range(len(found.hashes)):
             files.load_tensor(_file(run.work, block), shape, dtype, found.hashes[block])
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):
