@@ -37,12 +37,13 @@ PUBLISHED = {
 }
 SEARCH = {"clip": "search", "metric": "block"}
 REFINED = {"gptq": {"descent": 3, "refit": True}}
+TUNED = {**REFINED, "output_aware": True, "tune": 200}
 UNQUANTIZED = "unquantized"
 OWN_LENGTHS = {"calibration": {"lengths": "own"}}
 
 
 def variants() -> dict[str, Mapping[str, Any]]:
-    """Map names to recipes. The GPTQ rows add one ingredient at a time, up to the default and the refit."""
+    """Map names to recipes. The GPTQ rows add one ingredient at a time, up to int4-tuned."""
     clipped = merge(PUBLISHED, SEARCH)
     own = merge(clipped, OWN_LENGTHS)
     sequential = merge(own, {"true_sequential": True})
@@ -65,6 +66,9 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "+ signed scales": signed,
         "+ descent 3 = default": merge(signed, {"gptq": {"descent": 3}}),
         "+ refit": merge(signed, REFINED),
+        "+ output-aware rounding": merge(signed, {**REFINED, "output_aware": True}),
+        "+ 50 steps of tuning = int4-best": merge(signed, {**TUNED, "tune": 50}),
+        "+ 150 steps more = int4-tuned": merge(signed, TUNED),
         "static act-order without search": merge(static, {"clip": "none"}),
         "marlin paper (damping 0.1)": merge(own, {"gptq": {"damp": 0.1}, "true_sequential": True}),
         "int4 gptq channel": merge(static, {"scheme": {"group_size": "channel"}}),
@@ -74,6 +78,7 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq", "clip": "none"},
         "fp6 gptq, search": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH},
         "fp6 gptq, search, descent 3, refit": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH, **REFINED},
+        "fp6 gptq, search, tuned as int4-tuned": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH, **TUNED},
         "fp5 rtn": {"scheme": {"format": "fp5"}},
         "fp5 gptq": {"scheme": {"format": "fp5"}, "method": "gptq", "clip": "none"},
         "fp5 gptq, search": {"scheme": {"format": "fp5"}, "method": "gptq", **SEARCH},
@@ -94,6 +99,7 @@ def sparse() -> dict[str, Sequence[Mapping[str, Any]]]:
         "2:4 sparsegpt, then int4 g128 gptq": [sparsegpt, kept],
         "2:4 wanda + int4 g128 gptq, jointly": [{**int4, "prune": "wanda"}],
         "2:4 sparsegpt + int4 g128 gptq, jointly": [int4],
+        "the last, signed, tuned as int4-tuned": [{**int4, "signed": True, **TUNED}],
     }
 
 
@@ -184,7 +190,7 @@ def evaluate(model: Any, reference: Any, words: Any, texts: Mapping[str, str], w
 
 def _ratio(layers: list[Mapping[str, Any]]) -> float | None:
     """Return the geometric mean over layers of the proxy loss relative to plain RTN's."""
-    ratios = [layer["loss"] / layer["rtn_loss"] for layer in layers if layer.get("rtn_loss")]
+    ratios = [layer["loss"] / layer["rtn_loss"] for layer in layers if layer.get("rtn_loss") and "loss" in layer]
     return round(float(torch.tensor(ratios).log().mean().exp()), 4) if ratios else None
 
 
