@@ -45,16 +45,17 @@ def peers(rows: list[dict[str, str]]) -> None:
     for model in dict.fromkeys(row["model"] for row in rows):
         tokens = next(row["wikitext2_tokens"] for row in rows if row["model"] == model)
         print(f"\n{model}, first {tokens} tokens of each text\n")
-        print(
-            "| quantizer | version | seeds | bits | KL ×10³: WikiText-2 | PTB | perplexity: WikiText-2 | PTB | CPU s |"
-        )
+        on_cpu = all(row["device"] in ("", "cpu") for row in rows if row["model"] == model)
+        seconds = "cpu_seconds" if on_cpu else "seconds"
+        columns = ["KL ×10³: WikiText-2", "PTB", "perplexity: WikiText-2", "PTB", "CPU s" if on_cpu else "s"]
+        print(f"| quantizer | version | seeds | bits | {' | '.join(columns)} |")
         print("|---|---|---|---|---|---|---|---|---|")
         for name in dict.fromkeys(row["name"] for row in rows if row["model"] == model):
             same = [row for row in rows if (row["model"], row["name"]) == (model, name)]
             kl = [_mean(same, f"{text}_kl_x1e3", 2, spread=True) for text in ("wikitext2", "ptb")]
             perplexity = [_mean(same, f"{text}_ppl", 3) for text in ("wikitext2", "ptb")]
             cells = [name, same[0]["version"], str(len(same)), same[0]["bits"], *kl, *perplexity]
-            print(f"| {' | '.join([*cells, _mean(same, 'cpu_seconds', 0)])} |")
+            print(f"| {' | '.join([*cells, _mean(same, seconds, 0)])} |")
 
 
 def _mean(rows: list[dict[str, str]], column: str, digits: int, spread: bool = False) -> str:

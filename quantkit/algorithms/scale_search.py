@@ -7,6 +7,7 @@ function of the rounding errors of a group; `group_errors` makes it from the Hes
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from functools import partial
 
@@ -38,6 +39,7 @@ WIDEST_BLOCK = 4096  # a wider group is judged by blocks of _BLOCK columns on it
 _BLOCK = 128
 _TEMPORARIES = 4  # arrays of candidates times groups that a search by a kernel holds
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
+_BATCH = 16  # blocks of columns that one batched product judges on a GPU
 
 
 def choose_scales(
@@ -181,7 +183,31 @@ class TriangularError:
                 found.append((first, first + panel.shape[0], panel.contiguous()))
         return found
 
+    @functools.cached_property
+    def _batches(self) -> list[tuple[int, int, Tensor]]:
+        """Neighbouring blocks of equal width, up to `_BATCH` of them: the bounds of their columns, and every R."""
+        found = []
+        for width, group in itertools.groupby(self.blocks, lambda block: len(block[1])):
+            alike = list(group)
+            for i in range(0, len(alike), _BATCH):
+                some = alike[i : i + _BATCH]
+                found.append((some[0][0], some[-1][0] + width, torch.stack([r for _, r in some])))
+        return found
+
     def __call__(self, delta: Tensor) -> Tensor:
+        # The panels of many blocks are thousands of launches. Batched products do twice their work, but do not wait.
+        return self.by_batches(delta) if delta.is_cuda and len(self.blocks) > 1 else self.by_panels(delta)
+
+    def by_batches(self, delta: Tensor) -> Tensor:
+        """Return the errors from products with whole blocks, many at a time."""
+        found = []
+        for a, b, factors in self._batches:
+            products: Tensor = delta[:, a:b].unflatten(1, (len(factors), -1)).transpose(0, 1) @ factors
+            found.append(products.square_().sum((0, 2)))
+        return torch.stack(found).sum(0)
+
+    def by_panels(self, delta: Tensor) -> Tensor:
+        """Return the errors from products with upper triangles alone."""
         parts = [(delta[:, a:b] @ panel).square_().sum(-1) for a, b, panel in self._panels]
         return torch.stack(parts).sum(0)
 

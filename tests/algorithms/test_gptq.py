@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import gptq, hessian, rtn
+from quantkit.algorithms import gptq, hessian, rtn, scale_search
 from quantkit.algorithms.cholesky import factorize
 from quantkit.algorithms.grid import Grid, encode
 from quantkit.algorithms.hessian import Hessian
@@ -129,6 +129,19 @@ def test_static_order_of_equal_channels_is_natural_order_with_frozen_scales() ->
     frozen = sweep(w, scheme, factor, Options(act_order="off"), grid)
     assert not static.facts["guard_rows"]
     assert static.tensor.equal(frozen)
+
+
+def test_errors_of_a_wide_channel_by_batches_of_blocks_are_those_by_panels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scale_search, "WIDEST_BLOCK", 256)
+    k = 17 * 128 + 70  # more than one batch of blocks, and a narrow last one
+    h = correlated(k)
+    errors = group_errors(h, 1.01 * h.diagonal(), 1, "block", torch.float64)
+    assert errors is not None and isinstance(errors[0], scale_search.TriangularError)
+    delta = gauss(5, k).double()
+    expected = errors[0].by_panels(delta)
+    torch.testing.assert_close(errors[0].by_batches(delta), expected)
+    whole = [(delta[:, a : a + len(r)] @ r).square().sum(-1) for a, r in errors[0].blocks]
+    torch.testing.assert_close(expected, torch.stack(whole).sum(0))
 
 
 @pytest.mark.parametrize("metric", ["mse", "diag", "block"])

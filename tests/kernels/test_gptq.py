@@ -204,10 +204,10 @@ def test_extreme_tokens_on_a_gpu_are_those_of_a_cpu(k: int) -> None:
             made.add(part)
         h, scaled = made.limited([weight.to(device)])
         found.append((h.cpu(), scaled, made.capped_tokens))
-    assert found[0][2] == 1508
-    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):  # one token lies at the bound, up to rounding
+    assert found[0][2] in (1507, 1508)  # one token lies at the bound, up to rounding
+    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
         assert abs(ours - theirs) <= 1
-    assert torch.allclose(found[0][0], found[1][0], rtol=1e-2, atol=1e-2 * float(found[0][0].diagonal().mean()))
+    assert torch.allclose(found[0][0], found[1][0], rtol=1e-2, atol=1e-3 * float(found[0][0].diagonal().mean()))
 
 
 @pytest.mark.parametrize("label", ["int4:g128", "int4:g64:asym", "int4:g32"])
@@ -224,6 +224,16 @@ def test_scales_of_all_groups_at_once_are_those_of_each_group_in_torch(
     monkeypatch.setattr(scale_search.kernels, "runs_on", lambda device: False)
     alone = choose_scales(weight, scheme, "search", errors)
     assert (together.scales != alone.scales).float().mean() < 1e-3
+
+
+def test_scales_of_wide_channels_are_those_of_a_cpu() -> None:
+    generator, scheme, n, k = torch.Generator().manual_seed(6), Scheme.parse("fp6:channel"), 700, 4096 + 3 * 128 + 32
+    weight, h = torch.randn(n, k, generator=generator), torch.eye(k) + 0.1
+    found = []
+    for device in ("cpu", "cuda"):
+        errors = group_errors(h.to(device), 1.01 * h.diagonal().to(device), 1, "block", torch.float32)
+        found.append(choose_scales(weight.to(device), scheme, "search", errors).scales.cpu())
+    assert (found[0] != found[1]).float().mean() < 1e-2
 
 
 @pytest.mark.parametrize("label", ["int4:g128", "int4:g32:asym", "fp6:channel", "int4:g128:24"])
