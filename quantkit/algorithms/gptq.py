@@ -25,7 +25,8 @@ from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError
 
-_TALLEST = 60000.0  # up to this magnitude a weight's scale, and its largest code times the scale, fit in float16
+#: Up to this magnitude a weight's scale, and its largest code times the scale, fit in float16.
+TALLEST = 60000.0
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +124,7 @@ def _quantize_sparse(
     pattern = sweep_pattern(weight, h, options, factor)
     moved = survivors(weight, factor, options, pattern)
     # A row that would outgrow float16 gets scales for its original weights; the guard then judges it like any other.
-    grown = moved.abs().amax(-1, keepdim=True) > _TALLEST
+    grown = moved.abs().amax(-1, keepdim=True) > TALLEST
     moved = torch.where(grown & (moved != 0), weight, moved)
     grid = choose_scales(moved, scheme, options.clip, errors, options.signed)
     swept = sweep(weight, scheme, factor, options, grid, pattern)

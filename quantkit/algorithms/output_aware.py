@@ -13,12 +13,13 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.gptq import Solution, join, split
+from quantkit.algorithms.gptq import TALLEST, Solution, join, split
 from quantkit.algorithms.hessian import row_losses
 from quantkit.algorithms.numerics import factor_dtype, working_dtype
 from quantkit.algorithms.rtn import scale_facts
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import one_thread
+from quantkit.errors import NumericError
 
 #: Added to the diagonal of `H_out`, relative to each of its entries.
 DAMP = 0.02
@@ -38,7 +39,8 @@ def refine(
     """Solve weights `[n, k]` that share the Hessian `h` `[k, k]` again, by the Hessians `[n, n]` of their outputs.
 
     `plain` has their solutions without, and `solve` makes such a solution of any rows. A weight keeps the plain one
-    unless `tr(D h D^T H_out)` falls. Facts: `output_loss` and `plain_output_loss`, this trace of both.
+    unless `tr(D h D^T H_out)` falls. Facts: `output_loss` and `plain_output_loss`, this trace of both. NumericError for
+    a Hessian of outputs that cannot be factored.
     """
     with one_thread(h.device):
         rows = [_Rows(weight, output) for weight, output in zip(weights, outputs, strict=True)]
@@ -69,8 +71,10 @@ class _Rows:
         size = h.diagonal().clamp_min(_LEAST * float(h.diagonal().mean()) or 1.0).sqrt()
         h.div_(size).div_(size.unsqueeze(-1))
         h.diagonal().add_(DAMP)
-        root = torch.linalg.cholesky(h.flip(0, 1)).flip(0, 1)
-        self._root = root.mul_(size.unsqueeze(-1)).to(working_dtype(weight))
+        lower, failed = torch.linalg.cholesky_ex(h.flip(0, 1))
+        if bool(failed):
+            raise NumericError("the Hessian of its outputs is not a covariance: use --no-output-aware")
+        self._root = lower.flip(0, 1).mul_(size.unsqueeze(-1)).to(working_dtype(weight))
         self._weight = weight[self.order]
         self._errors = torch.zeros_like(self._weight, dtype=self._root.dtype)
         height = max(_LEAST_ROWS, -(-n // _STEPS))
@@ -86,7 +90,8 @@ class _Rows:
         carried = self._root[:a, a:b].T @ self._errors[:a]
         shift = torch.linalg.solve_triangular(self._root[a:b, a:b].T, carried, upper=False)
         moved = shift.add_(rows).to(rows.dtype)
-        return torch.where(moved.isfinite().all(-1, keepdim=True), moved, rows)
+        # A target that its scale in float16 could not hold would end the run.
+        return torch.where(moved.abs().amax(-1, keepdim=True) <= TALLEST, moved, rows)
 
     def put(self, step: int, part: Solution) -> None:
         """Take the solved rows of a step."""

@@ -1,0 +1,137 @@
+"""Output gradients: those of the whole model, the same bytes again and after any stop, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.items import Commit, Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.core.ranks import Ranks
+from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError
+from quantkit.inference.load import load
+from quantkit.io import files
+from quantkit.layouts import LAYOUTS
+from quantkit.models import block_runner
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.passing import State
+from quantkit.models.whole_model import load_dense_model
+from quantkit.pipeline import backward, calibrate, output_gradients
+from quantkit.pipeline.calibrate import Run, calibrated, new_run
+from quantkit.pipeline.output_gradients import OutputGradients, documents, measure
+from quantkit.pipeline.recipe import Recipe, from_mapping
+from quantkit.progress import Progress
+from quantkit.reporting.report import REPORT
+from tests.census import families
+from tests.pipeline.test_calibrate import digests, distance, interrupted, resumed
+from tests.tiny_models import write_model
+
+#: Changes that make a family's model smaller.
+SMALL: dict[str, dict[str, Any]] = {
+    **{name: {"hidden_size": 128, "intermediate_size": 128} for name in ("llama", "gemma2", "qwen2", "mixtral")},
+    "opt": {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
+    "gpt2": {},
+}
+AWARE: dict[str, Any] = {"scheme": {"group_size": 32}, "output_aware": True}
+TUNED: dict[str, Any] = {**AWARE, "tune": 2}
+
+
+@pytest.fixture(autouse=True)
+def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a Llama of three small blocks."""
+    changes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 128}
+    return write_model("llama", tmp_path_factory.mktemp("three") / "model", **changes)
+
+
+def sequences(count: int = 9) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(256, (20 + 8 * (number % 2),), generator=generator) for number in range(count)]
+
+
+def stream(folder: Path, work: Path, docs: Sequence[Tensor] | None = None, **changes: Any) -> Run:
+    """Return a run of the unquantized model with the input of the first block."""
+    src = Checkpoint(folder)
+    recipe = from_mapping({**AWARE, **changes})
+    run = new_run(src, recipe, BlockRunner(src, device="cpu"), docs or sequences(4), work, None)
+    calibrate._embed(run, "unquantized-")
+    return run
+
+
+def quantized(folder: Path, recipe: Recipe, work: Path, **options: Any) -> dict[str, Item]:
+    src = Checkpoint(folder)
+    work.mkdir(exist_ok=True)
+    found = calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), work, [], **options)
+    return {item.name: item for item in found if not isinstance(item, Commit)}
+
+
+def whole_model_gradients(folder: Path, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return by path the gradients `[T, h]` by what blocks pass on and `[T, n]` by outputs of linears, by autograd."""
+    model = load_dense_model(Checkpoint(folder))
+    paths = [*run.model.blocks, *(run.model.paths[n] for b in range(len(run.model.blocks)) for n in run.model.targets(b))]
+    seen: dict[str, list[Tensor]] = {path: [] for path in paths}
+
+    def watch(path: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            tensor.register_hook(lambda found: seen[path].append(found.detach().flatten(0, -2).clone()))
+
+        return hook
+
+    for path in paths:
+        model.get_submodule(path).register_forward_hook(watch(path))
+    embedded = model.get_input_embeddings()
+    embedded.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    generator = torch.Generator()
+    for number, tokens in enumerate(run.sequences):
+        generator.manual_seed(run.recipe.calibration.seed + number)
+        logits = model(tokens[None], use_cache=False).logits[0]
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        (-logits.log_softmax(-1).gather(1, drawn).sum()).backward()
+    found = {path: torch.cat(parts) for path, parts in seen.items() if parts}
+    return {path: found[path] for path in run.model.blocks}, found
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("qwen2", {}),  # tied embeddings
+        ("opt", {}),
+        ("gpt2", {}),  # tied, weights of Conv1D
+        ("gemma2", {}),  # scales its embeddings and caps its logits
+        ("mixtral", {}),
+    ],
+)
+def test_gradients_are_those_of_the_whole_model(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_model(family, tmp_path / "model", **SMALL[family], **changes)
+    run = stream(folder, tmp_path)
+    gradients = measure(run)
+    of_blocks, of_linears = whole_model_gradients(folder, run)
+    assert gradients.documents == 4
+    for block, expected in enumerate(of_blocks.values()):
+        assert distance(gradients.of(block), expected) < 1e-4, block
+    again = stream(folder, tmp_path)
+    for block in range(len(again.model.blocks)):
+        again.model.load_block(block)
+        targets = again.model.targets(block)
+        found = gradients.of_linears(again, block, targets) if again is run else None
+        found = OutputGradients(
+            gradients.work, again.model, gradients.documents, gradients.shape, gradients.dtype, gradients.hashes
+        ).of_linears(again, block, targets)
+        for name in targets:
+            g = of_linears[again.model.paths[name]].double()
+            assert distance(found[name], 2 / len(g) * g.T @ g) < 1e-3, name
+        again.forward(block)
+        again.model.unload_block(block)
