@@ -16,7 +16,7 @@ from quantkit.reporting.report import load
 ROOT = Path(__file__).resolve().parents[2]
 #: Programs that open folders. A row's second column says where its output runs.
 PROGRAMS = ("vLLM", "SGLang", "GPTQModel", "transformers", "quantkit.load")
-THRIFTY = ("--calib", "packaged", "--samples", "4", "--max-length", "64")
+THRIFTY = ("--calib", "packaged", "--samples", "8", "--max-length", "64")
 
 
 class Choice(NamedTuple):
