@@ -312,27 +312,43 @@ def _is_told(error: BaseException) -> bool:
         return False
 
 
+class _Pickler(pickle.Pickler):
+    """Pickle a value without its tensors, which are put into `tensors` and become contiguous.
+
+    A class of a function would be freed by the garbage collector alone, much later, and the tensors with it.
+    """
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.tensors: list[Tensor] = []
+
+    def persistent_id(self, held: Any) -> int | None:
+        if not isinstance(held, Tensor):
+            return None
+        self.tensors.append(held.detach().contiguous())
+        return len(self.tensors) - 1
+
+
+class _Unpickler(pickle.Unpickler):
+    """Read a value that `_Pickler` wrote, with its tensors beside it."""
+
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self.tensors = tensors
+
+    def persistent_load(self, number: Any) -> Any:
+        return self.tensors[number]
+
+
 def _take_apart(value: Any) -> tuple[_Form, list[Tensor]]:
     """Separate a value from the tensors in it, which become contiguous."""
-    tensors: list[Tensor] = []
-
-    class Pickler(pickle.Pickler):
-        def persistent_id(self, held: Any) -> int | None:
-            if not isinstance(held, Tensor):
-                return None
-            tensors.append(held.detach().contiguous())
-            return len(tensors) - 1
-
     text = io.BytesIO()
-    Pickler(text).dump(value)
+    pickler = _Pickler(text)
+    pickler.dump(value)
+    tensors = pickler.tensors
     return _Form(text.getvalue(), [(t.dtype, t.shape, t.device.type) for t in tensors]), tensors
 
 
 def _put_together(form: _Form, tensors: Sequence[Tensor]) -> Any:
     """Return the value that `_take_apart` has separated from its tensors."""
-
-    class Unpickler(pickle.Unpickler):
-        def persistent_load(self, number: Any) -> Any:
-            return tensors[number]
-
-    return Unpickler(io.BytesIO(form.text)).load()
+    return _Unpickler(io.BytesIO(form.text), tensors).load()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
 
@@ -57,6 +59,22 @@ def test_values_with_tensors_arrive_in_the_order_of_the_ranks(tmp_path: Path) ->
         ]  # fmt: skip
 
     joined(work, 3, tmp_path)
+
+
+def test_tensors_that_have_moved_leave_memory_before_the_garbage_collector_comes(tmp_path: Path) -> None:
+    def work(here: Ranks) -> None:
+        gc.collect()
+        gc.disable()
+        for values in (here.gather({"a": torch.zeros(1000)}), [here.broadcast([torch.zeros(1000)], 1)]):
+            del values
+        list(here.each(range(2), [0, 1], lambda task: torch.zeros(1000)))
+        with closing(here.gather_each([torch.zeros(1000)] * 2, [None, 0])) as gathered:
+            for parts in gathered:
+                list(parts or ())
+                del parts
+        assert not [held for held in gc.get_objects() if isinstance(held, Tensor) and held.shape == (1000,)]
+
+    joined(work, 2, tmp_path)
 
 
 def test_all_ranks_raise_the_error_of_the_first_that_fails_and_go_on(tmp_path: Path) -> None:
