@@ -126,6 +126,7 @@ def measure(
     with here.together():
         if here.first:
             return here.broadcast(_measure(model, recipe, blocks, work, device, act_budget, progress))
+        blocks_of(model)  # imports its code now, as the first rank does, which would wait for that in the run
         led: tuple[Path, Path, Recipe] = here.broadcast(None)
         quantize(*led, device=device, act_budget=act_budget, min_share=0.0, progress=progress)
         return here.broadcast(None)
