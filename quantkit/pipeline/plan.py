@@ -252,7 +252,7 @@ def plan_quantize(
     else:
         memory = streamed_memory(src, quantized)
     if isinstance(recipe, Recipe) and recipe.distill:
-        memory = replace(memory, later=tuning_memory(src, sizes, quantized, recipe, device))
+        memory = replace(memory, others=(*memory.others, tuning_memory(src, sizes, quantized, recipe, device)))
     memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
         _assemble(src, layout, recipe.scheme, rows, misfits, memory, out), decoder=decoder_weights(src, inside)
