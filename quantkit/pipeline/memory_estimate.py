@@ -89,7 +89,7 @@ SAVING = "activations that are saved"
 WAITING_BYTES = 2
 #: The second store of activations, if blocks are tuned or errors are weighed by gradients.
 UNQUANTIZED = "activations of the unquantized model"
-#: What torch imports for gradients and optimizers beside the program.
+#: What torch imports for gradients and optimizers beside the program, and what the heap keeps of small matrices.
 TRAINING = 100 * MIB
 #: The parts that only tuning from end to end has.
 WHOLE, STUDENT = "whole model", "quantized model"
@@ -296,13 +296,14 @@ def calibrated_memory(
         """Return the estimate of a stage with some stores of activations, and parts where it computes."""
         in_ram = {part: size if act_budget is None else min(size, act_budget) for part, size in stores.items()}
         if not cuda:
-            return Memory({"program": _program(), **in_ram, **parts}, token_bytes=hidden * width)
+            return Memory({"program": _program() + training, **in_ram, **parts}, token_bytes=hidden * width)
         fit = (part for part, size in stores.items() if in_ram[part] == size and stays_on_gpu(size, gpu_memory))
         on_gpu = {part: stores[part] for part in fit}
-        host = {"program": PROGRAM + CUDA_HOST, **in_ram, **dict.fromkeys(on_gpu, 0)}
+        host = {"program": PROGRAM + training + CUDA_HOST, **in_ram, **dict.fromkeys(on_gpu, 0)}
         host |= {READ: parts[READ]} if READ in parts else {}
         return Memory(host, {"CUDA": CUDA_DEVICE, **parts, **on_gpu}, token_bytes=hidden * width)
 
+    training = TRAINING if gradients else 0
     stores, others = {ACTIVATIONS: activations}, tuple[Memory, ...]()
     if recipe.tune or gradients:
         stores[UNQUANTIZED] = activations if recipe.tune else gradients
