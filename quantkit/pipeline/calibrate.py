@@ -533,9 +533,7 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
     """
     count = documents(map(len, run.sequences)) if run.recipe.output_aware else 0
     if count:
-        stream = replace(run, activations=None, sequences=run.sequences[:count])
-        _embed(stream, "unquantized-")
-        run.gradients = measure(stream)
+        run.gradients = measure(_embedded(run, count))
     if run.recipe.tune or count:
         run.unquantized = _follow_unquantized(run, len(finished), None if run.recipe.tune else count)
     first = _load_saved(run, finished)
@@ -552,8 +550,7 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
 
 def _follow_unquantized(run: Run, blocks: int, count: int | None) -> Activations:
     """Return the activations of the unquantized model after its first `blocks` blocks: of all documents, or `count`."""
-    stream = replace(run, activations=None, sequences=run.sequences[:count])
-    _embed(stream, "unquantized-")
+    stream = _embedded(run, count)
     for block in range(blocks):
         with run.clock.phase("load"):
             run.model.load_block(block)
@@ -561,6 +558,13 @@ def _follow_unquantized(run: Run, blocks: int, count: int | None) -> Activations
         run.model.unload_block(block)
     assert stream.activations is not None
     return stream.activations
+
+
+def _embedded(run: Run, count: int | None) -> Run:
+    """Return a stream of the unquantized model, with the input of the first block: of all documents, or `count`."""
+    stream = replace(run, activations=None, sequences=run.sequences[:count])
+    _embed(stream, "unquantized-")
+    return stream
 
 
 def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> int:

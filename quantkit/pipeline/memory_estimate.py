@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -63,19 +63,33 @@ BACKWARD = 4
 TOKENS_AT_ONCE = {"cpu": 0, "cuda": 16384}
 #: The same while a block is tuned, where every token leaves values for the backward pass.
 TUNED_AT_ONCE = {"cpu": 0, "cuda": 8192}
+#: Output gradients come from the first documents that have so many tokens together.
+GRADIENT_TOKENS = 2**16
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
 DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
+#: The parts that only output gradients have: all of them, a block's file that is read, the matrices of a block.
+GRADIENTS, READ, OUTPUTS = "output gradients", "file of gradients", "Hessians of outputs"
+#: float32 matrices `[n, n]` while the Hessian of a linear's outputs is factored, by the dtype of factors: the sorted
+#: one, its factor, that in order, and its float32 form.
+OUTPUTS_FACTORED = {torch.float32: 3, torch.float64: 7}
+#: float32 matrices `[rows, k]` meanwhile: weights and sorted weights, codes, errors.
+SORTED = 3
+#: The same while the losses of output-aware rows are compared: also the new codes, and of the largest weight its error,
+#: products and their sum in float64.
+REFINED = 10
+#: float32 copies of the logits of one document while tokens are drawn and their gradient is made.
+DRAWN = 4
 #: Activations are saved after every so many blocks. A GPU computes a few blocks again sooner than a disk takes them.
 SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 #: The copy of activations on a GPU that is being saved.
 SAVING = "activations that are saved"
 #: Bytes for each weight of the blocks that wait to be written: a byte of codes, and the packed ones.
 WAITING_BYTES = 2
-#: The second store of activations, if blocks are tuned.
+#: The second store of activations, if blocks are tuned or errors are weighed by gradients.
 UNQUANTIZED = "activations of the unquantized model"
-#: What torch imports for gradients and optimizers beside the program.
+#: What torch imports for gradients and optimizers beside the program, and what the heap keeps of small matrices.
 TRAINING = 100 * MIB
 #: The parts that only tuning from end to end has.
 WHOLE, STUDENT = "whole model", "quantized model"
@@ -96,8 +110,8 @@ class Memory:
     """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`).
 
     `least_vram` are the bytes that the GPU needs without any doubt. `token_bytes` are those of one token's hidden
-    state. `gpu_memory` is the memory of a GPU that is not here; None asks the one that is. `later` is the estimate of a
-    second stage, which begins when the memory of the first is free.
+    state. `gpu_memory` is the memory of a GPU that is not here; None asks the one that is. `others` are the estimates
+    of the run's other stages: one stage has the memory at a time.
     """
 
     ram: dict[str, int]
@@ -105,22 +119,19 @@ class Memory:
     least_vram: int = 0
     token_bytes: int = 0
     gpu_memory: int | None = None
-    later: Memory | None = None
+    others: tuple[Memory, ...] = ()
 
     def _peak(self) -> Memory:
         """Return the stage that needs most, on the host and on the GPU."""
-        if self.later is None:
-            return self
-        ram, vram = (
-            max(parts, key=lambda part: sum(part.values()))
-            for parts in ((self.ram, self.later.ram), (self.vram, self.later.vram))
-        )
-        least = max(self.least_vram, self.later.least_vram)
-        return replace(self, ram=ram, vram=vram, least_vram=least, later=None)
+        stages = (self, *self.others)
+        ram = max((stage.ram for stage in stages), key=lambda parts: sum(parts.values()))
+        vram = max((stage.vram for stage in stages), key=lambda parts: sum(parts.values()))
+        least = max(stage.least_vram for stage in stages)
+        return replace(self, ram=ram, vram=vram, least_vram=least, others=())
 
     def to_dict(self) -> dict[str, Any]:
         """Return totals and parts as plain data."""
-        if self.later is not None:
+        if self.others:
             return self._peak().to_dict()
         found: dict[str, Any] = {"ram": sum(self.ram.values()), "ram_parts": self.ram, "estimate": True}
         if self.vram:
@@ -131,7 +142,7 @@ class Memory:
 
     def notices(self) -> list[str]:
         """Return a warning for each kind of memory of which the run may need more than is free."""
-        if self.later is not None:
+        if self.others:
             return self._peak().notices()
         found = []
         free = free_memory()
@@ -147,11 +158,12 @@ class Memory:
 
     def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
         """Return the estimate for calibration sequences that have `tokens` tokens in all."""
-        stores, real = (ACTIVATIONS, UNQUANTIZED, SAVING), tokens * self.token_bytes
+        stores, real = (ACTIVATIONS, UNQUANTIZED, GRADIENTS, SAVING, READ), tokens * self.token_bytes
         most = real if act_budget is None else min(real, act_budget)
-        ram = {part: min(size, most) for part, size in self.ram.items() if part in stores}
+        ram = {part: min(size, real if part == READ else most) for part, size in self.ram.items() if part in stores}
         vram = {part: min(size, real) for part, size in self.vram.items() if part in stores}
-        return replace(self, ram={**self.ram, **ram}, vram={**self.vram, **vram})
+        others = tuple(stage.of_sequences(tokens, act_budget) for stage in self.others)
+        return replace(self, ram={**self.ram, **ram}, vram={**self.vram, **vram}, others=others)
 
     def of_processes(self, count: int) -> Memory:
         """Return the estimate for `count` processes of a run that share this machine, each with a GPU of its own."""
@@ -160,7 +172,7 @@ class Memory:
 
     def require(self) -> None:
         """Raise QuantkitError if the run certainly needs more memory than it may use here, or than the GPU has."""
-        if self.later is not None:
+        if self.others:
             return self._peak().require()
         least = min(memory_limits(), key=lambda limit: limit.room, default=None)
         needed = sum(self.ram.values())
@@ -185,7 +197,11 @@ class Memory:
         """Name the option that makes the largest part of the RAM smaller, if there is one."""
         if WHOLE in self.ram:
             return "drop --distill or "
-        ways = {ACTIVATIONS: "use a smaller --act-budget or ", DOCUMENT: "use a smaller --max-length or "}
+        ways = {
+            ACTIVATIONS: "use a smaller --act-budget or ",
+            DOCUMENT: "use a smaller --max-length or ",
+            **dict.fromkeys((GRADIENTS, READ, OUTPUTS), "use --no-output-aware or "),
+        }
         return ways.get(max(self.ram, key=lambda part: self.ram[part]), "")
 
     def _gpu_memory(self) -> int | None:
@@ -202,7 +218,11 @@ class Memory:
         if WHOLE in self.vram:
             return "drop --distill, or use a GPU with more memory"
         largest = max(self.vram, key=lambda part: self.vram[part])
-        return "use a smaller --max-length" if largest == DOCUMENT else "use --device cpu, or a GPU with more memory"
+        ways = {
+            DOCUMENT: "use a smaller --max-length",
+            **dict.fromkeys((GRADIENTS, READ, OUTPUTS), "use --no-output-aware"),
+        }
+        return ways.get(largest, "use --device cpu, or a GPU with more memory")
 
 
 def streamed_memory(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> Memory:
@@ -256,34 +276,59 @@ def calibrated_memory(
         solve["chunk of a Hessian"] = width * LONG_CHUNK * max((k for _, k in inside.values()), default=0)
         # The allocator gives a document's memory to the solver.
         solve[DOCUMENT] = max(0, solve[DOCUMENT] - solve["Hessian and factor"] - solve["rows being solved"])
+    # What the tokens of one backward pass leave for it.
+    joined, widest = max(sequence, TUNED_AT_ONCE[kind]), max(_outputs(inside).values(), default=0)
+    backward = BACKWARD * 4 * joined * widest
+    gradients = hidden * width * min(documents * sequence, GRADIENT_TOKENS + sequence) if recipe.output_aware else 0
+    if gradients:
+        solve[OUTPUTS] = 4 * max(_in_blocks({name: n * n for name, (n, _) in inside.items()}).values(), default=0)
     if recipe.tune:
-        tuning = TUNED * max(_weights(inside).values(), default=0)
-        joined = max(sequence, TUNED_AT_ONCE[kind])
-        tuning += BACKWARD * 4 * joined * max(_outputs(inside).values(), default=0)
+        tuning = TUNED * max(_weights(inside).values(), default=0) + max(backward, gradients)
         solving = sum(size for part, size in solve.items() if part != "block")  # it has ended by then
         solve["tuning"] = max(0, tuning - solving)
     # The embeddings are in memory only before the first block is solved.
     outside = [width * prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)]
     solve["embeddings, before the blocks"] = max(0, max(outside, default=0) - sum(solve.values()))
-    in_ram = min(activations, act_budget) if act_budget is not None else activations
-    stores = (ACTIVATIONS, UNQUANTIZED) if recipe.tune else (ACTIVATIONS,)
-    if not cuda:
-        return Memory({"program": _program(), **dict.fromkeys(stores, in_ram), **solve}, token_bytes=hidden * width)
-    if gpu_memory is None and here:
+    if cuda and gpu_memory is None and here:
         gpu_memory = torch.cuda.mem_get_info()[0]
-    if in_ram == activations and stays_on_gpu(activations, gpu_memory):
-        saved = (SAVING,) if len(_blocks(src)) > SAVED_BLOCKS[kind] else ()
-        solve |= dict.fromkeys((*stores, *saved), activations)
-        in_ram = 0
-    solve[WAITING] = min(MOST_BYTES, WAITING_BYTES * max(_blocks(src).values(), default=0))
+
+    def stage(stores: Mapping[str, int], parts: Mapping[str, int]) -> Memory:
+        """Return the estimate of a stage with some stores of activations, and parts where it computes."""
+        in_ram = {part: size if act_budget is None else min(size, act_budget) for part, size in stores.items()}
+        if not cuda:
+            return Memory({"program": _program() + training, **in_ram, **parts}, token_bytes=hidden * width)
+        fit = (part for part, size in stores.items() if in_ram[part] == size and stays_on_gpu(size, gpu_memory))
+        on_gpu = {part: stores[part] for part in fit}
+        host = {"program": PROGRAM + training + CUDA_HOST, **in_ram, **dict.fromkeys(on_gpu, 0)}
+        host |= {READ: parts[READ]} if READ in parts else {}
+        return Memory(host, {"CUDA": CUDA_DEVICE, **parts, **on_gpu}, token_bytes=hidden * width)
+
+    training = TRAINING if gradients else 0
+    stores, others = {ACTIVATIONS: activations}, tuple[Memory, ...]()
+    if recipe.tune or gradients:
+        stores[UNQUANTIZED] = activations if recipe.tune else gradients
+    if gradients:
+        both = {UNQUANTIZED: gradients, GRADIENTS: gradients}
+        logits = DRAWN * 4 * sequence * (_stated(src, "vocab_size") or 0)
+        # On a GPU, attention is computed by plain products.
+        scores = 2 * width * (_stated(src, "num_attention_heads") or 1) * joined * sequence if cuda else 0
+        block = {"block": solve["block"], READ: gradients, "backward pass": backward + scores}
+        sums = solve[OUTPUTS] + (width * LONG_CHUNK if cuda else 4 * CHUNK) * widest
+        head = {"output head": max(outside, default=0), DOCUMENT: logits}
+        others = (stage(both, head), stage(both, block), stage(stores, {**block, OUTPUTS: sums}))
+    found = replace(stage(stores, solve), others=others)
+    if not cuda:
+        return found
+    largest = max(_blocks(src).values(), default=0)
+    saved = ACTIVATIONS in found.vram and len(_blocks(src)) > SAVED_BLOCKS[kind]
+    vram = {**found.vram, **({SAVING: activations} if saved else {}), WAITING: min(MOST_BYTES, WAITING_BYTES * largest)}
     host = {
-        "program": PROGRAM + CUDA_HOST,
-        **dict.fromkeys(stores, in_ram),
+        **found.ram,
         "loading": round(PINNED * solve["block"]),  # the next one is read ahead; torch keeps what it has pinned
         WAITING: min(MOST_BYTES, sum(outside)),  # the tensors outside the blocks, behind the last one
     }
     least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
-    return Memory(host, {"CUDA": CUDA_DEVICE, **solve}, least_vram=least, token_bytes=hidden * width)
+    return replace(found, ram=host, vram=vram, least_vram=least)
 
 
 def tuning_memory(
@@ -357,25 +402,34 @@ def _solving(
         searched = recipe.clip == "search" and recipe.metric == "block"
         wide = max(scheme.group_size or WIDEST_BLOCK for scheme in schemes) if searched else 0
     most = {"Hessian and factor": 0, "rows being solved": 0}
-    for (_, k), weights in _sharing(linears).items():
-        square, rows = 4 * k * k, 4 * weights
+    for (_, k), outputs in _sharing(linears).items():
+        square, rows = 4 * k * k, 4 * k * sum(outputs)
         blocks = SEARCHED * 4 * k * wide if wide < WIDEST_BLOCK else SEARCHED * square if k <= WIDEST_BLOCK else 0
         for squares, copies in (
             (FACTORED[dtype] * square, rows),
             ((2 + dtype.itemsize // 4) * square + blocks, 2 * rows),
             (KEPT[dtype] * square, solved * rows),
+            *(_refining(KEPT[dtype] * square, rows, outputs, dtype) if recipe.output_aware else ()),
         ):
             if squares + copies > sum(most.values()):
                 most = {"Hessian and factor": squares, "rows being solved": copies}
     return most
 
 
-def _sharing(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[str, int], int]:
-    """Count the weights that may share one Hessian, as an upper bound: those of one parent with equal k."""
-    found: dict[tuple[str, int], int] = {}
+def _refining(squares: int, rows: int, outputs: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
+    """Return the bytes of matrices, and of copies of `rows`, in each step that solves rows by Hessians of `outputs`."""
+    factors = squares + 4 * sum(n * n for n in outputs)
+    return [
+        (factors + 4 * OUTPUTS_FACTORED[dtype] * max(outputs) ** 2, SORTED * rows),
+        (factors, REFINED * rows),
+    ]
+
+
+def _sharing(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[str, int], list[int]]:
+    """Return the outputs of linears that may share one Hessian, as an upper bound: those of one parent with equal k."""
+    found: dict[tuple[str, int], list[int]] = {}
     for module, (n, k) in linears.items():
-        key = (module.rpartition(".")[0], k)
-        found[key] = found.get(key, 0) + n * k
+        found.setdefault((module.rpartition(".")[0], k), []).append(n)
     return found
 
 

@@ -18,6 +18,7 @@ from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import RECIPE, inside
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
+from quantkit.pipeline.memory_estimate import GRADIENTS
 from quantkit.pipeline.plan import Plan, Row
 from quantkit.pipeline.publish import output_config
 from quantkit.pipeline.recipe import Pruning, Recipe, without_paths
@@ -86,19 +87,23 @@ def report_bytes(src: Checkpoint, planned: Plan) -> int:
     return REPORT_BYTES + LINEAR_BYTES * len(planned.quantized) + 2 * names + others + 4 * lines
 
 
-def disk_peak(planned: Plan, activations: int, blocks: int, mapped: bool, drafts: bool) -> int:
-    """Return the most bytes that a run has on the disk at a time.
+def disk_peak(
+    planned: Plan, activations: int, blocks: int, mapped: int, drafts: bool, gradients: int
+) -> dict[str, int]:
+    """Return the bytes that a run has on the disk when it has most, by part.
 
     `activations` are the bytes of all hidden states, 0 without calibration. Two of their snapshots stay until the end,
-    and a third is there while the older one is replaced. If `mapped`, they also have a file of their own. With
-    `drafts`, the tensors are there twice at the end.
+    and a third is there while the older one is replaced. `mapped` are the bytes of stores that are files. With
+    `drafts`, the tensors are there twice at the end. `gradients` are the bytes of one block's, 0 without any; they too
+    stay until the end.
     """
     saved = max(0, blocks - 1)
-    at_last_save, at_end = (
-        planned.before_last + min(saved, 3) * activations,
-        planned.total * (2 if drafts else 1) + min(saved, 2) * activations,
+    written, kept = max(
+        (planned.before_last, min(saved, 3) * activations),  # at the last snapshot
+        (planned.total * (2 if drafts else 1), min(saved, 2) * activations),  # at the end
+        key=sum,
     )
-    return max(at_last_save, at_end) + (activations if mapped else 0)
+    return {"output": written, "activations": kept + mapped, GRADIENTS: blocks * gradients}
 
 
 def _tensors(src: Checkpoint, layout: Layout | None, name: str, row: Row | None) -> Mapping[str, int]:

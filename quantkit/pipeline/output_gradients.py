@@ -21,18 +21,18 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
+from quantkit.algorithms.numerics import is_finite
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError, is_out_of_memory, reason
 from quantkit.io import files
 from quantkit.models.block_runner import BlockRunner
 from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.backward import deterministic, parts, run_part, stacked
+from quantkit.pipeline.memory_estimate import GRADIENT_TOKENS
 
 if TYPE_CHECKING:
     from quantkit.pipeline.calibrate import Run
 
-#: Documents are taken until they have so many tokens.
-TOKENS = 2**16
 #: Added to the diagonal of the Fisher information of a block's outputs, relative to the mean diagonal, where it weighs
 #: their errors.
 DAMP = 1.0
@@ -43,7 +43,7 @@ def documents(lengths: Iterable[int]) -> int:
     """Return how many of the first documents, of `lengths` tokens, gradients come from."""
     count = total = 0
     for length in lengths:
-        if total >= TOKENS:
+        if total >= GRADIENT_TOKENS:
             break
         count, total = count + 1, total + length
     return count
@@ -95,15 +95,15 @@ class OutputGradients:
         def see(linear: str, found: Tensor) -> None:
             if linear not in sums:
                 sums[linear] = _empty(found.shape[-1], model)
-            sums[linear].add(found)
+            try:
+                sums[linear].add(found)
+            except NumericError as error:
+                raise NumericError(f"{linear}: its outputs have no finite gradient: use --no-output-aware") from error
 
         with model.watching_gradients(linears, see):
             rows = run.activations.rows[: len(run.sequences)]
             _backward(run, block, self.of(block).split(rows), None)
-        broken = next((name for name, each in sums.items() if each.may_be_broken()), None)
-        if broken is not None:
-            raise NumericError(f"{broken}: its outputs have no finite gradient: use --no-output-aware")
-        return {name: each.matrix() for name, each in sums.items()}
+        return {name: sums.pop(name).matrix() for name in list(sums)}  # each sum is freed
 
 
 def measure(run: Run) -> OutputGradients:
@@ -146,12 +146,11 @@ def measure(run: Run) -> OutputGradients:
     for block in run.progress.bar(range(len(hashes) - 1, 0, -1), "gradients, backward", len(hashes) - 1):
         with run.clock.phase("load"):
             model.load_block(block)
-            states = files.load_tensor(_file(work, block - 1), shape, model.dtype, hashes[block - 1])
-            run.activations.hidden.copy_(states)
+            run.activations.hidden.copy_(  # what was read has no name, so that it is freed here
+                files.load_tensor(_file(work, block - 1), shape, model.dtype, hashes[block - 1])
+            )
         with run.clock.phase("gradients"):
             _backward(run, block, [store.get(number).hidden for number in range(len(rows))], store)
-            if not bool(store.hidden.sum(dtype=torch.float64).isfinite()):
-                raise NumericError(f"{model.blocks[block]}: its gradient is not finite: use --no-output-aware")
         with run.clock.phase("save"):
             hashes[block - 1] = files.save_tensor(_file(work, block - 1), store.hidden)
         model.unload_block(block)
@@ -208,6 +207,8 @@ def _backward(run: Run, block: int, gradients: Sequence[Tensor], store: Activati
         except Exception as error:
             raise _explained(model, error) from error
         if store is not None:
+            if not is_finite(found):
+                raise NumericError(f"{model.blocks[block]}: its gradient is not finite: use --no-output-aware")
             for number, each in zip(part, [found] if len(part) == 1 else found, strict=True):
                 store.get(number).hidden.copy_(each)
 
@@ -224,7 +225,8 @@ def _explained(model: BlockRunner, error: Exception) -> Exception:
 
 def _empty(size: int, model: BlockRunner) -> Hessian:
     chunk = LONG_CHUNK if model.device.type == "cuda" else CHUNK
-    return Hessian(size, model.device, cap_tokens=False, checks=False, chunk=chunk)
+    # It checks each call: the numbers kept for a check in the end would keep the heap between them from shrinking.
+    return Hessian(size, model.device, cap_tokens=False, chunk=chunk)
 
 
 def _file(work: Path, block: int) -> Path:

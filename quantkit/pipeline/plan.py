@@ -252,7 +252,7 @@ def plan_quantize(
     else:
         memory = streamed_memory(src, quantized)
     if isinstance(recipe, Recipe) and recipe.distill:
-        memory = replace(memory, later=tuning_memory(src, sizes, quantized, recipe, device))
+        memory = replace(memory, others=(*memory.others, tuning_memory(src, sizes, quantized, recipe, device)))
     memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
         _assemble(src, layout, recipe.scheme, rows, misfits, memory, out), decoder=decoder_weights(src, inside)
@@ -441,13 +441,17 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: re
     return found
 
 
-def disk_problem(planned: Plan, out: Path | None, needed: int) -> str | None:
-    """Say that the disk of `out` is too small for `needed` bytes; None if it is not."""
+def disk_problem(planned: Plan, out: Path | None, needed: int, gradients: int = 0) -> str | None:
+    """Say that the disk of `out` is too small for `needed` bytes; None if it is not.
+
+    `gradients` are those of them that output-aware rounding takes, if they are the largest part.
+    """
     if planned.disk_free is None or needed <= planned.disk_free:
         return None
+    also = f", or use --no-output-aware: {format_bytes(gradients)} are for gradients" if gradients else ""
     return (
         f"{out}: the run takes {format_bytes(needed)} of disk and {format_bytes(planned.disk_free)} are free: "
-        "free some or use another -o"
+        f"free some or use another -o{also}"
     )
 
 

@@ -43,8 +43,10 @@ from quantkit.pipeline.distill import distilled
 from quantkit.pipeline.fused_alike import changes
 from quantkit.pipeline.identity import difference, identity
 from quantkit.pipeline.layer_solver import solve_uncalibrated
+from quantkit.pipeline.memory_estimate import GRADIENTS
 from quantkit.pipeline.opening import require_complete_source, require_right_weights
 from quantkit.pipeline.output_files import disk_peak, output_files, report_bytes
+from quantkit.pipeline.output_gradients import documents
 from quantkit.pipeline.patterns import require_effect
 from quantkit.pipeline.plan import Plan, disk_problem, plan_quantize
 from quantkit.pipeline.profile import profile
@@ -217,11 +219,14 @@ def _require_runnable(
         require_same(before, _known_identity(job, recipe, text.facts), difference)
     if out is not None:
         activations = job.plan.memory.token_bytes * tokens
-        mapped = run.act_budget is not None and activations > count * run.act_budget
+        gradients = job.plan.memory.token_bytes * sum(lengths[: documents(lengths)]) if recipe.output_aware else 0
+        stores = (activations, activations if recipe.tune else gradients, gradients)
+        mapped = sum(size for size in stores if run.act_budget is not None and size > count * run.act_budget)
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
-        drafts = isinstance(recipe, Recipe) and recipe.distill > 0
-        most = disk_peak(job.plan, activations, len(job.model.blocks), mapped, drafts)
-        problem = disk_problem(job.plan, out, most - there)
+        parts = disk_peak(job.plan, activations, len(job.model.blocks), mapped, distilled_too, gradients)
+        largest = max(parts, key=lambda part: parts[part])
+        most = sum(parts.values()) - there
+        problem = disk_problem(job.plan, out, most, parts[GRADIENTS] if largest == GRADIENTS else 0)
         if problem is not None:
             raise CheckpointError(problem)
     return job, recipe, text

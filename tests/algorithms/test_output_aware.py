@@ -163,7 +163,7 @@ def test_a_target_that_would_overflow_float16_gives_way_to_the_weight(label: str
     w = (w * (60000 / w.abs().amax(-1, keepdim=True))).to(dtype)  # each row is about as large as float16 allows
     ramp = torch.linspace(0, -5, 64).exp()  # errors of the first outputs move the targets of the last ones far
     g = (gauss(256, 1, seed=5) + 0.2 * gauss(256, 64, seed=6)) * ramp
-    (plain,), (found,) = solved([w], label, h, [(g.T @ g).float()])
+    _, (found,) = solved([w], label, h, [(g.T @ g).float()])
     assert bool(found.tensor.dequantize(torch.float16).isfinite().all())
     assert found.facts["output_loss"] <= found.facts["plain_output_loss"]
 

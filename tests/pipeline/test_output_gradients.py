@@ -1,9 +1,9 @@
-"""Output gradients: those of the whole model, the same bytes again and after any stop, and what is refused."""
+"""Output gradients are those of the whole model."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.core.ranks import Ranks
-from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError
-from quantkit.inference.load import load
-from quantkit.io import files
-from quantkit.layouts import LAYOUTS
 from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.passing import State
 from quantkit.models.whole_model import load_dense_model
-from quantkit.pipeline import backward, calibrate, output_gradients
-from quantkit.pipeline.calibrate import Run, calibrated, new_run
-from quantkit.pipeline.output_gradients import OutputGradients, documents, measure
-from quantkit.pipeline.recipe import Recipe, from_mapping
-from quantkit.progress import Progress
-from quantkit.reporting.report import REPORT
-from tests.census import families
-from tests.pipeline.test_calibrate import digests, distance, interrupted, resumed
+from quantkit.pipeline import calibrate
+from quantkit.pipeline.calibrate import Run, new_run
+from quantkit.pipeline.output_gradients import measure
+from quantkit.pipeline.recipe import from_mapping
+from tests.pipeline.test_calibrate import distance
 from tests.tiny_models import write_model
 
 #: Changes that make a family's model smaller.
@@ -40,19 +29,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "gpt2": {},
 }
 AWARE: dict[str, Any] = {"scheme": {"group_size": 32}, "output_aware": True}
-TUNED: dict[str, Any] = {**AWARE, "tune": 2}
 
 
 @pytest.fixture(autouse=True)
 def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a Llama of three small blocks."""
-    changes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 128}
-    return write_model("llama", tmp_path_factory.mktemp("three") / "model", **changes)
 
 
 def sequences(count: int = 9) -> list[Tensor]:
@@ -69,17 +50,13 @@ def stream(folder: Path, work: Path, docs: Sequence[Tensor] | None = None, **cha
     return run
 
 
-def quantized(folder: Path, recipe: Recipe, work: Path, **options: Any) -> dict[str, Item]:
-    src = Checkpoint(folder)
-    work.mkdir(exist_ok=True)
-    found = calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), work, [], **options)
-    return {item.name: item for item in found if not isinstance(item, Commit)}
-
-
 def whole_model_gradients(folder: Path, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return by path the gradients `[T, h]` by what blocks pass on and `[T, n]` by outputs of linears, by autograd."""
     model = load_dense_model(Checkpoint(folder))
-    paths = [*run.model.blocks, *(run.model.paths[n] for b in range(len(run.model.blocks)) for n in run.model.targets(b))]
+    paths = [
+        *run.model.blocks,
+        *(run.model.paths[n] for b in range(len(run.model.blocks)) for n in run.model.targets(b)),
+    ]
     seen: dict[str, list[Tensor]] = {path: [] for path in paths}
 
     def watch(path: str) -> Callable[..., None]:
@@ -126,10 +103,7 @@ def test_gradients_are_those_of_the_whole_model(family: str, changes: dict[str, 
     for block in range(len(again.model.blocks)):
         again.model.load_block(block)
         targets = again.model.targets(block)
-        found = gradients.of_linears(again, block, targets) if again is run else None
-        found = OutputGradients(
-            gradients.work, again.model, gradients.documents, gradients.shape, gradients.dtype, gradients.hashes
-        ).of_linears(again, block, targets)
+        found = replace(gradients, model=again.model).of_linears(again, block, targets)
         for name in targets:
             g = of_linears[again.model.paths[name]].double()
             assert distance(found[name], 2 / len(g) * g.T @ g) < 1e-3, name

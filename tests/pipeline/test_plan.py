@@ -18,9 +18,10 @@ from quantkit.checkpoint import writer
 from quantkit.checkpoint.inspection import describe
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, LayoutError
+from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import convert, quantize
+from quantkit.pipeline.memory_estimate import Memory
 from quantkit.pipeline.plan import Plan, plan_pack, plan_quantize
 from quantkit.pipeline.recipe import from_mapping, pruning_from_mapping
 from tests.tiny_models import write_model
@@ -337,6 +338,30 @@ def test_memory_grows_with_the_run_and_stops_at_the_budget(tmp_path: Path) -> No
     assert plan_quantize(src, linears, recipe()).memory.to_dict()["ram"] < ram()
     vram = plan_quantize(src, linears, from_mapping({}), device="cuda").memory.to_dict()
     assert vram["vram"] > 0
+
+
+@pytest.mark.parametrize(("device", "kind", "width"), [("cpu", "ram", 4), ("cuda", "vram", 2)])
+def test_gradients_count_once_there_are_some_and_grow_no_further(
+    device: str, kind: str, width: int, tmp_path: Path
+) -> None:
+    linears = {f"model.layers.{i}.mlp.up_proj": (8192, 512) for i in range(4)}
+    src = sparse(tmp_path / "m", linears, hidden_size=512, max_position_embeddings=1024, vocab_size=256)
+
+    def memory(samples: int, aware: bool = True) -> dict[str, Any]:
+        asked = from_mapping({"output_aware": aware, "calibration": {"samples": samples}})
+        return plan_quantize(src, linears, asked, device=device, gpu_memory=80 * 10**9).memory.to_dict()
+
+    found = memory(256)
+    assert found[f"{kind}_parts"]["Hessians of outputs"] == 4 * 8192**2
+    assert found[f"{kind}_parts"]["activations of the unquantized model"] == (2**16 + 1024) * 512 * width
+    assert found[kind] > memory(256, aware=False)[kind] + 4 * 8192**2
+    assert memory(512)[kind] - found[kind] == memory(512, aware=False)[kind] - memory(256, aware=False)[kind]
+
+
+def test_hessians_of_outputs_that_are_too_large_name_the_way_out() -> None:
+    memory = Memory({"program": 1}, others=(Memory({"program": 1, "Hessians of outputs": 10**18}),))
+    with pytest.raises(QuantkitError, match=r"allows .* GB: use --no-output-aware or "):
+        memory.require()
 
 
 @pytest.mark.parametrize("value", ["many", -1, 0, None, [], {}, True])

@@ -250,6 +250,10 @@ def test_an_error_behind_the_last_exchange_ends_all(line: tuple[object, ...], wh
         (("inspect", "model"), "2 processes were started, and quantkit inspect uses one"),
         (("quantize", "model", "-o", "out", "--method", "rtn"), "this recipe uses no activations"),
         (("quantize", "model", "-o", "out", "--calib", "text", "--samples", "1"), "1 calibration sequences for 2"),
+        (
+            ("quantize", "model", "-o", "out", "--calib", "text", "--output-aware"),
+            "--output-aware has the documents of",
+        ),
         (("quantize", "model", "-o", "out", "--calib", "text", "--nothing"), "No such option"),
     ],
 )
