@@ -533,7 +533,7 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
     """
     count = documents(map(len, run.sequences)) if run.recipe.output_aware else 0
     if count:
-        run.gradients = measure(_embedded(run, count))
+        run.gradients = measure(_embedded(run, count), resumed=bool(finished))
     if run.recipe.tune or count:
         run.unquantized = _follow_unquantized(run, len(finished), None if run.recipe.tune else count)
     first = _load_saved(run, finished)

@@ -33,6 +33,7 @@ from quantkit.pipeline.calibrate import Run, committed, new_run
 from quantkit.pipeline.layer_solver import relative_error
 from quantkit.pipeline.recipe import Recipe
 from quantkit.progress import Progress
+from quantkit.reporting.report import untuned
 
 #: One of so many sequences is held out, at least one.
 HELD_OUT = 8
@@ -64,8 +65,8 @@ def distilled(
     """Yield every tensor of a dense checkpoint again, with what was learned from `sequences` (int64 `[t]`).
 
     `work` is the run's folder with the drafts, `done` its journal lines. Nothing is yielded if they go past the drafts.
-    Facts of an item are those of its draft. Its `loss` is `untuned_loss`, because tuning does not compute it anew. The
-    facts of the commit have `distillation`, which is what `tune` returns.
+    Facts of an item are those of its draft. Losses are not computed anew, and become those of untuned codes
+    (`untuned_loss`). The facts of the commit have `distillation`, which is what `tune` returns.
 
     Raises as `tune`.
     """
@@ -257,5 +258,4 @@ def _facts(before: Mapping[str, Any], weight: Tensor, record: QuantizedTensor) -
         counts["zeros"] -= record.codes.numel() - weight.numel()
     n, k = weight.shape
     error = relative_error(weight, record.dequantize()[:n, :k])
-    kept = {("untuned_loss" if key == "loss" else key): value for key, value in before.items()}
-    return {**kept, **counts, "relative_error": error}
+    return {**untuned(before), **counts, "relative_error": error}

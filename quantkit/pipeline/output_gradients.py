@@ -106,10 +106,11 @@ class OutputGradients:
         return {name: sums.pop(name).matrix() for name in list(sums)}  # each sum is freed
 
 
-def measure(run: Run) -> OutputGradients:
+def measure(run: Run, resumed: bool = False) -> OutputGradients:
     """Compute and save the gradients, or read what a stopped run has saved.
 
-    `run` is a stream of the documents of the gradients, with the hidden states that enter the first block.
+    `run` is a stream of the documents of the gradients, with the hidden states that enter the first block. A run that
+    is `resumed` behind finished blocks has saved them.
 
     RecipeError for a model whose blocks pass on more than one hidden state. CheckpointError if its code has no
     gradient. NumericError for a gradient that is not finite.
@@ -120,6 +121,8 @@ def measure(run: Run) -> OutputGradients:
     kept = _saved(run, shape, dtype)
     if kept is not None:
         return kept
+    if resumed:
+        run.progress.warn(f"{run.work}: the gradients of the model's outputs are lost or damaged: computed again")
     model, hashes = run.model, [""] * len(run.model.blocks)
     for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks)):
         if block:

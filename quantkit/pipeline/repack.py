@@ -26,7 +26,7 @@ from quantkit.layouts.base import TILE
 from quantkit.layouts.recast import broken_rule, recast
 from quantkit.pipeline.layer_solver import relative_error, zeroed
 from quantkit.pipeline.plan import Plan, Row
-from quantkit.reporting.report import REPORT
+from quantkit.reporting.report import OUTPUT_AWARE, REPORT
 
 #: Codes that are unpacked and packed at a time, about: they stay in a core's cache.
 CODES = 2**21
@@ -38,6 +38,7 @@ OUTDATED = (
     "loss",
     "rtn_loss",
     "norm",
+    *OUTPUT_AWARE,
     "guard_rows",
     "rungs",
     "reason",

@@ -22,6 +22,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError
 from quantkit.pipeline.backward import deterministic, parts, run_part, stacked
 from quantkit.pipeline.layer_solver import relative_error, zeroed
+from quantkit.reporting.report import untuned
 
 if TYPE_CHECKING:
     from quantkit.pipeline.calibrate import Run
@@ -51,8 +52,8 @@ def tune(run: Run, block: int, steps: int, solved: Sequence[Item]) -> list[Item]
 
     `run.unquantized` has the target of each sequence. Facts: `untuned_error` and `tuned_error` are the squared error of
     the block's hidden states on held-out sequences, relative to their squares, before and after `tuned_step` steps.
-    `tuned_changed` counts codes. The `loss` becomes `untuned_loss`, because it is not computed anew. NumericError if
-    the error is not finite.
+    `tuned_changed` counts codes. Losses are not computed anew, and become those of untuned codes (`untuned_loss`).
+    NumericError if the error is not finite.
     """
     if not solved:
         return []
@@ -73,8 +74,8 @@ def tune(run: Run, block: int, steps: int, solved: Sequence[Item]) -> list[Item]
         facts |= {fact: count for fact, count in rtn.scale_facts(tensor).items() if fact in facts}
         facts.pop("zeroed", None)
         facts |= zeroed(source, tensor)
-        if "loss" in facts and common["tuned_step"]:
-            facts["untuned_loss"] = facts.pop("loss")
+        if common["tuned_step"]:
+            facts = untuned(facts)
         tuned.append(item._replace(value=tensor, facts={**facts, "relative_error": relative_error(source, tensor)}))
     return tuned
 

@@ -59,7 +59,7 @@ _ENTRIES = {
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
-TUNING = ("untuned_loss", "untuned_error", "tuned_error", "tuned_step", "tuned_changed")
+TUNING = ("untuned_loss", "untuned_output_loss", "untuned_error", "tuned_error", "tuned_step", "tuned_changed")
 OUTPUT_AWARE = ("output_loss", "plain_output_loss")
 NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *OUTPUT_AWARE, *COUNTS, *SCALE_ERRORS, *TUNING)
 #: Entries, at any depth, that differ from run to run or from machine to machine.
@@ -108,6 +108,11 @@ def valid_text(name: str) -> str:
 
 def _valid(value: Any) -> Any:
     return valid_text(value) if isinstance(value, str) else value
+
+
+def untuned(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the facts of a layer that was tuned, its losses named as those before it: they are not computed anew."""
+    return {f"untuned_{key}" if key in ("loss", "output_loss") else key: value for key, value in facts.items()}
 
 
 def phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:

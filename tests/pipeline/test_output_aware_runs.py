@@ -78,8 +78,13 @@ def at(operation: str, name: str, error: BaseException, number: int = 1) -> Call
 
 
 def losses(report: dict[str, Any]) -> list[tuple[float, float]]:
-    """Return the loss by the likelihood of each linear, and that of its plain solution."""
-    return [(layer["output_loss"], layer["plain_output_loss"]) for layer in report["layers"]]
+    """Return the loss by the likelihood of each linear, before it was tuned, and that of its plain solution."""
+    found = []
+    for layer in report["layers"]:
+        name = "untuned_output_loss" if layer.get("tuned_step") else "output_loss"
+        assert ("output_loss" in layer) == (not layer.get("tuned_step"))
+        found.append((layer[name], layer["plain_output_loss"]))
+    return found
 
 
 def damaged(model: Path, folder: Path, changes: dict[str, float]) -> Path:
@@ -193,6 +198,7 @@ def test_a_resumed_run_reads_gradients_or_measures_damaged_ones_to_the_same_byte
     calib: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     out, recipe = tmp_path / "out", aware(calib, tune=tune)
     with faults(at("open", "model-00002", Killed())), pytest.raises(Killed):
@@ -202,9 +208,10 @@ def test_a_resumed_run_reads_gradients_or_measures_damaged_ones_to_the_same_byte
         damage(partial / name)
     measured, sampled = [], output_gradients._sampled
     monkeypatch.setattr(output_gradients, "_sampled", lambda *given: (measured.append(1), sampled(*given)))
+    capsys.readouterr()
     quantize(small, out, recipe, resume=True)
     assert hashes(out) == hashes(tuned if tune else whole)
-    assert len(measured) == (damage is not None)
+    assert len(measured) == (damage is not None) == ("gradients" in capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(
