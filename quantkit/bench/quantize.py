@@ -26,7 +26,7 @@ from quantkit.io import files
 from quantkit.io.journal import JOURNAL, read_journal
 from quantkit.models.devices import device_of
 from quantkit.models.meta_model import skeleton
-from quantkit.pipeline.memory_estimate import CUDA_DEVICE, SAVED_BLOCKS, Memory
+from quantkit.pipeline.memory_estimate import CUDA_DEVICE, OTHERS, SAVED_BLOCKS, Memory
 from quantkit.pipeline.profile import Speeds, floors, measure_speeds
 from quantkit.pipeline.quantize import plan, quantize
 from quantkit.pipeline.recipe import Recipe
@@ -194,8 +194,8 @@ def _measure(
 
 
 def _planned(memory: Memory) -> dict[str, int]:
-    """Return the planned peaks; that of a GPU is without the runtime, which torch does not measure."""
-    found = {"ram": sum(memory.ram.values())}
+    """Return the planned peaks of this process; that of a GPU is without the runtime, which torch does not measure."""
+    found = {"ram": sum(size for part, size in memory.ram.items() if part != OTHERS)}
     return found | ({"vram": sum(memory.vram.values()) - CUDA_DEVICE} if memory.vram else {})
 
 

@@ -87,6 +87,8 @@ SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 SAVING = "activations that are saved"
 #: Bytes for each weight of the blocks that wait to be written: a byte of codes, and the packed ones.
 WAITING_BYTES = 2
+#: The processes that share a run on this machine, but this one.
+OTHERS = "other processes"
 #: The second store of activations, if blocks are tuned or errors are weighed by gradients.
 UNQUANTIZED = "activations of the unquantized model"
 #: What torch imports for gradients and optimizers beside the program, and what the heap keeps of small matrices.
@@ -168,7 +170,7 @@ class Memory:
     def of_processes(self, count: int) -> Memory:
         """Return the estimate for `count` processes of a run that share this machine, each with a GPU of its own."""
         others = (count - 1) * sum(self.ram.values())
-        return replace(self, ram={**self.ram, "other processes": others}) if others else self
+        return replace(self, ram={**self.ram, OTHERS: others}) if others else self
 
     def require(self) -> None:
         """Raise QuantkitError if the run certainly needs more memory than it may use here, or than the GPU has."""
