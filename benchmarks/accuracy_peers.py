@@ -57,6 +57,7 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "int4-best": merge(BEST, {"output_aware": True, "tune": 50}),
     "int4-tuned": merge(BEST, {"output_aware": True, "tune": 200}),
     "fp6": FP6,
+    "fp6, output-aware, tune 50": merge(FP6, {"output_aware": True, "tune": 50}),
     "fp6, output-aware, tune 200": merge(FP6, {"output_aware": True, "tune": 200}),
     "2:4": SPARSE,
     "2:4, output-aware, tune 200": merge(SPARSE, {"output_aware": True, "tune": 200}),
