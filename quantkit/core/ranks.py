@@ -315,7 +315,7 @@ def _is_told(error: BaseException) -> bool:
 class _Pickler(pickle.Pickler):
     """Pickle a value without its tensors, which are put into `tensors` and become contiguous.
 
-    A class of a function would be freed by the garbage collector alone, much later, and the tensors with it.
+    A class made inside a function would be freed by the garbage collector alone, much later, and the tensors with it.
     """
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -294,6 +294,8 @@ def calibrated_memory(
     if cuda and gpu_memory is None and here:
         gpu_memory = torch.cuda.mem_get_info()[0]
 
+    training = TRAINING if gradients else 0
+
     def stage(stores: Mapping[str, int], parts: Mapping[str, int]) -> Memory:
         """Return the estimate of a stage with some stores of activations, and parts where it computes."""
         in_ram = {part: size if act_budget is None else min(size, act_budget) for part, size in stores.items()}
@@ -305,7 +307,6 @@ def calibrated_memory(
         host |= {READ: parts[READ]} if READ in parts else {}
         return Memory(host, {"CUDA": CUDA_DEVICE, **parts, **on_gpu}, token_bytes=hidden * width)
 
-    training = TRAINING if gradients else 0
     stores, others = {ACTIVATIONS: activations}, tuple[Memory, ...]()
     if recipe.tune or gradients:
         stores[UNQUANTIZED] = activations if recipe.tune else gradients
