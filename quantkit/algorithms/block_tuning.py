@@ -38,7 +38,9 @@ class TunedWeight:
     def __init__(self, weight: Tensor, start: QuantizedTensor) -> None:
         self.start, self._stored, self._size = start, weight.dtype, tuple(weight.shape)
         groups = start.scales.shape[1]
-        self._step = _steps(start.scheme.format, weight.device)[start.codes.int()].unflatten(1, (groups, -1))
+        steps = _steps(start.scheme.format, weight.device)
+        even = bool((steps == steps[0]).all())  # then no memory is needed for them
+        self._step = steps[0] if even else steps[start.codes.int()].unflatten(1, (groups, -1))
         self._zeros = None if start.zeros is None else start.zeros.float().unsqueeze(-1)
         self._scales = start.scales.float()
         values = self._start_values()

@@ -135,7 +135,7 @@ class BlockRunner:
     belongs to. `sliced`: stored tensors that hold several experts. `notices`: matrices that stay dense without being
     skipped. `dtype`: of weights and activations in memory, see `compute_dtype`. `max_length`: the most tokens of a
     sequence. `text`: the module whose forward is run, the whole model or the outermost one that runs on tokens alone;
-    `text_path`: its path.
+    `text_path`: its path. `fuses_attention`: whether gradients may come from a GPU's fused kernels for attention.
 
     In `src`, tensors of many experts are replaced by one tensor a linear, and weights of Conv1D by their transposes.
 
@@ -175,6 +175,7 @@ class BlockRunner:
         self.max_length = positions if positions > 0 else UNLIMITED
         self.text_path = text_model(self.module, self.blocks)
         self.text = cast("PreTrainedModel", self.module.get_submodule(self.text_path))
+        self.fuses_attention = self.device.type == "cuda"
         #: Number of a block that has run -> the form of what it passes on.
         self.forms: dict[int, Form] = {}
         self._unused: dict[int, frozenset[int]] = {}
@@ -461,12 +462,32 @@ class BlockRunner:
         passed = self._passed_on(index, state)
         if self.dtype == torch.float16:
             passed = passed._replace(hidden=passed.hidden.float())
-        prefix = f"{self.text_path}." if self.text_path else ""
-        replaced = {f"{self.paths[name]}.weight".removeprefix(prefix): weight for name, weight in weights.items()}
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=is_fast_in_bfloat16(self.device)):
-            output = self._run(index, tokens, passed, replaced)
+        fast = is_fast_in_bfloat16(self.device)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=fast), self._replaced(index, weights):
+            output = self._run(index, tokens, passed, gradients=torch.is_grad_enabled())
         assert output is not None
         return output.hidden
+
+    @contextmanager
+    def _replaced(self, index: int, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let tensors take the place of weights of a block's linears, wherever the block uses these.
+
+        `functional_call` would look for them in the whole model at each call, which takes longer than a small block.
+        """
+        instead = {id(get_tensor(self.module, f"{self.paths[name]}.weight")): new for name, new in weights.items()}
+        places: list[tuple[dict[str, Any], str, Any]] = [
+            (module._parameters, name, old)
+            for module in self.module.get_submodule(self.blocks[index]).modules()
+            for name, old in module._parameters.items()
+            if id(old) in instead
+        ]
+        try:
+            for parameters, name, old in places:
+                parameters[name] = instead[id(old)]
+            yield
+        finally:
+            for parameters, name, old in places:
+                parameters[name] = old
 
     def _passed_on(self, index: int, state: State) -> Passed:
         """Return copies on the device of what enters a block; the model may change them in place."""
@@ -555,26 +576,21 @@ class BlockRunner:
         index: int,
         tokens: Tensor,
         passed: Passed | None,
-        weights: Mapping[str, Tensor] | None = None,
+        gradients: bool = False,
         key: Hashable = None,
     ) -> Passed | None:
-        """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped.
-
-        With `weights`, which replace parameters of the text model by name, gradients are as the caller set them.
-        """
+        """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped."""
         self._at, self._passed, self._output, self._in_batch, self._key = index, passed, None, tokens.ndim > 1, key
         self._version = -1 if passed is None else passed.hidden._version
         call = self._calls.get(key)
         given = {"input_ids": torch.atleast_2d(tokens.to(self.device)), "use_cache": False}
         try:
-            with torch.set_grad_enabled(weights is not None and torch.is_grad_enabled()):
+            with torch.set_grad_enabled(gradients):
                 if call is not None and passed is not None:
                     args, kwargs = call.on(passed.hidden)
                     self.module.get_submodule(self.blocks[index])(*args, **kwargs)
-                elif weights is None:
-                    self.text(**given)
                 else:
-                    torch.func.functional_call(self.text, dict(weights), (), given)
+                    self.text(**given)
         except _Stop:
             return self._output
         except Exception as error:  # an image may be missing, or what an earlier block left for later ones

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad
 
 from quantkit.algorithms.learned_weight import LearnedVector, LearnedWeight
@@ -25,16 +24,18 @@ from quantkit.algorithms.rtn import scale_facts
 from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.errors import CheckpointError, NumericError, QuantkitError, is_out_of_memory, reason
+from quantkit.errors import NumericError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import compute_dtype
 from quantkit.models.meta_model import get_tensor
+from quantkit.pipeline.backward import backward, explaining, in_fixed_order
 from quantkit.pipeline.calibrate import Run, committed, new_run
 from quantkit.pipeline.layer_solver import relative_error
 from quantkit.pipeline.recipe import Recipe
 from quantkit.progress import Progress
 from quantkit.reporting.report import untuned
 
+INSTEAD = "drop --distill"
 #: One of so many sequences is held out, at least one.
 HELD_OUT = 8
 #: Sequences of a step.
@@ -169,24 +170,29 @@ class Student:
     def _backward(self, documents: Sequence[Tensor]) -> None:
         """Compute the gradients of the divergence summed over all positions; weights are decoded once."""
         tensors = self._tensors()
+        with explaining(self._model, INSTEAD):
+            found = in_fixed_order(self._model, lambda: self._gradients(documents, tensors))
+        torch.autograd.backward([tensors[path] for path in found], list(found.values()))
+
+    def _gradients(self, documents: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the gradients by the weights and norms that are reached."""
         leaves = {path: tensor.detach().requires_grad_() for path, tensor in tensors.items()}
         for document in documents:
-            divergence = self._divergence(document, leaves)
-            with self._explaining():
-                divergence.backward()
-        reached = [path for path, leaf in leaves.items() if leaf.grad is not None]
-        torch.autograd.backward([tensors[path] for path in reached], [leaves[path].grad for path in reached])
+            backward(self._model, self._divergence(document, leaves))
+        return {path: leaf.grad for path, leaf in leaves.items() if leaf.grad is not None}
 
     @torch.no_grad()
     def _measure(self, documents: Sequence[Tensor]) -> float:
         """Return the mean KL divergence at all positions of the documents, in nats."""
         tensors = self._tensors()
-        return sum(float(self._divergence(each, tensors)) for each in documents) / sum(map(len, documents))
+        with explaining(self._model, INSTEAD):
+            total = in_fixed_order(self._model, lambda: sum(float(self._divergence(d, tensors)) for d in documents))
+        return total / sum(map(len, documents))
 
     def _divergence(self, tokens: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return KL(unquantized || quantized) of the next-token distributions of a document, summed over positions."""
         self._progress.check()
-        with self._computing(), self._explaining():
+        with self._computing():
             with torch.no_grad():
                 theirs = self._model.logits(tokens, {})
             ours = self._model.logits(tokens, tensors)
@@ -209,28 +215,9 @@ class Student:
             found[path] = norm.dense(get_tensor(self._model.module, path).dtype)
         return found
 
-    @contextmanager
-    def _explaining(self) -> Iterator[None]:
-        """Turn an exception of the model's own code into a CheckpointError."""
-        try:
-            yield
-        except Exception as error:  # any model may write over what a gradient needs
-            if isinstance(error, QuantkitError) or is_out_of_memory(error):
-                raise
-            kind = type(self._model.text).__name__
-            raise CheckpointError(
-                f"{self._model.src.path}: {kind} cannot be tuned from end to end ({reason(error)}): drop --distill"
-            ) from error
-
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Compute products in bfloat16 where that is fast; on a GPU, attention whose gradient has one order of sums."""
-        with ExitStack() as stack:
-            if self._mixed:
-                stack.enter_context(torch.autocast("cpu", torch.bfloat16))
-            if self._model.device.type == "cuda":
-                stack.enter_context(sdpa_kernel(SDPBackend.MATH))
-            yield
+    def _computing(self) -> AbstractContextManager[Any]:
+        """Compute products in bfloat16 where that is fast on a CPU."""
+        return torch.autocast("cpu", torch.bfloat16) if self._mixed else nullcontext()
 
 
 def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:

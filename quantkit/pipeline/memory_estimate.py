@@ -313,7 +313,7 @@ def calibrated_memory(
     if gradients:
         both = {UNQUANTIZED: gradients, GRADIENTS: gradients}
         logits = DRAWN * 4 * sequence * (_stated(src, "vocab_size") or 0)
-        # On a GPU, attention is computed by plain products.
+        # Where a GPU has no flash attention, attention is computed by plain products.
         scores = 2 * width * (_stated(src, "num_attention_heads") or 1) * joined * sequence if cuda else 0
         block = {"block": solve["block"], READ: gradients, "backward pass": backward + scores}
         sums = solve[OUTPUTS] + (width * LONG_CHUNK if cuda else 4 * CHUNK) * widest

@@ -12,8 +12,9 @@ A run that is resumed reads the saved gradients, or computes them again to the s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +24,11 @@ from torch import Tensor
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.algorithms.numerics import is_finite
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError, is_out_of_memory, reason
+from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.io import files
 from quantkit.models.block_runner import BlockRunner
 from quantkit.pipeline.activations import Activations
-from quantkit.pipeline.backward import deterministic, parts, run_part, stacked
+from quantkit.pipeline.backward import explaining, gradient, in_fixed_order, parts, run_part, stacked
 from quantkit.pipeline.memory_estimate import GRADIENT_TOKENS
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 #: their errors.
 DAMP = 1.0
 _INDEX = "activations-gradients.json"
+INSTEAD = "use --no-output-aware"
 
 
 def documents(lengths: Iterable[int]) -> int:
@@ -70,9 +72,9 @@ class OutputGradients:
 
         It is the Cholesky factor of the Fisher information with a damped diagonal, whose mean is 1.
         """
-        gradient = self.of(block).flatten(0, -2)
-        fisher = _empty(gradient.shape[-1], self.model)
-        fisher.add(gradient)
+        passed_on = self.of(block).flatten(0, -2)
+        fisher = _empty(passed_on.shape[-1], self.model)
+        fisher.add(passed_on)
         found = fisher.matrix().double()
         mean = float(found.diagonal().mean())
         if not mean > 0:
@@ -88,21 +90,29 @@ class OutputGradients:
 
         `run` has the documents of the gradients, with the hidden states that enter the block.
         """
-        assert run.activations is not None
         model = run.model
-        sums: dict[str, Hessian] = {}
 
-        def see(linear: str, found: Tensor) -> None:
-            if linear not in sums:
-                sums[linear] = _empty(found.shape[-1], model)
-            try:
-                sums[linear].add(found)
-            except NumericError as error:
-                raise NumericError(f"{linear}: its outputs have no finite gradient: use --no-output-aware") from error
+        def summed() -> dict[str, Hessian]:
+            sums: dict[str, Hessian] = {}
 
-        with model.watching_gradients(linears, see):
-            rows = run.activations.rows[: len(run.sequences)]
-            _backward(run, block, self.of(block).split(rows), None)
+            def see(linear: str, found: Tensor) -> None:
+                if linear not in sums:
+                    sums[linear] = _empty(found.shape[-1], model)
+                try:
+                    sums[linear].add(found)
+                except NumericError as error:
+                    raise NumericError(
+                        f"{linear}: its outputs have no finite gradient: use --no-output-aware"
+                    ) from error
+
+            with model.watching_gradients(linears, see):
+                for part in _parts(run, block):
+                    _carried(run, block, part, behind)
+            return sums
+
+        behind = _by_document(run, self.of(block))
+        with explaining(model, INSTEAD):
+            sums = in_fixed_order(model, summed)
         return {name: sums.pop(name).matrix() for name in list(sums)}  # each sum is freed
 
 
@@ -153,7 +163,7 @@ def measure(run: Run, resumed: bool = False) -> OutputGradients:
                 files.load_tensor(_file(work, block - 1), shape, model.dtype, hashes[block - 1])
             )
         with run.clock.phase("gradients"):
-            _backward(run, block, [store.get(number).hidden for number in range(len(rows))], store)
+            _carry_back(run, block, store)
         with run.clock.phase("save"):
             hashes[block - 1] = files.save_tensor(_file(work, block - 1), store.hidden)
         model.unload_block(block)
@@ -182,48 +192,57 @@ def _sampled(run: Run, store: Activations) -> None:
         run.progress.check()
         generator.manual_seed((run.recipe.calibration.seed + number) % 2**63)
         hidden = run.activations.get(number).hidden.detach().to(model.device, copy=True).requires_grad_()
-        try:
-            with torch.enable_grad(), deterministic(model.device):
-                logits = model.logits_of(tokens, hidden)
-                wanted = logits.detach().float().softmax(-1)
-                drawn = torch.multinomial(wanted, 1, generator=generator)
-                wanted.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=wanted.dtype))
-                (found,) = torch.autograd.grad(logits, hidden, wanted.to(logits.dtype))
-        except Exception as error:
-            raise _explained(model, error) from error
+        draw = partial(_drawn, run, number, tokens, hidden, generator)
+        with explaining(model, INSTEAD):
+            found = in_fixed_order(model, draw)
         if not bool(found.isfinite().all()):
             raise NumericError(f"calibration document {number}: its gradient is not finite: use --no-output-aware")
         store.get(number).hidden.copy_(found)
 
 
-def _backward(run: Run, block: int, gradients: Sequence[Tensor], store: Activations | None) -> None:
-    """Carry the gradients of all documents back through a loaded block; put them into `store`, if there is one."""
+@torch.enable_grad()
+def _drawn(run: Run, number: int, tokens: Tensor, hidden: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw tokens of a document, and return the gradient by its hidden states behind the last block."""
+    generator.manual_seed((run.recipe.calibration.seed + number) % 2**63)
+    logits = run.model.logits_of(tokens, hidden)
+    wanted = logits.detach().float().softmax(-1)
+    drawn = torch.multinomial(wanted, 1, generator=generator)
+    wanted.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=wanted.dtype))
+    return gradient(run.model, logits, hidden, wanted.to(logits.dtype))
+
+
+def _carry_back(run: Run, block: int, store: Activations) -> None:
+    """Replace the gradients by what a loaded block passes on by those of what enters it."""
+    model, behind = run.model, _by_document(run, store.hidden)
+    for part in _parts(run, block):
+        with explaining(model, INSTEAD):
+            found = in_fixed_order(model, partial(_carried, run, block, part, behind))
+        if not is_finite(found):
+            raise NumericError(f"{model.blocks[block]}: its gradient is not finite: use --no-output-aware")
+        for number, each in zip(part, [found] if len(part) == 1 else found, strict=True):
+            store.get(number).hidden.copy_(each)
+
+
+@torch.enable_grad()
+def _carried(run: Run, block: int, part: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
+    """Return the gradients by what enters a loaded block, of some documents, from those by what it passes on."""
     assert run.activations is not None
-    model = run.model
-    for part in parts(run, block, run.activations, range(len(run.sequences))):
-        hidden = stacked(run.activations, part).detach().to(model.device, copy=True).requires_grad_()
-        behind = torch.stack([gradients[number] for number in part]).to(model.device)
-        try:
-            with torch.enable_grad(), deterministic(model.device):
-                out = run_part(run, block, part, run.activations, {}, hidden)
-                (found,) = torch.autograd.grad(out, hidden, behind.view_as(out).to(out.dtype))
-        except Exception as error:
-            raise _explained(model, error) from error
-        if store is not None:
-            if not is_finite(found):
-                raise NumericError(f"{model.blocks[block]}: its gradient is not finite: use --no-output-aware")
-            for number, each in zip(part, [found] if len(part) == 1 else found, strict=True):
-                store.get(number).hidden.copy_(each)
+    hidden = stacked(run.activations, part).detach().to(run.model.device, copy=True).requires_grad_()
+    behind = torch.stack([gradients[number] for number in part]).to(run.model.device)
+    out = run_part(run, block, part, run.activations, {}, hidden)
+    return gradient(run.model, out, hidden, behind.view_as(out).to(out.dtype))
 
 
-def _explained(model: BlockRunner, error: Exception) -> Exception:
-    """Return what to raise for an exception of the model's own code, which may write over what a gradient needs."""
-    if isinstance(error, QuantkitError) and not isinstance(error, CheckpointError):
-        return error
-    if is_out_of_memory(error):
-        return error
-    kind = type(model.text).__name__
-    return CheckpointError(f"{model.src.path}: {kind} has no gradient ({reason(error)}): use --no-output-aware")
+def _parts(run: Run, block: int) -> Iterator[list[int]]:
+    assert run.activations is not None
+    return parts(run, block, run.activations, range(len(run.sequences)))
+
+
+def _by_document(run: Run, gradients: Tensor) -> Sequence[Tensor]:
+    """Return views of gradients `[T, h]`, one for each document."""
+    assert run.activations is not None
+    found: Sequence[Tensor] = gradients.split(run.activations.rows[: len(run.sequences)])
+    return found
 
 
 def _empty(size: int, model: BlockRunner) -> Hessian:

@@ -20,7 +20,7 @@ from quantkit.algorithms.block_tuning import TunedWeight
 from quantkit.checkpoint.items import Item
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError
-from quantkit.pipeline.backward import deterministic, parts, run_part, stacked
+from quantkit.pipeline.backward import backward, explaining, in_fixed_order, parts, run_part, stacked
 from quantkit.pipeline.layer_solver import relative_error, zeroed
 from quantkit.reporting.report import untuned
 
@@ -34,7 +34,7 @@ BATCH = 8
 #: The largest step of a latent value in so many steps, in steps of the grid. Fewer steps are longer, by the root.
 RATE, RATE_STEPS = 0.0025, 200
 #: Steps in which the rate rises, and how often in a run the held-out error is computed.
-WARM_UP, CHECKS = 5, 20
+WARM_UP, CHECKS = 5, 8
 _TINY = 1e-30
 
 
@@ -61,8 +61,7 @@ def tune(run: Run, block: int, steps: int, solved: Sequence[Item]) -> list[Item]
     sources = {name: run.src.get(f"{name}.weight").to(run.model.device) for name in names}
     values = zip(names, (item.value for item in solved), strict=True)
     starts = {name: value for name, value in values if isinstance(value, QuantizedTensor)}
-    with deterministic(run.model.device):
-        found, common = _Tuning(run, block, starts, sources).run(steps)
+    found, common = _Tuning(run, block, starts, sources).run(steps)
     run.progress.detail(
         f"{run.model.blocks[block]}: error on held-out sequences {common['untuned_error']:.4g}, tuned "
         f"{common['tuned_error']:.4g} after {common['tuned_step']} of {steps} steps"
@@ -115,21 +114,30 @@ class _Tuning:
         """Take one step on a batch that the generator draws."""
         order = torch.randperm(len(self._trained), generator=self._generator).tolist()[:BATCH]
         batch = sorted((self._trained[i] for i in order), key=lambda number: len(self._run.sequences[number]))
+        with explaining(self._run.model, "drop --tune"):
+            gradients = in_fixed_order(self._run.model, lambda: self._gradients(batch))
+        for name, gradient in gradients.items():
+            if gradient is not None:  # no token of the batch reached this expert
+                self._weights[name].descend(gradient, rate)
+
+    def _gradients(self, batch: Sequence[int]) -> dict[str, Tensor | None]:
+        """Return the gradients of the error on some sequences, relative to the squares of their targets."""
         weights = {name: weight.dense().requires_grad_() for name, weight in self._weights.items()}
         size = sum(self._squares[number] for number in batch)
         for part in parts(self._run, self._block, self._inputs, batch):
-            (self._error(part, weights) / size).backward()
-        for name, weight in self._weights.items():
-            gradient = weights[name].grad
-            if gradient is not None:  # no token of the batch reached this expert
-                weight.descend(gradient, rate)
+            backward(self._run.model, self._error(part, weights) / size)
+        return {name: weight.grad for name, weight in weights.items()}
 
     def _held_out_error(self) -> float:
         """Return the squared error on the held-out sequences, relative to the squares of their targets."""
-        weights = {name: weight.dense() for name, weight in self._weights.items()}
-        held_out = parts(self._run, self._block, self._inputs, self._held_out)
+
+        def total() -> float:
+            weights = {name: weight.dense() for name, weight in self._weights.items()}
+            held_out = parts(self._run, self._block, self._inputs, self._held_out)
+            return sum(float(self._error(part, weights)) for part in held_out)
+
         with torch.no_grad():
-            error = sum(float(self._error(part, weights)) for part in held_out)
+            error = in_fixed_order(self._run.model, total)
         error /= sum(self._squares[number] for number in self._held_out)
         if not math.isfinite(error):
             raise NumericError(
