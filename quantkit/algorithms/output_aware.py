@@ -24,7 +24,7 @@ from quantkit.errors import NumericError
 #: Added to the diagonal of `H_out`, relative to each of its entries.
 DAMP = 0.02
 #: A weight is solved in at most so many steps, and a step has at least so many rows.
-_STEPS, _LEAST_ROWS = 64, 16
+_STEPS, _LEAST_ROWS = 32, 16
 #: The least diagonal of `H_out` relative to the mean one: an output without any gradient does not count.
 _LEAST = 1e-6
 
