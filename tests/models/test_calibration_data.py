@@ -7,7 +7,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 
@@ -196,7 +195,7 @@ def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise ConnectionError("Couldn't reach the Hub")
 
-    monkeypatch.setattr(datasets, "load_dataset", refuse)
+    monkeypatch.setattr("datasets.load_dataset", refuse)
 
 
 @pytest.mark.usefixtures("no_hub")
