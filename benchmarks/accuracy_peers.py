@@ -35,6 +35,7 @@ DEFAULT = {"scheme": {"format": "int4"}}
 PLAIN = merge(DEFAULT, {"signed": False, "gptq": {"descent": 0}})
 SIGNED = merge(PLAIN, {"signed": True})
 BEST = merge(SIGNED, REFINED)
+TUNED = merge(BEST, {"output_aware": True, "tune": 200})
 FP6 = merge({"scheme": {"format": "fp6"}, "method": "gptq"}, REFINED)
 SPARSE = merge(DEFAULT, {"scheme": {"sparsity": "2:4"}, "signed": True, **REFINED})
 #: Name -> recipe of quantkit. A new row is a line here.
@@ -55,7 +56,9 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "refined, tune 200": merge(BEST, {"tune": 200}),
     "refined, tune 200, distill 100": merge(BEST, {"tune": 200, "distill": 100}),
     "int4-best": merge(BEST, {"output_aware": True, "tune": 50}),
-    "int4-tuned": merge(BEST, {"output_aware": True, "tune": 200}),
+    "int4-tuned": TUNED,
+    "int4-tuned, distill 100": merge(TUNED, {"distill": 100}),
+    "int4-tuned, distill 100, codes": merge(TUNED, {"distill": 100, "distill_codes": True}),
     "fp6": FP6,
     "fp6, output-aware, tune 50": merge(FP6, {"output_aware": True, "tune": 50}),
     "fp6, output-aware, tune 200": merge(FP6, {"output_aware": True, "tune": 200}),

@@ -81,7 +81,7 @@ profile() { # with the share of time without computing
 }
 
 best() { # what a block takes by the recipe int4-best
-    profiled 8b-best 4 --recipe int4-best
+    profiled 8b-best 2 --recipe int4-best
 }
 
 kernels() { # LAYOUT
