@@ -190,11 +190,9 @@ def _sampled(run: Run, store: Activations) -> None:
     generator, model = torch.Generator(run.model.device), run.model
     for number, tokens in enumerate(run.sequences):
         run.progress.check()
-        generator.manual_seed((run.recipe.calibration.seed + number) % 2**63)
         hidden = run.activations.get(number).hidden.detach().to(model.device, copy=True).requires_grad_()
-        draw = partial(_drawn, run, number, tokens, hidden, generator)
         with explaining(model, INSTEAD):
-            found = in_fixed_order(model, draw)
+            found = in_fixed_order(model, partial(_drawn, run, number, tokens, hidden, generator))
         if not bool(found.isfinite().all()):
             raise NumericError(f"calibration document {number}: its gradient is not finite: use --no-output-aware")
         store.get(number).hidden.copy_(found)
