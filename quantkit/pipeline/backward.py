@@ -65,7 +65,7 @@ def run_part(
 
 
 def in_fixed_order(model: BlockRunner, task: Callable[[], T]) -> T:
-    """Return what a task returns that calls `backward` or `gradient`: on a GPU the same bits each time.
+    """Run a task that calls `backward` or `gradient`, and return its result: on a GPU the same bits each time.
 
     The task is called again from its start if torch has no fixed order of sums for a gradient of the model. From then
     on attention is computed by plain products, and that gradient remains as torch has it.
