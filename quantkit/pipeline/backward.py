@@ -16,6 +16,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
 from quantkit.pipeline.activations import Activations
 from quantkit.pipeline.memory_estimate import TUNED_AT_ONCE
+from quantkit.progress import Progress
 
 if TYPE_CHECKING:
     from quantkit.pipeline.calibrate import Run
@@ -64,11 +65,11 @@ def run_part(
     return run.model.run_with(block, torch.stack(tokens), State(hidden), weights)
 
 
-def in_fixed_order(model: BlockRunner, task: Callable[[], T]) -> T:
+def in_fixed_order(model: BlockRunner, progress: Progress, task: Callable[[], T]) -> T:
     """Run a task that calls `backward` or `gradient`, and return its result: on a GPU the same bits each time.
 
     The task is called again from its start if torch has no fixed order of sums for a gradient of the model. From then
-    on attention is computed by plain products, and that gradient remains as torch has it.
+    on attention is computed by plain products, that gradient remains as torch has it, and a warning says so.
     """
     if model.fuses_attention:
         try:
@@ -78,6 +79,8 @@ def in_fixed_order(model: BlockRunner, task: Callable[[], T]) -> T:
             if "deterministic" not in str(error):
                 raise
             model.fuses_attention = False
+            kind = type(model.text).__name__
+            progress.warn(f"{kind} has a gradient without a fixed order of sums: codes of equal runs may differ")
     with _settings(model):
         return task()
 

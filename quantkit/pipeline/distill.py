@@ -171,7 +171,7 @@ class Student:
         """Compute the gradients of the divergence summed over all positions; weights are decoded once."""
         tensors = self._tensors()
         with explaining(self._model, INSTEAD):
-            found = in_fixed_order(self._model, lambda: self._gradients(documents, tensors))
+            found = in_fixed_order(self._model, self._progress, lambda: self._gradients(documents, tensors))
         torch.autograd.backward([tensors[path] for path in found], list(found.values()))
 
     def _gradients(self, documents: Sequence[Tensor], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -186,7 +186,9 @@ class Student:
         """Return the mean KL divergence at all positions of the documents, in nats."""
         tensors = self._tensors()
         with explaining(self._model, INSTEAD):
-            total = in_fixed_order(self._model, lambda: sum(float(self._divergence(d, tensors)) for d in documents))
+            total = in_fixed_order(
+                self._model, self._progress, lambda: sum(float(self._divergence(d, tensors)) for d in documents)
+            )
         return total / sum(map(len, documents))
 
     def _divergence(self, tokens: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:

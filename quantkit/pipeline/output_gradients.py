@@ -112,7 +112,7 @@ class OutputGradients:
 
         behind = _by_document(run, self.of(block))
         with explaining(model, INSTEAD):
-            sums = in_fixed_order(model, summed)
+            sums = in_fixed_order(model, run.progress, summed)
         return {name: sums.pop(name).matrix() for name in list(sums)}  # each sum is freed
 
 
@@ -192,7 +192,7 @@ def _sampled(run: Run, store: Activations) -> None:
         run.progress.check()
         hidden = run.activations.get(number).hidden.detach().to(model.device, copy=True).requires_grad_()
         with explaining(model, INSTEAD):
-            found = in_fixed_order(model, partial(_drawn, run, number, tokens, hidden, generator))
+            found = in_fixed_order(model, run.progress, partial(_drawn, run, number, tokens, hidden, generator))
         if not bool(found.isfinite().all()):
             raise NumericError(f"calibration document {number}: its gradient is not finite: use --no-output-aware")
         store.get(number).hidden.copy_(found)
@@ -214,7 +214,7 @@ def _carry_back(run: Run, block: int, store: Activations) -> None:
     model, behind = run.model, _by_document(run, store.hidden)
     for part in _parts(run, block):
         with explaining(model, INSTEAD):
-            found = in_fixed_order(model, partial(_carried, run, block, part, behind))
+            found = in_fixed_order(model, run.progress, partial(_carried, run, block, part, behind))
         if not is_finite(found):
             raise NumericError(f"{model.blocks[block]}: its gradient is not finite: use --no-output-aware")
         for number, each in zip(part, [found] if len(part) == 1 else found, strict=True):

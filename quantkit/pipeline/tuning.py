@@ -115,7 +115,7 @@ class _Tuning:
         order = torch.randperm(len(self._trained), generator=self._generator).tolist()[:BATCH]
         batch = sorted((self._trained[i] for i in order), key=lambda number: len(self._run.sequences[number]))
         with explaining(self._run.model, "drop --tune"):
-            gradients = in_fixed_order(self._run.model, lambda: self._gradients(batch))
+            gradients = in_fixed_order(self._run.model, self._run.progress, lambda: self._gradients(batch))
         for name, gradient in gradients.items():
             if gradient is not None:  # no token of the batch reached this expert
                 self._weights[name].descend(gradient, rate)
@@ -137,7 +137,7 @@ class _Tuning:
             return sum(float(self._error(part, weights)) for part in held_out)
 
         with torch.no_grad():
-            error = in_fixed_order(self._run.model, total)
+            error = in_fixed_order(self._run.model, self._run.progress, total)
         error /= sum(self._squares[number] for number in self._held_out)
         if not math.isfinite(error):
             raise NumericError(

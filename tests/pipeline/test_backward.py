@@ -18,13 +18,18 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.pipeline.backward import backward, in_fixed_order
 from quantkit.pipeline.calibrate import calibrated
 from quantkit.pipeline.recipe import from_mapping
+from quantkit.progress import Progress, Recorder
 from tests.tiny_models import write_model
 
 REFUSED = "cumsum_cuda_kernel does not have a deterministic implementation, but you set ..."
 
 
 def on_gpu() -> Any:
-    return SimpleNamespace(device=torch.device("cuda"), fuses_attention=True)
+    return SimpleNamespace(device=torch.device("cuda"), fuses_attention=True, text=torch.nn.Identity())
+
+
+def quiet() -> Recorder:
+    return Recorder(Progress(quiet=True))
 
 
 def settings() -> tuple[bool, ...]:
@@ -47,9 +52,11 @@ def test_a_gradient_without_a_fixed_order_is_computed_again_with_plain_attention
             raise RuntimeError(REFUSED)
         return "done"
 
-    assert in_fixed_order(model, task) == "done"
+    recorder = quiet()
+    assert in_fixed_order(model, recorder, task) == "done"
+    assert ["Identity has a gradient without a fixed order" in line for line in recorder.take()] == [True]
     assert seen == [(True, True), (False, True)] and not model.fuses_attention
-    assert in_fixed_order(model, task) == "done" and seen[2] == (False, True)
+    assert in_fixed_order(model, quiet(), task) == "done" and seen[2] == (False, True)
     assert settings() == before
 
 
@@ -61,7 +68,7 @@ def test_another_error_is_not_tried_again_and_leaves_all_settings() -> None:
         raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        in_fixed_order(model, task)
+        in_fixed_order(model, quiet(), task)
     assert len(calls) == 1 and model.fuses_attention and settings() == before
 
 
@@ -83,9 +90,9 @@ def test_torch_may_refuse_gradients_only_where_flash_attention_needs_it() -> Non
         x = torch.ones(2, requires_grad=True)
         backward(model, cast(torch.Tensor, Seen.apply(x)).sum())  # type: ignore[no-untyped-call]
 
-    in_fixed_order(model, task)
+    in_fixed_order(model, quiet(), task)
     model.fuses_attention = False
-    in_fixed_order(model, task)
+    in_fixed_order(model, quiet(), task)
     assert strict == [False, True, False, False]
 
 
