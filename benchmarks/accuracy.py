@@ -20,10 +20,10 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import Pruning, Recipe, from_mapping, merge, pruning_from_mapping
+from quantkit.recipes.recipe import Pruning, Recipe, from_mapping, merge, pruning_from_mapping
+from quantkit.text.tokenizer import load_tokenizer
 
 INT4_ABSMAX = {"scheme": {"format": "int4"}, "clip": "none"}
 #: The published loop: natural order, absmax scales, mean damping, windows of fixed length, unquantized inputs.

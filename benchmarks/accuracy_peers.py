@@ -23,13 +23,13 @@ from torch import Tensor
 
 import quantkit
 from benchmarks.accuracy import INT4_ABSMAX, PUBLISHED, REFINED, UNQUANTIZED, save
-from quantkit.checkpoint.inspection import describe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.windows import ROWS, window_logits, windows
-from quantkit.models.tokenizer import load_tokenizer, token_ids
 from quantkit.models.whole_model import load_dense_model
+from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import from_mapping, merge
+from quantkit.recipes.recipe import from_mapping, merge
+from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 DEFAULT = {"scheme": {"format": "int4"}}
 PLAIN = merge(DEFAULT, {"signed": False, "gptq": {"descent": 0}})

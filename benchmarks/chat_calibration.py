@@ -203,7 +203,7 @@ def fine_tune(folder: Path, talks: list[list[dict[str, str]]], steps: int) -> tu
 
 
 def _drawn(tokenizer: Any, path: Path, seed: int) -> list[torch.Tensor]:
-    from quantkit.models.calibration_data import draw_calibration
+    from quantkit.text.sequences import draw_calibration
 
     return draw_calibration(str(path), tokenizer, samples=SAMPLES, max_length=WINDOW, seed=seed).sequences
 

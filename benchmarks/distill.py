@@ -18,10 +18,10 @@ from benchmarks.accuracy import PUBLISHED, REFINED, SEARCH
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import from_mapping, merge
+from quantkit.recipes.recipe import from_mapping, merge
+from quantkit.text.tokenizer import load_tokenizer
 
 RECIPES: dict[str, Mapping[str, Any]] = {
     "int4 gptq g128, published": PUBLISHED,

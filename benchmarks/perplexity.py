@@ -25,9 +25,9 @@ from quantkit.bench import roofline
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.io import files
-from quantkit.models.text_sources import load_evaluation_text
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
+from quantkit.text.sources import load_evaluation_text
+from quantkit.text.tokenizer import load_tokenizer
 
 #: Layout, scheme, and how it is asked for: first those that have kernels, then those that are repacked for them.
 CASES: tuple[tuple[str, str, Mapping[str, Any]], ...] = (

@@ -23,7 +23,7 @@ from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.recipes.recipe import from_mapping
 
 N, K = 14336, 4096
 

@@ -19,10 +19,10 @@ from benchmarks.accuracy import PUBLISHED, REFINED
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import from_mapping, merge
+from quantkit.recipes.recipe import from_mapping, merge
+from quantkit.text.tokenizer import load_tokenizer
 
 BEST = {"signed": True, **REFINED}
 FP6 = {"scheme": {"format": "fp6"}, "method": "gptq", **REFINED}

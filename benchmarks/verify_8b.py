@@ -22,6 +22,7 @@ import torch
 
 import quantkit
 from quantkit.bench import kernels
+from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import SHARD_BYTES
 from quantkit.core.scheme import Scheme
 from quantkit.evaluation.verification import VERIFICATION
@@ -32,7 +33,6 @@ from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import SafetensorsWriter
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
-from quantkit.reporting.report import REPORT
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

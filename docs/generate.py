@@ -24,9 +24,9 @@ from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.verification import Verification
 from quantkit.keywords import in_python
 from quantkit.layouts import compatibility
-from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.push import Pushed
 from quantkit.pipeline.result import Result
+from quantkit.planning.plan import Plan
 from quantkit.progress import Event
 
 HERE = Path(__file__).resolve().parent

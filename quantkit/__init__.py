@@ -9,13 +9,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from quantkit.version import __version__
+
 if TYPE_CHECKING:
     from quantkit.api import convert, eval_kld, eval_ppl, load, pack, plan, prune, push, quantize, verify
     from quantkit.errors import QuantkitError
     from quantkit.inference.transformers_plugin import register
-    from quantkit.pipeline.recipe import Recipe
+    from quantkit.recipes.recipe import Recipe
 
-__version__ = "0.1.0"
 __all__ = [
     "QuantkitError",
     "Recipe",
@@ -47,7 +48,7 @@ _HOME = {
     "push": "quantkit.api",
     "register": "quantkit.inference.transformers_plugin",
     "QuantkitError": "quantkit.errors",
-    "Recipe": "quantkit.pipeline.recipe",
+    "Recipe": "quantkit.recipes.recipe",
 }
 
 

@@ -15,6 +15,8 @@ from typing import Any, Literal, TypedDict, cast
 from typing_extensions import Unpack
 
 from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.report import REPORT
+from quantkit.checkpoint.report import load as load_report
 from quantkit.core.ranks import ranks
 from quantkit.errors import CheckpointError, QuantkitError, RecipeError, VerificationError
 from quantkit.evaluation.comparison import measurement
@@ -29,20 +31,18 @@ from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.keywords import api_function, in_python
 from quantkit.layouts import compatibility
-from quantkit.models.text_sources import load_evaluation_text
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.names import Clip, Method, Metric, Rule
 from quantkit.pipeline import quantize as pipeline
-from quantkit.pipeline import recipe as recipes
 from quantkit.pipeline.convert import pack as pack_folder
-from quantkit.pipeline.plan import Plan
 from quantkit.pipeline.push import Pushed, reach, upload
-from quantkit.pipeline.recipe import KEYS, Pruning, Recipe
 from quantkit.pipeline.result import Result
-from quantkit.pipeline.run_options import RunKeywords, RunOptions, Settings
+from quantkit.planning.plan import Plan
 from quantkit.progress import Listener, Progress, Reporter
-from quantkit.reporting.report import REPORT
-from quantkit.reporting.report import load as load_report
+from quantkit.recipes import recipe as recipes
+from quantkit.recipes.recipe import KEYS, Pruning, Recipe
+from quantkit.recipes.run_options import RunKeywords, RunOptions, Settings
+from quantkit.text.sources import load_evaluation_text
+from quantkit.text.tokenizer import load_tokenizer
 
 #: The keywords of `plan` alone.
 PLANNING = ("gpu_memory", "target", "gpu")

@@ -11,7 +11,7 @@ import quantkit
 from quantkit.api import build_recipe
 from quantkit.errors import CheckpointError, QuantkitError, about
 from quantkit.keywords import api_function, in_python
-from quantkit.pipeline.run_options import RunOptions
+from quantkit.recipes.run_options import RunOptions
 
 FUNCTIONS = ("plan", "quantize", "prune", "pack", "convert", "verify", "load", "eval_ppl", "eval_kld", "push")
 

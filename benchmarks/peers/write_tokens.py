@@ -9,8 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
-from quantkit.models.calibration_data import draw_calibration
-from quantkit.models.tokenizer import load_tokenizer
+from quantkit.text.sequences import draw_calibration
+from quantkit.text.tokenizer import load_tokenizer
 
 
 def main() -> None:

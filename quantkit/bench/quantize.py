@@ -26,11 +26,11 @@ from quantkit.io import files
 from quantkit.io.journal import JOURNAL, read_journal
 from quantkit.models.devices import device_of
 from quantkit.models.meta_model import skeleton
-from quantkit.pipeline.memory_estimate import CUDA_DEVICE, OTHERS, SAVED_BLOCKS, Memory
 from quantkit.pipeline.profile import Speeds, floors, measure_speeds
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.pipeline.recipe import Recipe
+from quantkit.planning.memory import CUDA_DEVICE, OTHERS, SAVED_BLOCKS, Memory
 from quantkit.progress import Progress
+from quantkit.recipes.recipe import Recipe
 
 #: Phases before the first block, which its commit records; the last two grow with the bytes of the source.
 BEFORE = ("prepare", "hash", "check")

@@ -25,6 +25,7 @@ from quantkit.checkpoint.reader import CONFIG
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
+from quantkit.core.units import format_bytes
 from quantkit.errors import KernelError, LayoutError, RecipeError, about
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.inference.packed_linear import PackedLinear
@@ -32,10 +33,9 @@ from quantkit.io import config_checks, files, json_files
 from quantkit.layouts import LAYOUTS, expressions, read_config
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
-from quantkit.pipeline.memory_estimate import CUDA_DEVICE
-from quantkit.pipeline.recipe import matches
+from quantkit.planning.memory import CUDA_DEVICE
 from quantkit.progress import Progress
-from quantkit.reporting.units import format_bytes
+from quantkit.recipes.recipe import matches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

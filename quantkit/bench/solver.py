@@ -22,8 +22,8 @@ from quantkit.algorithms.sweep import sweep
 from quantkit.core.scheme import Scheme
 from quantkit.models.devices import device_of
 from quantkit.pipeline.profile import median_seconds
-from quantkit.pipeline.recipe import from_mapping, gptq_of
 from quantkit.progress import Progress
+from quantkit.recipes.recipe import from_mapping, gptq_of
 
 #: What is timed without `--shape` and `--scheme`.
 SHAPES = ((4096, 4096), (14336, 4096), (4096, 14336))

@@ -18,7 +18,7 @@ from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX
 from quantkit.io.safetensors_writer import SafetensorsWriter, header_bytes
 from quantkit.models.meta_model import find_blocks, skeleton
-from quantkit.models.tokenizer import load_tokenizer, token_ids
+from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 #: The most words of the tokenizer.
 WORDS = 4096

@@ -1,19 +1,24 @@
-"""Where a source comes from: its hub id, and the licence, language and tags of its model card."""
+"""Where a source comes from, and what its outputs take from it: hub id, licence, language, tags and config."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import KEPT
 from quantkit.errors import CheckpointError, reason
 from quantkit.io import files, model_folder
 from quantkit.io.json_files import AGAIN, dump_json, entries
-from quantkit.layouts import LAYOUTS
-from quantkit.reporting.report import KEPT
+from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts.base import Layout
+from quantkit.layouts.fused_groups import with_joined_names
+from quantkit.layouts.schemes import Schemes
+from quantkit.version import __version__
 
 #: Keys of a config or a tokenizer under which transformers has stated the folder that it was read from.
 PATHS = ("_name_or_path", "name_or_path")
@@ -114,3 +119,22 @@ def _words(stated: Any) -> str | list[str] | None:
 
 def _printable(word: str) -> str:
     return re.sub(r"[^\x20-\x7e\xa0-\uffff]", " ", word)[:100]
+
+
+def output_config(
+    src: Checkpoint,
+    layout: Layout | None,
+    schemes: Schemes | None,
+    true_shapes: Mapping[str, Sequence[int] | None],
+    recipe_sha256: str | None,
+) -> dict[str, Any]:
+    """Return the config.json of an output; `true_shapes` has every changed linear, with its shape if it is padded."""
+    config: dict[str, Any] = without_paths(src.dense_config(), src.path)
+    if layout is not None and schemes is not None:
+        padded = tuple((name, (shape[0], shape[1])) for name, shape in true_shapes.items() if shape)
+        schemes = replace(schemes, padded=padded)
+        config["quantization_config"] = {
+            **layout.write_config(with_joined_names(schemes, list(true_shapes))),
+            "quantkit": quantkit_key(layout.NAME, schemes, __version__, recipe_sha256),
+        }
+    return config

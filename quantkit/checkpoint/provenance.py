@@ -19,13 +19,13 @@ import torch
 
 from quantkit.algorithms.numerics import check_finite, is_finite
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
+from quantkit.checkpoint.report import load as load_report
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError, about
 from quantkit.io import files, hashing, model_folder
 from quantkit.io.digests import damaged_tensors
 from quantkit.io.model_folder import SUMS
-from quantkit.reporting.report import REPORT
-from quantkit.reporting.report import load as load_report
 
 #: The most bytes of that list that are read.
 _LIMIT = 2**20

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from quantkit.bench.random_model import Outline, Variant, Workload
     from quantkit.core.scheme import Scheme
-    from quantkit.pipeline.recipe import Recipe
+    from quantkit.recipes.recipe import Recipe
 
 
 def _joined(numbers: Iterable[int]) -> str:
@@ -204,7 +204,7 @@ def solver(
 def _calibrating_recipe(asked: dict[str, Any]) -> Recipe:
     """Make the recipe of `bench quantize`: GPTQ with the default settings but for what was asked."""
     from quantkit.core.scheme import Scheme
-    from quantkit.pipeline.recipe import from_mapping, gptq_of
+    from quantkit.recipes.recipe import from_mapping, gptq_of
 
     return from_mapping(
         {

@@ -6,9 +6,9 @@ from typing import Any, cast
 
 import click
 
-from quantkit import __version__
 from quantkit.cli.options import group
 from quantkit.cli.parsing import Commands
+from quantkit.version import __version__
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 

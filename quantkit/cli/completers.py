@@ -7,8 +7,8 @@ from itertools import permutations
 import click
 from click.shell_completion import CompletionItem
 
-from quantkit.models.text_sources import NAMED
 from quantkit.names import LAYOUTS
+from quantkit.text.sources import NAMED
 
 
 def pairs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -130,8 +130,8 @@ def _run(folder: Path, progress: Progress) -> dict[str, Any]:
 
 def _row(folder: Path, method: str, text: Path, before: dict[str, Any] | None, progress: Progress) -> dict[str, Any]:
     from quantkit import api
-    from quantkit.checkpoint.inspection import describe
     from quantkit.checkpoint.reader import Checkpoint
+    from quantkit.pipeline.inspection import describe
 
     progress.note(f"evaluate  {folder.name}")
     found = describe(Checkpoint(folder))

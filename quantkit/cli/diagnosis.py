@@ -15,8 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import quantkit
 from quantkit.errors import reason
+from quantkit.version import __version__
 
 PYTHON = ((3, 10), (3, 15))
 #: Required packages with the lowest version of each. A test compares them with pyproject.toml.
@@ -75,7 +75,7 @@ def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
         _optional("matplotlib", "3.8", "for quantkit report --png", "quantkit[plot]"),
     ]
     return {
-        "quantkit": quantkit.__version__,
+        "quantkit": __version__,
         "ok": all(check.ok is not False for check in checks),
         "checks": [asdict(check) for check in checks],
         "gpus": gpus,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-import quantkit.pipeline.memory_estimate  # noqa: F401  # its import shows whether the packages of every run load
+import quantkit.planning.memory  # noqa: F401  # its import shows whether the packages of every run load
 from quantkit.cli.diagnosis import Check, at_least, installed_version
 from quantkit.core.memory_limits import free_memory
 from quantkit.errors import KernelError

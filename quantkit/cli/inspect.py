@@ -52,8 +52,8 @@ def inspect(
 
     Layout, scheme, bits per weight with scales, sizes and shapes, of checkpoints of any program. With --check, only
     hashes are compared: with those in the report, or without one with the digests in the weight files."""
-    from quantkit.checkpoint.inspection import describe, tensors
     from quantkit.checkpoint.reader import Checkpoint, resolve
+    from quantkit.pipeline.inspection import describe, tensors
 
     folder = resolve(checkpoint, revision)
     if check:
@@ -84,12 +84,12 @@ def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, pro
 
     FOLDER is an output of quantkit. The page shows figures, proof, worst linears and their causes, error by depth,
     time, memory and notices; the picture shows error by depth, time and sizes."""
+    from quantkit.checkpoint.report import REPORT
+    from quantkit.checkpoint.report import load as load_report
     from quantkit.evaluation import verification
     from quantkit.io.json_files import load_json
     from quantkit.io.model_folder import inside
     from quantkit.reporting import plots
-    from quantkit.reporting.report import REPORT
-    from quantkit.reporting.report import load as load_report
 
     found = load_report(folder)
     if not found:

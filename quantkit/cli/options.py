@@ -22,9 +22,9 @@ from quantkit.cli.launch import joined, require_one
 from quantkit.cli.parsing import Choice, Command, Function, Group, combined, needed_unless
 from quantkit.core.memory_limits import require_address_space
 from quantkit.errors import QuantkitError
-from quantkit.models.text_sources import NAMED, PACKAGED, SUFFIXES
 from quantkit.names import LAYOUTS
 from quantkit.progress import Progress
+from quantkit.text.sources import NAMED, PACKAGED, SUFFIXES
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}

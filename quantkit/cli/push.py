@@ -14,8 +14,8 @@ from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import command
 from quantkit.cli.parsing import section
+from quantkit.core.units import format_bytes
 from quantkit.progress import Progress
-from quantkit.reporting.units import format_bytes
 
 if TYPE_CHECKING:
     from quantkit.pipeline.push import Pushed

@@ -17,12 +17,12 @@ from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.push import pushed, pushing_options
 from quantkit.errors import QuantkitError
 from quantkit.names import FORMATS, GPUS, MOST_TOKENS, TARGETS, Clip, Method, Metric, Rule
-from quantkit.pipeline.calibration_options import Calib
-from quantkit.pipeline.run_options import RunOptions
 from quantkit.progress import Progress
+from quantkit.recipes.calibration_options import Calib
+from quantkit.recipes.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from quantkit.pipeline.recipe import Pruning, Recipe
+    from quantkit.recipes.recipe import Pruning, Recipe
 
 _solving = combined(
     click.option(
@@ -328,7 +328,7 @@ def _produce(
     progress: Progress,
 ) -> None:
     from quantkit import api
-    from quantkit.pipeline.recipe import Recipe, label
+    from quantkit.recipes.recipe import Recipe, label
 
     layout = f", in the layout {recipe.layout}" if isinstance(recipe, Recipe) else ""
     progress.note(f"{label(recipe.scheme)} by {recipe.method}{layout}")

@@ -7,16 +7,16 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from quantkit.core.units import format_bytes
 from quantkit.progress import Progress
-from quantkit.reporting.units import format_bytes
 
 if TYPE_CHECKING:
     from quantkit.evaluation.divergence import Divergence
     from quantkit.evaluation.perplexity import Perplexity
     from quantkit.evaluation.verification import Verification
     from quantkit.layouts.compatibility import Conversion
-    from quantkit.pipeline.plan import Plan
-    from quantkit.pipeline.serving import Kind, Serving
+    from quantkit.planning.plan import Plan
+    from quantkit.planning.serving import Kind, Serving
 
 MOST_ROWS = 40
 #: The files of an output whose bytes a plan only bounds: report and model card.

@@ -21,10 +21,10 @@ from quantkit.evaluation.windows import default_window
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.devices import device_of
-from quantkit.models.text_sources import load_evaluation_text
-from quantkit.models.tokenizer import load_tokenizer, token_ids
 from quantkit.names import MOST_TOKENS
 from quantkit.progress import Progress
+from quantkit.text.sources import load_evaluation_text
+from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 LATER = "leave --eval out, and measure the output with quantkit eval ppl and eval kld"
 

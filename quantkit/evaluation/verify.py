@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from quantkit import kernels
+from quantkit.checkpoint import report
 from quantkit.checkpoint.provenance import damage
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.tensors import dtype_name, raw_bytes
@@ -34,7 +35,6 @@ from quantkit.io.digests import damaged_tensors
 from quantkit.kernels import proof
 from quantkit.models.devices import device_of
 from quantkit.progress import Clock, Progress
-from quantkit.reporting import report
 
 #: Files of an output that its report does not list: people edit the card, and the proof is written later.
 EDITED = ("README.md", VERIFICATION)

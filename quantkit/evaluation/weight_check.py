@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import QuantkitError
@@ -23,7 +24,6 @@ from quantkit.evaluation.verification import Row
 from quantkit.kernels import proof
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Clock
-from quantkit.reporting.report import REPORT
 
 
 @dataclass(frozen=True)

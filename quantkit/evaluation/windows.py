@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, NumericError, RecipeError
-from quantkit.models.tokenizer import check_tokens, token_ids
 from quantkit.progress import Progress
+from quantkit.text.tokenizer import check_tokens, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

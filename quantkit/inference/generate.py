@@ -16,8 +16,8 @@ from quantkit.checkpoint.reader import Checkpoint, resolve
 from quantkit.errors import RecipeError, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.models.tokenizer import check_tokens, load_tokenizer, token_ids
 from quantkit.progress import Progress
+from quantkit.text.tokenizer import check_tokens, load_tokenizer, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

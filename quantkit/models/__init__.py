@@ -1,6 +1,4 @@
-"""Models as transformers builds them, and the text that calibrates and evaluates them.
+"""Models as transformers builds them: the skeleton without weights, one block at a time, the whole model in memory.
 
-Here: the skeleton without weights (`meta_model`), one block at a time (`block_runner`), the whole model in memory
-(`whole_model`), tokens and calibration sequences. Not here: recipes, quantization, and packed weights in a model.
-Begin with `block_runner`.
+Not here: recipes, quantization, text, and packed weights in a model. Begin with `block_runner`.
 """

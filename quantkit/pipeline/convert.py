@@ -21,6 +21,8 @@ from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unchanged
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import heading
+from quantkit.checkpoint.report import load as load_report
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from quantkit.core.scheme import Scheme
 from quantkit.core.work_queue import WorkQueue
@@ -31,12 +33,10 @@ from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.fused_groups import is_expert
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import require_complete_source
-from quantkit.pipeline.plan import Plan, plan_pack
 from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.repack import Repacker
+from quantkit.planning.plan import Plan, plan_pack
 from quantkit.progress import Clock, Progress
-from quantkit.reporting.report import heading
-from quantkit.reporting.report import load as load_report
 
 #: Bytes of weights, read and packed, that are in memory at a time; a larger weight is alone.
 BUDGET = 256 * 2**20

@@ -21,19 +21,19 @@ from torch.nn.functional import pad
 
 from quantkit.algorithms.learned_weight import LearnedVector, LearnedWeight
 from quantkit.algorithms.rtn import scale_facts
+from quantkit.calibration.backward import backward, explaining, in_fixed_order
+from quantkit.calibration.calibrate import Run, committed, new_run
+from quantkit.calibration.layer_solver import relative_error
 from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import untuned
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import compute_dtype
 from quantkit.models.meta_model import get_tensor
-from quantkit.pipeline.backward import backward, explaining, in_fixed_order
-from quantkit.pipeline.calibrate import Run, committed, new_run
-from quantkit.pipeline.layer_solver import relative_error
-from quantkit.pipeline.recipe import Recipe
 from quantkit.progress import Progress
-from quantkit.reporting.report import untuned
+from quantkit.recipes.recipe import Recipe
 
 INSTEAD = "drop --distill"
 #: One of so many sequences is held out, at least one.

@@ -22,7 +22,7 @@ from quantkit.inference.transformers_loading import NotTried, refusal_by_transfo
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
-from quantkit.pipeline.plan import Plan
+from quantkit.planning.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -6,21 +6,21 @@ An output folder appears complete or not at all. A run that fails leaves its res
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
-import quantkit
 from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Final, Item, Packed
-from quantkit.checkpoint.origin import without_paths
+from quantkit.checkpoint.origin import output_config
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT, SEAL, added_up, digest, peak_memory, phases, seal
+from quantkit.checkpoint.report import load as load_report
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.work_queue import WorkQueue
@@ -29,17 +29,12 @@ from quantkit.io import files
 from quantkit.io.json_files import dump_json, without_folders
 from quantkit.io.model_folder import RECIPE
 from quantkit.io.staging import publish as publish_folder
-from quantkit.layouts import quantkit_key
-from quantkit.layouts.base import Layout
-from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
 from quantkit.pipeline.profile import idle
-from quantkit.pipeline.recipe import Pruning, Recipe
 from quantkit.progress import Clock
+from quantkit.recipes.recipe import Pruning, Recipe
 from quantkit.reporting.model_card import model_card
-from quantkit.reporting.report import REPORT, SEAL, added_up, digest, peak_memory, phases, seal
-from quantkit.reporting.report import load as load_report
 
 #: Measures a finished folder that is not published yet: perplexity and KL divergence.
 Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
@@ -223,25 +218,6 @@ def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], fl
     other = max(0.0, clock.elapsed() - sum(claimed.values()))
     found = added_up([before, claimed, {"other": other}])
     return found, sum(found.values())
-
-
-def output_config(
-    src: Checkpoint,
-    layout: Layout | None,
-    schemes: Schemes | None,
-    true_shapes: Mapping[str, Sequence[int] | None],
-    recipe_sha256: str | None,
-) -> dict[str, Any]:
-    """Return the config.json of an output; `true_shapes` has every changed linear, with its shape if it is padded."""
-    config: dict[str, Any] = without_paths(src.dense_config(), src.path)
-    if layout is not None and schemes is not None:
-        padded = tuple((name, (shape[0], shape[1])) for name, shape in true_shapes.items() if shape)
-        schemes = replace(schemes, padded=padded)
-        config["quantization_config"] = {
-            **layout.write_config(with_joined_names(schemes, list(true_shapes))),
-            "quantkit": quantkit_key(layout.NAME, schemes, quantkit.__version__, recipe_sha256),
-        }
-    return config
 
 
 def publish_complete(

@@ -20,10 +20,14 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
+from quantkit.calibration.calibrate import BESIDE, calibrated, check_sequences, split_documents
+from quantkit.calibration.layer_solver import solve_uncalibrated
+from quantkit.calibration.output_gradients import documents
 from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.report import heading
 from quantkit.checkpoint.writer import CheckpointWriter, require_same
 from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.scheme import Scheme
@@ -34,28 +38,24 @@ from quantkit.io.staging import check_staging, is_complete, staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
-from quantkit.models.calibration_data import Calibration, draw_calibration
 from quantkit.models.devices import device_of
-from quantkit.models.text_sources import PACKAGED
-from quantkit.models.tokenizer import load_tokenizer
-from quantkit.pipeline.calibrate import BESIDE, calibrated, check_sequences, split_documents
 from quantkit.pipeline.distill import distilled
-from quantkit.pipeline.fused_alike import changes
-from quantkit.pipeline.identity import difference, identity
-from quantkit.pipeline.layer_solver import solve_uncalibrated
-from quantkit.pipeline.memory_estimate import GRADIENTS
 from quantkit.pipeline.opening import require_complete_source, require_right_weights
-from quantkit.pipeline.output_files import disk_peak, output_files, report_bytes
-from quantkit.pipeline.output_gradients import documents
-from quantkit.pipeline.patterns import require_effect
-from quantkit.pipeline.plan import Plan, disk_problem, plan_quantize
 from quantkit.pipeline.profile import profile
 from quantkit.pipeline.publish import Measure, finish, publish_complete, write
-from quantkit.pipeline.recipe import Goal, Pruning, Recipe, goals_of, label, without_paths
-from quantkit.pipeline.run_options import RunKeywords, RunOptions
-from quantkit.pipeline.serving import find_gpu, serving
+from quantkit.planning.memory import GRADIENTS
+from quantkit.planning.output_files import disk_peak, output_files, report_bytes
+from quantkit.planning.plan import Plan, disk_problem, plan_quantize
+from quantkit.planning.serving import find_gpu, serving
 from quantkit.progress import Clock, Progress, Recorder
-from quantkit.reporting.report import heading
+from quantkit.recipes.fused_alike import changes
+from quantkit.recipes.identity import difference, identity
+from quantkit.recipes.patterns import require_effect
+from quantkit.recipes.recipe import Goal, Pruning, Recipe, goals_of, label, without_paths
+from quantkit.recipes.run_options import RunKeywords, RunOptions
+from quantkit.text.sequences import Calibration, draw_calibration
+from quantkit.text.sources import PACKAGED
+from quantkit.text.tokenizer import load_tokenizer
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30

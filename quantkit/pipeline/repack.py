@@ -15,8 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.algorithms import rtn
+from quantkit.calibration.layer_solver import relative_error, zeroed
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import OUTPUT_AWARE, REPORT
 from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Digest, QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -24,9 +26,7 @@ from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import TILE
 from quantkit.layouts.recast import broken_rule, recast
-from quantkit.pipeline.layer_solver import relative_error, zeroed
-from quantkit.pipeline.plan import Plan, Row
-from quantkit.reporting.report import OUTPUT_AWARE, REPORT
+from quantkit.planning.plan import Plan, Row
 
 #: Codes that are unpacked and packed at a time, about: they stay in a core's cache.
 CODES = 2**21

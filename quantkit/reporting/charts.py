@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from quantkit.core.units import format_bytes, format_seconds
 from quantkit.reporting.layer_errors import bits, number, weights
-from quantkit.reporting.units import format_bytes, format_seconds
 
 #: Colours of series on a light and on a dark page, after Okabe and Ito, who chose them for colour-blind readers. They
 #: are darkened or lightened to a contrast of 3 to 1; marks differ too, so that no reader needs the colours.

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from quantkit.reporting.report import WORDS
-from quantkit.reporting.units import format_bytes
+from quantkit.checkpoint.report import WORDS
+from quantkit.core.units import format_bytes
 
 #: Meaning of each fact of a layer that is an event; closing table and model card count every one.
 EVENTS = {

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from quantkit.core.units import format_bytes, format_percent, format_seconds
 from quantkit.reporting import charts, facts
 from quantkit.reporting import layer_errors as errors
 from quantkit.reporting.charts import Bar
 from quantkit.reporting.layer_errors import Series, number
 from quantkit.reporting.markup import Element, document, raw, tag
-from quantkit.reporting.units import format_bytes, format_percent, format_seconds
 
 #: Linears in the table of the worst, and the most in the table of all: each takes some 300 bytes of the page.
 WORST = 20

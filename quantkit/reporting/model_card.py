@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from quantkit.checkpoint.report import KEPT, REPORT
 from quantkit.reporting import facts
-from quantkit.reporting.report import KEPT, REPORT
 
 #: Stands for the folder, or the repository that it is in, in every command of a card.
 FOLDER = "FOLDER"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from quantkit.core.units import format_bytes
 from quantkit.reporting import facts
-from quantkit.reporting.units import format_bytes
 
 
 def summary(report: Mapping[str, Any]) -> str:

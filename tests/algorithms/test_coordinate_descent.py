@@ -15,15 +15,15 @@ from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.api import build_recipe
+from quantkit.calibration.layer_solver import solve
+from quantkit.checkpoint import report
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
 from quantkit.layouts import LAYOUTS
-from quantkit.pipeline.layer_solver import solve
-from quantkit.pipeline.recipe import from_mapping, gptq_of
 from quantkit.progress import Progress
-from quantkit.reporting import report
+from quantkit.recipes.recipe import from_mapping, gptq_of
 from quantkit.reporting.summary import summary
 from tests import synthetic
 from tests.algorithms.inputs import correlated, gauss, hostile, loss, on_threads

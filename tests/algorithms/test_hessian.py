@@ -12,7 +12,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import remaining_error
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
-from quantkit.pipeline.memory_estimate import hessian_bytes
+from quantkit.planning.memory import hessian_bytes
 from tests.algorithms.inputs import correlated, damped, gauss, on_threads
 
 # The sums of outer products -------------------------------------------------------------------------------------------

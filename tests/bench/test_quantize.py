@@ -11,7 +11,7 @@ from quantkit.bench.quantize import _phases, measure
 from quantkit.bench.random_model import Outline
 from quantkit.bench.source import blocks_of, shortened
 from quantkit.errors import RecipeError
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.recipes.recipe import from_mapping
 from tests import ranks
 from tests.bench.test_random_model import FAMILIES, LLAMA, tiny
 

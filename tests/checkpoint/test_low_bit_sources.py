@@ -15,14 +15,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.api import eval_ppl
-from quantkit.checkpoint.inspection import describe
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.evaluation.verify import verify
 from quantkit.inference.load import load
 from quantkit.pipeline.convert import pack
+from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import plan, prune, quantize
-from quantkit.pipeline.recipe import from_mapping, pruning_from_mapping
+from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.tiny_models import byte_tokenizer
 
 RTN = {"scheme": {"format": "int4", "group_size": 32}, "method": "rtn", "layout": "gptq"}

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from quantkit.checkpoint import report
 from quantkit.checkpoint.origin import name_of, origin, without_paths
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import from_mapping
-from quantkit.reporting import report
+from quantkit.recipes.recipe import from_mapping
 from tests.checkpoint.test_reader import dense_folder
 
 CARD: dict[str, Any] = {

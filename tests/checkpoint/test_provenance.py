@@ -12,12 +12,12 @@ import pytest
 
 from quantkit.checkpoint.provenance import SUMS, recorded_hashes, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError
 from quantkit.io.hashing import hash_of_file
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import from_mapping
-from quantkit.reporting.report import REPORT
+from quantkit.recipes.recipe import from_mapping
 
 RTN = from_mapping({"method": "rtn", "clip": "none"})
 

@@ -412,7 +412,7 @@ import sys
 from pathlib import Path
 from quantkit.io import files
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.reporting.report import peak_memory
+from quantkit.checkpoint.report import peak_memory
 from tests.checkpoint.test_writer import copy_all
 files.CHUNK = 2**20
 source = Checkpoint(sys.argv[1])

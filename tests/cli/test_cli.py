@@ -18,7 +18,7 @@ from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe, convert,
 from quantkit.cli import diagnosis
 from quantkit.cli.commands import quantkit
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.pipeline.run_options import RunKeywords, RunOptions
+from quantkit.recipes.run_options import RunKeywords, RunOptions
 from tests import command_line
 from tests.command_line import ROOT, RTN, call, commands, refused
 from tests.pipeline.test_quantize import TEXT

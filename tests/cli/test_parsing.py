@@ -16,12 +16,12 @@ from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import OTHERS, SECTIONS, Command, did_you_mean
 from quantkit.core.formats import FORMATS
 from quantkit.core.tensors import dtype_name
+from quantkit.engines.kernels import GPUS
 from quantkit.kernels import MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
-from quantkit.pipeline.recipe import Recipe
-from quantkit.pipeline.serving import PROGRAMS
-from quantkit.reporting.engine_kernels import GPUS
+from quantkit.planning.serving import PROGRAMS
+from quantkit.recipes.recipe import Recipe
 from tests.command_line import ROOT, call, commands
 
 HEAVY = ("torch", "numpy", "transformers", "datasets", "tqdm", "yaml", "huggingface_hub")

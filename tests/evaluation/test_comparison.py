@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import quantkit
+from quantkit.checkpoint import report
 from quantkit.errors import CheckpointError
 from quantkit.evaluation import comparison
-from quantkit.reporting import report
 from tests.command_line import RTN, call, refused
 from tests.pipeline.test_quantize import TEXT
 

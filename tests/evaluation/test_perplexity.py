@@ -14,9 +14,9 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.models.text_sources import load_evaluation_text
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
+from quantkit.text.sources import load_evaluation_text
+from quantkit.text.tokenizer import load_tokenizer
 from tests.tiny_models import byte_tokenizer, write_model
 
 TEXT = "".join(chr(97 + (i * i) % 26) for i in range(300))

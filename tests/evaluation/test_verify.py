@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verification import VERIFICATION, Verification, write
 from quantkit.evaluation.verify import verify
 from quantkit.io.hashing import hash_of_file
 from quantkit.pipeline import convert, quantize
-from quantkit.pipeline.recipe import from_mapping
-from quantkit.reporting.report import REPORT
+from quantkit.recipes.recipe import from_mapping
 from tests.reporting.samples import write_report
 from tests.tiny_models import write_model
 

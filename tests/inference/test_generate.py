@@ -13,8 +13,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.cli.demo import MODEL
 from quantkit.errors import RecipeError
 from quantkit.inference.generate import chat, generate
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
+from quantkit.text.tokenizer import load_tokenizer
 from tests.inference import test_load
 from tests.inference.test_load import Folders
 

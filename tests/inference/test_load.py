@@ -21,8 +21,8 @@ from quantkit.errors import CheckpointError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts.schemes import Schemes
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
+from quantkit.text.tokenizer import load_tokenizer
 from tests.layouts.samples import write_folder
 from tests.pipeline.test_quantize import TEXT
 from tests.tiny_models import write_model

@@ -25,8 +25,8 @@ from quantkit.inference.generate import generate
 from quantkit.kernels.proof import relative_error
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.stacking import UNITS
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
+from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.test_fused_linear import attention
 from tests.inference.test_load import bits, layers, logits, stored
 from tests.inference.test_packed_linear import gauss, values

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.verify import verify
 from quantkit.io.hashing import PIECE, hash_of, hash_of_file
 from quantkit.io.safetensors_header import read_header
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import prune, quantize
-from quantkit.pipeline.recipe import from_mapping, pruning_from_mapping
-from quantkit.reporting.report import REPORT, load
+from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.reporting.samples import write_report
 
 #: Of the published test vectors: bytes 0, 1, ... 250, 0, 1, ... of so many bytes.

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from quantkit.checkpoint.report import load
 from quantkit.errors import CheckpointError
 from quantkit.io import files
 from quantkit.io.files import write_atomic
 from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.staging import is_complete, publish, staging
-from quantkit.reporting.report import load
 from tests.command_line import call
 from tests.faults import Killed, count, failing, faults, killer, memory_path, state
 from tests.reliability import power

@@ -19,7 +19,7 @@ from quantkit.errors import KernelError, QuantkitError
 from quantkit.evaluation.verify import verify
 from quantkit.kernels import MATMULS, loader, missing, proof
 from quantkit.pipeline import quantize
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.recipes.recipe import from_mapping
 from tests.command_line import refused
 from tests.kernels.operands import ONE_EACH, weight
 from tests.kernels.test_contract import KERNELS, LAYOUTS, calls, unfit

@@ -18,7 +18,7 @@ from quantkit.errors import KernelError
 from quantkit.evaluation.verify import verify
 from quantkit.kernels import JUDGES, MATMULS, SOURCES, loader, proof
 from quantkit.pipeline import quantize
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.recipes.recipe import from_mapping
 from tests.kernels.operands import CASES, ONE_EACH, packed, weight
 from tests.kernels.test_addressing import is_second_copy
 from tests.kernels.test_proof import differs

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
 from quantkit.evaluation.verification import Verification
 from quantkit.evaluation.verify import verify
 from quantkit.io.hashing import hash_of_file
 from quantkit.kernels import loader
 from quantkit.pipeline import convert, quantize
-from quantkit.pipeline.recipe import from_mapping
-from quantkit.reporting.report import REPORT
+from quantkit.recipes.recipe import from_mapping
 from tests.evaluation.test_verify import edit, recorded
 from tests.reporting.samples import write_report
 from tests.tiny_models import write_model

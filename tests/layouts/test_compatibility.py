@@ -19,6 +19,7 @@ from torch import Tensor
 
 from quantkit.algorithms import rtn
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
 from quantkit.cli.commands import quantkit
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -36,7 +37,6 @@ from quantkit.layouts.compatibility import (
 )
 from quantkit.layouts.recast import broken_rule, recast, target
 from quantkit.layouts.schemes import Schemes
-from quantkit.reporting.report import REPORT
 from tests.command_line import ROOT, call, refused
 from tests.faults import Killed, count, failing, faults, killer, memory_path
 from tests.layouts.samples import record, write_folder

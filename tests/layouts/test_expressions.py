@@ -16,7 +16,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, RecipeError
 from quantkit.layouts import LAYOUTS, expressions, quantkit_key, read_config
 from quantkit.layouts.schemes import Schemes
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
 
 INT4, WIDE = Scheme.parse("int4:g128"), Scheme.parse("int4:g64")

@@ -18,9 +18,9 @@ from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import float32_states
 from quantkit.models.passing import Passed, State, pack
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
-from quantkit.pipeline.recipe import from_mapping, goal_of, label
+from quantkit.recipes.recipe import from_mapping, goal_of, label
+from quantkit.text.tokenizer import load_tokenizer
 from tests.census import families
 from tests.models.folders import documents, outputs, plain
 from tests.tiny_models import FAMILIES

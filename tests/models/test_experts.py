@@ -17,7 +17,7 @@ from quantkit.errors import CheckpointError, RecipeError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.unfused_experts import Fused, ParallelExperts
 from quantkit.models.whole_model import load_dense_model
-from quantkit.pipeline.recipe import from_mapping, goals_of
+from quantkit.recipes.recipe import from_mapping, goals_of
 from tests.census import families
 
 TOKENS = torch.arange(3, 60)[None] * 7 % 251

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from quantkit import api
+from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.pipeline import recipe as recipes
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import from_mapping
-from quantkit.reporting.report import REPORT
+from quantkit.recipes import recipe as recipes
+from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
 from tests.faults import Killed, faults
 from tests.pipeline.test_quantize import TEXT

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import QuantkitError
@@ -21,7 +22,6 @@ from quantkit.layouts.compatibility import SCHEMES
 from quantkit.layouts.recast import broken_rule
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import repack
-from quantkit.reporting.report import REPORT
 from tests.command_line import call, refused
 from tests.faults import memory_path
 from tests.layouts.samples import record, write_folder

@@ -9,16 +9,17 @@ import torch
 
 from quantkit.algorithms import learned_weight
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError, NumericError, QuantkitError, RecipeError
 from quantkit.inference.load import load
 from quantkit.io import files
 from quantkit.io.json_files import load_json
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.whole_model import load_dense_model
-from quantkit.pipeline import distill, memory_estimate
+from quantkit.pipeline import distill
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.pipeline.recipe import Recipe, from_mapping
-from quantkit.reporting.report import REPORT
+from quantkit.planning import memory as memory_estimate
+from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.reporting.summary import summary
 from tests.faults import Killed, count, faults, killer, memory_path
 from tests.pipeline.test_quantize import TEXT, hashes

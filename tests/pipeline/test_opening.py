@@ -17,6 +17,7 @@ from torch import Tensor
 import quantkit
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
@@ -24,7 +25,6 @@ from quantkit.io.json_files import load_json
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, Opening, open_folder
-from quantkit.reporting.report import REPORT
 from tests.command_line import RTN, call, refused
 from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.checkpoint.report import load
 from quantkit.pipeline.profile import COMPUTING
-from quantkit.reporting.report import load
 from tests.command_line import call
 
 FLOORED = {"load", "forward", "hessian", "solve", "save", "write"}

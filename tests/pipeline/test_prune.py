@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 import quantkit
+from quantkit.checkpoint import report
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.sparsity import check, weight_mask
 from quantkit.errors import RecipeError
 from quantkit.io import files
 from quantkit.pipeline import quantize
-from quantkit.pipeline.recipe import from_mapping, pruning_from_mapping
-from quantkit.reporting import report
+from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from quantkit.reporting.summary import summary
 from tests import command_line
 from tests.algorithms.inputs import is_24

@@ -14,10 +14,10 @@ import pytest
 from huggingface_hub.utils import _http
 
 import quantkit
+from quantkit.checkpoint.report import REPORT
 from quantkit.cli.push import push as command
 from quantkit.errors import HubError, QuantkitError, RecipeError, VerificationError
 from quantkit.evaluation import verification
-from quantkit.reporting.report import REPORT
 from tests.command_line import RTN, call, refused
 from tests.pipeline.hub import TOKEN, Hub, Repository, running
 

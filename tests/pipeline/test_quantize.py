@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quantkit.algorithms import hessian
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT, digest
 from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
 from quantkit.inference.load import load
 from quantkit.io import files
@@ -22,10 +23,9 @@ from quantkit.io.safetensors_header import read_header
 from quantkit.models import block_runner
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.memory_estimate import SAVED_BLOCKS
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.pipeline.recipe import Pruning, Recipe, from_mapping, pruning_from_mapping
-from quantkit.reporting.report import REPORT, digest
+from quantkit.planning.memory import SAVED_BLOCKS
+from quantkit.recipes.recipe import Pruning, Recipe, from_mapping, pruning_from_mapping
 from tests.census import families
 from tests.faults import Killed, count, faults, killer, memory_path
 from tests.tiny_models import write_model

@@ -16,16 +16,16 @@ import pytest
 import torch
 
 from quantkit.algorithms.hessian import Hessian
+from quantkit.calibration.calibrate import split_documents
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import load
 from quantkit.core.ranks import Ranks
 from quantkit.errors import NumericError, RecipeError
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL
 from quantkit.models.block_runner import BlockRunner
-from quantkit.pipeline.calibrate import split_documents
-from quantkit.pipeline.memory_estimate import Memory
 from quantkit.pipeline.quantize import _require_devices
-from quantkit.reporting.report import load
+from quantkit.planning.memory import Memory
 from tests import command_line, ranks
 from tests.command_line import ROOT, call
 from tests.faults import memory_path

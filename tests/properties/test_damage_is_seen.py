@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 import quantkit
+from quantkit.checkpoint.report import REPORT, SEAL, load, seal
 from quantkit.errors import CheckpointError
 from quantkit.io.safetensors_header import read_header
-from quantkit.reporting.report import REPORT, SEAL, load, seal
 from tests.command_line import RTN, call, refused
 
 TENSOR = "model.norm.weight"

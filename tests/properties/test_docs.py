@@ -15,7 +15,7 @@ import pytest
 from quantkit.algorithms.gptq import Options
 from quantkit.api import shipped_recipes
 from quantkit.cli.commands import quantkit
-from quantkit.pipeline.recipe import CALIBRATION_KEYS, GPTQ_KEYS, SCHEME_KEYS, Calib, Recipe
+from quantkit.recipes.recipe import CALIBRATION_KEYS, GPTQ_KEYS, SCHEME_KEYS, Calib, Recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

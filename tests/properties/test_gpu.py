@@ -17,10 +17,10 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.layouts import LAYOUTS
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.pipeline.recipe import from_mapping
+from quantkit.recipes.recipe import from_mapping
+from quantkit.text.tokenizer import load_tokenizer
 from tests.layouts.samples import HELD, record
 from tests.pipeline.test_quantize import TEXT, hashes
 from tests.pipeline.test_quantize import gptq as gptq_recipe

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError
 from quantkit.reporting.html import page
 from quantkit.reporting.model_card import model_card
-from quantkit.reporting.report import REPORT, load
 from quantkit.reporting.summary import line, profile, rows, summary
 from tests.command_line import call, refused
 from tests.reporting.samples import HOSTILE, example

@@ -14,18 +14,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint import report
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_header import read_header
-from quantkit.models.tokenizer import load_tokenizer
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import Checkpoint, quantize
-from quantkit.pipeline.recipe import from_mapping
-from quantkit.reporting import report
+from quantkit.recipes.recipe import from_mapping
 from quantkit.reporting.facts import EVENTS
 from quantkit.reporting.summary import summary
+from quantkit.text.tokenizer import load_tokenizer
 from tests.faults import faults
 from tests.pipeline.test_quantize import TEXT
 from tests.tiny_models import write_model

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.reporting import report
+from quantkit.checkpoint import report
 from tests.command_line import RTN, call
 from tests.pipeline.test_quantize import TEXT
 

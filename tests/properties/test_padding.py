@@ -11,18 +11,18 @@ import torch
 
 from quantkit.algorithms import rtn
 from quantkit.algorithms.hessian import Hessian
+from quantkit.calibration.layer_solver import solve, solve_uncalibrated
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError
 from quantkit.io.journal import JOURNAL
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import broken_rule
-from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
-from quantkit.pipeline.recipe import Recipe, from_mapping
 from quantkit.progress import Progress
-from quantkit.reporting.report import REPORT
+from quantkit.recipes.recipe import Recipe, from_mapping
 from tests import command_line
 from tests.command_line import RTN, call, refused
 from tests.faults import Killed, faults, memory_path

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import pytest
 from click.testing import CliRunner
 
+from quantkit.checkpoint.report import load
 from quantkit.cli.commands import quantkit
-from quantkit.reporting.report import load
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Programs that open folders. A row's second column says where its output runs.

@@ -17,7 +17,7 @@ from quantkit.inference.fused_linear import FusedLinear
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.kernels import MATMULS, proof
 from quantkit.kernels.proof import relative_error
-from quantkit.models.tokenizer import load_tokenizer
+from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.test_load import logits
 from tests.kernels.operands import weight
 from tests.kernels.test_naive import on_gpu

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT, load
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
@@ -27,7 +28,6 @@ from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack
-from quantkit.reporting.report import REPORT, load
 from tests.cli.test_interrupt import handlers
 from tests.command_line import RTN, call
 from tests.faults import faults, memory_path
@@ -127,7 +127,7 @@ import sys
 import torch
 from quantkit import pack
 from quantkit.layouts.gptq import CODES
-from quantkit.reporting.report import peak_memory
+from quantkit.checkpoint.report import peak_memory
 torch.set_num_threads(1)
 CODES.unpack(CODES.pack(torch.zeros(1024, 1024, dtype=torch.uint8), 4), 4, (1024, 1024))  # imports what is needed
 before = peak_memory()["ram"]

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import LAYOUTS
 from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.plan import plan_pack
+from quantkit.planning.plan import plan_pack
 from quantkit.progress import Progress
-from quantkit.reporting.report import REPORT, load
 from tests.cli.test_interrupt import handlers
 from tests.command_line import call
 from tests.faults import faults, memory_path

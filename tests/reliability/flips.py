@@ -17,9 +17,10 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 import quantkit
-from quantkit.checkpoint.inspection import describe
 from quantkit.checkpoint.provenance import checked, source_hashes
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT, SEAL
+from quantkit.checkpoint.report import load as load_report
 from quantkit.errors import CheckpointError, QuantkitError, RecipeError
 from quantkit.evaluation.verify import verify, verify_files
 from quantkit.io.digests import damaged_tensors
@@ -28,10 +29,9 @@ from quantkit.io.journal import append_journal, read_journal
 from quantkit.io.json_files import load_json
 from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import SafetensorsWriter
-from quantkit.pipeline import recipe as recipes
+from quantkit.pipeline.inspection import describe
+from quantkit.recipes import recipe as recipes
 from quantkit.reporting.html import page
-from quantkit.reporting.report import REPORT, SEAL
-from quantkit.reporting.report import load as load_report
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
 

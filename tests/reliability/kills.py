@@ -19,11 +19,12 @@ from typing import Any
 from unittest.mock import patch
 
 import quantkit
+from quantkit.calibration import activations
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import QuantkitError
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL, read_journal
-from quantkit.pipeline import activations, quantize
+from quantkit.pipeline import quantize
 from tests.faults import Killed, killer
 from tests.reliability import power, samples
 from tests.reliability.campaign import Family, Run
@@ -412,7 +413,7 @@ RESUMED = """
 import os, sys, time
 began = time.monotonic()
 from quantkit.cli import main
-from quantkit.pipeline.activations import Activations
+from quantkit.calibration.activations import Activations
 
 load = Activations.load
 

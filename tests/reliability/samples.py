@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from quantkit.reporting.report import VOLATILE, load
+from quantkit.checkpoint.report import VOLATILE, load
 from tests.promises.model import TEXT, write_model
 from tests.reliability.forks import Ended, command, run
 

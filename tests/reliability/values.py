@@ -18,14 +18,14 @@ from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.grid import LARGEST_HALF, SMALLEST_SCALE, half_precision
 from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.options import Options
+from quantkit.calibration.layer_solver import solve, solve_uncalibrated
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError, QuantkitError
 from quantkit.layouts import LAYOUTS
-from quantkit.pipeline.layer_solver import solve, solve_uncalibrated
-from quantkit.pipeline.recipe import Recipe, from_mapping
 from quantkit.progress import Progress
+from quantkit.recipes.recipe import Recipe, from_mapping
 from tests.reliability.campaign import Family, Run
 from tests.reliability.forks import command
 from tests.reliability.samples import calibrated, model, one_line, quantkit, text
@@ -605,9 +605,6 @@ def folders(found: Run) -> None:
 def warm(folder: Path) -> None:
     """Import what every case needs, in this process, which starts no work of its own."""
     import transformers.models.llama.modeling_llama  # noqa: F401
-
-    import quantkit.evaluation.verify
-    import quantkit.pipeline.calibrate  # noqa: F401
 
     try:
         command("plan", model(folder / "warm", 1), "--method", "rtn", "-q")()

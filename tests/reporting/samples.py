@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.report import REPORT, SEAL, seal
 from quantkit.io.json_files import dump_json
-from quantkit.reporting.report import REPORT, SEAL, seal
 
 HOSTILE = 'evil\n---\nname: `x` <script>alert(1)</script> | "y" é'
 

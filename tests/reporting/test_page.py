@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
+from quantkit.core.units import format_percent, format_seconds
 from quantkit.reporting.charts import DARK, LIGHT, MARKS, ticks
 from quantkit.reporting.html import LISTED, WORST, page
 from quantkit.reporting.layer_errors import NO_CAUSE, bits, causes
-from quantkit.reporting.units import format_percent, format_seconds
 from tests.reporting.samples import HOSTILE, example, layer
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from quantkit.engines.readers import READERS
 from quantkit.reporting.facts import EVENTS
 from quantkit.reporting.model_card import SNIPPETS, for_repository, model_card
-from quantkit.reporting.readers import READERS
 from quantkit.reporting.summary import summary
 from tests.reporting.samples import HOSTILE, example
 

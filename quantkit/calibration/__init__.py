@@ -1,0 +1,1 @@
+"""Quantizing with activations: the loop over blocks, its stages, and the activations that pass between blocks."""

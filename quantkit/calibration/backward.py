@@ -1,0 +1,151 @@
+"""Run a block with gradients: several documents at a time where that is possible, and with the same bits each time."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from quantkit.calibration.activations import Activations
+from quantkit.errors import CheckpointError, QuantkitError, is_out_of_memory, reason
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.passing import State
+from quantkit.planning.memory import TUNED_AT_ONCE
+from quantkit.progress import Progress
+
+if TYPE_CHECKING:
+    from quantkit.calibration.calibrate import Run
+
+T = TypeVar("T")
+
+
+def parts(run: Run, block: int, inputs: Activations, numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Yield the documents that one pass through a block takes: neighbours of equal length, where that is possible."""
+    part = list[int]()
+    joined = run.model.takes_batches(block) and inputs.hidden_only
+    for number in numbers:
+        length = len(run.sequences[number])
+        most = TUNED_AT_ONCE[run.model.device.type] // length if joined else 0
+        if part and (len(part) >= most or len(run.sequences[part[0]]) != length):
+            yield part
+            part = []
+        part.append(number)
+    if part:
+        yield part
+
+
+def stacked(store: Activations, part: Sequence[int]) -> Tensor:
+    """Return the hidden states of a document `[t, h]`, or of several `[b, t, h]`."""
+    hidden = [store.get(number).hidden for number in part]
+    return hidden[0] if len(part) == 1 else torch.stack(hidden)
+
+
+def run_part(
+    run: Run,
+    block: int,
+    part: Sequence[int],
+    inputs: Activations,
+    weights: Mapping[str, Tensor],
+    hidden: Tensor | None = None,
+) -> Tensor:
+    """Return the hidden states that a block passes on of some documents, with gradients for its `weights`.
+
+    `hidden` takes the place of the hidden states that enter, if these need a gradient too.
+    """
+    run.progress.check()
+    tokens = [run.sequences[number] for number in part]
+    hidden = stacked(inputs, part) if hidden is None else hidden
+    if len(part) == 1:
+        return run.model.run_with(block, tokens[0], State(hidden, inputs.get(part[0]).passed), weights)
+    return run.model.run_with(block, torch.stack(tokens), State(hidden), weights)
+
+
+def in_fixed_order(model: BlockRunner, progress: Progress, task: Callable[[], T]) -> T:
+    """Run a task that calls `backward` or `gradient`, and return its result: on a GPU the same bits each time.
+
+    The task is called again from its start if torch has no fixed order of sums for a gradient of the model. From then
+    on attention is computed by plain products, that gradient remains as torch has it, and a warning says so.
+    """
+    if model.fuses_attention:
+        try:
+            with _settings(model):
+                return task()
+        except RuntimeError as error:
+            if "deterministic" not in str(error):
+                raise
+            model.fuses_attention = False
+            kind = type(model.text).__name__
+            progress.warn(f"{kind} has a gradient without a fixed order of sums: codes of equal runs may differ")
+    with _settings(model):
+        return task()
+
+
+def backward(model: BlockRunner, loss: Tensor) -> None:
+    """Add to all leaves the gradients of a loss, in a task of `in_fixed_order`."""
+    with _strictly(model):
+        loss.backward()
+
+
+def gradient(model: BlockRunner, output: Tensor, by: Tensor, of: Tensor) -> Tensor:
+    """Return the gradient by one tensor, given that `of` the output, in a task of `in_fixed_order`."""
+    with _strictly(model):
+        (found,) = torch.autograd.grad(output, by, of)
+    return found
+
+
+@contextmanager
+def explaining(model: BlockRunner, instead: str) -> Iterator[None]:
+    """Turn an exception of the model's own code, which may write over what a gradient needs, into a CheckpointError."""
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error) or (isinstance(error, QuantkitError) and not isinstance(error, CheckpointError)):
+            raise
+        kind = type(model.text).__name__
+        raise CheckpointError(f"{model.src.path}: {kind} has no gradient ({reason(error)}): {instead}") from error
+
+
+@contextmanager
+def _settings(model: BlockRunner) -> Iterator[None]:
+    """Let torch choose algorithms on a GPU whose gradients are the same in each run; its settings are restored.
+
+    Of the fused kernels for attention only flash attention has such a gradient, if torch may refuse all others.
+    """
+    if model.device.type != "cuda":
+        yield
+        return
+    backends = [SDPBackend.FLASH_ATTENTION] if model.fuses_attention else []
+    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        # The forward pass only warns: masks come from operations that have no other form.
+        with _algorithms(warn_only=True), sdpa_kernel([*backends, SDPBackend.MATH]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*does not have a deterministic implementation")
+            yield
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
+
+
+@contextmanager
+def _strictly(model: BlockRunner) -> Iterator[None]:
+    """Let torch refuse gradients without a fixed order, where flash attention needs that."""
+    if model.device.type == "cuda" and model.fuses_attention:
+        with _algorithms(warn_only=False):
+            yield
+    else:
+        yield
+
+
+@contextmanager
+def _algorithms(*, warn_only: bool) -> Iterator[None]:
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warned)

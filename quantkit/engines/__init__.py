@@ -1,0 +1,1 @@
+"""Dated tables about other programs: which folders they open, and which kernels they choose."""

@@ -1,0 +1,113 @@
+"""The files of an output folder and their bytes, before any is written.
+
+The parts that write a folder say here what they would write: the writer its shards, the layout its side file, the
+pipeline config.json. Only report and model card hold what a run measures; of them there is an upper bound.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from math import prod
+from typing import NamedTuple
+
+from quantkit.checkpoint.origin import companions_of, output_config
+from quantkit.checkpoint.reader import CONFIG, Checkpoint
+from quantkit.checkpoint.writer import planned_shards, texts_beside
+from quantkit.core.scheme import Scheme
+from quantkit.io.json_files import dump_json
+from quantkit.io.model_folder import RECIPE, inside
+from quantkit.layouts.base import Layout
+from quantkit.layouts.schemes import Schemes
+from quantkit.planning.memory import GRADIENTS
+from quantkit.planning.plan import Plan, Row
+from quantkit.recipes.recipe import Pruning, Recipe, without_paths
+
+#: Upper bounds of the bytes of report and model card: of any model, of a changed linear, of any other tensor or file.
+REPORT_BYTES, LINEAR_BYTES, NAME_BYTES = 32 * 2**10, 1024, 192
+
+
+class Output(NamedTuple):
+    """The bytes of each file but report and card, and those of the tensors that the commits before the last two write.
+
+    The last two commits of a calibrated run are its last block and the tensors outside the blocks.
+    """
+
+    files: dict[str, int]
+    before_last: int
+
+
+def output_files(
+    src: Checkpoint,
+    planned: Plan,
+    layout: Layout | None,
+    schemes: Schemes | None,
+    recipe: Recipe | Pruning,
+    units: Iterable[Iterable[str]],
+) -> Output:
+    """Return the exact bytes of every file of an output but report and model card.
+
+    `units` are the tensors of the source by commit; if they are drafts, one commit writes them all once more. `layout`
+    and `schemes` are None for a dense output.
+    """
+    rows = {f"{row.module}.weight": row for row in planned.quantized}
+    written = [
+        {key: size for name in unit for key, size in _tensors(src, layout, name, rows.get(name)).items()}
+        for unit in units
+    ]
+    tuned = isinstance(recipe, Recipe) and recipe.distill > 0
+    whole = {key: size for name in src.names() for key, size in _tensors(src, layout, name, rows.get(name)).items()}
+    shards = planned_shards([whole] if tuned else written)
+    weight_map = {name: file for file, (_, names) in shards.items() for name in names}
+    true_shapes = {row.module: row.shape if row.padded else None for row in rows.values()}
+    recipe, beside = without_paths(recipe), companions_of(src).texts
+    config = output_config(src, layout, schemes, true_shapes, recipe.sha256())
+    texts = {
+        **texts_beside(weight_map, planned.bytes, layout, config),
+        **({RECIPE: recipe.to_yaml().encode()} if isinstance(recipe, Recipe) else {}),
+        CONFIG: dump_json(config, special_floats=True),
+    }
+    files = {
+        **{name: size for name, (size, _) in shards.items()},
+        **{
+            name: inside(src.path, name).stat().st_size if changed is None else len(changed)
+            for name, changed in beside.items()
+        },
+        **{name: len(text) for name, text in texts.items()},
+    }
+    return Output(files, sum(sum(unit.values()) for unit in written[:-2]))
+
+
+def report_bytes(src: Checkpoint, planned: Plan) -> int:
+    """Return an upper bound of the bytes of the report and the model card of an output."""
+    names = sum(len(name) for name in src.names())
+    others = NAME_BYTES * (len(src.files()) + len(planned.files))
+    others += sum(NAME_BYTES + len(name) for name in companions_of(src).left_out)
+    lines = sum(len(line) for line in (*planned.notices, *planned.readers))
+    return REPORT_BYTES + LINEAR_BYTES * len(planned.quantized) + 2 * names + others + 4 * lines
+
+
+def disk_peak(
+    planned: Plan, activations: int, blocks: int, mapped: int, drafts: bool, gradients: int
+) -> dict[str, int]:
+    """Return the bytes that a run has on the disk when it has most, by part.
+
+    `activations` are the bytes of all hidden states, 0 without calibration. Two of their snapshots stay until the end,
+    and a third is there while the older one is replaced. `mapped` are the bytes of stores that are files. With
+    `drafts`, the tensors are there twice at the end. `gradients` are the bytes of one block's, 0 without any; they too
+    stay until the end.
+    """
+    saved = max(0, blocks - 1)
+    written, kept = max(
+        (planned.before_last, min(saved, 3) * activations),  # at the last snapshot
+        (planned.total * (2 if drafts else 1), min(saved, 2) * activations),  # at the end
+        key=sum,
+    )
+    return {"output": written, "activations": kept + mapped, GRADIENTS: blocks * gradients}
+
+
+def _tensors(src: Checkpoint, layout: Layout | None, name: str, row: Row | None) -> Mapping[str, int]:
+    """Return the bytes of each tensor that a tensor of the source becomes."""
+    if row is None or layout is None or row.scheme is None:
+        return {name: src.nbytes(name)}
+    stored = layout.stored(Scheme.parse(row.scheme), *row.stored)
+    return {f"{row.module}.{suffix}": dtype.itemsize * prod(shape) for suffix, (dtype, shape) in stored.items()}

@@ -1,0 +1,462 @@
+"""Plan a run from config.json and safetensors headers: its output, its memory, and everything that it must refuse.
+
+All misfits are found at once, before any work. Byte counts are exact, because each layout states the tensors that it
+stores, and the writer the files that it makes of them. Memory is an estimate, with its parts listed.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from quantkit.checkpoint.decoder import decoder_weights, largest_others, share_of
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.scheme import Scheme
+from quantkit.core.sparsity import quads
+from quantkit.core.tensors import FLOATS, dtype_name
+from quantkit.core.units import format_bytes
+from quantkit.engines import readers
+from quantkit.engines.readers import Folder
+from quantkit.errors import LayoutError, QuantkitError, ThresholdError
+from quantkit.kernels import MATMULS
+from quantkit.layouts import LAYOUTS, family
+from quantkit.layouts.base import Layout
+from quantkit.layouts.fused_groups import joined_name
+from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
+from quantkit.planning.memory import Memory, calibrated_memory, streamed_memory, tuning_memory
+from quantkit.planning.misfits import Misfit, ways_out
+from quantkit.recipes.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
+from quantkit.reporting.notebook import Shown
+
+if TYPE_CHECKING:
+    from quantkit.planning.serving import Serving
+
+#: The remark for 2:4 without training (ALGORITHMS 9).
+ONE_SHOT = (
+    "2:4 without training costs quality: published 7B and 8B models about double their perplexity, and recover by "
+    "fine-tuning with the mask held; late layers are the sensitive ones: --skip them first"
+)
+#: The layout name of a pruned model that is not quantized.
+DENSE = "dense"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Hold one linear of the plan: shape `[n, k]`, the label of its scheme (None: dense), its bytes in the output.
+
+    `padded` is the stored shape if zeros are added.
+    """
+
+    module: str
+    shape: tuple[int, int]
+    scheme: str | None
+    bytes: int
+    padded: tuple[int, int] | None = None
+
+    @property
+    def stored(self) -> tuple[int, int]:
+        """The shape in the output, padding included."""
+        return self.padded or self.shape
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
+    """Describe the output of `quantize` or `pack`; `bytes` counts exactly the output's tensors.
+
+    A misfit is counted as if left dense. `ways_out` has one line for each broken rule, with the options that help.
+    `problems` are other reasons to refuse. `remarks` are about this model in any layout, `layout_remarks` about the
+    readers of this layout. `readers` are the programs that open the output. `decoder` has the elements of each matrix
+    in the decoder's blocks.
+
+    Of `quantize` alone: `files` has the exact bytes of every file but report and model card, which together take at
+    most `report_bytes`; it is empty if there are misfits. `before_last` are the bytes of tensors written before the
+    last block. `calibration` are the facts of the sequences. `refusal` is the error with which `quantize` would end
+    before it computes anything. `folder` has the facts on which readers depend, and `serving` the kernels of the
+    program that was asked about. `spelling` is applied to the options in notices and in the error of a small share.
+    """
+
+    layout: str
+    scheme: str
+    rows: tuple[Row, ...]
+    bytes: int
+    source_bytes: int
+    memory: Memory
+    misfits: tuple[Misfit, ...] = ()
+    ways_out: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+    layout_remarks: tuple[str, ...] = ()
+    readers: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    disk_free: int | None = None
+    decoder: Mapping[str, int] = field(default_factory=dict)
+    files: Mapping[str, int] = field(default_factory=dict)
+    report_bytes: int = 0
+    before_last: int = 0
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    refusal: QuantkitError | None = None
+    folder: Folder | None = None
+    serving: Serving | None = None
+    spelling: Callable[[str], str] = str
+
+    @property
+    def total(self) -> int:
+        """The bytes of all files, with those that report and model card take at most."""
+        return sum(self.files.values()) + self.report_bytes
+
+    @property
+    def notices(self) -> list[str]:
+        """All remarks, and a warning for each kind of memory that may not suffice."""
+        return [self.spelling(line) for line in (*self.layout_remarks, *self.remarks, *self.memory.notices())]
+
+    @property
+    def quantized(self) -> list[Row]:
+        """The rows that do not stay dense."""
+        return [row for row in self.rows if row.scheme is not None]
+
+    @property
+    def packed_bytes(self) -> int:
+        """The bytes of all rows that do not stay dense."""
+        return sum(row.bytes for row in self.quantized)
+
+    @property
+    def bits_per_weight(self) -> float | None:
+        """Stored bits per quantized weight, scales and zero points included; None if there is none."""
+        weights = sum(prod(row.shape) for row in self.quantized)
+        return 8 * self.packed_bytes / weights if weights else None
+
+    @property
+    def share(self) -> float | None:
+        """The share of the decoder's weights that do not stay dense; None if no blocks are found."""
+        return share_of(self.decoder, [row.module for row in self.quantized])
+
+    def require_share(self, least: float) -> None:
+        """Raise ThresholdError, naming the largest weights that stay dense, if the share is below `least`."""
+        if self.share is None or self.share >= least:
+            return
+        done = "pruned" if self.layout == DENSE else "quantized"
+        linears = {f"{row.module}.weight": "skipped" for row in self.rows}
+        others = [
+            f"{name} and its like in other blocks ({100 * share:.1f} %, {linears.get(name, 'no linear')})"
+            for name, share in largest_others(self.decoder, [row.module for row in self.quantized])
+        ]
+        more = f" and {len(others) - 3} more kinds" if len(others) > 3 else ""
+        text = (
+            f"{100 * self.share:.1f} % of the decoder's weights would be {done}, --min-share asks for "
+            f"{100 * least:g} %: {', '.join(others[:3])}{more} stay dense: skip fewer linears, or lower --min-share"
+        )
+        raise ThresholdError(self.spelling(text))
+
+    def require(self) -> None:
+        """Raise one LayoutError with a line for each broken rule and problem, if there are any."""
+        lines = [*self.ways_out, *self.problems]
+        if lines:
+            raise LayoutError("\n".join(lines))
+
+    def _shown(self) -> dict[str, Any]:
+        return {
+            "layout": self.layout,
+            "scheme": self.scheme,
+            "linears": len(self.quantized),
+            "bytes": self.bytes,
+            "source_bytes": self.source_bytes,
+            "bits_per_weight": self.bits_per_weight,
+            "share": self.share,
+            "memory": self.memory.to_dict(),
+            "misfits": len(self.misfits),
+            "refusal": None if self.refusal is None else str(self.refusal),
+            "notices": self.notices,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain data, as `plan --json` prints it."""
+        return {
+            "layout": self.layout,
+            "scheme": self.scheme,
+            "bytes": self.bytes,
+            "packed_bytes": self.packed_bytes,
+            "dense_bytes": self.bytes - self.packed_bytes,
+            "source_bytes": self.source_bytes,
+            "files": None
+            if not self.files
+            else {
+                "total": self.total,
+                "exact": sum(self.files.values()),
+                "report_and_card": self.report_bytes,
+                "each": [{"name": name, "bytes": size} for name, size in self.files.items()],
+            },
+            "bits_per_weight": self.bits_per_weight,
+            "share": self.share,
+            "peak_memory": self.memory.to_dict(),
+            "disk_free": self.disk_free,
+            "readers": ", ".join(self.readers),
+            "kernel": self.layout if self.layout in MATMULS else None,
+            "misfits": [asdict(misfit) for misfit in self.misfits],
+            "ways_out": list(self.ways_out),
+            "problems": list(self.problems),
+            "refusal": None
+            if self.refusal is None
+            else {"exit_code": self.refusal.exit_code, "message": str(self.refusal)},
+            "calibration": dict(self.calibration) or None,
+            "serving": None if self.serving is None else self.serving.to_dict(),
+            "notices": self.notices,
+            "linears": [asdict(row) for row in self.rows],
+        }
+
+
+def plan_quantize(
+    src: Checkpoint,
+    linears: Mapping[str, tuple[int, int]],
+    recipe: Recipe | Pruning,
+    *,
+    goals: Mapping[str, Goal | None] | None = None,
+    tied: Collection[str] = (),
+    inside: Collection[str] | None = None,
+    out: Path | None = None,
+    device: str | None = None,
+    act_budget: int | None = None,
+    gpu_memory: int | None = None,
+) -> Plan:
+    """Plan to quantize or prune the `linears` (name -> `(n, k)`) of a dense checkpoint.
+
+    `goals` has the goal of each linear (None: by name in the recipe). `tied` are those that share their weight with the
+    embeddings. `inside` names the tensors of the decoder's blocks (None: by their numbers). The free disk space is that
+    at `out`. `device` is where the run would compute (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU
+    that is not here.
+    """
+    layout = None if isinstance(recipe, Pruning) else LAYOUTS[recipe.layout]
+    goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
+    stored = set(src.names())
+    rows, misfits = [], []
+    for module, shape in linears.items():
+        goal, in_source = goals[module], f"{module}.weight" in stored
+        if goal is not None:
+            own_weight = in_source and module not in tied
+            rule = _source_rule(src, module, shape, own_weight) or _misfit_rule(
+                layout, goal, *stored_shape(recipe, goal, *shape)
+            )
+            if rule is not None:
+                misfits.append(Misfit(module, shape, label(goal), rule))
+                goal = None
+        rows.append(_row(src, recipe, module, shape, goal, in_source))
+    sizes = {row.module: row.stored for row in rows}
+    quantized = {row.module: row.stored for row in rows if row.scheme is not None}
+    if recipe.calibrated:
+        memory = calibrated_memory(src, sizes, recipe, device, act_budget, gpu_memory)
+    else:
+        memory = streamed_memory(src, quantized)
+    if isinstance(recipe, Recipe) and recipe.distill:
+        memory = replace(memory, others=(*memory.others, tuning_memory(src, sizes, quantized, recipe, device)))
+    memory = replace(memory, gpu_memory=gpu_memory)
+    plan = replace(
+        _assemble(src, layout, recipe.scheme, rows, misfits, memory, out), decoder=decoder_weights(src, inside)
+    )
+    remarks = [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in goals.values()) else []
+    lines = ways_out(misfits, goals, layout, recipe, None)
+    return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks))
+
+
+def plan_pack(
+    src: Checkpoint, layout: Layout, *, out: Path | None = None, pad: bool = False, requantize: bool = False
+) -> Plan:
+    """Plan to rewrite a quantized checkpoint in another layout, without reading its values.
+
+    If the layout does not hold a weight's scheme, the weight is recast to one with the same values. If there is none,
+    `requantize` takes the nearest scheme. `pad` enlarges a shape that does not fit (LAYOUTS 11).
+    """
+    rows, misfits = [], []
+    changes: Counter[str] = Counter()
+    sizes = {module: src.size(module) for module in src.modules()}
+    schemes: dict[str, Scheme | None] = {module: src.scheme(module) for module in sizes}
+    for module in sizes:
+        scheme, (n, k) = src.scheme(module), src.true_size(module)
+        found = _destination(src, module, layout, pad, requantize)
+        if found is None:
+            rule = broken_rule(layout, scheme, n, k) or f"{layout.NAME} does not hold it"
+            misfits.append(Misfit(module, (n, k), scheme.label, rule))
+            rows.append(Row(module, (n, k), None, n * k * src.dtype_of_model.itemsize))
+            continue
+        now, shape = found
+        if now != scheme:
+            changes[_change(scheme, now)] += 1
+        padded = None if shape == (n, k) else shape
+        rows.append(Row(module, (n, k), now.label, stored_bytes(layout, now, *shape), padded))
+    assert src.schemes is not None
+    labels = Counter(row.scheme for row in rows if row.scheme is not None)
+    default = Scheme.parse(labels.most_common(1)[0][0]) if labels else src.schemes.default
+    plan = replace(
+        _assemble(src, layout, default, rows, misfits, streamed_memory(src, sizes), out), decoder=decoder_weights(src)
+    )
+    remarks = (f"{count} of {len(rows)} linears: {change}" for change, count in changes.items())
+    lines = ways_out(misfits, schemes, layout, None, src.layout)
+    problem = disk_problem(plan, out, plan.bytes)
+    problems = () if problem is None else (problem,)
+    return replace(plan, ways_out=lines, remarks=(*plan.remarks, *remarks), problems=problems)
+
+
+def _row(
+    src: Checkpoint, recipe: Recipe | Pruning, module: str, shape: tuple[int, int], goal: Goal | None, in_source: bool
+) -> Row:
+    """Return the row of a linear with its goal, or of one that stays dense (None)."""
+    dense = src.nbytes(f"{module}.weight") if in_source else 0
+    if goal is None:
+        return Row(module, shape, None, dense)
+    stored = stored_shape(recipe, goal, *shape)
+    padded = None if stored == shape else stored
+    if isinstance(recipe, Pruning) or not isinstance(goal, Scheme):
+        return Row(module, shape, label(goal), dense, padded)
+    return Row(module, shape, goal.label, stored_bytes(LAYOUTS[recipe.layout], goal, *stored), padded)
+
+
+def _destination(src: Checkpoint, module: str, layout: Layout, pad: bool, requantize: bool) -> Target | None:
+    """Return the scheme and shape for a packed weight that change it least; None if the layout cannot hold it.
+
+    Padding is removed if the last group of columns is complete without it, and the layout does not need it.
+    """
+    scheme, true, stored = src.scheme(module), src.true_size(module), src.size(module)
+    shapes = [true, stored] if scheme.padded_k(true[1]) == true[1] else [stored]
+    asked = [(target, shape, False) for shape in dict.fromkeys(shapes)]
+    asked += [(target, true, True)] if pad else []
+    asked += [(nearest, true, False)] if requantize else []
+    asked += [(nearest, true, True)] if requantize and pad else []
+    found = (find(layout, scheme, *shape, pad=padding) for find, shape, padding in asked)
+    return next((result for result in found if result is not None), None)
+
+
+def _change(scheme: Scheme, now: Scheme) -> str:
+    """Describe the change of a weight's scheme, and the condition on its data."""
+    if now not in candidates(scheme):
+        return f"{scheme.label} is rounded again to {now.label}, which is lossy"
+    needs = [] if scheme.symmetric == now.symmetric else ["codes fit around zero points of 8"]
+    needs += [] if scheme.sparsity == now.sparsity else ["the weight is 2:4"]
+    return f"{scheme.label} restated as {now.label}, the same values" + (f", if {' and '.join(needs)}" if needs else "")
+
+
+def stored_bytes(layout: Layout, scheme: Scheme, n: int, k: int) -> int:
+    """Return the bytes of all tensors that a layout stores for an `[n, k]` weight."""
+    return sum(dtype.itemsize * prod(shape) for dtype, shape in layout.stored(scheme, n, k).values())
+
+
+def _misfit_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | None:
+    """Return the rule that a weight breaks in a layout or, if it stays dense, as a 2:4 weight."""
+    if layout is not None and isinstance(goal, Scheme):
+        return broken_rule(layout, goal, n, k)
+    try:
+        quads(k)
+    except LayoutError as error:
+        return str(error).split(": ")[0]
+    return None
+
+
+def _assemble(
+    src: Checkpoint,
+    layout: Layout | None,
+    scheme: Goal,
+    rows: list[Row],
+    misfits: list[Misfit],
+    memory: Memory,
+    out: Path | None,
+) -> Plan:
+    """Add the other tensors of the output, the remarks and the free disk space."""
+    linears = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
+    others = sum(src.nbytes(name) for name in src.names() if name not in linears)
+    total = others + sum(row.bytes for row in rows)
+    free = _free_disk(out)
+    folder = _folder(src, layout, rows) if layout else None
+    return Plan(
+        layout=layout.NAME if layout else DENSE,
+        scheme=label(scheme),
+        rows=tuple(rows),
+        bytes=total,
+        source_bytes=src.source_bytes,
+        memory=memory,
+        misfits=tuple(misfits),
+        remarks=tuple(src.notices),
+        layout_remarks=tuple(_layout_remarks(src, layout, rows, folder)) if layout and folder else (),
+        readers=tuple(readers.opened_by(folder)) if folder else (),
+        folder=folder,
+        disk_free=free,
+    )
+
+
+def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], own_weight: bool) -> str | None:
+    """Return the rule, independent of the layout, by which a weight cannot be quantized."""
+    name = f"{module}.weight"
+    if not own_weight:
+        return "a linear tied to the embeddings has no weight of its own, and those stay dense"
+    if src.dtype(name) not in FLOATS:
+        return (
+            f"weights stored as {dtype_name(src.dtype(name))} are not quantized, only "
+            f"{', '.join(map(dtype_name, FLOATS))} are"
+        )
+    if src.shape(name) != shape:
+        return f"config.json says {list(shape)}, the checkpoint has {list(src.shape(name))}"
+    return None
+
+
+def _folder(src: Checkpoint, layout: Layout, rows: list[Row]) -> readers.Folder:
+    """Collect the facts of the output on which its readers depend; of a packed source, dense linears are known by name.
+
+    A source's config may leave out dense linears, so the other members of each fused group are looked up in its files.
+    """
+    linears = {row.module: (Scheme.parse(row.scheme), row.stored) for row in rows if row.scheme is not None}
+    dense = dict.fromkeys(row.module for row in rows if row.scheme is None)
+    if src.schemes is not None:
+        stored = (name.removesuffix(".weight") for name in src.names() if name.endswith(".weight"))
+        dense |= dict.fromkeys(src.schemes.ignore)
+        dense |= dict.fromkeys(name for name in stored if joined_name(name) and name not in linears)
+    return readers.Folder(layout.NAME, linears, tuple(dense), any(row.padded for row in rows), src.config)
+
+
+def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: readers.Folder) -> list[str]:
+    """Return the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and 10)."""
+    quantized = [row for row in rows if row.scheme is not None]
+    found = readers.refusals(folder)
+    if layout.NAME == "marlin":
+        odd = [row for row in quantized if row.stored[0] % 256]
+        if odd:
+            found.append(
+                f"{len(odd)} weights have n % 256 != 0 (first {odd[0].module} {list(odd[0].stored)}): the published"
+                " MARLIN kernel does not take them, readers that ask n % 64 do"
+            )
+        if src.dtype_of_model != torch.float16:
+            found.append("published MARLIN readers run float16 only: load this model with dtype float16")
+    if family(layout.NAME) == "gptq":
+        if src.dtype_of_model != torch.float16:
+            found.append("GPTQ kernels other than MARLIN's run float16 only: load this model with dtype float16 there")
+        if layout.NAME == "gptq" and not all(scheme.symmetric for scheme in folder.schemes):
+            found.append("gptq (v1) cannot store a zero point of 0: use gptq-v2 if the run stops at one")
+    padded = [row for row in quantized if row.padded]
+    if padded:
+        found.append(
+            f"{len(padded)} weights are padded with zeros (first {padded[0].module} {list(padded[0].shape)} to "
+            f"{list(padded[0].stored)}): only quantkit reads their true shapes, and this folder right"
+        )
+    return found
+
+
+def disk_problem(planned: Plan, out: Path | None, needed: int, gradients: int = 0) -> str | None:
+    """Say that the disk of `out` is too small for `needed` bytes; None if it is not.
+
+    `gradients` are those of them that output-aware rounding takes, if they are the largest part.
+    """
+    if planned.disk_free is None or needed <= planned.disk_free:
+        return None
+    also = f", or use --no-output-aware: {format_bytes(gradients)} are for gradients" if gradients else ""
+    return (
+        f"{out}: the run takes {format_bytes(needed)} of disk and {format_bytes(planned.disk_free)} are free: "
+        f"free some or use another -o{also}"
+    )
+
+
+def _free_disk(out: Path | None) -> int | None:
+    if out is None:
+        return None
+    existing = next((folder for folder in out.absolute().parents if folder.is_dir()), None)
+    return shutil.disk_usage(existing).free if existing else None

@@ -1,0 +1,241 @@
+"""Which kernel will multiply each linear of a planned output, in one program on one GPU, and which GPUs can share it.
+
+Engines join linears (`layouts.fused_groups`), and choose a kernel for the joined one. Rows of the table in
+`reporting.engine_kernels` answer for engines, the registry in `kernels` for quantkit. What neither covers is not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from quantkit.core.scheme import Scheme
+from quantkit.engines.kernels import GPUS, KERNELS
+from quantkit.engines.readers import READERS, TRAITS, Folder
+from quantkit.errors import KernelError, RecipeError, require_known
+from quantkit.inference.packed_linear import PREFERRED
+from quantkit.kernels import LAUNCHERS
+from quantkit.kernels.loader import arch_name
+from quantkit.layouts import LAYOUTS
+from quantkit.layouts.base import Layout
+from quantkit.layouts.fused_groups import is_expert, joined_name
+from quantkit.layouts.recast import broken_rule, target
+from quantkit.planning.plan import Plan, Row
+
+#: Target -> the programs of `reporting.readers` that it stands for.
+PROGRAMS = {
+    "vllm": ("vLLM",),
+    "sglang": ("SGLang",),
+    "transformers": (
+        "transformers (with compressed-tensors)",
+        "transformers (with CompressedTensorsConfig(dequantize=True))",
+        "transformers (through gptqmodel)",
+        "transformers (after quantkit.register())",
+    ),
+    "quantkit": ("quantkit.load",),
+}
+#: Layouts that transformers loads with quantkit's linears.
+REGISTERED = ("humming", "tcfpx")
+#: Targets that join linears and split them over GPUs.
+ENGINES = ("vllm", "sglang")
+#: Numbers of GPUs to ask about.
+GPU_COUNTS = (1, 2, 4, 8)
+UNKNOWN = "not known"
+#: Linears by the last part of their name: those of attention heads, others split by rows, those split by columns.
+HEADS = ("q_proj", "k_proj", "v_proj")
+BY_ROWS = ("gate_proj", "up_proj", "w1", "w3")
+BY_COLUMNS = ("o_proj", "down_proj", "w2")
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Hold the linears of one kind, those of all blocks together.
+
+    `name` has N in place of the numbers, `members` are the last name parts of the linears that an engine joins.
+    `shape` is `[n, k]` of the joined linear, of one expert if they are `experts`. `kernel` is None if there is none, or
+    if it is not known; `why` says more. `gpus` are the counts of `GPU_COUNTS` that split it evenly, None if that is not
+    known; `copied` are those of them for which key and value heads are copied.
+    """
+
+    name: str
+    members: tuple[str, ...]
+    count: int
+    shape: tuple[int, int]
+    scheme: str | None
+    kernel: str | None
+    why: str | None
+    source: str | None
+    gpus: tuple[int, ...] | None = None
+    copied: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Serving:
+    """Hold the kernels of a planned output in one program on a GPU of a compute capability, named `gpu`."""
+
+    target: str
+    gpu: str
+    capability: tuple[int, int]
+    kinds: tuple[Kind, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as plain data."""
+        major, minor = self.capability
+        return {
+            "target": self.target,
+            "gpu": self.gpu,
+            "capability": f"{major}.{minor}",
+            "kinds": [asdict(kind) for kind in self.kinds],
+        }
+
+
+def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]] | None:
+    """Return name and compute capability of the GPU asked about, None if no program is; RecipeError if there is none.
+
+    `gpu` is a name of `GPUS`, or None for the GPU that is here.
+    """
+    if program is None:
+        if gpu is not None:
+            raise RecipeError("--gpu says where a program runs, and none is named: add --target")
+        return None
+    require_known("program", program, PROGRAMS)
+    if gpu is not None:
+        require_known("GPU", gpu, GPUS)
+        return gpu, GPUS[gpu]
+    if not torch.cuda.is_available():
+        raise RecipeError("--target has kernels for a GPU, and none is here: name one with --gpu, like --gpu h100")
+    return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
+
+
+def serving(planned: Plan, folder: Folder, program: str, gpu: str, capability: tuple[int, int]) -> Serving:
+    """Return which kernels serve a planned output, whose facts are `folder`, in one of `PROGRAMS`."""
+    groups: dict[tuple[Any, ...], list[list[Row]]] = {}
+    for name, rows in _joined(planned.rows, program in ENGINES).items():
+        labels = sorted({str(row.scheme) for row in rows})
+        shapes = tuple(dict.fromkeys(row.stored for row in rows))
+        groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), *labels, shapes), []).append(rows)
+    refusal = _refusal(folder, program)
+    kinds = [_kind(key[0], alike, folder, program, capability, refusal) for key, alike in groups.items()]
+    return Serving(program, gpu, capability, tuple(kinds))
+
+
+def _joined(rows: Sequence[Row], join: bool) -> dict[str, list[Row]]:
+    """Group rows by the linear that an engine makes of them."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault((joined_name(row.module) if join else None) or row.module, []).append(row)
+    return found
+
+
+def _refusal(folder: Folder, program: str) -> str | None:
+    """Say why a program does not open a folder, None if it does."""
+    about = [reader for reader in READERS if reader.name in PROGRAMS[program] and reader.concerns(folder)]
+    if not about:
+        return f"it does not read the layout {folder.layout}"
+    reasons = [reader.reasons(folder) for reader in about]
+    return None if not all(reasons) else f"it does not open a folder with {TRAITS[reasons[0][0]].words}"
+
+
+def _kind(
+    name: str,
+    alike: list[list[Row]],
+    folder: Folder,
+    program: str,
+    capability: tuple[int, int],
+    refusal: str | None,
+) -> Kind:
+    rows = alike[0]
+    experts = is_expert(rows[0].module)
+    members = tuple(dict.fromkeys(row.module.rpartition(".")[2] for row in rows))
+    n, k = (max(row.stored[0] for row in rows) if experts else sum(row.stored[0] for row in rows)), rows[0].stored[1]
+    schemes = {row.scheme for row in rows}
+    scheme = rows[0].scheme if len(schemes) == 1 else None
+    kernel, why, source = None, None, None
+    if refusal is not None:
+        why = refusal
+    elif len(schemes) > 1:
+        why = "its members are treated differently"
+    elif scheme is None:
+        why = "dense"
+    elif program == "quantkit" or (program == "transformers" and folder.layout in REGISTERED):
+        kernel, why = _own_kernel(folder.layout, Scheme.parse(scheme), n, k, capability)
+    else:
+        kernel, why, source = _engine_kernel(program, folder.layout, Scheme.parse(scheme), n, k, capability, experts)
+    gpus, copied = _splits(rows, LAYOUTS[folder.layout], folder.config) if program in ENGINES else (None, ())
+    return Kind(name, members, len(alike), (n, k), scheme, kernel, why, source, gpus, copied)
+
+
+def _engine_kernel(
+    program: str, layout: str, scheme: Scheme, n: int, k: int, capability: tuple[int, int], experts: bool
+) -> tuple[str | None, str | None, str | None]:
+    """Return kernel, reason and source of the first row of the table that is about a weight."""
+    for row in KERNELS:
+        if row.covers(program, layout, capability, scheme, n, k, experts):
+            return row.kernel, row.why, row.source
+    return None, UNKNOWN, None
+
+
+def _own_kernel(
+    layout: str, scheme: Scheme, n: int, k: int, capability: tuple[int, int]
+) -> tuple[str | None, str | None]:
+    """Return the source of quantkit's kernel for a weight, and what must be done or lacks."""
+    try:
+        hopper = arch_name(*capability) == "sm_90a"
+    except KernelError as error:
+        return None, str(error).split(": ")[0]
+    for name in (layout, *PREFERRED):
+        place = target(LAYOUTS[name], scheme, n, k, pad=name != layout) if name in LAUNCHERS else None
+        # `load` also tries changes that few weights allow: one of a dense weight into 2:4 is not promised here.
+        if place is None or (place[0] != scheme and (name == layout or place[0].sparsity != scheme.sparsity)):
+            continue
+        kernels = LAUNCHERS[name].kernels(place[0], *place[1])
+        source = kernels.hopper.source if hopper and kernels.hopper is not None else kernels.portable.source
+        if name == layout:
+            return source, None
+        condition = "" if place[0].symmetric == scheme.symmetric else ", if its codes fit around zero points of 8"
+        return source, f"after load has recast it to {name}{condition}"
+    return None, f"no kernel takes {scheme.label} of [{n}, {k}]: each call decodes the weight"
+
+
+def _splits(
+    rows: Sequence[Row], layout: Layout, config: Mapping[str, Any]
+) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
+    """Return the numbers of GPUs over which linears split evenly, and those of them that copy key and value heads.
+
+    Each part must be a weight that the layout holds in the same scheme, so that no group of columns is cut.
+    """
+    text = config.get("text_config")
+    stated = text if isinstance(text, Mapping) else config
+    heads = stated.get("num_attention_heads")
+    key_heads = stated.get("num_key_value_heads", heads)
+    found, copied = [], []
+    for count in GPU_COUNTS:
+        even = True
+        for row in rows:
+            leaf, (n, k) = row.module.rpartition(".")[2], row.stored
+            if leaf in HEADS or leaf == "o_proj":
+                if type(heads) is not int or type(key_heads) is not int or not heads or not key_heads:
+                    return None, ()
+                copies = leaf in ("k_proj", "v_proj") and count > key_heads and not count % key_heads
+                if copies and count not in copied:
+                    copied.append(count)
+                of = heads if leaf in ("q_proj", "o_proj") else key_heads
+                even &= copies or not of % count
+                parts = key_heads if copies else count
+            elif leaf in (*BY_ROWS, *BY_COLUMNS):
+                parts = count
+            else:
+                return None, ()
+            by_columns = leaf in BY_COLUMNS
+            size = k if by_columns else n
+            even &= not size % parts
+            if even and row.scheme is not None:
+                part = (n, k // parts) if by_columns else (n // parts, k)
+                even &= broken_rule(layout, Scheme.parse(row.scheme), *part) is None
+        if even:
+            found.append(count)
+    return tuple(found), tuple(count for count in copied if count in found)

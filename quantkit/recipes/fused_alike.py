@@ -1,0 +1,45 @@
+"""`fused_alike`: every member of a group that engines join gets the group's widest treatment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from quantkit.core.scheme import Scheme
+from quantkit.layouts.fused_groups import fused_groups
+
+if TYPE_CHECKING:
+    from quantkit.recipes.recipe import Goal
+
+
+def treat_alike(goals: Mapping[str, Goal | None]) -> dict[str, Goal | None]:
+    """Give all linears of a joined group its widest goal: dense (None) if one is, else the scheme with most bits.
+
+    Among schemes of as many bits, the one with more scales wins, then the one with zero points, then the first.
+    """
+    alike = dict(goals)
+    for members in fused_groups(goals).values():
+        alike |= dict.fromkeys(members, max((goals[member] for member in members), key=_width))
+    return alike
+
+
+def changes(before: Mapping[str, Goal | None], after: Mapping[str, Goal | None]) -> list[str]:
+    """Say in one line for each kind of change how many linears got another goal."""
+    found: dict[str, list[str]] = {}
+    for module, goal in after.items():
+        if (was := before[module]) != goal:
+            found.setdefault(f"{_name(goal)} instead of {_name(was)}", []).append(module)
+    return [
+        f"{len(modules)} linears are {change}, like the widest linear that engines join them with (first {modules[0]})"
+        for change, modules in found.items()
+    ]
+
+
+def _width(goal: Goal | None) -> tuple[float, ...]:
+    if not isinstance(goal, Scheme):
+        return (float("inf"),)
+    return (goal.format.bits, goal.sparsity is None, 1 / goal.group_size if goal.group_size else 0, not goal.symmetric)
+
+
+def _name(goal: Goal | None) -> str:
+    return goal.label if isinstance(goal, Scheme) else goal or "dense"

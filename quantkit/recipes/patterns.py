@@ -1,0 +1,53 @@
+"""Patterns of a recipe that have no effect on a model: refused, with the names that were perhaps meant."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable
+from difflib import get_close_matches
+
+from quantkit.errors import RecipeError
+from quantkit.recipes.recipe import Pruning, Recipe, matches
+
+#: The most names that a message gives.
+SHOWN = 3
+
+
+def require_effect(recipe: Recipe | Pruning, linears: Collection[str], dense: Collection[str]) -> list[str]:
+    """Raise RecipeError with a line for each skip or override that changes nothing.
+
+    `linears` are the names of all linears, `dense` those of other matrices that stay dense, which a skip may name.
+    The default skip may match nothing, as not every model has such a linear: a remark for each such pattern is
+    returned.
+    """
+    lines, remarks = [], []
+    for pattern in recipe.skip:
+        if not any(matches(pattern, name) for name in (*linears, *dense)):
+            what = f"skip {pattern!r} matches no linear"
+            if pattern in Recipe.skip:
+                remarks.append(what)
+            else:
+                lines.append(f"{what}: {_meant(pattern, linears)}")
+    quantized = [name for name in linears if not any(matches(pattern, name) for pattern in recipe.skip)]
+    for pattern, scheme in recipe.overrides if isinstance(recipe, Recipe) else ():
+        if not any(matches(pattern, name) for name in quantized):
+            what = f"override {pattern!r} to {scheme.label} matches"
+            if any(matches(pattern, name) for name in linears):
+                lines.append(f"{what} only linears that are skipped: drop the override, or the skip")
+            else:
+                lines.append(f"{what} no linear: {_meant(pattern, linears)}")
+    if lines:
+        raise RecipeError("\n".join(lines))
+    return remarks
+
+
+def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the names, or their ends of as many parts as the pattern, that look most like a regular expression."""
+    plain = re.sub(r"\\(?=\W)", "", re.sub(r"\.[*+?]|[\^$()\[\]{}|*+?]", "", pattern)).strip(".")
+    depth = plain.count(".") + 1
+    ends = dict.fromkeys(".".join(name.split(".")[-depth:]) for name in names)
+    return get_close_matches(plain, ends, SHOWN, cutoff=0.5) or list(ends)[:SHOWN]
+
+
+def _meant(pattern: str, linears: Iterable[str]) -> str:
+    return f"the nearest names are {', '.join(nearest_names(pattern, linears))}: correct the pattern, or drop it"

@@ -1,0 +1,344 @@
+"""Text for calibration and evaluation: from data sets, from files of text or records, and from quantkit itself."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from quantkit.errors import CheckpointError, reason
+from quantkit.io.hub import UNREACHABLE, HubUnreachable, is_unreachable
+from quantkit.text.conversations import Conversation, read_conversation
+
+#: A top-level WikiText heading: ` = Title = ` between blank lines (formulas look alike but stand inside paragraphs);
+#: deeper headings have more equals signs.
+HEADING = re.compile(r"(?:\A|^ *\n)( = [^=\s](?:[^\n]*[^=\s])? = ?\n)(?= *$)", re.MULTILINE)
+BLANK_LINES = re.compile(r"\r?\n(?:[ \t\r]*\n)+")
+SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
+#: A data set on the hub, and one of its configurations.
+ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
+#: The most rows that are read of a hub data set, in its order; many are far too large to download.
+HUB_ROWS = 16384
+#: Keys of records that are read without --text-column, the first one that a record has.
+CONVERSATIONS = ("messages", "conversations")
+#: The name of the text that comes with quantkit; `calibration_text/README.md` states its origin and licence.
+PACKAGED = "packaged"
+PACKAGED_FILE = Path(__file__).parents[1] / "calibration_text" / "text.jsonl.gz"
+
+Kind = Literal["data set", "hub", "packaged", "plain text", "records"]
+
+
+@dataclass(frozen=True)
+class _Named:
+    """Describe a data set: its hub repository, text column, splits, and how evaluation joins its rows.
+
+    The joins are those of the published perplexities (ALGORITHMS 15). `rows` and
+    `test_rows` bound the download.
+    """
+
+    repository: str
+    column: str
+    train: dict[str, Any]
+    test: dict[str, Any]
+    join: str
+    lines: bool
+    rows: int | None = None
+    test_rows: int | None = None
+
+
+NAMED = {
+    "wikitext2": _Named(
+        "Salesforce/wikitext",
+        "text",
+        train={"name": "wikitext-2-raw-v1", "split": "train"},
+        test={"name": "wikitext-2-raw-v1", "split": "test"},
+        join="\n\n",
+        lines=True,
+    ),
+    # This repository has a loading script; its parquet branch holds the same rows as plain files.
+    "ptb": _Named(
+        "ptb-text-only/ptb_text_only",
+        "sentence",
+        train={"revision": "refs/convert/parquet", "split": "train"},
+        test={"revision": "refs/convert/parquet", "split": "test"},
+        join=" ",
+        lines=True,
+    ),
+    "c4": _Named(
+        "allenai/c4",
+        "text",
+        train={"data_files": {"train": "en/c4-train.00000-of-01024.json.gz"}, "split": "train", "streaming": True},
+        test={
+            "data_files": {"validation": "en/c4-validation.00000-of-00008.json.gz"},
+            "split": "validation",
+            "streaming": True,
+        },
+        join=" ",
+        lines=False,
+        rows=16384,
+        test_rows=1100,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Hold the documents of a source, in its order, and the rule that separated them.
+
+    `undivided` says that a text has no blank line to separate it by.
+    """
+
+    texts: list[str | Conversation]
+    source: str
+    rule: str
+    undivided: bool = False
+
+    @property
+    def conversations(self) -> bool:
+        """Whether the documents are conversations; a source has one kind only."""
+        return isinstance(self.texts[0], Conversation)
+
+
+def name_of_text(source: str) -> str:
+    """Name a calibration source for reports and recipes: a data set as it is, a file or folder by its last name.
+
+    A weight (`a.jsonl:0.5`) stays.
+    """
+    head = source.partition(":")[0]
+    on_hub = ON_HUB.fullmatch(head) and not any(Path(path).exists() for path in (head, source))
+    return source if on_hub and Path(head).suffix.lower() not in SUFFIXES else Path(source).name
+
+
+def kind_of(source: str) -> Kind:
+    """Return the kind of a calibration source; CheckpointError if it is none."""
+    if source in NAMED:
+        return "data set"
+    if source == PACKAGED:
+        return "packaged"
+    path = Path(source)
+    if path.is_dir() or (not path.exists() and ON_HUB.fullmatch(source) and path.suffix.lower() not in SUFFIXES):
+        return "hub"
+    return "plain text" if _file(source).suffix.lower() == ".txt" else "records"
+
+
+def load_documents(source: str, *, text_column: str | None = None, split: str | None = None) -> Documents:
+    """Return the documents of a source: texts, or conversations for the model's chat template.
+
+    A source is `wikitext2`, `ptb` or `c4` (the training split), `org/name` or `org/name:config` of the hub or the
+    folder of a data set (`split`, else `train`), a file, or `packaged`. Records (.json, .jsonl, .parquet, data sets)
+    have a text or a list of messages under `text_column`, else under `text`, `messages` or `conversations`. Plain text
+    is split at WikiText's ` = Title = ` lines if it has any, else at blank lines. HubUnreachable without a connection;
+    CheckpointError for a source that is missing, empty, unreadable or broken.
+    """
+    kind, undivided = kind_of(source), False
+    texts: list[str | Conversation]
+    if kind == "data set":
+        named = NAMED[source]
+        rows = _fetch(source, named, named.train, named.rows, "--calib")
+        lines = "".join(row.rstrip("\n") + "\n" for row in rows)
+        found, rule = _split(lines) if named.lines else (rows, "one document a row")
+        texts = [*found]
+    elif kind == "packaged":
+        texts = [json.loads(line)["text"] for line in gzip.decompress(PACKAGED_FILE.read_bytes()).splitlines()]
+        rule = "quantkit's own text, Python's documentation in pieces"
+    elif kind == "plain text":
+        found, rule = _split(_read(Path(source)))
+        texts, undivided = [*found], len(found) == 1
+    elif kind == "hub":
+        table, rule = _hub_rows(source, split)
+        texts, what = _documents(table, source, text_column)
+        rule = f"one {what} a row of {rule}"
+    else:
+        path = Path(source)
+        texts, what = _documents(_rows(path), source, text_column)
+        rule = f"one {what} a {_unit(path)}"
+    texts = [text for text in texts if isinstance(text, Conversation) or text.strip()]
+    if not texts:
+        raise CheckpointError(f"{source}: holds no text: give another file with --calib")
+    return Documents(texts, source, rule, undivided)
+
+
+def load_evaluation_text(source: str) -> tuple[str, str]:
+    """Return the text for an evaluation and one line that describes it.
+
+    Data sets give their test split, rows joined as in the published figures (`c4`: the first 1100 documents of its
+    first validation file). A .txt file is used unchanged; the texts of records are joined by blank lines.
+    HubUnreachable and CheckpointError as for `load_documents`.
+    """
+    if source in NAMED:
+        named = NAMED[source]
+        rows = _fetch(source, named, named.test, named.test_rows, "--data")
+        text = named.join.join(rows)
+        what = f"{source} ({named.repository}, {named.test['split']}, {len(rows)} rows joined by {named.join!r})"
+    else:
+        path = _file(source)
+        if path.suffix.lower() == ".txt":
+            text, what = _read(path), f"{path.name} (as it is)"
+        else:
+            rows = [_evaluated(row, f"{path}: record {number}") for number, row in _rows(path)]
+            text, what = "\n\n".join(rows), f"{path.name} ({len(rows)} records joined by '\\n\\n')"
+    if not text.strip():
+        raise CheckpointError(f"{source}: holds no text: give another file with --data")
+    return text, what
+
+
+def _split(text: str) -> tuple[list[str], str]:
+    """Return the documents of plain text and the rule that separated them."""
+    starts = [match.start(1) for match in HEADING.finditer(text)]
+    if starts:
+        borders = [0, *starts, len(text)]
+        return [text[a:b] for a, b in pairwise(borders)], "one document per WikiText heading"
+    parts = [part for part in BLANK_LINES.split(text) if part.strip()]
+    return (parts, "one document between blank lines") if len(parts) > 1 else ([text], "the whole text is one document")
+
+
+def _file(source: str) -> Path:
+    path = Path(source)
+    if not path.is_file():
+        raise CheckpointError(f"{source}: no such text: use {', '.join(NAMED)} or a {', '.join(SUFFIXES)} file")
+    if path.suffix.lower() not in SUFFIXES:
+        raise CheckpointError(f"{source}: unknown kind of text file: rename or convert it to {', '.join(SUFFIXES)}")
+    return path
+
+
+def _read(path: Path) -> str:
+    """Return the content of a UTF-8 file, line ends unchanged."""
+    try:
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read ({error.strerror}): check the file") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path}: is not UTF-8 text (byte {error.start}): convert it first") from error
+
+
+def _documents(
+    rows: Iterable[tuple[int, Any]], source: str, text_column: str | None
+) -> tuple[list[str | Conversation], str]:
+    """Return the document of each numbered row, all under one key, and their name in a rule."""
+    texts: list[str | Conversation] = []
+    key, talk = text_column, False
+    for number, row in rows:
+        where = f"{source}: record {number}"
+        if key is None:
+            key = _key(row, where)
+        value = row.get(key) if isinstance(row, dict) else None
+        if not texts:
+            talk = isinstance(value, list)
+        if talk:
+            texts.append(read_conversation(value, key, where))
+        elif isinstance(value, str):
+            texts.append(value)
+        else:
+            raise CheckpointError(f"{where}: has no text called {key}: {_keys(row)}; use --text-column NAME")
+    what = "conversation" if talk else "document"
+    return texts, what if key in ("text", None) else f"{what} ({key})"
+
+
+def _key(row: Any, where: str) -> str:
+    """Return the key under which a record has its text or conversation."""
+    if isinstance(row, dict):
+        for key in ("text", *CONVERSATIONS):
+            if isinstance(row.get(key), str if key == "text" else list):
+                return key
+    raise CheckpointError(f"{where}: has no text, {' or '.join(CONVERSATIONS)}: {_keys(row)}; use --text-column NAME")
+
+
+def _evaluated(row: Any, where: str) -> str:
+    text = row.get("text") if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        raise CheckpointError(f"{where}: has no string called text: {_keys(row)}; rename the key or column")
+    return text
+
+
+def _keys(row: Any) -> str:
+    if not isinstance(row, dict):
+        return "it is no object with keys"
+    return f"found the keys {', '.join(map(str, row))[:200]}" if row else "it has no keys"
+
+
+def _unit(path: Path) -> str:
+    return {".json": "record", ".jsonl": "line", ".parquet": "row"}[path.suffix.lower()]
+
+
+def _rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Return the numbered records of a file."""
+    if path.suffix.lower() == ".parquet":
+        return _parquet_rows(path)
+    text = _read(path)
+    whole = _unit(path) == "record" and text.lstrip().startswith("[")  # some .json files have a record a line
+    return _json_array(path, text) if whole else _json_rows(path, text)
+
+
+def _json_array(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    try:
+        rows = json.loads(text)
+        json.dumps(rows, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: is not JSON ({reason(error)}): repair the file") from error
+    yield from enumerate(rows, start=1)
+
+
+def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+                json.dumps(row, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
+            except (ValueError, RecursionError) as error:
+                why = reason(error)
+                raise CheckpointError(f"{path}: line {number} is not JSON ({why}): repair the file") from error
+            yield number, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
+        yield from enumerate(rows, start=1)
+    except Exception as error:  # the reader raises whatever its backend raises
+        raise CheckpointError(f"{path}: is no parquet file that can be read ({reason(error)}): check it") from error
+
+
+def _hub_rows(source: str, split: str | None) -> tuple[list[tuple[int, Any]], str]:
+    """Return the first numbered rows of a split, and the words for them in a rule."""
+    import datasets
+
+    match = None if Path(source).is_dir() else ON_HUB.fullmatch(source)
+    name, config = (match[1], match[2]) if match else (source, None)
+    try:
+        splits = datasets.load_dataset(name, config, streaming=True)
+        wanted = split or "train"
+        rows = list(islice(splits[wanted], HUB_ROWS)) if wanted in splits else None
+    except Exception as error:  # offline, gone, gated, damaged: the library has no common base class
+        raise _not_loaded(source, error, "--calib") from error
+    if rows is None:
+        raise CheckpointError(f"{source}: has no split {wanted}, but {', '.join(splits)}: use --split NAME")
+    which = f"the split {wanted}" + (f", the first {HUB_ROWS}" if len(rows) == HUB_ROWS else "")
+    return list(enumerate(rows, start=1)), which
+
+
+def _fetch(source: str, named: _Named, options: dict[str, Any], limit: int | None, option: str) -> list[str]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(named.repository, **options)
+        return [str(row[named.column]) for row in islice(rows, limit)]
+    except Exception as error:  # offline, gone, moved, out of disk: the hub client has no common base class
+        raise _not_loaded(source, error, option) from error
+
+
+def _not_loaded(source: str, error: Exception, option: str) -> CheckpointError:
+    """Return the error of a data set that cannot be loaded; `option` is where this command takes a file."""
+    if is_unreachable(error):
+        return HubUnreachable(f"{source}: {UNREACHABLE}: give a {', '.join(SUFFIXES)} file with {option} FILE")
+    name = f" (the data set {NAMED[source].repository})" if source in NAMED else ""
+    return CheckpointError(
+        f"{source}{name}: cannot be loaded ({reason(error)}): check the name, written org/name or org/name:config, or "
+        f"give a {', '.join(SUFFIXES)} file with {option} FILE"
+    )

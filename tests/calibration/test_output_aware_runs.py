@@ -1,0 +1,300 @@
+"""Output-aware runs: no linear loses by them, the same bytes again and after any stop, and what they refuse."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.calibration import output_gradients
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
+from quantkit.errors import NumericError
+from quantkit.io.json_files import load_json
+from quantkit.models import block_runner
+from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.recipe import Recipe, from_mapping
+from tests import command_line
+from tests.census import families
+from tests.command_line import call, refused
+from tests.faults import Killed, faults, memory_path
+from tests.pipeline.test_quantize import hashes, tensors
+from tests.tiny_models import write_model
+
+calib, tmp_path = command_line.calib, memory_path
+SHORT = ("--samples", 9, "--max-length", 64)
+AWARE = (*SHORT, "--output-aware")
+#: Changes that make a model small, so that a run takes a second.
+SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+QUICK: dict[str, Any] = {"scheme": {"group_size": 32}, "clip": "none"}
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a Llama of two very small blocks."""
+    return write_model("llama", tmp_path_factory.mktemp("model") / "model", **SMALL, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def whole(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of an undisturbed run."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    quantize(small, out, aware(calib))
+    return out
+
+
+@pytest.fixture(scope="module")
+def tuned(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same of a run with `tune`."""
+    out = tmp_path_factory.mktemp("tuned") / "out"
+    quantize(small, out, aware(calib, tune=2))
+    return out
+
+
+def aware(calib: Path, **changes: Any) -> Recipe:
+    text = {"data": str(calib), "samples": 9, "max_length": 64}
+    return from_mapping({**QUICK, "calibration": text, "output_aware": True, **changes})
+
+
+def at(operation: str, name: str, error: BaseException, number: int = 1) -> Callable[[str, Path], None]:
+    """Return a hook that fails at the `number`-th operation on a file, and at all later ones; deleting works."""
+    seen = 0
+
+    def hook(what: str, path: Path) -> None:
+        nonlocal seen
+        seen += seen < number and what == operation and path.name.startswith(name)
+        if seen == number and (what != "unlink" or isinstance(error, Killed)):
+            raise error
+
+    return hook
+
+
+def losses(report: dict[str, Any]) -> list[tuple[float, float]]:
+    """Return the loss by the likelihood of each linear, before it was tuned, and that of its plain solution."""
+    found = []
+    for layer in report["layers"]:
+        name = "untuned_output_loss" if layer.get("tuned_step") else "output_loss"
+        assert ("output_loss" in layer) == (not layer.get("tuned_step"))
+        found.append((layer[name], layer["plain_output_loss"]))
+    return found
+
+
+def damaged(model: Path, folder: Path, changes: dict[str, float]) -> Path:
+    """Write a copy of a model of one file, with some weights filled with a number."""
+    shutil.copytree(model, folder)
+    for shard in folder.glob("*.safetensors"):
+        values = load_file(shard)
+        for name in changes.keys() & values.keys():
+            values[name].fill_(changes[name])
+        save_file(values, shard, {"format": "pt"})
+    return folder
+
+
+def test_no_linear_is_worse_than_plain_rounding_and_no_gradient_is_published(
+    small_llama: Path, calib: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    call("quantize", small_llama, "-o", out, "--calib", calib, *AWARE, "-q")
+    found = losses(load_json(out / REPORT))
+    assert len(found) == 14 and all(now <= plain for now, plain in found)
+    assert sum(now < plain for now, plain in found) > 7
+    assert not list(out.rglob("*activations*"))
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe", "options"),
+    [
+        ("mixtral", {}, {"intermediate_size": 64, "num_key_value_heads": 2, "head_dim": 32}),
+        ("qwen2", {"scheme": {"group_size": 32, "symmetric": False}}, {"num_key_value_heads": 2}),
+        ("opt", {"tune": 2}, {"word_embed_proj_dim": 64, "ffn_dim": 64}),
+        ("llama", {"scheme": {"format": "fp6"}, "method": "gptq"}, {"num_key_value_heads": 2}),
+        ("llama", {"scheme": {"sparsity": "2:4", "group_size": 32}, "tune": 2}, {"num_key_value_heads": 2}),
+    ],
+    ids=["experts", "tied", "biases", "fp6", "2:4"],
+)
+def test_every_kind_of_model_and_scheme_gains(
+    family: str, recipe: dict[str, Any], options: dict[str, Any], calib: Path, tmp_path: Path
+) -> None:
+    model = write_model(family, tmp_path / "model", **{**SMALL, **options, "num_hidden_layers": 1})
+    report = quantize(model, tmp_path / "out", aware(calib, **recipe))
+    found = losses(report)
+    assert all(now <= plain for now, plain in found) and any(now < plain for now, plain in found)
+    before, after = tensors(model), tensors(tmp_path / "out")
+    dense = {name for name in before if "bias" in name or "embed" in name or "norm" in name}
+    assert dense and all(before[name] == after[name] for name in dense)
+    schemes = Checkpoint(tmp_path / "out").schemes
+    assert schemes is not None and schemes.default == aware(calib, **recipe).scheme
+
+
+@pytest.mark.parametrize("tune", [0, 2])
+def test_a_second_run_or_one_that_spills_to_disk_gives_the_same_bytes(
+    tune: int, whole: Path, tuned: Path, small: Path, calib: Path, tmp_path: Path
+) -> None:
+    torch.manual_seed(3)  # another state of torch's own generator
+    for budget in (None, 0):
+        out = tmp_path / f"{budget}"
+        quantize(small, out, aware(calib, tune=tune), act_budget=budget)
+        assert hashes(out) == hashes(tuned if tune else whole)
+        assert not list(out.rglob("*activations*"))
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "number"),
+    [
+        ("write", "activations-gradient-0", 1),
+        ("rename", "activations-gradient-1", 1),
+        ("write", "activations-gradient-0", 2),
+        ("rename", "activations-gradients.json", 1),
+        ("write", "activations-0", 1),
+    ],
+    ids=["forward", "head", "backward", "index", "first block"],
+)
+def test_killed_before_the_first_commit_the_same_bytes_follow(
+    operation: str, name: str, number: int, whole: Path, small: Path, calib: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    with faults(at(operation, name, Killed(), number)), pytest.raises(Killed):
+        quantize(small, out, aware(calib))
+    assert not out.exists() and any(tmp_path.glob("out.partial-*"))
+    quantize(small, out, aware(calib), resume=number == 2)
+    assert hashes(out) == hashes(whole)
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "tune"),
+    [
+        ("activations-gradient-1.bin", None, 0),
+        ("activations-gradient-1.bin", None, 2),
+        ("activations-gradient-1.bin", flip, 0),
+        ("activations-gradient-1.bin", flip, 2),
+        ("activations-gradient-0.bin", lambda path: os.truncate(path, 64), 0),
+        ("activations-gradient-1.bin", Path.unlink, 0),
+        ("activations-gradients.json", lambda path: os.truncate(path, 20), 0),
+        ("activations-gradients.json", lambda path: path.write_text('{"hashes": []}'), 0),
+        ("activations-gradients.json", lambda path: path.write_text('{"hashes": 3}'), 0),
+    ],
+)
+def test_a_resumed_run_reads_gradients_or_measures_damaged_ones_to_the_same_bytes(
+    name: str,
+    damage: Callable[[Path], Any] | None,
+    tune: int,
+    whole: Path,
+    tuned: Path,
+    small: Path,
+    calib: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, recipe = tmp_path / "out", aware(calib, tune=tune)
+    with faults(at("open", "model-00002", Killed())), pytest.raises(Killed):
+        quantize(small, out, recipe)
+    (partial,) = tmp_path.glob("out.partial-*")
+    if damage is not None:
+        damage(partial / name)
+    measured, sampled = [], output_gradients._sampled
+    monkeypatch.setattr(output_gradients, "_sampled", lambda *given: (measured.append(1), sampled(*given)))
+    capsys.readouterr()
+    quantize(small, out, recipe, resume=True)
+    assert hashes(out) == hashes(tuned if tune else whole)
+    assert len(measured) == (damage is not None) == ("gradients" in capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "number"),
+    [
+        ("write", "activations-gradient-0", 1),
+        ("write", "activations-gradient-0", 2),
+        ("write", "activations-gradients.json", 1),
+        ("write", "activations-unquantized-live", 1),
+        ("write", "activations-gradients-live", 1),
+    ],
+)
+def test_a_disk_that_fills_up_while_gradients_are_measured_gives_one_line(
+    operation: str, name: str, number: int, small: Path, calib: Path, tmp_path: Path
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with faults(at(operation, name, full, number)):
+        args = (small, "--calib", calib, *AWARE, "--group-size", 32, "--act-budget", 0)
+        line = refused("quantize", *args, out=tmp_path / "out")
+    assert f"{name}" in line and "no space left (" in line
+
+
+def test_a_disk_too_small_for_gradients_and_both_stores_is_refused_before_the_run(
+    small: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = ("quantize", small, "--group-size", 32, "-o", tmp_path / "out", "-q", "--calib", calib, *SHORT)
+    planned = json.loads(call("plan", *args[1:], "--json").stdout)
+    store = planned["calibration"]["tokens"] * 64 * 4  # float32
+    usage = shutil.disk_usage(tmp_path)
+
+    def free(count: int) -> None:
+        monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=count))
+
+    for options, stores in (
+        (("--output-aware",), 2),  # of both blocks
+        (("--output-aware", "--act-budget", 0), 5),
+        (("--tune", 2, "--act-budget", 0), 2),
+        (("--tune", 2, "--output-aware", "--act-budget", 0), 5),
+    ):
+        needed = json.loads(call("plan", *args[1:], *options, "--json").stdout)["files"]["total"]
+        needed += (1 + stores) * store  # and a snapshot
+        free(needed)
+        call("plan", *args[1:], *options)
+        free(needed - 1)
+        line = call(*args, *options, code=1).stderr
+        assert line == call("plan", *args[1:], *options, code=1).stderr and len(line.splitlines()) == 1
+        assert "are free: free some or use another -o" in line and "--no-output-aware" not in line
+        monkeypatch.undo()
+    free(0)
+    line = call(*args, "--max-length", 512, "--samples", 12, "--output-aware", code=1).stderr
+    assert "or use --no-output-aware: " in line and len(line.splitlines()) == 1
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize(
+    ("filled", "says"),
+    [
+        (1, r"^model\.layers\.1: its gradient is not finite: use --no-output-aware$"),
+        (0, r"^model\.layers\.0\.mlp\.gate_proj: its outputs have no finite gradient: use --no-output-aware$"),
+    ],
+)
+def test_a_gradient_that_is_not_finite_names_its_block(
+    filled: int, says: str, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
+    model = write_model("llama", tmp_path / "model", torch.float32, **SMALL, num_key_value_heads=2)
+    mlp = f"model.layers.{filled}.mlp"
+    # The gate closes, so that the block passes on finite numbers, but the gradient of the gate overflows.
+    changes = {f"{mlp}.gate_proj.weight": 0.0, f"{mlp}.up_proj.weight": 1e35, f"{mlp}.down_proj.weight": 1e25}
+    with pytest.raises(NumericError, match=says):
+        quantize(damaged(model, tmp_path / "damaged", changes), tmp_path / "out", aware(calib))
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "glm_moe_dsa"])
+def test_blocks_that_pass_on_more_than_a_hidden_state_are_refused_in_one_line(
+    family: str, calib: Path, tmp_path: Path
+) -> None:
+    model = families.write(family, tmp_path / "model")
+    line = refused("quantize", model, "--calib", calib, *AWARE, "--group-size", 32, out=tmp_path / "out", code=2)
+    assert "use --no-output-aware" in line
+
+
+def test_rounding_to_nearest_is_refused_in_one_line(small: Path, tmp_path: Path) -> None:
+    line = refused("quantize", small, "--method", "rtn", "--output-aware", out=tmp_path / "out", code=2)
+    assert "--output-aware weighs the errors of gptq, the method is rtn" in line

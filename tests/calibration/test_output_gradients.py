@@ -1,0 +1,111 @@
+"""Output gradients are those of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.calibration import calibrate
+from quantkit.calibration.calibrate import Run, new_run
+from quantkit.calibration.output_gradients import measure
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.models import block_runner
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.whole_model import load_dense_model
+from quantkit.recipes.recipe import from_mapping
+from tests.calibration.test_calibrate import distance
+from tests.tiny_models import write_model
+
+#: Changes that make a family's model smaller.
+SMALL: dict[str, dict[str, Any]] = {
+    **{name: {"hidden_size": 128, "intermediate_size": 128} for name in ("llama", "gemma2", "qwen2", "mixtral")},
+    "opt": {"hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
+    "gpt2": {},
+}
+AWARE: dict[str, Any] = {"scheme": {"group_size": 32}, "output_aware": True}
+
+
+@pytest.fixture(autouse=True)
+def _float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_runner, "is_fast_in_bfloat16", lambda device: False)
+
+
+def sequences(count: int = 9) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(256, (20 + 8 * (number % 2),), generator=generator) for number in range(count)]
+
+
+def stream(folder: Path, work: Path, docs: Sequence[Tensor] | None = None, **changes: Any) -> Run:
+    """Return a run of the unquantized model with the input of the first block."""
+    src = Checkpoint(folder)
+    recipe = from_mapping({**AWARE, **changes})
+    run = new_run(src, recipe, BlockRunner(src, device="cpu"), docs or sequences(4), work, None)
+    calibrate._embed(run, "unquantized-")
+    return run
+
+
+def whole_model_gradients(folder: Path, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return by path the gradients `[T, h]` by what blocks pass on and `[T, n]` by outputs of linears, by autograd."""
+    model = load_dense_model(Checkpoint(folder))
+    paths = [
+        *run.model.blocks,
+        *(run.model.paths[n] for b in range(len(run.model.blocks)) for n in run.model.targets(b)),
+    ]
+    seen: dict[str, list[Tensor]] = {path: [] for path in paths}
+
+    def watch(path: str) -> Callable[..., None]:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            tensor = output[0] if isinstance(output, tuple) else output
+            tensor.register_hook(lambda found: seen[path].append(found.detach().flatten(0, -2).clone()))
+
+        return hook
+
+    for path in paths:
+        model.get_submodule(path).register_forward_hook(watch(path))
+    embedded = model.get_input_embeddings()
+    embedded.register_forward_hook(lambda module, args, output: output.requires_grad_())
+    generator = torch.Generator()
+    for number, tokens in enumerate(run.sequences):
+        generator.manual_seed(run.recipe.calibration.seed + number)
+        logits = model(tokens[None], use_cache=False).logits[0]
+        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=generator)
+        (-logits.log_softmax(-1).gather(1, drawn).sum()).backward()
+    found = {path: torch.cat(parts) for path, parts in seen.items() if parts}
+    return {path: found[path] for path in run.model.blocks}, found
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {}),
+        ("qwen2", {}),  # tied embeddings
+        ("opt", {}),
+        ("gpt2", {}),  # tied, weights of Conv1D
+        ("gemma2", {}),  # scales its embeddings and caps its logits
+        ("mixtral", {}),
+    ],
+)
+def test_gradients_are_those_of_the_whole_model(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_model(family, tmp_path / "model", **SMALL[family], **changes)
+    run = stream(folder, tmp_path)
+    gradients = measure(run)
+    of_blocks, of_linears = whole_model_gradients(folder, run)
+    assert gradients.documents == 4
+    for block, expected in enumerate(of_blocks.values()):
+        assert distance(gradients.of(block), expected) < 1e-4, block
+    again = stream(folder, tmp_path)
+    for block in range(len(again.model.blocks)):
+        again.model.load_block(block)
+        targets = again.model.targets(block)
+        found = replace(gradients, model=again.model).of_linears(again, block, targets)
+        for name in targets:
+            g = of_linears[again.model.paths[name]].double()
+            assert distance(found[name], 2 / len(g) * g.T @ g) < 1e-3, name
+        again.forward(block)
+        again.model.unload_block(block)

@@ -1,0 +1,205 @@
+"""Tuning of blocks: never worse on held-out text, the same bytes again and after a stop, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.calibration import tuning
+from quantkit.calibration.calibrate import calibrated
+from quantkit.checkpoint.items import Commit, Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.errors import NumericError, RecipeError
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.passing import State
+from quantkit.progress import Progress
+from quantkit.recipes.recipe import Recipe, from_mapping
+from tests.calibration.test_calibrate import digests, interrupted, resumed
+from tests.tiny_models import write_model
+
+#: Changes that make a family's model smaller.
+SMALL: dict[str, dict[str, Any]] = {
+    **{name: {"num_hidden_layers": 1, "hidden_size": 128, "intermediate_size": 128} for name in ("llama", "gemma2")},
+    "opt": {"num_hidden_layers": 1, "hidden_size": 128, "word_embed_proj_dim": 128, "ffn_dim": 128},
+    "mixtral": {"num_hidden_layers": 1},
+}
+TUNED: dict[str, Any] = {"scheme": {"group_size": 32}, "tune": 4}
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a Llama of three small blocks."""
+    changes = {"num_hidden_layers": 3, "hidden_size": 128, "intermediate_size": 128}
+    return write_model("llama", tmp_path_factory.mktemp("three") / "model", **changes)
+
+
+def sequences(count: int = 9) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randint(256, (20 + 8 * (number % 2),), generator=generator) for number in range(count)]
+
+
+def tuned(folder: Path, recipe: Recipe, work: Path, **options: Any) -> dict[str, Item]:
+    src = Checkpoint(folder)
+    found = calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), work, [], **options)
+    return {item.name: item for item in found if not isinstance(item, Commit)}
+
+
+def take_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every held-out error be less than the one before."""
+    falling = iter(range(10000, 0, -1))
+    monkeypatch.setattr(tuning._Tuning, "_held_out_error", lambda self: float(next(falling)))
+
+
+def held_out_error(folder: Path, items: dict[str, Item]) -> float:
+    """Compute the error of the only block on the eighth sequence, in float32, with the weights of `items`."""
+    src = Checkpoint(folder)
+    model = BlockRunner(src, device="cpu")
+    model.prepare(embeddings=True)
+    tokens = sequences()[7]
+    state = model.embed(tokens)
+    model.load_block(0)
+    target = model.run(0, tokens, state)
+    for linear in model.targets(0):
+        value = items[f"{linear}.weight"].value
+        if isinstance(value, QuantizedTensor):
+            model.replace(linear, value.dequantize())
+    found = model.run(0, tokens, state)
+    assert target is not None and found is not None
+    return float((found.hidden - target.hidden).square().sum() / target.hidden.square().sum())
+
+
+def facts_of(items: dict[str, Item]) -> list[dict[str, Any]]:
+    return [item.facts for item in items.values() if item.facts]
+
+
+@pytest.mark.parametrize(
+    ("family", "recipe"),
+    [
+        ("llama", {"scheme": {"group_size": 32}, "signed": True, "gptq": {"descent": 1, "refit": True}}),
+        ("opt", {"scheme": {"symmetric": False}}),
+        ("gemma2", {"scheme": {"format": "fp6"}, "method": "gptq"}),
+        ("mixtral", {"scheme": {"group_size": 32}, "skip": ["lm_head", "k_proj"]}),
+        ("llama", {"scheme": {"sparsity": "2:4"}}),
+    ],
+)
+def test_a_tuned_block_is_never_worse_on_held_out_text(
+    family: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "RATE", 0.001)
+    monkeypatch.setattr("quantkit.models.block_runner.is_fast_in_bfloat16", lambda device: False)
+    folder = write_model(family, tmp_path / "model", **SMALL[family])
+    plain = tuned(folder, from_mapping(recipe), tmp_path)
+    items = tuned(folder, from_mapping({**recipe, "tune": 4}), tmp_path)
+    found = facts_of(items)
+    assert all(facts["tuned_error"] <= facts["untuned_error"] for facts in found)
+    before_tuning, after = held_out_error(folder, plain), held_out_error(folder, items)
+    assert found[0]["untuned_error"] == pytest.approx(before_tuning, rel=1e-3)
+    assert found[0]["tuned_error"] == pytest.approx(after, rel=1e-3) and after < 1.0001 * before_tuning
+    for name, item in items.items():
+        before = plain[name].value
+        if isinstance(item.value, QuantizedTensor) and item.facts and isinstance(before, QuantizedTensor):
+            assert item.value.scheme == before.scheme and (item.facts["tuned_step"] > 0) == ("loss" not in item.facts)
+        else:
+            assert isinstance(item.value, Tensor) and isinstance(before, Tensor) and torch.equal(item.value, before)
+    first = [name for name in digests(items) if ".0." in name]
+    for name in first:  # the solver saw the same inputs
+        a, b = items[name].value, plain[name].value
+        assert isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and items[name].facts
+        assert (items[name].facts or {})["tuned_changed"] == int((a.codes != b.codes).sum())
+        if a.scheme.sparsity:
+            assert bool((a.codes[b.codes == 8] == 8).all())
+
+
+def test_steps_that_help_nowhere_leave_the_bytes_alone(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = {**TUNED, "skip": ["lm_head", r"layers\.1\..*"]}  # a block without codes
+    plain = tuned(three, from_mapping({**recipe, "tune": 0}), tmp_path)
+    monkeypatch.setattr(tuning, "RATE", 5.0)
+    items = tuned(three, from_mapping(recipe), tmp_path)
+    assert digests(items) == digests(plain)
+    assert {facts["tuned_step"] for facts in facts_of(items)} == {0}
+    assert [f["loss"] for f in facts_of(items)] == [f["loss"] for f in facts_of(plain)]
+
+
+def test_the_same_seed_gives_the_same_bytes_and_a_stop_changes_none(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_the_last_step(monkeypatch)
+    monkeypatch.setattr(tuning, "BATCH", 2)
+    recipe, src = from_mapping(TUNED), Checkpoint(three)
+    torch.manual_seed(3)  # another state of torch's own generator
+    whole = tuned(three, recipe, tmp_path)
+    other = tuned(three, from_mapping({**TUNED, "calibration": {"seed": 1}}), tmp_path)
+    assert digests(whole) != digests(other)
+    for blocks, budget in ((0, 0), (1, None), (2, None)):
+        partial = tmp_path / f"partial{blocks}"
+        partial.mkdir()
+        if not blocks:
+            assert digests(tuned(three, recipe, partial, act_budget=budget)) == digests(whole)
+            continue
+        first = interrupted(src, recipe, partial, blocks, sequences())
+        second = resumed(src, recipe, partial, Progress(quiet=True), sequences())
+        assert not first.keys() & second.keys()
+        assert digests(first) | digests(second) == digests(whole)
+        assert torch.is_grad_enabled()
+
+
+def test_the_gradient_of_a_block_is_that_of_the_plain_model(three: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.models.block_runner.is_fast_in_bfloat16", lambda device: False)
+    src = Checkpoint(three)
+    model = BlockRunner(src, device="cpu")
+    model.prepare(embeddings=True)
+    tokens = sequences()[0]
+    state = model.embed(tokens)
+    model.load_block(0)
+    name = model.targets(0)[0]
+    weight = model.source_weight(name).float().requires_grad_()
+    found = model.run_with(0, tokens, state, {name: weight})
+    plain = model.run(0, tokens, state)
+    assert plain is not None and torch.allclose(found, plain.hidden, rtol=1e-5, atol=1e-6)
+    found.square().sum().backward()
+    direction = torch.zeros_like(weight)
+    direction[1, 2] = 1e-2
+    with torch.no_grad():
+        ends = [model.run_with(0, tokens, state, {name: weight + sign * direction}) for sign in (1, -1)]
+    slope = (ends[0].double().square().sum() - ends[1].double().square().sum()) / 2e-2
+    assert weight.grad is not None and float(weight.grad[1, 2]) == pytest.approx(float(slope), rel=0.05, abs=1e-3)
+    assert isinstance(state, State) and not model.text.training
+
+
+@pytest.mark.parametrize(
+    ("mapping", "says"),
+    [
+        ({"tune": 8, "method": "rtn"}, "--tune starts from the codes of gptq, the method is rtn"),
+        ({"tune": -1}, "tune is -1"),
+        ({"tune": True}, "must be of type int"),
+    ],
+)
+def test_refusals(mapping: dict[str, Any], says: str) -> None:
+    with pytest.raises(RecipeError, match=says):
+        from_mapping(mapping)
+
+
+def test_too_few_sequences_are_refused(three: Path, tmp_path: Path) -> None:
+    src = Checkpoint(three)
+    run = calibrated(src, from_mapping(TUNED), BlockRunner(src, device="cpu"), sequences(7), tmp_path, [])
+    with pytest.raises(RecipeError, match="holds out one of 8 calibration sequences, and there are 7"):
+        next(iter(run))
+
+
+def test_outputs_that_are_not_finite_end_the_run(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning._Tuning, "_error", lambda *given: torch.tensor(torch.nan))
+    with pytest.raises(NumericError, match=r"layers\.0: its outputs on held-out sequences are not finite"):
+        tuned(three, from_mapping(TUNED), tmp_path)
+
+
+def test_a_recipe_without_tuning_has_no_such_key() -> None:
+    assert "tune" not in from_mapping({}).to_mapping() and "tune" not in from_mapping({"tune": 0}).to_mapping()
+    recipe = from_mapping({"tune": 3})
+    assert from_mapping(recipe.to_mapping()) == recipe and recipe.sha256() != from_mapping({}).sha256()

@@ -1,0 +1,147 @@
+"""Cards and notes name a reader only if it opens this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from quantkit.core.scheme import Scheme
+from quantkit.engines.readers import READERS, TRAITS, Folder, opened_by, refusals
+from quantkit.layouts import LAYOUTS
+
+PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+MODULES = [f"model.layers.0.{part}" for part in PARTS]
+EXPERTS = [f"model.layers.0.mlp.experts.{i}.{part}_proj" for i in range(2) for part in ("gate", "up", "down")]
+
+
+def folder(layout: str, label: str, changes: Mapping[str, str | None] = {}, **facts: Any) -> Folder:
+    """Make the facts of a block; `changes` gives linears another scheme, or None for dense."""
+    labels = {**dict.fromkeys(facts.pop("modules", MODULES), label), **changes}
+    linears = {module: (Scheme.parse(scheme), (256, 512)) for module, scheme in labels.items() if scheme}
+    dense = ["lm_head", *(module for module, scheme in labels.items() if scheme is None)]
+    return Folder(layout, linears, dense, **facts)
+
+
+DOWN, Q = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
+#: What vLLM 0.26.0's own loader said of such folders (docs/layouts.md 10).
+ASKED = [
+    (folder("compressed-tensors", "int4:g128"), True),
+    (folder("compressed-tensors", "int4:g128:asym"), True),
+    (folder("compressed-tensors", "fp6"), True),
+    (folder("compressed-tensors", "int4:g128", {DOWN: "fp6"}), True),
+    (folder("compressed-tensors", "int4:g128", {Q: None}), False),
+    (folder("compressed-tensors", "int4:g128", {Q: "int4:g64"}), False),
+    (folder("compressed-tensors", "int4:g128", dict.fromkeys(MODULES[:3])), True),
+    (folder("compressed-tensors", "int4:g128", padded=True), False),
+    (folder("gptq", "int4:g128"), True),
+    (folder("gptq", "int4:g128", {DOWN: "int4:g64"}), True),
+    (folder("gptq", "int4:g128:asym"), False),
+    (folder("gptq-v2", "int4:g128:asym"), False),
+    (folder("awq", "int4:g128:asym"), True),
+    (folder("awq", "int4:g128", {DOWN: "int4:g64"}), False),
+    (folder("humming", "fp6"), True),
+    (folder("humming", "fp6", {DOWN: "fp5"}), True),
+    (folder("humming", "fp6", {Q: "fp5"}), False),
+    (folder("humming", "fp6", {Q: None}), False),
+    (folder("humming", "fp6", config={"text_config": {}}), True),
+    (folder("humming", "fp6", {DOWN: "fp5"}, config={"text_config": {}}), False),
+    (folder("compressed-tensors", "int4:g128", {DOWN: "int4:g64"}, config={"text_config": {}}), True),
+    (folder("marlin", "int4:g128"), False),
+    (folder("compressed-tensors", "int4:g128", modules=EXPERTS), True),
+    (folder("gptq", "int4:g128", modules=EXPERTS), True),
+    (folder("awq", "int4:g128", modules=EXPERTS), True),
+    (folder("compressed-tensors", "fp6", modules=EXPERTS), False),
+    (folder("humming", "fp6", modules=EXPERTS), False),
+    (folder("compressed-tensors", "int4:g128", {EXPERTS[2]: "int4:g64"}, modules=EXPERTS), False),
+    (folder("compressed-tensors", "int4:g128", {EXPERTS[2]: None}, modules=EXPERTS), False),
+    (folder("compressed-tensors", "int4:g128", config={"model_type": "deepseek_v3"}), False),
+    (folder("gptq", "int4:g128", config={"model_type": "deepseek_v3", "topk_method": "noaux_tc"}), True),
+]
+#: family, a quantized linear of it, and whether vLLM opens the folder: what docs/models.md found of model classes
+CLASSES = [
+    ("bloom", "transformer.h.0.self_attention.query_key_value", False),
+    ("gpt_neox", "gpt_neox.layers.0.attention.query_key_value", False),
+    ("falcon", "transformer.h.0.self_attention.query_key_value", True),
+    ("bloom", "transformer.h.0.mlp.dense_h_to_4h", True),
+    ("jamba", "model.layers.0.mamba.in_proj", False),
+    ("jamba", "model.layers.0.feed_forward.down_proj", True),
+    ("mamba", "backbone.layers.0.mixer.in_proj", False),
+    ("falcon_mamba", "backbone.layers.0.mixer.out_proj", False),
+    ("mamba2", "backbone.layers.0.mixer.in_proj", True),
+    ("lfm2_moe", "model.layers.0.conv.in_proj", False),
+    ("lfm2", "model.layers.0.conv.in_proj", True),
+    ("flex_olmo", "model.layers.0.mlp.experts.0.up_proj", False),
+    ("olmoe", "model.layers.0.mlp.experts.0.up_proj", True),
+    ("gpt_oss", "model.layers.0.mlp.experts.0.up_proj", False),
+    ("granitemoe", "model.layers.0.block_sparse_moe.experts.0.up_proj", False),
+]
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "opens"),
+    [("hrm_text", "awq", False), ("hrm_text", "compressed-tensors", True), ("blip-2", "compressed-tensors", False)],
+)
+def test_vllm_is_named_for_a_family_only_in_the_layouts_that_its_class_takes(
+    family: str, layout: str, opens: bool
+) -> None:
+    assert ("vLLM" in opened_by(folder(layout, "int4:g128", config={"model_type": family}))) is opens
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq"])
+@pytest.mark.parametrize(("family", "module", "opens"), CLASSES)
+def test_vllm_is_not_named_for_linears_that_its_class_does_not_take(
+    family: str, module: str, opens: bool, layout: str
+) -> None:
+    for config in ({"model_type": family}, {"model_type": "wrapper", "text_config": {"model_type": family}}):
+        facts = folder(layout, "int4:g128", modules=[module], config=config)
+        assert ("vLLM" in opened_by(facts)) is opens
+        assert opens or any(line.startswith("vLLM will not open this folder") for line in refusals(facts))
+
+
+@pytest.mark.parametrize(("facts", "opens"), ASKED)
+def test_vllm_is_named_exactly_for_folders_that_it_opened(facts: Folder, opens: bool) -> None:
+    assert ("vLLM" in opened_by(facts)) is opens
+    refused = any(line.startswith("vLLM") or "such as vLLM" in line for line in refusals(facts))
+    assert refused is (not opens and facts.layout != "marlin" and not facts.padded)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_quantkit_opens_every_folder_and_transformers_only_methods_that_it_owns(layout: str) -> None:
+    named = opened_by(folder(layout, "fp6" if layout in ("humming", "tcfpx") else "int4:g128"))
+    assert named[-1] == "quantkit.load"
+    assert ("transformers (after quantkit.register())" in named) is (layout in ("humming", "tcfpx"))
+
+
+def test_asymmetric_gptq_names_the_program_that_opens_it() -> None:
+    for layout in ("gptq", "gptq-v2"):
+        assert opened_by(folder(layout, "int4:g128:asym"))[0] == "GPTQModel"
+        assert any("zero points" in line and "--sym" in line for line in refusals(folder(layout, "int4:g128:asym")))
+
+
+def test_asymmetric_compressed_tensors_need_an_option_of_transformers() -> None:
+    plain, option = "transformers (with compressed-tensors)", "dequantize=True"
+    assert plain in opened_by(folder("compressed-tensors", "int4:g128"))
+    assert option not in " ".join(opened_by(folder("compressed-tensors", "int4:g128")))
+    asymmetric = opened_by(folder("compressed-tensors", "int4:g128:asym"))
+    assert plain not in asymmetric and option in " ".join(asymmetric)
+
+
+def test_a_dense_linear_named_like_the_start_of_a_packed_one_has_no_place_in_awq() -> None:
+    router = {"model.layers.0.mlp.gate": None}
+    assert "vLLM" not in opened_by(folder("awq", "int4:g128", router))
+    assert "vLLM" in opened_by(folder("awq", "int4:g128", {"model.layers.0.mlp.router": None}))
+    assert "vLLM" in opened_by(folder("humming", "fp6", router))
+
+
+def test_mixed_groups_are_named_once_with_their_number_and_the_option() -> None:
+    changes = {**{Q: "int4:g64"}, "model.layers.0.mlp.up_proj": None}
+    [line] = refusals(folder("compressed-tensors", "int4:g128", changes))
+    assert "model.layers.0.self_attn: q_proj, k_proj, v_proj mix int4:g128 and int4:g64 (and 1 more" in line
+    assert "--fused-alike" in line
+
+
+def test_every_row_of_the_table_is_about_known_layouts_and_traits() -> None:
+    assert all(set(reader.layouts) <= LAYOUTS.keys() and reader.source for reader in READERS)
+    assert {trait for reader in READERS for trait in (*reader.refuses, reader.only) if trait} == TRAITS.keys()

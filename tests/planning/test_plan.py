@@ -1,0 +1,395 @@
+"""Plans: exact bytes, all misfits at once, and suggestions that work."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from quantkit.checkpoint import writer
+from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError, LayoutError, QuantkitError
+from quantkit.layouts import LAYOUTS
+from quantkit.pipeline import convert, quantize
+from quantkit.pipeline.inspection import describe
+from quantkit.planning.memory import Memory
+from quantkit.planning.plan import Plan, plan_pack, plan_quantize
+from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
+from tests.tiny_models import write_model
+
+
+def tensor_bytes(folder: Path) -> int:
+    """Count the tensor bytes of an output with the safetensors library."""
+    total = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            for name in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(name)
+                total += tensor.numel() * tensor.element_size()
+    return total
+
+
+def recipe(layout: str | None = None, **keys: Any) -> Any:
+    scheme = {key: keys.pop(key) for key in ("format", "group_size", "symmetric") if key in keys}
+    chosen = {} if layout is None else {"layout": layout}
+    return from_mapping({"scheme": scheme, "method": "rtn", "clip": "none", **chosen, **keys})
+
+
+def dense(folder: Path, linears: dict[str, torch.Tensor], **config: Any) -> Checkpoint:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16", **config}))
+    save_file(linears, folder / "model.safetensors")
+    return Checkpoint(folder)
+
+
+def sparse(folder: Path, linears: dict[str, tuple[int, int]], **config: Any) -> Checkpoint:
+    """Write a checkpoint of any size as a sparse file."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "dtype": "float16", **config}))
+    header, end = {}, 0
+    for module, (n, k) in linears.items():
+        header[f"{module}.weight"] = {"dtype": "F16", "shape": [n, k], "data_offsets": [end, end + 2 * n * k]}
+        end += 2 * n * k
+    data = json.dumps(header).encode()
+    path = folder / "model.safetensors"
+    path.write_bytes(len(data).to_bytes(8, "little") + data)
+    os.truncate(path, 8 + len(data) + end)
+    return Checkpoint(folder)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("sources")
+    small = {"num_hidden_layers": 1, "vocab_size": 257}
+    return {
+        "llama": write_model("llama", folder / "llama", **small),
+        "qwen2": write_model("qwen2", folder / "qwen2", torch.bfloat16, **small),
+        "opt": write_model("opt", folder / "opt", torch.float32, **small),
+    }
+
+
+COMBINATIONS = [
+    ("llama", recipe()),
+    ("llama", recipe("marlin")),
+    ("llama", recipe("marlin", group_size="channel")),
+    ("llama", recipe("gptq", group_size=32)),
+    ("llama", recipe("gptq-v2", group_size=64, symmetric=False)),
+    ("llama", recipe(group_size=64, symmetric=False, skip=["lm_head", "down_proj"])),
+    ("llama", recipe(skip=[])),
+    ("llama", recipe(format="fp6")),
+    ("llama", recipe("compressed-tensors", format="fp5")),
+    ("llama", recipe("gptq", overrides={"k_proj": "int4:g32", ".*mlp.*": "int4:channel"})),
+    ("qwen2", recipe()),
+    ("qwen2", recipe("marlin", skip=["lm_head", "[kv]_proj"])),
+    ("qwen2", recipe(format="fp5")),
+    ("opt", recipe("gptq", group_size="channel")),
+    ("opt", recipe(symmetric=False)),
+]
+
+
+@pytest.mark.parametrize(("model", "asked"), COMBINATIONS, ids=lambda x: x if isinstance(x, str) else x.scheme.label)
+def test_planned_bytes_equal_those_of_the_output(
+    model: str, asked: Any, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    planned = quantize.plan(sources[model], asked)
+    planned.require()
+    report = quantize.quantize(sources[model], tmp_path / "out", asked, device="cpu", min_share=0)
+    assert planned.bytes == tensor_bytes(tmp_path / "out")
+    weights = sum(size for name, size in planned.files.items() if name.endswith(".safetensors"))
+    assert weights == report["totals"]["bytes"]
+    assert planned.bits_per_weight == pytest.approx(report["totals"]["bits_per_weight"], rel=1e-12)
+    assert [row.module for row in planned.quantized] == [layer["name"] for layer in report["layers"]] or (
+        sorted(row.module for row in planned.quantized) == sorted(layer["name"] for layer in report["layers"])
+    )
+    sizes = {path.name: path.stat().st_size for path in (tmp_path / "out").iterdir()}
+    assert 0 < sizes.pop("quantkit_report.json") + sizes.pop("README.md") <= planned.report_bytes
+    assert sizes == planned.files
+    found = describe(Checkpoint(tmp_path / "out"))
+    assert found["bytes"]["total"] == planned.bytes
+    assert found["bits_per_weight"] == pytest.approx(planned.bits_per_weight)
+    assert json.dumps(planned.to_dict()) and json.dumps(found)
+
+
+@pytest.mark.parametrize("target", ["marlin", "gptq", "gptq-v2", "compressed-tensors"])
+def test_planned_bytes_of_a_conversion(target: str, sources: dict[str, Path], tmp_path: Path) -> None:
+    quantize.quantize(sources["llama"], tmp_path / "a", recipe("gptq"), device="cpu")
+    planned = plan_pack(Checkpoint(tmp_path / "a"), LAYOUTS[target])
+    planned.require()
+    convert.pack(tmp_path / "a", tmp_path / "b", target)
+    assert planned.bytes == tensor_bytes(tmp_path / "b")
+
+
+def test_plan_and_inspect_read_no_weights(tmp_path: Path) -> None:
+    linears = {f"model.layers.{i}.mlp.up_proj": (28672, 8192) for i in range(80)}
+    src = sparse(tmp_path / "m", linears)
+    assert describe(src)["bytes"]["total"] == 80 * 2 * 28672 * 8192
+    planned = plan_quantize(src, linears, recipe("marlin"))
+    assert planned.bytes == 80 * 28672 * 8192 * (4 + 16 / 128) / 8
+    assert planned.bits_per_weight == 4.125
+
+
+def with_skip(planned: Plan, src: Checkpoint, linears: Any, asked: dict[str, Any]) -> Plan:
+    """Apply every --skip that a plan suggests."""
+    patterns = re.findall(r"--skip '([^']*)'", "\n".join(planned.ways_out))
+    return plan_quantize(src, linears, recipe(**asked, skip=["lm_head", *patterns]))
+
+
+def test_every_misfit_is_found_at_once_with_suggestions_that_work(tmp_path: Path) -> None:
+    linears = {
+        **{f"model.layers.{i}.self_attn.k_proj": (1152 + 32, 4096) for i in range(28)},
+        **{f"model.layers.{i}.self_attn.q_proj": (4096, 4096) for i in range(28)},
+        **{f"model.layers.{i}.mlp.down_proj": (4096, 4096 if i else 4032) for i in range(28)},
+    }
+    src = sparse(tmp_path / "m", linears)
+    planned = plan_quantize(src, linears, recipe("marlin"))
+    assert len(planned.misfits) == 29
+    assert {misfit.module for misfit in planned.misfits} == {m for m in linears if "k_proj" in m} | {
+        "model.layers.0.mlp.down_proj"
+    }
+    with pytest.raises(LayoutError) as error:
+        planned.require()
+    lines = str(error.value).splitlines()
+    assert len(lines) == 2
+    assert "model.layers.0.self_attn.k_proj is [1184, 4096] (and 27 more)" in lines[0]
+    assert "model.layers.0.mlp.down_proj is [4096, 4032]" in lines[1]
+    assert all(line.endswith("or add --pad to fill it up with zeros") for line in lines)
+    assert not plan_quantize(src, linears, recipe("marlin", pad=True)).misfits
+
+
+@pytest.mark.parametrize(
+    ("asked", "change"),
+    [
+        ({"layout": "marlin", "group_size": 64}, {"layout": "marlin", "group_size": 128}),
+        ({"layout": "marlin", "symmetric": False}, {"layout": "marlin"}),
+        ({"layout": "marlin", "format": "fp6"}, {"layout": "tcfpx", "format": "fp6"}),
+        ({"layout": "tcfpx"}, {"layout": "marlin"}),
+        ({"layout": "humming"}, {"layout": "compressed-tensors"}),
+        ({"layout": "gptq", "group_size": 96}, {"layout": "gptq", "group_size": 128}),
+    ],
+)
+def test_suggestions_for_a_scheme_that_fits_no_weight(asked: Any, change: Any, tmp_path: Path) -> None:
+    linears = {"model.layers.0.mlp.up_proj": (512, 256), "model.layers.0.mlp.down_proj": (256, 512)}
+    src = sparse(tmp_path / "m", linears)
+    planned = plan_quantize(src, linears, recipe(**asked))
+    assert len(planned.misfits) == 2
+    with pytest.raises(LayoutError, match=r"--layout|--group-size|--asym") as error:
+        planned.require()
+    assert "--skip" not in str(error.value), "skipping every weight is no help"
+    for flag, value in change.items():
+        if value != asked.get(flag) and flag != "format":
+            assert f"--{flag.replace('_', '-')} {value}" in str(error.value)
+    assert not plan_quantize(src, linears, recipe(**change)).misfits
+
+
+def test_group_size_that_does_not_divide_one_of_the_weights(tmp_path: Path) -> None:
+    linears = {"model.layers.0.mlp.up_proj": (512, 256), "model.layers.0.mlp.down_proj": (256, 512 + 64)}
+    src = sparse(tmp_path / "m", linears)
+    planned = plan_quantize(src, linears, recipe())
+    assert [misfit.module for misfit in planned.misfits] == ["model.layers.0.mlp.down_proj"]
+    assert "--group-size 64" in planned.ways_out[0]
+    assert not plan_quantize(src, linears, recipe(group_size=64)).misfits
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.int32])
+def test_weights_that_are_not_floats_are_refused(dtype: torch.dtype, tmp_path: Path) -> None:
+    linears = {"model.layers.0.mlp.up_proj": (64, 128), "model.layers.0.mlp.down_proj": (128, 64)}
+    tensors = {f"{m}.weight": torch.ones(shape, dtype=torch.float16) for m, shape in linears.items()}
+    tensors["model.layers.0.mlp.up_proj.weight"] = torch.ones(64, 128).to(dtype)
+    src = dense(tmp_path / "m", tensors)
+    planned = plan_quantize(src, linears, recipe(group_size=64))
+    assert [misfit.module for misfit in planned.misfits] == ["model.layers.0.mlp.up_proj"]
+    with pytest.raises(LayoutError, match=str(dtype).removeprefix("torch.")):
+        planned.require()
+    assert not with_skip(planned, src, linears, {"group_size": 64}).misfits
+
+
+def test_a_tied_lm_head_is_never_quantized_as_a_second_version(sources: dict[str, Path], tmp_path: Path) -> None:
+    planned = quantize.plan(sources["qwen2"], recipe(skip=[]))
+    assert [misfit.module for misfit in planned.misfits] == ["lm_head"]
+    with pytest.raises(LayoutError, match="--skip 'lm_head'"):
+        planned.require()
+    twice = dense(
+        tmp_path / "m",
+        {"model.embed_tokens.weight": torch.zeros(256, 64), "lm_head.weight": torch.zeros(256, 64)},
+        tie_word_embeddings=True,
+        vocab_size=256,
+    )
+    planned = plan_quantize(twice, {"lm_head": (256, 64)}, recipe(skip=[], group_size=64), tied={"lm_head"})
+    assert [misfit.module for misfit in planned.misfits] == ["lm_head"]
+    as_wide = plan_quantize(twice, {"lm_head": (256, 64)}, recipe(skip=[], group_size=64))
+    assert not as_wide.misfits  # as many outputs as tokens do not make a linear tied
+
+
+def test_a_shape_that_config_and_headers_disagree_on_is_refused(tmp_path: Path) -> None:
+    src = sparse(tmp_path / "m", {"model.layers.0.mlp.up_proj": (512, 256)})
+    planned = plan_quantize(src, {"model.layers.0.mlp.up_proj": (256, 512)}, recipe())
+    with pytest.raises(LayoutError, match=r"\[512, 256\]"):
+        planned.require()
+
+
+def test_notices_name_the_limits_of_readers(tmp_path: Path) -> None:
+    linears = {f"model.layers.0.self_attn.{p}_proj": (512 if p == "q" else 64, 256) for p in "qkv"}
+    linears |= {f"model.layers.0.mlp.{p}_proj": (512, 256) for p in ("gate", "up")}
+    src = sparse(tmp_path / "m", linears, dtype="bfloat16")
+    overrides = {"k_proj": "int4:channel"}
+    notices = "\n".join(plan_quantize(src, linears, recipe("marlin", overrides=overrides)).notices)
+    assert "2 weights have n % 256 != 0" in notices
+    assert "float16 only" in notices
+    assert "q_proj, k_proj, v_proj mix int4:channel and int4:g128" in notices
+    assert "gate_proj" not in notices
+    assert "no kernel" not in notices
+    notices = "\n".join(plan_quantize(src, linears, recipe("gptq", symmetric=False, skip=["up_proj"])).notices)
+    assert "no kernel" not in notices, "the line `kernel` of a plan says it"
+    assert "vLLM and SGLang will not open this folder because of zero points" in notices
+    assert "gate_proj, up_proj mix dense and int4:g128:asym" in notices
+    assert "zero point of 0" in notices
+    assert "load it with CompressedTensorsConfig(dequantize=True)" in "\n".join(
+        plan_quantize(src, linears, recipe(symmetric=False)).notices
+    )
+
+
+def test_a_conversion_lists_every_weight_that_the_target_cannot_hold(sources: dict[str, Path], tmp_path: Path) -> None:
+    quantize.quantize(sources["llama"], tmp_path / "asym", recipe("gptq-v2", symmetric=False), device="cpu")
+    quantize.quantize(sources["llama"], tmp_path / "fp6", recipe(format="fp6"), device="cpu")
+    cases = (("fp6", "marlin", "tcfpx or"), ("fp6", "gptq", "compressed-tensors"), ("asym", "humming", "compressed"))
+    for source, target, other in cases:
+        src = Checkpoint(tmp_path / source)
+        planned = plan_pack(src, LAYOUTS[target])
+        assert {misfit.module for misfit in planned.misfits} == set(src.modules())
+        with pytest.raises(LayoutError, match=f"--layout {other}") as error:
+            planned.require()
+        assert "--skip" not in str(error.value)
+        with pytest.raises(LayoutError):
+            convert.pack(tmp_path / source, tmp_path / "out", target)
+        assert not (tmp_path / "out").exists()
+
+
+def test_files_of_calibrated_committed_and_pruned_runs(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"This is paragraph {i} of a text for calibration." for i in range(20)))
+    calibration = {"data": str(text), "samples": 2, "max_length": 32}
+    monkeypatch.setattr(quantize, "COMMIT_BYTES", 200_000)  # several commits without activations too
+    wanted = {
+        "gptq": from_mapping({"calibration": calibration}),
+        "padded": recipe("marlin", pad=True, overrides={"k_proj": "int4:channel"}),
+        "pruned": pruning_from_mapping({"method": "magnitude"}),
+    }
+    for name, asked in wanted.items():
+        planned = quantize.plan(sources["qwen2"], asked, min_share=0, device="cpu")
+        quantize.quantize(sources["qwen2"], tmp_path / name, asked, min_share=0, device="cpu")
+        sizes = {path.name: path.stat().st_size for path in (tmp_path / name).iterdir()}
+        assert 0 < sizes.pop("quantkit_report.json") + sizes.pop("README.md") <= planned.report_bytes
+        assert sizes == planned.files, name
+        assert sum(file.endswith(".safetensors") for file in sizes) > 1
+
+
+def test_a_new_file_begins_where_the_writer_begins_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writer, "SHARD_BYTES", 1000)
+    unit = {"a": 600, "b": 500, "c": 400, "d": 2000}
+    assert [names for _, names in writer.planned_shards([unit, {"e": 8}]).values()] == [["a"], ["b", "c"], ["d"], ["e"]]
+    many = {f"model.layers.{i}." + "x" * 500: 8 for i in range(100)}  # more names than one header holds
+    folder = tmp_path / "out"
+    folder.mkdir()
+    src = sparse(tmp_path / "m", {"model.layers.0.mlp.up_proj": (64, 64)})
+    filled = writer.CheckpointWriter(folder, like=src, layout=None)
+    for name in many:
+        filled.add(Item(name, torch.zeros(1, dtype=torch.int64)))
+    filled.commit({"block": 0})
+    made = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    assert made == {name: size for name, (size, _) in writer.planned_shards([many]).items()} and len(made) > 1
+
+
+def test_a_disk_that_is_too_small_for_a_conversion_is_a_problem(
+    sources: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    quantize.quantize(sources["llama"], tmp_path / "a", recipe("gptq"), device="cpu")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=1000))
+    planned = plan_pack(Checkpoint(tmp_path / "a"), LAYOUTS["marlin"], out=tmp_path / "not" / "there" / "yet")
+    assert planned.disk_free == 1000
+    with pytest.raises(LayoutError, match="free some"):
+        planned.require()
+
+
+def test_memory_grows_with_the_run_and_stops_at_the_budget(tmp_path: Path) -> None:
+    linears = {f"model.layers.{i}.mlp.up_proj": (1024, 512) for i in range(4)}
+    src = sparse(tmp_path / "m", linears, hidden_size=512, max_position_embeddings=2048)
+
+    def ram(act_budget: int | None = None, **calibration: Any) -> int:
+        asked = from_mapping({"calibration": calibration})
+        memory = plan_quantize(src, linears, asked, device="cpu", act_budget=act_budget).memory.to_dict()
+        assert memory["ram"] == sum(memory["ram_parts"].values())
+        return memory["ram"]
+
+    assert ram(samples=256) - ram(samples=128) == 128 * 2048 * 512 * 4
+    assert ram(samples=256, max_length=10**6) == ram(samples=256)
+    assert ram(act_budget=2**20) - 2**20 == ram(act_budget=2**21) - 2**21
+    assert plan_quantize(src, linears, recipe()).memory.to_dict()["ram"] < ram()
+    vram = plan_quantize(src, linears, from_mapping({}), device="cuda").memory.to_dict()
+    assert vram["vram"] > 0
+
+
+@pytest.mark.parametrize(("device", "kind", "width"), [("cpu", "ram", 4), ("cuda", "vram", 2)])
+def test_gradients_count_once_there_are_some_and_grow_no_further(
+    device: str, kind: str, width: int, tmp_path: Path
+) -> None:
+    linears = {f"model.layers.{i}.mlp.up_proj": (8192, 512) for i in range(4)}
+    src = sparse(tmp_path / "m", linears, hidden_size=512, max_position_embeddings=1024, vocab_size=256)
+
+    def memory(samples: int, aware: bool = True) -> dict[str, Any]:
+        asked = from_mapping({"output_aware": aware, "calibration": {"samples": samples}})
+        return plan_quantize(src, linears, asked, device=device, gpu_memory=80 * 10**9).memory.to_dict()
+
+    found = memory(256)
+    assert found[f"{kind}_parts"]["Hessians of outputs"] == 4 * 8192**2
+    assert found[f"{kind}_parts"]["activations of the unquantized model"] == (2**16 + 1024) * 512 * width
+    assert found[kind] > memory(256, aware=False)[kind] + 4 * 8192**2
+    assert memory(512)[kind] - found[kind] == memory(512, aware=False)[kind] - memory(256, aware=False)[kind]
+
+
+def test_hessians_of_outputs_that_are_too_large_name_the_way_out() -> None:
+    memory = Memory({"program": 1}, others=(Memory({"program": 1, "Hessians of outputs": 10**18}),))
+    with pytest.raises(QuantkitError, match=r"allows .* GB: use --no-output-aware or "):
+        memory.require()
+
+
+@pytest.mark.parametrize("value", ["many", -1, 0, None, [], {}, True])
+def test_hostile_config_values_do_not_break_the_estimate(value: Any, tmp_path: Path) -> None:
+    linears = {"model.layers.0.mlp.up_proj": (512, 256)}
+    config = {"hidden_size": value, "max_position_embeddings": value, "text_config": value, "vocab_size": value}
+    src = sparse(tmp_path / "m", linears, tie_word_embeddings=value, **config)
+    assert not plan_quantize(src, linears, from_mapping({})).misfits
+
+
+def test_a_size_that_the_files_cannot_have_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"'hidden_size' is 1e\+300, and the weight files hold 262144 bytes"):
+        sparse(tmp_path / "m", {"model.layers.0.mlp.up_proj": (512, 256)}, hidden_size=1e300)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "gptq-v2", "marlin"])
+def test_inspect_knows_checkpoints_that_quantkit_did_not_write(
+    layout: str, sources: dict[str, Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    quantize.quantize(sources["llama"], out, recipe(layout), device="cpu")
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]["quantkit"]
+    (out / "config.json").write_text(json.dumps(config))
+    (out / "quantkit_report.json").unlink()
+    found = describe(Checkpoint(out))
+    assert (found["layout"], found["schemes"]) == (layout, {"int4:g128": 7})
+    assert found["bits_per_weight"] >= 4.125
+    weights = sum(t.numel() for path in out.glob("*.safetensors") for t in load_file(path).values())
+    assert found["parameters"] != weights, "packed words were counted as parameters"
+    assert found["parameters"] == describe(Checkpoint(sources["llama"]))["parameters"]

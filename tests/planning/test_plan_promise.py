@@ -1,0 +1,238 @@
+"""A plan refuses what a run refuses, with the same line and exit code, and neither reads nor writes anything for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import RecipeError
+from quantkit.io import staging as folders
+from quantkit.io.journal import JOURNAL, append_journal
+from quantkit.models.block_runner import BlockRunner
+from quantkit.planning.memory import Memory
+from quantkit.recipes.patterns import nearest_names, require_effect
+from quantkit.recipes.recipe import from_mapping
+from tests import command_line
+from tests.command_line import RTN, call
+
+calib = command_line.calib
+GPTQ = ("--samples", 2, "--max-length", 64)
+
+
+class Places:
+    """The folders of one case: the model, which a case may change, the output, and a calibration text."""
+
+    def __init__(self, model: Path, out: Path, text: Path) -> None:
+        self.model, self.out, self.text = model, out, text
+
+    def copied(self) -> Path:
+        self.model = Path(shutil.copytree(self.model, self.out.parent / "model"))
+        return self.model
+
+
+def unchanged(places: Places) -> None:
+    pass
+
+
+def exists(places: Places) -> None:
+    places.out.mkdir()
+    (places.out / "config.json").write_text("{}")
+
+
+def holds_other_things(places: Places) -> None:
+    places.out.mkdir()
+    (places.out / "mine.txt").write_text("keep")
+
+
+def is_a_file(places: Places) -> None:
+    places.out.write_text("mine")
+
+
+def lies_nowhere(places: Places) -> None:
+    places.out = places.out / "deep" / "out"
+
+
+def lies_in_the_source(places: Places) -> None:
+    places.out = places.copied() / "out"
+
+
+def is_unfinished(places: Places) -> None:
+    with suppress(KeyError), folders.staging(places.out) as partial:
+        append_journal(partial / JOURNAL, {"recipe_sha256": "another", "source": {}})
+        append_journal(partial / JOURNAL, {"files": {}, "items": [], "facts": {}, "bytes": 0, "packed_bytes": 0})
+        raise KeyError
+
+
+def lacks_a_tokenizer(places: Places) -> None:
+    for path in places.copied().glob("*token*.json"):
+        path.unlink()
+
+
+def has_a_link(places: Places) -> None:
+    path = places.copied() / "tokenizer.json"
+    path.rename(places.out.parent / "elsewhere.json")
+    path.symlink_to(places.out.parent / "elsewhere.json")
+
+
+def is_of_family(**changes: object) -> Callable[[Places], None]:
+    def change(places: Places) -> None:
+        path = places.copied() / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return change
+
+
+#: What is wrong, the options, and the exit code; `TEXT` is the calibration text.
+BAD = {
+    "skip": (unchanged, (*RTN, "--skip", "dwn_proj"), 2),
+    "skip in GPTQ": (unchanged, (*GPTQ, "--calib", "TEXT", "--skip", "layers.7.mlp.up_proj"), 2),
+    "override": (unchanged, (*RTN, "--override", "v_prj=int4:g64"), 2),
+    "override of what is skipped": (unchanged, (*RTN, "--override", "lm_head=int4:g64"), 2),
+    "two patterns": (unchanged, (*RTN, "--skip", "a_proj", "--override", "b_proj=int4:g64"), 2),
+    "everything skipped": (unchanged, (*RTN, "--skip", ".*"), 2),
+    "misfits": (unchanged, (*RTN, "--layout", "marlin", "--group-size", 64), 1),
+    "share": (unchanged, (*RTN, "--skip", "mlp.*"), 4),
+    "device": (unchanged, (*RTN, "--device", "abacus"), 2),
+    "no text": (unchanged, (*GPTQ, "--calib", "missing.txt"), 1),
+    "kind of text": (unchanged, (*GPTQ, "--calib", __file__), 1),
+    "few documents": (unchanged, (*GPTQ, "--calib", "TEXT", "--samples", 100_000), 1),
+    "few tokens": (unchanged, (*GPTQ, "--calib", "TEXT", "--samples", 100_000, "--lengths", "fixed"), 1),
+    "tokenizer": (lacks_a_tokenizer, (*GPTQ, "--calib", "TEXT"), 1),
+    "a link": (has_a_link, RTN, 1),
+    "family": (is_of_family(model_type="abacus"), RTN, 1),
+    "encoder-decoder": (is_of_family(model_type="t5", architectures=["T5Model"]), RTN, 1),
+    "shape": (is_of_family(intermediate_size=320), RTN, 1),
+    "output exists": (exists, RTN, 1),
+    "output holds other things": (holds_other_things, (*RTN, "--overwrite"), 1),
+    "output is a file": (is_a_file, RTN, 1),
+    "output lies nowhere": (lies_nowhere, RTN, 1),
+    "output lies in the source": (lies_in_the_source, RTN, 1),
+    "unfinished work": (is_unfinished, RTN, 1),
+    "another run's work": (is_unfinished, (*RTN, "--resume"), 1),
+}
+
+
+def tree(folder: Path) -> dict[str, int]:
+    return {str(path.relative_to(folder)): path.lstat().st_size for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_plan_ends_as_the_run_would(case: str, small_llama: Path, calib: Path, tmp_path: Path) -> None:
+    spoil, options, code = BAD[case]
+    places = Places(small_llama, tmp_path / "out", calib)
+    spoil(places)
+    before = tree(tmp_path)
+    args = [calib if option == "TEXT" else option for option in options]
+    planned, dry, ran = (
+        call(*command, places.model, "-o", places.out, *args, "-q", code=code)
+        for command in (("plan",), ("quantize", "--dry-run"), ("quantize",))
+    )
+    assert planned.stderr == dry.stderr == ran.stderr
+    assert planned.stderr.startswith("Error: ") and planned.stdout == dry.stdout and not ran.stdout
+    assert tree(tmp_path) == before
+
+
+def test_a_pattern_without_effect_names_the_nearest_linears(small_llama: Path) -> None:
+    line = call("plan", small_llama, *RTN, "--skip", "dwn_proj", "-q", code=2).stderr
+    assert line.startswith("Error: skip 'dwn_proj' matches no linear: the nearest names are down_proj,")
+    assert len(line.splitlines()) == 1
+    names = [f"model.layers.{i}.self_attn.{p}_proj" for i in range(3) for p in "qkvo"]
+    assert nearest_names(r"model\.layers\.3\.self_attn\.q_proj", names)[0].endswith("self_attn.q_proj")
+    assert nearest_names(".*attn.q_prj$", names)[0] == "self_attn.q_proj"
+    assert nearest_names("xyz", names) == ["q_proj", "k_proj", "v_proj"]
+
+
+def test_the_default_skip_may_match_nothing_and_a_skip_may_name_what_stays_dense() -> None:
+    recipe = from_mapping({"method": "rtn", "skip": ["lm_head", "router"]})
+    assert require_effect(recipe, ["h.0.up_proj"], ["h.0.router"]) == ["skip 'lm_head' matches no linear"]
+    with pytest.raises(RecipeError, match="skip 'router' matches no linear: the nearest names are up_proj"):
+        require_effect(recipe, ["h.0.up_proj"], [])
+
+
+def test_an_output_that_is_being_written_is_refused_by_both(small_llama: Path, tmp_path: Path) -> None:
+    with folders_in_use(tmp_path / "out"):
+        lines = {
+            call(command, small_llama, "-o", tmp_path / "out", *RTN, "-q", code=1).stderr
+            for command in ("plan", "quantize")
+        }
+    assert len(lines) == 1 and f"is being written by process {os.getpid()}" in lines.pop()
+
+
+@contextmanager
+def folders_in_use(out: Path) -> Iterator[None]:
+    with folders.staging(out):
+        yield
+
+
+def test_the_disk_must_hold_snapshots_of_the_activations_too(
+    small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = (small_llama, "-o", tmp_path / "out", *GPTQ, "--calib", calib, "-q")
+    found = json.loads(call("plan", *args, "--json").stdout)
+    snapshot = found["calibration"]["tokens"] * 128 * 4  # float32; one of two blocks is followed by another
+    usage = shutil.disk_usage(tmp_path)
+    for free, code in ((found["files"]["total"] + snapshot, 0), (found["files"]["total"] + snapshot - 1, 1)):
+        monkeypatch.setattr(shutil, "disk_usage", lambda path, free=free: usage._replace(free=free))
+        result = call("plan", *args, code=code)
+        assert ("free some or use another -o" in result.stderr) == bool(code)
+    assert call("quantize", *args, code=1).stderr == result.stderr
+
+
+def test_a_plan_reads_no_weight(
+    small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(*args: object) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr(Checkpoint, "_read", read)
+    monkeypatch.setattr(BlockRunner, "load_block", read)
+    args = (small_llama, "-o", tmp_path / "out", *GPTQ, "--calib", calib, "--target", "vllm", "--gpu", "h100")
+    found = json.loads(call("plan", *args, "--json").stdout)
+    assert found["refusal"] is None and found["calibration"]["sequences"] == 2
+    assert f"2 sequences, {found['calibration']['tokens']} tokens of {calib.name}" in call("plan", *args).stdout
+
+
+def test_a_refused_plan_says_so_in_its_json(small_llama: Path) -> None:
+    result = call("plan", small_llama, *RTN, "--skip", "mlp.*", "--json", code=4)
+    refusal = json.loads(result.stdout)["refusal"]
+    assert refusal["exit_code"] == 4 and f"Error: {refusal['message']}\n" == result.stderr
+
+
+def test_a_gpu_that_is_not_here_is_judged_by_its_memory(small_llama: Path, calib: Path) -> None:
+    args = ("plan", small_llama, *GPTQ, "--calib", calib)
+    memory = json.loads(call(*args, "--gpu-memory", "80GB", "--json").stdout)["peak_memory"]
+    assert memory["gpu_memory"] == 80 * 10**9 and 0 < memory["vram_least"] < memory["vram"]
+    few = call(*args, "--gpu-memory", memory["vram"] - 1).stdout
+    assert "peak GPU memory is estimated at" in few and "--device cpu" in few
+    assert "peak GPU memory" not in call(*args, "--gpu-memory", memory["vram"]).stdout
+    line = call(*args, "--gpu-memory", memory["vram_least"] - 1, code=1).stderr
+    assert "the weights of the largest block take" in line and "use --device cpu" in line
+    assert "--gpu-memory has no effect" in call("plan", small_llama, *RTN, "--gpu-memory", "1GB").stdout
+    assert "drop one of them" in call(*args, "--gpu-memory", "1GB", "--device", "cpu", code=2).stderr
+
+
+def test_long_documents_name_another_way_out_than_large_blocks() -> None:
+    small = {"block": 10, "one document": 100}
+    assert "--max-length" in "\n".join(Memory({}, small, least_vram=10, gpu_memory=50).notices())
+    assert "--device cpu" in "\n".join(Memory({}, {"block": 100}, least_vram=10, gpu_memory=50).notices())
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for a GPU on a machine without one")
+def test_a_run_on_a_gpu_that_is_not_here_is_refused_by_both(small_llama: Path, tmp_path: Path) -> None:
+    lines = {
+        call(command, small_llama, "-o", tmp_path / "out", *RTN, "--device", "cuda", "-q", code=2).stderr
+        for command in ("plan", "quantize")
+    }
+    assert len(lines) == 1 and "use --device cpu" in lines.pop()
+
+
+def test_a_gpu_without_a_program_is_wrong_usage(small_llama: Path) -> None:
+    assert "add --target" in call("plan", small_llama, *RTN, "--gpu", "h100", code=2).stderr

@@ -1,0 +1,121 @@
+"""Which kernel serves a planned weight, in which program, on which GPU; and over how many GPUs it can be split."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.engines.kernels import GPUS, KERNELS
+from quantkit.names import TARGETS
+from tests.command_line import RTN, call
+from tests.tiny_models import write_model
+
+
+def kinds(model: Path, target: str, gpu: str, *options: object) -> dict[str, dict[str, Any]]:
+    """Return the kinds of linears of a plan by the last part of their names."""
+    args = (*RTN, "--min-share", 0, "--target", target, "--gpu", gpu, *options)
+    found = json.loads(call("plan", model, *args, "--json").stdout)["serving"]
+    assert (found["target"], found["gpu"]) == (target, gpu)
+    return {kind["name"].rpartition(".")[2]: kind for kind in found["kinds"]}
+
+
+@pytest.fixture(scope="module")
+def grouped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one block with four heads, two of keys, and 7 x 128 intermediate channels."""
+    changes = {"num_hidden_layers": 1, "num_key_value_heads": 2, "intermediate_size": 896}
+    return write_model("llama", tmp_path_factory.mktemp("grouped") / "model", **changes)
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose joined gate and up have 704 rows, no multiple of 128."""
+    changes = {"num_hidden_layers": 1, "intermediate_size": 352}
+    return write_model("llama", tmp_path_factory.mktemp("odd") / "model", **changes)
+
+
+def test_vllm_joins_linears_and_takes_a_kernel_by_shape_and_group(grouped: Path, odd: Path) -> None:
+    found = kinds(grouped, "vllm", "h100")
+    assert list(found) == ["qkv_proj", "o_proj", "gate_up_proj", "down_proj", "lm_head"]
+    assert found["qkv_proj"]["members"] == ["q_proj", "k_proj", "v_proj"]
+    assert (found["qkv_proj"]["shape"], found["qkv_proj"]["count"]) == ([512, 256], 1)
+    assert {found[name]["kernel"] for name in found if name != "lm_head"} == {"Machete"}
+    assert (found["lm_head"]["kernel"], found["lm_head"]["why"]) == (None, "dense")
+    small = kinds(odd, "vllm", "h100", "--group-size", 32)
+    assert {small[name]["kernel"] for name in small if name != "lm_head"} == {"Marlin"}
+    rows = kinds(odd, "vllm", "h100", "--group-size", "channel")
+    assert [rows[name]["kernel"] for name in ("qkv_proj", "gate_up_proj", "down_proj")] == [
+        "Machete",
+        "Marlin",
+        "Marlin",
+    ]
+
+
+def test_what_no_row_covers_is_not_known(grouped: Path) -> None:
+    found = kinds(grouped, "sglang", "a100")
+    assert (found["o_proj"]["kernel"], found["o_proj"]["why"], found["o_proj"]["source"]) == (None, "not known", None)
+    assert kinds(grouped, "vllm", "h100", "--group-size", 16)["o_proj"]["why"] == "not known"
+    assert kinds(grouped, "vllm", "a100")["o_proj"]["kernel"] == "Marlin"
+    assert kinds(grouped, "vllm", "rtx5090", "--layout", "gptq", "--group-size", 32)["o_proj"]["kernel"] is None
+
+
+def test_a_folder_that_a_program_does_not_open_has_no_kernel_there(grouped: Path) -> None:
+    asym = kinds(grouped, "vllm", "h100", "--layout", "gptq", "--asym")
+    assert asym["o_proj"]["kernel"] is None and "zero points" in asym["o_proj"]["why"]
+    assert "does not read the layout marlin" in kinds(grouped, "sglang", "h100", "--layout", "marlin")["o_proj"]["why"]
+    split = kinds(grouped, "vllm", "h100", "--override", "k_proj=int4:g64")
+    assert "treated differently" in split["qkv_proj"]["why"]
+
+
+def test_experts_are_one_kind(folders: dict[str, Path]) -> None:
+    found = kinds(folders["mixtral"], "vllm", "h100", "--group-size", 64)
+    assert found["experts"]["kernel"] == "Marlin for fused experts" and found["experts"]["shape"] == [128, 128]
+    assert (
+        "experts in a floating format" in kinds(folders["mixtral"], "vllm", "h100", "--format", "fp6")["experts"]["why"]
+    )
+
+
+def test_quantkit_names_its_own_kernel(grouped: Path) -> None:
+    marlin = ("--layout", "marlin", "--skip", "[kv]_proj")
+    assert kinds(grouped, "quantkit", "h100", *marlin)["o_proj"]["kernel"] == "marlin_hopper"
+    assert kinds(grouped, "quantkit", "rtx4090", *marlin)["o_proj"]["kernel"] == "marlin_portable"
+    old = kinds(grouped, "quantkit", "t4", *marlin)["o_proj"]
+    assert old["kernel"] is None and "8.0 (Ampere) or newer" in old["why"]
+    recast = kinds(grouped, "quantkit", "a100")["q_proj"]
+    assert (recast["kernel"], recast["why"]) == ("marlin_portable", "after load has recast it to marlin")
+    assert recast["gpus"] is None
+
+
+def test_transformers_decodes_compressed_tensors(grouped: Path) -> None:
+    found = kinds(grouped, "transformers", "h100")["q_proj"]
+    assert found["kernel"] is None and "decodes" in found["why"] and "transformers 5" in found["source"]
+    assert kinds(grouped, "transformers", "h100", "--format", "fp6")["q_proj"]["kernel"] == "tcfpx_hopper"
+    assert kinds(grouped, "transformers", "h100", "--layout", "gptq")["q_proj"]["why"] == "not known"
+
+
+def test_splits_cut_no_head_and_no_group(grouped: Path) -> None:
+    found = kinds(grouped, "vllm", "h100")
+    assert found["qkv_proj"]["gpus"] == [1, 2, 4] and found["qkv_proj"]["copied"] == [4]
+    assert found["o_proj"]["gpus"] == [1, 2]  # 256 channels are two groups of 128
+    assert found["gate_up_proj"]["gpus"] == [1, 2, 4, 8]
+    assert found["down_proj"]["gpus"] == [1]  # 896 channels are seven groups
+    assert kinds(grouped, "vllm", "h100", "--group-size", 32)["down_proj"]["gpus"] == [1, 2, 4]
+    assert found["lm_head"]["gpus"] is None
+
+
+def test_a_target_prints_a_table_with_its_sources(grouped: Path) -> None:
+    text = call("plan", grouped, *RTN, "--target", "vllm", "--gpu", "h100").stdout
+    assert re.search(r"vllm on h100 \(9\.0\) +count +n x k +scheme +kernel +GPUs", text)
+    assert re.search(r"layers\.N\.self_attn\.qkv_proj +1 +512x256 +int4:g128 +Machete \[1\] +1, 2, 4\n", text)
+    assert "[1] vLLM 0.26.0" in text and "over 4 GPUs key and value heads are copied" in text
+    assert "GPUs" not in call("plan", grouped, *RTN, "--target", "quantkit", "--gpu", "h100").stdout
+
+
+def test_every_row_of_the_table_has_a_dated_source() -> None:
+    for row in KERNELS:
+        assert re.search(r"20\d\d-\d\d-\d\d", row.source), row
+        assert row.engine in TARGETS and (row.kernel is not None or row.why), row
+        assert row.capabilities is None or set(row.capabilities) <= set(GPUS.values()), row

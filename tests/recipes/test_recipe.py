@@ -1,0 +1,295 @@
+"""Recipes: round trips, defaults of each format, and errors that name every mistake."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from quantkit.core.formats import FORMATS, INT4
+from quantkit.core.scheme import Scheme
+from quantkit.errors import RecipeError
+from quantkit.recipes.recipe import Recipe, from_mapping, load, matches, merge
+
+
+def read(text: str, folder: Path) -> Recipe:
+    path = folder / "recipe.yaml"
+    path.write_text(text, encoding="utf-8")
+    return from_mapping(load(path))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_round_trip_through_yaml_gives_an_equal_recipe(name: str, tmp_path: Path) -> None:
+    recipe = from_mapping({"scheme": {"format": name}})
+    again = read(recipe.to_yaml(), tmp_path)
+    assert again == recipe
+    assert again.sha256() == recipe.sha256()
+
+
+def test_round_trip_of_every_key_away_from_its_default(tmp_path: Path) -> None:
+    mapping = {
+        "scheme": {"format": "int4", "group_size": "channel", "symmetric": False},
+        "method": "gptq",
+        "clip": "none",
+        "metric": "diag",
+        "signed": False,  # True is refused with an asymmetric scheme
+        "gptq": {
+            "damp": 1e-05,
+            "damp_kind": "mean",
+            "block": 64,
+            "act_order": "off",
+            "on_unsolvable": "rtn",
+            "refit": True,
+            "descent": 2,
+            "cap_tokens": False,
+        },
+        "tune": 3,
+        "true_sequential": False,
+        "calibration": {
+            "data": "t: #'é.txt",
+            "samples": 3,
+            "max_length": 77,
+            "seed": 2**40,
+            "lengths": "fixed",
+            "moe": "all",
+            "text_column": "body",
+            "split": "validation",
+        },
+        "layout": "gptq-v2",
+        "pad": True,
+        "skip": [],
+        "overrides": {"yes": "int4:g64", "1e3": "int4:channel:asym", "null": "fp6"},
+    }
+    recipe = from_mapping(mapping)
+    assert recipe.to_mapping() == {**mapping, "overrides": {**mapping["overrides"], "null": "fp6:channel"}}  # type: ignore[dict-item]
+    assert read(recipe.to_yaml(), tmp_path) == recipe
+
+
+def test_overrides_keep_their_order_since_the_first_match_wins(tmp_path: Path) -> None:
+    text = "overrides: {z_proj: 'int4:g64', '.*_proj': 'int4:g32', a_proj: 'fp6'}"
+    recipe = read(text, tmp_path)
+    assert [pattern for pattern, _ in recipe.overrides] == ["z_proj", ".*_proj", "a_proj"]
+    assert read(recipe.to_yaml(), tmp_path).overrides == recipe.overrides
+    assert recipe.scheme_of("model.layers.0.a_proj") == Scheme(INT4, 32)
+
+
+def test_defaults_of_each_format() -> None:
+    int4, fp6, fp5 = (from_mapping({"scheme": {"format": name}}) for name in ("int4", "fp6", "fp5"))
+    assert from_mapping({}) == int4
+    assert (int4.scheme, int4.method, int4.clip, int4.metric) == (Scheme(INT4, 128), "gptq", "search", "block")
+    assert int4.layout == "compressed-tensors"
+    assert int4.calibrated
+    e2m3, e2m2 = (from_mapping({"scheme": {"format": name}}) for name in ("fp6-e2m3", "fp5-e2m2"))
+    for recipe in (fp6, fp5, e2m3, e2m2):
+        assert (recipe.scheme.group_size, recipe.method, recipe.clip) == (None, "rtn", "none")
+        assert recipe.layout == ("humming" if recipe in (fp6, fp5) else "compressed-tensors")
+        assert not recipe.calibrated
+    for recipe in (int4, fp6, fp5):
+        options = recipe.gptq
+        assert (options.damp, options.damp_kind, options.block, options.act_order) == (0.01, "own", 128, "static")
+        assert (options.clip, options.metric) == (recipe.clip, recipe.metric)
+        assert recipe.true_sequential
+        assert recipe.skip == ("lm_head",)
+        calibration = recipe.calibration
+        assert (calibration.samples, calibration.max_length, calibration.seed) == (256, 4096, 0)
+        assert calibration.lengths == "own"
+
+
+def test_a_search_without_calibration_uses_mse() -> None:
+    rtn = from_mapping({"method": "rtn"})
+    assert (rtn.clip, rtn.metric, rtn.calibrated) == ("search", "mse", False)
+    assert from_mapping({"method": "rtn", "metric": "diag"}).calibrated
+    fp6 = from_mapping({"scheme": {"format": "fp6"}, "method": "gptq"})
+    assert (fp6.clip, fp6.calibrated) == ("search", True)
+
+
+def test_an_unquoted_off_is_off_and_not_false() -> None:
+    assert from_mapping({"gptq": {"act_order": False}}).gptq.act_order == "off"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("sheme: {format: int4}", "sheme"),
+        ("scheme: {fromat: int4}", "fromat"),
+        ("gptq: {dampening: 0.1}", "dampening"),
+        ("gptq: {clip: none}", "clip"),
+        ("calibration: {samples: 8, sample: 9}", "sample"),
+        ("1: x", "1"),
+    ],
+)
+def test_an_unknown_key_is_named(text: str, named: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=f"unknown key '{named}'"):
+        read(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "scheme: {format: int3}",
+        "scheme: {format: [int4]}",
+        "scheme: {format: null}",
+        "scheme: {group_size: '128'}",
+        "scheme: {group_size: 0}",
+        "scheme: {group_size: -1}",
+        "scheme: {group_size: true}",
+        "scheme: {group_size: 64.0}",
+        "scheme: {symmetric: 'false'}",
+        "scheme: {symmetric: 0}",
+        "scheme: {format: fp6, symmetric: false}",
+        "scheme: int4",
+        "scheme: []",
+        "scheme: ''",
+        "scheme: 0",
+        "method: rnt",
+        "method: [gptq]",
+        "clip: true",
+        "metric: {}",
+        "gptq: {damp: '0.01'}",
+        "gptq: {damp: 0}",
+        "gptq: {damp: -1}",
+        "gptq: {damp: 1.5}",
+        "gptq: {damp: .nan}",
+        "gptq: {damp: .inf}",
+        "gptq: {damp: true}",
+        "gptq: {block: 0}",
+        "gptq: {block: 128.0}",
+        "gptq: {act_order: true}",
+        "gptq: 5",
+        "true_sequential: 1",
+        "true_sequential: 'yes'",
+        "calibration: {samples: 0}",
+        "calibration: {samples: 1e3}",
+        "calibration: {max_length: -5}",
+        "calibration: {seed: -1}",
+        "calibration: {seed: 99999999999999999999999}",
+        "calibration: {seed: '0'}",
+        "calibration: {data: 7}",
+        "calibration: {lengths: padded}",
+        "calibration: c4",
+        "layout: marlin3",
+        "layout: [marlin]",
+        "layout: ''",
+        "layout: null",
+        "skip: lm_head",
+        "skip: {lm_head: true}",
+        "skip: [1]",
+        "skip: null",
+        "overrides: [k_proj]",
+        "overrides: {k_proj: 4}",
+        "overrides: {k_proj: int4:g}",
+        "overrides: {k_proj: int4:g²}",
+        "overrides: {k_proj: int4:64}",
+        "overrides: {k_proj: int4:g0}",
+        "overrides: {k_proj: int8}",
+        "overrides: {k_proj: fp6:asym}",
+        "overrides: {k_proj: ''}",
+        "overrides: {7: int4}",
+    ],
+)
+def test_a_wrong_value_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError) as error:
+        read(text, tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("pattern", ["(", "*x", "[", "a{99999999999999999999}", "x(?i)", r"\9", "(?P<n>a)(?P<n>b)"])
+def test_an_invalid_pattern_is_refused_when_read(pattern: str) -> None:
+    for mapping in ({"skip": [pattern]}, {"overrides": {pattern: "int4"}}):
+        with pytest.raises(RecipeError, match="regular expression"):
+            from_mapping(mapping)
+
+
+@pytest.mark.parametrize("pattern", ["(?i)LM_HEAD", "(?i)K_proj"])
+def test_inline_flags_work_or_are_refused_but_never_fail_while_matching(pattern: str) -> None:
+    try:
+        recipe = from_mapping({"skip": [pattern]})
+    except RecipeError:
+        return
+    recipe.scheme_of("model.layers.0.k_proj")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "method: gptq\nmethod: rtn\n",
+        "scheme: {format: int4, format: fp6}",
+        "scheme: {format: int4}\nscheme: {format: fp6}\n",
+        "overrides:\n  k_proj: int4\n  k_proj: fp6\n",
+        "gptq: &a {damp: 0.5}\ncalibration:\n  <<: *a\n  seed: 1\n  seed: 2\n",
+    ],
+)
+def test_a_repeated_key_is_refused_instead_of_the_last_one_winning(text: str, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="repeated"):
+        read(text, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"- a\n- b\n",
+        b"just text",
+        b"method: [gptq",
+        b"method: gptq\n\tclip: none",
+        b"\xff\xfe\x00",
+        b"\x00",
+        b"--- {}\n--- {}\n",
+        b"seed: 2020-99-99",
+        b"a: !!int x",
+        b"a: !!bool x",
+        b"a: !!timestamp x",
+        b"a: !!python/object/apply:os.system ['true']",
+        b"? [a, b]\n: c",
+        b"a: *missing",
+        b"[" * 20000,
+    ],
+)
+def test_an_unreadable_recipe_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_bytes(data)
+    with pytest.raises(RecipeError) as error:
+        from_mapping(load(path))
+    assert "\n" not in str(error.value)
+    assert str(path) in str(error.value)
+
+
+def test_a_missing_file_or_a_folder_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path / "none.yaml", tmp_path):
+        with pytest.raises(RecipeError, match="cannot read"):
+            load(path)
+
+
+def test_flags_win_over_the_file_and_absent_flags_change_nothing() -> None:
+    base = {"scheme": {"format": "int4", "group_size": 64}, "method": "rtn", "skip": ["a"]}
+    flags: dict[str, Any] = {"scheme": {"group_size": "channel", "symmetric": None}, "method": None, "gptq": {}}
+    merged = merge(base, flags)
+    assert merged == {"scheme": {"format": "int4", "group_size": "channel"}, "method": "rtn", "skip": ["a"]}
+    assert base["scheme"] == {"format": "int4", "group_size": 64}
+    assert from_mapping(merged).scheme == Scheme(INT4)
+
+
+def test_a_flag_over_a_malformed_section_is_refused() -> None:
+    with pytest.raises(RecipeError, match="scheme"):
+        merge({"scheme": "int4"}, {"scheme": {"group_size": 64}})
+
+
+def test_patterns_match_a_whole_name_or_its_end_after_a_dot_only() -> None:
+    module = "model.layers.10.self_attn.k_proj"
+    for pattern in ("k_proj", "self_attn.k_proj", r".*\.1\d\..*", ".*", "k_proj|v_proj", module):
+        assert matches(pattern, module), pattern
+    for pattern in ("proj", "k_pro", "layers.1", "attn.k_proj", "", "model.layers.1.self_attn.k_proj"):
+        assert not matches(pattern, module), pattern
+
+
+def test_skip_wins_over_overrides() -> None:
+    recipe = from_mapping({"skip": ["k_proj"], "overrides": {".*": "int4:g32"}})
+    assert recipe.scheme_of("a.k_proj") is None
+    assert recipe.scheme_of("a.q_proj") == Scheme(INT4, 32)
+    assert recipe.scheme_of("lm_head") == Scheme(INT4, 32)
+
+
+def test_printed_recipes_are_plain_yaml() -> None:
+    assert yaml.safe_load(from_mapping({}).to_yaml()) == from_mapping({}).to_mapping()

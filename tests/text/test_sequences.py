@@ -1,0 +1,213 @@
+"""Calibration sequences: lengths, windows and seeds, and too little text is refused."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from quantkit.errors import CheckpointError, RecipeError
+from quantkit.text.sequences import draw_calibration, find_shares
+from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return byte_tokenizer()
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def paragraphs(folder: Path, lengths: list[int]) -> str:
+    """Write a file of documents with these lengths in bytes, each of one letter."""
+    return write(folder / "text.txt", "\n\n".join(chr(97 + i % 26) * n for i, n in enumerate(lengths)))
+
+
+def test_own_lengths_are_neither_padded_nor_joined(tmp_path: Path, tokenizer: Any) -> None:
+    lengths = [5, 1, 40, 200, 7, 90]
+    source = paragraphs(tmp_path, lengths)
+    found = draw_calibration(source, tokenizer, samples=5, max_length=64, seed=3)
+    assert sorted(len(s) for s in found.sequences) == [5, 7, 40, 64, 64]
+    assert all(len(set(s.tolist())) == 1 for s in found.sequences)  # one letter: one document
+    facts = found.facts
+    assert (facts["sequences"], facts["tokens"], facts["cut"], facts["documents"]) == (5, 180, 2, 6)
+    assert facts["skipped"] <= 1  # the one-token document, if it was drawn before the fifth usable one
+
+
+def test_the_seed_determines_documents_and_windows(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(tmp_path / "a.txt", "\n\n".join(f"{i:04}" * (i + 1) for i in range(50)))
+
+    def draw(seed: int) -> str:
+        return str(draw_calibration(source, tokenizer, samples=8, max_length=32, seed=seed).facts["sha256"])
+
+    torch.manual_seed(1)
+    first = draw(0)
+    torch.manual_seed(2)
+    assert draw(0) == first != draw(1)
+
+
+def test_a_window_can_lie_anywhere_in_a_document(tmp_path: Path, tokenizer: Any) -> None:
+    source = write(tmp_path / "a.txt", "".join(chr(97 + i % 26) for i in range(20)))
+    starts = {
+        int(draw_calibration(source, tokenizer, samples=1, max_length=18, seed=s).sequences[0][0]) for s in range(40)
+    }
+    assert len(starts) == 3  # offsets 0, 1 and 2, the last one included
+
+
+def test_fixed_windows_are_exact_and_never_overlap(tmp_path: Path, tokenizer: Any) -> None:
+    source = paragraphs(tmp_path, [10, 30, 25, 60])
+    found = draw_calibration(source, tokenizer, samples=7, max_length=16, seed=0, lengths="fixed")
+    assert [len(s) for s in found.sequences] == [16] * 7
+    stream = "".join(tokenizer.decode(s) for s in found.sequences)
+    assert sum(stream.count(letter) for letter in "abcd") == 112
+    assert stream.count("a") <= 10 and stream.count("d") <= 60
+
+
+@pytest.mark.parametrize("lengths", ["own", "fixed"])
+def test_too_little_text_is_refused_with_both_numbers(lengths: Any, tmp_path: Path, tokenizer: Any) -> None:
+    source = paragraphs(tmp_path, [30, 1, 30])
+    with pytest.raises(CheckpointError, match=r"(?s)holds (2|61) .*(9|288).*--samples (2|1),"):
+        draw_calibration(source, tokenizer, samples=9, max_length=32, seed=0, lengths=lengths)
+
+
+def test_invalid_numbers_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    source = paragraphs(tmp_path, [30])
+    for samples, max_length in ((0, 32), (1, 1)):
+        with pytest.raises(RecipeError):
+            draw_calibration(source, tokenizer, samples=samples, max_length=max_length, seed=0)
+
+
+def test_a_text_without_blank_lines_is_cut_into_windows(tmp_path: Path, tokenizer: Any) -> None:
+    letters = "".join(chr(97 + i % 26) for i in range(100))
+    source = write(tmp_path / "a.txt", letters)
+    found = draw_calibration(source, tokenizer, samples=4, max_length=20, seed=0)
+    assert {tokenizer.decode(s) for s in found.sequences} < {letters[i : i + 20] for i in range(0, 100, 20)}
+    assert found.facts["rule"] == "no blank lines, windows of 20 tokens"
+    assert found.notices == ("a.txt: has no blank line between documents: windows of 20 tokens were cut",)
+    with pytest.raises(
+        CheckpointError, match="holds 100 tokens, 6 windows of 20 need 120: use --samples 5, or a longer"
+    ):
+        draw_calibration(source, tokenizer, samples=6, max_length=20, seed=0)
+    with pytest.raises(CheckpointError, match="2 windows of 200 need 400: use a smaller --max-length, or"):
+        draw_calibration(source, tokenizer, samples=2, max_length=200, seed=0)
+    whole = draw_calibration(source, tokenizer, samples=1, max_length=200, seed=0)
+    assert (len(whole.sequences[0]), whole.notices) == (100, ())
+
+
+@pytest.fixture
+def chatty(tokenizer: Any) -> Any:
+    made = byte_tokenizer()
+    made.chat_template = CHAT_TEMPLATE
+    return made
+
+
+def chats(path: Path, lengths: list[int]) -> str:
+    talks = ([{"role": "user", "content": chr(65 + i) * n}] for i, n in enumerate(lengths))
+    return write(path, "\n".join(json.dumps({"messages": talk}) for talk in talks))
+
+
+def test_conversations_stay_whole_and_begin_at_their_beginning(tmp_path: Path, chatty: Any) -> None:
+    found = draw_calibration(chats(tmp_path / "a.jsonl", [5, 9, 300]), chatty, samples=3, max_length=64, seed=0)
+    texts = sorted(chatty.decode(s) for s in found.sequences)
+    assert texts == [f"<|endoftext|>user:{t}" for t in ("AAAAA\n", "B" * 9 + "\n", "C" * 58)]
+    assert (found.facts["cut"], found.facts["rule"], found.notices) == (1, "one conversation (messages) a line", ())
+
+
+def test_plain_text_for_a_model_that_chats_gets_a_notice(tmp_path: Path, tokenizer: Any, chatty: Any) -> None:
+    text, talk = paragraphs(tmp_path, [30, 30]), chats(tmp_path / "a.jsonl", [5, 9])
+    options = {"samples": 2, "max_length": 32, "seed": 0}
+    (notice,) = draw_calibration(text, chatty, **options).notices
+    assert "has a chat template" in notice and f"({Path(text).name})" in notice and "--calib FILE.jsonl" in notice
+    assert draw_calibration(text, tokenizer, **options).notices == ()
+    assert draw_calibration([text, talk], chatty, **options).notices == ()
+    with pytest.raises(
+        CheckpointError, match=r"a\.jsonl: record \d: is a conversation, and the model has no chat temp"
+    ):
+        draw_calibration(talk, tokenizer, **options)
+
+
+def test_parts_that_are_no_text_get_a_notice(tmp_path: Path, chatty: Any) -> None:
+    content = [{"type": "text", "text": "What is this?"}, {"type": "image"}]
+    source = write(tmp_path / "a.jsonl", json.dumps({"messages": [{"role": "user", "content": content}]}))
+    (notice,) = draw_calibration(source, chatty, samples=1, max_length=64, seed=0).notices
+    assert notice == f"{Path(source).name}: 1 parts of messages are no text (images, sounds) and were left out"
+
+
+def test_each_source_of_a_mixture_is_drawn_as_if_alone(tmp_path: Path, tokenizer: Any) -> None:
+    one = write(tmp_path / "a.txt", "\n\n".join(f"a{i:03}" * 9 for i in range(40)))
+    other = write(tmp_path / "b.jsonl", "\n".join(json.dumps({"text": f"b{i:03}" * 9}) for i in range(40)))
+    options = {"max_length": 32, "seed": 4}
+    found = draw_calibration([f"{one}:0.75", f"{other}:.25"], tokenizer, samples=10, **options)
+    alone = [draw_calibration(s, tokenizer, samples=n, **options) for s, n in ((one, 8), (other, 2))]
+    assert [s.tolist() for s in found.sequences] == [s.tolist() for part in alone for s in part.sequences]
+    facts = found.facts
+    shown = [(s["source"], s["share"], s["sequences"], s["sha256"]) for s in facts["sources"]]
+    assert shown == [("a.txt", 0.75, 8, alone[0].facts["sha256"]), ("b.jsonl", 0.25, 2, alone[1].facts["sha256"])]
+    assert (facts["source"], facts["sequences"], facts["documents"]) == ("a.txt:0.75, b.jsonl:0.25", 10, 80)
+    assert facts["tokens"] == sum(map(len, found.sequences)) == sum(s["tokens"] for s in facts["sources"])
+    assert facts["rule"] == "one document between blank lines; one document a line"
+    again = draw_calibration([f"{one}:3", other], tokenizer, samples=10, **options)
+    assert again.facts["sha256"] == facts["sha256"]
+
+
+def test_weights_become_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    thirds = {"a.txt": Fraction(1, 3), "b.txt": Fraction(1, 3), "org/c:v1": Fraction(1, 3)}
+    assert find_shares(["a.txt", "b.txt", "org/c:v1"]) == thirds
+    assert find_shares(["a.txt:2", "b.txt:2.0", "org/c:v1:2"]) == thirds
+    assert find_shares(["a:1.txt", "C:\\b.txt:3"]) == {"a:1.txt": Fraction(1, 4), "C:\\b.txt": Fraction(3, 4)}
+    write(tmp_path / "x:1", "the name of this file ends like a weight")
+    assert find_shares(["x:1", "y:1"]) == {"x:1": Fraction(1, 2), "y": Fraction(1, 2)}
+    assert find_shares(["x:1:3", "y"]) == {"x:1": Fraction(3, 4), "y": Fraction(1, 4)}
+
+
+@pytest.mark.parametrize(
+    ("sources", "samples", "says"),
+    [
+        (["a.txt:1", "a.txt:2"], 8, "a.txt is named twice"),
+        (["a.txt:0", "b.txt"], 8, "a.txt:0: the weight is 0"),
+        (["a.txt:1", "b.txt:9"], 4, "a.txt: its share of 4 samples is none"),
+    ],
+)
+def test_a_mixture_that_cannot_be_is_refused(sources: list[str], samples: int, says: str, tokenizer: Any) -> None:
+    with pytest.raises(RecipeError, match=says):
+        draw_calibration(sources, tokenizer, samples=samples, max_length=32, seed=0)
+
+
+def test_a_column_or_split_without_a_use_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    source = paragraphs(tmp_path, [30])
+    options = {"samples": 1, "max_length": 32, "seed": 0}
+    with pytest.raises(RecipeError, match="--split test: no source is a hub data set"):
+        draw_calibration(source, tokenizer, **options, split="test")
+    with pytest.raises(RecipeError, match="--text-column x: no source has records"):
+        draw_calibration(source, tokenizer, **options, text_column="x")
+
+
+@pytest.fixture
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise ConnectionError("Couldn't reach the Hub")
+
+    monkeypatch.setattr("datasets.load_dataset", refuse)
+
+
+@pytest.mark.usefixtures("no_hub")
+def test_the_packaged_text_replaces_only_what_nobody_chose(tokenizer: Any) -> None:
+    options = {"samples": 3, "max_length": 64, "seed": 0}
+    with pytest.raises(CheckpointError, match=r"c4: the hub cannot be reached and nothing is cached: .* --calib FILE$"):
+        draw_calibration("c4", tokenizer, **options)
+    found = draw_calibration("c4", tokenizer, **options, may_replace=True)
+    (warning,) = found.warnings
+    assert warning.startswith("c4: the hub cannot be reached") and "--calib FILE" in warning
+    assert found.facts["source"] == "packaged"
+    asked = draw_calibration("packaged", tokenizer, **options)
+    assert (asked.facts, asked.warnings) == (found.facts, ())
+    with pytest.raises(CheckpointError, match=r"packaged: holds .* usable documents, 9999 were asked for"):
+        draw_calibration("c4", tokenizer, samples=9999, max_length=64, seed=0, may_replace=True)

@@ -1,0 +1,251 @@
+"""Text sources: documents of every kind of file, and refusals that name the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import CheckpointError
+from quantkit.text.conversations import Conversation
+from quantkit.text.sources import kind_of, load_documents, load_evaluation_text, name_of_text
+
+WIKI = " \n = One = \n \n Text of one , x = 5 . \n \n = = Part = = \n \n More . \n \n = Two = \n \n Text of two . \n"
+
+
+def write(path: Path, content: str | bytes) -> str:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return str(path)
+
+
+def test_wikitext_articles_are_whole_and_complete(tmp_path: Path) -> None:
+    found = load_documents(write(tmp_path / "wiki.txt", WIKI))
+    assert [text.split("\n")[0].strip() for text in found.texts] == ["= One =", "= Two ="]
+    assert "".join(found.texts) == WIKI.removeprefix(" \n")
+    assert "heading" in found.rule
+
+
+def test_a_formula_is_not_a_heading(tmp_path: Path) -> None:
+    text = WIKI.replace("Text of one , x = 5 . \n", "where \n = 7 / 2 ) is ( J = \n and so on \n")
+    assert len(load_documents(write(tmp_path / "wiki.txt", text)).texts) == 2
+
+
+@pytest.mark.parametrize(("part", "articles"), [("train", 600), ("valid", 60), ("test", 60)])
+def test_wikitext2_has_its_official_number_of_articles(shared: Path, part: str, articles: int) -> None:
+    assert len(load_documents(str(shared / "data" / "wikitext2" / f"{part}.txt")).texts) == articles
+
+
+def test_blank_lines_separate_documents(tmp_path: Path) -> None:
+    assert load_documents(write(tmp_path / "a.txt", "one\nline\n\n \t\n\n  two\r\n\r\nthree\n")).texts == [
+        "one\nline",
+        "  two",
+        "three\n",
+    ]
+    found = load_documents(write(tmp_path / "b.txt", "one\ntwo\n"))
+    assert (found.texts, found.rule, found.undivided) == (["one\ntwo\n"], "the whole text is one document", True)
+
+
+def test_records_of_jsonl_and_parquet_are_documents(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = ["first\n\nstill first", "second", "ünï – 三"]
+    lines = "\n".join(json.dumps({"text": t, "id": i}) for i, t in enumerate(texts))
+    jsonl = write(tmp_path / "a.jsonl", lines + "\n\n")
+    pyarrow.parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    array = write(tmp_path / "a.json", "\n" + json.dumps([{"text": t} for t in texts]))
+    for source in (jsonl, str(tmp_path / "a.parquet"), array, write(tmp_path / "lines.json", lines)):
+        assert load_documents(source).texts == texts
+        assert load_evaluation_text(source)[0] == "\n\n".join(texts)
+
+
+def test_an_evaluation_text_is_unchanged(tmp_path: Path) -> None:
+    raw = " \n = One = \r\n\n  tail  "
+    assert load_evaluation_text(write(tmp_path / "raw.txt", raw))[0] == raw
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", b"", "no text"),
+        ("a.txt", b" \n\n\t\n", "no text"),
+        ("a.txt", b"abc\xff\xfe", "not UTF-8"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2 is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "record 2: has no text called text: found the keys txt; use"),
+        (
+            "a.jsonl",
+            b'{"id": 1, "body": "y"}\n',
+            "record 1: has no text, messages .*: found the keys id, body; use --text-c",
+        ),
+        ("a.jsonl", b"{}\n", "record 1: .* it has no keys; use --text-column NAME"),
+        ("a.json", b'[{"text": "x"}, 7]', "record 2: .* it is no object with keys"),
+        ("a.json", b'[{"text": "x"}', "is not JSON"),
+        ("a.json", b'{"data": [\n1]}', "line 1 is not JSON"),
+        ("a.jsonl", b'["text"]\n', "record 1"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1 is not JSON"),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000 + b"}", "line 1 is not JSON"),
+        ("a.jsonl", b"", "no text"),
+        ("a.parquet", b"PAR1 not at all", "no parquet file"),
+        ("a.csv", b"text\nx\n", "unknown kind"),
+    ],
+)
+def test_a_bad_file_is_refused_with_its_name(name: str, content: bytes, says: str, tmp_path: Path) -> None:
+    source = write(tmp_path / name, content)
+    with pytest.raises(CheckpointError, match=says) as caught:
+        load_documents(source)
+    assert name in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_refused_with_the_names_of_data_sets() -> None:
+    with pytest.raises(CheckpointError, match="wikitext2, ptb, c4"):
+        load_documents("wikitext3")
+
+
+@pytest.mark.parametrize(
+    ("call", "source", "option"),
+    [
+        ("load_documents('wikitext2')", "wikitext2", "--calib"),
+        ("load_documents('org/name:config')", "org/name:config", "--calib"),
+        ("load_evaluation_text('c4')", "c4", "--data"),
+    ],
+)
+def test_without_a_hub_a_data_set_gives_one_line_with_this_commands_option(
+    call: str, source: str, option: str, tmp_path: Path
+) -> None:
+    code = f"from quantkit.text.sources import {call.partition('(')[0]}; {call}"
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
+    run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
+    last = run.stderr.strip().splitlines()[-1]
+    says = "the hub cannot be reached and nothing is cached: give a .txt, .json, .jsonl, .parquet file with"
+    assert last == f"quantkit.io.hub.HubUnreachable: {source}: {says} {option} FILE"
+
+
+def test_a_named_column_is_read_instead(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", '{"text": "no", "body": "yes"}\n{"text": "no", "body": "again"}\n')
+    found = load_documents(source, text_column="body")
+    assert (found.texts, found.rule) == (["yes", "again"], "one document (body) a line")
+    with pytest.raises(
+        CheckpointError, match="record 1: has no text called title: found the keys text, body; use --text"
+    ):
+        load_documents(source, text_column="title")
+
+
+TALK = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}]
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations", "dialog"])
+def test_records_of_messages_are_conversations(key: str, tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    rows = [{key: TALK, "id": 7}, {key: TALK[:1], "id": 8}]
+    jsonl = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)))
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for source in (jsonl, str(tmp_path / "a.parquet"), write(tmp_path / "a.json", json.dumps(rows))):
+        found = load_documents(source, text_column="dialog" if key == "dialog" else None)
+        assert found.conversations and f"one conversation ({key})" in found.rule
+        assert [text.messages for text in found.texts if isinstance(text, Conversation)] == [
+            tuple(TALK),
+            tuple(TALK[:1]),
+        ]
+    with pytest.raises(CheckpointError, match=r"record 1: has no string called text: found the keys .*; rename"):
+        load_evaluation_text(jsonl)
+
+
+def test_a_record_without_messages_among_conversations_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", json.dumps({"messages": TALK}) + '\n{"messages": "hello"}\n')
+    with pytest.raises(CheckpointError, match=r"a\.jsonl: record 2: messages is no list of messages: repair"):
+        load_documents(source)
+
+
+def test_the_packaged_text_is_enough_for_the_usual_samples() -> None:
+    found = load_documents("packaged")
+    texts = [text for text in found.texts if isinstance(text, str)]
+    assert len(texts) == len(found.texts) >= 256 and sum(map(len, texts)) >= 128 * 2048 * 4
+
+
+@pytest.fixture
+def data_set(tmp_path: Path) -> Path:
+    """Write a data set's folder as the hub has them: a split for training and one of conversations."""
+    folder = tmp_path / "set"
+    folder.mkdir()
+    write(folder / "train.jsonl", "\n".join(json.dumps({"text": f"text {i}", "title": "t"}) for i in range(5)))
+    write(folder / "test.jsonl", "\n".join(json.dumps({"messages": TALK}) for _ in range(3)))
+    splits = [{"split": split, "path": f"{split}.jsonl"} for split in ("train", "test")]
+    configs = [{"config_name": "texts", "data_files": splits[:1]}, {"config_name": "chats", "data_files": splits[1:]}]
+    write(folder / "README.md", "---\nconfigs: " + json.dumps(configs) + "\n---\n")
+    return folder
+
+
+def test_a_hub_data_set_is_read_by_name_configuration_and_split(
+    data_set: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import datasets
+
+    real = datasets.load_dataset
+
+    def from_folder(name: str, *args: object, **options: object) -> object:
+        assert name == "org/set"
+        return real(str(data_set), *args, **options)
+
+    monkeypatch.setattr(datasets, "load_dataset", from_folder)
+    found = load_documents("org/set:texts")
+    assert (found.texts, found.rule) == ([f"text {i}" for i in range(5)], "one document a row of the split train")
+    assert load_documents("org/set:texts", text_column="title").texts == ["t"] * 5
+    with pytest.raises(CheckpointError, match="org/set:chats: has no split train, but test: use --split NAME"):
+        load_documents("org/set:chats")
+    assert load_documents("org/set:chats", split="test").conversations
+    with pytest.raises(
+        CheckpointError, match=r"org/set: cannot be loaded \(.*texts.*\): check the name, written org/name"
+    ):
+        load_documents("org/set")
+
+
+def test_a_hub_data_set_ends_at_a_bound(data_set: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quantkit.text.sources.HUB_ROWS", 3)
+    (data_set / "README.md").unlink()
+    (data_set / "test.jsonl").unlink()
+    found = load_documents(str(data_set))
+    assert (len(found.texts), found.rule) == (3, "one document a row of the split train, the first 3")
+
+
+def test_kinds_of_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path / "a.txt", "x")
+    write(tmp_path / "b.JSON", "[]")
+    (tmp_path / "folder").mkdir()
+    kinds = [kind_of(s) for s in ("c4", "packaged", "a.txt", "b.JSON", "folder", "org/name", "org/na.me:v1.0")]
+    assert kinds == ["data set", "packaged", "plain text", "records", "hub", "hub", "hub"]
+    for missing in ("folder/a.txt", "./org/name", "/org/name", "a/b/c"):
+        with pytest.raises(CheckpointError, match="no such text"):
+            kind_of(missing)
+
+
+def test_a_source_is_named_without_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "chats").mkdir()
+    for source in (
+        "c4",
+        "c4:0.5",
+        "packaged",
+        "org/name",
+        "org/name:config",
+        "org/name:config:2",
+        "a.txt",
+        "a.jsonl:3",
+    ):
+        assert name_of_text(source) == source
+    for source, name in {
+        "/secret/a.txt": "a.txt",
+        "../secret/a.jsonl:0.5": "a.jsonl:0.5",
+        "secret/a.parquet": "a.parquet",
+        "texts/chats": "chats",
+        "texts/chats:2": "chats:2",
+        f"{tmp_path}/texts": "texts",
+    }.items():
+        assert name_of_text(source) == name
