@@ -101,7 +101,7 @@ def plan(
     served_on = find_gpu(target, gpu)
     job = _survey(_dense_source(model, run), recipe, out, run, gpu_memory)
     if target is not None and served_on is not None and job.plan.folder is not None:
-        job = job._replace(plan=replace(job.plan, serving=serving(job.plan, job.plan.folder, target, *served_on)))
+        job = job._replace(plan=replace(job.plan, serving=serving(job.plan.rows, job.plan.folder, target, *served_on)))
     try:
         job, _, text = _require_runnable(job, recipe, None if out is None else Path(out), run)
     except QuantkitError as error:

@@ -26,7 +26,8 @@ from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
 from quantkit.layouts import LAYOUTS, family
 from quantkit.layouts.base import TILE
 from quantkit.layouts.recast import broken_rule, recast
-from quantkit.planning.plan import Plan, Row
+from quantkit.planning.plan import Plan
+from quantkit.planning.rows import Row
 
 #: Codes that are unpacked and packed at a time, about: they stay in a core's cache.
 CODES = 2**21

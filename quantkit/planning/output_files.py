@@ -19,7 +19,8 @@ from quantkit.io.model_folder import RECIPE, inside
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
 from quantkit.planning.memory import GRADIENTS
-from quantkit.planning.plan import Plan, Row
+from quantkit.planning.plan import Plan
+from quantkit.planning.rows import Row
 from quantkit.recipes.recipe import Pruning, Recipe, without_paths
 
 #: Upper bounds of the bytes of report and model card: of any model, of a changed linear, of any other tensor or file.

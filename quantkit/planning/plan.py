@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -32,11 +32,10 @@ from quantkit.layouts.fused_groups import joined_name
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
 from quantkit.planning.memory import Memory, calibrated_memory, streamed_memory, tuning_memory
 from quantkit.planning.misfits import Misfit, ways_out
+from quantkit.planning.rows import Row
+from quantkit.planning.serving import Serving
 from quantkit.recipes.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
 from quantkit.reporting.notebook import Shown
-
-if TYPE_CHECKING:
-    from quantkit.planning.serving import Serving
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
 ONE_SHOT = (
@@ -45,25 +44,6 @@ ONE_SHOT = (
 )
 #: The layout name of a pruned model that is not quantized.
 DENSE = "dense"
-
-
-@dataclass(frozen=True)
-class Row:
-    """Hold one linear of the plan: shape `[n, k]`, the label of its scheme (None: dense), its bytes in the output.
-
-    `padded` is the stored shape if zeros are added.
-    """
-
-    module: str
-    shape: tuple[int, int]
-    scheme: str | None
-    bytes: int
-    padded: tuple[int, int] | None = None
-
-    @property
-    def stored(self) -> tuple[int, int]:
-        """The shape in the output, padding included."""
-        return self.padded or self.shape
 
 
 @dataclass(frozen=True, repr=False)

@@ -24,7 +24,7 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import is_expert, joined_name
 from quantkit.layouts.recast import broken_rule, target
-from quantkit.planning.plan import Plan, Row
+from quantkit.planning.rows import Row
 
 #: Target -> the programs of `reporting.readers` that it stands for.
 PROGRAMS = {
@@ -111,10 +111,10 @@ def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]
     return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
-def serving(planned: Plan, folder: Folder, program: str, gpu: str, capability: tuple[int, int]) -> Serving:
-    """Return which kernels serve a planned output, whose facts are `folder`, in one of `PROGRAMS`."""
+def serving(planned: Sequence[Row], folder: Folder, program: str, gpu: str, capability: tuple[int, int]) -> Serving:
+    """Find the kernels that serve a planned output, with the facts `folder`, in one of `PROGRAMS`."""
     groups: dict[tuple[Any, ...], list[list[Row]]] = {}
-    for name, rows in _joined(planned.rows, program in ENGINES).items():
+    for name, rows in _joined(planned, program in ENGINES).items():
         labels = sorted({str(row.scheme) for row in rows})
         shapes = tuple(dict.fromkeys(row.stored for row in rows))
         groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), *labels, shapes), []).append(rows)
