@@ -14,13 +14,13 @@ PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 
 #: Third-party package -> the packages or modules of quantkit that import it.
 IMPORTERS = {
-    "transformers": {"models", "inference", "bench", "io.config_checks"},
+    "transformers": {"models", "inference", "bench", "io.config_checks", "text"},
     "accelerate": {"models"},
-    "datasets": {"models"},
+    "datasets": {"text"},
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint", "pipeline.push"},
-    "yaml": {"pipeline.recipe", "io.model_folder"},
+    "yaml": {"recipes.recipe", "io.model_folder"},
     "matplotlib": {"reporting.plots"},
     "tqdm": {"progress"},
     "blake3": {"io.hashing", "io.files"},
