@@ -19,6 +19,7 @@ import torch
 
 from quantkit.bench.random_model import Outline
 from quantkit.bench.source import WORDS, blocks_of, draw_text, shortened, write_model
+from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.ranks import ranks
 from quantkit.errors import RecipeError
@@ -28,7 +29,7 @@ from quantkit.models.devices import device_of
 from quantkit.models.meta_model import skeleton
 from quantkit.pipeline.profile import Speeds, floors, measure_speeds
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.planning.memory import CUDA_DEVICE, OTHERS, SAVED_BLOCKS, Memory
+from quantkit.planning.memory import CUDA_DEVICE, OTHERS, Memory
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.calibration.budget import stays_on_gpu
 from quantkit.core.tensors import dtype_name
 from quantkit.io import files
 from quantkit.models.passing import State
-from quantkit.planning.memory import stays_on_gpu
 
 #: Tensors of a document begin at a multiple of these bytes, so that they can be viewed in their dtype.
 ALIGNED = 64

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.calibration.activations import Activations
+from quantkit.calibration.budget import TUNED_AT_ONCE
 from quantkit.errors import CheckpointError, QuantkitError, is_out_of_memory, reason
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
-from quantkit.planning.memory import TUNED_AT_ONCE
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:

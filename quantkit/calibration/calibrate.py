@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, chain
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,9 +29,11 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
+from quantkit.calibration import budget
 from quantkit.calibration.activations import Activations
+from quantkit.calibration.budget import SAVED_BLOCKS, TOKENS_AT_ONCE, gradient_documents
 from quantkit.calibration.layer_solver import solve, solve_uncalibrated
-from quantkit.calibration.output_gradients import OutputGradients, documents, measure
+from quantkit.calibration.output_gradients import OutputGradients, measure
 from quantkit.calibration.tuning import check_held_out, tune
 from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
@@ -44,17 +47,12 @@ from quantkit.kernels import gptq
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
-from quantkit.planning.memory import HESSIAN_BYTES, SAVED_BLOCKS, TOKENS_AT_ONCE, hessian_bytes
 from quantkit.progress import Clock, Progress, Recorder
 from quantkit.recipes.recipe import Goal, Pruning, Recipe, goals_of
 from quantkit.text.tokenizer import check_tokens
 
 #: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
-#: The most weights of a group that are solved together, unless a single one is larger.
-SOLVED_WEIGHTS = 2**28
-#: Whether finished blocks are written, and the source is hashed, beside the computing: where a GPU does that.
-BESIDE = {"cpu": False, "cuda": True}
 
 
 @dataclass(frozen=True)
@@ -419,31 +417,13 @@ def _solved(run: Run, found: Sequence[Calibrated], goals: Mapping[str, Goal]) ->
 
 def _batches(run: Run, groups: Sequence[Group]) -> Iterator[list[Group]]:
     """Yield the groups in batches whose Hessians fit `HESSIAN_BYTES`."""
-    batch: list[Group] = []
-    size = 0
-    for group in groups:
-        needed = hessian_bytes(run.model.linears[group.linears[0]][1])
-        if batch and size + needed > HESSIAN_BYTES:
-            yield batch
-            batch, size = [], 0
-        batch.append(group)
-        size += needed
-    if batch:
-        yield batch
+    linears = run.model.linears
+    return budget.divide(groups, lambda group: budget.hessian_bytes(linears[group.linears[0]][1]), budget.HESSIAN_BYTES)
 
 
 def _parts(run: Run, group: Group) -> Iterator[list[str]]:
     """Yield the linears of a group in parts of at most `SOLVED_WEIGHTS`, as `all` makes one group of all experts."""
-    part: list[str] = []
-    size = 0
-    for name in group.linears:
-        n, k = run.model.linears[name]
-        if part and size + n * k > SOLVED_WEIGHTS:
-            yield part
-            part, size = [], 0
-        part.append(name)
-        size += n * k
-    yield part
+    return budget.divide(group.linears, lambda name: prod(run.model.linears[name]), budget.SOLVED_WEIGHTS)
 
 
 def collect(run: Run, block: int, groups: Sequence[Group]) -> list[Hessian]:
@@ -531,7 +511,7 @@ def _start(run: Run, finished: Sequence[Mapping[str, Any]], done: Sequence[Mappi
 
     It comes from the last saved activations, through the blocks that finished after them; without any, from the text.
     """
-    count = documents(map(len, run.sequences)) if run.recipe.output_aware else 0
+    count = gradient_documents(map(len, run.sequences)) if run.recipe.output_aware else 0
     if count:
         run.gradients = measure(_embedded(run, count), resumed=bool(finished))
     if run.recipe.tune or count:

@@ -29,7 +29,6 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, NumericError, RecipeError
 from quantkit.io import files
 from quantkit.models.block_runner import BlockRunner
-from quantkit.planning.memory import GRADIENT_TOKENS
 
 if TYPE_CHECKING:
     from quantkit.calibration.calibrate import Run
@@ -39,16 +38,6 @@ if TYPE_CHECKING:
 DAMP = 1.0
 _INDEX = "activations-gradients.json"
 INSTEAD = "use --no-output-aware"
-
-
-def documents(lengths: Iterable[int]) -> int:
-    """Return how many of the first documents, of `lengths` tokens, gradients come from."""
-    count = total = 0
-    for length in lengths:
-        if total >= GRADIENT_TOKENS:
-            break
-        count, total = count + 1, total + length
-    return count
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.calibrate import BESIDE
+from quantkit.calibration.budget import BESIDE, SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.io import files
 from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
-from quantkit.planning.memory import SAVED_BLOCKS
 from quantkit.recipes.recipe import Pruning, Recipe
 
 #: Phases in which a device computes; in the others it waits for files, or for Python.

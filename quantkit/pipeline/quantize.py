@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
-from quantkit.calibration.calibrate import BESIDE, calibrated, check_sequences, split_documents
+from quantkit.calibration.budget import BESIDE, gradient_documents
+from quantkit.calibration.calibrate import calibrated, check_sequences, split_documents
 from quantkit.calibration.layer_solver import solve_uncalibrated
-from quantkit.calibration.output_gradients import documents
 from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
@@ -219,7 +219,9 @@ def _require_runnable(
         require_same(before, _known_identity(job, recipe, text.facts), difference)
     if out is not None:
         activations = job.plan.memory.token_bytes * tokens
-        gradients = job.plan.memory.token_bytes * sum(lengths[: documents(lengths)]) if recipe.output_aware else 0
+        gradients = (
+            job.plan.memory.token_bytes * sum(lengths[: gradient_documents(lengths)]) if recipe.output_aware else 0
+        )
         stores = (activations, activations if recipe.tune else gradients, gradients)
         mapped = sum(size for size in stores if run.act_budget is not None and size > count * run.act_budget)
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0

@@ -20,6 +20,15 @@ import torch
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK
 from quantkit.algorithms.numerics import factor_dtype
 from quantkit.algorithms.scale_search import WIDEST_BLOCK
+from quantkit.calibration.budget import (
+    GRADIENT_TOKENS,
+    HESSIAN_BYTES,
+    SAVED_BLOCKS,
+    TOKENS_AT_ONCE,
+    TUNED_AT_ONCE,
+    hessian_bytes,
+    stays_on_gpu,
+)
 from quantkit.checkpoint.decoder import TOWER
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.memory_limits import free_memory, memory_limits
@@ -48,8 +57,6 @@ FACTORED = {torch.float32: 5, torch.float64: 8}
 KEPT = {torch.float32: 4, torch.float64: 7}
 #: float32 matrices of blocks of H that the scale search factors: the blocks, and three in float64.
 SEARCHED = 7
-#: The most bytes of Hessians that one pass over experts sums, unless a single one is larger.
-HESSIAN_BYTES = 4 * 2**30
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
 #: The kernels of a GPU need no more than 4 (benchmarks/h200/quantize_llama2-70b_3.csv).
 SOLVED = {"cpu": 11, "cuda": 4}
@@ -58,15 +65,6 @@ SOLVED = {"cpu": 11, "cuda": 4}
 TUNED = 28
 #: float32 numbers for each token and output feature of a block's linears that are held for its gradient.
 BACKWARD = 4
-#: Tokens of documents of equal length that one forward takes: on a GPU enough to hide the launches of kernels, and as
-#: many as a chunk of a Hessian. On a CPU no sum of a document may depend on those beside it.
-TOKENS_AT_ONCE = {"cpu": 0, "cuda": 16384}
-#: The same while a block is tuned, where every token leaves values for the backward pass.
-TUNED_AT_ONCE = {"cpu": 0, "cuda": 8192}
-#: Output gradients come from the first documents that have so many tokens together.
-GRADIENT_TOKENS = 2**16
-#: Activations stay on a GPU if they take at most this part of its free memory.
-PART_OF_GPU = 1 / 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
 DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
 #: The parts that only output gradients have: all of them, a block's file that is read, the matrices of a block.
@@ -81,8 +79,6 @@ SORTED = 3
 REFINED = 10
 #: float32 copies of the logits of one document while tokens are drawn and their gradient is made.
 DRAWN = 4
-#: Activations are saved after every so many blocks. A GPU computes a few blocks again sooner than a disk takes them.
-SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 #: The copy of activations on a GPU that is being saved.
 SAVING = "activations that are saved"
 #: Bytes for each weight of the blocks that wait to be written: a byte of codes, and the packed ones.
@@ -371,11 +367,6 @@ def tuning_memory(
     return Memory(host, {"CUDA": CUDA_DEVICE, **parts}, least_vram=whole + student)
 
 
-def stays_on_gpu(size: int, free: int | None) -> bool:
-    """Return whether activations of `size` bytes stay on a GPU with `free` bytes; None means that there is no GPU."""
-    return free is not None and size <= PART_OF_GPU * free
-
-
 def _stated(src: Checkpoint, key: str) -> int | None:
     """Return a size of the text model from config.json, None if it is not a positive number."""
     text = src.config.get("text_config")
@@ -434,11 +425,6 @@ def _sharing(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[str, int], li
     for module, (n, k) in linears.items():
         found.setdefault((module.rpartition(".")[0], k), []).append(n)
     return found
-
-
-def hessian_bytes(k: int) -> int:
-    """Return the bytes that summing the Hessian `[k, k]` of an expert takes, its chunk of tokens included."""
-    return 4 * k * (k + CHUNK)
 
 
 def _of_experts(linears: Mapping[str, tuple[int, int]]) -> int:

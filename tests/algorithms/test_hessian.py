@@ -10,9 +10,9 @@ from quantkit.algorithms.cholesky import factorize
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian, row_losses
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.sweep import remaining_error
+from quantkit.calibration.budget import hessian_bytes
 from quantkit.core.scheme import Scheme
 from quantkit.errors import NumericError, RecipeError
-from quantkit.planning.memory import hessian_bytes
 from tests.algorithms.inputs import correlated, damped, gauss, on_threads
 
 # The sums of outer products -------------------------------------------------------------------------------------------

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
-from quantkit.calibration import calibrate
+from quantkit.calibration import budget, calibrate
 from quantkit.calibration.activations import Activations
+from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.calibration.calibrate import Group, Run, calibrated, collect, find_groups, find_stages, with_hessians
 from quantkit.calibration.layer_solver import solve
 from quantkit.checkpoint.items import Commit, Item
@@ -25,7 +26,6 @@ from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
 from quantkit.models.whole_model import load_dense_model
-from quantkit.planning.memory import SAVED_BLOCKS
 from quantkit.progress import Clock as Phases
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping, goals_of
@@ -257,7 +257,7 @@ def test_a_block_that_is_called_alone_gives_the_same_bits(
     family: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: batches, and from the second pass on calls of the block with the arguments of the first pass."""
-    monkeypatch.setitem(calibrate.TOKENS_AT_ONCE, "cpu", 40)
+    monkeypatch.setitem(budget.TOKENS_AT_ONCE, "cpu", 40)
     recipe, docs = from_mapping(COARSE), [*sequences((20, 20, 20, 7)), torch.arange(20) * 3]
     src, found, forwards = Checkpoint(folders[family]), [], []
     for kept in (0, 2**20):
@@ -288,7 +288,7 @@ def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
     three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first pass over each block fails in its second batch, and the last pass of the first block too."""
-    monkeypatch.setitem(calibrate.TOKENS_AT_ONCE, "cpu", 160)
+    monkeypatch.setitem(budget.TOKENS_AT_ONCE, "cpu", 160)
     src, recipe, docs = Checkpoint(three), from_mapping(COARSE), sequences((20,) * 9)
     run, calls = BlockRunner.run, list[int]()
 
@@ -421,7 +421,7 @@ def test_a_batch_of_documents_gives_the_hessians_and_states_of_single_ones(
     docs = sequences((16, 16, 16, 9, 16, 2, 2))
     found: list[list[Tensor]] = []
     for tokens in (0, 40):
-        monkeypatch.setitem(calibrate.TOKENS_AT_ONCE, "cpu", tokens)
+        monkeypatch.setitem(budget.TOKENS_AT_ONCE, "cpu", tokens)
         run = start(folder, from_mapping(PLAIN_SUM), tmp_path, docs)
         assert run.activations is not None
         taken = [len(numbers) for numbers in run.batches(0)]
@@ -506,7 +506,7 @@ def test_experts_on_a_gpu_have_short_chunks_in_any_number_of_passes(
     monkeypatch.setattr(calibrate, "_new_hessian", recorded)
     at_once, _ = quantized(folders["qwen3_moe"], from_mapping(COARSE), tmp_path, "cuda")
     assert chunks == {(True, CHUNK), (False, LONG_CHUNK)}
-    monkeypatch.setattr(calibrate, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(budget, "HESSIAN_BYTES", 1)
     one_by_one, _ = quantized(folders["qwen3_moe"], from_mapping(COARSE), tmp_path, "cuda")
     assert digests(at_once) == digests(one_by_one)
 
@@ -678,8 +678,8 @@ def test_the_number_of_passes_over_experts_changes_no_byte(
 ) -> None:
     recipe = from_mapping({**COARSE, "calibration": {"moe": moe}})
     at_once, _ = quantized(folders["qwen3_moe"], recipe, tmp_path)
-    monkeypatch.setattr(calibrate, "HESSIAN_BYTES", 1)
-    monkeypatch.setattr(calibrate, "SOLVED_WEIGHTS", 1)
+    monkeypatch.setattr(budget, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(budget, "SOLVED_WEIGHTS", 1)
     one_by_one, _ = quantized(folders["qwen3_moe"], recipe, tmp_path)
     assert digests(at_once) == digests(one_by_one)
     experts = [item.facts for name, item in at_once.items() if ".experts." in name and item.facts]

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.algorithms import hessian
+from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, digest
 from quantkit.errors import CheckpointError, LayoutError, NumericError, RecipeError
@@ -24,7 +25,6 @@ from quantkit.models import block_runner
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.planning.memory import SAVED_BLOCKS
 from quantkit.recipes.recipe import Pruning, Recipe, from_mapping, pruning_from_mapping
 from tests.census import families
 from tests.faults import Killed, count, faults, killer, memory_path

@@ -1,0 +1,66 @@
+"""The policy of memory: how many tokens run together, and how much is held, summed, solved and saved at a time.
+
+Planning adds up its estimates from the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+from quantkit.algorithms.hessian import CHUNK
+
+T = TypeVar("T")
+
+#: Tokens of documents of equal length that one forward takes, by device. On a GPU these are enough to hide the launches
+#: of kernels, and as many as a chunk of a Hessian. On a CPU no sum of a document may depend on those beside it.
+TOKENS_AT_ONCE = {"cpu": 0, "cuda": 16384}
+#: The same where gradients are taken, as every token leaves values for the backward pass.
+TUNED_AT_ONCE = {"cpu": 0, "cuda": 8192}
+#: Output gradients come from the first documents that have this many tokens together.
+GRADIENT_TOKENS = 2**16
+#: The most bytes of Hessians that one pass over experts sums, unless a single one is larger.
+HESSIAN_BYTES = 4 * 2**30
+#: The most weights of a group that are solved together, unless a single linear has more.
+SOLVED_WEIGHTS = 2**28
+#: Activations stay on a GPU if they take at most this part of its free memory.
+PART_OF_GPU = 1 / 4
+#: Activations are saved after every so many blocks. A GPU computes a few blocks again sooner than a disk takes them.
+SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
+#: Whether finished blocks are written, and the source is hashed, in a thread beside the computing.
+BESIDE = {"cpu": False, "cuda": True}
+
+
+def gradient_documents(lengths: Iterable[int]) -> int:
+    """Count the first documents, of `lengths` tokens, that output gradients come from."""
+    count = total = 0
+    for length in lengths:
+        if total >= GRADIENT_TOKENS:
+            break
+        count, total = count + 1, total + length
+    return count
+
+
+def hessian_bytes(k: int) -> int:
+    """Compute the bytes that summing the Hessian `[k, k]` of an expert takes, its chunk of tokens included."""
+    return 4 * k * (k + CHUNK)
+
+
+def stays_on_gpu(size: int, free: int | None) -> bool:
+    """Decide whether activations of `size` bytes stay on a GPU with `free` bytes; None means that there is no GPU."""
+    return free is not None and size <= PART_OF_GPU * free
+
+
+def divide(items: Iterable[T], size: Callable[[T], int], most: int) -> Iterator[list[T]]:
+    """Divide items, in order, into lists whose sizes add up to at most `most`; a larger item is a list of its own."""
+    part: list[T] = []
+    total = 0
+    for item in items:
+        needed = size(item)
+        if part and total + needed > most:
+            yield part
+            part, total = [], 0
+        part.append(item)
+        total += needed
+    if part:
+        yield part
