@@ -1,41 +1,175 @@
-"""The errors a user can meet. Each message names the thing, the rule and the way out.
+"""The errors that a user can meet, and the options that their messages name.
 
-The command line prints them as one line and exits with their code. Any other exception is a bug.
+An error says what it is about (`subject`), which rule is broken (`rule`) and what helps (`ways_out`):
+
+    raise LayoutError(
+        "MARLIN is symmetric only",
+        Words("drop", Setting("asym", True)),
+        Words("use", Setting("layout", "gptq-v2")),
+        subject=name,
+    )
+
+A text that names an option is `Words`. As a string it is the text of the command line, "use --layout gptq-v2"; its
+`python` is that of the API, 'use layout="gptq-v2"'. A text without options is a plain string. An f-string makes a plain
+string of `Words`, so put `Words` together with `Words`. The command line prints an error as one line and exits with its
+code. Any other exception is a bug.
 """
 
 from __future__ import annotations
 
+import json
+import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, TypeVar
+
+_Words = TypeVar("_Words", bound="Words")
 
 #: What torch and Python say in an error when the system gives no memory or no thread.
 EXHAUSTED = (
     *("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "Cannot allocate memory"),
     *("failed to map segment", "std::bad_alloc"),
 )
+#: The recipe's keys by keyword, of the settings that the command line has as `--set KEY=VALUE` alone. The schema of the
+#: recipe fills this table.
+KEYS: dict[str, str] = {}
+#: Options whose name on the command line is not that of the keyword: those of an output, and of switches that are off.
+OUT, OFF = {"out": "-o"}, {"asym": "--sym", "signed": "--unsigned"}
+
+
+class Words(str):
+    """A text that names options: itself as the command line has it, `python` as the API has it.
+
+    The parts are joined by spaces, except before punctuation and after an open bracket: `Words("use", option, ", or")`.
+    """
+
+    parts: tuple[Any, ...]
+    python: str
+
+    def __new__(cls: type[_Words], *parts: object) -> _Words:
+        return cls._made(parts, _joined(map(str, parts)), _joined(map(in_python, parts)))
+
+    @classmethod
+    def _made(cls: type[_Words], parts: tuple[object, ...], shell: str, python: str) -> _Words:
+        words = super().__new__(cls, shell)
+        words.parts, words.python = parts, python
+        return words
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickle and copy
+        return self.parts
+
+
+class Option(Words):
+    """An option of a command, and the keyword of the function that does the same.
+
+    `Option("window", 9)` is `--window 9` or `window=9`. `Option("check", False)` is `--no-check` or `check=False`.
+    `Option("window")` is the name alone. Several values are alternatives. A placeholder is `Words("FILE")`.
+    """
+
+    def __new__(cls, name: str, *values: object) -> Option:
+        python = f"{name}={' or '.join(map(_literal, values))}" if values else name
+        return cls._made((name, *values), cls.shell(name, *values), python)
+
+    @property
+    def name(self) -> str:
+        """The keyword."""
+        return str(self.parts[0])
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The values, which are alternatives; none if the option is only named."""
+        return self.parts[1:]
+
+    @staticmethod
+    def shell(name: str, *values: object) -> str:
+        """Spell the option for the command line."""
+        flag = name.replace("_", "-")
+        if values == (False,):
+            return OFF.get(name, f"--no-{flag}")
+        texts = () if values == (True,) else (_quoted(value) for value in values)
+        return f"{OUT.get(name, f'--{flag}')} {' or '.join(texts)}".rstrip()
+
+
+class Setting(Option):
+    """An option of the recipe: one of `quantize` and its like, or a key that `--set` takes (`KEYS`).
+
+    `Setting("damp", 0.02)` is `--set gptq.damp=0.02` or, in Python, `damp=0.02`.
+    """
+
+    @staticmethod
+    def shell(name: str, *values: object) -> str:
+        """Spell the setting for the command line."""
+        if name not in KEYS:
+            return Option.shell(name, *values)
+        texts = (str(value).lower() if isinstance(value, bool) else _quoted(value) for value in values)
+        return f"--set {KEYS[name]}={' or '.join(texts)}" if values else f"--set {KEYS[name]}"
+
+
+class Command(Words):
+    """A command with its arguments and options, and the call that does the same: `quantkit eval ppl`, `eval_ppl`."""
+
+    def __new__(cls, name: str, *arguments: object) -> Command:
+        shell = " ".join(["quantkit", name, *map(_quoted, arguments)])
+        python = f"quantkit.{name.replace(' ', '_')}"
+        return cls._made(
+            (name, *arguments), shell, f"{python}({', '.join(map(_literal, arguments))})" if arguments else python
+        )
+
+
+def in_python(text: object) -> str:
+    """Spell a text for a Python caller: keywords instead of options."""
+    return text.python if isinstance(text, Words) else str(text)
+
+
+def _joined(parts: Iterable[str]) -> str:
+    text = ""
+    for part in parts:
+        text += f" {part}" if text and part and part[0] not in ",;:.)\n" and text[-1] not in "(\n" else part
+    return text
+
+
+def _quoted(value: object) -> str:
+    return str(value) if isinstance(value, Words) else shlex.quote(str(value))
+
+
+def _literal(value: object) -> str:
+    is_text = isinstance(value, str) and not isinstance(value, Words)
+    return json.dumps(value, ensure_ascii=False) if is_text else in_python(value)
 
 
 class QuantkitError(Exception):
     """The base of all errors that a user can meet: a request that cannot be carried out, in one line.
 
-    `exit_code` is the code with which the command line ends.
+    `subject` is the tensor, file or option that it is about, or None. `rule` says what is wrong, and each of `ways_out`
+    what to do instead. `exit_code` is the code with which the command line ends. `str` gives the text of the command
+    line, or that of the API once the error has left an API function.
     """
 
     exit_code = 1
-    _typed: str | None = None
+    spelling: Callable[[str], str] = staticmethod(lambda text: text)
+
+    def __init__(self, rule: str, *ways_out: str, subject: object = None) -> None:
+        super().__init__(rule, *ways_out)
+        self.rule, self.ways_out = rule, ways_out
+        self.subject = None if subject is None else subject if isinstance(subject, str) else str(subject)
 
     @property
-    def typed(self) -> str:
-        """The message with options as the command line spells them."""
-        return str(self) if self._typed is None else self._typed
+    def typed(self) -> Words:
+        """The message as the command line has it, `subject: rule: way, or way`."""
+        subject = () if self.subject is None else (self.subject, ":")
+        ways = [part for way in self.ways_out for part in (", or", way)]
+        return Words(*subject, self.rule, *([":", *ways[1:]] if ways else ()))
+
+    def __str__(self) -> str:
+        return self.spelling(self.typed)
 
     def spell(self, spelling: Callable[[str], str]) -> None:
         """Spell the message, and those of the errors behind it, in another way; `typed` stays."""
         error: BaseException | None = self
         while error is not None:
             if isinstance(error, QuantkitError):
-                error._typed, error.args = error.typed, (spelling(str(error)),)
+                error.spelling = spelling
             error = error.__cause__ or error.__context__
 
 
@@ -80,7 +214,7 @@ class ThresholdError(QuantkitError):
 def require_known(kind: str, value: object, names: Collection[str]) -> None:
     """Raise a RecipeError that lists the names of a kind, if `value` is none of them."""
     if value not in tuple(names):
-        raise RecipeError(f"unknown {kind} {value!r}: use one of {', '.join(names)}")
+        raise RecipeError(f"unknown {kind} {value!r}", f"use one of {', '.join(names)}")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -99,8 +233,9 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def about(name: str) -> Iterator[None]:
-    """Put `name` in front of any QuantkitError raised inside: that code does not know the name of its weight."""
+    """Put `name` in front of the subject of any QuantkitError raised inside: that code does not know its weight."""
     try:
         yield
     except QuantkitError as error:
-        raise type(error)(f"{name}: {error}") from error
+        error.subject = name if error.subject is None else Words(name, ":", error.subject)
+        raise

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from quantkit import errors
 from quantkit.errors import QuantkitError
 from quantkit.names import FORMATS, LAYOUTS, Clip, Method, Metric, Rule
 
@@ -89,6 +90,7 @@ def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[
 
 def in_python(text: str) -> str:
     """Spell the options and commands of a message as keywords and functions; those that have none stay."""
+    text = errors.in_python(text)
     for other, python in _OTHERS.items():
         text = text.replace(other, python)
     text = _PAIR.sub(r'quantkit.convert("\g<pair>")', text)

@@ -71,9 +71,8 @@ def test_an_error_is_spelled_where_it_leaves_a_public_function() -> None:
     assert quantkit.pack
     with pytest.raises(CheckpointError, match=r"^weight: out exists: add overwrite=True$") as caught:
         outer()
-    assert isinstance(caught.value.__cause__, CheckpointError)
-    assert str(caught.value.__cause__) == "out exists: add overwrite=True"
-    assert caught.value.__cause__.typed == "out exists: add --overwrite"
+    assert caught.value.subject == "weight"
+    assert caught.value.typed == "weight: out exists: add --overwrite"
     assert QuantkitError("use --pad").typed == "use --pad"
 
 
