@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from quantkit.algorithms import rtn
@@ -20,6 +16,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
 from quantkit.names import Clip, Metric
 from tests.algorithms.inputs import correlated, gauss, on_threads
+from tests.golden import golden
 
 FP_LABELS = ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"]
 LABELS = ["int4:g32", "int4:g128", "int4:channel", "int4:g32:asym", "int4:channel:asym", *FP_LABELS]
@@ -27,22 +24,20 @@ INT4, ASYM, FP6 = Scheme.parse("int4:channel"), Scheme.parse("int4:channel:asym"
 FLOATS = {"e3m2": "fp6", "e3m1": "fp5", "e2m2": "fp5-e2m2", "e2m3": "fp6-e2m3"}
 
 
-def golden_cases(shared: Path) -> list[tuple[str, dict[str, Tensor]]]:
-    with safe_open(shared / "golden" / "fpx_quant.safetensors", "pt") as file:
-        names = json.loads(file.metadata()["cases"])
-        keys = ("weight", "scales", "scales_fp32", "codes", "dequant")
-        return [(name, {key: file.get_tensor(f"{name}.{key}") for key in keys}) for name in names]
+def golden_cases() -> list[tuple[str, dict[str, Tensor]]]:
+    file, keys = golden("fpx_quant"), ("weight", "scales", "scales_fp32", "codes", "dequant")
+    return [(name, {key: file.tensors[f"{name}.{key}"] for key in keys}) for name in file.cases]
 
 
-def test_published_fpx_rule_bit_for_bit(shared: Path) -> None:
-    for name, case in golden_cases(shared):
+def test_published_fpx_rule_bit_for_bit() -> None:
+    for name, case in golden_cases():
         codes, scales = rtn.published_codes(case["weight"].float(), FORMATS[FLOATS[name[:4]]])
         assert torch.equal(scales, case["scales_fp32"].view(-1)), name
         assert torch.equal(codes, case["codes"]), name
 
 
-def test_fpx_quantize_matches_golden_and_refuses_rows_that_dequantize_to_infinity(shared: Path) -> None:
-    for name, case in golden_cases(shared):
+def test_fpx_quantize_matches_golden_and_refuses_rows_that_dequantize_to_infinity() -> None:
+    for name, case in golden_cases():
         scheme = Scheme(FORMATS[FLOATS[name[:4]]])
         overflow = ~(case["scales"].float() * scheme.format.largest <= 65504).view(-1)
         assert overflow.any()

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 
 from quantkit.core.formats import FORMATS, FP5, FP5_E2M2, FP6, FP6_E2M3, INT4, Cast, Format, integer
 from quantkit.errors import NumericError
+from tests.golden import golden
 
 GOLDEN = {"e3m2": FP6, "e3m1": FP5, "e2m3": FP6_E2M3, "e2m2": FP5_E2M2}
 ALL = [*FORMATS.values(), integer("int3", 3), integer("int8", 8)]
@@ -48,17 +47,14 @@ def halves() -> torch.Tensor:
     return torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16)
 
 
-def cast_table(shared: Path, name: str) -> torch.Tensor:
-    with safe_open(shared / "golden" / "fpx_cast_tables.safetensors", "pt") as file:
-        table = file.get_tensor(name)
-    assert isinstance(table, torch.Tensor)
-    return table
+def cast_table(name: str) -> torch.Tensor:
+    return golden("fpx_cast_tables").tensors[name]
 
 
 @pytest.mark.parametrize(("cast", "table"), [("even", "codes_rne"), ("away", "codes_half_away")])
 @pytest.mark.parametrize("name", GOLDEN)
-def test_every_fp16_pattern_has_the_code_of_the_published_cast(name: str, cast: Cast, table: str, shared: Path) -> None:
-    expected, x = cast_table(shared, f"{name}.{table}"), halves()
+def test_every_fp16_pattern_has_the_code_of_the_published_cast(name: str, cast: Cast, table: str) -> None:
+    expected, x = cast_table(f"{name}.{table}"), halves()
     numbers = ~x.isnan()
     assert bool((expected[~numbers] == 255).all())
     for dtype in (torch.float32, torch.float64):
@@ -67,14 +63,14 @@ def test_every_fp16_pattern_has_the_code_of_the_published_cast(name: str, cast: 
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_every_code_has_the_published_value(name: str, shared: Path) -> None:
-    values = cast_table(shared, f"{name}.values")
+def test_every_code_has_the_published_value(name: str) -> None:
+    values = cast_table(f"{name}.values")
     decoded = GOLDEN[name].decode(torch.arange(len(values), dtype=torch.uint8))
     assert torch.equal(bits(decoded), bits(values))  # the negative zero too
 
 
-def test_the_truncating_cast_takes_the_patterns_of_the_published_converter(shared: Path) -> None:
-    expected, x = cast_table(shared, "e3m2.codes_trunc"), halves().float()
+def test_the_truncating_cast_takes_the_patterns_of_the_published_converter() -> None:
+    expected, x = cast_table("e3m2.codes_trunc"), halves().float()
     accepted, numbers = expected != 255, ~x.isnan()
     assert torch.equal(FP6.encode(x[accepted], "truncate"), expected[accepted])
     rejected = x[~accepted & numbers]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +18,9 @@ from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import LAYOUTS, marlin24, read_config, sparse24
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.schemes import Schemes
+from tests.golden import both_ways, golden
 from tests.layouts import oracle
 from tests.layouts.samples import record
-from tests.layouts.test_golden import both_ways, golden
 
 GROUPS, ROWS = Scheme.parse("int4:g128:24"), Scheme.parse("int4:channel:24")
 VARIANTS = ("marlin24", "marlin24-ct")
@@ -46,8 +45,8 @@ def tensors_of(layout: str, b_24: Tensor, b_meta: Tensor, s: Tensor) -> dict[str
 
 
 @pytest.mark.parametrize("layout", VARIANTS)
-def test_published_sparse_marlin_cases_in_both_directions(layout: str, shared: Path) -> None:
-    file = golden(shared, "sparse_marlin")
+def test_published_sparse_marlin_cases_in_both_directions(layout: str) -> None:
+    file = golden("sparse_marlin")
     seen = []
     for case in file.cases:
         codes = file(case, "codes").t().contiguous()
@@ -59,17 +58,17 @@ def test_published_sparse_marlin_cases_in_both_directions(layout: str, shared: P
             q = QuantizedTensor(scheme, codes, file(case, scales).t().contiguous())
             both_ways(layout, q, tensors_of(layout, file(case, "B_24"), file(case, "B_meta"), file(case, s)))
             seen.append((case, scales))
-    assert {case for case, _ in seen} == set(file.cases) and len(seen) == 16
+    assert {case for case, _ in seen} == set(file.cases)
     assert any("kept_zero" in case for case, _ in seen) and any("zero_rows" in case for case, _ in seen)
 
 
-def test_the_encoding_of_pytorch_chooses_the_same_places(shared: Path) -> None:
+def test_the_encoding_of_pytorch_chooses_the_same_places() -> None:
     """PyTorch stores metadata in the order of CUTLASS (docs/layouts.md 4.3); the encoding of a quad is the same."""
     orders = {
         torch.int16: Arrangement("M r4:2 r3:2 r2:2 r1:2 r0:2", "C d:2 q:4", "C M r2 r1 r0 r4 d r3 q"),
         torch.int32: Arrangement("M r3:2 r2:2 r1:2 r0:2", "C d:2 q:8", "C M r2 r1 r0 d r3 q"),
     }
-    file = golden(shared, "meta_24_cutlass")
+    file = golden("meta_24_cutlass")
     for case, info in file.cases.items():
         dense, meta = (file(case, name) for name in ("dense", "meta"))
         assert meta.dtype == getattr(torch, info["meta"])

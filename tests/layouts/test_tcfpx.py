@@ -17,8 +17,8 @@ from quantkit.errors import CheckpointError, LayoutError
 from quantkit.evaluation.verify import verify
 from quantkit.layouts import LAYOUTS, tcfpx
 from quantkit.layouts.schemes import Schemes
+from tests.golden import both_ways, golden, same
 from tests.layouts.samples import record, write_folder
-from tests.layouts.test_golden import both_ways, golden, same
 from tests.tiny_models import write_model
 
 
@@ -46,8 +46,8 @@ def from_plain(stream: Tensor, bits: int) -> list[list[int]]:
     return rows
 
 
-def test_published_bytes_and_values_in_both_directions(shared: Path) -> None:
-    file = golden(shared, "fpx_tc")
+def test_published_bytes_and_values_in_both_directions() -> None:
+    file = golden("fpx_tc")
     seen: dict[str, set[str]] = {}
     for case, info in file.cases.items():
         scheme = Scheme(tcfpx.SPLITS[info["format"]])
@@ -74,8 +74,8 @@ def test_published_bytes_and_values_in_both_directions(shared: Path) -> None:
     assert all(patterns >= {"random", "ramp"} for patterns in seen.values()) and len(seen) == 4
 
 
-def test_weights_are_quantized_to_the_published_words_and_values(shared: Path) -> None:
-    file = golden(shared, "fpx_quant")
+def test_weights_are_quantized_to_the_published_words_and_values() -> None:
+    file = golden("fpx_quant")
     for case, info in file.cases.items():
         fmt = tcfpx.SPLITS[info["format"]]
         codes, scales = rtn.published_codes(file(case, "weight").float(), fmt)
