@@ -14,9 +14,10 @@ from typing import Any, Literal, TypedDict, cast
 
 from typing_extensions import Unpack
 
-from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.report import load as load_report
+from quantkit.checkpoint.resolve import resolve
 from quantkit.core.ranks import ranks
 from quantkit.errors import CheckpointError, QuantkitError, RecipeError, VerificationError
 from quantkit.evaluation.comparison import measurement

@@ -19,21 +19,19 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.algorithms.numerics import row_slices
 from quantkit.checkpoint.derived import Derived, Read
+from quantkit.checkpoint.stored_tensors import StoredTensors
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import AGAIN
 from quantkit.layouts import validation
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
-
-if TYPE_CHECKING:
-    from quantkit.checkpoint.reader import Checkpoint
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Dtypes of scales; E8M0, an exponent alone, is stored as float8 or as a plain byte.
@@ -62,7 +60,7 @@ class LowBit(NamedTuple):
     dropped: tuple[str, ...] = ()
 
 
-def find(src: Checkpoint, stated: Mapping[str, Any], dtype: torch.dtype) -> LowBit | None:
+def find(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> LowBit | None:
     """Find the low-bit weights of a source whose `quantization_config` is `stated`; None if it is of another method.
 
     CheckpointError for a weight without its scale or a scale without its weight, for wrong shapes and dtypes, and for
@@ -115,7 +113,7 @@ def _block(sizes: Any, key: str) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _fp8(src: Checkpoint, stated: Mapping[str, Any], blocks: list[Block], dtype: torch.dtype) -> LowBit:
+def _fp8(src: StoredTensors, stated: Mapping[str, Any], blocks: list[Block], dtype: torch.dtype) -> LowBit:
     names = src.names()
     stored = set(names)
     tensors: dict[str, Derived] = {}
@@ -143,7 +141,7 @@ def _fp8(src: Checkpoint, stated: Mapping[str, Any], blocks: list[Block], dtype:
     return LowBit(f"FP8 ({words})" if words else "FP8", tensors, tuple(dropped))
 
 
-def _shared_by(src: Checkpoint, name: str, scale: str, blocks: list[Block]) -> tuple[int, int, str]:
+def _shared_by(src: StoredTensors, name: str, scale: str, blocks: list[Block]) -> tuple[int, int, str]:
     """Return how many rows and columns share a scale, also in words; CheckpointError for wrong shapes and dtypes."""
     shape, found = src.shape(name), src.shape(scale)
     if src.dtype(scale) not in SCALES:
@@ -214,7 +212,7 @@ def _scaled(values: Tensor, scales: Tensor, rows: Tensor, columns: int, dtype: t
     return out
 
 
-def _mxfp4(src: Checkpoint, dtype: torch.dtype) -> LowBit:
+def _mxfp4(src: StoredTensors, dtype: torch.dtype) -> LowBit:
     names = src.names()
     shapes = {name: src.shape(name) for name in names if src.dtype(name) == torch.uint8}
     tensors: dict[str, Derived] = {}

@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.resolve import resolve
 from quantkit.core.memory_limits import free_memory
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.evaluation.divergence import kld

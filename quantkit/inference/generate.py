@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import RecipeError, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights

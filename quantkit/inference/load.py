@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.checkpoint.provenance import checked
-from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.inference.swap_linears import require_kernels
 from quantkit.models.devices import compute_dtype, device_of

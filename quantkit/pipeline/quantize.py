@@ -26,8 +26,9 @@ from quantkit.calibration.layer_solver import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
-from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import heading
+from quantkit.checkpoint.resolve import resolve
 from quantkit.checkpoint.writer import CheckpointWriter, require_same
 from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.scheme import Scheme

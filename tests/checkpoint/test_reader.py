@@ -17,7 +17,8 @@ import torch
 from safetensors.torch import save_file
 
 from quantkit.checkpoint.derived import Derived
-from quantkit.checkpoint.reader import Checkpoint, resolve
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import CheckpointError
 from quantkit.io.model_folder import INDEX
 from tests.faults import memory_path
@@ -318,7 +319,7 @@ def test_a_path_that_is_no_folder_never_reaches_the_network(
 
 
 def test_a_hub_id_without_a_network_is_one_line(tmp_path: Path) -> None:
-    code = "from quantkit.checkpoint.reader import resolve; resolve('nobody/no-model-of-this-name')"
+    code = "from quantkit.checkpoint.resolve import resolve; resolve('nobody/no-model-of-this-name')"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     last = done.stderr.strip().splitlines()[-1]

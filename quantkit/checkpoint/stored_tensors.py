@@ -1,0 +1,205 @@
+"""Tensors in the safetensors files of a model folder: known by their headers, read one at a time.
+
+A tensor can also be computed from others, in whose place it stands (`derived`).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.derived import Derived, Read
+from quantkit.errors import CheckpointError
+from quantkit.io import files, hashing
+from quantkit.io.json_files import AGAIN, shown
+from quantkit.io.model_folder import inside
+from quantkit.io.safetensors_header import TensorInfo, read_header
+
+
+class StoredFile(NamedTuple):
+    """Name a file of a model folder, with its real path and numbers that change with its contents."""
+
+    name: str
+    path: Path
+    identity: tuple[int, ...]
+
+
+class _Stored(NamedTuple):
+    """Hold where the bytes of a tensor are."""
+
+    file: StoredFile
+    info: TensorInfo
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.info.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.info.dtype
+
+
+class _Bound(NamedTuple):
+    """Hold a derived tensor, and how it reads its inputs."""
+
+    derived: Derived
+    read: Read
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.derived.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.derived.dtype
+
+
+class StoredTensors:
+    """Read the tensors of the weight files `shards` in the folder `path`, a real path.
+
+    `weight_map` is the index, tensor -> file. `beside` are other files that must not change. CheckpointError for a
+    damaged header, or an index that says something else than the files.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        shards: Sequence[str],
+        weight_map: Mapping[str, str] | None,
+        beside: Sequence[StoredFile] = (),
+    ) -> None:
+        self.path = path
+        self._shards: list[StoredFile] = []
+        self._beside = tuple(beside)
+        self._where: dict[str, _Stored | _Bound] = {}
+        for shard_name in shards:
+            self._shards.append(shard := file_in(path, shard_name))
+            for name, info in read_header(shard.path)[0].items():
+                if weight_map is not None and weight_map.get(name) != shard_name:
+                    raise CheckpointError(f"{path}: {name} is in {shard_name}, the index does not say so: {AGAIN}")
+                self._where[name] = _Stored(shard, info)
+        absent = [name for name in weight_map or {} if name not in self._where]
+        if absent:
+            raise CheckpointError(f"{path}: the index lists {shown(absent[0])}, its shard has not: {AGAIN}")
+
+    def derive(self, tensors: Mapping[str, Derived], drop: Collection[str] = ()) -> None:
+        """Replace stored tensors by tensors computed from them, each in the place of its first input.
+
+        The inputs have no name any more; a derived tensor may have the name of one. Inputs may be derived themselves.
+        The tensors `drop` have no name any more either.
+        """
+        before = self._where
+
+        def read(name: str, index: int | slice | None) -> Tensor:
+            return self._read(before[name], index)
+
+        replaced = {*drop, *(name for derived in tensors.values() for name in derived.inputs)}
+        at: dict[str, dict[str, _Bound]] = {}
+        for name, derived in tensors.items():
+            at.setdefault(derived.inputs[0], {})[name] = _Bound(derived, read)
+        self._where = {}
+        for name, place in before.items():
+            self._where.update(at.get(name, {}) if name in replaced else {name: place})
+
+    def is_presented_otherwise(self, name: str) -> bool:
+        """Tell whether a dense tensor of this name is written in another form than it has here."""
+        place = self._where.get(name)
+        return isinstance(place, _Bound) and place.derived.restore is not None
+
+    def as_stored(self, name: str, tensor: Tensor) -> Tensor:
+        """Give a dense tensor the form in which the source stores it."""
+        place = self._where.get(name)
+        restore = place.derived.restore if isinstance(place, _Bound) else None
+        return tensor if restore is None else restore(tensor)
+
+    def names(self) -> list[str]:
+        """List the tensors' names, in the order of the shards' names and of the bytes in them."""
+        return list(self._where)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Look up the shape of a tensor in its header."""
+        return self._at(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Look up the dtype of a tensor in its header."""
+        return self._at(name).dtype
+
+    def nbytes(self, name: str) -> int:
+        """Count the bytes of a tensor by its header."""
+        place = self._at(name)
+        return prod(place.shape) * place.dtype.itemsize
+
+    def get(self, name: str, index: int | slice | None = None) -> Tensor:
+        """Read one tensor, or an entry or a range of its first dimension.
+
+        CheckpointError if its file changed since it was opened.
+        """
+        return self._read(self._at(name), index)
+
+    def plain(self) -> dict[str, dict[str, TensorInfo]]:
+        """Map each file name to the tensors that are read from it as they are stored, in the order of their bytes."""
+        found: dict[str, dict[str, TensorInfo]] = {name: {} for name in self.sources()}
+        for name, at in self._where.items():
+            if isinstance(at, _Stored):
+                found[at.file.name][name] = at.info
+        return found
+
+    def files(self) -> list[Path]:
+        """List the paths of the weight shards in the folder."""
+        return [self.path / shard.name for shard in self._shards]
+
+    def sources(self) -> dict[str, Path]:
+        """Map file name to real path: the shards in their order, then the files beside them."""
+        return {file.name: file.path for file in (*self._shards, *self._beside)}
+
+    def hashes(self, recorded: Mapping[str, object] | None = None) -> dict[str, str]:
+        """Hash each of the `sources`, by the algorithm of the hash that was `recorded` of it."""
+        like = recorded or {}
+        return {name: hashing.hash_of_file(path, like.get(name)) for name, path in self.sources().items()}
+
+    def require_unchanged(self) -> None:
+        """Raise CheckpointError if one of the `sources` is not what it was when it was opened."""
+        for file in (*self._beside, *self._shards):
+            self._require_same(file, file_in(self.path, file.name).identity)
+
+    def _at(self, name: str) -> _Stored | _Bound:
+        if name not in self._where:
+            raise CheckpointError(f"{self.path}: has no tensor {shown(name)}: quantkit inspect lists them")
+        return self._where[name]
+
+    def _read(self, place: _Stored | _Bound, index: int | slice | None) -> Tensor:
+        if isinstance(place, _Bound):
+            return place.derived.compute(place.read, index)
+        shard, info = place
+        start, size, shape = info.start, info.end - info.start, info.shape
+        if index is not None:
+            first, last, _ = index.indices(shape[0]) if isinstance(index, slice) else (index, index + 1, 1)
+            each = size // shape[0]
+            start, size = start + first * each, (last - first) * each
+            shape = (last - first, *shape[1:]) if isinstance(index, slice) else shape[1:]
+        with files.open_regular(shard.path) as file:
+            self._require_same(shard, _identity(os.fstat(file.fileno())))
+            data = files.read_exactly(file, start, size, shard.path)
+        return data.view(info.dtype).reshape(shape)
+
+    def _require_same(self, file: StoredFile, identity: tuple[int, ...]) -> None:
+        if identity != file.identity:
+            raise CheckpointError(f"{self.path / file.name}: changed while it was in use: run again")
+
+
+def file_in(folder: Path, name: str) -> StoredFile:
+    """Find a file of a model folder; CheckpointError if it is missing or leads outside."""
+    path = inside(folder, name)
+    with files.guarded(path):
+        return StoredFile(name, path, _identity(os.stat(path)))
+
+
+def _identity(found: os.stat_result) -> tuple[int, ...]:
+    """Return numbers that tell a file from another of its name, and from itself after a change."""
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
