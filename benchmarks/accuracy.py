@@ -22,7 +22,7 @@ from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.recipe import Pruning, Recipe, from_mapping, merge, pruning_from_mapping
+from quantkit.recipes.recipe import Recipe, from_mapping, merge, pruning_from_mapping
 from quantkit.text.tokenizer import load_tokenizer
 
 INT4_ABSMAX = {"scheme": {"format": "int4"}, "clip": "none"}
@@ -103,7 +103,7 @@ def sparse() -> dict[str, Sequence[Mapping[str, Any]]]:
     }
 
 
-def steps(name: str, calibration: Mapping[str, Any]) -> list[Recipe | Pruning]:
+def steps(name: str, calibration: Mapping[str, Any]) -> list[Recipe]:
     """Return the steps of a variant, in order."""
     chosen = sparse().get(name) or [variants()[name]]
     asked = [merge(mapping, {"calibration": calibration}) for mapping in chosen]

@@ -40,7 +40,7 @@ from quantkit.pipeline.result import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Listener, Progress, Reporter
 from quantkit.recipes import recipe as recipes
-from quantkit.recipes.recipe import KEYS, Pruning, Recipe
+from quantkit.recipes.recipe import KEYS, Recipe
 from quantkit.recipes.run_options import RunKeywords, RunOptions, Settings
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
@@ -230,13 +230,13 @@ def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) 
 def produce(
     model: str | Path,
     out: str | Path,
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     *,
     eval: str | None = None,
     profile: bool = False,
     **run: Unpack[RunKeywords],
 ) -> dict[str, Any]:
-    """Quantize by a Recipe, or prune by a Pruning, and return the report. `eval` is a text to measure on."""
+    """Quantize or prune by a recipe, and return the report. `eval` is a text to measure on."""
     if eval is None:
         return pipeline.quantize(model, out, recipe, profiled=profile, **run)
     asked, progress = RunOptions(**run), run.get("progress") or Progress(quiet=True)
@@ -306,7 +306,7 @@ def push(
 
 
 def _published(
-    model: str | Path, out: str | Path, recipe: Recipe | Pruning, publishing: PublishKeywords, run: RunKeywords
+    model: str | Path, out: str | Path, recipe: Recipe, publishing: PublishKeywords, run: RunKeywords
 ) -> Result:
     here = ranks()
     with here.together():
@@ -432,8 +432,8 @@ def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, di
     return cast(RunKeywords, run), cast(PublishKeywords, publishing), rest
 
 
-def build_pruning(*, skip: str | Iterable[str] | None = None, **options: Any) -> Pruning:
-    """Make a Pruning of options by name. `skip` adds to lm_head. Raises a RecipeError for a wrong option or value."""
+def build_pruning(*, skip: str | Iterable[str] | None = None, **options: Any) -> Recipe:
+    """Make a recipe that prunes. `skip` adds to lm_head. Raises a RecipeError for a wrong option or value."""
     mapping = recipes.merge({}, _flags(options))
     return recipes.pruning_from_mapping({**mapping, "skip": [*Recipe.skip, *_patterns(skip)]})
 

@@ -31,6 +31,7 @@ from quantkit.pipeline.profile import Speeds, floors, measure_speeds
 from quantkit.pipeline.quantize import plan, quantize
 from quantkit.planning.memory import CUDA_DEVICE, OTHERS, Memory
 from quantkit.progress import Progress
+from quantkit.recipes.goals import label
 from quantkit.recipes.recipe import Recipe
 
 #: Phases before the first block, which its commit records; the last two grow with the bytes of the source.
@@ -148,7 +149,7 @@ def _measure(
         raise RecipeError(
             f"--blocks {blocks}: {model.name} has {every}, the first and the last are unlike others: use 3 to {every}"
         )
-    if not recipe.calibrated:
+    if recipe.layout is None or not recipe.calibrated:
         raise RecipeError("the recipe uses no activations, and has no phases by block: use --method gptq")
     where, progress = device_of(device), progress or Progress(quiet=True)
     short, whole = shortened(model, blocks), shortened(model, every)
@@ -185,7 +186,7 @@ def _measure(
         here.count,
         report["calibration"]["tokens"],
         recipe.layout,
-        recipe.scheme.label,
+        label(recipe.scheme),
         report["device"],
         speeds,
         report["totals"]["peak_memory"],

@@ -44,11 +44,11 @@ from quantkit.errors import CheckpointError, NumericError, QuantkitError, Recipe
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
 from quantkit.kernels import gptq
-from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
 from quantkit.progress import Clock, Progress, Recorder
-from quantkit.recipes.recipe import Goal, Pruning, Recipe, goals_of
+from quantkit.recipes.goals import Goal
+from quantkit.recipes.recipe import Recipe, goals_of
 from quantkit.text.tokenizer import check_tokens
 
 #: The `block` of the commit for the tensors outside the blocks.
@@ -83,7 +83,7 @@ class Run:
     """
 
     src: Checkpoint
-    recipe: Recipe | Pruning
+    recipe: Recipe
     model: BlockRunner
     sequences: Sequence[Tensor]
     work: Path
@@ -191,7 +191,7 @@ class Run:
 
 def calibrated(
     src: Checkpoint,
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     model: BlockRunner,
     sequences: Sequence[Tensor],
     work: Path,
@@ -258,7 +258,7 @@ def split_documents(lengths: Sequence[int], count: int) -> list[range]:
 
 def new_run(
     src: Checkpoint,
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     model: BlockRunner,
     sequences: Sequence[Tensor],
     work: Path,
@@ -477,13 +477,13 @@ def _sums(run: Run, block: int, groups: Sequence[Group], checks: bool) -> list[H
     return list(hessians.values())
 
 
-def check_sequences(recipe: Recipe | Pruning, model: BlockRunner, sequences: Sequence[Tensor]) -> None:
+def check_sequences(recipe: Recipe, model: BlockRunner, sequences: Sequence[Tensor]) -> None:
     """Raise an error for calibration sequences that the model cannot run on."""
     longest = max((len(s) for s in sequences), default=0)
     if not longest:
-        other = "--method magnitude" if isinstance(recipe, Pruning) else "--method rtn --clip none"
+        other = "--method magnitude" if recipe.layout is None else "--method rtn --clip none"
         raise RecipeError(f"no calibration sequences: give calibration data, or use {other}")
-    tuned = isinstance(recipe, Recipe) and recipe.distill > 0
+    tuned = recipe.distill > 0
     if tuned and len(sequences) < 2:
         raise RecipeError("--distill holds out one calibration sequence, and there is one: use more --samples or text")
     if tuned and model.text.get_output_embeddings() is None:
@@ -710,7 +710,7 @@ def committed(
     run: Run, linears: Iterable[str], done: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
     """Yield those of `linears` that were solved, read back from the files in the journal."""
-    layout = None if isinstance(run.recipe, Pruning) else LAYOUTS[run.recipe.layout]
+    layout = run.recipe.output_layout
     paths = [run.work / name for line in done for name in line.get("files", {})]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
     for linear, goal in run.goals(linears).items():

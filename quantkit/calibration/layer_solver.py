@@ -31,7 +31,8 @@ from quantkit.core.threads import one_thread
 from quantkit.errors import NumericError, about
 from quantkit.layouts.recast import recast
 from quantkit.progress import Progress
-from quantkit.recipes.recipe import Goal, Pruning, Recipe, is_sparse, stored_shape
+from quantkit.recipes.goals import Goal, is_sparse
+from quantkit.recipes.recipe import Recipe, stored_shape
 
 Solved = list[tuple[QuantizedTensor | Tensor, dict[str, Any]]]
 
@@ -52,7 +53,7 @@ def solve(
     weights: Mapping[str, Tensor],
     goals: Mapping[str, Goal],
     hessian: Hessian,
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     progress: Progress,
     ranks: Ranks = ALONE,
     outputs: Mapping[str, Tensor] = MappingProxyType({}),
@@ -110,15 +111,13 @@ def solve(
     return items
 
 
-def solve_uncalibrated(
-    linear: str, weight: Tensor, goal: Goal, recipe: Recipe | Pruning, reason: str | None = None
-) -> Item:
+def solve_uncalibrated(linear: str, weight: Tensor, goal: Goal, recipe: Recipe, reason: str | None = None) -> Item:
     """Round to nearest, or prune by magnitude, one weight `[n, k]` without a Hessian.
 
     `reason` tells the report why, if the recipe asked for calibration. NumericError if the weight is not finite or
     overflows.
     """
-    if isinstance(recipe, Recipe) and isinstance(goal, Scheme):
+    if isinstance(goal, Scheme):
         return _round_to_nearest(linear, weight, goal, recipe, reason)
     started = time.perf_counter()
     with about(linear):
@@ -168,9 +167,9 @@ def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
     return {"zeroed": count} if count else {}
 
 
-def _width(goal: Goal, k: int, recipe: Recipe | Pruning) -> int:
+def _width(goal: Goal, k: int, recipe: Recipe) -> int:
     """Return the columns in which a weight `[n, k]` is solved: with padding, those of whole groups and quads."""
-    return goal.padded_k(k) if isinstance(recipe, Recipe) and recipe.pad and isinstance(goal, Scheme) else k
+    return goal.padded_k(k) if recipe.pad and isinstance(goal, Scheme) else k
 
 
 def _widened(weight: Tensor, width: int) -> Tensor:
@@ -190,9 +189,7 @@ def _widened_hessian(h: Tensor, width: int) -> Tensor:
     return torch.block_diag(h, h.diagonal().mean() * torch.eye(missing, device=h.device)) if missing else h
 
 
-def _item(
-    name: str, weight: Tensor, tensor: QuantizedTensor | Tensor, facts: dict[str, Any], recipe: Recipe | Pruning
-) -> Item:
+def _item(name: str, weight: Tensor, tensor: QuantizedTensor | Tensor, facts: dict[str, Any], recipe: Recipe) -> Item:
     """Return a solved linear as it is stored, padded if the recipe asks for it, with its facts."""
     facts = {**facts, "relative_error": relative_error(weight, tensor)}
     shape = tuple(weight.shape)
@@ -206,14 +203,14 @@ def _item(
 
 
 def _without_noise(
-    names: str, k: int, tokens: int, recipe: Recipe | Pruning, progress: Progress
-) -> tuple[Recipe | Pruning, dict[str, str]]:
+    names: str, k: int, tokens: int, recipe: Recipe, progress: Progress
+) -> tuple[Recipe, dict[str, str]]:
     """Return the recipe, and the fact for the report; descent is dropped if it would fit the noise of few tokens."""
     if not recipe.gptq.descent or tokens >= coordinate_descent.TOKENS_PER_COLUMN * k:
         return recipe, {}
     few = f"{tokens} tokens for {k} input channels"
     least = coordinate_descent.TOKENS_PER_COLUMN
-    if isinstance(recipe, Recipe) and not recipe.descends_by_default:  # else the closing table counts these linears
+    if not recipe.descends_by_default:  # else the closing table counts these linears
         progress.warn(f"{names}: no descent: {few} are fewer than {least} each; give more --samples")
     return replace(recipe, gptq=replace(recipe.gptq, descent=0)), {"descent_skipped": few}
 
@@ -227,7 +224,7 @@ def _channel_peak(h: Tensor) -> dict[str, float]:
 
 
 def _systems(
-    names: str, h: Tensor, goals: Iterable[Goal], recipe: Recipe | Pruning, progress: Progress
+    names: str, h: Tensor, goals: Iterable[Goal], recipe: Recipe, progress: Progress
 ) -> dict[tuple[bool, int], _System]:
     """Return the system for each kind of goal, by sparsity and width; `h` is `[k, k]`."""
     kinds = sorted({(is_sparse(goal), _width(goal, len(h), recipe)) for goal in goals})
@@ -243,19 +240,19 @@ def _solve_alike(
     weights: Mapping[str, Tensor],
     goal: Goal,
     system: _System,
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     ranks: Ranks,
     outputs: Mapping[str, Tensor],
 ) -> Solved:
     """Solve weights of one dtype with one goal, by the method of the recipe."""
-    if isinstance(recipe, Pruning) or not isinstance(goal, Scheme):
+    if not isinstance(goal, Scheme):
         return _prune(weights, system, recipe, ranks)
     if recipe.factored:
         return _gptq(weights, goal, system, recipe, ranks, outputs)
     return _rtn(weights, goal, system.h, recipe, ranks)
 
 
-def _factor(names: str, h: Tensor, recipe: Recipe | Pruning, sparse: bool, progress: Progress) -> Factor | None:
+def _factor(names: str, h: Tensor, recipe: Recipe, sparse: bool, progress: Progress) -> Factor | None:
     """Factor the Hessian, warning of extra damping; None if that fails and the recipe allows rounding."""
     try:
         with about(names):
@@ -303,7 +300,7 @@ def _gptq(
     ]
 
 
-def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe | Pruning, ranks: Ranks) -> Solved:
+def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
     h, factor = system
     tall = torch.cat(_as_one(weights, lambda weight: sparsegpt.prune(weight, h, recipe.gptq, factor), ranks))
     used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}

@@ -22,7 +22,7 @@ from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.run_options import RunOptions
 
 if TYPE_CHECKING:
-    from quantkit.recipes.recipe import Pruning, Recipe
+    from quantkit.recipes.recipe import Recipe
 
 _solving = combined(
     click.option(
@@ -321,16 +321,16 @@ def _where(message: str, recipe: str) -> str:
 def _produce(
     model: str,
     out: Path,
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     publishing: dict[str, Any],
     running: dict[str, Any],
     as_json: bool,
     progress: Progress,
 ) -> None:
     from quantkit import api
-    from quantkit.recipes.recipe import Recipe, label
+    from quantkit.recipes.goals import label
 
-    layout = f", in the layout {recipe.layout}" if isinstance(recipe, Recipe) else ""
+    layout = f", in the layout {recipe.layout}" if recipe.layout else ""
     progress.note(f"{label(recipe.scheme)} by {recipe.method}{layout}")
     with pushed(out, publishing, progress, running["device"]):
         report = api.produce(model, out, recipe, progress=progress, **publishing, **running)

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from quantkit.calibration.budget import BESIDE, SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.scheme import Scheme
 from quantkit.io import files
-from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
-from quantkit.recipes.recipe import Pruning, Recipe
+from quantkit.recipes.recipe import Recipe
 
 #: Phases in which a device computes; in the others it waits for files, or for Python.
 COMPUTING = ("forward", "hessian", "gradients", "solve", "tune", "distill", "evaluate")
@@ -45,15 +45,13 @@ def idle(phases: Mapping[str, float]) -> float:
     return sum(seconds for name, seconds in phases.items() if name not in COMPUTING)
 
 
-def profile(
-    model: BlockRunner, recipe: Recipe | Pruning, tokens: int, work: Path, trust_remote_code: bool
-) -> dict[str, Any]:
+def profile(model: BlockRunner, recipe: Recipe, tokens: int, work: Path, trust_remote_code: bool) -> dict[str, Any]:
     """Measure the speeds of the machine; return them and the least seconds of each phase of a run on all blocks.
 
     All blocks count as the first one. Files for the measurement are in `work`. A run without activations, and one that
     prunes, has no such floors.
     """
-    if not isinstance(recipe, Recipe) or not recipe.calibrated:
+    if recipe.layout is None or not recipe.calibrated:
         return {"floors": {}, "speeds": {}}
     device = model.device
     found = measure_speeds(device, work)
@@ -91,13 +89,14 @@ def floors(
     text: Any = runner.text.config.get_text_config()
     attention = 2 * drawn * (drawn // recipe.calibration.samples) * text.hidden_size
     forward = 2 * drawn * sum(n * k for n, k in called.values()) + attention
-    group = recipe.scheme.group_size
+    scheme, layout = recipe.scheme, recipe.output_layout
+    assert layout is not None and isinstance(scheme, Scheme)
     solve = sum(k**3 / 3 for k in widths) + sum(n * k * k for n, k in called.values())
-    solve += sum(n * k * CANDIDATES * (group if isinstance(group, int) else k) for n, k in called.values())
+    solve += sum(n * k * CANDIDATES * (scheme.group_size or k) for n, k in called.values())
     packed = sum(
         tensor.itemsize * prod(shape)
         for n, k in called.values()
-        for tensor, shape in LAYOUTS[recipe.layout].stored(recipe.scheme, n, k).values()
+        for tensor, shape in layout.stored(scheme, n, k).values()
     )
     written = {"save": drawn * state.hidden[0].nbytes / speeds.to_disk, "write": packed / speeds.to_disk}
     return {

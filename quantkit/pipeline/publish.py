@@ -33,7 +33,7 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
 from quantkit.pipeline.profile import idle
 from quantkit.progress import Clock
-from quantkit.recipes.recipe import Pruning, Recipe
+from quantkit.recipes.recipe import Recipe
 from quantkit.reporting.model_card import model_card
 
 #: Measures a finished folder that is not published yet: perplexity and KL divergence.
@@ -221,7 +221,7 @@ def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], fl
 
 
 def publish_complete(
-    partial: Path, out: Path, recipes: Iterable[Recipe | Pruning], src: Checkpoint, overwrite: bool
+    partial: Path, out: Path, recipes: Iterable[Recipe], src: Checkpoint, overwrite: bool
 ) -> dict[str, Any]:
     """Publish the folder of a run that was stopped before its last step, if the source and one of `recipes` match."""
     report = load_report(partial)

@@ -36,7 +36,6 @@ from quantkit.core.tensors import dtype_name
 from quantkit.core.work_queue import WorkQueue
 from quantkit.errors import CheckpointError, QuantkitError, RecipeError
 from quantkit.io.staging import check_staging, is_complete, staging
-from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
@@ -49,10 +48,10 @@ from quantkit.planning.output_files import disk_peak, output_files, report_bytes
 from quantkit.planning.plan import Plan, disk_problem, plan_quantize
 from quantkit.planning.serving import find_gpu, serving
 from quantkit.progress import Clock, Progress, Recorder
-from quantkit.recipes.fused_alike import changes
+from quantkit.recipes.goals import Goal, changes, label
 from quantkit.recipes.identity import difference, identity
 from quantkit.recipes.patterns import require_effect
-from quantkit.recipes.recipe import Goal, Pruning, Recipe, goals_of, label, without_paths
+from quantkit.recipes.recipe import Recipe, goals_of, without_paths
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from quantkit.text.sequences import Calibration, draw_calibration
 from quantkit.text.sources import PACKAGED
@@ -67,7 +66,7 @@ READERS = {"cpu": 1, "cuda": 8}
 class _Led(NamedTuple):
     """Hold what the first rank of a calibrated run tells the others."""
 
-    recipe: Recipe | Pruning
+    recipe: Recipe
     sequences: Sequence[Tensor]
     partial: Path
     done: Sequence[Mapping[str, Any]]
@@ -111,7 +110,7 @@ def plan(
 
 
 def _survey(
-    src: Checkpoint, recipe: Recipe | Pruning, out: str | Path | None, run: RunOptions, gpu_memory: int | None = None
+    src: Checkpoint, recipe: Recipe, out: str | Path | None, run: RunOptions, gpu_memory: int | None = None
 ) -> _Job:
     if gpu_memory is not None and run.device == "cpu":
         raise RecipeError("--gpu-memory is about a GPU, and --device cpu uses none: drop one of them")
@@ -119,7 +118,7 @@ def _survey(
     # The GPU of `gpu_memory` is not here, and a plan computes nothing on it.
     device = run.device if gpu_memory is None else "cpu"
     skeleton = BlockRunner(src, device=device, trust_remote_code=run.trust_remote_code)
-    if isinstance(recipe, Pruning) and skeleton.sliced:
+    if recipe.layout is None and skeleton.sliced:
         raise CheckpointError(
             f"{src.path}: {skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor for "
             "each, which no reader of dense models takes: use quantize --prune 2:4"
@@ -140,22 +139,21 @@ def _survey(
         gpu_memory=gpu_memory,
     )
     planned = replace(planned, remarks=(*planned.remarks, *_remarks(recipe, skeleton, chosen), *unused))
-    if isinstance(recipe, Recipe) and recipe.fused_alike:
+    if recipe.fused_alike:
         asked = goals_of(replace(recipe, fused_alike=False), skeleton.paths, skeleton.kept_dense)
         planned = replace(planned, remarks=(*planned.remarks, *changes(asked, chosen)))
     job = _Job(src, skeleton, chosen, planned)
     return job if planned.misfits else job._replace(plan=_with_files(job, recipe))
 
 
-def _with_files(job: _Job, recipe: Recipe | Pruning) -> Plan:
+def _with_files(job: _Job, recipe: Recipe) -> Plan:
     """Return the plan with the files of the output. The layout holds all weights: a config of others cannot be made."""
-    layout, schemes = (LAYOUTS[recipe.layout], _schemes(job, recipe)) if isinstance(recipe, Recipe) else (None, None)
-    output = output_files(job.src, job.plan, layout, schemes, recipe, _units(job, recipe))
+    output = output_files(job.src, job.plan, recipe.output_layout, _schemes(job, recipe), recipe, _units(job, recipe))
     planned = replace(job.plan, files=output.files, before_last=output.before_last)
     return replace(planned, report_bytes=report_bytes(job.src, planned))
 
 
-def _units(job: _Job, recipe: Recipe | Pruning) -> Iterator[list[str]]:
+def _units(job: _Job, recipe: Recipe) -> Iterator[list[str]]:
     """Yield the tensors of the source in the units that the run commits."""
     if not recipe.calibrated:
         yield from _streamed_units(job.src, job.src.names())
@@ -165,9 +163,7 @@ def _units(job: _Job, recipe: Recipe | Pruning) -> Iterator[list[str]]:
     yield job.model.stored(None)
 
 
-def _require_runnable(
-    job: _Job, recipe: Recipe | Pruning, out: Path | None, run: RunOptions
-) -> tuple[_Job, Recipe | Pruning, Calibration]:
+def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptions) -> tuple[_Job, Recipe, Calibration]:
     """Raise the first error that needs no computation; return the job, its recipe and the calibration sequences.
 
     `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. The recipe of the output
@@ -178,7 +174,7 @@ def _require_runnable(
         for notice in job.plan.notices:
             run.progress.note(notice)
     if not any(job.chosen.values()):
-        what = "quantize" if isinstance(recipe, Recipe) else "prune"
+        what = "prune" if recipe.layout is None else "quantize"
         raise RecipeError(f"every linear is skipped: nothing to {what}, loosen --skip")
     job.plan.require_share(run.min_share)
     count = ranks().count
@@ -187,7 +183,7 @@ def _require_runnable(
             f"{count} processes were started, and this recipe uses no activations: start one, without torchrun or "
             "accelerate launch"
         )
-    distilled_too = isinstance(recipe, Recipe) and recipe.distill > 0
+    distilled_too = recipe.distill > 0
     stages = {"--tune": recipe.tune, "--output-aware": recipe.output_aware, "--distill": distilled_too}
     tuning = next((option for option, used in stages.items() if used), None)
     if count > 1 and tuning:
@@ -196,8 +192,8 @@ def _require_runnable(
         )
     # Before anything that takes memory itself, and any text that is downloaded.
     job.plan.memory.of_sequences(0, run.act_budget).require()
-    if isinstance(recipe, Recipe):
-        layout, stated = LAYOUTS[recipe.layout], _schemes(job, recipe)
+    layout, stated = recipe.output_layout, _schemes(job, recipe)
+    if layout is not None and stated is not None:
         require_right_weights(job.model.module, job.src, layout, stated, job.plan, run.trust_remote_code)
     before = None
     if out is not None:
@@ -236,7 +232,7 @@ def _require_runnable(
 
 
 def prune(
-    model: str | Path, out: str | Path, recipe: Pruning, measure: Measure | None = None, **options: Unpack[RunKeywords]
+    model: str | Path, out: str | Path, recipe: Recipe, measure: Measure | None = None, **options: Unpack[RunKeywords]
 ) -> dict[str, Any]:
     """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source; return its report.
 
@@ -248,12 +244,12 @@ def prune(
 def quantize(
     model: str | Path,
     out: str | Path,
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     measure: Measure | None = None,
     profiled: bool = False,
     **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
-    """Quantize, or with a Pruning prune, a causal LM (folder or hub id) into a new folder `out`; return its report.
+    """Quantize or prune a causal LM (folder or hub id) into a new folder `out`; return its report.
 
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
     continues. `measure` evaluates the finished folder before it is published. With `profiled` the report has the least
@@ -317,21 +313,20 @@ def _require_devices(device: torch.device, here: Ranks) -> None:
 def _quantize(
     model: str | Path,
     out: Path,
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     measure: Measure | None,
     profiled: bool,
     run: RunOptions,
     progress: Progress,
 ) -> dict[str, Any]:
     clock, here = Clock(torch.device("cpu")), ranks()
-    command = "prune" if isinstance(recipe, Pruning) else "quantize"
+    command = "prune" if recipe.layout is None else "quantize"
     with clock.phase("prepare"):
         job = _survey(_dense_source(model, run), recipe, out, run)
         asked = recipe
         job, recipe, text = _require_runnable(job, asked, out, run)
         _require_devices(job.model.device, here)
     src = job.src
-    quantizing = None if isinstance(recipe, Pruning) else recipe
     revision = _revision(src, run.revision)
     base, unread = origin(src, model, revision)
     lacking = unread  # of the source's card, what the file system cannot do, and files edited since they were recorded
@@ -340,9 +335,8 @@ def _quantize(
             here.broadcast(None)
             same = [without_paths(asked), without_paths(with_packaged_text(asked))]
             return publish_complete(partial, out, same, src, run.overwrite)
-        layout = LAYOUTS[quantizing.layout] if quantizing else None
-        tuned = quantizing is not None and quantizing.distill > 0
-        writer = CheckpointWriter(partial, like=src, layout=layout, drafts=tuned)
+        tuned = recipe.distill > 0
+        writer = CheckpointWriter(partial, like=src, layout=recipe.output_layout, drafts=tuned)
         report = {
             **heading(command, name_of(model), revision, {}, base),
             **_known(job, recipe),
@@ -386,8 +380,8 @@ def _quantize(
                 beside=beside,
                 ranks=here,
             )
-            if quantizing is not None and tuned:
-                again = distilled(src, quantizing, job.model, text.sequences, partial, writer.done, progress=progress)
+            if tuned:
+                again = distilled(src, recipe, job.model, text.sequences, partial, writer.done, progress=progress)
                 items = chain(items, again)
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
@@ -402,18 +396,17 @@ def _quantize(
             tokens = text.facts.get("tokens", 0)
             with clock.phase("profile"):
                 report["profile"] = profile(job.model, recipe, tokens, partial, run.trust_remote_code)
-        schemes = _schemes(job, quantizing) if quantizing else None
         return finish(
             writer,
             src,
             partial,
             out,
-            schemes,
+            _schemes(job, recipe),
             report,
             job.plan.share,
             clock,
             run.overwrite,
-            None if quantizing is None else without_paths(quantizing),
+            None if recipe.layout is None else without_paths(recipe),
             run.trust_remote_code,
             measure,
         )
@@ -427,12 +420,12 @@ def _ranks_of(done: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def streamed(
-    src: Checkpoint, recipe: Recipe | Pruning, chosen: Mapping[str, Goal | None], done: set[str], progress: Progress
+    src: Checkpoint, recipe: Recipe, chosen: Mapping[str, Goal | None], done: set[str], progress: Progress
 ) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears rounded or pruned; one weight in memory at a time."""
     names = [name for name in src.names() if name not in done]
     last = {unit[-1] for unit in _streamed_units(src, names)}
-    for name in progress.bar(names, "prune" if isinstance(recipe, Pruning) else "quantize", len(names)):
+    for name in progress.bar(names, "prune" if recipe.layout is None else "quantize", len(names)):
         module = name.removesuffix(".weight")
         scheme = chosen.get(module) if module != name else None
         # The weight has no name here, so that its memory is free when the next one is read.
@@ -462,7 +455,7 @@ def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
     return src
 
 
-def _remarks(recipe: Recipe | Pruning, model: BlockRunner, chosen: Mapping[str, Goal | None]) -> list[str]:
+def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | None]) -> list[str]:
     """List what stays dense by default, and the settings of the recipe that have no effect on this model."""
     found = list(model.notices)
     reasons: dict[str, list[str]] = {}
@@ -480,11 +473,13 @@ def _remarks(recipe: Recipe | Pruning, model: BlockRunner, chosen: Mapping[str, 
     return found
 
 
-def _schemes(job: _Job, recipe: Recipe) -> Schemes:
-    """State the checkpoint's schemes, with every exception under its exact name.
+def _schemes(job: _Job, recipe: Recipe) -> Schemes | None:
+    """State the checkpoint's schemes, with every exception under its exact name; None if weights stay dense.
 
     In a few families a linear has another name in the model than in the checkpoint. Public readers go by the model's.
     """
+    if not isinstance(recipe.scheme, Scheme):
+        return None
     paths = job.model.paths
     named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, paths.get(m, m)))]
     overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != recipe.scheme)
@@ -496,7 +491,7 @@ def _revision(src: Checkpoint, asked: str | None) -> str | None:
     return src.path.name if src.path.parent.name == "snapshots" else asked
 
 
-def _calibration(job: _Job, recipe: Recipe | Pruning, progress: Progress | None) -> Calibration:
+def _calibration(job: _Job, recipe: Recipe, progress: Progress | None) -> Calibration:
     """Draw the calibration sequences, none if the recipe needs none; say what the user should know of them.
 
     Without `progress` nothing is said: a plan lists it.
@@ -523,13 +518,13 @@ def _calibration(job: _Job, recipe: Recipe | Pruning, progress: Progress | None)
     return text
 
 
-def with_packaged_text(recipe: Recipe | Pruning) -> Recipe | Pruning:
+def with_packaged_text(recipe: Recipe) -> Recipe:
     """Return the recipe of a run whose text was replaced by the packaged one; one that chose its text stays."""
     calib = recipe.calibration
     return recipe if calib.chosen else replace(recipe, calibration=replace(calib, data=PACKAGED))
 
 
-def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
+def _known(job: _Job, recipe: Recipe) -> dict[str, Any]:
     """Collect the report's entries that are known before the work."""
     return {
         "recipe": without_paths(recipe).to_mapping(),
@@ -545,7 +540,7 @@ def _known(job: _Job, recipe: Recipe | Pruning) -> dict[str, Any]:
     }
 
 
-def _known_identity(job: _Job, recipe: Recipe | Pruning, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _known_identity(job: _Job, recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the part of a run's identity for which no weight is read."""
     report = {**heading("", "", None, {}), **_known(job, recipe), "calibration": facts}
     return {key: value for key, value in identity(report).items() if key != "source"}

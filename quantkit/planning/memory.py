@@ -36,7 +36,7 @@ from quantkit.core.ranks import ranks
 from quantkit.core.work_queue import MOST_BYTES
 from quantkit.errors import QuantkitError
 from quantkit.models.devices import compute_dtype
-from quantkit.recipes.recipe import Pruning, Recipe
+from quantkit.recipes.recipe import Recipe
 
 MIB = 2**20
 #: Python, torch, transformers and datasets imported, and the skeleton of the model (measured: 540 MB).
@@ -238,7 +238,7 @@ def _program() -> int:
 def calibrated_memory(
     src: Checkpoint,
     linears: Mapping[str, tuple[int, int]],
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     device: str | None = None,
     act_budget: int | None = None,
     gpu_memory: int | None = None,
@@ -383,18 +383,13 @@ def _blocks(src: Checkpoint) -> dict[str, int]:
     return found
 
 
-def _solving(
-    linears: Mapping[str, tuple[int, int]], recipe: Recipe | Pruning, dtype: torch.dtype, solved: int
-) -> dict[str, int]:
+def _solving(linears: Mapping[str, tuple[int, int]], recipe: Recipe, dtype: torch.dtype, solved: int) -> dict[str, int]:
     """Return the bytes of the solver, by part, in the step that takes most.
 
     Factors have `dtype`; `solved` float32 matrices `[rows, k]` are in memory while rows are solved.
     """
-    wide = 0
-    if isinstance(recipe, Recipe):
-        schemes = (recipe.scheme, *(scheme for _, scheme in recipe.overrides if scheme is not None))
-        searched = recipe.clip == "search" and recipe.metric == "block"
-        wide = max(scheme.group_size or WIDEST_BLOCK for scheme in schemes) if searched else 0
+    searched = recipe.clip == "search" and recipe.metric == "block"
+    wide = max(scheme.group_size or WIDEST_BLOCK for scheme in recipe.schemes) if searched else 0
     most = {"Hessian and factor": 0, "rows being solved": 0}
     for (_, k), outputs in _sharing(linears).items():
         square, rows = 4 * k * k, 4 * k * sum(outputs)

@@ -16,7 +16,8 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import broken_rule, nearest, padded_shape, target
 from quantkit.names import KERNELS
-from quantkit.recipes.recipe import Goal, Pruning, Recipe, default_layout
+from quantkit.recipes.goals import Goal
+from quantkit.recipes.recipe import Recipe, default_layout
 
 FILLED = "to fill it up with zeros"
 #: The most ways out that a message names.
@@ -39,7 +40,7 @@ def ways_out(
     misfits: list[Misfit],
     schemes: Mapping[str, Goal | None],
     layout: Layout | None,
-    recipe: Recipe | Pruning | None,
+    recipe: Recipe | None,
     source: Layout | None,
 ) -> tuple[str, ...]:
     """Return a line for each broken rule: its weights by shape, and the options that help.
@@ -54,8 +55,8 @@ def ways_out(
     lines = []
     for rule, group in rules.items():
         options = []
-        if layout is not None and not isinstance(recipe, Pruning):
-            options = _one_change(group, layout, recipe, source) or _two_changes(misfits, recipe)
+        if layout is not None:
+            options = _one_change(group, layout, recipe, source) or _two_changes(misfits, layout, recipe)
             options += [f"add --pad {FILLED}"] if recipe is not None and _padding_helps(group, layout) else []
         if recipe is not None and not everything:
             options.append(f"leave them dense with --skip '{_skip_pattern(group, schemes)}'")
@@ -117,9 +118,9 @@ def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
     )
 
 
-def _two_changes(misfits: list[Misfit], recipe: Recipe | None) -> list[str]:
+def _two_changes(misfits: list[Misfit], layout: Layout, recipe: Recipe | None) -> list[str]:
     """Return a layout and a group size that together hold all misfits, if one change does not help."""
-    if recipe is None or _fits(misfits, LAYOUTS[recipe.layout]):
+    if recipe is None or _fits(misfits, layout):
         return []
     both = ((name, g) for name, layout in LAYOUTS.items() for g in GROUP_SIZES if _fits(misfits, layout, group_size=g))
     return [f"use --layout {name} --group-size {g or 'channel'}" for name, g in islice(both, 1)]

@@ -21,7 +21,7 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.planning.memory import GRADIENTS
 from quantkit.planning.plan import Plan
 from quantkit.planning.rows import Row
-from quantkit.recipes.recipe import Pruning, Recipe, without_paths
+from quantkit.recipes.recipe import Recipe, without_paths
 
 #: Upper bounds of the bytes of report and model card: of any model, of a changed linear, of any other tensor or file.
 REPORT_BYTES, LINEAR_BYTES, NAME_BYTES = 32 * 2**10, 1024, 192
@@ -42,7 +42,7 @@ def output_files(
     planned: Plan,
     layout: Layout | None,
     schemes: Schemes | None,
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     units: Iterable[Iterable[str]],
 ) -> Output:
     """Return the exact bytes of every file of an output but report and model card.
@@ -55,7 +55,7 @@ def output_files(
         {key: size for name in unit for key, size in _tensors(src, layout, name, rows.get(name)).items()}
         for unit in units
     ]
-    tuned = isinstance(recipe, Recipe) and recipe.distill > 0
+    tuned = recipe.distill > 0
     whole = {key: size for name in src.names() for key, size in _tensors(src, layout, name, rows.get(name)).items()}
     shards = planned_shards([whole] if tuned else written)
     weight_map = {name: file for file, (_, names) in shards.items() for name in names}
@@ -64,7 +64,7 @@ def output_files(
     config = output_config(src, layout, schemes, true_shapes, recipe.sha256())
     texts = {
         **texts_beside(weight_map, planned.bytes, layout, config),
-        **({RECIPE: recipe.to_yaml().encode()} if isinstance(recipe, Recipe) else {}),
+        **({} if recipe.layout is None else {RECIPE: recipe.to_yaml().encode()}),
         CONFIG: dump_json(config, special_floats=True),
     }
     files = {

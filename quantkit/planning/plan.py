@@ -26,7 +26,7 @@ from quantkit.engines import readers
 from quantkit.engines.readers import Folder
 from quantkit.errors import LayoutError, QuantkitError, ThresholdError
 from quantkit.kernels import MATMULS
-from quantkit.layouts import LAYOUTS, family
+from quantkit.layouts import family
 from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import joined_name
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
@@ -34,7 +34,8 @@ from quantkit.planning.memory import Memory, calibrated_memory, streamed_memory,
 from quantkit.planning.misfits import Misfit, ways_out
 from quantkit.planning.rows import Row
 from quantkit.planning.serving import Serving
-from quantkit.recipes.recipe import Goal, Pruning, Recipe, is_sparse, label, stored_shape
+from quantkit.recipes.goals import Goal, is_sparse, label
+from quantkit.recipes.recipe import Recipe, stored_shape
 from quantkit.reporting.notebook import Shown
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
@@ -193,7 +194,7 @@ class Plan(Shown):
 def plan_quantize(
     src: Checkpoint,
     linears: Mapping[str, tuple[int, int]],
-    recipe: Recipe | Pruning,
+    recipe: Recipe,
     *,
     goals: Mapping[str, Goal | None] | None = None,
     tied: Collection[str] = (),
@@ -210,7 +211,7 @@ def plan_quantize(
     at `out`. `device` is where the run would compute (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU
     that is not here.
     """
-    layout = None if isinstance(recipe, Pruning) else LAYOUTS[recipe.layout]
+    layout = recipe.output_layout
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
     stored = set(src.names())
     rows, misfits = [], []
@@ -231,7 +232,7 @@ def plan_quantize(
         memory = calibrated_memory(src, sizes, recipe, device, act_budget, gpu_memory)
     else:
         memory = streamed_memory(src, quantized)
-    if isinstance(recipe, Recipe) and recipe.distill:
+    if recipe.distill:
         memory = replace(memory, others=(*memory.others, tuning_memory(src, sizes, quantized, recipe, device)))
     memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
@@ -281,7 +282,7 @@ def plan_pack(
 
 
 def _row(
-    src: Checkpoint, recipe: Recipe | Pruning, module: str, shape: tuple[int, int], goal: Goal | None, in_source: bool
+    src: Checkpoint, recipe: Recipe, module: str, shape: tuple[int, int], goal: Goal | None, in_source: bool
 ) -> Row:
     """Return the row of a linear with its goal, or of one that stays dense (None)."""
     dense = src.nbytes(f"{module}.weight") if in_source else 0
@@ -289,9 +290,10 @@ def _row(
         return Row(module, shape, None, dense)
     stored = stored_shape(recipe, goal, *shape)
     padded = None if stored == shape else stored
-    if isinstance(recipe, Pruning) or not isinstance(goal, Scheme):
+    layout = recipe.output_layout
+    if layout is None or not isinstance(goal, Scheme):
         return Row(module, shape, label(goal), dense, padded)
-    return Row(module, shape, goal.label, stored_bytes(LAYOUTS[recipe.layout], goal, *stored), padded)
+    return Row(module, shape, goal.label, stored_bytes(layout, goal, *stored), padded)
 
 
 def _destination(src: Checkpoint, module: str, layout: Layout, pad: bool, requantize: bool) -> Target | None:

@@ -7,13 +7,13 @@ from collections.abc import Collection, Iterable
 from difflib import get_close_matches
 
 from quantkit.errors import RecipeError
-from quantkit.recipes.recipe import Pruning, Recipe, matches
+from quantkit.recipes.recipe import Recipe, matches
 
 #: The most names that a message gives.
 SHOWN = 3
 
 
-def require_effect(recipe: Recipe | Pruning, linears: Collection[str], dense: Collection[str]) -> list[str]:
+def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[str]) -> list[str]:
     """Raise RecipeError with a line for each skip or override that changes nothing.
 
     `linears` are the names of all linears, `dense` those of other matrices that stay dense, which a skip may name.
@@ -29,7 +29,7 @@ def require_effect(recipe: Recipe | Pruning, linears: Collection[str], dense: Co
             else:
                 lines.append(f"{what}: {_meant(pattern, linears)}")
     quantized = [name for name in linears if not any(matches(pattern, name) for pattern in recipe.skip)]
-    for pattern, scheme in recipe.overrides if isinstance(recipe, Recipe) else ():
+    for pattern, scheme in recipe.overrides:
         if not any(matches(pattern, name) for name in quantized):
             what = f"override {pattern!r} to {scheme.label} matches"
             if any(matches(pattern, name) for name in linears):

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import yaml
 
@@ -22,15 +22,14 @@ from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError, reason, require_known
 from quantkit.layouts import LAYOUTS, expressions, humming
+from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import fitting
 from quantkit.models.experts import ROUTER
 from quantkit.names import Clip, Method, Metric, Rule
 from quantkit.recipes.calibration_options import CALIBRATION_KEYS, COLUMN_KEYS, Calib
-from quantkit.recipes.fused_alike import treat_alike
+from quantkit.recipes.goals import Goal, is_sparse, treat_alike
 from quantkit.text.sources import name_of_text
 
-#: The result for a linear: codes of a scheme, or a dense 2:4 weight.
-Goal = Scheme | Literal["2:4"]
 SCHEME_KEYS = ("format", "group_size", "symmetric", "sparsity")
 #: Keys of the `gptq` section; scale search and sign are keys of the recipe, because RTN uses them too.
 GPTQ_KEYS = tuple(f.name for f in dataclasses.fields(Options) if f.name not in ("clip", "metric", "signed", "prune"))
@@ -75,7 +74,10 @@ KEYS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Hold everything that decides the bytes of a quantized checkpoint, besides its source.
+    """Hold everything that decides the bytes of a quantized or pruned checkpoint, besides its source.
+
+    `scheme` is the goal of every linear, and `layout` how its codes are stored. If the goal is 2:4 without codes, the
+    weights stay dense: there is no `layout`, and `method` and `prune` are the rule that chooses the mask.
 
     `skip` has regular expressions of linears left dense, matched against the module name or its end after a dot.
     `overrides` give other linears their own scheme; the first match wins. `prune` chooses the masks of 2:4 schemes, and
@@ -86,12 +88,12 @@ class Recipe:
     (ALGORITHMS 8.2).
     """
 
-    scheme: Scheme
-    method: Method
+    scheme: Goal
+    method: Method | Rule
     clip: Clip
     metric: Metric
     gptq: Options
-    layout: str
+    layout: str | None
     pad: bool = False
     fused_alike: bool = False
     signed: bool = False
@@ -114,22 +116,39 @@ class Recipe:
     @property
     def factored(self) -> bool:
         """Whether the Hessian is factored."""
-        return self.method == "gptq"
+        return self.method in ("gptq", "sparsegpt")
+
+    @property
+    def output_layout(self) -> Layout | None:
+        """The layout that the output is stored in; None if weights stay dense."""
+        return None if self.layout is None else LAYOUTS[self.layout]
+
+    @property
+    def schemes(self) -> list[Scheme]:
+        """All schemes that linears may get."""
+        return [goal for goal in (self.scheme, *(scheme for _, scheme in self.overrides)) if isinstance(goal, Scheme)]
 
     @property
     def descends_by_default(self) -> bool:
         """Whether descent has the passes that it has by default (ALGORITHMS 0)."""
-        schemes = [self.scheme, *(scheme for _, scheme in self.overrides)]
-        return self.gptq.descent == (DESCENT if _refined_by_default(self.method, schemes) else 0)
+        return self.gptq.descent == (DESCENT if _refined_by_default(self.method, self.schemes) else 0)
 
-    def scheme_of(self, module: str) -> Scheme | None:
-        """Return the scheme of the linear called `module`, None if it is skipped."""
+    def scheme_of(self, module: str) -> Goal | None:
+        """Return the goal of the linear called `module`, None if it is skipped."""
         if any(matches(pattern, module) for pattern in self.skip):
             return None
         return next((scheme for pattern, scheme in self.overrides if matches(pattern, module)), self.scheme)
 
     def to_mapping(self) -> dict[str, Any]:
-        """Return the mapping from which `from_mapping` makes an equal recipe."""
+        """Return the mapping from which `from_mapping`, or `pruning_from_mapping`, makes an equal recipe."""
+        if not isinstance(self.scheme, Scheme):
+            return {
+                "method": self.method,
+                "gptq": {name: getattr(self.gptq, name) for name in PRUNING_KEYS},
+                "true_sequential": self.true_sequential,
+                "calibration": self.calibration.to_mapping(),
+                "skip": list(self.skip),
+            }
         return {
             "scheme": {
                 "format": self.scheme.format.name,
@@ -165,67 +184,7 @@ class Recipe:
         return hashlib.sha256(self.to_yaml().encode()).hexdigest()
 
 
-@dataclass(frozen=True)
-class Pruning:
-    """Hold everything that decides the bytes of a pruned, dense model, besides its source.
-
-    `gptq` has the rule (`prune`), damping and column order; `skip` is as in a Recipe.
-    """
-
-    gptq: Options = field(default_factory=Options)
-    true_sequential: bool = True
-    calibration: Calib = field(default_factory=Calib)
-    skip: tuple[str, ...] = ("lm_head",)
-    scheme: Literal["2:4"] = "2:4"
-
-    @property
-    def method(self) -> Rule:
-        """The rule that chooses the mask: magnitude, wanda or sparsegpt."""
-        return self.gptq.prune
-
-    @property
-    def tune(self) -> int:
-        """The number of steps that tune each block: none, as there are no codes."""
-        return 0
-
-    @property
-    def output_aware(self) -> bool:
-        """Whether gradients of the likelihood weigh errors: they do not, as only gptq can use them."""
-        return False
-
-    @property
-    def calibrated(self) -> bool:
-        """Whether activations are needed."""
-        return self.method != "magnitude"
-
-    @property
-    def factored(self) -> bool:
-        """Whether the Hessian is factored."""
-        return self.method == "sparsegpt"
-
-    def scheme_of(self, module: str) -> Literal["2:4"] | None:
-        """Return the goal of the linear called `module`, None if it is skipped."""
-        return None if any(matches(pattern, module) for pattern in self.skip) else self.scheme
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the mapping from which `pruning_from_mapping` makes an equal object."""
-        return {
-            "method": self.method,
-            "gptq": {name: getattr(self.gptq, name) for name in PRUNING_KEYS},
-            "true_sequential": self.true_sequential,
-            "calibration": self.calibration.to_mapping(),
-            "skip": list(self.skip),
-        }
-
-    def sha256(self) -> str:
-        """Return the hash that names this pruning in reports and journals."""
-        return hashlib.sha256(yaml.safe_dump(self.to_mapping(), sort_keys=False).encode()).hexdigest()
-
-
-AnyRecipe = TypeVar("AnyRecipe", bound=Recipe | Pruning)
-
-
-def goal_of(recipe: Recipe | Pruning, name: str, path: str) -> Goal | None:
+def goal_of(recipe: Recipe, name: str, path: str) -> Goal | None:
     """Return the goal of a linear, None if it is skipped.
 
     A recipe may call it by its `name` in the checkpoint or its `path` in the model, which differ in a few families.
@@ -234,9 +193,7 @@ def goal_of(recipe: Recipe | Pruning, name: str, path: str) -> Goal | None:
     return None if by_path is None or by_name is None else by_path if by_name == recipe.scheme else by_name
 
 
-def goals_of(
-    recipe: Recipe | Pruning, paths: Mapping[str, str], kept_dense: Mapping[str, str]
-) -> dict[str, Goal | None]:
+def goals_of(recipe: Recipe, paths: Mapping[str, str], kept_dense: Mapping[str, str]) -> dict[str, Goal | None]:
     """Return the goal of every linear, by its name in the checkpoint; None for one that stays dense.
 
     `paths`: name -> path in the model. `kept_dense`: name -> reason, of matrices that stay dense, linears or not; an
@@ -244,7 +201,7 @@ def goals_of(
     """
     goals = {name: goal_of(recipe, name, path) for name, path in paths.items() if name not in kept_dense}
     named: dict[str, Goal] = {}
-    for pattern, scheme in recipe.overrides if isinstance(recipe, Recipe) else ():
+    for pattern, scheme in recipe.overrides:
         if any(matches(pattern, each) for name in goals for each in (name, paths[name])):
             continue
         for name, why in kept_dense.items():
@@ -254,34 +211,25 @@ def goals_of(
                 raise RecipeError(f"override {pattern!r} names {name}, {why}, which stays dense: drop the override")
             named.setdefault(name, scheme)
     goals |= {name: named.get(name) for name in kept_dense}
-    return treat_alike(goals) if isinstance(recipe, Recipe) and recipe.fused_alike else goals
+    return treat_alike(goals) if recipe.fused_alike else goals
 
 
-def without_paths(recipe: AnyRecipe) -> AnyRecipe:
+def without_paths(recipe: Recipe) -> Recipe:
     """Return the recipe with the names of its calibration files in the place of their paths."""
     data = recipe.calibration.data
     names = name_of_text(data) if isinstance(data, str) else tuple(map(name_of_text, data))
     return dataclasses.replace(recipe, calibration=dataclasses.replace(recipe.calibration, data=names))
 
 
-def label(goal: Goal) -> str:
-    """Return the short name of a goal: `int4:g128`, `2:4`."""
-    return goal.label if isinstance(goal, Scheme) else goal
-
-
-def is_sparse(goal: Goal) -> bool:
-    """Return whether a goal is 2:4, with codes or without."""
-    return not isinstance(goal, Scheme) or goal.sparsity is not None
-
-
-def stored_shape(recipe: Recipe | Pruning, goal: Goal, n: int, k: int) -> tuple[int, int]:
+def stored_shape(recipe: Recipe, goal: Goal, n: int, k: int) -> tuple[int, int]:
     """Return the stored shape of an `[n, k]` weight: its own, or the padded one if the recipe pads.
 
     If no shape fits, it is the weight's own; the plan then refuses the weight.
     """
-    if not isinstance(recipe, Recipe) or not isinstance(goal, Scheme):
+    layout = recipe.output_layout
+    if layout is None or not isinstance(goal, Scheme):
         return n, k
-    return fitting(LAYOUTS[recipe.layout], goal, n, k, pad=recipe.pad) or (n, k)
+    return fitting(layout, goal, n, k, pad=recipe.pad) or (n, k)
 
 
 def matches(pattern: str, module: str) -> bool:
@@ -292,11 +240,17 @@ def matches(pattern: str, module: str) -> bool:
     return expressions.matches(rf"(?:.*\.)?(?:{pattern})", module)
 
 
-def pruning_from_mapping(mapping: Mapping[str, Any]) -> Pruning:
-    """Read a Pruning; RecipeError names an unknown key or a wrong value."""
+def pruning_from_mapping(mapping: Mapping[str, Any]) -> Recipe:
+    """Read a recipe that prunes; RecipeError names an unknown key or a wrong value."""
     _refuse_unknown(mapping, ("method", "gptq", "true_sequential", "calibration", "skip"), "the options of prune")
     rule = _choice(mapping, "method", Rule, "sparsegpt")
-    return Pruning(
+    return Recipe(
+        scheme="2:4",
+        method=rule,
+        clip="none",
+        metric="mse",
+        layout=None,
+        prune=rule,
         gptq=_build(Options, _section(mapping, "gptq"), PRUNING_KEYS, "gptq", prune=rule),
         **_shared(mapping),
     )
@@ -348,7 +302,7 @@ def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme
     return rule
 
 
-def _refined_by_default(method: Method, schemes: list[Scheme]) -> bool:
+def _refined_by_default(method: Method | Rule, schemes: list[Scheme]) -> bool:
     """Return whether signed scales and descent are the default: by GPTQ, if all linears are dense symmetric INT4."""
     return method == "gptq" and all(s.symmetric and not s.format.is_float and not is_sparse(s) for s in schemes)
 

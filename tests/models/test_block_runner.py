@@ -19,7 +19,8 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import float32_states
 from quantkit.models.passing import Passed, State, pack
 from quantkit.models.whole_model import load_dense_model
-from quantkit.recipes.recipe import from_mapping, goal_of, label
+from quantkit.recipes.goals import label
+from quantkit.recipes.recipe import from_mapping, goal_of
 from quantkit.text.tokenizer import load_tokenizer
 from tests.census import families
 from tests.models.folders import documents, outputs, plain

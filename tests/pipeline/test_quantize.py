@@ -25,7 +25,7 @@ from quantkit.models import block_runner
 from quantkit.pipeline import quantize as job
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.recipes.recipe import Pruning, Recipe, from_mapping, pruning_from_mapping
+from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from tests.census import families
 from tests.faults import Killed, count, faults, killer, memory_path
 from tests.tiny_models import write_model
@@ -203,7 +203,7 @@ def stopped_at_the_end(what: str, path: Path) -> None:
         raise Killed
 
 
-def refusal(model: Path, out: Path, recipe: Recipe | Pruning) -> str:
+def refusal(model: Path, out: Path, recipe: Recipe) -> str:
     """Resume a run that cannot be resumed; return what the message says after the folder's name."""
     with pytest.raises(CheckpointError) as error:
         quantize(model, out, recipe, resume=True)

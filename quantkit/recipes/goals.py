@@ -1,15 +1,25 @@
-"""`fused_alike`: every member of a group that engines join gets the group's widest treatment."""
+"""The goal of a linear: codes of a scheme, or a dense 2:4 weight. Linears that engines join can be treated alike."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from quantkit.core.scheme import Scheme
 from quantkit.layouts.fused_groups import fused_groups
 
-if TYPE_CHECKING:
-    from quantkit.recipes.recipe import Goal
+#: The result for a linear: codes of a scheme, or a dense 2:4 weight.
+Goal = Scheme | Literal["2:4"]
+
+
+def label(goal: Goal) -> str:
+    """Return the short name of a goal: `int4:g128`, `2:4`."""
+    return goal.label if isinstance(goal, Scheme) else goal
+
+
+def is_sparse(goal: Goal) -> bool:
+    """Return True if a goal is 2:4, with codes or without."""
+    return not isinstance(goal, Scheme) or goal.sparsity is not None
 
 
 def treat_alike(goals: Mapping[str, Goal | None]) -> dict[str, Goal | None]:
@@ -42,4 +52,4 @@ def _width(goal: Goal | None) -> tuple[float, ...]:
 
 
 def _name(goal: Goal | None) -> str:
-    return goal.label if isinstance(goal, Scheme) else goal or "dense"
+    return "dense" if goal is None else label(goal)

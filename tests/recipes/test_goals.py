@@ -10,8 +10,8 @@ import pytest
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.pipeline import quantize
-from quantkit.recipes.fused_alike import changes, treat_alike
-from quantkit.recipes.recipe import Goal, from_mapping
+from quantkit.recipes.goals import Goal, changes, treat_alike
+from quantkit.recipes.recipe import from_mapping
 from tests.tiny_models import write_model
 
 
