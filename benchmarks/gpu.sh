@@ -49,39 +49,16 @@ moe_blocks() { # a process each, so that peaks of memory are those of one model
 }
 
 solver() {
-    "$python" -m quantkit bench solver -q --csv "$results/solver.csv"
+    "$python" benchmarks/solver.py --csv "$results/solver.csv"
 }
 
 quantize() { # GPTQ of whole models by phase, memory beside the plan: all blocks of the 8B, three of the 70B
-    "$python" -m quantkit bench quantize --model llama3-8b --blocks 32 --csv "$results/quantize_llama3-8b.csv"
-    "$python" -m quantkit bench quantize --model llama2-70b --blocks 3 --csv "$results/quantize_llama2-70b_3.csv"
-}
-
-profiled() { # NAME BLOCKS [OPTIONS]: blocks of 8B shapes by the command alone, phases beside their floors
-    "$python" - "$work/$1" "$work/words.txt" "$2" <<'END'
-import sys
-from pathlib import Path
-
-import torch
-
-from quantkit.bench.random_model import read
-from quantkit.bench.source import draw_text, shortened, write_model
-
-folder, model = Path(sys.argv[1]), read("llama3-8b")
-folder.mkdir()
-write_model(folder, shortened(model, int(sys.argv[3])), torch.device("cuda"))
-draw_text(Path(sys.argv[2]), 128, 2048, 4096)
-END
-    "$python" -m quantkit quantize "$work/$1" -o "$work/$1-packed" --layout marlin --calib "$work/words.txt" --samples 128 \
-        --max-length 2048 --profile "${@:3}"
-}
-
-profile() { # with the share of time without computing
-    profiled 8b 32 --format int4 --group-size 128
+    "$python" benchmarks/quantize.py --model llama3-8b --blocks 32 --csv "$results/quantize_llama3-8b.csv"
+    "$python" benchmarks/quantize.py --model llama2-70b --blocks 3 --csv "$results/quantize_llama2-70b_3.csv"
 }
 
 best() { # what a block takes by the recipe int4-best
-    profiled 8b-best 2 --recipe int4-best
+    "$python" benchmarks/quantize.py --model llama3-8b --blocks 3 --recipe int4-best --csv "$results/quantize_best.csv"
 }
 
 kernels() { # LAYOUT
@@ -111,7 +88,7 @@ ranks() { # the same run by one process and by a process for each GPU; its journ
     gpus=$(nvidia-smi --list-gpus | wc -l)
     "$python" -m pytest -q -m gpu tests/pipeline/test_ranks.py
     for count in 1 "$gpus"; do
-        "$python" -m torch.distributed.run --nproc-per-node "$count" -m quantkit bench quantize -v --model llama3-8b \
+        "$python" -m torch.distributed.run --nproc-per-node "$count" benchmarks/quantize.py --model llama3-8b \
             --csv "$results/quantize_ranks$count.csv"
     done
 }

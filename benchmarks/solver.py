@@ -1,45 +1,98 @@
-"""Time GPTQ of single weights on a CPU with the default settings, for any version of quantkit that PYTHONPATH names.
+"""Time GPTQ's solver on single weights, by phase, with the default settings.
 
-Weights and inputs are random, with a common direction so that inputs are correlated. Prints one JSON object: seconds of
-each call by weight.
+Weights and activations are random, with a common direction so that inputs are correlated. `factor` is the factorisation
+of the Hessian, `search` the choice of scales, `sweep` the columns, `descent` one pass over the codes of the sweep,
+`losses` the guard's proxy losses. Prints a table and writes a CSV; the last column is the loss divided by that of RTN.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 
+from benchmarks.floors import median_seconds
+from quantkit.algorithms import coordinate_descent
+from quantkit.algorithms.cholesky import factorize
 from quantkit.algorithms.gptq import quantize
-from quantkit.algorithms.options import Options
+from quantkit.algorithms.hessian import row_losses
+from quantkit.algorithms.rtn import quantize as round_to_nearest
+from quantkit.algorithms.scale_search import choose_scales, group_errors
+from quantkit.algorithms.sweep import sweep
+from quantkit.bench import roofline
+from quantkit.cli.show import table
 from quantkit.core.scheme import Scheme
+from quantkit.models.devices import device_of
+from quantkit.recipes.recipe import from_mapping, gptq_of
 
-SHAPES = ((1024, 1024), (2048, 1024))
+#: Weights of Llama 3 8B.
+SHAPES = ("4096x4096", "14336x4096", "4096x14336")
+SCHEMES = ("int4:g128", "int4:g128:asym", "fp6:channel")
 
 
-def seconds(n: int, k: int, rounds: int) -> list[float]:
-    """Return the seconds of each call, after one that warms up."""
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * k, k, generator=generator) + torch.randn(2 * k, 1, generator=generator)
-    h, weight, scheme = x.T @ x, torch.randn(n, k, generator=generator), Scheme.parse("int4:g128")
-    found = []
-    for _ in range(rounds + 1):
-        started = time.perf_counter()
-        quantize(weight, scheme, h, Options())
-        found.append(time.perf_counter() - started)
-    return found[1:]
+def measure(n: int, k: int, scheme: Scheme, device: torch.device, rounds: int) -> dict[str, Any]:
+    """Time a weight `[n, k]`: median seconds of each phase."""
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(2 * k, k, generator=generator, device=device)
+    x += torch.randn(2 * k, 1, generator=generator, device=device)
+    h, options = x.T @ x, from_mapping(gptq_of(scheme)).gptq
+    del x
+    weight = torch.randn(n, k, generator=generator, device=device).to(torch.bfloat16)
+    factor = factorize(h, options)
+
+    def errors() -> Any:
+        return group_errors(h, factor.diagonal, scheme.groups(k), options.metric, torch.float32)
+
+    grid = choose_scales(weight, scheme, options.clip, errors(), options.signed)
+    plain, _ = round_to_nearest(weight, scheme)
+    swept = sweep(weight, scheme, factor, options, grid)
+    steps: dict[str, Callable[[], object]] = {
+        "factor": lambda: factorize(h, options),
+        "search": lambda: choose_scales(weight, scheme, options.clip, errors(), options.signed),
+        "sweep": lambda: sweep(weight, scheme, factor, options, grid),
+        "descent": lambda: coordinate_descent.descend(weight, swept, h),
+        "losses": lambda: [row_losses(weight, tensor, h) for tensor in (plain, plain, None)],
+        "all": lambda: quantize(weight, scheme, h, options),
+    }
+    found = {f"{name}_s": median_seconds(step, device, rounds) for name, step in steps.items()}
+    solution = quantize(weight, scheme, h, options)
+    return {
+        "gpu": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
+        "torch": str(torch.__version__),
+        "rows": n,
+        "columns": k,
+        "scheme": scheme.label,
+        **found,
+        "loss_of_rounding": float(solution.loss.sum() / solution.rtn_loss.sum()),
+    }
 
 
 def main() -> None:
-    """Read the arguments and print the figures."""
+    """Read the arguments, print the table and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=4)
+    parser.add_argument("--shape", nargs="+", default=SHAPES, metavar="NxK", help="output by input features")
+    parser.add_argument("--scheme", nargs="+", default=SCHEMES, help="like int4:g128")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, help="of a CPU [all]")
+    parser.add_argument("--rounds", type=int, default=5, help="calls whose median counts [5]")
+    parser.add_argument("--csv", type=Path, help="file to write")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    print(json.dumps({f"{n}x{k}": seconds(n, k, args.rounds) for n, k in SHAPES}))
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device = device_of(args.device)
+    weights = roofline.layers((), args.shape)
+    rows = [
+        measure(weight.n, weight.k, Scheme.parse(label), device, args.rounds)
+        for weight in weights
+        for label in args.scheme
+    ]
+    keys = list(rows[0])[2:]
+    print(table(keys, ([f"{x:.4f}" if isinstance(x, float) else x for x in map(row.get, keys)] for row in rows)))
+    if args.csv:
+        args.csv.write_bytes(roofline.table(rows))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,6 @@ class PublishKeywords(TypedDict, total=False):
     """The keywords that measure an output and upload it."""
 
     eval: str | Path | None
-    profile: bool
     push_to: str | None
     public: bool
 
@@ -167,7 +166,7 @@ def plan(
     )
 
 
-@api_function(RunOptions, profile=False, public=False)
+@api_function(RunOptions, public=False)
 def quantize(
     model: str | Path,
     out: str | Path,
@@ -208,7 +207,7 @@ def quantize(
     return _published(model, out, build_recipe(recipe, **recipe_options), publishing, run)
 
 
-@api_function(RunOptions, profile=False, public=False)
+@api_function(RunOptions, public=False)
 def prune(model: str | Path, out: str | Path, **options: Unpack[PruneKeywords]) -> Result:
     """Prune a Hugging Face causal LM 2:4 into a new folder `out` that is as dense as its source.
 
@@ -233,12 +232,11 @@ def produce(
     recipe: Recipe,
     *,
     eval: str | None = None,
-    profile: bool = False,
     **run: Unpack[RunKeywords],
 ) -> dict[str, Any]:
     """Quantize or prune by a recipe, and return the report. `eval` is a text to measure on."""
     if eval is None:
-        return pipeline.quantize(model, out, recipe, profiled=profile, **run)
+        return pipeline.quantize(model, out, recipe, **run)
     asked, progress = RunOptions(**run), run.get("progress") or Progress(quiet=True)
     measure = measurement(
         eval,
@@ -248,7 +246,7 @@ def produce(
         trust_remote_code=asked.trust_remote_code,
         progress=progress,
     )
-    report = pipeline.quantize(model, out, recipe, measure, profile, **run)
+    report = pipeline.quantize(model, out, recipe, measure, **run)
     if "evaluation" not in report:
         progress.warn(f"{out} was finished by the interrupted run and is not evaluated: use quantkit eval ppl")
     return report
@@ -314,8 +312,7 @@ def _published(
         if repository is not None:
             reach(repository, public=public).require_empty()
         text = publishing.get("eval")
-        profile = publishing.get("profile", False)
-        report = produce(model, out, recipe, eval=None if text is None else str(text), profile=profile, **run)
+        report = produce(model, out, recipe, eval=None if text is None else str(text), **run)
         if repository is not None:
             push(out, repository, public=public, device=run.get("device", "auto"), progress=run.get("progress"))
         return _result(out, report)

@@ -50,7 +50,7 @@ _ENTRIES = {
     **dict.fromkeys(("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"), _TEXTS),
     **dict.fromkeys(("files", "not_opened_by", "not_tried"), _TEXT_BY_NAME),
     **dict.fromkeys(("source", "base", "totals", "calibration", "recipe", "environment"), _OBJECT),
-    **dict.fromkeys(("evaluation", "profile", "distillation"), _OBJECT),
+    **dict.fromkeys(("evaluation", "distillation"), _OBJECT),
     "layers": _OBJECTS,
     "phases": _NUMBER_BY_NAME,
     "same_values": _NUMBER,
@@ -62,7 +62,7 @@ SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
 TUNING = ("untuned_loss", "untuned_output_loss", "untuned_error", "tuned_error", "tuned_step", "tuned_changed")
 OUTPUT_AWARE = ("output_loss", "plain_output_loss")
 NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *OUTPUT_AWARE, *COUNTS, *SCALE_ERRORS, *TUNING)
-#: Entries, at any depth, that differ from run to run or from machine to machine.
+#: Entries, at any depth, that differ from run to run or from machine to machine; `profile` is of older versions.
 VOLATILE = (
     *("environment", "phases", "profile", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried"),
     SEAL,
@@ -193,9 +193,6 @@ def _malformed(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         report.get("distillation", {}), dict.fromkeys(("kl_before", "kl_after"), _NUMBER), "distillation."
     )
     yield from _nested(report.get("distillation", {}), "distillation.")
-    profile = report.get("profile", {})
-    yield from _wrong(profile, {"floors": _NUMBER_BY_NAME, "speeds": _NUMBER_BY_NAME}, "profile.")
-    yield from _wrong(profile, {"idle_seconds": _NUMBER}, "profile.")
     for source in calibration.get("sources", []):
         yield from _wrong(source, {"share": _NUMBER_OR_NULL}, "calibration.sources.")
     for layer in report.get("layers", []):

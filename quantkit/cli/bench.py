@@ -1,4 +1,4 @@
-"""The commands `bench kernels`, `bench solver`, `bench generate` and `bench quantize`."""
+"""The commands `bench kernels` and `bench generate`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, command
 from quantkit.cli.parsing import combined
-from quantkit.names import ACTIVATIONS, KERNELS, LAYOUTS
+from quantkit.names import ACTIVATIONS, KERNELS
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
     from quantkit.bench.random_model import Outline, Variant, Workload
     from quantkit.core.scheme import Scheme
-    from quantkit.recipes.recipe import Recipe
 
 
 def _joined(numbers: Iterable[int]) -> str:
@@ -57,30 +56,10 @@ generating_options = combined(
     click.option("--eager", is_flag=True, help="Do not fuse small operations with torch.compile."),
 )
 
-#: The options of `bench quantize`: model, recipe, text, machine.
-calibrating_options = combined(
-    click.option(
-        "--model", default="llama3-8b", metavar="NAME|PATH", help=f"{', '.join(CONFIGS)} or a config.json [llama3-8b]."
-    ),
-    click.option("--blocks", type=click.IntRange(3), default=10, help="Blocks that are run, of all [10]."),
-    click.option("--layout", type=choice(LAYOUTS), default="marlin", help="[marlin]."),
-    click.option("--scheme", metavar="SCHEME", default="int4:g128", help="[int4:g128]."),
-    click.option("--samples", type=click.IntRange(min=1), default=128, help="Documents of random words [128]."),
-    click.option("--max-length", type=click.IntRange(min=2), default=2048, help="Tokens of each [2048]."),
-    click.option(
-        "--true-sequential/--no-true-sequential",
-        default=True,
-        help="Calibrate each linear behind those of its block that are done already [on].",
-    ),
-    click.option("--device", default="auto", help="auto, cpu, cuda or cuda:1 [auto]."),
-    click.option("--act-budget", type=options.Bytes(), metavar="BYTES", help="As for quantize [all]."),
-    click.option("--work", type=options.PATH, metavar="FOLDER", help="Disk for source and output [the temporary one]."),
-)
-
 
 @options.group("bench", "quantkit bench kernels --layout marlin")
 def bench() -> None:
-    """Measure how fast quantkit's parts are."""
+    """Measure how fast kernels and packed models are."""
 
 
 @command("kernels", "quantkit bench kernels --layout marlin --model llama3-8b --csv kernels.csv", bench)
@@ -140,80 +119,6 @@ def generate(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
     if csv is not None:
         files.write_atomic(csv, roofline.table(found.rows()))
     emit(show.as_json(found.to_dict()) if as_json else show.paces(found.to_dict()))
-
-
-@command("quantize", "quantkit bench quantize --model llama3-8b --csv quantize.csv", bench, shared=True)
-@calibrating_options
-@click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
-def quantize(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) -> None:
-    """Time GPTQ of a model by phase.
-
-    Some blocks of random weights are quantized. Seconds of each phase are shown for one block, beside the least that
-    the machine allows, with an estimate for all blocks."""
-    from quantkit.bench import random_model, roofline
-    from quantkit.bench.quantize import measure
-    from quantkit.io import files
-
-    _require_writable(csv, ".csv")
-    if asked["work"] is not None and not asked["work"].is_dir():
-        raise click.UsageError(f"--work {asked['work']}: give a folder that exists")
-    found = measure(
-        random_model.read(asked["model"]),
-        _calibrating_recipe(asked),
-        blocks=asked["blocks"],
-        work=asked["work"],
-        device=asked["device"],
-        act_budget=asked["act_budget"],
-        progress=progress,
-    )
-    if csv is not None:
-        files.write_atomic(csv, roofline.table(found.rows()))
-    emit(show.as_json(found.to_dict()) if as_json else show.calibrating(found.to_dict()))
-
-
-@command("solver", "quantkit bench solver --shape 4096x4096 --csv solver.csv", bench)
-@click.option("--shape", multiple=True, metavar="NxK", help="Output by input features; repeatable [of Llama 3 8B].")
-@click.option("--scheme", multiple=True, metavar="SCHEME", help="Like int4:g128; repeatable [three usual ones].")
-@click.option("--device", default="auto", help="auto, cpu, cuda or cuda:1 [auto].")
-@click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
-def solver(
-    shape: tuple[str, ...],
-    scheme: tuple[str, ...],
-    device: str,
-    csv: Path | None,
-    as_json: bool,
-    progress: Progress,
-) -> None:
-    """Time GPTQ of single weights by phase.
-
-    Weights and inputs are random. Rows are medians; the last column is the loss as a part of that of rounding."""
-    from quantkit.bench import roofline
-    from quantkit.bench.solver import SCHEMES, SHAPES, measure
-    from quantkit.core.scheme import Scheme
-    from quantkit.io import files
-
-    _require_writable(csv, ".csv")
-    shapes = [(layer.n, layer.k) for layer in roofline.layers((), shape)] or SHAPES
-    schemes = [Scheme.parse(label) for label in dict.fromkeys(scheme or SCHEMES)]
-    rows = measure(shapes, schemes, device, progress)
-    if csv is not None:
-        files.write_atomic(csv, roofline.table(rows))
-    emit(show.as_json({"rows": rows}) if as_json else show.solving(rows))
-
-
-def _calibrating_recipe(asked: dict[str, Any]) -> Recipe:
-    """Make the recipe of `bench quantize`: GPTQ with the default settings but for what was asked."""
-    from quantkit.core.scheme import Scheme
-    from quantkit.recipes.recipe import from_mapping, gptq_of
-
-    return from_mapping(
-        {
-            **gptq_of(Scheme.parse(asked["scheme"])),
-            "layout": asked["layout"],
-            "true_sequential": asked["true_sequential"],
-            "calibration": {"samples": asked["samples"], "max_length": asked["max_length"]},
-        }
-    )
 
 
 def _kernel_arguments(asked: dict[str, Any]) -> dict[str, Any]:

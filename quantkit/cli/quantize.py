@@ -189,14 +189,10 @@ publishing_options = combined(
             help=f"Measure perplexity before and after, and divergence, on at most {MOST_TOKENS} tokens of this text.",
         ),
     ),
-    section(
-        "Advanced",
-        click.option("--profile", is_flag=True, help="Show the least that each phase takes on this machine beside it."),
-    ),
     pushing_options,
 )
 RUNNING = [field.name for field in fields(RunOptions) if field.name != "progress"]
-PUBLISHING = ("eval", "profile", "push_to", "public")
+PUBLISHING = ("eval", "push_to", "public")
 
 
 @command("quantize", "quantkit quantize ./model -o ./model-int4 --calib wikitext2 --samples 128", shared=True)

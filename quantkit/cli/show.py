@@ -65,10 +65,7 @@ def report(found: Mapping[str, Any], progress: Progress) -> str:
     from quantkit.reporting import summary
 
     header = ("linear", "shape", "scheme", "error", "loss/rtn", "seconds")
-    text = summary.summary(found)
-    if "profile" in found:
-        text += "\n\n" + table(("phase", "seconds", "floor", "times floor"), summary.profile(found))
-    return of_level(progress, summary.line(found), text, table(header, summary.rows(found)))
+    return of_level(progress, summary.line(found), summary.summary(found), table(header, summary.rows(found)))
 
 
 def plan(found: Plan, progress: Progress) -> str:
@@ -312,48 +309,6 @@ def paces(found: Mapping[str, Any]) -> str:
         f"the floor is to read all weights once a step at the {device['copy'] / 1e9:.0f} GB/s of a copy"
     )
     return "\n".join(lines)
-
-
-def calibrating(found: Mapping[str, Any]) -> str:
-    """Format the table of `bench quantize`, and the machine."""
-    keys = ("phase", "first_block_s", "block_s", "block_floor_s", "times_floor", "outside_blocks_s", "run_s")
-    estimate = f"estimate for {found['all_blocks']} blocks"
-    cells = ([*_seconds(row, keys), f"{row['estimate_all_blocks_s']:.1f}"] for row in found["phases"])
-    speeds, planned = found["speeds"], found["planned_memory"]
-    memory = [
-        f"{format_bytes(size)} {kind.upper()}, planned {format_bytes(planned[kind])}"
-        for kind, size in found["peak_memory"].items()
-        if kind in planned
-    ]
-    return "\n".join(
-        [
-            table((*keys, estimate), cells),
-            "",
-            f"peak memory: {'; '.join(memory)}",
-            f"{found['model']}, random weights, {found['blocks']} of {found['all_blocks']} blocks were run on "
-            f"{found['tokens']} tokens, {found['scheme']} in {found['layout']}; {found['device']}, torch "
-            f"{found['torch']}, transformers {found['transformers']}",
-            f"the floor of a phase is its least work at {speeds['dtype'] / 1e12:.3g} TFLOP/s, in float32 "
-            f"{speeds['float32'] / 1e12:.3g}, {speeds['to_device'] / 1e9:.1f} GB/s to the device, "
-            f"{speeds['to_disk'] / 1e9:.1f} GB/s to the disk; the last column is computed, not measured",
-        ]
-    )
-
-
-def solving(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Format the table of `bench solver`, and the machine."""
-    steps = [key for key in rows[0] if key.endswith("_s")]
-    header = ("NxK", "scheme", *(key.replace("_s", " s") for key in steps), "loss/rtn")
-    cells = [
-        (f"{row['rows']}x{row['columns']}", row["scheme"], *_seconds(row, steps), f"{row['loss_of_rounding']:.4f}")
-        for row in rows
-    ]
-    return f"{table(header, cells)}\n\n{rows[0]['gpu']}, torch {rows[0]['torch']}"
-
-
-def _seconds(row: Mapping[str, Any], keys: Sequence[str]) -> list[str]:
-    values = (row[key] for key in keys)
-    return ["-" if value is None else f"{value:.3f}" if isinstance(value, float) else value for value in values]
 
 
 def _pace(row: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -31,7 +31,6 @@ from quantkit.io.model_folder import RECIPE
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
-from quantkit.pipeline.profile import idle
 from quantkit.progress import Clock
 from quantkit.recipes.recipe import Recipe
 from quantkit.reporting.model_card import model_card
@@ -199,8 +198,6 @@ def finish(
                 raise
         report["phases"], seconds = _times(writer, clock)
         report["totals"] |= {"peak_memory": peak_memory(), "seconds": seconds}
-        if "profile" in report:
-            report["profile"]["idle_seconds"] = idle(report["phases"])
         return {} if recipe is None else {RECIPE: recipe.to_yaml().encode()}
 
     writer.finish(config, described, sealed)

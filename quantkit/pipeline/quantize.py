@@ -41,7 +41,6 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
 from quantkit.pipeline.distill import distilled
 from quantkit.pipeline.opening import require_complete_source, require_right_weights
-from quantkit.pipeline.profile import profile
 from quantkit.pipeline.publish import Measure, finish, publish_complete, write
 from quantkit.planning.memory import GRADIENTS
 from quantkit.planning.output_files import disk_peak, output_files, report_bytes
@@ -246,14 +245,12 @@ def quantize(
     out: str | Path,
     recipe: Recipe,
     measure: Measure | None = None,
-    profiled: bool = False,
     **options: Unpack[RunKeywords],
 ) -> dict[str, Any]:
     """Quantize or prune a causal LM (folder or hub id) into a new folder `out`; return its report.
 
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
-    continues. `measure` evaluates the finished folder before it is published. With `profiled` the report has the least
-    seconds of each phase on this machine.
+    continues. `measure` evaluates the finished folder before it is published.
 
     The ranks of a process group that the caller has joined share a calibrated run: all of them call this alike, the
     first one reads, writes and prints, and all return the same report or raise the same error.
@@ -266,7 +263,7 @@ def quantize(
         if not here.first:
             _assist(model, run, here)
             return here.broadcast(None)
-        return here.broadcast(_quantize(model, Path(out), recipe, measure, profiled, run, progress))
+        return here.broadcast(_quantize(model, Path(out), recipe, measure, run, progress))
 
 
 def _on(device: str, here: Ranks) -> AbstractContextManager[object]:
@@ -315,7 +312,6 @@ def _quantize(
     out: Path,
     recipe: Recipe,
     measure: Measure | None,
-    profiled: bool,
     run: RunOptions,
     progress: Progress,
 ) -> dict[str, Any]:
@@ -392,10 +388,6 @@ def _quantize(
         report |= _ranks_of(writer.done)
         for line in writer.lines():
             report |= {key: value for key, value in line["facts"].items() if key == "distillation"}
-        if profiled:
-            tokens = text.facts.get("tokens", 0)
-            with clock.phase("profile"):
-                report["profile"] = profile(job.model, recipe, tokens, partial, run.trust_remote_code)
         return finish(
             writer,
             src,

@@ -65,19 +65,6 @@ def rows(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
     return found
 
 
-def profile(report: Mapping[str, Any]) -> list[tuple[str, ...]]:
-    """List each phase of a run that was profiled: name, seconds, the least seconds, and the ratio; then sums."""
-    known, phases = report.get("profile", {}), report.get("phases", {})
-    floors = known.get("floors", {})
-    found = [(name, seconds, floors.get(name, 0)) for name, seconds in phases.items()]
-    found.append(("all", sum(phases.values()), sum(floors.values())))
-    found.append(("not computing", known.get("idle_seconds", 0.0), 0))
-    return [
-        (_line(name), f"{seconds:.2f}", *(("-", "-") if not floor else (f"{floor:.2f}", f"{seconds / floor:.2f}")))
-        for name, seconds, floor in found
-    ]
-
-
 def _processes(ranks: Any) -> str:
     return ", then ".join(map(str, ranks if isinstance(ranks, list) else [ranks]))
 

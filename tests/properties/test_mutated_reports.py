@@ -18,7 +18,7 @@ from quantkit.checkpoint.report import REPORT, load
 from quantkit.errors import CheckpointError
 from quantkit.reporting.html import page
 from quantkit.reporting.model_card import model_card
-from quantkit.reporting.summary import line, profile, rows, summary
+from quantkit.reporting.summary import line, rows, summary
 from tests.command_line import call, refused
 from tests.reporting.samples import HOSTILE, example
 
@@ -81,13 +81,7 @@ def test_a_mutated_report_is_refused_or_drawn(tmp_path_factory: Any, place: tupl
     except CheckpointError as error:
         assert REPORT in str(error) and "\n" not in str(error)
         return
-    assert (
-        profile(found)
-        and summary(found)
-        and line(found)
-        and model_card(found)
-        and len(rows(found)) == len(found.get("layers", []))
-    )
+    assert summary(found) and line(found) and model_card(found) and len(rows(found)) == len(found.get("layers", []))
     assert "<script>alert" not in page(found, {"ok": False, "failures": [HOSTILE], **found})
 
 

@@ -1,10 +1,10 @@
-"""The least seconds that the phases of a calibrated run can take on this machine, and the time without computing."""
+"""Floors of the phases of a calibrated run: the least seconds that this machine needs, and the speeds behind them."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -13,26 +13,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.budget import BESIDE, SAVED_BLOCKS
+from quantkit.calibration.budget import BESIDE
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.io import files
 from quantkit.models.block_runner import BlockRunner
 from quantkit.recipes.recipe import Recipe
 
-#: Phases in which a device computes; in the others it waits for files, or for Python.
+#: Phases in which a device computes. In the others it waits for files or for Python.
 COMPUTING = ("forward", "hessian", "gradients", "solve", "tune", "distill", "evaluate")
 #: Sides of the square products and bytes of the copies that give the speeds, on a GPU and on a CPU.
 SQUARE, COPIED = {"cuda": 8192, "cpu": 1024}, {"cuda": 2**28, "cpu": 2**26}
-#: Calls of which the median counts.
+#: Calls whose median counts.
 ROUNDS = 5
-#: Candidate scales of a weight of integers, and the products that each costs a weight in a group of g: g.
+#: Candidate scales of a group of integers; each costs a weight in a group of g columns g products.
 CANDIDATES = 76
 
 
 @dataclass(frozen=True)
 class Speeds:
-    """FLOP/s of a product in the dtype of the model and in float32, and bytes/s to the device and to the disk."""
+    """Hold FLOP/s of a product in the model's dtype and in float32, and bytes/s to the device and to the disk."""
 
     dtype: float
     float32: float
@@ -41,35 +41,17 @@ class Speeds:
 
 
 def idle(phases: Mapping[str, float]) -> float:
-    """Return the seconds of the phases in which nothing was computed."""
+    """Add up the seconds of the phases in which nothing was computed."""
     return sum(seconds for name, seconds in phases.items() if name not in COMPUTING)
 
 
-def profile(model: BlockRunner, recipe: Recipe, tokens: int, work: Path, trust_remote_code: bool) -> dict[str, Any]:
-    """Measure the speeds of the machine; return them and the least seconds of each phase of a run on all blocks.
+def floors(src: Checkpoint, device: str, recipe: Recipe, drawn: int, speeds: Speeds) -> dict[str, float]:
+    """Compute the least seconds of each phase of the first block, from its products on `drawn` tokens and its bytes.
 
-    All blocks count as the first one. Files for the measurement are in `work`. A run without activations, and one that
-    prunes, has no such floors.
+    `forward` is one pass, `hessian` one triangle of each, `solve` one factor, sweep and search. Files that are written
+    by a thread beside the computing have no floor.
     """
-    if recipe.layout is None or not recipe.calibrated:
-        return {"floors": {}, "speeds": {}}
-    device = model.device
-    found = measure_speeds(device, work)
-    src = Checkpoint(model.src.path, trust_remote_code)
-    each, blocks = floors(src, str(device), recipe, tokens, found, trust_remote_code), len(model.blocks)
-    times = {"save": (blocks - 1) // SAVED_BLOCKS[device.type]}
-    return {"floors": {name: times.get(name, blocks) * s for name, s in each.items()}, "speeds": asdict(found)}
-
-
-def floors(
-    src: Checkpoint, device: str, recipe: Recipe, drawn: int, speeds: Speeds, trust_remote_code: bool = False
-) -> dict[str, float]:
-    """Return the least seconds of the phases of the first block on `drawn` tokens: its products, the bytes that move.
-
-    `forward` is one pass, `hessian` one triangle of each, `solve` one factor, sweep and search. What is written beside
-    the computing has no floor.
-    """
-    runner = BlockRunner(src, device=device, trust_remote_code=trust_remote_code)
+    runner = BlockRunner(src, device=device)
     runner.prepare(embeddings=True)
     runner.load_block(0)
     tokens = torch.arange(8)
@@ -130,10 +112,10 @@ def measure_speeds(device: torch.device, work: Path) -> Speeds:
     return Speeds(found[dtype], found[torch.float32], copied, size / median_seconds(save, device))
 
 
-def median_seconds(work: Callable[[], object], device: torch.device) -> float:
+def median_seconds(work: Callable[[], object], device: torch.device, rounds: int = ROUNDS) -> float:
     """Measure the median seconds of a call, after one that warms up."""
     seconds = []
-    for _ in range(ROUNDS + 1):
+    for _ in range(rounds + 1):
         started = time.perf_counter()
         work()
         if device.type == "cuda":

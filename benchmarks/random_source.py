@@ -1,4 +1,4 @@
-"""A model folder with random weights, and text for its calibration, from a config.json alone."""
+"""Write a model folder with random weights, and text for its calibration, from a config.json alone."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 #: The most words of the tokenizer.
 WORDS = 4096
-#: Files that are written at a time.
+#: Files written at the same time.
 WRITERS = 4
-#: Rows of random weights that are made at a time.
+#: Rows of random weights drawn at the same time.
 ROWS = 4096
 
 
@@ -34,7 +34,7 @@ def blocks_of(model: Outline) -> int:
 
 
 def shortened(model: Outline, blocks: int) -> Outline:
-    """Return a model of the same shapes with fewer blocks."""
+    """Make a model of the same shapes with fewer blocks."""
     config = copy.deepcopy(model.config) | {"dtype": "bfloat16"}
     config.pop("quantization_config", None)
     text = config.get("text_config", config)
@@ -92,7 +92,7 @@ def draw_text(path: Path, samples: int, length: int, words: int) -> None:
 
 
 def _random(like: torch.Tensor, random: torch.Generator) -> torch.Tensor:
-    """Return weights whose products are about as large as their inputs; vectors are ones."""
+    """Draw weights whose products are about as large as their inputs; vectors are ones."""
     made = torch.ones(like.shape, dtype=torch.bfloat16, device=random.device)
     if like.ndim > 1:
         for rows in made.split(ROWS):  # in parts: random numbers are drawn in float32

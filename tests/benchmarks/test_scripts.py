@@ -1,0 +1,66 @@
+"""The scripts that time parts of quantkit run on a CPU with small shapes, and their figures add up."""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.quantize import phases
+from tests.bench.test_random_model import LLAMA
+from tests.promises.model import write_json
+
+ROOT = Path(__file__).parents[2]
+
+
+def rows(path: Path, *arguments: object) -> list[dict[str, str]]:
+    """Run a script; returns the rows of its CSV."""
+    line = [sys.executable, *map(str, arguments), "--device", "cpu", "--csv", str(path)]
+    done = subprocess.run(line, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_solver_has_a_row_for_each_shape_in_each_scheme(tmp_path: Path) -> None:
+    script = ROOT / "benchmarks/solver.py"
+    found = rows(
+        tmp_path / "a.csv", script, "--shape", "64x128", "32x256", "--scheme", "int4:g128", "fp6:channel", "--rounds", 1
+    )
+    assert [(row["rows"], row["columns"]) for row in found] == [("64", "128")] * 2 + [("32", "256")] * 2
+    assert [row["scheme"] for row in found] == ["int4:g128", "fp6:channel"] * 2
+    assert all(float(row[key]) > 0 for row in found for key in row if key.endswith("_s"))
+    assert all(0 < float(row["loss_of_rounding"]) < 1 for row in found)
+
+
+def test_the_phases_of_a_run_add_up_and_nothing_is_left(tmp_path: Path) -> None:
+    write_json(tmp_path / "config.json", LLAMA | {"num_hidden_layers": 4})
+    (tmp_path / "recipe.yaml").write_text("{scheme: {group_size: channel}, layout: marlin}")
+    (tmp_path / "work").mkdir()
+    found = rows(
+        tmp_path / "a.csv",
+        ROOT / "benchmarks/quantize.py",
+        *("--model", tmp_path, "--recipe", tmp_path / "recipe.yaml", "--blocks", 3, "--samples", 4, "--max-length", 16),
+        *("--work", tmp_path / "work"),
+    )
+    *each, total = found
+    by_name = {row["phase"]: row for row in each}
+    assert {"forward", "hessian", "solve", "load", "save", "write"} <= by_name.keys()
+    assert (total["blocks"], total["all_blocks"], total["ranks"], total["tokens"]) == ("3", "4", "1", "64")
+    for key in ("first_block_s", "block_s", "outside_blocks_s", "run_s", "estimate_all_blocks_s"):
+        assert float(total[key]) == pytest.approx(sum(float(row[key]) for row in each), rel=1e-4)
+    assert float(by_name["solve"]["times_floor"]) > 0 < float(total["planned_ram"])
+    assert not list((tmp_path / "work").iterdir())
+
+
+def test_an_estimate_grows_by_blocks_by_bytes_or_by_saved_blocks() -> None:
+    blocks = [{"forward": 5.0, "check": 7.0}, {"forward": 2.0, "save": 3.0}, {"forward": 2.0}, {"forward": 1.0}]
+    run = {"forward": 10.0, "check": 7.0, "open": 1.0, "save": 3.0}
+    found = {row["phase"]: row for row in phases(blocks, run, 10, 4.0, {"save": 2.0, "forward": 1.0}, 2)}
+    estimates = {name: row["estimate_all_blocks_s"] for name, row in found.items()}
+    assert estimates == {"forward": 22.0, "check": 28.0, "open": 1.0, "save": 12.0, "all": 63.0}
+    assert (found["save"]["block_s"], found["save"]["block_floor_s"]) == (1.5, 1.0)
