@@ -7,7 +7,7 @@
 #   make reliability  the attacks of docs/reliability.md, section 4, under ten minutes on two cores; reliability-nightly: all of them
 #   make docs   write the generated pages
 #   make census write docs/models.md: which model families work; VLLM=SCRIPT asks vLLM too (tests/census/engine.py)
-#   make gpu    GPU tests and benchmarks; writes benchmarks/h200/
+#   make gpu    GPU tests and benchmarks; writes benchmarks/gpu/
 # PYTHON chooses the interpreter (3.10 to 3.14), VENV where the environment lies.
 PYTHON ?= python3
 VENV ?= .venv

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# GPU tests and benchmarks: results and logs go to benchmarks/h200/. Stages by name; without arguments those of the last line.
+# GPU tests and benchmarks: results and logs go to benchmarks/gpu/. Stages by name; without arguments those of the last line.
 # REFERENCE is the folder that holds models/ and data/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 reference=${REFERENCE:-../shared}
 data=$reference/data
-results=benchmarks/h200
+results=benchmarks/gpu
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 mkdir -p "$results"

@@ -24,7 +24,7 @@ from quantkit.kernels.workspace import workspace
 #: As in the source: k in a stage, threads of a warpgroup, blocks of the largest cluster.
 K_STEP, WARPGROUP, MAX_CLUSTER = 128, 128, 8
 
-# The model of the device, fitted to the sweeps benchmarks/h200/*_tiles.csv (an H200).
+# The model of the device, fitted to the sweeps benchmarks/gpu/*_tiles.csv (an H200).
 #: Microseconds of a launch.
 LAUNCH_US = 1.5
 #: TFLOP/s of all multiprocessors together.
@@ -34,7 +34,7 @@ NOT_HIDDEN = 0.1
 #: Columns of a tile -> GB/s at which weights are read.
 BANDWIDTH = {256: 4200.0, 128: 4100.0, 64: 3000.0}
 #: Share of the resident blocks that clusters of three to eight can use, since each needs one part of the device
-#: (benchmarks/h200/resident_clusters.csv).
+#: (benchmarks/gpu/resident_clusters.csv).
 CLUSTERED = 0.84
 
 #: id of a tensor that a launch has read -> the tensor, and its version and address then.

@@ -27,7 +27,7 @@ PORTABLE_TILES = (
     PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=1, cost=35.4),
     PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=65.2),
 )
-#: Fitted to the sweep benchmarks/h200/marlin_tiles.csv.
+#: Fitted to the sweep benchmarks/gpu/marlin_tiles.csv.
 HOPPER_TILES = (
     HopperTile(tokens=8, words=2, warpgroups=1, stages=6, step_us=0.507, end_us=1.6, split_us=1.5),
     HopperTile(tokens=8, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.377, end_us=2.9),

@@ -26,7 +26,7 @@ PORTABLE_TILES = (
     PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=4, blocks=1, cost=30.5),
     PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=52.9),
 )
-#: Fitted to the sweep benchmarks/h200/marlin24_tiles.csv.
+#: Fitted to the sweep benchmarks/gpu/marlin24_tiles.csv.
 HOPPER_TILES = (
     HopperTile(tokens=8, words=2, warpgroups=1, stages=8, step_us=0.389, end_us=0.0, split_us=2.4),
     HopperTile(tokens=8, words=4, warpgroups=1, stages=4, cluster=MAX_CLUSTER, step_us=0.463, end_us=4.1),

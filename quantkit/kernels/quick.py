@@ -27,7 +27,7 @@ PORTABLE_TILES = (
     PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=1, cost=51.5),
     PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=77.5),
 )
-#: Fitted to the sweep benchmarks/h200/quick_tiles.csv.
+#: Fitted to the sweep benchmarks/gpu/quick_tiles.csv.
 HOPPER_TILES = (
     HopperTile(tokens=8, words=2, warpgroups=1, stages=6, step_us=0.476, end_us=0.1, split_us=3.9),
     HopperTile(tokens=8, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.358, end_us=3.8),

@@ -27,7 +27,7 @@ PORTABLE_TILES = (
     PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=2, cost=32.4),
     PortableTile(fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, cost=106.5),
 )
-#: Fitted to the sweep benchmarks/h200/tcfpx_tiles.csv.
+#: Fitted to the sweep benchmarks/gpu/tcfpx_tiles.csv.
 HOPPER_TILES = {
     FP6: (
         HopperTile(tokens=8, words=2, warpgroups=1, stages=6, cluster=MAX_CLUSTER, step_us=0.59, end_us=1.1),

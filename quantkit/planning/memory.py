@@ -58,7 +58,7 @@ KEPT = {torch.float32: 4, torch.float64: 7}
 #: float32 matrices of blocks of H that the scale search factors: the blocks, and three in float64.
 SEARCHED = 7
 #: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
-#: The kernels of a GPU need no more than 4 (benchmarks/h200/quantize_llama2-70b_3.csv).
+#: The kernels of a GPU need no more than 4 (benchmarks/gpu/quantize_llama2-70b_3.csv).
 SOLVED = {"cpu": 11, "cuda": 4}
 #: Bytes for each weight of a block while it is tuned: latent values, mean squares, steps, the dequantized weight, its
 #: gradient, and the same in bfloat16; the best codes so far; the source.

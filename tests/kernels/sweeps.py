@@ -1,4 +1,4 @@
-"""The committed sweeps of tiles (benchmarks/h200/*_tiles.csv): time of the chosen tile over the fastest."""
+"""The committed sweeps of tiles (benchmarks/gpu/*_tiles.csv): time of the chosen tile over the fastest."""
 
 from __future__ import annotations
 
