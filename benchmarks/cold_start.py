@@ -68,7 +68,7 @@ def products(began: float) -> list[dict[str, Any]]:
 
     from quantkit.bench import kernels
     from quantkit.core.scheme import Scheme
-    from quantkit.kernels import loader
+    from quantkit.kernels import LAUNCHERS, loader
 
     imported = time.time() - began
     start = time.perf_counter()
@@ -87,7 +87,7 @@ def products(began: float) -> list[dict[str, Any]]:
         return binary
 
     loader.compile = timed
-    schemes = {layout: Scheme.parse(kernels.SCHEMES[layout][0]) for layout in kernels.default_layouts()}
+    schemes = {layout: Scheme.parse(LAUNCHERS[layout].schemes[0]) for layout in kernels.default_layouts()}
     return [{"layout": layout, **_products(layout, scheme, compiled), **once} for layout, scheme in schemes.items()]
 
 

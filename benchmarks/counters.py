@@ -90,14 +90,14 @@ def multiply(args: argparse.Namespace) -> None:
 
     from quantkit.bench import kernels
     from quantkit.core.scheme import Scheme
-    from quantkit.kernels import MATMULS
+    from quantkit.kernels import LAUNCHERS, MATMULS
     from quantkit.kernels.proof import activations
     from quantkit.layouts import LAYOUTS
 
     dtype = getattr(torch, args.dtype)
     cuda = torch.device("cuda")
     for layout, layer in product(args.layout, roofline.layers([], args.shape)):
-        scheme = Scheme.parse(args.scheme or kernels.SCHEMES[layout][0])
+        scheme = Scheme.parse(args.scheme or LAUNCHERS[layout].schemes[0])
         q = kernels.random_record(scheme, layer.n, layer.k, cuda)
         dense = q.dequantize()
         ours = partial(MATMULS[layout], tensors=LAYOUTS[layout].pack(q), scheme=scheme, n=layer.n, k=layer.k)

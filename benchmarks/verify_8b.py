@@ -31,6 +31,7 @@ from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX
 from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import SafetensorsWriter
+from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 
@@ -130,12 +131,12 @@ def flip(folder: Path, name: str, bit: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--layout", default="marlin", choices=list(kernels.SCHEMES))
+    parser.add_argument("--layout", default="marlin", choices=list(LAUNCHERS))
     parser.add_argument("--layers", type=int, default=LAYERS)
     parser.add_argument("--work", type=Path, help="folder for six gigabytes")
     parser.add_argument("-o", "--out", type=Path, help="write the JSON here too")
     args = parser.parse_args()
-    scheme = Scheme.parse(kernels.SCHEMES[args.layout][0])
+    scheme = Scheme.parse(LAUNCHERS[args.layout].schemes[0])
     with tempfile.TemporaryDirectory(dir=args.work) as work:
         folder, cache = Path(work) / "model", Path(work) / "cache"
         folder.mkdir()

@@ -22,8 +22,9 @@ LAYOUTS = (
     "marlin24",
     "marlin24-ct",
 )
-#: The keys of `kernels.MATMULS`: layouts with a kernel of quantkit.
-KERNELS = ("marlin", "marlin24", "marlin24-ct", "tcfpx", "quick")
+#: Layouts that a kernel of quantkit multiplies -> the module of `kernels` that launches it, which has the name of a
+#: layout too.
+KERNELS = {"marlin": "marlin", "marlin24": "marlin24", "marlin24-ct": "marlin24", "tcfpx": "tcfpx", "quick": "quick"}
 #: The keys of `pipeline.serving.PROGRAMS`: programs whose kernels `plan` lists.
 TARGETS = ("vllm", "sglang", "transformers", "quantkit")
 #: The keys of `reporting.engine_kernels.GPUS`.

@@ -36,8 +36,7 @@ from quantkit.bench.random_model import (
 from quantkit.bench.roofline import Device
 from quantkit.errors import KernelError, RecipeError, reason
 from quantkit.inference import swap_linears
-from quantkit.inference.packed_linear import PREFERRED
-from quantkit.kernels import MATMULS
+from quantkit.kernels import MATMULS, preferred
 from quantkit.models.meta_model import dense_matrices, find_blocks, skeleton
 from quantkit.progress import Progress
 
@@ -172,7 +171,7 @@ def measure(model: Outline, variants: Sequence[Variant], load: Workload, progres
         )
     static_cache(built, cache_length(load.prompt, load.new))
     packed_in = [variant.layout for variant in variants if variant.schemes]
-    where = require_gpu([layout if layout in MATMULS else PREFERRED[0] for layout in packed_in])
+    where = require_gpu([layout if layout in MATMULS else preferred()[0] for layout in packed_in])
     jobs, notices = fit_batches(model.name, built, variants, load, swap_linears.free_memory(where))
     notices += dense_matrices(built)
     for line in notices:

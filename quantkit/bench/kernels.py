@@ -21,19 +21,10 @@ from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, about
-from quantkit.kernels import MATMULS, missing
+from quantkit.kernels import LAUNCHERS, MATMULS, missing
 from quantkit.kernels.proof import activations, mismatch, reference, relative_error
-from quantkit.layouts import LAYOUTS, family
+from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
-
-#: layout -> the schemes that it is timed with by default.
-SCHEMES = {
-    "marlin": ("int4:g128", "int4:channel"),
-    "marlin24": ("int4:g128:24", "int4:channel:24"),
-    "marlin24-ct": ("int4:g128:24",),
-    "tcfpx": ("fp6:channel", "fp5:channel"),
-    "quick": ("int4:g128:asym",),
-}
 
 
 @dataclass(frozen=True)
@@ -55,7 +46,7 @@ class Bench:
 
 def default_layouts() -> list[str]:
     """List the layouts with a kernel, each under one name."""
-    return [layout for layout in MATMULS if family(layout) == layout]
+    return [layout for layout in MATMULS if LAYOUTS[layout].family == layout]
 
 
 def kernels(
@@ -75,7 +66,7 @@ def kernels(
     jobs = []
     for layer in layers:
         for layout in layouts:
-            for scheme in schemes or map(Scheme.parse, SCHEMES[layout]):
+            for scheme in schemes or map(Scheme.parse, LAUNCHERS[layout].schemes):
                 with about(f"{layer.n}x{layer.k} in {scheme.label} cannot be timed as {layout}, choose others"):
                     LAYOUTS[layout].check(scheme, layer.n, layer.k)
                     scheme.groups(layer.k)
@@ -125,7 +116,7 @@ def random_record(scheme: Scheme, n: int, k: int, device: torch.device, seed: in
 
 def flops(layout: str, n: int, k: int, m: int) -> int:
     """Count the operations of a product: half of them where only two of each four weights are stored."""
-    return 2 * m * n * k // (2 if family(layout) == "marlin24" else 1)
+    return 2 * m * n * k // (2 if LAUNCHERS[layout].sparse else 1)
 
 
 def _time_weight(

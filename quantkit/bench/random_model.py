@@ -30,6 +30,7 @@ from quantkit.errors import KernelError, LayoutError, RecipeError, about
 from quantkit.inference import fused_linear, swap_linears
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.io import config_checks, files, json_files
+from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, expressions, read_config
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
@@ -141,7 +142,7 @@ def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], 
         found.append(Variant(model.layout, {path: model.schemes.of(path) for path in linears}))
     else:
         for layout in layouts or kernels.default_layouts():
-            for scheme in schemes or (Scheme.parse(kernels.SCHEMES[layout][0]),):
+            for scheme in schemes or (Scheme.parse(LAUNCHERS[layout].schemes[0]),):
                 found.append(Variant(layout, dict.fromkeys(linears, scheme)))
     for variant in found:
         broken = {p: _broken_rule(variant.layout, scheme, *linears[p]) for p, scheme in variant.schemes.items()}
@@ -194,7 +195,7 @@ def _alternatives(linears: Shapes, wrong: Collection[str], schemes: Sequence[Sch
     options = [
         f"--layout {layout} --scheme {scheme.label}"
         for layout in kernels.default_layouts()
-        for scheme in dict.fromkeys([*map(Scheme.parse, kernels.SCHEMES[layout]), *schemes])
+        for scheme in dict.fromkeys([*map(Scheme.parse, LAUNCHERS[layout].schemes), *schemes])
         if all(_broken_rule(layout, scheme, n, k) is None for n, k in shapes)
     ]
     if len(wrong) < len(linears):

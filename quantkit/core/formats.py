@@ -39,6 +39,11 @@ class Format:
         return self.ebits > 0
 
     @property
+    def split(self) -> str:
+        """The bits of exponent and mantissa of a floating format, as `e3m2`."""
+        return f"e{self.ebits}m{self.mbits}"
+
+    @property
     def zero_code(self) -> int:
         """The code of positive zero, which pruned weights have."""
         return self.values.index(0.0)

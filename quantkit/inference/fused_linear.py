@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.inference.packed_linear import PackedLinear, has_kernel_on, multiply_packed, without_casts
-from quantkit.layouts.stacking import UNITS, cut, stack
+from quantkit.layouts import LAYOUTS
 from quantkit.models.shared_product import SharedProduct
 
 #: Names of sibling linears that get the same input tensor; a model may lack some names of a row.
@@ -55,7 +55,7 @@ class FusedLinear(SharedProduct, nn.Module):
 
     def fuse(self) -> bool:
         """Stack the packed weights and free those of the parts; returns False if the parts differ in more than n."""
-        first, unit = self.parts[0], UNITS.get(self.parts[0].layout)
+        first, unit = self.parts[0], LAYOUTS[self.parts[0].layout].STACKING_UNIT
         if unit is None or any(part.n % unit or _fusion_key(part) != _fusion_key(first) for part in self.parts):
             return False
         self.layout, self.scheme, self.label, self.k = first.layout, first.scheme, first.label, first.k
@@ -65,7 +65,7 @@ class FusedLinear(SharedProduct, nn.Module):
         self.starts = tuple(end - part.n for part, end in zip(self.parts, ends, strict=True))
         self.sizes = tuple((part.n, part.out_features) for part in self.parts)
         self.readers = len(self.sizes)
-        tensors = stack(self.layout, self.scheme, [part.packed() for part in self.parts])
+        tensors = LAYOUTS[self.layout].stack(self.scheme, [part.packed() for part in self.parts])
         bias = None
         if first.bias is not None:
             bias = first.bias.new_zeros(self.n)
@@ -87,7 +87,8 @@ class FusedLinear(SharedProduct, nn.Module):
     def packed_part(self, index: int) -> dict[str, Tensor]:
         """Copy the packed tensors of one part out of the stacked ones, by suffix."""
         start = self.starts[index]
-        return cut(self.layout, self.scheme, self.packed(), self.n, range(start, start + self.sizes[index][0]))
+        rows = range(start, start + self.sizes[index][0])
+        return LAYOUTS[self.layout].cut(self.scheme, self.packed(), self.n, rows)
 
     def bias_part(self, index: int) -> Tensor | None:
         """Cut the bias of one part, `[out_features]`, None without a bias."""

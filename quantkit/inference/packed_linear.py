@@ -28,9 +28,6 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Stored
 from quantkit.layouts.recast import recast, target
 
-#: Layouts with a kernel. If several can hold a weight, the one that reads the fewest bytes comes first.
-PREFERRED = ("marlin24", "tcfpx", "marlin", "quick")
-
 
 class PackedLinear(nn.Module):
     """An `nn.Linear` whose packed tensors are frozen parameters under the layout's own names.
@@ -125,7 +122,7 @@ class PackedLinear(nn.Module):
         """Repack the weight for a kernel if it is on a GPU; returns the reason if no kernel can multiply there."""
         if self.device.type != "cuda":
             return None
-        return kernels.missing(PREFERRED[0], self.device) or self.repack()
+        return kernels.unusable(self.device) or self.repack()
 
     def repack(self) -> str | None:
         """Recast the weight, on its device, to the best layout with a kernel; its values stay the same.
@@ -136,7 +133,7 @@ class PackedLinear(nn.Module):
             return None
         q = self.record()
         why = f"no kernel takes {q.scheme.label}"
-        for layout in (self.layout, *PREFERRED) if self.layout in kernels.MATMULS else PREFERRED:
+        for layout in (self.layout, *kernels.preferred()) if self.layout in kernels.MATMULS else kernels.preferred():
             place = target(LAYOUTS[layout], q.scheme, *q.shape, pad=True)
             if place is None:
                 continue

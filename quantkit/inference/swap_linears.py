@@ -24,7 +24,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError, KernelError, LayoutError, about
-from quantkit.inference.packed_linear import PREFERRED, PackedLinear
+from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import with_joined_names
@@ -131,7 +131,7 @@ def check_states(model: PreTrainedModel, src: Checkpoint) -> None:
 
 def require_kernels(device: torch.device) -> None:
     """Raise KernelError if the device is a GPU that cannot run the kernels."""
-    problem = kernels.missing(PREFERRED[0], device)
+    problem = kernels.unusable(device)
     if device.type == "cuda" and problem is not None:
         raise KernelError(f"packed weights cannot be multiplied on {device}: {problem}")
 

@@ -21,15 +21,13 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.inference import fused_linear, swap_linears
-from quantkit.layouts import read_config
+from quantkit.layouts import LAYOUTS, read_config
 from quantkit.models.state_names import patterns_in_use
 
 #: The name of our quantizer in transformers, and the `quant_method` of a config that `quantkit.load` made.
 METHOD = "quantkit"
 #: Entries of such a config besides the method.
 ENTRIES = ("stated", "decodes_without_kernels", "config")
-#: Each `quant_method` that quantkit reads and that no quantizer of transformers owns.
-METHODS = (METHOD, "humming", "tcfpx", "marlin", "gptq_marlin_24")
 
 
 class QuantkitConfig(QuantizationConfigMixin):
@@ -146,7 +144,9 @@ class QuantkitQuantizer(HfQuantizer):
 
 
 def register() -> None:
-    """Register quantkit's quantizer with transformers for each method in `METHODS`; a second call changes nothing.
+    """Register quantkit's quantizer with transformers for the methods of its layouts that have no owner there yet.
+
+    A second call changes nothing.
 
     `AutoModelForCausalLM.from_pretrained` then opens folders in the layouts `tcfpx` and `humming`, and MARLIN folders
     whose `quant_method` is `marlin` or `gptq_marlin_24`. All other layouts state `gptq`, `awq` or `compressed-tensors`,
@@ -167,6 +167,6 @@ def register() -> None:
     """
     if METHOD not in auto.AUTO_QUANTIZER_MAPPING:
         auto.register_quantizer(METHOD)(QuantkitQuantizer)
-    for method in METHODS:
+    for method in (METHOD, *(method for layout in LAYOUTS.values() for method in layout.QUANT_METHODS)):
         if method not in auto.AUTO_QUANTIZATION_CONFIG_MAPPING:
             auto.register_quantization_config(method)(QuantkitConfig)

@@ -8,27 +8,20 @@ Begin with `launcher`; docs/kernels.md explains the kernels themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
+from importlib import import_module
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
-from quantkit.kernels import gptq, loader, marlin, marlin24, naive, quick, tcfpx
-from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels import gptq, loader
 from quantkit.kernels.launcher import Launcher
-from quantkit.kernels.loader import toolchain
-from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel
-
-__all__ = ["JUDGES", "LAUNCHERS", "MATMULS", "ONLY", "SOURCES", "missing", "none_for", "toolchain"]
+from quantkit.kernels.loader import toolchain as toolchain
+from quantkit.names import KERNELS
 
 LAUNCHERS: dict[str, Launcher] = {
-    "marlin": marlin.LAUNCHER,
-    "marlin24": marlin24.LAUNCHER,
-    "marlin24-ct": marlin24.LAUNCHER,
-    "tcfpx": tcfpx.LAUNCHER,
-    "quick": quick.LAUNCHER,
+    layout: import_module(f"{__name__}.{module}").LAUNCHER for layout, module in KERNELS.items()
 }
 #: layout name -> matmul(x, tensors, scheme, n, k, bias=None, out=None) -> [m, n] of the dtype of x
 MATMULS: dict[str, Callable[..., Tensor]] = {layout: launcher.matmul for layout, launcher in LAUNCHERS.items()}
@@ -36,25 +29,23 @@ MATMULS: dict[str, Callable[..., Tensor]] = {layout: launcher.matmul for layout,
 JUDGES: dict[str, Callable[..., Tensor]] = {layout: launcher.naive for layout, launcher in LAUNCHERS.items()}
 
 
-def _instances(kernels: Iterable[NaiveKernel | PortableKernel | HopperKernel]) -> tuple[str, ...]:
-    return tuple(instance for kernel in kernels for instance in kernel.instances)
+def _sources() -> dict[str, tuple[str, ...]]:
+    found = dict(gptq.SOURCES)
+    for layout in dict.fromkeys(KERNELS.values()):
+        for kernel in LAUNCHERS[layout].every:
+            found[kernel.source] = (*found.get(kernel.source, ()), *kernel.instances)
+    return found
 
 
 #: CUDA source -> all its template instances.
-SOURCES = {
-    **gptq.SOURCES,
-    naive.SOURCE: _instances([marlin.NAIVE, marlin24.NAIVE, quick.NAIVE, *tcfpx.NAIVE.values()]),
-    "marlin_portable": marlin.PORTABLE.instances,
-    "marlin_hopper": _instances(marlin.HOPPER.values()),
-    "marlin24_portable": marlin24.PORTABLE.instances,
-    "marlin24_hopper": _instances(marlin24.HOPPER.values()),
-    "tcfpx_portable": _instances(tcfpx.PORTABLE.values()),
-    "tcfpx_hopper": _instances(tcfpx.HOPPER.values()),
-    "quick_portable": quick.PORTABLE.instances,
-    "quick_hopper": _instances(quick.HOPPER.values()),
-}
+SOURCES = _sources()
 #: CUDA source -> the only architectures that it compiles for.
 ONLY = {source: ("sm_90a",) for source in SOURCES if source.endswith("_hopper")}
+
+
+def preferred() -> list[str]:
+    """List the layouts to recast a weight to for a kernel: the one whose kernel reads the fewest bits comes first."""
+    return sorted(dict.fromkeys(KERNELS.values()), key=lambda layout: LAUNCHERS[layout].bits_read)
 
 
 def none_for(layout: str) -> str:
@@ -64,8 +55,11 @@ def none_for(layout: str) -> str:
 
 def missing(layout: str, device: torch.device) -> str | None:
     """Explain why the kernel of `layout` cannot run on `device`; None if it can."""
-    if layout not in MATMULS:
-        return none_for(layout)
+    return unusable(device) if layout in MATMULS else none_for(layout)
+
+
+def unusable(device: torch.device) -> str | None:
+    """Explain why no kernel can run on `device`; None if they can."""
     if device.type != "cuda":
         return "the kernel needs a CUDA GPU" if torch.cuda.is_available() else "torch sees no CUDA GPU here"
     problem = toolchain()["problem"]

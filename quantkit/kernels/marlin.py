@@ -96,4 +96,10 @@ def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
     return Kernels(NAIVE, PORTABLE, HOPPER[scheme.group_size if scheme.groups(k) > 1 else None])
 
 
-LAUNCHER = Launcher(_weight, _kernels)
+LAUNCHER = Launcher(
+    _weight,
+    _kernels,
+    every=(NAIVE, PORTABLE, *HOPPER.values()),
+    schemes=("int4:g128", "int4:channel"),
+    bits_read=4 + 16 / 128,
+)

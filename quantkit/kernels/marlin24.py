@@ -90,5 +90,13 @@ def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
     return Kernels(NAIVE, PORTABLE, HOPPER[scheme.group_size if scheme.groups(k) > 1 else None] if whole else None)
 
 
-#: The names of compressed-tensors stand for those of vLLM (docs/layouts.md, 5.1).
-LAUNCHER = Launcher(_weight, _kernels, {"weight_packed": "B_24", "meta": "B_meta", "scale_packed": "s"})
+LAUNCHER = Launcher(
+    _weight,
+    _kernels,
+    every=(NAIVE, PORTABLE, *HOPPER.values()),
+    schemes=("int4:g128:24", "int4:channel:24"),
+    bits_read=3 + 16 / 128,
+    sparse=True,
+    # The names of compressed-tensors stand for those of vLLM (docs/layouts.md, 5.1).
+    aliases={"weight_packed": "B_24", "meta": "B_meta", "scale_packed": "s"},
+)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -12,7 +13,6 @@ from torch import Tensor
 from quantkit.kernels import loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check
 
-SOURCE = "naive"
 #: Threads of a block, each with one of as many neighbouring outputs.
 THREADS = 64
 
@@ -23,6 +23,7 @@ class NaiveKernel:
 
     name: str
     variant: str = ""
+    source: ClassVar[str] = "naive"
 
     def instance(self, x: torch.dtype, out: torch.dtype) -> str:
         """Build the C++ name of the instance for activations and outputs of two dtypes."""
@@ -40,6 +41,6 @@ class NaiveKernel:
         out = check(weight, x, tensors, bias, out)
         packed = [tensors[suffix] for suffix in weight.tensors]
         arguments = [*packed, x, bias, out, weight.n, weight.k, *weight.group_argument]
-        function = loader.load(SOURCE, self.instances, x.device).functions[self.instance(x.dtype, out.dtype)]
+        function = loader.load(self.source, self.instances, x.device).functions[self.instance(x.dtype, out.dtype)]
         loader.launch(function, (x.shape[0], weight.n // THREADS), (THREADS,), arguments)
         return out

@@ -96,4 +96,10 @@ def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
     return Kernels(NAIVE, PORTABLE, HOPPER.get(scheme.group_size))
 
 
-LAUNCHER = Launcher(_weight, _kernels)
+LAUNCHER = Launcher(
+    _weight,
+    _kernels,
+    every=(NAIVE, PORTABLE, *HOPPER.values()),
+    schemes=("int4:g128:asym",),
+    bits_read=4 + 2 * (16 + 4) / 128,
+)

@@ -18,8 +18,8 @@ from quantkit.kernels.naive import NaiveKernel
 from quantkit.kernels.portable import PortableKernel, PortableTile
 from quantkit.kernels.tensormap import tensor_map
 
-#: Floating format -> its exponent and mantissa bits as template arguments.
-VARIANTS = {fmt: f"{fmt.ebits}, {fmt.mbits}" for fmt in FORMATS.values() if fmt.is_float}
+#: Floating format of five or six bits -> its exponent and mantissa bits as template arguments.
+VARIANTS = {fmt: f"{fmt.ebits}, {fmt.mbits}" for fmt in FORMATS.values() if fmt.is_float and fmt.bits in (5, 6)}
 #: Costs from an H200, for 28672 x 4096. Few tokens are split along k, so that all multiprocessors have work.
 PORTABLE_TILES = (
     PortableTile(fragments=1, wn=2, wm=1, wk=4, stages=3, blocks=2, cost=21.6),
@@ -120,4 +120,10 @@ def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
     return Kernels(NAIVE[scheme.format], PORTABLE[scheme.format], HOPPER[scheme.format])
 
 
-LAUNCHER = Launcher(_weight, _kernels)
+LAUNCHER = Launcher(
+    _weight,
+    _kernels,
+    every=(*NAIVE.values(), *PORTABLE.values(), *HOPPER.values()),
+    schemes=("fp6:channel", "fp5:channel"),
+    bits_read=FP6.bits,
+)

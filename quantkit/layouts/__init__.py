@@ -46,15 +46,7 @@ LAYOUTS: dict[str, Layout] = {
 #: Keys of the public config that tell layouts apart; they must agree with the `quantkit` key.
 FORMAT_KEYS = ("quant_method", "format", "checkpoint_format", "is_marlin_format", "b_dtype")
 
-#: Variants of a layout -> that layout.
-VARIANTS = {GptqV2.NAME: Gptq.NAME, Marlin24CompressedTensors.NAME: Marlin24.NAME}
-
 OWN_KEYS = {"version", "layout", "scheme", "overrides", "ignore", "recipe_sha256", "padded"}
-
-
-def family(name: str) -> str:
-    """Give the name that `convert A-to-B` uses for a layout: both GPTQ versions are `gptq`."""
-    return VARIANTS.get(name, name)
 
 
 def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tuple[Layout, Schemes]:

@@ -31,14 +31,11 @@ class Awq(Layout):
     """AWQ in the GEMM packing. The reference writer takes multiples of 32 only; readers take what `check` takes."""
 
     NAME = "awq"
+    QUANT_METHODS = ("awq",)
     TENSORS = ("qweight", "qzeros", "scales")
     MARKER = "qweight"
     TITLE, MULTIPLES = "the AWQ layout", (8, 1)
     WAY_OUT = "use --layout compressed-tensors, or --skip the weight"
-
-    def check_scheme(self, scheme: Scheme) -> None:
-        if scheme.format != INT4:
-            raise LayoutError(f"the AWQ layout holds int4, not {scheme.format.name}: use --layout compressed-tensors")
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         g = scheme.groups(k)

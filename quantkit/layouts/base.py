@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from quantkit.core.formats import INT4, Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
+from quantkit.errors import LayoutError, Setting, Words
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import OnRows
 from quantkit.layouts.schemes import Schemes
@@ -59,9 +61,18 @@ class Unpacking(NamedTuple):
 
 
 class Layout(ABC):
-    """The place of each code, scale and zero point in a checkpoint's tensors, and the form of its config.json."""
+    """The place of each code, scale and zero point in a checkpoint's tensors, and the form of its config.json.
+
+    All that other rooms must know of a layout is declared here, so that none asks for a layout by its name.
+    """
 
     NAME: ClassVar[str]
+    #: The layout of which this one is a variant; `convert A-to-B` takes its name for both.
+    VARIANT_OF: ClassVar[str | None] = None
+    #: Each `quant_method` of the configs that `read_config` reads.
+    QUANT_METHODS: ClassVar[tuple[str, ...]]
+    #: The formats that `holds` accepts, in words.
+    HOLDS: ClassVar[str] = "int4"
     #: Every suffix that the layout may store behind a module's name, such as ("B", "s").
     TENSORS: ClassVar[tuple[str, ...]]
     #: Suffixes that a file may leave out.
@@ -74,10 +85,15 @@ class Layout(ABC):
     TITLE: ClassVar[str]
     MULTIPLES: ClassVar[tuple[int, int]]
     WAY_OUT: ClassVar[str]
-
-    @abstractmethod
-    def check_scheme(self, scheme: Scheme) -> None:
-        """Raise LayoutError unless the layout holds the scheme; the message names a way out."""
+    #: The multiple that `n` of each weight must be to be stacked, so that none shares a tile. None: not stacked.
+    STACKING_UNIT: ClassVar[int | None] = None
+    #: Conditions under which another layout holds the contents of a file: on integers, and on floats.
+    INTEGERS_IF: ClassVar[str | None] = None
+    FLOATS_IF: ClassVar[str | None] = None
+    #: The condition under which this layout holds the zero points of another one.
+    ZEROS_IF: ClassVar[str | None] = None
+    #: A doubt that remains about the zero points of a file, or None.
+    ZEROS_IN_DOUBT: ClassVar[str | None] = None
 
     @abstractmethod
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
@@ -109,6 +125,23 @@ class Layout(ABC):
         CheckpointError for a config of this layout that is malformed or cannot be read.
         """
 
+    @property
+    def family(self) -> str:
+        """The name that `convert A-to-B` uses for this layout: both GPTQ versions are `gptq`."""
+        return self.VARIANT_OF or self.NAME
+
+    def holds(self, fmt: Format) -> bool:
+        """Return True if the layout has a place for the codes of a format."""
+        return fmt == INT4
+
+    def check_scheme(self, scheme: Scheme) -> None:
+        """Raise LayoutError unless the layout holds the scheme; the message names a way out."""
+        if not self.holds(scheme.format):
+            raise LayoutError(
+                f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}",
+                Words("use", Setting("layout", "compressed-tensors")),
+            )
+
     def check(self, scheme: Scheme, n: int, k: int) -> None:
         """Raise LayoutError unless the layout holds an `[n, k]` weight of the scheme; the message names a way out."""
         self.check_scheme(scheme)
@@ -136,6 +169,21 @@ class Layout(ABC):
     def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
         """Unpack tensors, by suffix, to a record; raise LayoutError for wrong dtypes, shapes or contents."""
         return self.unpacking(tensors, scheme).record()
+
+    def stack(self, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack the packed tensors, by suffix, of weights of one scheme and `k` to `[n + n', k]`, in new memory.
+
+        Here `n` lies along the columns of every tensor, so that they are joined side by side.
+        """
+        return {suffix: torch.cat([part[suffix] for part in parts], 1) for suffix in parts[0]}
+
+    def cut(self, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows: range) -> dict[str, Tensor]:
+        """Copy the packed tensors of some rows of a stacked weight `[n, k]`: the inverse of `stack`."""
+        found = {}
+        for suffix, tensor in tensors.items():
+            each = tensor.shape[1] // n
+            found[suffix] = tensor[:, each * rows.start : each * rows.stop].clone(memory_format=torch.contiguous_format)
+        return found
 
     def stored_as(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> str:
         """Name the variant of this layout that the data show; it may differ from the label in the config."""

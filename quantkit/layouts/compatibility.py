@@ -13,20 +13,10 @@ from itertools import product
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme, Sparsity
 from quantkit.errors import RecipeError
-from quantkit.layouts import LAYOUTS, family
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import broken_rule, target
 
-#: Conditions on the INT4 tensors of a source: no record holds act-order that moves columns between groups.
-SOURCE_CONDITIONS = {
-    "compressed-tensors": "there is no act-order",
-    "gptq": "g_idx is static (k // group size)",
-    "gptq-v2": "g_idx is static (k // group size)",
-}
-#: Conditions on FP6 and FP5 that a source carries in a wider format.
-CARRIER_CONDITIONS = {"compressed-tensors": "every FP8 value is one of the format"}
-#: Conditions of a target that depend on values, not on scheme and shape.
-TARGET_CONDITIONS = {"gptq": "no zero point is 0"}
 RECENTRED = "asymmetric weights fit around zero points of 8"
 PRUNED = "dense weights really are 2:4"
 
@@ -96,7 +86,7 @@ def conversions() -> list[Conversion]:
 def parse(pair: str) -> tuple[str, str]:
     """Split `A-to-B` into source and target; RecipeError unless both are layouts (`gptq` stands for both versions)."""
     source, _, target = pair.partition("-to-")
-    sources = {*LAYOUTS, *(family(name) for name in LAYOUTS)}
+    sources = {*LAYOUTS, *(layout.family for layout in LAYOUTS.values())}
     if source not in sources or target not in LAYOUTS:
         raise RecipeError(f"{pair!r} is no conversion: write it A-to-B with layouts among {', '.join(LAYOUTS)}")
     return source, target
@@ -150,18 +140,16 @@ def _shape_conditions(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list
 
 def _data_conditions(a: Layout, b: Layout, found: dict[Scheme, Scheme]) -> list[str]:
     """List the conditions on values, which no header shows."""
-    integers = any(not scheme.format.is_float for scheme in found)
-    lines = [SOURCE_CONDITIONS[a.NAME]] if a.NAME in SOURCE_CONDITIONS and integers else []
-    carried = any(scheme.format.is_float for scheme in found)
-    lines += [CARRIER_CONDITIONS[a.NAME]] if a.NAME in CARRIER_CONDITIONS and carried else []
-    lines += [RECENTRED] if any(scheme.symmetric != now.symmetric for scheme, now in found.items()) else []
-    lines += [PRUNED] if any(scheme.sparsity != now.sparsity for scheme, now in found.items()) else []
+    integers, floats = (any(scheme.format.is_float is kind for scheme in found) for kind in (False, True))
     asymmetric = any(not now.symmetric for now in found.values())
-    return lines + (
-        [TARGET_CONDITIONS[b.NAME]]
-        if b.NAME in TARGET_CONDITIONS and asymmetric and a.NAME not in TARGET_CONDITIONS
-        else []
-    )
+    lines = [
+        a.INTEGERS_IF if integers else None,
+        a.FLOATS_IF if floats else None,
+        RECENTRED if any(scheme.symmetric != now.symmetric for scheme, now in found.items()) else None,
+        PRUNED if any(scheme.sparsity != now.sparsity for scheme, now in found.items()) else None,
+        b.ZEROS_IF if asymmetric and a.ZEROS_IF is None else None,
+    ]
+    return [line for line in lines if line is not None]
 
 
 def _changes(scheme: Scheme, now: Scheme) -> list[str]:

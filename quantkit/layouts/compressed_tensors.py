@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.nn.functional import pad
 from quantkit.core.formats import INT4, Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError
+from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement, blocks
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking, static_groups
@@ -37,12 +38,23 @@ class CompressedTensors(Layout):
     """compressed-tensors: INT4 of any group size, FP6 and FP5 with one scale per row, any `n` and `k`."""
 
     NAME = "compressed-tensors"
+    QUANT_METHODS = (METHOD,)
+    HOLDS = "int4, and floats whose values are FP8 E4M3 values"
     TENSORS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight")
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "compressed-tensors", (1, 1)
     WAY_OUT = "--skip the weight"
+    INTEGERS_IF = "there is no act-order"
+    FLOATS_IF = "every FP8 value is one of the format"
+
+    def holds(self, fmt: Format) -> bool:
+        return fmt == INT4 or (fmt.is_float and _is_carried(fmt))
 
     def check_scheme(self, scheme: Scheme) -> None:
+        if not self.holds(scheme.format):
+            raise LayoutError(
+                f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", Words("use another", Setting("format"))
+            )
         if scheme.format.is_float and scheme.group_size is not None:
             raise LayoutError(
                 f"compressed-tensors carries {scheme.format.name} with one scale per row: quantize with "
@@ -252,6 +264,13 @@ def _translate(numbers: Tensor, table: Tensor, out: Tensor) -> None:
     table = table.to(out.device)
     for some, part in blocks(out.shape[1], numbers, out):
         part.copy_(table.index_select(0, some.reshape(-1).int()).view(part.shape))
+
+
+@lru_cache
+def _is_carried(fmt: Format) -> bool:
+    """Return True if every value of a format is an E4M3 value."""
+    values = torch.tensor(fmt.values)
+    return torch.equal(values.to(torch.float8_e4m3fn).float(), values)
 
 
 def _carrier(fmt: Format) -> Tensor:

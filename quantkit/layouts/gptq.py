@@ -30,18 +30,18 @@ class Gptq(Layout):
     """GPTQ v1: a stored zero point is one less than the zero point, so 0 cannot be stored (docs/layouts.md 1.4)."""
 
     NAME = "gptq"
+    QUANT_METHODS = ("gptq",)
     TENSORS = ("qweight", "qzeros", "scales", "g_idx")
     OPTIONAL = ("g_idx",)
     MARKER = "qweight"
     SIDE_FILE = SideFile("quantize_config.json")
     TITLE, MULTIPLES = "the GPTQ layout", (32, 32)
     WAY_OUT = "use --layout compressed-tensors, or --skip the weight"
+    INTEGERS_IF = "g_idx is static (k // group size)"
+    ZEROS_IF: ClassVar[str | None] = "no zero point is 0"
+    ZEROS_IN_DOUBT = "asymmetric ones do not show whether they are v1 or v2 (LAYOUTS 1.4), so check the perplexity"
     #: Zero point minus stored zero point.
     OFFSET: ClassVar[int] = 1
-
-    def check_scheme(self, scheme: Scheme) -> None:
-        if scheme.format != INT4:
-            raise LayoutError(f"the GPTQ layout holds int4, not {scheme.format.name}: use --layout compressed-tensors")
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         g = scheme.groups(k)
@@ -148,6 +148,8 @@ class GptqV2(Gptq):
     """GPTQ v2: zero points are stored as they are, 0 included."""
 
     NAME = "gptq-v2"
+    VARIANT_OF = Gptq.NAME
+    ZEROS_IF = None
     OFFSET = 0
 
 

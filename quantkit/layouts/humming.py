@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.formats import FP5, FP6
+from quantkit.core.formats import FP5, FP6, Format
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError
@@ -29,14 +29,18 @@ class Humming(Layout):
     """humming: one scale per row and k % 32 == 0."""
 
     NAME = "humming"
+    QUANT_METHODS = ("humming",)
+    HOLDS = "fp6 and fp5"
     TENSORS = ("weight", "weight_scale")
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "humming", (1, 32)
     WAY_OUT = "use --layout compressed-tensors, or --skip the weight"
 
+    def holds(self, fmt: Format) -> bool:
+        return fmt in _NAMES
+
     def check_scheme(self, scheme: Scheme) -> None:
-        if scheme.format not in DTYPES.values():
-            raise LayoutError(f"humming holds fp6 and fp5, not {scheme.format.name}: use --layout compressed-tensors")
+        super().check_scheme(scheme)
         if scheme.group_size is not None:
             raise LayoutError("humming has one scale per row: quantize with --group-size channel")
 

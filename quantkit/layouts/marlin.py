@@ -25,15 +25,16 @@ class Marlin(Layout):
     """MARLIN: groups of 128 or one scale per row, n % 64 == 0 and k % 128 == 0."""
 
     NAME = "marlin"
+    QUANT_METHODS = ("gptq", "marlin")
     TENSORS = ("B", "s")
     MARKER = "B"
     SIDE_FILE = SideFile("quantize_config.json")
     TITLE, MULTIPLES = "MARLIN", (64, 128)
     WAY_OUT = "--skip the weight, or use --layout compressed-tensors"
+    STACKING_UNIT = 64
 
     def check_scheme(self, scheme: Scheme) -> None:
-        if scheme.format != INT4:
-            raise LayoutError(f"MARLIN holds int4, not {scheme.format.name}: use --layout compressed-tensors")
+        super().check_scheme(scheme)
         if not scheme.symmetric:
             raise LayoutError(
                 "MARLIN is symmetric only: quantize without --asym, or use --layout gptq-v2 or compressed-tensors"

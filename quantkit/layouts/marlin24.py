@@ -36,16 +36,17 @@ class Marlin24(Layout):
     """Sparse-MARLIN: groups of 128 or one scale per row, n % 128 == 0 and k % 128 == 0."""
 
     NAME = "marlin24"
+    QUANT_METHODS: ClassVar[tuple[str, ...]] = ("gptq", METHOD)
     #: Kept codes, metadata and scales, in this order.
     TENSORS = ("B_24", "B_meta", "s")
     MARKER = "B_24"
     SIDE_FILE: ClassVar[SideFile | None] = SideFile("quantize_config.json")
     TITLE, MULTIPLES = "Sparse-MARLIN", (128, 128)
     WAY_OUT = "--skip the weight, or use --layout compressed-tensors"
+    STACKING_UNIT = 128
 
     def check_scheme(self, scheme: Scheme) -> None:
-        if scheme.format != INT4:
-            raise LayoutError(f"Sparse-MARLIN holds int4, not {scheme.format.name}: use --layout compressed-tensors")
+        super().check_scheme(scheme)
         if scheme.sparsity is None:
             raise LayoutError(
                 "Sparse-MARLIN holds 2:4 weights only, two of four along k: quantize with --prune 2:4, or use "
@@ -129,6 +130,8 @@ class Marlin24CompressedTensors(Marlin24):
     """Sparse-MARLIN as compressed-tensors stores it, format `marlin-24` (docs/layouts.md 5.1)."""
 
     NAME = "marlin24-ct"
+    VARIANT_OF = Marlin24.NAME
+    QUANT_METHODS = (compressed_tensors.METHOD,)
     TENSORS = ("weight_packed", "meta", "scale_packed")
     MARKER = "scale_packed"
     SIDE_FILE = None

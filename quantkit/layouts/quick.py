@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import awq, validation
@@ -42,6 +41,7 @@ class Quick(Layout):
     """QUICK. The published packer fails when n / 128 is odd and not 1; the formulas of docs/layouts.md 8.2 do not."""
 
     NAME = "quick"
+    QUANT_METHODS = ("awq",)
     TENSORS = ("qweight", "qzeros", "scales")
     MARKER = "qweight"
     SIDE_FILE = SideFile("quant_config.json", _older_keys)
@@ -49,8 +49,7 @@ class Quick(Layout):
     WAY_OUT = "--skip the weight, or use --layout awq"
 
     def check_scheme(self, scheme: Scheme) -> None:
-        if scheme.format != INT4:
-            raise LayoutError(f"QUICK holds int4, not {scheme.format.name}: use --layout compressed-tensors")
+        super().check_scheme(scheme)
         if scheme.group_size is None:  # its loader divides k by the group size, which would be -1
             raise LayoutError("QUICK cannot load one scale per row: use --group-size 128")
         if scheme.group_size % 32:

@@ -8,13 +8,13 @@ Names of tensors in a file are not established. Ours are `weight`, in the shape 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.core.formats import FORMATS
+from quantkit.core.formats import FORMATS, Format
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.layouts import validation
@@ -30,22 +30,24 @@ HIGH = {
     5: Arrangement(_ROWS, _COLS, "N K i q p c a b d", "a b c d"),
 }
 
-#: A config's name for each format.
-SPLITS = {f"e{fmt.ebits}m{fmt.mbits}": fmt for fmt in FORMATS.values() if fmt.is_float}
-
 
 class TcFpx(Layout):
     """TC-FPx: one scale per row, n % 64 == 0 and k % 64 == 0."""
 
     NAME = "tcfpx"
+    QUANT_METHODS = ("tcfpx",)
+    HOLDS = "fp6 and fp5"
     TENSORS = ("weight", "scales")
     MARKER = "scales"
     TITLE, MULTIPLES = "TC-FPx", (64, 64)
     WAY_OUT = "--skip the weight, or use --layout compressed-tensors"
+    STACKING_UNIT = 64
+
+    def holds(self, fmt: Format) -> bool:
+        return fmt.is_float and fmt.bits in HIGH
 
     def check_scheme(self, scheme: Scheme) -> None:
-        if scheme.format not in SPLITS.values():
-            raise LayoutError(f"TC-FPx holds fp6 and fp5, not {scheme.format.name}: use --layout compressed-tensors")
+        super().check_scheme(scheme)
         if scheme.group_size is not None:
             raise LayoutError("TC-FPx has one scale per row: quantize with --group-size channel")
 
@@ -93,26 +95,43 @@ class TcFpx(Layout):
         """Make quantkit's own config, because no other program has one; overrides are in the `quantkit` key only."""
         self.check_all(schemes)
         fmt = schemes.default.format
-        split = next(name for name, other in SPLITS.items() if other == fmt)
-        return {"quant_method": self.NAME, "format": split, "bits": fmt.bits, "ignore": list(schemes.ignore)}
+        return {"quant_method": self.NAME, "format": fmt.split, "bits": fmt.bits, "ignore": list(schemes.ignore)}
 
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
         if config.get("quant_method") != self.NAME:
             return None
         split = validation.entry(config, "format", str)
-        if split not in SPLITS:
-            raise CheckpointError(f"a TC-FPx checkpoint of {split!r:.40}: quantkit reads {', '.join(SPLITS)}")
-        fmt = SPLITS[split]
+        known = {fmt.split: fmt for fmt in FORMATS.values() if self.holds(fmt)}
+        if split not in known:
+            raise CheckpointError(f"a TC-FPx checkpoint of {split!r:.40}: quantkit reads {', '.join(known)}")
+        fmt = known[split]
         bits = validation.entry(config, "bits", int, default=fmt.bits)
         if bits != fmt.bits:
             raise CheckpointError(f"a TC-FPx config with format {split} and bits {bits}: {split} has {fmt.bits}")
         return Schemes(Scheme(fmt), ignore=validation.strings(config, "ignore"))
+
+    def stack(self, scheme: Scheme, parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+        """Stack packed weights: `n` is the slowest axis of each plane, and each plane is joined."""
+        planes = zip(*(_planes(part["weight"], scheme) for part in parts), strict=True)
+        flat = torch.cat([piece.reshape(-1) for plane in planes for piece in plane])
+        scales = torch.cat([part["scales"] for part in parts])
+        return {"weight": flat.view(len(scales), -1), "scales": scales}
+
+    def cut(self, scheme: Scheme, tensors: Mapping[str, Tensor], n: int, rows: range) -> dict[str, Tensor]:
+        pieces = [plane[rows.start : rows.stop].reshape(-1) for plane in _planes(tensors["weight"], scheme)]
+        scales = tensors["scales"][rows.start : rows.stop].clone()
+        return {"weight": torch.cat(pieces).view(len(rows), -1), "scales": scales}
 
 
 def planes(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Split flat words of codes of `bits` into the plane of their high bits and that of their low four."""
     high = len(words) * (bits - 4) // bits
     return words[:high], words[high:]
+
+
+def _planes(words: Tensor, scheme: Scheme) -> list[Tensor]:
+    """View both planes as `[n, words of a row]`."""
+    return [plane.view(len(words), -1) for plane in planes(words.reshape(-1), scheme.format.bits)]
 
 
 def _as_stored(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from quantkit.core.work_queue import WorkQueue
 from quantkit.errors import CheckpointError, require_known
 from quantkit.io import hashing
 from quantkit.io.staging import staging
-from quantkit.layouts import LAYOUTS, family
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.fused_groups import is_expert
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import require_complete_source
@@ -272,7 +272,7 @@ def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> C
     if src.layout is None:
         held = f"holds {src.low_bit} weights, a source" if src.low_bit else "holds no quantized weights"
         raise CheckpointError(f"{checkpoint}: {held}: use quantkit quantize first")
-    if expect is not None and family(src.layout.NAME) != family(expect):
+    if expect is not None and src.layout.family != LAYOUTS[expect].family:
         raise CheckpointError(
             f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"
         )

@@ -23,7 +23,7 @@ from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Digest, QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
-from quantkit.layouts import LAYOUTS, family
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import TILE
 from quantkit.layouts.recast import broken_rule, recast
 from quantkit.planning.plan import Plan
@@ -167,14 +167,12 @@ def _checked_digest(name: str, q: QuantizedTensor, recorded: str | None) -> str:
 
 
 def _trusted_labels(src: Checkpoint) -> list[str]:
-    """Give a notice where only a label says which version of GPTQ's zero points the data have."""
+    """Give a notice where only a label says what the zero points in the data mean."""
     assert src.layout is not None
-    if family(src.layout.NAME) != "gptq" or all(src.scheme(module).symmetric for module in src.modules()):
+    doubt = src.layout.ZEROS_IN_DOUBT
+    if doubt is None or all(src.scheme(module).symmetric for module in src.modules()):
         return []
-    return [
-        f"zero points are read as the label {src.layout.NAME} says: asymmetric ones do not show whether they are v1 or "
-        "v2 (LAYOUTS 1.4), so check the perplexity"
-    ]
+    return [f"zero points are read as the label {src.layout.NAME} says: {doubt}"]
 
 
 def _as_planned(

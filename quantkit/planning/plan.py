@@ -26,7 +26,6 @@ from quantkit.engines import readers
 from quantkit.engines.readers import Folder
 from quantkit.errors import LayoutError, QuantkitError, ThresholdError
 from quantkit.kernels import MATMULS
-from quantkit.layouts import family
 from quantkit.layouts.base import Layout
 from quantkit.layouts.fused_groups import joined_name
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
@@ -409,7 +408,7 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: re
             )
         if src.dtype_of_model != torch.float16:
             found.append("published MARLIN readers run float16 only: load this model with dtype float16")
-    if family(layout.NAME) == "gptq":
+    if layout.family == "gptq":
         if src.dtype_of_model != torch.float16:
             found.append("GPTQ kernels other than MARLIN's run float16 only: load this model with dtype float16 there")
         if layout.NAME == "gptq" and not all(scheme.symmetric for scheme in folder.schemes):

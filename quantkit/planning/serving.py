@@ -17,8 +17,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.engines.kernels import GPUS, KERNELS
 from quantkit.engines.readers import READERS, TRAITS, Folder
 from quantkit.errors import KernelError, RecipeError, require_known
-from quantkit.inference.packed_linear import PREFERRED
-from quantkit.kernels import LAUNCHERS
+from quantkit.kernels import LAUNCHERS, preferred
 from quantkit.kernels.loader import arch_name
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
@@ -187,7 +186,7 @@ def _own_kernel(
         hopper = arch_name(*capability) == "sm_90a"
     except KernelError as error:
         return None, str(error).split(": ")[0]
-    for name in (layout, *PREFERRED):
+    for name in (layout, *preferred()):
         place = target(LAYOUTS[name], scheme, n, k, pad=name != layout) if name in LAUNCHERS else None
         # `load` also tries changes that few weights allow: one of a dense weight into 2:4 is not promised here.
         if place is None or (place[0] != scheme and (name == layout or place[0].sparsity != scheme.sparsity)):

@@ -23,7 +23,7 @@ from quantkit.bench.roofline import Cell, Device, Layer, compare, floor, layers,
 from quantkit.cli import show
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, KernelError, RecipeError
-from quantkit.kernels import MATMULS, missing, proof
+from quantkit.kernels import LAUNCHERS, MATMULS, missing, proof
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
 from quantkit.reporting.plots import draw_speedups
@@ -77,14 +77,14 @@ def test_an_unknown_model_is_refused() -> None:
 
 @pytest.mark.parametrize("layout", MATMULS)
 def test_every_kernel_has_default_schemes_that_fit_all_published_shapes(layout: str) -> None:
-    for label in kernels.SCHEMES[layout]:
+    for label in LAUNCHERS[layout].schemes:
         for layer in layers(MODEL, []):
             LAYOUTS[layout].check(Scheme.parse(label), layer.n, layer.k)
 
 
 @pytest.mark.parametrize("layout", MATMULS)
 def test_random_weights_are_valid_signed_and_reproducible(layout: str) -> None:
-    for label in kernels.SCHEMES[layout]:
+    for label in LAUNCHERS[layout].schemes:
         q, again = (kernels.random_record(Scheme.parse(label), 256, 512, torch.device("cpu")) for _ in range(2))
         back = LAYOUTS[layout].unpack(LAYOUTS[layout].pack(q), q.scheme)
         assert back.equal(q) and again.equal(q)
@@ -344,7 +344,7 @@ def test_all_layouts_are_timed_on_a_gpu(dtype: str, tmp_path: Path) -> None:
     options = ("--shape", "512x1024", "--m", 1, "--m", 33, "--dtype", dtype, "--csv", tmp_path / "k.csv")
     found = json.loads(call("bench", "kernels", *options, "--json", "-q").stdout)
     device, rows = found["device"], found["rows"]
-    pairs = [(layout, label) for layout in kernels.default_layouts() for label in kernels.SCHEMES[layout]]
+    pairs = [(layout, label) for layout in kernels.default_layouts() for label in LAUNCHERS[layout].schemes]
     assert [(row["layout"], row["scheme"], row["M"]) for row in rows] == [(*pair, m) for pair in pairs for m in (1, 33)]
     assert device["copy"] > 1e10 and device["rate"] > 1e12 and device["dtype"] == dtype
     for row in rows:

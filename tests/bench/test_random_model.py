@@ -26,6 +26,7 @@ from quantkit.bench.random_model import (
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, KernelError, LayoutError
 from quantkit.inference.packed_linear import PackedLinear
+from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
@@ -50,7 +51,7 @@ FAMILIES = {
     "gpt_neox": {**LLAMA, "model_type": "gpt_neox"},
     "opt": {**LLAMA, "model_type": "opt", "ffn_dim": 256, "word_embed_proj_dim": 128},
 }
-LAYOUT_SCHEMES = [(layout, label) for layout in kernels.default_layouts() for label in kernels.SCHEMES[layout]]
+LAYOUT_SCHEMES = [(layout, label) for layout in kernels.default_layouts() for label in LAUNCHERS[layout].schemes]
 
 
 def tiny(**changes: Any) -> Outline:

@@ -62,7 +62,7 @@ def test_help_and_wrong_usage_import_nothing_heavy() -> None:
 def test_the_names_of_choices_are_those_of_the_tables() -> None:
     assert tuple(FORMATS) == names.FORMATS
     assert tuple(LAYOUTS) == names.LAYOUTS
-    assert tuple(MATMULS) == names.KERNELS
+    assert tuple(MATMULS) == tuple(names.KERNELS)
     assert (tuple(PROGRAMS), tuple(GPUS)) == (names.TARGETS, names.GPUS)
     assert tuple(map(dtype_name, ACTIVATIONS)) == names.ACTIVATIONS
     assert CONFIGS.keys() <= MODELS.keys()

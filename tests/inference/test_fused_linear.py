@@ -23,13 +23,13 @@ from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
 from quantkit.layouts.schemes import Schemes
-from quantkit.layouts.stacking import UNITS, cut, stack
 from tests.bench.test_random_model import CPU, LLAMA, QUIET, tiny
 from tests.inference.test_load import bits, decoded, layers, logits, stored
 from tests.inference.test_packed_linear import gauss, packed, same
 from tests.layouts.samples import HELD, record, tame, write_folder
 from tests.tiny_models import write_model
 
+UNITS = {name: layout.STACKING_UNIT for name, layout in LAYOUTS.items() if layout.STACKING_UNIT}
 STACKED = [(layout, label) for layout in UNITS for label in HELD[layout][0]]
 NS = (256, 128, 384)
 
@@ -95,13 +95,13 @@ def test_stacking_packed_weights_equals_packing_the_stacked_weight(layout: str, 
     qs = records(label, k=k)
     whole = QuantizedTensor(qs[0].scheme, torch.cat([q.codes for q in qs]), torch.cat([q.scales for q in qs]))
     parts = [LAYOUTS[layout].pack(q) for q in qs]
-    found, wanted = stack(layout, whole.scheme, parts), LAYOUTS[layout].pack(whole)
+    found, wanted = LAYOUTS[layout].stack(whole.scheme, parts), LAYOUTS[layout].pack(whole)
     assert found.keys() == wanted.keys()
     for suffix in wanted:
         assert same(found[suffix], wanted[suffix]) if suffix != "B_meta" else torch.equal(found[suffix], wanted[suffix])
     start = 0
     for q, part in zip(qs, parts, strict=True):
-        again = cut(layout, q.scheme, found, sum(NS), range(start, start + q.shape[0]))
+        again = LAYOUTS[layout].cut(q.scheme, found, sum(NS), range(start, start + q.shape[0]))
         start += q.shape[0]
         assert again.keys() == part.keys()
         for suffix in part:

@@ -23,8 +23,8 @@ from quantkit.inference import swap_linears
 from quantkit.inference.fused_linear import FusedLinear
 from quantkit.inference.generate import generate
 from quantkit.kernels.proof import relative_error
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
-from quantkit.layouts.stacking import UNITS
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.test_fused_linear import attention
@@ -99,7 +99,7 @@ def test_logits_by_kernel_are_those_of_the_decoded_model(
         warnings.simplefilter("error", RuntimeWarning)  # nothing is decoded
         model = quantkit.load(path, device="cuda")
     assert {layer.layout for layer in layers(model)} == {kernel}
-    assert [fused.is_fused for fused in fused_linears(model)] == 4 * [kernel in UNITS]
+    assert [fused.is_fused for fused in fused_linears(model)] == 4 * [LAYOUTS[kernel].STACKING_UNIT is not None]
     assert (
         swap_linears.describe_weights(model) == f"weights by the {kernel} kernel, {str(dtype).removeprefix('torch.')}"
     )
@@ -255,7 +255,7 @@ def test_weights_offloaded_to_a_cpu_are_multiplied_on_the_gpu(sources: dict[torc
         assert torch.equal(logits(quantkit.load(path, device_map="auto")), expected)
 
 
-@pytest.mark.parametrize(("layout", "label"), [case[:2] for case in CASES if case[0] in UNITS])
+@pytest.mark.parametrize(("layout", "label"), [case[:2] for case in CASES if LAYOUTS[case[0]].STACKING_UNIT])
 def test_linears_fused_on_a_gpu_are_saved_as_the_bytes_of_the_source(
     layout: str, label: str, sources: dict[torch.dtype, Path], tmp_path: Path
 ) -> None:

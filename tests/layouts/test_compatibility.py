@@ -29,7 +29,6 @@ from quantkit.layouts.compatibility import (
     PRUNED,
     RECENTRED,
     SCHEMES,
-    TARGET_CONDITIONS,
     Conversion,
     conversions,
     markdown,
@@ -124,13 +123,13 @@ def check_cells(records: dict[Scheme, QuantizedTensor], refusals: set[str]) -> N
         held = [scheme for scheme in records if not broken_rule(LAYOUTS[source], scheme, *records[scheme].shape)]
         assert held
         for scheme in held:
-            if source in TARGET_CONDITIONS and isinstance(arrived(source, scheme), str):
+            if LAYOUTS[source].ZEROS_IF and isinstance(arrived(source, scheme), str):
                 continue  # a zero point of 0, which this source cannot hold
             assert arrived(source, scheme).equal(records[scheme])  # type: ignore[union-attr]
             there = arrived(to, scheme)
             if isinstance(there, str):
                 assert conversion.lossless is not True, (conversion, there)
-                reasons = {RECENTRED: "re-centred", PRUNED: "quads", TARGET_CONDITIONS["gptq"]: "zero point of 0"}
+                reasons = {RECENTRED: "re-centred", PRUNED: "quads", LAYOUTS["gptq"].ZEROS_IF: "zero point of 0"}
                 known = [c for c, words in reasons.items() if words in there and c in conversion.verdict]
                 assert known or conversion.lossless is False or excluded(conversion, scheme), (conversion, there)
                 refusals.update(known)
@@ -147,7 +146,7 @@ def test_every_cell_on_random_weights() -> None:
         records = {s: record(s, 256, 512, seed=i, lowest_zero=lowest_zero) for i, s in enumerate(SCHEMES)}
         records = {s: q for s, q in records.items() if any(not broken_rule(x, s, 256, 512) for x in LAYOUTS.values())}
         check_cells(records, refusals)
-    assert refusals == {RECENTRED, PRUNED, TARGET_CONDITIONS["gptq"]}
+    assert refusals == {RECENTRED, PRUNED, LAYOUTS["gptq"].ZEROS_IF}
 
 
 @pytest.mark.parametrize("name", ["self_attn.q_proj", "mlp.up_proj"])

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from quantkit.core.formats import FP5, FP6, INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
-from quantkit.layouts import LAYOUTS, family, quantkit_key, read_config
+from quantkit.layouts import LAYOUTS, quantkit_key, read_config
 from quantkit.layouts.schemes import Schemes
 from tests.layouts.samples import HELD
 
@@ -365,7 +365,7 @@ def test_no_config_is_written_for_a_scheme_that_the_layout_lacks(layout: str) ->
 
 
 def test_both_gptq_versions_are_one_family_for_convert() -> None:
-    assert {name: family(name) for name in LAYOUTS} == {
+    assert {name: layout.family for name, layout in LAYOUTS.items()} == {
         "compressed-tensors": "compressed-tensors", "humming": "humming", "gptq": "gptq", "gptq-v2": "gptq",
         "awq": "awq", "quick": "quick", "marlin": "marlin",
         "marlin24": "marlin24", "marlin24-ct": "marlin24", "tcfpx": "tcfpx",

@@ -11,15 +11,18 @@ from torch import Tensor
 
 from quantkit.algorithms import rtn
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError
 from quantkit.evaluation.verify import verify
-from quantkit.layouts import LAYOUTS, tcfpx
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from tests.golden import both_ways, golden, same
 from tests.layouts.samples import record, write_folder
 from tests.tiny_models import write_model
+
+FORMATS_BY_SPLIT = {fmt.split: fmt for fmt in FORMATS.values() if fmt.is_float}
 
 
 def with_codes(scheme: Scheme, codes: Tensor, scales: Tensor | None = None) -> QuantizedTensor:
@@ -50,7 +53,7 @@ def test_published_bytes_and_values_in_both_directions() -> None:
     file = golden("fpx_tc")
     seen: dict[str, set[str]] = {}
     for case, info in file.cases.items():
-        scheme = Scheme(tcfpx.SPLITS[info["format"]])
+        scheme = Scheme(FORMATS_BY_SPLIT[info["format"]])
         seen.setdefault(info["format"], set()).add(info["pattern"])
         q = with_codes(scheme, file(case, "codes"), file(case, "scales"))
         packed = file(case, "packed")
@@ -77,7 +80,7 @@ def test_published_bytes_and_values_in_both_directions() -> None:
 def test_weights_are_quantized_to_the_published_words_and_values() -> None:
     file = golden("fpx_quant")
     for case, info in file.cases.items():
-        fmt = tcfpx.SPLITS[info["format"]]
+        fmt = FORMATS_BY_SPLIT[info["format"]]
         codes, scales = rtn.published_codes(file(case, "weight").float(), fmt)
         assert torch.equal(scales, file(case, "scales_fp32")) and torch.equal(codes, file(case, "codes"))
         q = with_codes(Scheme(fmt), codes, scales.to(torch.float16))
