@@ -31,12 +31,11 @@ from quantkit.layouts.compatibility import (
     SCHEMES,
     Conversion,
     conversions,
-    markdown,
     parse,
 )
 from quantkit.layouts.recast import broken_rule, recast, target
 from quantkit.layouts.schemes import Schemes
-from tests.command_line import ROOT, call, refused
+from tests.command_line import call, refused
 from tests.faults import Killed, count, failing, faults, killer, memory_path
 from tests.layouts.samples import record, write_folder
 from tests.pipeline.test_quantize import tensors
@@ -47,11 +46,6 @@ FOUND = {(c.source, c.target): c for c in conversions()}
 INT4, SPARSE = Schemes(Scheme.parse("int4:g128")), Schemes(Scheme.parse("int4:g128:24"))
 
 # ------------------------------------------------------------------------------------------------ the matrix
-
-
-def test_the_page_is_current() -> None:
-    """To renew it, write the text of `quantkit.layouts.compatibility.markdown()` to docs/conversions.md."""
-    assert (ROOT / "docs" / "conversions.md").read_text(encoding="utf-8") == markdown()
 
 
 def test_every_ordered_pair_is_listed_and_is_a_command() -> None:
