@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quantkit.cli.commands import quantkit
-from tests.pipeline.test_quantize import TEXT
+from tests.folders import TEXT
 
 RTN = ("--method", "rtn")
 ROOT = Path(__file__).resolve().parents[1]

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 # Spinning threads make a busy machine many times slower; set before torch starts any.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+import os
+
 import hypothesis
 import pytest
 import torch
+
+from quantkit.cli.exits import STOP, catch_signals
 
 torch.set_num_threads(1)  # the models here are too small for two
 # The same examples in every run, and no deadline, because other programs may share the machine.
@@ -57,3 +65,32 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             return self[family]
 
     return Written()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    """Catch signals as the command line does, and put the handlers of the tests back."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests with nohup ignores it
+    catch_signals()
+    yield
+    STOP.clear()
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+#: A template that shows the messages, and refuses a system message.
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
+    "{{ m.role[0] }}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
+
+
+@pytest.fixture
+def templated(tiny_llama: Path, tmp_path: Path) -> Path:
+    """Copy `tiny_llama` and give it a chat template."""
+    path = Path(shutil.copytree(tiny_llama, tmp_path / "chat"))
+    config = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
+    return path

@@ -71,3 +71,7 @@ def on_threads(compute: Callable[[], T], counts: Sequence[int] = (1, 2, 3)) -> l
         return found
     finally:
         torch.set_num_threads(before)
+
+
+FP_LABELS = ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"]
+LABELS = ["int4:g32", "int4:g128", "int4:channel", "int4:g32:asym", "int4:channel:asym", *FP_LABELS]

@@ -19,8 +19,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError
 from tests import synthetic
-from tests.algorithms.inputs import broken_hessians, correlated, damped, gauss, hostile, loss, on_threads
-from tests.algorithms.test_rtn import LABELS
+from tests.algorithms.inputs import LABELS, broken_hessians, correlated, damped, gauss, hostile, loss, on_threads
 
 EVERY_ORDER = [Options(act_order=o, clip=c) for o in ("static", "off") for c in ("none", "search")]
 

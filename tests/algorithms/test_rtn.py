@@ -15,11 +15,9 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError, NumericError, RecipeError
 from quantkit.names import Clip, Metric
-from tests.algorithms.inputs import correlated, gauss, on_threads
+from tests.algorithms.inputs import LABELS, correlated, gauss, on_threads
 from tests.golden import golden
 
-FP_LABELS = ["fp6:channel", "fp5:channel", "fp6-e2m3:channel", "fp5-e2m2:channel"]
-LABELS = ["int4:g32", "int4:g128", "int4:channel", "int4:g32:asym", "int4:channel:asym", *FP_LABELS]
 INT4, ASYM, FP6 = Scheme.parse("int4:channel"), Scheme.parse("int4:channel:asym"), Scheme.parse("fp6:channel")
 FLOATS = {"e3m2": "fp6", "e3m1": "fp5", "e2m2": "fp5-e2m2", "e2m3": "fp6-e2m3"}
 

@@ -23,7 +23,7 @@ from quantkit.cli import show
 from quantkit.errors import RecipeError
 from quantkit.kernels import missing
 from quantkit.models.meta_model import find_blocks
-from tests.bench.test_random_model import FAMILIES, LLAMA, QUIET, built, tiny
+from tests.bench.samples import FAMILIES, LLAMA, QUIET, built, tiny
 from tests.command_line import call, refused
 
 H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4e12, rate=740e12)

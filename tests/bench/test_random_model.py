@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from quantkit.bench.random_model import (
     Outline,
     Variant,
     Workload,
-    build,
     fit_batches,
     random_weight,
     sizes,
@@ -30,42 +28,13 @@ from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
-from quantkit.progress import Progress
+from tests.bench.samples import CPU, FAMILIES, LLAMA, built, tiny
 
-CPU, QUIET = torch.device("cpu"), Progress(quiet=True)
-LLAMA: dict[str, Any] = {
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "vocab_size": 257,
-    "max_position_embeddings": 512,
-}
-FAMILIES = {
-    "llama": LLAMA,
-    "qwen2 tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
-    "gemma": {**LLAMA, "model_type": "gemma", "num_key_value_heads": 1},
-    "gpt_neox": {**LLAMA, "model_type": "gpt_neox"},
-    "opt": {**LLAMA, "model_type": "opt", "ffn_dim": 256, "word_embed_proj_dim": 128},
-}
 LAYOUT_SCHEMES = [(layout, label) for layout in kernels.default_layouts() for label in LAUNCHERS[layout].schemes]
-
-
-def tiny(**changes: Any) -> Outline:
-    return Outline("tiny", Path("tiny"), LLAMA | changes)
 
 
 def variant(layout: str, label: str, model: Outline) -> Variant:
     return variants(model, [layout], [Scheme.parse(label)], [])[1]
-
-
-def built(model: Outline, found: Variant, dtype: torch.dtype = torch.float32) -> Any:
-    made, notices = build(model, found, dtype, CPU, QUIET)
-    assert notices == []
-    return made
 
 
 def packed(path: Path, layout: str, schemes: Schemes) -> Path:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.quantize import phases
-from tests.bench.test_random_model import LLAMA
+from tests.bench.samples import LLAMA
 from tests.promises.model import write_json
 
 ROOT = Path(__file__).parents[2]

@@ -31,6 +31,7 @@ from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping, goals_of
 from quantkit.text.sequences import draw_calibration
 from quantkit.text.tokenizer import load_tokenizer
+from tests.calibration.runs import digests, distance, interrupted, resumed, sequences
 from tests.census import families
 from tests.tiny_models import FAMILIES, write_model
 
@@ -60,11 +61,6 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(three: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Item]:
     """All that an undisturbed run on `three` yields."""
     return quantized(three, from_mapping(COARSE), tmp_path_factory.mktemp("whole"))[0]
-
-
-def sequences(lengths: tuple[int, ...] = (2, 100, 17, 80)) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    return [torch.randint(256, (n,), generator=generator) for n in lengths]
 
 
 def start(folder: Path, recipe: Recipe, work: Path, docs: list[Tensor] | None = None) -> Run:
@@ -101,10 +97,6 @@ def quantized(
     return items, commits
 
 
-def digests(items: dict[str, Item]) -> dict[str, str]:
-    return {name: item.value.digest() for name, item in items.items() if isinstance(item.value, QuantizedTensor)}
-
-
 def plain_hessian(reference: Any, linear: str, docs: list[Tensor]) -> Tensor:
     """Return `2/T sum x^T x` of a linear's input in float64, from forwards of the whole model."""
     seen: list[Tensor] = []
@@ -117,10 +109,6 @@ def plain_hessian(reference: Any, linear: str, docs: list[Tensor]) -> Tensor:
     hook.remove()
     x = torch.cat(seen)
     return 2 / len(x) * x.T @ x
-
-
-def distance(a: Tensor, b: Tensor) -> float:
-    return float((a.double() - b.double()).norm() / b.double().norm())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -313,39 +301,6 @@ def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
     fits(10)
     with pytest.raises(QuantkitError, match=r"layers\.0: .* a document of 20 tokens: use a smaller --max-length"):
         list(calibrated(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path, []))
-
-
-def interrupted(
-    src: Checkpoint, recipe: Recipe, partial: Path, blocks: int, docs: list[Tensor] | None = None, device: str = "cpu"
-) -> dict[str, Item]:
-    """Run into a partial folder until `blocks` commits are made, then drop the generator."""
-    writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
-    writer.identify({"recipe": recipe.sha256()}, lambda before, now: None)
-    items: dict[str, Item] = {}
-    model = BlockRunner(src, device=device)
-    for item in calibrated(src, recipe, model, docs or sequences(), partial, writer.done):
-        if isinstance(item, Item):
-            items[item.name] = item
-            writer.add(item)
-            continue
-        writer.commit(item.facts)
-        if len(writer.done) == blocks:
-            break
-    return items
-
-
-def resumed(
-    src: Checkpoint,
-    recipe: Recipe,
-    partial: Path,
-    progress: Progress,
-    docs: list[Tensor] | None = None,
-    device: str = "cpu",
-) -> dict[str, Item]:
-    writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
-    model = BlockRunner(src, device=device)
-    found = calibrated(src, recipe, model, docs or sequences(), partial, writer.done, progress=progress)
-    return {item.name: item for item in found if isinstance(item, Item)}
 
 
 @pytest.mark.parametrize(

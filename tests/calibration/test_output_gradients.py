@@ -19,7 +19,7 @@ from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.whole_model import load_dense_model
 from quantkit.recipes.recipe import from_mapping
-from tests.calibration.test_calibrate import distance
+from tests.calibration.runs import distance
 from tests.tiny_models import write_model
 
 #: Changes that make a family's model smaller.

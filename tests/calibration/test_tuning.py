@@ -19,7 +19,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, from_mapping
-from tests.calibration.test_calibrate import digests, interrupted, resumed
+from tests.calibration.runs import digests, interrupted, resumed
 from tests.tiny_models import write_model
 
 #: Changes that make a family's model smaller.

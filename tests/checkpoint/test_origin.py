@@ -17,7 +17,7 @@ from quantkit.errors import CheckpointError
 from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping
-from tests.checkpoint.test_reader import dense_folder
+from tests.checkpoint.samples import dense_folder
 
 CARD: dict[str, Any] = {
     "license": "other",

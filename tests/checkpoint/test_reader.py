@@ -21,27 +21,10 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import CheckpointError
 from quantkit.io.model_folder import INDEX
+from tests.checkpoint.samples import ONE, TWO, dense_folder
 from tests.faults import memory_path
 
 tmp_path = memory_path
-
-ONE = {"a.weight": torch.arange(6, dtype=torch.float16), "b.bias": torch.ones(3)}
-TWO = {"c.weight": torch.arange(4.0).view(2, 2)}
-
-
-def dense_folder(folder: Path, config: dict[str, Any] | None = None, index: bool = True) -> Path:
-    """Two shards with an index, or one file."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **(config or {})}))
-    (folder / "tokenizer.json").write_text("{}")
-    if not index:
-        save_file({**ONE, **TWO}, folder / "model.safetensors")
-        return folder
-    save_file(ONE, folder / "x-00001-of-00002.safetensors")
-    save_file(TWO, folder / "x-00002-of-00002.safetensors")
-    names = {name: "x-00001-of-00002.safetensors" for name in ONE} | {"c.weight": "x-00002-of-00002.safetensors"}
-    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 12 + 12 + 16}, "weight_map": names}))
-    return folder
 
 
 def change_index(folder: Path, **changes: Any) -> None:

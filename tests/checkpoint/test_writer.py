@@ -7,10 +7,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -30,9 +28,8 @@ from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import RESERVED
 from quantkit.io.staging import is_complete, publish, staging
 from quantkit.layouts import LAYOUTS, quantkit_key
-from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
-from tests.checkpoint.test_reader import dense_folder
+from tests.checkpoint.samples import copy_all, dense_folder, keys_that_differ
 from tests.faults import Killed, count, failing, faults, killer, memory_path, state
 from tests.tiny_models import write_model
 
@@ -43,35 +40,6 @@ Q = "model.layers.0.self_attn.q_proj"
 SPARSE = Scheme(INT4, 128, sparsity="2:4")
 SCHEMES = {"humming": Scheme(FP6), "tcfpx": Scheme(FP6), "marlin": Scheme(INT4, 128)}
 SCHEMES |= {"marlin24": SPARSE, "marlin24-ct": SPARSE}
-
-
-def copy_all(
-    source: Checkpoint,
-    out: Path,
-    layout: Layout | None = None,
-    *,
-    config: dict[str, Any] | None = None,
-    resume: bool = False,
-    every: int = 2,
-    shard: int = 2**20,
-) -> dict[str, str]:
-    """The smallest writer loop: every item, a commit after `every` items."""
-    with staging(out, resume=resume, source=source.path) as partial:
-        if is_complete(partial):
-            publish(partial, out)
-            return {}
-        writer = CheckpointWriter(partial, source, layout, max_shard_bytes=shard)
-        writer.identify({"source": source.hashes(), "version": 1}, keys_that_differ)
-        done = writer.items_done()
-        for number, item in enumerate(source.items(), 1):
-            if item.name not in done:
-                writer.add(item)
-                if number % every == 0:
-                    writer.commit({"number": number})
-        writer.commit({})
-        hashes = writer.finish(config or source.config, lambda: {"README.md": b"a card\n"})
-        publish(partial, out)
-    return hashes
 
 
 def record(scheme: Scheme, n: int = 256, k: int = 256) -> QuantizedTensor:
@@ -379,10 +347,6 @@ def test_a_full_disk_at_every_operation_then_resume(tmp_path: Path, once: bool) 
     assert failures > 50 and state(out) == expected
 
 
-def keys_that_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    return " and ".join(key for key in now if before[key] != now[key]) or None
-
-
 def test_a_resume_with_other_inputs_names_them(tmp_path: Path) -> None:
     source = Checkpoint(dense_folder(tmp_path / "m"))
     with suppress(KeyboardInterrupt), staging(tmp_path / "out") as partial:
@@ -413,7 +377,7 @@ from pathlib import Path
 from quantkit.io import files
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import peak_memory
-from tests.checkpoint.test_writer import copy_all
+from tests.checkpoint.samples import copy_all
 files.CHUNK = 2**20
 source = Checkpoint(sys.argv[1])
 before = peak_memory()["ram"]

@@ -21,7 +21,7 @@ from quantkit.errors import CheckpointError, RecipeError
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from tests import command_line
 from tests.command_line import ROOT, RTN, call, commands, refused
-from tests.pipeline.test_quantize import TEXT
+from tests.folders import TEXT
 
 calib, int4 = command_line.calib, command_line.int4
 

@@ -13,9 +13,7 @@ from click.testing import CliRunner
 
 from quantkit.cli.commands import quantkit
 from tests.command_line import ROOT, call
-from tests.inference import test_generate
 
-templated = test_generate.templated
 FEW = ("--max-new-tokens", 4, "--device", "cpu", "-q")
 
 

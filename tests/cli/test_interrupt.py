@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from quantkit.progress import Progress
 from tests import command_line
 from tests.command_line import ROOT, RTN, call
 from tests.faults import faults, memory_path
-from tests.pipeline.test_quantize import hashes
+from tests.folders import hashes
 
 calib, int4, tmp_path = command_line.calib, command_line.int4, memory_path
 
@@ -70,18 +69,6 @@ def test_an_interruption_inside_exec_leaves_a_run_that_resumes(
     call(*args, "--resume", "-q")
     assert hashes(out) == uninterrupted
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
-
-
-@pytest.fixture
-def handlers() -> Iterator[None]:
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.getsignal(number) for number in numbers]
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests with nohup ignores it
-    catch_signals()
-    yield
-    STOP.clear()
-    for number, handler in zip(numbers, before, strict=True):
-        signal.signal(number, handler)
 
 
 @pytest.mark.usefixtures("handlers")

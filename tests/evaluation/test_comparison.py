@@ -12,7 +12,7 @@ from quantkit.checkpoint import report
 from quantkit.errors import CheckpointError
 from quantkit.evaluation import comparison
 from tests.command_line import RTN, call, refused
-from tests.pipeline.test_quantize import TEXT
+from tests.folders import TEXT
 
 
 @pytest.fixture(scope="module")

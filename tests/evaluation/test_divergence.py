@@ -12,11 +12,8 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.divergence import kld
 from quantkit.models.whole_model import load_dense_model
-from tests.evaluation import test_perplexity
-from tests.evaluation.test_perplexity import TEXT
+from tests.evaluation.conftest import TEXT
 from tests.tiny_models import write_model
-
-bytes_, model = test_perplexity.bytes_, test_perplexity.model
 
 
 def test_divergence_equals_its_definition(model: Any, tiny_llama: Path, bytes_: Any) -> None:

@@ -17,19 +17,8 @@ from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
+from tests.evaluation.conftest import TEXT
 from tests.tiny_models import byte_tokenizer, write_model
-
-TEXT = "".join(chr(97 + (i * i) % 26) for i in range(300))
-
-
-@pytest.fixture(scope="module")
-def bytes_() -> Any:
-    return byte_tokenizer()
-
-
-@pytest.fixture
-def model(tiny_llama: Path) -> Any:
-    return load_dense_model(Checkpoint(tiny_llama))
 
 
 def losses(model: Any, ids: list[int]) -> Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from quantkit.checkpoint.report import REPORT
@@ -21,6 +21,7 @@ from quantkit.evaluation.verify import verify
 from quantkit.io.hashing import hash_of_file
 from quantkit.pipeline import convert, quantize
 from quantkit.recipes.recipe import from_mapping
+from tests.evaluation.folders import edit, recorded
 from tests.reporting.samples import write_report
 from tests.tiny_models import write_model
 
@@ -74,22 +75,6 @@ def outcome(folder: Path, against: Path | None = None) -> Verification | None:
     except CheckpointError as error:
         assert str(folder) in str(error) or (against and str(against) in str(error))
         return None
-
-
-def edit(folder: Path, module: str, change: Callable[[dict[str, Tensor]], None]) -> None:
-    """Rewrite the packed tensors of a module, as a faulty program would write them."""
-    for path in folder.glob("*.safetensors"):
-        tensors = load_file(path)
-        part = {name.removeprefix(f"{module}."): t for name, t in tensors.items() if name.startswith(f"{module}.")}
-        if part:
-            change(part)
-            tensors.update({f"{module}.{suffix}": t.contiguous() for suffix, t in part.items()})
-            save_file(tensors, path)
-
-
-def recorded(folder: Path) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((folder / REPORT).read_text())
-    return found
 
 
 @pytest.mark.parametrize("name", SCHEMES)

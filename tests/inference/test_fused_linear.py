@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import weakref
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,45 +22,31 @@ from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
 from quantkit.layouts.schemes import Schemes
-from tests.bench.test_random_model import CPU, LLAMA, QUIET, tiny
-from tests.inference.test_load import bits, decoded, layers, logits, stored
-from tests.inference.test_packed_linear import gauss, packed, same
-from tests.layouts.samples import HELD, record, tame, write_folder
+from tests.bench.samples import CPU, LLAMA, QUIET, tiny
+from tests.inference.samples import (
+    NS,
+    Attention,
+    attention,
+    bits,
+    decoded,
+    gauss,
+    layers,
+    logits,
+    packed,
+    records,
+    same,
+    stored,
+)
+from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model
 
 UNITS = {name: layout.STACKING_UNIT for name, layout in LAYOUTS.items() if layout.STACKING_UNIT}
 STACKED = [(layout, label) for layout in UNITS for label in HELD[layout][0]]
-NS = (256, 128, 384)
-
-
-def records(label: str, ns: Sequence[int] = NS, k: int = 256) -> list[QuantizedTensor]:
-    return [tame(record(Scheme.parse(label), n, k, seed=i), torch.float16) for i, n in enumerate(ns)]
 
 
 def other_form(part: PackedLinear, layout: str, label: str) -> None:
     (q,) = records(label, (part.n,))
     part.set_packed(layout, q.scheme, q.shape, LAYOUTS[layout].pack(q))
-
-
-class Attention(nn.Module):
-    """Three sibling linears that get one tensor, as in a model."""
-
-    def __init__(self, parts: Sequence[PackedLinear]) -> None:
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj = parts
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = x * 1
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
-
-
-def attention(layout: str = "marlin", label: str = "int4:g128", bias: bool = True) -> tuple[Attention, Attention]:
-    """Make the same sibling linears twice: separate and fused."""
-    separate = Attention([packed(layout, q, bias=bias) for q in records(label)])
-    fused = copy.deepcopy(separate)
-    (siblings,) = sibling_linears(fused)
-    assert FusedLinear(siblings).fuse() and list(sibling_linears(fused)) == []
-    return separate, fused
 
 
 class Products:

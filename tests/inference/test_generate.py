@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -15,10 +13,7 @@ from quantkit.errors import RecipeError
 from quantkit.inference.generate import chat, generate
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
-from tests.inference import test_load
-from tests.inference.test_load import Folders
-
-folder = test_load.folder
+from tests.inference.samples import Folders
 
 
 def test_generate_is_greedy_and_checks_the_positions(folder: Folders) -> None:
@@ -75,21 +70,6 @@ def test_a_draw_repeats_with_its_seed_and_leaves_torchs_generator(folder: Folder
 def test_a_draw_that_is_none_is_refused(asked: dict[str, float], rule: str) -> None:
     with pytest.raises(RecipeError, match=rule):
         generate("missing", "abc", **asked)
-
-
-#: A template that shows the messages, and refuses a system message.
-TEMPLATE = (
-    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system message') }}{% endif %}"
-    "{{ m.role[0] }}{{ m.content }};{% endfor %}{% if add_generation_prompt %}a{% endif %}"
-)
-
-
-@pytest.fixture
-def templated(tiny_llama: Path, tmp_path: Path) -> Path:
-    path = Path(shutil.copytree(tiny_llama, tmp_path / "chat"))
-    config = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": TEMPLATE}))
-    return path
 
 
 def test_each_turn_follows_the_whole_conversation(templated: Path) -> None:

@@ -3,97 +3,26 @@
 from __future__ import annotations
 
 import json
-import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import nn
 
 import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.evaluation.perplexity import perplexity
-from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
+from tests.folders import TEXT
+from tests.inference.samples import KERNELS, OTHERS, Folders, bits, change, decoded, layers, logits, stored
 from tests.layouts.samples import write_folder
-from tests.pipeline.test_quantize import TEXT
 from tests.tiny_models import write_model
-
-KERNELS = [
-    ("marlin", "int4:g128"),
-    ("marlin", "int4:channel"),
-    ("marlin24", "int4:g128:24"),
-    ("marlin24-ct", "int4:channel:24"),
-    ("tcfpx", "fp6:channel"),
-    ("tcfpx", "fp5-e2m2:channel"),
-    ("quick", "int4:g32"),
-    ("quick", "int4:g64:asym"),
-]
-OTHERS = [
-    ("compressed-tensors", "int4:g64:asym"),
-    ("compressed-tensors", "fp6:channel"),
-    ("gptq", "int4:g128"),
-    ("gptq-v2", "int4:g64:asym"),
-    ("awq", "int4:g64:asym"),
-    ("humming", "fp5:channel"),
-]
-IDS = torch.tensor([[5, 99, 31, 7, 256, 64, 12, 200, 1, 2, 3, 4]])
-Folders = Callable[[str, str], Path]
-
-
-@pytest.fixture(scope="module")
-def folder(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    """Make folders of random packed weights, by layout and scheme; tests do not change them."""
-    root = tmp_path_factory.mktemp("packed")
-
-    def written(layout: str, label: str, key: bool = True) -> Path:
-        out = root / f"{layout}-{label}-{key}".replace(":", "-")
-        if not out.exists():
-            schemes = Schemes(Scheme.parse(label), ignore=("lm_head",))
-            write_folder(small_llama, out, layout, schemes, key=key)
-        return out
-
-    return written
-
-
-@pytest.fixture
-def broken(folder: Folders, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(folder("marlin", "int4:g128"), tmp_path / "broken"))
-
-
-def logits(model: Any) -> Tensor:
-    with torch.no_grad():
-        return model(IDS.to(model.device)).logits.cpu()
-
-
-def decoded(path: Path, dtype: torch.dtype = torch.float32) -> Tensor:
-    return logits(load_dense_model(Checkpoint(path), dtype=dtype))
-
-
-def layers(model: nn.Module) -> list[PackedLinear]:
-    return [module for module in model.modules() if isinstance(module, PackedLinear)]
-
-
-def stored(path: Path) -> dict[str, Tensor]:
-    return {name: t for shard in sorted(path.glob("*.safetensors")) for name, t in load_file(shard).items()}
-
-
-def bits(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
-
-
-def change(path: Path, edit: Callable[[dict[str, Tensor]], None]) -> None:
-    tensors = stored(path)
-    edit(tensors)
-    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 
 
 @pytest.mark.parametrize(("layout", "label"), KERNELS + OTHERS)

@@ -18,11 +18,8 @@ from quantkit.errors import CheckpointError, KernelError, QuantkitError, RecipeE
 from quantkit.inference import swap_linears
 from quantkit.models.meta_model import skeleton
 from tests.command_line import refused
-from tests.inference import test_load
-from tests.inference.test_load import Folders, change
-from tests.pipeline.test_quantize import TEXT
-
-folder, broken = test_load.folder, test_load.broken
+from tests.folders import TEXT
+from tests.inference.samples import Folders, change
 
 
 def restate(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:

@@ -27,10 +27,8 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.whole_model import load_dense_model
 from quantkit.text.tokenizer import load_tokenizer
-from tests.inference.test_fused_linear import attention
-from tests.inference.test_load import bits, layers, logits, stored
-from tests.inference.test_packed_linear import gauss, values
-from tests.inference.test_packed_linear import packed as packed_linear
+from tests.inference.samples import attention, bits, gauss, layers, logits, stored, values
+from tests.inference.samples import packed as packed_linear
 from tests.layouts.samples import write_folder
 from tests.tiny_models import write_model
 

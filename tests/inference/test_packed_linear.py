@@ -14,10 +14,9 @@ from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, LayoutError
-from quantkit.inference.packed_linear import PackedLinear
 from quantkit.kernels import MATMULS
-from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
+from tests.inference.samples import gauss, packed, same, values
 from tests.layouts.samples import HELD, record, tame
 
 ALL = [(layout, label) for layout, (labels, _) in HELD.items() for label in labels]
@@ -26,26 +25,6 @@ BATCHES: list[tuple[int, ...]] = [(1,), (3, 5), (0,), (2, 0), (2, 1, 3), ()]
 
 
 CASTS = [nn.Module.bfloat16, nn.Module.half, nn.Module.double, partial(nn.Module.to, dtype=torch.float16)]
-
-
-def gauss(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def values(label: str, n: int = 128, k: int = 256) -> QuantizedTensor:
-    return tame(record(Scheme.parse(label), n, k, lowest_zero=1), torch.float16)
-
-
-def packed(layout: str, q: QuantizedTensor, true: tuple[int, int] | None = None, bias: bool = True) -> PackedLinear:
-    n = (true or q.shape)[0]
-    return PackedLinear(
-        layout, q.scheme, q.shape, true or q.shape, LAYOUTS[layout].pack(q), gauss(n, seed=1) if bias else None
-    )
-
-
-def same(a: Tensor, b: Tensor) -> bool:
-    bits = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(bits), b.view(bits))
 
 
 @pytest.mark.parametrize(("layout", "label"), ALL)

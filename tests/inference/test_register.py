@@ -12,8 +12,7 @@ import pytest
 from quantkit.core.scheme import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
-from tests.inference import test_load
-from tests.inference.test_load import KERNELS, OTHERS
+from tests.inference.samples import KERNELS, OTHERS, Folders
 from tests.layouts.samples import write_folder
 
 #: One process checks both, because the imports take most of its time.
@@ -53,11 +52,9 @@ for path in sys.argv[1:]:
 print(json.dumps(found))
 """
 
-folder = test_load.folder
-
 
 def test_import_changes_no_table_and_from_pretrained_opens_a_layout_or_leaves_it_to_its_owner(
-    folder: test_load.Folders, small_llama: Path, tmp_path: Path
+    folder: Folders, small_llama: Path, tmp_path: Path
 ) -> None:
     pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
     cases = {layout: folder(layout, label) for layout, label in reversed((*KERNELS, *OTHERS))}

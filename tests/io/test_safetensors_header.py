@@ -20,7 +20,8 @@ from quantkit.errors import CheckpointError
 from quantkit.io.config_checks import check_config, drop_auto_map
 from quantkit.io.json_files import decode_floats, dump_json, load_json
 from quantkit.io.model_folder import inside
-from quantkit.io.safetensors_header import DTYPES, parse_header, read_header
+from quantkit.io.safetensors_header import parse_header, read_header
+from tests.io.headers import FIELDS, JSON
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float16).view(3, 4),
@@ -217,21 +218,6 @@ def test_random_mutations() -> None:
             at, length = draw(len(bad) + 1), draw(6)
             bad = bad[:at] + pieces[draw(len(pieces))] * draw(3) + bad[at + length :]
         survives(bad, 20)
-
-
-JSON = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
-    max_leaves=8,
-)
-FIELDS = st.fixed_dictionaries(
-    {},
-    optional={
-        "dtype": st.sampled_from([*DTYPES, "F4"]) | JSON,
-        "shape": st.lists(st.integers(-1, 9), max_size=9) | JSON,
-        "data_offsets": st.lists(st.integers(-1, 40), min_size=1, max_size=3) | JSON,
-    },
-)
 
 
 @settings(max_examples=300, suppress_health_check=list(HealthCheck))

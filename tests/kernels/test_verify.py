@@ -20,7 +20,7 @@ from quantkit.io.hashing import hash_of_file
 from quantkit.kernels import loader
 from quantkit.pipeline import convert, quantize
 from quantkit.recipes.recipe import from_mapping
-from tests.evaluation.test_verify import edit, recorded
+from tests.evaluation.folders import edit, recorded
 from tests.reporting.samples import write_report
 from tests.tiny_models import write_model
 

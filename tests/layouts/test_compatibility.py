@@ -37,8 +37,8 @@ from quantkit.layouts.recast import broken_rule, recast, target
 from quantkit.layouts.schemes import Schemes
 from tests.command_line import call, refused
 from tests.faults import Killed, count, failing, faults, killer, memory_path
+from tests.folders import tensors
 from tests.layouts.samples import record, write_folder
-from tests.pipeline.test_quantize import tensors
 from tests.tiny_models import FAMILIES, write_model
 
 tmp_path = memory_path

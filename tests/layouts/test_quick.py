@@ -13,8 +13,8 @@ from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, marlin
 from quantkit.layouts.schemes import Schemes
 from tests.golden import both_ways, golden, same, scheme_of
+from tests.layouts.laws import rows
 from tests.layouts.samples import record
-from tests.layouts.test_laws import rows
 
 QUICK = LAYOUTS["quick"]
 

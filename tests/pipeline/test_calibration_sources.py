@@ -17,7 +17,7 @@ from quantkit.recipes import recipe as recipes
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import call, refused
 from tests.faults import Killed, faults
-from tests.pipeline.test_quantize import TEXT
+from tests.folders import TEXT
 from tests.tiny_models import CHAT_TEMPLATE
 
 datasets = pytest.importorskip("datasets", reason="datasets is not installed here")

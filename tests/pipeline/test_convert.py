@@ -24,8 +24,8 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import repack
 from tests.command_line import call, refused
 from tests.faults import memory_path
+from tests.folders import tensors
 from tests.layouts.samples import record, write_folder
-from tests.pipeline.test_quantize import tensors
 from tests.tiny_models import write_model
 
 tmp_path = memory_path

@@ -22,7 +22,7 @@ from quantkit.planning import memory as memory_estimate
 from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.reporting.summary import summary
 from tests.faults import Killed, count, faults, killer, memory_path
-from tests.pipeline.test_quantize import TEXT, hashes
+from tests.folders import TEXT, hashes
 from tests.tiny_models import write_model
 
 tmp_path = memory_path

@@ -24,7 +24,7 @@ from tests import command_line
 from tests.algorithms.inputs import is_24
 from tests.command_line import call, refused
 from tests.faults import Killed, count, faults, killer, memory_path
-from tests.pipeline.test_quantize import hashes, tensors
+from tests.folders import hashes, tensors
 from tests.tiny_models import write_model
 
 calib, tmp_path = command_line.calib, memory_path

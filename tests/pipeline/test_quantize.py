@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -28,12 +27,10 @@ from quantkit.pipeline.quantize import plan, quantize
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from tests.census import families
 from tests.faults import Killed, count, faults, killer, memory_path
+from tests.folders import TEXT, gptq, hashes, tensors
 from tests.tiny_models import write_model
 
 tmp_path = memory_path
-
-TEXT = "\n\n".join(f"Document {i}: " + "the quick brown fox jumps over the lazy dog " * (1 + i % 5) for i in range(12))
-VOLATILE = {REPORT}  # holds times and peak memory
 
 
 @pytest.fixture(scope="module")
@@ -41,25 +38,6 @@ def calib(tmp_path_factory: pytest.TempPathFactory) -> str:
     path = tmp_path_factory.mktemp("text") / "calib.txt"
     path.write_text(TEXT)
     return str(path)
-
-
-def gptq(calib: str, **changes: object) -> dict[str, object]:
-    return {"calibration": {"data": calib, "samples": 8, "max_length": 128}, **changes}
-
-
-def tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    src = Checkpoint(folder)
-    return {
-        name: (t.dtype, tuple(t.shape), t.contiguous().view(torch.uint8).numpy().tobytes())
-        for name in src.names()
-        for t in [src.get(name).reshape(-1)]
-    }
-
-
-def hashes(folder: Path) -> dict[str, str]:
-    return {
-        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir()) if p.name not in VOLATILE
-    }
 
 
 @pytest.mark.parametrize("scheme", [{"format": "int4"}, {"format": "int4", "group_size": "channel"}])

@@ -29,7 +29,7 @@ from quantkit.planning.memory import Memory
 from tests import command_line, ranks
 from tests.command_line import ROOT, call
 from tests.faults import memory_path
-from tests.pipeline.test_quantize import hashes
+from tests.folders import hashes
 from tests.reliability import forks
 from tests.reliability.forks import Ended
 

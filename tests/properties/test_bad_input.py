@@ -18,7 +18,7 @@ from quantkit.errors import CheckpointError
 from tests import command_line
 from tests.command_line import RTN, call, refused
 from tests.faults import failing, faults
-from tests.pipeline.test_quantize import TEXT, hashes
+from tests.folders import TEXT, hashes
 from tests.tiny_models import write_model
 
 calib, copy, int4 = command_line.calib, command_line.copy, command_line.int4

@@ -11,7 +11,7 @@ import huggingface_hub
 import pytest
 import torch
 
-from tests.properties.test_tutorial import agree, shell
+from tests.properties.pages import agree, shell
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs/first_hour.md").read_text(encoding="utf-8")

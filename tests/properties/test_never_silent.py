@@ -27,7 +27,7 @@ from quantkit.reporting.facts import EVENTS
 from quantkit.reporting.summary import summary
 from quantkit.text.tokenizer import load_tokenizer
 from tests.faults import faults
-from tests.pipeline.test_quantize import TEXT
+from tests.folders import TEXT
 from tests.tiny_models import write_model
 
 RTN = {"method": "rtn", "clip": "none"}

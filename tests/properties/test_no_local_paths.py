@@ -10,7 +10,7 @@ import pytest
 
 from quantkit.checkpoint import report
 from tests.command_line import RTN, call
-from tests.pipeline.test_quantize import TEXT
+from tests.folders import TEXT
 
 #: The name of the folder that everything lies in.
 SECRET = "a-customer-whose-name-nobody-may-know"

@@ -26,7 +26,7 @@ from quantkit.recipes.recipe import Recipe, from_mapping
 from tests import command_line
 from tests.command_line import RTN, call, refused
 from tests.faults import Killed, faults, memory_path
-from tests.pipeline.test_quantize import hashes, tensors
+from tests.folders import hashes, tensors
 from tests.tiny_models import write_model
 
 calib, tmp_path = command_line.calib, memory_path

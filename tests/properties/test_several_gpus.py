@@ -18,7 +18,7 @@ from quantkit.inference.packed_linear import PackedLinear
 from quantkit.kernels import MATMULS, proof
 from quantkit.kernels.proof import relative_error
 from quantkit.text.tokenizer import load_tokenizer
-from tests.inference.test_load import logits
+from tests.inference.samples import logits
 from tests.kernels.operands import weight
 from tests.kernels.test_naive import on_gpu
 

@@ -7,8 +7,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,47 +20,19 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError
 from quantkit.io.hashing import hash_of
 from quantkit.io.json_files import dump_json
-from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import SafetensorsWriter
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack
-from tests.cli.test_interrupt import handlers
-from tests.command_line import RTN, call
+from tests.command_line import call
 from tests.faults import faults, memory_path
+from tests.properties.conversions import damage, nothing_is_left, packed
 from tests.reporting.samples import write_report
 
 tmp_path = memory_path
-__all__ = ["handlers"]
+__all__ = ["nothing_is_left", "packed"]
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("quantkit")]
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    before = torch.get_num_threads()
-    yield
-    assert torch.get_num_threads() == before
-    assert not threads()
-
-
-@pytest.fixture(scope="module")
-def packed(small_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("packed") / "ct"
-    call("quantize", small_llama, "-o", out, *RTN, "-q")
-    return out
-
-
-def damage(folder: Path, name: str) -> None:
-    for path in folder.glob("*.safetensors"):
-        if (info := read_header(path)[0].get(name)) is not None:
-            data = bytearray(path.read_bytes())
-            data[info.start + 5] ^= 0x10
-            path.write_bytes(bytes(data))
 
 
 @pytest.mark.parametrize("batch", [1, 50_000, convert.BATCH], ids=["each alone", "some", "all at once"])

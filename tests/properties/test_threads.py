@@ -19,13 +19,12 @@ from quantkit.pipeline import convert
 from quantkit.pipeline.convert import pack
 from quantkit.planning.plan import plan_pack
 from quantkit.progress import Progress
-from tests.cli.test_interrupt import handlers
 from tests.command_line import call
 from tests.faults import faults, memory_path
-from tests.properties.test_streaming import damage, nothing_is_left, packed
+from tests.properties.conversions import damage, nothing_is_left, packed
 
 tmp_path = memory_path
-__all__ = ["handlers", "nothing_is_left", "packed"]
+__all__ = ["nothing_is_left", "packed"]
 
 
 @pytest.fixture(params=[1, 3])

@@ -8,19 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import io
-import math
 import os
 import re
-import shlex
-import subprocess
 import tempfile
 from pathlib import Path
 
 import pytest
 import torch
-from click.testing import CliRunner
 
-from quantkit.cli.commands import quantkit
+from tests.properties.pages import agree, shell
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs/tutorial.md"
@@ -28,21 +24,6 @@ PAGE = ROOT / "docs/tutorial.md"
 BLOCKS = re.compile(r"```console\n(.*?)```|```python\n(.*?)```\n\n```text\n(.*?)```", re.DOTALL)
 #: Where the page says that its reader works.
 HOME = "/home/you/quantkit"
-VOLATILE = re.compile(
-    r"^(time|memory|peak memory|disk free) .*|(?<= tokens) in [\d.]+ s, [\d.]+ a second", re.MULTILINE
-)
-FRACTION = re.compile(r"-?\d+\.\d+")
-
-
-def shell(line: str) -> str:
-    """Run one line of a console block: quantkit's own in this process, any other in a shell."""
-    words = shlex.split(line)
-    if words[0] != "quantkit":
-        return subprocess.run(line, shell=True, check=True, capture_output=True, text=True).stdout
-    result = CliRunner().invoke(quantkit, words[1:])
-    if result.exception is not None and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    return result.output
 
 
 def python(program: str) -> str:
@@ -69,15 +50,6 @@ def output(block: re.Match[str], command: str, shown: list[str]) -> list[str]:
     head = shown.index("...")
     tail = len(lines) - (len(shown) - head - 1)
     return [*lines[:head], "...", *lines[tail:]]
-
-
-def agree(lines: list[str], shown: list[str]) -> bool:
-    """Return True if the two differ in nothing but volatile figures and the last digits of fractions."""
-    printed, expected = (VOLATILE.sub(r"\1", "\n".join(text)) for text in (lines, shown))
-    if FRACTION.sub("#", printed) != FRACTION.sub("#", expected):
-        return False
-    pairs = zip(FRACTION.findall(printed), FRACTION.findall(expected), strict=True)
-    return all(math.isclose(float(a), float(b), rel_tol=0.05) for a, b in pairs)
 
 
 def prepare(folder: Path) -> None:

@@ -21,8 +21,8 @@ from quantkit.errors import LayoutError, QuantkitError
 from quantkit.evaluation.verify import verify
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
+from tests.layouts.laws import UNITS, obeys
 from tests.layouts.samples import HELD, record, write_folder
-from tests.layouts.test_laws import UNITS, obeys
 from tests.reliability import samples
 from tests.reliability.campaign import Family, Run
 

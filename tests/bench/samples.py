@@ -1,0 +1,45 @@
+"""Outlines of tiny models for benches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.bench.random_model import (
+    Outline,
+    Variant,
+    build,
+)
+from quantkit.progress import Progress
+
+CPU, QUIET = torch.device("cpu"), Progress(quiet=True)
+LLAMA: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "vocab_size": 257,
+    "max_position_embeddings": 512,
+}
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen2 tied": {**LLAMA, "model_type": "qwen2", "tie_word_embeddings": True},
+    "gemma": {**LLAMA, "model_type": "gemma", "num_key_value_heads": 1},
+    "gpt_neox": {**LLAMA, "model_type": "gpt_neox"},
+    "opt": {**LLAMA, "model_type": "opt", "ffn_dim": 256, "word_embed_proj_dim": 128},
+}
+
+
+def tiny(**changes: Any) -> Outline:
+    return Outline("tiny", Path("tiny"), LLAMA | changes)
+
+
+def built(model: Outline, found: Variant, dtype: torch.dtype = torch.float32) -> Any:
+    made, notices = build(model, found, dtype, CPU, QUIET)
+    assert notices == []
+    return made

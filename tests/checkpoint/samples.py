@@ -1,0 +1,68 @@
+"""Small folders, and the shortest loop that writes one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.io.model_folder import INDEX
+from quantkit.io.staging import is_complete, publish, staging
+from quantkit.layouts.base import Layout
+
+ONE = {"a.weight": torch.arange(6, dtype=torch.float16), "b.bias": torch.ones(3)}
+TWO = {"c.weight": torch.arange(4.0).view(2, 2)}
+
+
+def dense_folder(folder: Path, config: dict[str, Any] | None = None, index: bool = True) -> Path:
+    """Two shards with an index, or one file."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **(config or {})}))
+    (folder / "tokenizer.json").write_text("{}")
+    if not index:
+        save_file({**ONE, **TWO}, folder / "model.safetensors")
+        return folder
+    save_file(ONE, folder / "x-00001-of-00002.safetensors")
+    save_file(TWO, folder / "x-00002-of-00002.safetensors")
+    names = {name: "x-00001-of-00002.safetensors" for name in ONE} | {"c.weight": "x-00002-of-00002.safetensors"}
+    (folder / INDEX).write_text(json.dumps({"metadata": {"total_size": 12 + 12 + 16}, "weight_map": names}))
+    return folder
+
+
+def copy_all(
+    source: Checkpoint,
+    out: Path,
+    layout: Layout | None = None,
+    *,
+    config: dict[str, Any] | None = None,
+    resume: bool = False,
+    every: int = 2,
+    shard: int = 2**20,
+) -> dict[str, str]:
+    """The smallest writer loop: every item, a commit after `every` items."""
+    with staging(out, resume=resume, source=source.path) as partial:
+        if is_complete(partial):
+            publish(partial, out)
+            return {}
+        writer = CheckpointWriter(partial, source, layout, max_shard_bytes=shard)
+        writer.identify({"source": source.hashes(), "version": 1}, keys_that_differ)
+        done = writer.items_done()
+        for number, item in enumerate(source.items(), 1):
+            if item.name not in done:
+                writer.add(item)
+                if number % every == 0:
+                    writer.commit({"number": number})
+        writer.commit({})
+        hashes = writer.finish(config or source.config, lambda: {"README.md": b"a card\n"})
+        publish(partial, out)
+    return hashes
+
+
+def keys_that_differ(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    return " and ".join(key for key in now if before[key] != now[key]) or None

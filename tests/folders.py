@@ -1,0 +1,33 @@
+"""A short calibration text, and what tests compare of an output folder."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
+
+TEXT = "\n\n".join(f"Document {i}: " + "the quick brown fox jumps over the lazy dog " * (1 + i % 5) for i in range(12))
+VOLATILE = {REPORT}  # holds times and peak memory
+
+
+def gptq(calib: str, **changes: object) -> dict[str, object]:
+    return {"calibration": {"data": calib, "samples": 8, "max_length": 128}, **changes}
+
+
+def tensors(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
+    src = Checkpoint(folder)
+    return {
+        name: (t.dtype, tuple(t.shape), t.contiguous().view(torch.uint8).numpy().tobytes())
+        for name in src.names()
+        for t in [src.get(name).reshape(-1)]
+    }
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    return {
+        p.name: hashlib.sha256(p.read_bytes()).hexdigest() for p in sorted(folder.iterdir()) if p.name not in VOLATILE
+    }
