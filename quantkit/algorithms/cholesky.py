@@ -18,7 +18,7 @@ from quantkit.algorithms.options import Options
 from quantkit.core import sparsity
 from quantkit.core.sparsity import QUAD
 from quantkit.core.threads import one_thread
-from quantkit.errors import NumericError
+from quantkit.errors import NumericError, Setting, Words
 
 _LEAST_DAMP_FLOAT32 = 1e-3  # below it a float32 factor loses its digits (ALGORITHMS 5.1)
 
@@ -54,10 +54,11 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
     """
     dtype = factor_dtype(h.device)
     if dtype == torch.float32 and options.damp < _LEAST_DAMP_FLOAT32:
-        raise NumericError(f"gptq.damp {options.damp} is too small for float32 on this GPU: use 0.001 or more")
+        raise NumericError(f"gptq.damp {options.damp} is too small for float32 on this GPU", "use 0.001 or more")
     diagonal, dead = live_diagonal(h.to(dtype))  # a copy that is free again
     if bool(dead.all()):
-        raise NumericError("no input channel ever moved in calibration: use other text, --skip, or on_unsolvable: rtn")
+        ways = Words("use other text,", Setting("skip"), ", or on_unsolvable: rtn")
+        raise NumericError("no input channel ever moved in calibration", ways)
     order = _processing_order(diagonal, options, sparse)
     scale = diagonal[order].sqrt()
     correlation = h.index_select(0, order).index_select(1, order).to(dtype).div_(scale).div_(scale.unsqueeze(-1))

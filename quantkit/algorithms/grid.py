@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.algorithms.numerics import row_slices, working_dtype
 from quantkit.core.formats import Format
 from quantkit.core.scheme import Scheme
-from quantkit.errors import NumericError
+from quantkit.errors import NumericError, Setting, Words
 
 LARGEST_HALF = 65504.0
 SMALLEST_SCALE = 2.0**-20
@@ -83,6 +83,7 @@ def refuse_overflow(overflow: Tensor, row: int, groups: int) -> None:
     if bool(overflow.any()):
         rows = sorted({row + i // groups for i in overflow.nonzero().flatten().tolist()})
         raise NumericError(
-            f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} has weights too large: its scale or "
-            f"its dequantized weights pass {LARGEST_HALF:.0f}, the end of float16: leave it dense with --skip"
+            f"row {', '.join(map(str, rows[:5]))}{' ...' if len(rows) > 5 else ''} has weights too large: its "
+            f"scale or its dequantized weights pass {LARGEST_HALF:.0f}, the end of float16",
+            Words("leave it dense with", Setting("skip")),
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.algorithms.numerics import factor_dtype, is_finite, working_dtype
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import one_thread, side_by_side
-from quantkit.errors import NumericError
+from quantkit.errors import NumericError, Option, Words
 from quantkit.kernels import gptq as kernels
 
 CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
@@ -84,7 +84,9 @@ class Hessian:
             token, channel = (~finite).nonzero()[0].tolist()
             raise NumericError(
                 f"{int((~finite).sum())} of {x.numel()} activations are NaN or infinite, the first in token {token}, "
-                f"channel {channel}: drop that document, or use --device cpu, which computes in float32"
+                f"channel {channel}",
+                "drop that document",
+                Words("use", Option("device", "cpu"), ", which computes in float32"),
             )
         if self._chunk is None:
             keep = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
@@ -177,7 +179,7 @@ class Hessian:
     def _parts(self) -> tuple[Tensor, _Extreme]:
         """Return the lower triangle of the sum of all ordinary tokens, and the extreme ones."""
         if not self.tokens:
-            raise NumericError("no calibration token reached this linear: add calibration text, or leave it dense")
+            raise NumericError("no calibration token reached this linear", "add calibration text", "leave it dense")
         total = self._sum.clone()
         x, extreme = self._last_chunk()
         if len(x):
@@ -341,7 +343,7 @@ def live_diagonal(h: Tensor) -> tuple[Tensor, Tensor]:
     # The sum of a row is not finite if an entry is not; a finite sum overflows only beyond 1e38 / k.
     if not bool(torch.isfinite(h.sum(0)).all()):
         broken = int((~torch.isfinite(h)).sum())
-        raise NumericError(f"the Hessian has {broken} entries that are NaN or infinite: check the calibration text")
+        raise NumericError(f"the Hessian has {broken} entries that are NaN or infinite", "check the calibration text")
     if bool((diagonal < 0).any()):
         raise NumericError("the Hessian has a negative diagonal entry and is not a covariance: calibrate anew")
     dead = diagonal == 0

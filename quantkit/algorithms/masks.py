@@ -6,7 +6,7 @@ from torch import Tensor
 
 from quantkit.algorithms.hessian import live_diagonal
 from quantkit.core import sparsity
-from quantkit.errors import NumericError, RecipeError
+from quantkit.errors import Command, NumericError, RecipeError, Setting, Words
 from quantkit.names import Rule
 
 
@@ -17,19 +17,25 @@ def fixed_mask(weight: Tensor, rule: Rule, h: Tensor | None) -> Tensor:
     """
     check_fixed(rule)
     if rule == "wanda" and h is None:
-        raise RecipeError("wanda needs calibration data: give a calibration set, or use --prune-method magnitude")
+        raise RecipeError(
+            "wanda needs calibration data", "give a calibration set", Words("use", Setting("prune_method", "magnitude"))
+        )
     if rule == "magnitude" or h is None:
         return sparsity.weight_mask(weight)
     diagonal, dead = live_diagonal(h)
     if bool(dead.all()):
-        raise NumericError("no input channel ever moved in calibration: use other text, or magnitude instead of wanda")
+        raise NumericError(
+            "no input channel ever moved in calibration", "use other text, or magnitude instead of wanda"
+        )
     return sparsity.weight_mask(weight, diagonal)
 
 
 def check_fixed(rule: Rule) -> None:
     """Raise RecipeError if rounding alone cannot follow a rule."""
     if rule == "sparsegpt":
+        sparsegpt = Setting("method", "sparsegpt")
         raise RecipeError(
-            "sparsegpt moves the weights that stay, rounding does not: use --method gptq, or --prune-method magnitude "
-            "on what quantkit prune --method sparsegpt wrote"
+            "sparsegpt moves the weights that stay, rounding does not",
+            Words("use", Setting("method", "gptq")),
+            Words(Setting("prune_method", "magnitude"), "on what", Command("prune", sparsegpt), "wrote"),
         )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.tensors import FLOATS
-from quantkit.errors import NumericError
+from quantkit.errors import NumericError, Setting, Words
 
 _FULL_RATE_FLOAT64 = {(6, 0), (7, 0), (8, 0), (9, 0), (10, 0)}  # compute capabilities of data-centre GPUs
 
@@ -43,7 +43,9 @@ def check_weight(weight: Tensor) -> None:
     if weight.ndim != 2 or not weight.numel() or weight.dtype not in FLOATS:
         raise NumericError(
             f"a weight is a non-empty float16, bfloat16, float32 or float64 matrix, not {weight.dtype} "
-            f"{list(weight.shape)}: convert it, or leave it dense with --skip"
+            f"{list(weight.shape)}",
+            "convert it",
+            Words("leave it dense with", Setting("skip")),
         )
     check_finite(weight)
 
@@ -73,6 +75,6 @@ def check_finite(tensor: Tensor) -> None:
     if count:
         index = [int(i) for i in torch.unravel_index(torch.tensor(first), tensor.shape)]
         raise NumericError(
-            f"{count} of {tensor.numel()} weights are NaN or infinite, the first {index} = {flat[first].item()}: "
-            "repair or download it again"
+            f"{count} of {tensor.numel()} weights are NaN or infinite, the first {index} = {flat[first].item()}",
+            "repair or download it again",
         )

@@ -36,8 +36,8 @@ class Options:
 
     def __post_init__(self) -> None:
         if not 0 < self.damp <= 1:
-            raise RecipeError(f"damp {self.damp} is not in (0, 1]: use 0.01")
+            raise RecipeError(f"damp {self.damp} is not in (0, 1]", "use 0.01")
         if self.block < 1:
-            raise RecipeError(f"gptq.block {self.block} is not positive: use 128")
+            raise RecipeError(f"gptq.block {self.block} is not positive", "use 128")
         if self.descent < 0:
-            raise RecipeError(f"descent {self.descent} is negative: use 0 for none, or 1 to 3 passes")
+            raise RecipeError(f"descent {self.descent} is negative", "use 0 for none, or 1 to 3 passes")

@@ -19,7 +19,7 @@ from quantkit.algorithms.numerics import factor_dtype, working_dtype
 from quantkit.algorithms.rtn import scale_facts
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import one_thread
-from quantkit.errors import NumericError
+from quantkit.errors import NumericError, Setting, Words
 
 #: Added to the diagonal of `H_out`, relative to each of its entries.
 DAMP = 0.02
@@ -73,7 +73,9 @@ class _Rows:
         h.diagonal().add_(DAMP)
         lower, failed = torch.linalg.cholesky_ex(h.flip(0, 1))
         if bool(failed):
-            raise NumericError("the Hessian of its outputs is not a covariance: use --no-output-aware")
+            raise NumericError(
+                "the Hessian of its outputs is not a covariance", Words("use", Setting("output_aware", False))
+            )
         self._root = lower.flip(0, 1).mul_(size.unsqueeze(-1)).to(working_dtype(weight))
         self._weight = weight[self.order]
         self._errors = torch.zeros_like(self._weight, dtype=self._root.dtype)

@@ -52,7 +52,7 @@ def quantize(
     errors = None
     if clip == "search" and metric != "mse":
         if hessian is None:
-            raise RecipeError(f"metric {metric} needs calibration data: give a calibration set, or use metric mse")
+            raise RecipeError(f"metric {metric} needs calibration data", "give a calibration set", "use metric mse")
         errors = group_errors(hessian, live_diagonal(hessian)[0], groups, metric, working_dtype(weight))
     grid = choose_scales(weight, scheme, clip, errors, signed)
     tensor = QuantizedTensor(scheme, encode(weight, scheme, grid), *grid)

@@ -28,7 +28,7 @@ from quantkit.algorithms.numerics import row_slices, working_dtype
 from quantkit.core.formats import Format
 from quantkit.core.scheme import Scheme
 from quantkit.core.threads import side_by_side
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, Setting, Words
 from quantkit.kernels import gptq as kernels
 from quantkit.names import Clip, Metric
 
@@ -133,7 +133,9 @@ def check_signed(scheme: Scheme, signed: bool) -> None:
     """Raise RecipeError if signed scales are asked of a scheme that gains nothing from them."""
     if signed and (scheme.format.is_float or not scheme.symmetric):
         raise RecipeError(
-            f"--signed is for symmetric int4, not for {scheme.label}: drop --signed, or use --format int4 --sym"
+            Words(Setting("signed", True), f"is for symmetric int4, not for {scheme.label}"),
+            Words("drop", Setting("signed", True)),
+            Words("use", Setting("format", "int4"), Setting("asym", False)),
         )
 
 

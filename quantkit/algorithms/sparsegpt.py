@@ -13,7 +13,7 @@ from quantkit.algorithms.sweep import Pattern, column_blocks, round_block, targe
 from quantkit.core.sparsity import QUAD
 from quantkit.core.tensors import dtype_name
 from quantkit.core.threads import one_thread
-from quantkit.errors import NumericError
+from quantkit.errors import NumericError, Setting, Words
 
 
 def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = None) -> Tensor:
@@ -29,7 +29,9 @@ def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = N
     factor = factor or factorize(h, options, sparse=True)
     values = survivors(weight, factor, options, sweep_pattern(weight, h, options, factor))
     if not bool(torch.isfinite(values).all()):
-        raise NumericError(f"weights that make up for pruned ones overflow {dtype_name(values.dtype)}: --skip it")
+        raise NumericError(
+            f"weights that make up for pruned ones overflow {dtype_name(values.dtype)}", Words(Setting("skip"), "it")
+        )
     return values
 
 

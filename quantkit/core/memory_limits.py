@@ -81,8 +81,9 @@ def require_address_space(*, computes: bool) -> None:
     needed = taken + int(TORCH * libraries) + (OTHERS if computes else 0)
     if limit < needed:
         raise QuantkitError(
-            f"ulimit -v allows {limit // 1024} KiB of address space, and the libraries of this command take about "
-            f"{needed // 1024}: raise ulimit -v"
+            f"ulimit -v allows {limit // 1024} KiB of address space, and the libraries of this command take "
+            f"about {needed // 1024}",
+            "raise ulimit -v",
         )
 
 

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar, cast
 import torch
 from torch import Tensor
 
-from quantkit.errors import QuantkitError, is_out_of_memory, reason
+from quantkit.errors import Option, QuantkitError, Words, is_out_of_memory, reason
 from quantkit.progress import Progress
 
 T = TypeVar("T")
@@ -30,10 +30,10 @@ PATIENCE = timedelta(days=7)
 MOVING = timedelta(minutes=5)
 #: Divided rows begin at multiples of this, as the products on a CPU and the tiles on a GPU do.
 ROWS = 256
-#: Says that a rank has died.
+#: Says that a rank has died, and what to do.
 LOST = (
-    "another process of this run has ended (killed, or out of memory): run the same command again, with --resume if a "
-    ".partial- folder was left"
+    "another process of this run has ended (killed, or out of memory)",
+    Words("run the same command again, with", Option("resume", True), "if a .partial- folder was left"),
 )
 
 
@@ -194,7 +194,7 @@ class Ranks:
         """Return the values of all ranks, or raise the error of the first rank that has one."""
         found = self._messages(value, error)
         if found is None:
-            self._raised = error or QuantkitError(LOST)
+            self._raised = error or QuantkitError(*LOST)
             raise self._raised
         failed = next((rank for rank, (_, told) in enumerate(found) if told is not None), None)
         if failed is None:
@@ -237,7 +237,7 @@ class Ranks:
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
-            raise QuantkitError(LOST) from error
+            raise QuantkitError(*LOST) from error
         self.lost = False
 
     def _gather(self, forms: list[_Form], own: tuple[T, list[Tensor]], owner: int | None) -> Iterator[T]:

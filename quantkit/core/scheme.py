@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from quantkit.core import sparsity
 from quantkit.core.formats import FORMATS, Format
-from quantkit.errors import LayoutError, RecipeError
+from quantkit.errors import LayoutError, RecipeError, Setting, Words
 
 Sparsity = Literal["2:4"] | None
 
@@ -28,11 +28,17 @@ class Scheme:
 
     def __post_init__(self) -> None:
         if self.format.is_float and not self.symmetric:
-            raise RecipeError(f"{self.format.name} is symmetric only: drop --asym or use --format int4")
+            raise RecipeError(
+                f"{self.format.name} is symmetric only",
+                Words("drop", Setting("asym", True), "or use", Setting("format", "int4")),
+            )
         if self.sparsity is not None and (self.format.is_float or not self.symmetric):
-            raise RecipeError(f"{self.sparsity} sparsity goes with symmetric integers only: use int4 without --asym")
+            raise RecipeError(
+                f"{self.sparsity} sparsity goes with symmetric integers only",
+                Words("use int4 without", Setting("asym", True)),
+            )
         if self.group_size is not None and self.group_size < 1:
-            raise RecipeError(f"group size {self.group_size} is not positive: use 128, 64, 32 or channel")
+            raise RecipeError(f"group size {self.group_size} is not positive", "use 128, 64, 32 or channel")
 
     def groups(self, k: int) -> int:
         """Count the scales per row; raise LayoutError if the group size, or 4 for 2:4, does not divide `k`."""
@@ -42,7 +48,8 @@ class Scheme:
             return 1
         if k % self.group_size:
             raise LayoutError(
-                f"group size {self.group_size} does not divide k = {k}: use --group-size channel or a divisor"
+                f"group size {self.group_size} does not divide k = {k}",
+                Words("use", Setting("group_size", "channel"), "or a divisor"),
             )
         return k // self.group_size
 
@@ -64,7 +71,7 @@ class Scheme:
         """Read a label such as `int4:g64:asym`, the form of `--override`; raise RecipeError for anything else."""
         name, *rest = label.split(":")
         if name not in FORMATS:
-            raise RecipeError(f"unknown format {name!r} in {label!r}: use one of {', '.join(FORMATS)}")
+            raise RecipeError(f"unknown format {name!r} in {label!r}", f"use one of {', '.join(FORMATS)}")
         options: dict[str, Any] = {}
         for part in rest:
             if part == "channel":
@@ -76,5 +83,5 @@ class Scheme:
             elif re.fullmatch("g[0-9]{1,9}", part):
                 options["group_size"] = int(part[1:])
             else:
-                raise RecipeError(f"unknown part {part!r} in scheme {label!r}: write it like int4:g64:asym")
+                raise RecipeError(f"unknown part {part!r} in scheme {label!r}", "write it like int4:g64:asym")
         return Scheme(FORMATS[name], **options)

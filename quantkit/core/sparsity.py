@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.tensors import aligned
-from quantkit.errors import LayoutError
+from quantkit.errors import LayoutError, Setting, Words
 
 QUAD = 4
 _PAIRS = tuple(combinations(range(QUAD), 2))
@@ -24,7 +24,9 @@ BLOCK = 2**19
 def quads(k: int) -> int:
     """Count the quads of a row of `k` columns; raise LayoutError if 4 does not divide `k`."""
     if k % QUAD:
-        raise LayoutError(f"2:4 sparsity needs k to be a multiple of 4, and it is {k}: --skip the weight")
+        raise LayoutError(
+            f"2:4 sparsity needs k to be a multiple of 4, and it is {k}", Words(Setting("skip"), "the weight")
+        )
     return k // QUAD
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io.json_files import entries, shown
 
 #: Keys of a config that count layers, which have tensors of their own, and smaller parts; and that are sizes.
@@ -41,15 +41,19 @@ def check_config(config: dict[str, Any], path: Path, trust_remote_code: bool = F
     for key, value in entries(config, path):
         if key in ("auto_map", "trust_remote_code") and not trust_remote_code:
             raise CheckpointError(
-                f"{path}: {key} asks to run code that comes with the model: add --trust-remote-code if you trust it, "
-                "or remove the key if the model works without"
+                f"{key} asks to run code that comes with the model",
+                Words("add", Option("trust_remote_code", True), "if you trust it"),
+                "remove the key if the model works without",
+                subject=path,
             )
         implementation = key.lstrip("_").startswith(("attn_implementation", "experts_implementation"))
         if implementation and not (value is None or isinstance(value, bool)):
-            raise CheckpointError(f"{path}: {shown(key)} can make a library load foreign code: remove the key")
+            raise CheckpointError(f"{shown(key)} can make a library load foreign code", "remove the key", subject=path)
     for key, value in entries(config, path):
         if key == "model_type" and not (value is None or isinstance(value, str)):
-            raise CheckpointError(f"{path}: model_type is {shown(value)}, and must be text: fetch the folder again")
+            raise CheckpointError(
+                f"model_type is {shown(value)}, and must be text", "fetch the folder again", subject=path
+            )
 
 
 def check_sizes(config: dict[str, Any], path: Path, tensors: int, nbytes: int) -> None:
@@ -65,7 +69,9 @@ def check_sizes(config: dict[str, Any], path: Path, tensors: int, nbytes: int) -
             held = f"the weight files hold {nbytes} bytes"
         else:
             continue
-        raise CheckpointError(f"{path}: {shown(key)} is {value}, and {held}: mend the entry, or fetch the folder again")
+        raise CheckpointError(
+            f"{shown(key)} is {value}, and {held}", "mend the entry", "fetch the folder again", subject=path
+        )
 
 
 def _numbers(value: Any, key: str) -> Iterator[tuple[str, int | float]]:

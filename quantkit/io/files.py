@@ -22,8 +22,10 @@ from blake3 import blake3
 from torch import Tensor
 
 from quantkit.core.tensors import raw_bytes
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, Option, Words
 
+#: What to do once a disk that was full has space.
+AGAIN = Words("run again, with", Option("resume", True), "if a .partial- folder was left")
 FAULT: Callable[[str, Path], None] | None = None
 """Called with "open", "write", "fsync", "rename", "mkdir" or "unlink" and a path, before each such operation."""
 
@@ -89,10 +91,10 @@ def load_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype, digest: 
     size = prod(shape) * dtype.itemsize
     with open_regular(path) as file:
         if os.fstat(file.fileno()).st_size != size:
-            raise CheckpointError(f"{path}: not the {size} bytes that were written: recompute it")
+            raise CheckpointError(f"not the {size} bytes that were written", "recompute it", subject=path)
         data = read_exactly(file, 0, size, path)
     if blake3(data.numpy().data).hexdigest() != digest:
-        raise CheckpointError(f"{path}: its bytes changed since they were written: recompute it")
+        raise CheckpointError("its bytes changed since they were written", "recompute it", subject=path)
     return data.view(dtype).reshape(shape)
 
 
@@ -117,7 +119,7 @@ def open_regular(path: Path) -> FileIO:
             fd = os.open(path, os.O_RDONLY | _NO_LINKS | getattr(os, "O_NONBLOCK", 0) | _BINARY)
             file = os.fdopen(fd, "rb", buffering=0)
         if file is None or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise CheckpointError(f"{path}: not a regular file: put the file itself there")
+            raise CheckpointError("not a regular file", "put the file itself there", subject=path)
         return file
 
 
@@ -129,7 +131,7 @@ def read_exactly(file: FileIO, start: int, size: int, path: Path) -> Tensor:
         while view:
             got = file.readinto(view[:CHUNK])
             if not got:
-                raise CheckpointError(f"{path}: ends {len(view)} bytes too early: download it again")
+                raise CheckpointError(f"ends {len(view)} bytes too early", "download it again", subject=path)
             view = view[got:]
     return data
 
@@ -142,18 +144,18 @@ def guarded(path: Path, needed: int = 0) -> Iterator[None]:
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise CheckpointError(
-                f"{path}: {(error.strerror or str(error)).lower()}: check the path and its permissions"
+                (error.strerror or str(error)).lower(), "check the path and its permissions", subject=path
             ) from error
         folder = path.absolute().parent
         free = shutil.disk_usage(folder).free
         if free > needed and _lacks_inodes(folder):
             raise CheckpointError(
-                f"{path}: no inodes left for more files, though {free:,} bytes are free: remove files on that disk and "
-                "run again, with --resume if a .partial- folder was left"
+                f"no inodes left for more files, though {free:,} bytes are free",
+                Words("remove files on that disk and", AGAIN),
+                subject=path,
             ) from error
         raise CheckpointError(
-            f"{path}: no space left ({needed:,} more bytes needed, {free:,} free): free some and run again, "
-            "with --resume if a .partial- folder was left"
+            f"no space left ({needed:,} more bytes needed, {free:,} free)", Words("free some and", AGAIN), subject=path
         ) from error
 
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
 
 JOURNAL = "journal.jsonl"
@@ -45,6 +45,8 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
         except (ValueError, KeyError, TypeError, RecursionError):
             good = False
         if not good or not isinstance(record["line"], dict):
-            raise CheckpointError(f"{path}: line {number} is damaged: start over with --overwrite")
+            raise CheckpointError(
+                f"line {number} is damaged", Words("start over with", Option("overwrite", True)), subject=path
+            )
         found.append(record["line"])
     return found

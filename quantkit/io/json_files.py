@@ -34,7 +34,7 @@ def load_json(path: Path, limit: int = 100 * 2**20, *, special_floats: bool = Fa
     with files.open_regular(real) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
-            raise CheckpointError(f"{path}: {size} bytes of JSON are more than the limit of {limit}")
+            raise CheckpointError(f"{size} bytes of JSON are more than the limit of {limit}", subject=path)
         return parse(files.read_exactly(file, 0, size, path).numpy().tobytes(), path, special_floats)
 
 
@@ -98,23 +98,23 @@ def parse(data: bytes, path: Path, special_floats: bool = False) -> dict[str, An
             data.decode(), object_pairs_hook=unique, parse_float=number, parse_int=integer, parse_constant=constant
         )
     except RecursionError:
-        raise CheckpointError(f"{path}: JSON nested deeper than {DEPTH_LIMIT}: {AGAIN}") from None
+        raise CheckpointError(f"JSON nested deeper than {DEPTH_LIMIT}", AGAIN, subject=path) from None
     except ValueError as error:
-        raise CheckpointError(f"{path}: not the JSON it should be ({error}): {AGAIN}") from None
+        raise CheckpointError(f"not the JSON it should be ({error})", AGAIN, subject=path) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: holds no JSON object: {AGAIN}")
+        raise CheckpointError("holds no JSON object", AGAIN, subject=path)
     for key, child in entries(value, path):
         for text in (key, child):
             # Half of a surrogate pair is legal in JSON, and then cannot be printed or written again.
             if isinstance(text, str) and not text.isascii() and any("\ud800" <= c <= "\udfff" for c in text):
-                raise CheckpointError(f"{path}: has an unpaired surrogate in {shown(text)}: {AGAIN}")
+                raise CheckpointError(f"has an unpaired surrogate in {shown(text)}", AGAIN, subject=path)
     return value
 
 
 def entries(value: Any, path: Path, depth: int = 0) -> Iterator[tuple[str, Any]]:
     """Yield (key, value) for all that a JSON value holds at any depth; list entries have the key ""."""
     if depth > DEPTH_LIMIT:
-        raise CheckpointError(f"{path}: JSON nested deeper than {DEPTH_LIMIT}: {AGAIN}")
+        raise CheckpointError(f"JSON nested deeper than {DEPTH_LIMIT}", AGAIN, subject=path)
     children = value.items() if isinstance(value, dict) else (("", v) for v in value) if isinstance(value, list) else ()
     for key, child in children:
         yield key, child
@@ -129,4 +129,4 @@ def shown(value: Any) -> str:
 
 def damaged(path: Path, problem: str) -> NoReturn:
     """Raise CheckpointError for a file that was damaged on its way."""
-    raise CheckpointError(f"{path}: {problem}: {AGAIN}")
+    raise CheckpointError(problem, AGAIN, subject=path)

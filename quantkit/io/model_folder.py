@@ -74,20 +74,23 @@ def inside(folder: Path, name: Any) -> Path:
     """
     plain = PurePosixPath(name) if isinstance(name, str) else PurePosixPath()
     if not isinstance(name, str) or not 0 < len(name) <= NAME_LIMIT or not name.isprintable() or "\\" in name:
-        raise CheckpointError(f"{folder}: {shown(name)} is not a file name")
+        raise CheckpointError(f"{shown(name)} is not a file name", subject=folder)
     if plain.is_absolute() or ".." in plain.parts or str(plain) != name:
-        raise CheckpointError(f"{folder}: {shown(name)} names a file outside the model's folder: download it again")
+        raise CheckpointError(
+            f"{shown(name)} names a file outside the model's folder", "download it again", subject=folder
+        )
     try:
         real = (folder / plain).resolve(strict=True)
     except FileNotFoundError:
-        raise CheckpointError(f"{folder}: {shown(name)} is missing: {AGAIN}") from None
+        raise CheckpointError(f"{shown(name)} is missing", AGAIN, subject=folder) from None
     except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{folder}: {shown(name)} cannot be opened ({shown(str(error))})") from None
+        raise CheckpointError(f"{shown(name)} cannot be opened ({shown(str(error))})", subject=folder) from None
     roots = [folder] + ([folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else [])
     if not any(root in real.parents for root in roots):
         raise CheckpointError(
-            f"{folder}: {shown(name)} is a link out of the model's folder, which is not followed: "
-            "put the file itself there"
+            f"{shown(name)} is a link out of the model's folder, which is not followed",
+            "put the file itself there",
+            subject=folder,
         )
     return real
 
@@ -105,7 +108,7 @@ def require_inside(folder: Path, listing: Iterable[str]) -> None:
             continue
         real = inside(folder, name) if path.is_symlink() or TEMPLATES in path.parts else path
         if _is_opened(name) and not (real.is_file() or real.is_dir()):
-            raise CheckpointError(f"{folder}: {shown(name)} is no regular file: remove it")
+            raise CheckpointError(f"{shown(name)} is no regular file", "remove it", subject=folder)
 
 
 def opened(folder: Path) -> list[str]:
@@ -136,20 +139,22 @@ def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[s
     indexes = [n for n in listing if n.endswith(".safetensors.index.json")]
     pickles = [n for n in listing if n.endswith(PICKLES)]
     if len(indexes) > 1:
-        raise CheckpointError(f"{folder}: has several indexes ({', '.join(indexes)}): keep the right one")
+        raise CheckpointError(f"has several indexes ({', '.join(indexes)})", "keep the right one", subject=folder)
     if not found and not indexes:
-        raise CheckpointError(f"{folder}: has no .safetensors weights{_way_to_weights(listing, pickles)}")
+        raise CheckpointError(f"has no .safetensors weights{_way_to_weights(listing, pickles)}", subject=folder)
     weight_map = None
     names = found
     if indexes:
         weight_map = _weight_map(folder, indexes[0])
         names = sorted(set(weight_map.values()))
         if SINGLE in found and names != [SINGLE]:
-            raise CheckpointError(f"{folder}: has both {SINGLE} and {indexes[0]}: remove the one that is out of date")
+            raise CheckpointError(
+                f"has both {SINGLE} and {indexes[0]}", "remove the one that is out of date", subject=folder
+            )
     elif SINGLE in found:
         names = [SINGLE]
     if weight_map is None and (len(names) > 1 or re.search(r"-of-0*([2-9]|[1-9]\d+)\.safetensors$", names[0])):
-        raise CheckpointError(f"{folder}: has shards ({names[0]} ...) and no {INDEX}: {AGAIN}")
+        raise CheckpointError(f"has shards ({names[0]} ...) and no {INDEX}", AGAIN, subject=folder)
     left = [n for n in (*pickles, *listing) if n.endswith((*PICKLES, ".safetensors")) and n not in names]
     if left:
         notices.append(f"ignored: {', '.join(dict.fromkeys(left))}")
@@ -225,7 +230,9 @@ def _weight_map(folder: Path, name: str) -> dict[str, str]:
         damaged(folder / name, "has no weight_map from tensor names to files")
     for tensor, file in weight_map.items():
         if not isinstance(file, str) or not file.endswith(".safetensors"):
-            raise CheckpointError(f"{folder / name}: {shown(tensor)} is in {shown(file)}: only .safetensors are read")
+            raise CheckpointError(
+                f"{shown(tensor)} is in {shown(file)}: only .safetensors are read", subject=folder / name
+            )
     return weight_map
 
 

@@ -96,7 +96,8 @@ def _tensor_info(name: str, entry: Any, first: int, path: Path) -> TensorInfo:
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(
-            f"{path}: {shown(name)} has dtype {shown(dtype)}: quantkit reads {', '.join(DTYPES)}, convert it first"
+            f"{shown(name)} has dtype {shown(dtype)}: quantkit reads {', '.join(DTYPES)}, convert it first",
+            subject=path,
         )
     if not _sizes(shape) or len(shape) > RANK_LIMIT:
         damaged(path, f"gives {shown(name)} the shape {shown(shape)}")

@@ -75,7 +75,9 @@ class SafetensorsWriter:
     def add(self, name: str, tensor: Tensor) -> None:
         """Append a tensor; CheckpointError for a second one of its name, an unknown dtype or a full header."""
         if tensor.dtype not in DTYPE_NAMES:
-            raise CheckpointError(f"{name}: safetensors files here do not hold {tensor.dtype}: convert it first")
+            raise CheckpointError(
+                f"safetensors files here do not hold {tensor.dtype}", "convert it first", subject=name
+            )
         if name in self._tensors or not self.size.fits(name):
             what = "already has" if name in self._tensors else "has no space in its header for"
             raise CheckpointError(f"{self.path.name} {what} a tensor {name}")

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, Option, Words
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL, read_journal
 
@@ -90,7 +90,7 @@ def check_staging(
         _check_target(out, overwrite, source)
     partial = _beside(out, "partial")
     if partial.is_symlink():
-        raise CheckpointError(f"{partial} is a link: remove it")
+        raise CheckpointError(f"{partial} is a link", "remove it")
     if not partial.is_dir():
         return None
     with files.guarded(partial):
@@ -109,7 +109,7 @@ def is_complete(partial: Path) -> bool:
 def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
     """Turn a finished partial folder into `out`, durably; with `overwrite` in the place of the folder there."""
     if os.path.lexists(out) and not overwrite:
-        raise CheckpointError(f"{out} exists: choose another folder or add --overwrite")
+        raise CheckpointError(f"{out} exists", Words("choose another folder or add", Option("overwrite", True)))
     old = _beside(out, "old")
     with files.guarded(out):
         for path in sorted([*partial.glob("activations-*"), *partial.glob(".*.tmp")]):
@@ -143,27 +143,32 @@ def _beside(out: Path, what: str) -> Path:
 def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
     out = Path(os.path.abspath(out))
     if out in (out.parent, Path.cwd()):  # an empty name means the latter
-        raise CheckpointError(f"{out} cannot be an output folder: name a new one")
+        raise CheckpointError(f"{out} cannot be an output folder", "name a new one")
     if out.is_symlink() or (out.exists() and not out.is_dir()):
-        raise CheckpointError(f"{out} is a {'link' if out.is_symlink() else 'file'}: name a new folder")
+        raise CheckpointError(f"{out} is a {'link' if out.is_symlink() else 'file'}", "name a new folder")
     if not out.parent.is_dir() or not os.access(out.parent, os.W_OK | os.X_OK):
         what = "not writable" if out.parent.is_dir() else "not a folder"
-        raise CheckpointError(f"{out.parent} is {what}: make it so first, the output goes inside, or name another")
+        raise CheckpointError(f"{out.parent} is {what}", "make it so first, the output goes inside", "name another")
     if source is not None:
         real, from_ = out.resolve(), source.resolve()
         if real == from_ or from_ in real.parents or real in from_.parents:
-            raise CheckpointError(f"{out} and the source {source} lie in each other: name a folder outside the source")
+            raise CheckpointError(
+                f"{out} and the source {source} lie in each other", "name a folder outside the source"
+            )
     if out.is_dir() and not overwrite:
-        raise CheckpointError(f"{out} exists: choose another folder or add --overwrite")
+        raise CheckpointError(f"{out} exists", Words("choose another folder or add", Option("overwrite", True)))
     if out.is_dir() and any(out.iterdir()) and not (out / "config.json").exists():
-        raise CheckpointError(f"{out} holds other things than a model: --overwrite would delete them, so name another")
+        raise CheckpointError(
+            f"{out} holds other things than a model",
+            Words(Option("overwrite", True), "would delete them, so name another"),
+        )
 
 
 @contextmanager
 def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator[BinaryIO]:
     """Make the partial folder if need be and lock it; a dead process holds no lock, so a stale one is taken over."""
     if partial.is_symlink():
-        raise CheckpointError(f"{partial} is a link: remove it")
+        raise CheckpointError(f"{partial} is a link", "remove it")
     with ExitStack() as stack:
         with files.guarded(partial):
             files.fault("mkdir", partial)
@@ -180,7 +185,7 @@ def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator
             if not _lock(lock, partial, stack, notice):
                 raise _is_being_written(out, partial / LOCK)
         if not _same_file(lock, partial / LOCK):
-            raise CheckpointError(f"{out} has just been written by another run: look at it, or run again")
+            raise CheckpointError(f"{out} has just been written by another run", "look at it", "run again")
         yield lock
 
 
@@ -204,7 +209,7 @@ def _is_locked(partial: Path) -> bool:
 
 def _is_being_written(out: Path, lock: Path) -> CheckpointError:
     pid = lock.read_bytes()[:20].decode(errors="replace").strip() or "unknown"
-    return CheckpointError(f"{out} is being written by process {pid}: wait for it, or stop it")
+    return CheckpointError(f"{out} is being written by process {pid}", "wait for it", "stop it")
 
 
 def _lock(file: BinaryIO, partial: Path, stack: ExitStack, notice: Callable[[str], None]) -> bool:
@@ -243,8 +248,11 @@ def _cleared_up(partial: Path, lock: BinaryIO) -> Iterator[None]:
 def _require_leave(partial: Path, kept: bool, resume: bool | None, overwrite: bool) -> None:
     """Raise CheckpointError if `partial` has work worth keeping that nobody asked to continue or to discard."""
     if kept and not (resume or overwrite):
-        ways = "continue it with the command that began it and --resume, or discard it with --overwrite"
-        raise CheckpointError(f"{partial} holds an interrupted run's work: {ways}")
+        raise CheckpointError(
+            f"{partial} holds an interrupted run's work",
+            Words("continue it with the command that began it and", Option("resume", True)),
+            Words("discard it with", Option("overwrite", True)),
+        )
 
 
 def _worth_keeping(partial: Path) -> bool:

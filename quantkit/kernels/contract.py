@@ -92,19 +92,21 @@ def _check_operand(
             raise _not_on_a_gpu(layout, "activations", device)
         if tensor.device.type != "cuda":
             raise _not_on_a_gpu(layout, what, tensor.device)
-        raise KernelError(f"{where} must be on {device} as the activations are, not on {tensor.device}: move it there")
+        raise KernelError(
+            f"{where} must be on {device} as the activations are, not on {tensor.device}", "move it there"
+        )
     if tensor.dtype not in dtypes:
         wanted = " or ".join(map(dtype_name, dtypes))
-        raise KernelError(f"{where} must be {wanted}, not {dtype_name(tensor.dtype)}: convert it with .to()")
+        raise KernelError(f"{where} must be {wanted}, not {dtype_name(tensor.dtype)}", "convert it with .to()")
     if tuple(tensor.shape) != shape:
         raise KernelError(f"{where} must have shape {list(shape)}, not {list(tensor.shape)}")
     if not tensor.is_contiguous():
-        raise KernelError(f"{where} must be contiguous: call .contiguous() first")
+        raise KernelError(f"{where} must be contiguous", "call .contiguous() first")
     if tensor.data_ptr() % alignment:
-        raise KernelError(f"{where} must begin at a multiple of {alignment} bytes: call .clone() first")
+        raise KernelError(f"{where} must begin at a multiple of {alignment} bytes", "call .clone() first")
 
 
 def _not_on_a_gpu(layout: str, what: str, device: torch.device) -> KernelError:
     return KernelError(
-        f"the {layout} kernel's {what} must be on a CUDA device, not on {device}: move it with .to('cuda')"
+        f"the {layout} kernel's {what} must be on a CUDA device, not on {device}", "move it with .to('cuda')"
     )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.errors import KernelError
+from quantkit.errors import KernelError, Option, Words
 
 #: CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION, CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION of the driver's header.
 CLUSTER_DIMENSION, PROGRAMMATIC_STREAM_SERIALIZATION = 4, 6
@@ -76,7 +76,7 @@ def library() -> Any:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError as error:
-        raise KernelError(f"the CUDA driver does not load ({error}): use --device cpu") from error
+        raise KernelError(f"the CUDA driver does not load ({error})", Words("use", Option("device", "cpu"))) from error
 
 
 def stream_state(device: torch.device) -> StreamState:

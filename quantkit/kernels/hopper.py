@@ -273,8 +273,8 @@ def _launch_sizes(
     """
     if tile.cluster > ceil(k, K_STEP):
         raise KernelError(
-            f"a cluster of {tile.cluster} blocks has no {K_STEP} of k for each where k = {k}: "
-            "use a tile of `fit_clusters`"
+            f"a cluster of {tile.cluster} blocks has no {K_STEP} of k for each where k = {k}",
+            "use a tile of `fit_clusters`",
         )
     return (grid_size(tile, m, n, k, sms),), (WARPGROUP * (tile.warpgroups + 1),), kernel.shared_bytes(tile)
 

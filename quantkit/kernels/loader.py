@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import KernelError, QuantkitError, reason
+from quantkit.errors import KernelError, Option, QuantkitError, reason
 from quantkit.io import files
 from quantkit.kernels import driver
 from quantkit.kernels.driver import Function, StreamState
@@ -80,8 +80,9 @@ def arch_name(major: int, minor: int) -> str:
     """Name a compute capability as NVRTC does, such as sm_90a; KernelError for one older than 8.0."""
     if (major, minor) < (8, 0):
         raise KernelError(
-            f"this GPU has compute capability {major}.{minor}, quantkit's kernels need 8.0 (Ampere) or newer: "
-            "use another GPU, or --device cpu"
+            f"this GPU has compute capability {major}.{minor}, quantkit's kernels need 8.0 (Ampere) or newer",
+            "use another GPU",
+            Option("device", "cpu"),
         )
     return f"sm_{major}{minor}{'a' if (major, minor) in SPECIFIC else ''}"
 

@@ -26,7 +26,7 @@ def workspace(source: str, device: torch.device, sums: int, counters: int) -> tu
     if found is not None:
         return found
     if state.graph:
-        raise KernelError(f"the first launch of {source} on {device} is captured: call it once before the capture")
+        raise KernelError(f"the first launch of {source} on {device} is captured", "call it once before the capture")
     for owner in (None, state.stream):
         if (source, device, owner) not in _WORKSPACES:
             _WORKSPACES[source, device, owner] = _allocate(device, sums, counters)

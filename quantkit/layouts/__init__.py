@@ -64,9 +64,7 @@ def read_config(quantization_config: Mapping[str, Any], path: Path | str) -> tup
             schemes = layout.read_config(quantization_config)
             if schemes is not None:
                 return layout, schemes
-        raise CheckpointError(
-            f"weights quantized by {_method(quantization_config)} are not read: {validation.ORIGINAL}"
-        )
+        raise CheckpointError(f"weights quantized by {_method(quantization_config)} are not read", validation.ORIGINAL)
 
 
 def quantkit_key(layout_name: str, schemes: Schemes, version: str, recipe_sha256: str | None) -> dict[str, Any]:
@@ -102,7 +100,7 @@ def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
     own = validation.entry(config, "quantkit", dict)
     unknown = own.keys() - OWN_KEYS
     if unknown:
-        raise CheckpointError(f"unknown entries {sorted(unknown)!s:.80} in the 'quantkit' key: use a newer quantkit")
+        raise CheckpointError(f"unknown entries {sorted(unknown)!s:.80} in the 'quantkit' key", "use a newer quantkit")
     validation.entry(own, "version", str)
     validation.entry(own, "recipe_sha256", str, type(None), default=None)
     name = validation.entry(own, "layout", str)
@@ -119,7 +117,7 @@ def _read_own(config: Mapping[str, Any]) -> tuple[Layout, Schemes]:
     try:
         public = LAYOUTS[name].write_config(schemes)
     except LayoutError as error:
-        raise CheckpointError(f"the 'quantkit' key contradicts itself: {error}") from error
+        raise CheckpointError("the 'quantkit' key contradicts itself", error.typed) from error
     for key in (*FORMAT_KEYS, *(public.keys() & {"version"})):  # of AWQ; other methods state a library version there
         if config.get(key) != public.get(key):
             raise CheckpointError(
@@ -142,4 +140,4 @@ def _parse(label: str) -> Scheme:
     try:
         return Scheme.parse(label)
     except (QuantkitError, ValueError) as error:
-        raise CheckpointError(f"scheme {label!r:.60} in the 'quantkit' key: write it like int4:g128") from error
+        raise CheckpointError(f"scheme {label!r:.60} in the 'quantkit' key", "write it like int4:g128") from error

@@ -35,7 +35,6 @@ class Awq(Layout):
     TENSORS = ("qweight", "qzeros", "scales")
     MARKER = "qweight"
     TITLE, MULTIPLES = "the AWQ layout", (8, 1)
-    WAY_OUT = "use --layout compressed-tensors, or --skip the weight"
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         g = scheme.groups(k)

@@ -84,7 +84,7 @@ class Layout(ABC):
     #: The layout's name in messages, the multiples that `n` and `k` must be, and the way out if they are not.
     TITLE: ClassVar[str]
     MULTIPLES: ClassVar[tuple[int, int]]
-    WAY_OUT: ClassVar[str]
+    WAY_OUT: ClassVar[str] = Words(validation.USUAL, ", or", Setting("skip"), "the weight")
     #: The multiple that `n` of each weight must be to be stacked, so that none shares a tile. None: not stacked.
     STACKING_UNIT: ClassVar[int | None] = None
     #: Conditions under which another layout holds the contents of a file: on integers, and on floats.
@@ -137,10 +137,7 @@ class Layout(ABC):
     def check_scheme(self, scheme: Scheme) -> None:
         """Raise LayoutError unless the layout holds the scheme; the message names a way out."""
         if not self.holds(scheme.format):
-            raise LayoutError(
-                f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}",
-                Words("use", Setting("layout", "compressed-tensors")),
-            )
+            raise LayoutError(f"{self.TITLE} holds {self.HOLDS}, not {scheme.format.name}", validation.USUAL)
 
     def check(self, scheme: Scheme, n: int, k: int) -> None:
         """Raise LayoutError unless the layout holds an `[n, k]` weight of the scheme; the message names a way out."""

@@ -61,7 +61,7 @@ def parse(pair: str) -> tuple[str, str]:
     source, _, target = pair.partition("-to-")
     sources = {*LAYOUTS, *(layout.family for layout in LAYOUTS.values())}
     if source not in sources or target not in LAYOUTS:
-        raise RecipeError(f"{pair!r} is no conversion: write it A-to-B with layouts among {', '.join(LAYOUTS)}")
+        raise RecipeError(f"{pair!r} is no conversion", f"write it A-to-B with layouts among {', '.join(LAYOUTS)}")
     return source, target
 
 

@@ -43,7 +43,7 @@ class CompressedTensors(Layout):
     TENSORS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight")
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "compressed-tensors", (1, 1)
-    WAY_OUT = "--skip the weight"
+    WAY_OUT = Words(Setting("skip"), "the weight")
     INTEGERS_IF = "there is no act-order"
     FLOATS_IF = "every FP8 value is one of the format"
 
@@ -57,8 +57,8 @@ class CompressedTensors(Layout):
             )
         if scheme.format.is_float and scheme.group_size is not None:
             raise LayoutError(
-                f"compressed-tensors carries {scheme.format.name} with one scale per row: quantize with "
-                "--group-size channel"
+                f"compressed-tensors carries {scheme.format.name} with one scale per row",
+                Words("quantize with", Setting("group_size", "channel")),
             )
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
@@ -126,7 +126,7 @@ class CompressedTensors(Layout):
         validation.match(tensors, expected)
         if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
             raise LayoutError(
-                f"weight_g_idx is not k // group_size, act-order at run time is not read: {validation.ORIGINAL}"
+                "weight_g_idx is not k // group_size, act-order at run time is not read", validation.ORIGINAL
             )
         zeros = None
         if not scheme.symmetric:
@@ -161,8 +161,8 @@ class CompressedTensors(Layout):
             else:
                 if len(before) > LONGEST:  # each pattern repeats all before it
                     raise LayoutError(
-                        "compressed-tensors does not hold so many overrides by pattern: write patterns that match "
-                        "more, or the names in full"
+                        "compressed-tensors does not hold so many overrides by pattern",
+                        "write patterns that match more, or the names in full",
                     )
                 targets.setdefault(scheme, []).append(f"re:{before}{validation.anchored(pattern)}")
                 before += f"(?!{validation.anchored(pattern)})"
@@ -206,8 +206,8 @@ class CompressedTensors(Layout):
         try:
             self.check(scheme, n, k)
         except LayoutError as error:  # its way out is for a weight that is not packed yet
-            rule = str(error).split(": ")[0]
-            raise LayoutError(f"{rule}: 'weight_shape' says [{n}, {k}], it is damaged, fetch it again") from error
+            rule = f"{error.rule}: 'weight_shape' says [{n}, {k}], it is damaged"
+            raise LayoutError(f"{rule}, fetch it again") from error
         return n, k
 
 
@@ -249,8 +249,8 @@ def _require_codes(codes: Tensor, carrier: Tensor, fmt: Format) -> None:
         row, column = missing[0].tolist()
         value = float(carrier[row, column])
         raise LayoutError(
-            f"'weight' holds {value} at [{row}, {column}], which is no {fmt.name} value: quantize the original model "
-            "again"
+            f"'weight' holds {value} at [{row}, {column}], which is no {fmt.name} value",
+            "quantize the original model again",
         )
 
 

@@ -48,8 +48,9 @@ def matches(text: str, name: str, seconds: float = SECONDS) -> bool:
         return compiled(text).fullmatch(name, timeout=seconds) is not None
     except (TimeoutError, MemoryError) as error:
         raise CheckpointError(
-            f"the pattern {text!r:.80} takes too long on the name {name!r:.80}: write it without repetitions inside "
-            "repetitions, or write the names in full"
+            f"the pattern {text!r:.80} takes too long on the name {name!r:.80}",
+            "write it without repetitions inside repetitions",
+            "write the names in full",
         ) from error
 
 
@@ -58,8 +59,9 @@ def check_amount(patterns: Iterable[str]) -> None:
     sizes = [len(pattern) for pattern in patterns if literal(pattern) is None]
     if len(sizes) > MOST or sum(sizes) > LONGEST_IN_ALL:
         raise CheckpointError(
-            f"{len(sizes)} patterns of {sum(sizes)} characters in the quantization config, the most are {MOST} of "
-            f"{LONGEST_IN_ALL}: write fewer that match more, or names in full"
+            f"{len(sizes)} patterns of {sum(sizes)} characters in the quantization config, the most are {MOST} "
+            f"of {LONGEST_IN_ALL}",
+            "write fewer that match more, or names in full",
         )
 
 

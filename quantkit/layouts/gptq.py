@@ -15,7 +15,7 @@ from torch import Tensor
 
 from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError
+from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking, static_groups
@@ -36,7 +36,6 @@ class Gptq(Layout):
     MARKER = "qweight"
     SIDE_FILE = SideFile("quantize_config.json")
     TITLE, MULTIPLES = "the GPTQ layout", (32, 32)
-    WAY_OUT = "use --layout compressed-tensors, or --skip the weight"
     INTEGERS_IF = "g_idx is static (k // group size)"
     ZEROS_IF: ClassVar[str | None] = "no zero point is 0"
     ZEROS_IN_DOUBT = "asymmetric ones do not show whether they are v1 or v2 (LAYOUTS 1.4), so check the perplexity"
@@ -61,7 +60,10 @@ class Gptq(Layout):
         self.check(scheme, n, k)
         points = zero_points(scales, zeros)
         if bool((points < self.OFFSET).any()):
-            raise LayoutError("a zero point of 0 cannot be stored in GPTQ v1 (LAYOUTS 1.4): use --layout gptq-v2")
+            raise LayoutError(
+                "a zero point of 0 cannot be stored in GPTQ v1 (LAYOUTS 1.4)",
+                Words("use", Setting("layout", "gptq-v2")),
+            )
         words = torch.empty([n * k // 8], dtype=torch.int32, device=scales.device)
         tensors = {
             "qweight": words.view(k // 8, n),
@@ -80,7 +82,7 @@ class Gptq(Layout):
         n, k = self.check_tensors(tensors, scheme)
         order = tensors.get("g_idx")
         if order is not None and not torch.equal(order, static_groups(scheme, k, order.device)):
-            raise LayoutError(f"g_idx is not k // group_size, act-order at run time is not read: {validation.ORIGINAL}")
+            raise LayoutError("g_idx is not k // group_size, act-order at run time is not read", validation.ORIGINAL)
         zeros = self._zeros(ZEROS.unpack(tensors["qzeros"], 4, (n, scheme.groups(k))), scheme)
         fill = CODES.unpacker(tensors["qweight"], 4, (n, k))
         return Unpacking(scheme, (n, k), validation.half(tensors["scales"].t()), zeros, fill)
@@ -121,7 +123,7 @@ class Gptq(Layout):
         )
         if older and newer and older != newer:
             raise CheckpointError(
-                f"checkpoint_format {older!r:.40} contradicts format {newer!r:.40}: keep the right one"
+                f"checkpoint_format {older!r:.40} contradicts format {newer!r:.40}", "keep the right one"
             )
         if (newer or older or Gptq.NAME) != self.NAME.replace("-", "_"):
             return None

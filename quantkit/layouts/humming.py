@@ -12,7 +12,7 @@ from torch import Tensor
 from quantkit.core.formats import FP5, FP6, Format
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import aligned
-from quantkit.errors import CheckpointError, LayoutError
+from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import blocks
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
@@ -34,7 +34,6 @@ class Humming(Layout):
     TENSORS = ("weight", "weight_scale")
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "humming", (1, 32)
-    WAY_OUT = "use --layout compressed-tensors, or --skip the weight"
 
     def holds(self, fmt: Format) -> bool:
         return fmt in _NAMES
@@ -42,7 +41,7 @@ class Humming(Layout):
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
         if scheme.group_size is not None:
-            raise LayoutError("humming has one scale per row: quantize with --group-size channel")
+            raise LayoutError("humming has one scale per row", Words("quantize with", Setting("group_size", "channel")))
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         return {"weight": (torch.int32, (n, k * scheme.format.bits // 32)), "weight_scale": (torch.float16, (n, 1))}

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError
+from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking
@@ -30,14 +30,15 @@ class Marlin(Layout):
     MARKER = "B"
     SIDE_FILE = SideFile("quantize_config.json")
     TITLE, MULTIPLES = "MARLIN", (64, 128)
-    WAY_OUT = "--skip the weight, or use --layout compressed-tensors"
     STACKING_UNIT = 64
 
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
         if not scheme.symmetric:
             raise LayoutError(
-                "MARLIN is symmetric only: quantize without --asym, or use --layout gptq-v2 or compressed-tensors"
+                "MARLIN is symmetric only",
+                Words("quantize without", Setting("asym", True)),
+                Words("use", Setting("layout", "gptq-v2", "compressed-tensors")),
             )
         check_group_size(self.TITLE, scheme)
 
@@ -87,8 +88,9 @@ def check_group_size(title: str, scheme: Scheme) -> None:
     """Raise LayoutError unless the group size is 128 or the whole row, as in both MARLIN layouts."""
     if scheme.group_size not in (128, None):
         raise LayoutError(
-            f"{title} has groups of 128 or one scale per row, not groups of {scheme.group_size}: "
-            "quantize with --group-size 128 or channel, or use --layout gptq"
+            f"{title} has groups of 128 or one scale per row, not groups of {scheme.group_size}",
+            Words("quantize with", Setting("group_size", 128, "channel")),
+            Words("use", Setting("layout", "gptq")),
         )
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import aligned
-from quantkit.errors import CheckpointError, LayoutError
+from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import compressed_tensors, marlin, sparse24, validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking
@@ -42,15 +42,15 @@ class Marlin24(Layout):
     MARKER = "B_24"
     SIDE_FILE: ClassVar[SideFile | None] = SideFile("quantize_config.json")
     TITLE, MULTIPLES = "Sparse-MARLIN", (128, 128)
-    WAY_OUT = "--skip the weight, or use --layout compressed-tensors"
     STACKING_UNIT = 128
 
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
         if scheme.sparsity is None:
             raise LayoutError(
-                "Sparse-MARLIN holds 2:4 weights only, two of four along k: quantize with --prune 2:4, or use "
-                "--layout marlin"
+                "Sparse-MARLIN holds 2:4 weights only, two of four along k",
+                Words("quantize with", Setting("prune", "2:4")),
+                Words("use", Setting("layout", "marlin")),
             )
         marlin.check_group_size(self.TITLE, scheme)
 
@@ -165,9 +165,9 @@ class Marlin24CompressedTensors(Marlin24):
     def _sparse(self, scheme: Scheme) -> Scheme:
         try:
             if not scheme.symmetric:
-                raise LayoutError("Sparse-MARLIN is symmetric only, and the config says asymmetric: quantize again")
+                raise LayoutError("Sparse-MARLIN is symmetric only, and the config says asymmetric", "quantize again")
             sparse = replace(scheme, sparsity="2:4")
             self.check_scheme(sparse)
         except LayoutError as error:
-            raise CheckpointError(str(error)) from error
+            raise CheckpointError(error.rule, *error.ways_out) from error
         return sparse

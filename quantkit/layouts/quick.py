@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError
+from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import awq, validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Layout, Packing, SideFile, Stored, Unpacking
@@ -46,16 +46,16 @@ class Quick(Layout):
     MARKER = "qweight"
     SIDE_FILE = SideFile("quant_config.json", _older_keys)
     TITLE, MULTIPLES = "QUICK", (128, 32)
-    WAY_OUT = "--skip the weight, or use --layout awq"
+    WAY_OUT = Words(Setting("skip"), "the weight, or use", Setting("layout", "awq"))
 
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
         if scheme.group_size is None:  # its loader divides k by the group size, which would be -1
-            raise LayoutError("QUICK cannot load one scale per row: use --group-size 128")
+            raise LayoutError("QUICK cannot load one scale per row", Words("use", Setting("group_size", 128)))
         if scheme.group_size % 32:
             raise LayoutError(
-                f"QUICK has groups of a multiple of 32, not of {scheme.group_size}: use --group-size 128 or "
-                "--layout awq"
+                f"QUICK has groups of a multiple of 32, not of {scheme.group_size}",
+                Words("use", Setting("group_size", 128), "or", Setting("layout", "awq")),
             )
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
@@ -104,7 +104,7 @@ class Quick(Layout):
         try:
             self.check_scheme(schemes.default)
         except LayoutError as error:
-            raise CheckpointError(f"no checkpoint of QUICK's is like this: {error}") from error
+            raise CheckpointError("no checkpoint of QUICK's is like this", error.typed) from error
         return schemes
 
 

@@ -35,7 +35,7 @@ def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
     try:
         layout.check(scheme, n, k)
     except LayoutError as error:
-        return str(error).split(": ")[0]
+        return error.rule
     return None
 
 

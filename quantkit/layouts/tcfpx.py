@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quantkit.core.formats import FORMATS, Format
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError
+from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.layouts import validation
 from quantkit.layouts.arrangement import Arrangement
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
@@ -40,7 +40,6 @@ class TcFpx(Layout):
     TENSORS = ("weight", "scales")
     MARKER = "scales"
     TITLE, MULTIPLES = "TC-FPx", (64, 64)
-    WAY_OUT = "--skip the weight, or use --layout compressed-tensors"
     STACKING_UNIT = 64
 
     def holds(self, fmt: Format) -> bool:
@@ -49,7 +48,7 @@ class TcFpx(Layout):
     def check_scheme(self, scheme: Scheme) -> None:
         super().check_scheme(scheme)
         if scheme.group_size is not None:
-            raise LayoutError("TC-FPx has one scale per row: quantize with --group-size channel")
+            raise LayoutError("TC-FPx has one scale per row", Words("quantize with", Setting("group_size", "channel")))
 
     def stored(self, scheme: Scheme, n: int, k: int) -> Stored:
         return {"weight": (torch.int32, (n, k * scheme.format.bits // 32)), "scales": (torch.float16, (n,))}

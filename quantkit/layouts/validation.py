@@ -14,9 +14,11 @@ from torch import Tensor
 
 from quantkit.core.formats import Format
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import CheckpointError, LayoutError
+from quantkit.errors import CheckpointError, LayoutError, Option, Setting, Words
 from quantkit.layouts.expressions import compiled, literal
 
+#: Names the layout that holds every scheme.
+USUAL = Words("use", Setting("layout", "compressed-tensors"))
 _SCALES = (torch.float16, torch.bfloat16, torch.float32)
 #: The way out for weights of a method that is not read.
 ORIGINAL = "give the original model, which the model card names as base_model"
@@ -28,7 +30,7 @@ def check_multiples(title: str, shape: tuple[int, int], units: tuple[int, int], 
     for letter, size, unit in zip("nk", shape, units, strict=True):
         if size < 1 or size % unit:
             rule = f"a multiple of {unit}" if unit > 1 else "positive"
-            raise LayoutError(f"{title} needs {letter} to be {rule}, and it is {size}: {way_out}")
+            raise LayoutError(f"{title} needs {letter} to be {rule}, and it is {size}", way_out)
 
 
 def half(scales: Tensor) -> Tensor:
@@ -38,16 +40,17 @@ def half(scales: Tensor) -> Tensor:
     """
     if scales.numel() and not isfinite(float(scales.abs().amax())):  # amax propagates NaN
         row, group = (~torch.isfinite(scales)).nonzero()[0].tolist()
-        raise LayoutError(f"the scale of row {row}, group {group} is {float(scales[row, group])}: quantize again")
+        raise LayoutError(f"the scale of row {row}, group {group} is {float(scales[row, group])}", "quantize again")
     exact = scales.to(torch.float16, copy=True, memory_format=torch.contiguous_format)
     changed = exact.float() != scales.float()
     if bool(changed.any()):
         row, group = changed.nonzero()[0].tolist()
         fits = bool(torch.isfinite(exact).all())
-        way_out = "add --requantize-scales to round them (reported)" if fits else "the largest is 65504, " + ORIGINAL
+        rounding = Words("add", Option("requantize_scales", True), "to round them (reported)")
         raise LayoutError(
             f"{int(changed.sum())} {dtype_name(scales.dtype)} scales are no float16 values, first "
-            f"{float(scales[row, group])} at row {row}, group {group}: {way_out}"
+            f"{float(scales[row, group])} at row {row}, group {group}",
+            rounding if fits else "the largest is 65504, " + ORIGINAL,
         )
     return exact
 
@@ -65,10 +68,10 @@ def match(
             raise LayoutError(f"tensor {name!r} is missing: the checkpoint is incomplete")
         found = tensors[name]
         if tuple(found.shape) != shape:
-            raise LayoutError(f"tensor {name!r} must have shape {list(shape)}, it has {list(found.shape)}: {DAMAGED}")
+            raise LayoutError(f"tensor {name!r} must have shape {list(shape)}, it has {list(found.shape)}", DAMAGED)
         if found.dtype != dtype and not (dtype == torch.float16 and found.dtype in _SCALES):
             was = dtype_name(found.dtype)
-            raise LayoutError(f"tensor {name!r} must be {dtype_name(dtype)}, it is {was}: {DAMAGED}")
+            raise LayoutError(f"tensor {name!r} must be {dtype_name(dtype)}, it is {was}", DAMAGED)
     for name in tensors:
         if name not in stored:
             raise LayoutError(f"tensor {name!r} does not belong to this scheme: it would be ignored")
@@ -122,7 +125,7 @@ def pattern(text: str) -> str:
             compiled(text)
     except ValueError as error:
         raise CheckpointError(
-            f"{text!r:.80} in the quantization config is no regular expression ({error!s:.80}): mend it"
+            f"{text!r:.80} in the quantization config is no regular expression ({error!s:.80})", "mend it"
         ) from error
     return text
 
@@ -131,7 +134,7 @@ def anchored(text: str) -> str:
     """Wrap a pattern so that it matches to the end of a name; raise LayoutError if it cannot be embedded."""
     inner = f"(?:{text})$"
     if literal(text) is None and not (is_pattern(text) and is_pattern(inner)):
-        raise LayoutError(f"override {text!r:.80} cannot stand in a config: write it without flags at its start")
+        raise LayoutError(f"override {text!r:.80} cannot stand in a config", "write it without flags at its start")
     return inner
 
 
