@@ -85,10 +85,10 @@ class Option(Words):
     def shell(name: str, *values: object) -> str:
         """Spell the option for the command line."""
         flag = name.replace("_", "-")
-        if values == (False,):
+        if values and values[0] is False:
             return OFF.get(name, f"--no-{flag}")
-        texts = () if values == (True,) else (_quoted(value) for value in values)
-        return f"{OUT.get(name, f'--{flag}')} {' or '.join(texts)}".rstrip()
+        texts = [_quoted(value) for value in values if value is not True]
+        return " ".join([OUT.get(name, f"--{flag}"), *([" or ".join(texts)] if texts else [])])
 
 
 class Setting(Option):
@@ -136,6 +136,10 @@ def _quoted(value: object) -> str:
 def _literal(value: object) -> str:
     is_text = isinstance(value, str) and not isinstance(value, Words)
     return json.dumps(value, ensure_ascii=False) if is_text else in_python(value)
+
+
+#: Values that the user chooses.
+FILE, NAME = Words("FILE"), Words("NAME")
 
 
 class QuantkitError(Exception):

@@ -8,9 +8,18 @@ import pickle
 
 import pytest
 
-from quantkit.errors import KEYS, CheckpointError, Command, Option, QuantkitError, Setting, Words, about, in_python
-
-FILE = Words("FILE")
+from quantkit.errors import (
+    FILE,
+    KEYS,
+    CheckpointError,
+    Command,
+    Option,
+    QuantkitError,
+    Setting,
+    Words,
+    about,
+    in_python,
+)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +29,8 @@ FILE = Words("FILE")
         (Option("check", False), "--no-check", "check=False"),
         (Option("out"), "-o", "out"),
         (Option("window", 512), "--window 512", "window=512"),
+        (Option("window", 1), "--window 1", "window=1"),
+        (Option("window", 0), "--window 0", "window=0"),
         (Option("data", "it's"), """--data 'it'"'"'s'""", '''data="it's"'''),
         (Setting("asym", False), "--sym", "asym=False"),
         (Setting("signed", False), "--unsigned", "signed=False"),

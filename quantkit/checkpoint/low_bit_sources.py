@@ -90,7 +90,7 @@ def _float8_blocks(stated: Mapping[str, Any]) -> list[Block]:
     for key in ("transform_config", "sparsity_config"):
         found = validation.entry(stated, key, dict, type(None), default=None)
         if found and found.get("format") != "dense":
-            raise CheckpointError(f"FP8 weights with {key!r} are not read: {validation.ORIGINAL}")
+            raise CheckpointError(f"FP8 weights with {key!r} are not read", validation.ORIGINAL)
     return list(dict.fromkeys(map(_block_of_strategy, float8)))
 
 
@@ -102,7 +102,7 @@ def _block_of_strategy(weights: Mapping[str, Any]) -> Block:
         return _block(weights.get("block_structure"), "block_structure")
     if strategy == "group":
         return _block([1, size], "group_size")
-    raise CheckpointError(f"FP8 weights of strategy {str(strategy)!r:.40} are not read: {validation.ORIGINAL}")
+    raise CheckpointError(f"FP8 weights of strategy {str(strategy)!r:.40} are not read", validation.ORIGINAL)
 
 
 def _block(sizes: Any, key: str) -> tuple[int, int]:
@@ -125,7 +125,7 @@ def _fp8(src: StoredTensors, stated: Mapping[str, Any], blocks: list[Block], dty
         prefix = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
         scale = next((prefix + last for last in WEIGHT_SCALES if prefix + last in stored), None)
         if scale is None:
-            raise CheckpointError(f"{name} is FP8 and has no {prefix}{WEIGHT_SCALES[0]}: {AGAIN}")
+            raise CheckpointError(f"{name} is FP8 and has no {prefix}{WEIGHT_SCALES[0]}", AGAIN)
         rows, columns, form = _shared_by(src, name, scale, blocks)
         forms[form] += 1
         compute = partial(_read_fp8, (name, scale), src.shape(name), (rows, columns), dtype)
@@ -134,7 +134,7 @@ def _fp8(src: StoredTensors, stated: Mapping[str, Any], blocks: list[Block], dty
     scaled = {scale for derived in tensors.values() for scale in derived.inputs}
     for name in names:
         if name not in scaled and name.endswith(("weight_scale_inv", "weight_scale")):
-            raise CheckpointError(f"{name} is there, the FP8 weight that it scales is not: {AGAIN}")
+            raise CheckpointError(f"{name} is there, the FP8 weight that it scales is not", AGAIN)
     if stated.get("kv_cache_scheme") is not None:
         dropped += [name for name in names if name.rpartition(".")[2] in CACHE_SCALES]
     words = ", ".join(form for form, _ in forms.most_common())
@@ -145,9 +145,9 @@ def _shared_by(src: StoredTensors, name: str, scale: str, blocks: list[Block]) -
     """Return how many rows and columns share a scale, also in words; CheckpointError for wrong shapes and dtypes."""
     shape, found = src.shape(name), src.shape(scale)
     if src.dtype(scale) not in SCALES:
-        raise CheckpointError(f"{scale} has dtype {dtype_name(src.dtype(scale))}, no scale has: {AGAIN}")
+        raise CheckpointError(f"{scale} has dtype {dtype_name(src.dtype(scale))}, no scale has", AGAIN)
     if len(shape) not in (2, 3):
-        raise CheckpointError(f"{name} is FP8 of shape {list(shape)}, which is no matrix: {AGAIN}")
+        raise CheckpointError(f"{name} is FP8 of shape {list(shape)}, which is no matrix", AGAIN)
     *_, n, k = shape
     whole = [(1, k, "one scale a row"), (n, k, "one scale a tensor")]
     sizes = [size for b in blocks for size in (whole if b is None else [(*b, f"{b[0]}x{b[1]} block scales")])]
@@ -159,7 +159,7 @@ def _shared_by(src: StoredTensors, name: str, scale: str, blocks: list[Block]) -
     if len(fitting) != 1:
         asked = " or ".join(str(list(_grid(shape, rows, columns))) for rows, columns, _ in sizes)
         raise CheckpointError(
-            f"{scale} has shape {list(found)}, config.json asks for {asked} with a weight of {list(shape)}: {AGAIN}"
+            f"{scale} has shape {list(found)}, config.json asks for {asked} with a weight of {list(shape)}", AGAIN
         )
     return next(iter(fitting.values()))
 
@@ -223,11 +223,12 @@ def _mxfp4(src: StoredTensors, dtype: torch.dtype) -> LowBit:
             continue
         if codes is None or exponents is None:
             absent = weight + (BLOCKS if codes is None else EXPONENTS)
-            raise CheckpointError(f"{name} is MXFP4 and {absent} is missing: {AGAIN}")
+            raise CheckpointError(f"{name} is MXFP4 and {absent} is missing", AGAIN)
         if len(codes) != 4 or codes[3] != GROUP // 2 or codes[:3] != exponents:
             raise CheckpointError(
-                f"{weight}{BLOCKS} has shape {list(codes)} and {weight}{EXPONENTS} {list(exponents)}: MXFP4 "
-                f"experts have [experts, n, k / {GROUP}, {GROUP // 2}] and the same without the last: {AGAIN}"
+                f"{weight}{BLOCKS} has shape {list(codes)} and {weight}{EXPONENTS} {list(exponents)}: MXFP4 experts "
+                f"have [experts, n, k / {GROUP}, {GROUP // 2}] and the same without the last",
+                AGAIN,
             )
         experts, n, groups, _ = codes
         inputs = (weight + BLOCKS, weight + EXPONENTS)
@@ -267,5 +268,5 @@ def _as_float32(read: Read, name: str, index: int | None) -> Tensor:
     if not bool(torch.isfinite(scales).all()):
         first = (~torch.isfinite(scales)).nonzero()[0].tolist()
         at = first if index is None else [index, *first]
-        raise CheckpointError(f"{name} has a scale that is NaN or infinite, first at {at}: {AGAIN}")
+        raise CheckpointError(f"{name} has a scale that is NaN or infinite, first at {at}", AGAIN)
     return scales

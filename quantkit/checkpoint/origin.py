@@ -86,7 +86,7 @@ def without_local_paths(folder: Path, name: str) -> bytes | None:
         clean = without_paths(stated, folder)
         return None if clean == stated else dump_json(clean, special_floats=True)
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not the JSON it should be ({reason(error)}): {AGAIN}") from error
+        raise CheckpointError(f"not the JSON it should be ({reason(error)})", AGAIN, subject=path) from error
 
 
 class Companions(NamedTuple):

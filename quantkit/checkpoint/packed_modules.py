@@ -33,11 +33,11 @@ def find_packed(src: StoredTensors, layout: Layout, schemes: Schemes) -> dict[st
     for module, parts in found.items():
         stray = [name for suffix, name in parts.items() if suffix != "weight" or src.dtype(name) not in FLOATS]
         if module not in packed and stray:
-            raise CheckpointError(f"{src.path}: {stray[0]} is there, {module}.{layout.MARKER} is missing: {AGAIN}")
+            raise CheckpointError(f"{stray[0]} is there, {module}.{layout.MARKER} is missing", AGAIN, subject=src.path)
         if module in packed and "weight" not in parts and f"{module}.weight" in stored:
-            raise CheckpointError(f"{src.path}: {module} is there twice, packed and as {module}.weight")
+            raise CheckpointError(f"{module} is there twice, packed and as {module}.weight", subject=src.path)
         if module in packed and module in schemes.ignore:
-            raise CheckpointError(f"{src.path}: {module} is packed, and config.json says that it is not")
+            raise CheckpointError(f"{module} is packed, and config.json says that it is not", subject=src.path)
     _require_one_layout(src, layout, packed)
     return packed
 
@@ -48,6 +48,7 @@ def _require_one_layout(src: StoredTensors, layout: Layout, packed: Mapping[str,
     for name in src.names():
         if name not in ours and name.rpartition(".")[2] in suffixes and src.dtype(name) in PACKED:
             raise CheckpointError(
-                f"{src.path}: {name} is packed and no part of the {layout.NAME} layout that config.json states: "
-                "a folder holds one layout, convert each on its own"
+                f"{name} is packed and no part of the {layout.NAME} layout that config.json states: a folder holds "
+                "one layout, convert each on its own",
+                subject=src.path,
             )

@@ -22,7 +22,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.report import load as load_report
 from quantkit.core.tensors import FLOATS
-from quantkit.errors import CheckpointError, about
+from quantkit.errors import CheckpointError, Option, Words, about
 from quantkit.io import files, hashing, model_folder
 from quantkit.io.digests import damaged_tensors
 from quantkit.io.model_folder import SUMS
@@ -77,7 +77,7 @@ def require_unchanged(src: Checkpoint, sources: Mapping[str, str], known: Mappin
         if name not in known:
             _require_digests(name, path)
         elif known[name].digest != sources[name]:
-            raise CheckpointError(_changed(name, path, known[name]))
+            raise _changed(name, path, known[name])
     return [
         f"{name}: its hash is not the one that {entry.by}: the changed file was taken"
         for name, entry in known.items()
@@ -168,27 +168,31 @@ def damage(name: str, path: Path, by: str) -> str:
     return f"{name}: its hash is not the one that {by}, {what} was changed"
 
 
-def _changed(name: str, path: Path, entry: Recorded) -> str:
-    return f"{damage(name, path, entry.by)}: {entry.remedy}"
+def _changed(name: str, path: Path, entry: Recorded) -> CheckpointError:
+    return CheckpointError(damage(name, path, entry.by), entry.remedy)
 
 
 def _require_digests(name: str, path: Path) -> None:
     if tensors := damaged_tensors(path):
         more = f" ({len(tensors)} tensors)" if len(tensors) > 1 else ""
         raise CheckpointError(
-            f"{name}: {tensors[0]}{more} does not have the digest that the file states, it was changed: restore it"
+            f"{tensors[0]}{more} does not have the digest that the file states, it was changed",
+            "restore it",
+            subject=name,
         )
 
 
 def _check(src: Checkpoint, name: str, entry: Recorded | None) -> None:
     path = model_folder.inside(src.path, name)
     try:
-        if entry is None:
-            _require_digests(name, path)
-        elif _hash(src, name, entry) != entry.digest:
-            raise CheckpointError(_changed(name, path, entry))
+        with about(str(src.path)):
+            if entry is None:
+                _require_digests(name, path)
+            elif _hash(src, name, entry) != entry.digest:
+                raise _changed(name, path, entry)
     except CheckpointError as error:
-        raise CheckpointError(f"{src.path}: {error}, or use it as it is with --no-check") from error
+        error.ways_out += (Words("use it as it is with", Option("check", False)),)
+        raise
 
 
 def _hash(src: Checkpoint, name: str, entry: Recorded) -> str:

@@ -21,7 +21,7 @@ from quantkit.checkpoint.stored_tensors import StoredTensors, file_in
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import FLOATS, dtype_name
-from quantkit.errors import CheckpointError, LayoutError, about
+from quantkit.errors import CheckpointError, LayoutError, Words, about
 from quantkit.io import config_checks, files, json_files, model_folder
 from quantkit.io.json_files import shown
 from quantkit.io.model_folder import inside
@@ -50,7 +50,7 @@ class Checkpoint(StoredTensors):
         path = Path(os.path.realpath(folder))
         self.notices: list[str] = []
         if not path.is_dir():
-            raise CheckpointError(f"{folder} is no folder: give the folder of a model")
+            raise CheckpointError(f"{folder} is no folder", "give the folder of a model")
         with files.guarded(path):
             listing = sorted(os.listdir(path))
         if config is None and CONFIG not in listing:
@@ -113,9 +113,7 @@ class Checkpoint(StoredTensors):
             for suffix, (_, shape) in layout.stored(scheme, n, k).items():
                 found = shapes.get(suffix, shape)
                 if [size for size in found if size != 1] != [size for size in shape if size != 1]:
-                    raise LayoutError(
-                        f"tensor {suffix!r} must have shape {list(shape)}, it has {list(found)}: {DAMAGED}"
-                    )
+                    raise LayoutError(f"tensor {suffix!r} must have shape {list(shape)}, it has {list(found)}", DAMAGED)
         self._sizes[module] = n, k
         return n, k
 
@@ -234,7 +232,9 @@ class Checkpoint(StoredTensors):
         if stated is None and isinstance(text, dict):  # some wrappers state there what the language model has
             stated = text.get(QUANTIZATION)
         if stated is not None and not isinstance(stated, dict):
-            raise CheckpointError(f"{self.path / CONFIG}: quantization_config is no object: remove it or mend it")
+            raise CheckpointError(
+                "quantization_config is no object", "remove it or mend it", subject=self.path / CONFIG
+            )
         for name, (method, key) in model_folder.SIDE_FILES.items():
             if stated is None and name in listing:
                 found = json_files.load_json(inside(self.path, name))
@@ -250,7 +250,9 @@ class Checkpoint(StoredTensors):
             if stored is None or n > stored[0] or k > stored[1]:
                 what = "no packed module" if stored is None else f"stored as {list(stored)}"
                 raise CheckpointError(
-                    f"{self.path}: {shown(module)} is 'padded' from {[n, k]} in {CONFIG} and is {what}: mend the entry"
+                    f"{shown(module)} is 'padded' from {[n, k]} in {CONFIG} and is {what}",
+                    "mend the entry",
+                    subject=self.path,
                 )
         return padded
 
@@ -260,7 +262,9 @@ class Checkpoint(StoredTensors):
 
     def _packed(self, module: str) -> tuple[Layout, Scheme, dict[str, str]]:
         if module not in self._modules or self.layout is None or self.schemes is None:
-            raise CheckpointError(f"{self.path}: {shown(module)} is no packed module: quantkit inspect lists them")
+            raise CheckpointError(
+                f"{shown(module)} is no packed module: quantkit inspect lists them", subject=self.path
+            )
         return self.layout, self.schemes.of(module), self._modules[module]
 
     def _in_words(self, name: str) -> tuple[int, ...]:
@@ -275,4 +279,5 @@ def _of_file(folder: Path, module: str) -> Iterator[None]:
     try:
         yield
     except LayoutError as error:
-        raise CheckpointError(f"{folder}: {module}: {error}") from error
+        subject = Words(folder, ":", module)
+        raise CheckpointError(error.rule, *error.ways_out, subject=subject) from error

@@ -171,9 +171,11 @@ def load(folder: Path) -> dict[str, Any]:
         return {}
     report = load_json(inside(Path(os.path.realpath(folder)), REPORT))
     for where, kind in _malformed(report):
-        raise CheckpointError(f"{path}: {shown(where)} must be {kind}: restore the file, or quantize or pack again")
+        raise CheckpointError(
+            f"{shown(where)} must be {kind}", "restore the file", "quantize or pack again", subject=path
+        )
     if SEAL in report and report[SEAL] != seal(report):
-        raise CheckpointError(f"{path}: was changed since it was written: restore it, or remove it")
+        raise CheckpointError("was changed since it was written", "restore it", "remove it", subject=path)
     return report
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from quantkit.errors import CheckpointError, reason
+from quantkit.errors import CheckpointError, Option, Words, reason
 from quantkit.io import model_folder
 from quantkit.io.hub import UNREACHABLE, is_unreachable
 
@@ -19,11 +19,11 @@ def resolve(model: str, revision: str | None = None) -> Path:
     folder = Path(model)
     if model and folder.is_dir():
         if revision is not None:
-            raise CheckpointError(f"{model} is a folder, which has no revisions: drop --revision")
+            raise CheckpointError(f"{model} is a folder, which has no revisions", Words("drop", Option("revision")))
         return folder
     if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
         what = "a file, not a folder" if folder.is_file() else "no such folder"
-        raise CheckpointError(f"{model or repr(model)}: {what}: check the path")
+        raise CheckpointError(what, "check the path", subject=model or repr(model))
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -38,4 +38,4 @@ def resolve(model: str, revision: str | None = None) -> Path:
             why = f"{UNREACHABLE}: download the model and give its folder"
         else:
             why = f"the hub does not give it ({reason(error)}): check the name and the revision"
-        raise CheckpointError(f"{model}: no folder here, and {why}") from error
+        raise CheckpointError(f"no folder here, and {why}", subject=model) from error

@@ -82,11 +82,11 @@ class StoredTensors:
             self._shards.append(shard := file_in(path, shard_name))
             for name, info in read_header(shard.path)[0].items():
                 if weight_map is not None and weight_map.get(name) != shard_name:
-                    raise CheckpointError(f"{path}: {name} is in {shard_name}, the index does not say so: {AGAIN}")
+                    raise CheckpointError(f"{name} is in {shard_name}, the index does not say so", AGAIN, subject=path)
                 self._where[name] = _Stored(shard, info)
         absent = [name for name in weight_map or {} if name not in self._where]
         if absent:
-            raise CheckpointError(f"{path}: the index lists {shown(absent[0])}, its shard has not: {AGAIN}")
+            raise CheckpointError(f"the index lists {shown(absent[0])}, its shard has not", AGAIN, subject=path)
 
     def derive(self, tensors: Mapping[str, Derived], drop: Collection[str] = ()) -> None:
         """Replace stored tensors by tensors computed from them, each in the place of its first input.
@@ -170,7 +170,7 @@ class StoredTensors:
 
     def _at(self, name: str) -> _Stored | _Bound:
         if name not in self._where:
-            raise CheckpointError(f"{self.path}: has no tensor {shown(name)}: quantkit inspect lists them")
+            raise CheckpointError(f"has no tensor {shown(name)}: quantkit inspect lists them", subject=self.path)
         return self._where[name]
 
     def _read(self, place: _Stored | _Bound, index: int | slice | None) -> Tensor:
@@ -190,7 +190,7 @@ class StoredTensors:
 
     def _require_same(self, file: StoredFile, identity: tuple[int, ...]) -> None:
         if identity != file.identity:
-            raise CheckpointError(f"{self.path / file.name}: changed while it was in use: run again")
+            raise CheckpointError("changed while it was in use", "run again", subject=self.path / file.name)
 
 
 def file_in(folder: Path, name: str) -> StoredFile:

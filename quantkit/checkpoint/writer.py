@@ -15,7 +15,7 @@ from torch import Tensor
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
-from quantkit.errors import CheckpointError, RecipeError, about
+from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words, about
 from quantkit.io import files, hashing
 from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import dump_json
@@ -53,7 +53,9 @@ class CheckpointWriter:
         drafts: bool = False,
     ) -> None:
         if max_shard_bytes < 1:
-            raise RecipeError(f"max_shard_size is {max_shard_bytes}: give the most bytes of one weight file, like 2GiB")
+            raise RecipeError(
+                f"max_shard_size is {max_shard_bytes}", "give the most bytes of one weight file, like 2GiB"
+            )
         self.partial, self.like, self.layout, self.max_shard_bytes = partial, like, layout, max_shard_bytes
         self._header_bytes = min(header_bytes(expected), MOST_HEADER_BYTES)
         self._journal = partial / JOURNAL
@@ -74,7 +76,11 @@ class CheckpointWriter:
                 files.remove(path)
         for name, digest in committed.items():
             if hashing.hash_of_file(partial / name, digest) != digest:
-                raise CheckpointError(f"{partial / name}: changed since it was written: start over with --overwrite")
+                raise CheckpointError(
+                    "changed since it was written",
+                    Words("start over with", Option("overwrite", True)),
+                    subject=partial / name,
+                )
 
     def lines(self) -> list[dict[str, Any]]:
         """Return the lines of the commits that count: drafts do until another commit replaces them."""
@@ -118,7 +124,7 @@ class CheckpointWriter:
     def add(self, item: Item, tensors: Mapping[str, Tensor] | None = None) -> None:
         """Store an item, as the `tensors` that `pack` made of it; CheckpointError if it was stored before."""
         if item.name in self._written or item.name in self._pending:
-            raise CheckpointError(f"{item.name}: is written twice: a bug, please report it")
+            raise CheckpointError("is written twice: a bug, please report it", subject=item.name)
         for name, tensor in (self.pack(item) if tensors is None else tensors).items():
             size = tensor.numel() * tensor.dtype.itemsize
             self._file_for(name, size).add(name, tensor)
@@ -182,7 +188,9 @@ class CheckpointWriter:
         if isinstance(item.value, Tensor):
             return {item.name: item.value}
         if self.layout is None:
-            raise CheckpointError(f"{item.name}: is quantized, and no layout was chosen: add --layout")
+            raise CheckpointError(
+                "is quantized, and no layout was chosen", Words("add", Setting("layout")), subject=item.name
+            )
         with about(item.name):
             parts = item.value.tensors if isinstance(item.value, Packed) else self.layout.pack(item.value)
         return {f"{item.name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in parts.items()}

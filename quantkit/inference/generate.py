@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
-from quantkit.errors import RecipeError, reason
+from quantkit.errors import Option, RecipeError, Words, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.progress import Progress
@@ -56,13 +56,17 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature is not None and not 0 <= self.temperature < float("inf"):
-            raise RecipeError(f"temperature is {self.temperature}: use 0 for the likeliest token, or about 0.7")
+            raise RecipeError(f"temperature is {self.temperature}", "use 0 for the likeliest token, or about 0.7")
         if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise RecipeError(f"top_p {self.top_p} is not in (0, 1]: use 0.9")
+            raise RecipeError(f"top_p {self.top_p} is not in (0, 1]", "use 0.9")
         if self.seed is not None and not 0 <= self.seed < 2**63:
-            raise RecipeError(f"seed is {self.seed}: use a number from 0 to 2^63 - 1")
+            raise RecipeError(f"seed is {self.seed}", "use a number from 0 to 2^63 - 1")
         if not self.draws and (self.seed is not None or self.top_p is not None):
-            raise RecipeError("the likeliest token is no draw: add --temperature 0.7, or drop --seed and --top-p")
+            raise RecipeError(
+                "the likeliest token is no draw",
+                Words("add", Option("temperature", 0.7)),
+                Words("drop", Option("seed"), "and", Option("top_p")),
+            )
 
     @property
     def draws(self) -> bool:
@@ -137,7 +141,11 @@ def chat(
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     tokenizer = load_tokenizer(src.path)
     if not tokenizer.chat_template:
-        raise RecipeError(f"{src.path}: the model has no chat template: use quantkit generate without --chat")
+        raise RecipeError(
+            "the model has no chat template",
+            Words("use quantkit generate without", Option("chat", True)),
+            subject=src.path,
+        )
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress)
     messages = [] if system is None else [{"role": "system", "content": system}]
     with sampling.seeded():
@@ -154,7 +162,8 @@ def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except Exception as error:  # a template is a program of the model's author, which raises what it likes
         raise RecipeError(
-            f"the model's chat template refuses the conversation ({reason(error)}): leave --system away"
+            f"the model's chat template refuses the conversation ({reason(error)})",
+            Words("leave", Option("system"), "away"),
         ) from error
 
 
@@ -170,8 +179,9 @@ def _write(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and len(ids) + max_new_tokens > positions:
         raise RecipeError(
-            f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the model's {positions} "
-            f"positions: use --max-new-tokens {max(1, positions - len(ids))} or a shorter prompt"
+            f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the model's "
+            f"{positions} positions",
+            Words("use", Option("max_new_tokens", max(1, positions - len(ids))), "or a shorter prompt"),
         )
     embeddings: Any = model.get_input_embeddings()
     check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
@@ -226,5 +236,5 @@ def _prompt_tokens(tokenizer: Any, prompt: str) -> Tensor:
     if len(ids):
         return ids
     if tokenizer.bos_token_id is None:
-        raise RecipeError("the prompt has no tokens, and the tokenizer no BOS token to begin with: give a prompt")
+        raise RecipeError("the prompt has no tokens, and the tokenizer no BOS token to begin with", "give a prompt")
     return torch.tensor([tokenizer.bos_token_id])

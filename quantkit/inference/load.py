@@ -13,7 +13,7 @@ import torch
 from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError, Command, QuantkitError, Words
 from quantkit.inference.swap_linears import require_kernels
 from quantkit.models.devices import compute_dtype, device_of
 from quantkit.models.meta_model import auto_class, config_of, unbuildable
@@ -79,7 +79,10 @@ def _load(
 ) -> PreTrainedModel:
     if src.low_bit is not None:
         raise CheckpointError(
-            f"{src.path}: holds {src.low_bit} weights, a source: use quantkit quantize, or load it by transformers"
+            f"holds {src.low_bit} weights, a source",
+            Words("use", Command("quantize")),
+            "load it by transformers",
+            subject=src.path,
         )
     place = device_of(device)
     if device != "auto" and device_map is None and src.layout is not None:
@@ -139,7 +142,7 @@ def _from_pretrained(
         del model.config.transformers_weights
     wrong = sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]}))
     if wrong:
-        raise CheckpointError(f"{src.path}: {wrong[0]} is not there as config.json asks for it: fetch it again")
+        raise CheckpointError(f"{wrong[0]} is not there as config.json asks for it", "fetch it again", subject=src.path)
     return model
 
 

@@ -141,7 +141,7 @@ class PackedLinear(nn.Module):
                 moved = recast(q, *place)
                 self.set_packed(layout, moved.scheme, moved.shape, LAYOUTS[layout].pack(moved))
             except LayoutError as error:
-                why = str(error).split(": ")[0]
+                why = error.rule
                 continue
             return None
         return why
@@ -150,8 +150,8 @@ class PackedLinear(nn.Module):
         """Compute `input [..., k] @ weight.T + bias`, `[..., n]`, in the floating dtype of `input`."""
         if input.shape[-1] != self.in_features or not input.is_floating_point():
             raise KernelError(
-                f"a packed linear of {self.in_features} inputs got {dtype_name(input.dtype)} {list(input.shape)}: give "
-                f"it floating activations [..., {self.in_features}]"
+                f"a packed linear of {self.in_features} inputs got {dtype_name(input.dtype)} {list(input.shape)}",
+                f"give it floating activations [..., {self.in_features}]",
             )
         if self.is_fused:
             product: Tensor = self.fused.multiply(input, self.index)

@@ -23,7 +23,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_bytes
-from quantkit.errors import CheckpointError, KernelError, LayoutError, about
+from quantkit.errors import CheckpointError, Command, KernelError, LayoutError, Option, Setting, Words, about
 from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.base import Layout
@@ -59,8 +59,9 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
         dense = None if merged else modules.get(path)
         if dense is None or not is_linear(dense):
             raise CheckpointError(
-                f"{src.path}: {module} is packed, and {type(model).__name__} in this transformers has no linear of "
-                "that name: quantize the model again, with --skip for such weights"
+                f"{module} is packed, and {type(model).__name__} in this transformers has no linear of that name",
+                Words("quantize the model again, with", Setting("skip"), "for such weights"),
+                subject=src.path,
             )
         linears[module] = _packed_skeleton(src, module, dense)
         setattr(model.get_submodule(owner), leaf, linears[module])
@@ -81,10 +82,14 @@ def _packed_skeleton(src: Checkpoint, module: str, dense: nn.Module) -> PackedLi
     if asked != true and not src.is_padded(module) and _are_stored_alike(src.layout, scheme, asked, stored):
         true = stored = asked  # headers may know k only roughly
     if asked != true:
-        raise CheckpointError(f"{src.path}: {module} is packed from {list(true)}, config.json asks for {list(asked)}")
+        raise CheckpointError(
+            f"{module} is packed from {list(true)}, config.json asks for {list(asked)}", subject=src.path
+        )
     for suffix in src.layout.stored(scheme, *stored):
         if suffix not in parts and suffix not in src.layout.OPTIONAL:
-            raise CheckpointError(f"{src.path}: {module}.{suffix} is missing from the checkpoint: fetch it again")
+            raise CheckpointError(
+                f"{module}.{suffix} is missing from the checkpoint", "fetch it again", subject=src.path
+            )
     tensors = {
         suffix: torch.empty(src.shape(name), dtype=src.dtype(name), device="meta") for suffix, name in parts.items()
     }
@@ -117,8 +122,10 @@ def check_states(model: PreTrainedModel, src: Checkpoint) -> None:
             expected = states[targets[0]].shape
             if not merged and src.shape(name) != expected:
                 raise CheckpointError(
-                    f"{src.path}: {name} is {list(src.shape(name))}, config.json asks for {list(expected)}: "
-                    "mend config.json, or fetch the folder again"
+                    f"{name} is {list(src.shape(name))}, config.json asks for {list(expected)}",
+                    "mend config.json",
+                    "fetch the folder again",
+                    subject=src.path,
                 )
         elif not old(name):
             unexpected.append(name)
@@ -142,9 +149,10 @@ def require_memory(needs: Mapping[torch.device, int], free: Callable[[torch.devi
         available = free(device)
         if needed > available:
             raise CheckpointError(
-                f"{folder}: its weights take {format_bytes(needed)} on {device}, which has "
-                f"{format_bytes(available)} free, {format_bytes(needed - available)} too little: "
-                "use another GPU, --device cpu, or device_map='auto'"
+                f"its weights take {format_bytes(needed)} on {device}, which has {format_bytes(available)} free, "
+                f"{format_bytes(needed - available)} too little",
+                Words("use another GPU,", Option("device", "cpu"), ", or device_map='auto'"),
+                subject=folder,
             )
 
 
@@ -205,8 +213,10 @@ def config_in_memory(linears: Linears, src: Checkpoint) -> dict[str, Any]:
     layouts = list(dict.fromkeys(linear.layout for linear in linears.values()))
     if len(layouts) > 1:
         raise CheckpointError(
-            f"{src.path}: its weights are packed in the layouts {' and '.join(layouts)} in memory, and a folder holds "
-            "one: load it on a CPU and save that, or use quantkit pack"
+            f"its weights are packed in the layouts {' and '.join(layouts)} in memory, and a folder holds one",
+            "load it on a CPU and save that",
+            Words("use", Command("pack")),
+            subject=src.path,
         )
     (default, _), *_ = Counter(linear.scheme for linear in linears.values()).most_common(1)
     others = tuple((re.escape(name), linear.scheme) for name, linear in linears.items() if linear.scheme != default)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError, reason
+from quantkit.errors import CheckpointError, Setting, Words, reason
 from quantkit.inference.load import silent_transformers
 from quantkit.layouts.compressed_tensors import METHOD
 from quantkit.models.meta_model import config_of
@@ -65,7 +65,9 @@ def refusal_by_transformers(
     for key, what in WRONG.items():
         for name in sorted(map(str, found[key])):
             raise CheckpointError(
-                f"{src.path}: transformers {__version__} would open the output and {what} {name} "
-                f"({len(found[key])} in all), without an error: use another --layout"
+                f"transformers {__version__} would open the output and {what} {name} ({len(found[key])} in all), "
+                "without an error",
+                Words("use another", Setting("layout")),
+                subject=src.path,
             )
     return None

@@ -87,7 +87,9 @@ class QuantkitQuantizer(HfQuantizer):
         self, model: Any, device_map: Any = None, checkpoint_files: Any = None, **kwargs: Any
     ) -> None:
         if not checkpoint_files:
-            raise CheckpointError("packed weights are read from a folder's safetensors: give from_pretrained a folder")
+            raise CheckpointError(
+                "packed weights are read from a folder's safetensors", "give from_pretrained a folder"
+            )
         with torch.device("cpu"):  # transformers makes tensors without data here
             # The model's own code has run already, so trusting it adds no risk.
             config = copy.deepcopy(self.quantization_config.config)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, RecipeError
+from quantkit.errors import FILE, CheckpointError, RecipeError, Setting, Words
 from quantkit.io.hub import UNREACHABLE, HubUnreachable
 from quantkit.text.conversations import Conversation, has_chat_template, render
 from quantkit.text.sources import PACKAGED, Documents, kind_of, load_documents, name_of_text
@@ -66,7 +66,7 @@ def draw_calibration(
     so it too is refused if it holds too few documents or tokens. CheckpointError if a source holds too little.
     """
     if samples < 1 or max_length < 2:
-        raise RecipeError(f"{samples} samples of at most {max_length} tokens: use at least 1 sample and 2 tokens")
+        raise RecipeError(f"{samples} samples of at most {max_length} tokens", "use at least 1 sample and 2 tokens")
     shares = find_shares([sources] if isinstance(sources, str) else sources)
     counts = _split_samples(samples, shares)
     _refuse_idle(shares, text_column, split)
@@ -82,8 +82,11 @@ def draw_calibration(
                 raise
             found = load_documents(PACKAGED)
             warnings.append(
-                f"{name}: {UNREACHABLE}: the text that comes with quantkit calibrates instead ({len(found.texts)} "
-                "pieces of Python's documentation); give text like the model's use with --calib FILE"
+                Words(
+                    f"{name}: {UNREACHABLE}: the text that comes with quantkit calibrates instead ({len(found.texts)} "
+                    "pieces of Python's documentation); give text like the model's use with",
+                    Setting("calib", FILE),
+                )
             )
         sequences, facts = _draw(found, tokenizer, counts[name], max_length, seed, lengths, notices)
         drawn.append(
@@ -93,8 +96,11 @@ def draw_calibration(
             plain.append(name_of_text(found.source))
     if len(plain) == len(drawn) and has_chat_template(tokenizer):
         notices.append(
-            f"the model has a chat template, and plain text calibrates it ({', '.join(plain)}): conversations like its "
-            "use may calibrate it better: give records with messages, --calib FILE.jsonl"
+            Words(
+                f"the model has a chat template, and plain text calibrates it ({', '.join(plain)}): conversations "
+                "like its use may calibrate it better: give records with messages,",
+                Setting("calib", Words("FILE.jsonl")),
+            )
         )
     every = [sequence for sequences, _ in drawn for sequence in sequences]
     each = [facts for _, facts in drawn]
@@ -123,10 +129,10 @@ def find_shares(sources: Iterable[str]) -> dict[str, Fraction]:
         if not colon or Path(source).exists() or not WEIGHT.fullmatch(weight):
             name, weight = source, "1"
         if name in weights:
-            raise RecipeError(f"{name} is named twice as calibration text: name it once, with its weight")
+            raise RecipeError(f"{name} is named twice as calibration text", "name it once, with its weight")
         weights[name] = Fraction(weight)
         if not weights[name]:
-            raise RecipeError(f"{source}: the weight is 0: use a number above 0, or leave the source out")
+            raise RecipeError("the weight is 0", "use a number above 0", "leave the source out", subject=source)
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
@@ -139,7 +145,11 @@ def _split_samples(samples: int, shares: dict[str, Fraction]) -> dict[str, int]:
         counts[name] += 1
     for name, count in counts.items():
         if not count:
-            raise RecipeError(f"{name}: its share of {samples} samples is none: use more --samples or a larger weight")
+            raise RecipeError(
+                f"its share of {samples} samples is none",
+                Words("use more", Setting("samples"), "or a larger weight"),
+                subject=name,
+            )
     return counts
 
 
@@ -147,9 +157,11 @@ def _refuse_idle(shares: Iterable[str], text_column: str | None, split: str | No
     """Raise RecipeError for a column or a split that no source has a use for."""
     kinds = {kind_of(name) for name in shares} if text_column is not None or split is not None else set()
     if split is not None and "hub" not in kinds:
-        raise RecipeError(f"--split {split}: no source is a hub data set org/name, which has splits: drop it")
+        raise RecipeError(
+            "no source is a hub data set org/name, which has splits", "drop it", subject=Setting("split", split)
+        )
     if text_column is not None and not kinds & {"hub", "records"}:
-        raise RecipeError(f"--text-column {text_column}: no source has records with columns: drop it")
+        raise RecipeError("no source has records with columns", "drop it", subject=Setting("text_column", text_column))
 
 
 def _digest(sequences: Sequence[Tensor]) -> dict[str, str]:
@@ -208,8 +220,10 @@ def _own(
         if len(sequences) == samples:
             return sequences, {"documents": len(found.texts), "cut": cut, "skipped": skipped}
     raise CheckpointError(
-        f"{found.source}: holds {len(sequences)} usable documents, {samples} were asked for ({found.rule}): "
-        f"use --samples {len(sequences) or 1}, or a longer --calib file"
+        f"holds {len(sequences)} usable documents, {samples} were asked for ({found.rule})",
+        Words("use", Setting("samples", len(sequences) or 1)),
+        Words("a longer", Setting("calib"), "file"),
+        subject=found.source,
     )
 
 
@@ -220,9 +234,10 @@ def _fixed(
     windows = len(stream) // max_length
     if windows < samples:
         raise CheckpointError(
-            f"{found.source}: holds {len(stream)} tokens, {samples} windows of {max_length} need "
-            f"{samples * max_length}: use {f'--samples {windows}' if windows else 'a smaller --max-length'}, or a "
-            "longer --calib file"
+            f"holds {len(stream)} tokens, {samples} windows of {max_length} need {samples * max_length}",
+            Words("use", Setting("samples", windows)) if windows else Words("use a smaller", Setting("max_length")),
+            Words("a longer", Setting("calib"), "file"),
+            subject=found.source,
         )
     chosen = torch.randperm(windows, generator=generator)[:samples].tolist()
     sequences = [stream[i * max_length : (i + 1) * max_length].clone() for i in chosen]

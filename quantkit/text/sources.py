@@ -11,7 +11,7 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit.errors import CheckpointError, reason
+from quantkit.errors import FILE, NAME, CheckpointError, Option, Setting, Words, reason
 from quantkit.io.hub import UNREACHABLE, HubUnreachable, is_unreachable
 from quantkit.text.conversations import Conversation, read_conversation
 
@@ -139,7 +139,7 @@ def load_documents(source: str, *, text_column: str | None = None, split: str | 
     texts: list[str | Conversation]
     if kind == "data set":
         named = NAMED[source]
-        rows = _fetch(source, named, named.train, named.rows, "--calib")
+        rows = _fetch(source, named, named.train, named.rows, Setting("calib", FILE))
         lines = "".join(row.rstrip("\n") + "\n" for row in rows)
         found, rule = _split(lines) if named.lines else (rows, "one document a row")
         texts = [*found]
@@ -159,7 +159,7 @@ def load_documents(source: str, *, text_column: str | None = None, split: str | 
         rule = f"one {what} a {_unit(path)}"
     texts = [text for text in texts if isinstance(text, Conversation) or text.strip()]
     if not texts:
-        raise CheckpointError(f"{source}: holds no text: give another file with --calib")
+        raise CheckpointError("holds no text", Words("give another file with", Setting("calib")), subject=source)
     return Documents(texts, source, rule, undivided)
 
 
@@ -172,7 +172,7 @@ def load_evaluation_text(source: str) -> tuple[str, str]:
     """
     if source in NAMED:
         named = NAMED[source]
-        rows = _fetch(source, named, named.test, named.test_rows, "--data")
+        rows = _fetch(source, named, named.test, named.test_rows, Option("data", FILE))
         text = named.join.join(rows)
         what = f"{source} ({named.repository}, {named.test['split']}, {len(rows)} rows joined by {named.join!r})"
     else:
@@ -183,7 +183,7 @@ def load_evaluation_text(source: str) -> tuple[str, str]:
             rows = [_evaluated(row, f"{path}: record {number}") for number, row in _rows(path)]
             text, what = "\n\n".join(rows), f"{path.name} ({len(rows)} records joined by '\\n\\n')"
     if not text.strip():
-        raise CheckpointError(f"{source}: holds no text: give another file with --data")
+        raise CheckpointError("holds no text", Words("give another file with", Option("data")), subject=source)
     return text, what
 
 
@@ -200,9 +200,11 @@ def _split(text: str) -> tuple[list[str], str]:
 def _file(source: str) -> Path:
     path = Path(source)
     if not path.is_file():
-        raise CheckpointError(f"{source}: no such text: use {', '.join(NAMED)} or a {', '.join(SUFFIXES)} file")
+        raise CheckpointError("no such text", f"use {', '.join(NAMED)} or a {', '.join(SUFFIXES)} file", subject=source)
     if path.suffix.lower() not in SUFFIXES:
-        raise CheckpointError(f"{source}: unknown kind of text file: rename or convert it to {', '.join(SUFFIXES)}")
+        raise CheckpointError(
+            "unknown kind of text file", f"rename or convert it to {', '.join(SUFFIXES)}", subject=source
+        )
     return path
 
 
@@ -211,9 +213,9 @@ def _read(path: Path) -> str:
     try:
         return path.read_bytes().decode("utf-8")
     except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read ({error.strerror}): check the file") from error
+        raise CheckpointError(f"cannot be read ({error.strerror})", "check the file", subject=path) from error
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{path}: is not UTF-8 text (byte {error.start}): convert it first") from error
+        raise CheckpointError(f"is not UTF-8 text (byte {error.start})", "convert it first", subject=path) from error
 
 
 def _documents(
@@ -234,7 +236,10 @@ def _documents(
         elif isinstance(value, str):
             texts.append(value)
         else:
-            raise CheckpointError(f"{where}: has no text called {key}: {_keys(row)}; use --text-column NAME")
+            raise CheckpointError(
+                Words(f"has no text called {key}: {_keys(row)}; use", Setting("text_column", NAME)),
+                subject=where,
+            )
     what = "conversation" if talk else "document"
     return texts, what if key in ("text", None) else f"{what} ({key})"
 
@@ -245,13 +250,16 @@ def _key(row: Any, where: str) -> str:
         for key in ("text", *CONVERSATIONS):
             if isinstance(row.get(key), str if key == "text" else list):
                 return key
-    raise CheckpointError(f"{where}: has no text, {' or '.join(CONVERSATIONS)}: {_keys(row)}; use --text-column NAME")
+    raise CheckpointError(
+        Words(f"has no text, {' or '.join(CONVERSATIONS)}: {_keys(row)}; use", Setting("text_column", NAME)),
+        subject=where,
+    )
 
 
 def _evaluated(row: Any, where: str) -> str:
     text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
-        raise CheckpointError(f"{where}: has no string called text: {_keys(row)}; rename the key or column")
+        raise CheckpointError(f"has no string called text: {_keys(row)}; rename the key or column", subject=where)
     return text
 
 
@@ -279,7 +287,7 @@ def _json_array(path: Path, text: str) -> Iterator[tuple[int, Any]]:
         rows = json.loads(text)
         json.dumps(rows, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: is not JSON ({reason(error)}): repair the file") from error
+        raise CheckpointError(f"is not JSON ({reason(error)})", "repair the file", subject=path) from error
     yield from enumerate(rows, start=1)
 
 
@@ -291,7 +299,7 @@ def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
                 json.dumps(row, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
             except (ValueError, RecursionError) as error:
                 why = reason(error)
-                raise CheckpointError(f"{path}: line {number} is not JSON ({why}): repair the file") from error
+                raise CheckpointError(f"line {number} is not JSON ({why})", "repair the file", subject=path) from error
             yield number, row
 
 
@@ -302,7 +310,9 @@ def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
         rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
         yield from enumerate(rows, start=1)
     except Exception as error:  # the reader raises whatever its backend raises
-        raise CheckpointError(f"{path}: is no parquet file that can be read ({reason(error)}): check it") from error
+        raise CheckpointError(
+            f"is no parquet file that can be read ({reason(error)})", "check it", subject=path
+        ) from error
 
 
 def _hub_rows(source: str, split: str | None) -> tuple[list[tuple[int, Any]], str]:
@@ -316,9 +326,13 @@ def _hub_rows(source: str, split: str | None) -> tuple[list[tuple[int, Any]], st
         wanted = split or "train"
         rows = list(islice(splits[wanted], HUB_ROWS)) if wanted in splits else None
     except Exception as error:  # offline, gone, gated, damaged: the library has no common base class
-        raise _not_loaded(source, error, "--calib") from error
+        raise _not_loaded(source, error, Setting("calib", FILE)) from error
     if rows is None:
-        raise CheckpointError(f"{source}: has no split {wanted}, but {', '.join(splits)}: use --split NAME")
+        raise CheckpointError(
+            f"has no split {wanted}, but {', '.join(splits)}",
+            Words("use", Setting("split", NAME)),
+            subject=source,
+        )
     which = f"the split {wanted}" + (f", the first {HUB_ROWS}" if len(rows) == HUB_ROWS else "")
     return list(enumerate(rows, start=1)), which
 
@@ -335,10 +349,13 @@ def _fetch(source: str, named: _Named, options: dict[str, Any], limit: int | Non
 
 def _not_loaded(source: str, error: Exception, option: str) -> CheckpointError:
     """Return the error of a data set that cannot be loaded; `option` is where this command takes a file."""
+    way = Words(f"give a {', '.join(SUFFIXES)} file with", option)
     if is_unreachable(error):
-        return HubUnreachable(f"{source}: {UNREACHABLE}: give a {', '.join(SUFFIXES)} file with {option} FILE")
+        return HubUnreachable(UNREACHABLE, way, subject=source)
     name = f" (the data set {NAMED[source].repository})" if source in NAMED else ""
     return CheckpointError(
-        f"{source}{name}: cannot be loaded ({reason(error)}): check the name, written org/name or org/name:config, or "
-        f"give a {', '.join(SUFFIXES)} file with {option} FILE"
+        f"cannot be loaded ({reason(error)})",
+        "check the name, written org/name or org/name:config",
+        way,
+        subject=f"{source}{name}",
     )

@@ -23,7 +23,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
     except Exception as error:  # each tokenizer class fails in its own way on files that are missing or damaged
         raise CheckpointError(
-            f"{folder}: has no tokenizer that transformers can read ({reason(error)}): put the model's own files there"
+            f"has no tokenizer that transformers can read ({reason(error)})",
+            "put the model's own files there",
+            subject=folder,
         ) from error
 
 
