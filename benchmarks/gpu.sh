@@ -125,7 +125,7 @@ counters() { # what warps wait for; needs Nsight Compute
     done
 }
 
-plot() { # of what the stages kernels_* wrote; needs matplotlib
+plot() { # of what the stages kernels_* wrote
     for layout in marlin marlin24 tcfpx quick; do
         "$python" benchmarks/plot.py "$results/kernels_$layout.csv" -o "docs/kernels_$layout.svg"
     done

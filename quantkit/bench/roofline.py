@@ -233,17 +233,3 @@ def means(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         for (layout, scheme, model, m), part in found.items()
         if len(part) == len(MODELS.get(model, ())) > 1
     ]
-
-
-def panels(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, list[tuple[int, float, float]]]]:
-    """Arrange rows for plots: layout and scheme -> shape -> (M, speedup over cuBLAS, the floor's), sorted by M.
-
-    The figures of a row may be text, as in a CSV.
-    """
-    found: dict[str, dict[str, list[tuple[int, float, float]]]] = {}
-    for row in rows:
-        lines = found.setdefault(f"{row['layout']} {row['scheme']} ({row['kernel']})", {})
-        point = (int(row["M"]), float(row["speedup_vs_cublas"]), float(row["floor_speedup"]))
-        shape = f"{row['N']}x{row['K']}"
-        lines.setdefault(shape if row["layer"] == shape else f"{row['layer']} {shape}", []).append(point)
-    return {title: {shape: sorted(line) for shape, line in lines.items()} for title, lines in found.items()}

@@ -65,12 +65,10 @@ def bench() -> None:
 @command("kernels", "quantkit bench kernels --layout marlin --model llama3-8b --csv kernels.csv", bench)
 @timing_options
 @click.option("--csv", type=options.PATH, help="Write the figures into this .csv file.")
-@click.option("--png", type=options.PATH, help="Draw speedup over cuBLAS against tokens into this .png file.")
 @click.option("--against", type=options.PATH, metavar="CSV", help="Figures of other kernels, or of an earlier run.")
 @click.option("--peer", multiple=True, metavar="NAME", help="The kernel in it to compare with, the best of several.")
 def kernels(
     csv: Path | None,
-    png: Path | None,
     against: Path | None,
     peer: tuple[str, ...],
     as_json: bool,
@@ -84,22 +82,16 @@ def kernels(
     from quantkit.bench import roofline
     from quantkit.bench.kernels import kernels as time_kernels
     from quantkit.io import files
-    from quantkit.reporting import plots
 
     _require_writable(csv, ".csv")
-    _require_writable(png, ".png")
     if peer and against is None:
         raise click.UsageError("--peer names a kernel of --against: give both")
-    if png is not None:
-        plots.matplotlib_figure()  # fails at once without matplotlib, not after the measurement
     peers = roofline.read_peers(against, peer) if against is not None else None
     measured = time_kernels(**_kernel_arguments(asked), progress=progress)
     rows = measured.rows()
     found = measured.to_dict() | ({"against": roofline.compare(measured.cells, peers)} if peers is not None else {})
     if csv is not None:
         files.write_atomic(csv, roofline.table(rows))
-    if png is not None:
-        plots.draw_speedups(roofline.panels(rows), png)
     emit(show.as_json(found) if as_json else show.speeds(found))
 
 

@@ -27,6 +27,7 @@ REQUIRED = {
     "datasets": "3.2",
     "filelock": "3.13",
     "huggingface-hub": "1.0",
+    "jinja2": "3.1",
     "numpy": "1.26",
     "PyYAML": "6.0",
     "regex": "2024.4",
@@ -72,7 +73,6 @@ def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
         _optional(
             "compressed-tensors", "0.15", "for transformers to load our default INT4 output", "compressed-tensors"
         ),
-        _optional("matplotlib", "3.8", "for quantkit report --png", "quantkit[plot]"),
     ]
     return {
         "quantkit": __version__,

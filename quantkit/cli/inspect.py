@@ -79,27 +79,27 @@ def _failed(folder: Path, failures: Sequence[str]) -> str:
 @command("report", "quantkit report ./model-int4 --html ./model-int4.html", computes=False)
 @click.argument("folder", type=options.PATH)
 @click.option("--html", type=options.PATH, help="Draw it into this .html file.")
-@click.option("--png", type=options.PATH, help="Draw it into this .png file.")
-def report(folder: Path, html: Path | None, png: Path | None, as_json: bool, progress: Progress) -> None:
+def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -> None:
     """Print or draw a report.
 
     FOLDER is an output of quantkit. The page shows figures, proof, worst linears and their causes, error by depth,
-    time, memory and notices; the picture shows error by depth, time and sizes."""
+    time, memory and notices."""
     from quantkit.checkpoint.report import REPORT
     from quantkit.checkpoint.report import load as load_report
     from quantkit.evaluation import verification
+    from quantkit.io import files
     from quantkit.io.json_files import load_json
     from quantkit.io.model_folder import inside
-    from quantkit.reporting import plots
+    from quantkit.reporting.html import page
 
     found = load_report(folder)
     if not found:
         raise CheckpointError(f"{folder}: has no {REPORT}: give a folder that quantkit wrote")
-    for path, suffix in ((html, ".html"), (png, ".png")):
-        if path is not None and path.suffix != suffix:
-            raise click.UsageError(f"{path}: the file name must end in {suffix}")
-        if path is not None:
-            proof = folder / verification.VERIFICATION
-            plots.draw(found, path, load_json(inside(folder.resolve(), proof.name)) if proof.exists() else None)
-            progress.note(f"drawn: {path}")
+    if html is not None:
+        if html.suffix != ".html":
+            raise click.UsageError(f"{html}: the file name must end in .html")
+        proof = folder / verification.VERIFICATION
+        verified = load_json(inside(folder.resolve(), proof.name)) if proof.exists() else None
+        files.write_atomic(html, page(found, verified).encode())
+        progress.note(f"drawn: {html}")
     emit(show.as_json(found) if as_json else show.report(found, progress))

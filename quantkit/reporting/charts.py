@@ -1,29 +1,53 @@
-"""Colours, marks, ticks and bars that the page and the PNG share."""
+"""The parts of a page that its templates draw: tables, bars, and charts of errors over the blocks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from quantkit.core.units import format_bytes, format_seconds
-from quantkit.reporting.layer_errors import bits, number, weights
+from quantkit.reporting.layer_errors import Point, Series, bits, number, weights
 
 #: Colours of series on a light and on a dark page, after Okabe and Ito, who chose them for colour-blind readers. They
 #: are darkened or lightened to a contrast of 3 to 1; marks differ too, so that no reader needs the colours.
 LIGHT = ("#0072b2", "#d55e00", "#008766", "#b0578b", "#a06e00", "#3d8fc4", "#5b4b9e", "#6b7480")
 DARK = ("#4fa8e0", "#ff8a4c", "#2fc49a", "#e39ac3", "#f0b429", "#8fd0ff", "#a99bea", "#a9b4bf")
-#: Marks of series as SVG paths around the origin, and as matplotlib names them.
+#: Marks of series as SVG paths around the origin: circle, square, triangles, diamond, cross, pentagon, hexagon.
 MARKS = (
-    ("M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "o"),
-    ("M-3.6-3.6h7.2v7.2h-7.2z", "s"),
-    ("M0-4.8 4.6 3.6H-4.6z", "^"),
-    ("M0-5 5 0 0 5-5 0z", "D"),
-    ("M0 4.8 4.6-3.6H-4.6z", "v"),
-    ("M-1.5-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z", "P"),
-    ("M-4.6-1 0-5 4.6-1 2.9 4.4H-2.9z", "p"),
-    ("M-4.5-2.6 0-5.2 4.5-2.6V2.6L0 5.2-4.5 2.6z", "h"),
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
+    "M-3.6-3.6h7.2v7.2h-7.2z",
+    "M0-4.8 4.6 3.6H-4.6z",
+    "M0-5 5 0 0 5-5 0z",
+    "M0 4.8 4.6-3.6H-4.6z",
+    "M-1.5-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",
+    "M-4.6-1 0-5 4.6-1 2.9 4.4H-2.9z",
+    "M-4.5-2.6 0-5.2 4.5-2.6V2.6L0 5.2-4.5 2.6z",
 )
+#: Charts of more blocks have smaller marks.
+MANY = 24
+#: Pixels of a chart: where the values begin and end, and the line below.
+TOP, BASE, BELOW = 12.0, 250.0, 272.0
+#: Percent of a chart's width between its sides and its first and last block.
+INSET = 3.0
+
+
+class Cell(NamedTuple):
+    """A cell of a table in the font of code, or with a `share` beside a bar of that length."""
+
+    text: str
+    share: float | None = None
+
+
+class Table(NamedTuple):
+    """A table: its rows, of a class `kind`, and the columns that hold numbers."""
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str | Cell]]
+    kind: str
+    numeric: Collection[int] = ()
 
 
 class Bar(NamedTuple):
@@ -32,6 +56,83 @@ class Bar(NamedTuple):
     name: str
     value: float
     label: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart of errors over the blocks: where its marks lie, and how they look."""
+
+    title: str
+    about: str
+    series: Sequence[Series]
+    below: float = BELOW
+
+    @property
+    def name(self) -> str:
+        """The chart in words."""
+        return f"{self.title} of {sum(point.count for point in self._points)} linears over the blocks"
+
+    @cached_property
+    def axis(self) -> list[float]:
+        """The values of the lines across the chart."""
+        return ticks(max(point.high for point in self._points))
+
+    @property
+    def marked(self) -> range:
+        """The blocks whose numbers stand below the chart."""
+        first, last = self._ends
+        return range(first, last + 1, max(1, -(-(last - first) // 8)))
+
+    @property
+    def many(self) -> bool:
+        """Whether the marks are small."""
+        first, last = self._ends
+        return last - first > MANY
+
+    @cached_property
+    def ranges(self) -> list[Series]:
+        """The kinds of experts, each of which has a range for each block."""
+        return [line for line in self.series if line.experts]
+
+    @property
+    def table(self) -> Table:
+        """The values in words, a row for each block."""
+        found = [{point.block: point.text for point in line.points} for line in self.series]
+        blocks = sorted({point.block for point in self._points})
+        rows = [(str(block), *(line.get(block, "–") for line in found)) for block in blocks]
+        return Table(("block", *(line.kind for line in self.series)), rows, "dense", range(1, len(found) + 1))
+
+    def x(self, block: int) -> str:
+        """Place a block, in percent of the width."""
+        first, last = self._ends
+        return f"{INSET + (100 - 2 * INSET) * ((block - first) / (last - first) if last > first else 0.5):.2f}%"
+
+    def y(self, value: float) -> str:
+        """Place a value, in pixels."""
+        return f"{BASE - (BASE - TOP) * value / self.axis[-1]:.1f}"
+
+    def shift(self, line: Series) -> float:
+        """Place the ranges of several kinds of experts side by side, in pixels."""
+        return 5.0 * (self.ranges.index(line) - (len(self.ranges) - 1) / 2) if line.experts else 0.0
+
+    @staticmethod
+    def mark(i: int) -> str:
+        """Choose the mark of a series."""
+        return MARKS[i % len(MARKS)]
+
+    @staticmethod
+    def colour(i: int) -> str:
+        """Choose the class of a series' colour."""
+        return f"s{i % len(LIGHT)}"
+
+    @cached_property
+    def _points(self) -> list[Point]:
+        return [point for line in self.series for point in line.points]
+
+    @cached_property
+    def _ends(self) -> tuple[int, int]:
+        blocks = [point.block for point in self._points]
+        return min(blocks), max(blocks)
 
 
 def ticks(top: float) -> list[float]:

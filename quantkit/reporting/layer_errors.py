@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from quantkit.core.scheme import Scheme
+from quantkit.core.units import format_percent
 from quantkit.errors import QuantkitError
 from quantkit.layouts.fused_groups import is_expert
 
@@ -158,14 +159,21 @@ def _damping(layer: Layer) -> str | None:
 
 @dataclass(frozen=True)
 class Point:
-    """The errors of one kind of linear in one block: `count` linears, of which `name` is one."""
+    """The errors of one kind of linear in one block: `count` linears."""
 
     block: int
     low: float
     mid: float
     high: float
     count: int
-    name: str
+
+    @property
+    def text(self) -> str:
+        """The errors in words."""
+        if self.count == 1:
+            return format_percent(self.mid)
+        low, mid, high = map(format_percent, (self.low, self.mid, self.high))
+        return f"median {mid}, {low} to {high} ({self.count} linears)"
 
 
 @dataclass(frozen=True)
@@ -179,7 +187,7 @@ class Series:
 
 def by_depth(layers: Iterable[Layer], error: Error) -> list[Series]:
     """Arrange the errors by kind of linear and by block; linears outside of numbered blocks are left out."""
-    found: dict[str, dict[int, list[tuple[float, str]]]] = {}
+    found: dict[str, dict[int, list[float]]] = {}
     expert_kinds = set()
     for layer in layers:
         name, value = str(layer.get("name")), error(layer)
@@ -187,7 +195,7 @@ def by_depth(layers: Iterable[Layer], error: Error) -> list[Series]:
         if value is None or place is None:
             continue
         kind, block = place
-        found.setdefault(kind, {}).setdefault(block, []).append((value, name))
+        found.setdefault(kind, {}).setdefault(block, []).append(value)
         expert_kinds |= {kind} if is_expert(name) else set()
     short = _short_names(list(found))
     return [
@@ -209,9 +217,8 @@ def _place(name: str) -> tuple[str, int] | None:
     return ".".join(part for part in parts if part not in numbers), int(numbers[0])
 
 
-def _point(block: int, values: Sequence[tuple[float, str]]) -> Point:
-    errors = [value for value, _ in values]
-    return Point(block, min(errors), median(errors), max(errors), len(errors), values[0][1])
+def _point(block: int, errors: Sequence[float]) -> Point:
+    return Point(block, min(errors), median(errors), max(errors), len(errors))
 
 
 def _short_names(kinds: Sequence[str]) -> dict[str, str]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import fields
 from typing import Any
-from xml.etree import ElementTree
 
-from quantkit.reporting.markup import tag
+from quantkit.reporting.templates import render
 
 
 class Shown:
@@ -24,21 +23,14 @@ class Shown:
         return f"{type(self).__name__}({facts})"
 
     def _repr_html_(self) -> str:
-        rows = (
-            tag("tr", tag("th", name.replace("_", " "), style="text-align: left"), tag("td", *_lines(value)))
-            for name, value in self._shown().items()
-        )
-        table = tag("table", tag("caption", type(self).__name__), tag("tbody", *rows))
-        return ElementTree.tostring(table, encoding="unicode", method="html")
+        rows = [(name.replace("_", " "), _lines(value)) for name, value in self._shown().items()]
+        return render("notebook.html.jinja", title=type(self).__name__, rows=rows)
 
 
-def _lines(value: Any) -> list[Any]:
+def _lines(value: Any) -> list[str]:
     """Format a fact for a cell: a list has a line for each item."""
     if isinstance(value, float):
         return [f"{value:.6g}"]
-    if not isinstance(value, list | tuple):
-        return ["-" if value is None or value == "" else str(value)]
-    lines: list[Any] = []
-    for item in value:
-        lines += [tag("br"), str(item)] if lines else [str(item)]
-    return lines or ["-"]
+    if isinstance(value, list | tuple):
+        return [str(item) for item in value] or ["-"]
+    return ["-" if value is None or value == "" else str(value)]

@@ -6,27 +6,21 @@ import csv
 import io
 import json
 import math
-import os
-import runpy
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 import torch
 
 from quantkit.bench import kernels, roofline, timing
-from quantkit.bench.roofline import Cell, Device, Layer, compare, floor, layers, panels, read_peers
+from quantkit.bench.roofline import Cell, Device, Layer, compare, floor, layers, read_peers
 from quantkit.cli import show
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, KernelError, RecipeError
 from quantkit.kernels import LAUNCHERS, MATMULS, missing, proof
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
-from quantkit.reporting.plots import draw_speedups
 from tests.command_line import call, refused
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -260,35 +254,6 @@ def test_the_table_has_all_cells_and_names_those_behind(tmp_path: Path) -> None:
     assert "compared: 0 cells, 0 slower; no figure: 1" in show.speeds(found | nothing)
 
 
-def test_a_plot_has_a_panel_for_each_layout_and_a_line_for_each_shape(tmp_path: Path) -> None:
-    o = layers(["llama3-8b"], [])[1]
-    cells = [cell(8.0, m=64), cell(8.0), cell(9.0, o), replace(CELL, layout="quick"), replace(CELL, scheme="int4:g32")]
-    found = panels(each.row(H200) for each in cells)
-    assert [len(lines) for lines in found.values()] == [2, 1, 1]
-    assert found["marlin int4:g128 (matmul)"]["llama3-8b qkv 6144x4096"] == [(16, 2.0, 5.0), (64, 2.0, 5.0)]
-    pytest.importorskip("matplotlib", reason="PNG drawings need the extra `plot`")
-    draw_speedups(found, tmp_path / "s.png")
-    assert (tmp_path / "s.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_csv_is_drawn_as_its_run_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plot of an earlier CSV needs no GPU, has every line and floor, and the same bytes in another process."""
-    pytest.importorskip("matplotlib", reason="drawings need the extra `plot`")
-    cells = [cell(us, layer, m) for layer in layers(MODEL, []) for us, m in ((8.0, 1), (9.0, 16), (40.0, 1024))]
-    (tmp_path / "cells.csv").write_bytes(roofline.table([each.row(H200) for each in cells]))
-    script, csv_path, names = ROOT / "benchmarks/plot.py", tmp_path / "cells.csv", ("a.svg", "b.svg")
-    command = [str(part) for part in (script, csv_path, "-o", tmp_path / names[0])]
-    subprocess.run([sys.executable, *command], check=True, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    monkeypatch.setattr(sys, "argv", [*command[:-1], str(tmp_path / names[1])])
-    runpy.run_path(str(script), run_name="__main__")
-    drawn = [(tmp_path / name).read_text() for name in names]
-    assert drawn[0] == drawn[1]
-    assert all(f">{layer.name} {layer.n}x{layer.k}</text>" in drawn[0] for layer in layers(MODEL, [])[:-1])
-    assert "marlin int4:g128 (matmul); dashed: its floor" in drawn[0]
-    lines = ElementTree.fromstring(drawn[0]).iter("{http://www.w3.org/2000/svg}path")
-    assert sum("stroke-dasharray" in path.get("style", "") for path in lines) == len(layers(MODEL, []))
-
-
 def test_without_a_gpu_nothing_is_timed() -> None:
     if torch.cuda.is_available():
         pytest.skip("needs a machine without a CUDA GPU")
@@ -318,7 +283,6 @@ def test_shapes_and_schemes_are_checked_before_anything_is_timed(args: str, said
         "--dtype float32",
         "--csv {tmp}/no-folder/k.csv",
         "--csv {tmp}/k.png",
-        "--png {tmp}/k.svg",
         "--peer marlin",
         "--against {tmp}/p.csv",
         "--against {tmp}/p.csv --peer nobody",

@@ -12,8 +12,8 @@ import pytest
 from quantkit.checkpoint.report import REPORT, digest, load
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
+from quantkit.reporting.html import page
 from quantkit.reporting.model_card import model_card
-from quantkit.reporting.plots import draw
 from quantkit.reporting.summary import summary
 from tests.reporting.samples import example
 
@@ -38,8 +38,7 @@ def test_a_report_with_a_wrong_entry_is_refused_or_printed(key: str, value: Any,
     except CheckpointError as error:
         assert REPORT in str(error) and "\n" not in str(error)
         return
-    assert summary(found) and model_card(found)
-    draw(found, tmp_path / "r.html")
+    assert summary(found) and model_card(found) and page(found)
 
 
 @pytest.mark.parametrize("key", ["relative_error", "loss", "rtn_loss", "dead_columns", "rungs", "reason", "name"])
@@ -52,8 +51,7 @@ def test_a_layer_with_a_wrong_fact_is_refused_or_printed(key: str, value: Any, t
         found = load(tmp_path)
     except CheckpointError:
         return
-    assert summary(found) and model_card(found)
-    draw(found, tmp_path / "r.html")
+    assert summary(found) and model_card(found) and page(found)
 
 
 @pytest.mark.parametrize(

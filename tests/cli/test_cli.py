@@ -82,14 +82,6 @@ def test_the_perplexity_is_printed_with_its_protocol(int4: Path, calib: Path) ->
     assert re.search(r"perplexity \d+\.\d+\n.*windows of 32 tokens, stride 16, no BOS", text)
 
 
-def test_reports_are_drawn_as_html_and_png(int4: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    call("report", int4, "--html", tmp_path / "r.html", "--png", tmp_path / "r.png")
-    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
-    call("report", int4, "--png", tmp_path / "r.jpg", code=2)
-
-
 def test_a_page_drawn_after_verify_says_so(int4: Path, tmp_path: Path) -> None:
     folder = tmp_path / "int4"
     shutil.copytree(int4, folder, ignore=shutil.ignore_patterns("verify.json"))

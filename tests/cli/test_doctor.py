@@ -30,10 +30,9 @@ def test_required_versions_are_those_of_the_project_file() -> None:
     low, high = (".".join(map(str, version)) for version in diagnosis.PYTHON)
     assert project["requires-python"] == f">={low},<{high}"
     extras = project["optional-dependencies"]
-    assert {"cuda12", "cuda13", "plot"} <= extras.keys(), "the fixes name these extras"
+    assert {"cuda12", "cuda13"} <= extras.keys(), "the fixes name these extras"
     for extra in ("cuda12", "cuda13"):
         assert extras[extra] == [f"cupy-{extra}x>=13.6"]
-    assert extras["plot"] == ["matplotlib>=3.8"]
 
 
 def test_this_environment_is_complete() -> None:
@@ -55,8 +54,8 @@ def test_a_missing_or_old_package_has_a_fix() -> None:
     assert missing.fix == "pip install --upgrade 'no-such-package-here>=1.2'"
     old = diagnosis._package("torch", "999.0")
     assert old.ok is False and old.fix == "pip install --upgrade 'torch>=999.0'"
-    assert diagnosis._optional("no-such-package-here", "1", "for x", "quantkit[plot]").fix == (
-        "pip install --upgrade 'quantkit[plot]'"
+    assert diagnosis._optional("no-such-package-here", "1", "for x", "quantkit[cuda13]").fix == (
+        "pip install --upgrade 'quantkit[cuda13]'"
     )
 
 
@@ -156,7 +155,7 @@ def test_the_doctor_imports_nothing_heavy() -> None:
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PROJECT.parent
     )
-    assert not {"transformers", "datasets", "matplotlib"} & set(loaded.stdout.split())
+    assert not {"transformers", "datasets", "jinja2"} & set(loaded.stdout.split())
 
 
 @pytest.mark.parametrize(

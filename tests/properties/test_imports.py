@@ -21,7 +21,8 @@ IMPORTERS = {
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint", "pipeline.push"},
     "yaml": {"recipes.recipe", "io.model_folder"},
-    "matplotlib": {"reporting.plots"},
+    "jinja2": {"reporting.templates"},
+    "markupsafe": {"reporting"},
     "tqdm": {"progress"},
     "blake3": {"io.hashing", "io.files"},
     "tokenizers": {"bench"},
@@ -33,7 +34,7 @@ IMPORTERS = {
     "typing_extensions": {"api", "pipeline"},
 }
 #: Imported inside functions only. The plugin is an exception: its classes derive from those of transformers.
-LATE = {"transformers", "datasets", "cupy", "matplotlib", "accelerate", "huggingface_hub", "tokenizers"}
+LATE = {"transformers", "datasets", "cupy", "jinja2", "markupsafe", "accelerate", "huggingface_hub", "tokenizers"}
 PLUGIN = "inference.transformers_plugin"
 
 
