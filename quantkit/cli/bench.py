@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, command
 from quantkit.cli.parsing import combined
+from quantkit.core.units import format_bytes
 from quantkit.names import ACTIVATIONS, KERNELS
 from quantkit.progress import Progress
 
@@ -21,6 +22,12 @@ if TYPE_CHECKING:
 
     from quantkit.bench.random_model import Outline, Variant, Workload
     from quantkit.core.scheme import Scheme
+
+#: Columns of the tables.
+TIMES = ("us", "floor us", "of floor", "cuBLAS us", "speedup", "GB/s", "TFLOP/s")
+SPEEDS = ("layout", "scheme", "kernel", "layer", "NxK", "M", *TIMES)
+RATES = ("prompt tok/s", "x dense", "decode tok/s", "x dense", "floor tok/s", "of floor")
+PACES = ("layout", "scheme", "batch", *RATES, "weights", "packed size", "peak")
 
 
 def _joined(numbers: Iterable[int]) -> str:
@@ -92,7 +99,7 @@ def kernels(
     found = measured.to_dict() | ({"against": roofline.compare(measured.cells, peers)} if peers is not None else {})
     if csv is not None:
         files.write_atomic(csv, roofline.table(rows))
-    emit(show.as_json(found) if as_json else show.speeds(found))
+    emit(show.as_json(found) if as_json else format_speeds(found))
 
 
 @command("generate", "quantkit bench generate --model llama2-70b --layout tcfpx --csv generate.csv", bench)
@@ -110,7 +117,7 @@ def generate(csv: Path | None, as_json: bool, progress: Progress, **asked: Any) 
     found = measure(*_generate_arguments(asked), progress)
     if csv is not None:
         files.write_atomic(csv, roofline.table(found.rows()))
-    emit(show.as_json(found.to_dict()) if as_json else show.paces(found.to_dict()))
+    emit(show.as_json(found.to_dict()) if as_json else format_paces(found.to_dict()))
 
 
 def _kernel_arguments(asked: dict[str, Any]) -> dict[str, Any]:
@@ -155,3 +162,80 @@ def _require_writable(path: Path | None, suffix: str) -> None:
     """Refuse a file that cannot be written or does not end in `suffix`, before the hours of work that make it."""
     if path is not None and (path.suffix != suffix or not path.absolute().parent.is_dir()):
         raise click.UsageError(f"{path}: give a file name that ends in {suffix}, in a folder that exists")
+
+
+def format_speeds(found: Mapping[str, Any]) -> str:
+    """Format the table of `bench kernels`, the machine, and the cells in which a peer is faster."""
+    lines = [show.table(SPEEDS, (_speed(row) for row in found["rows"])), ""]
+    keys = ("layout", "scheme", "model", "M", "speedup_vs_cublas", "floor_speedup")
+    averages = [_cells(row, keys) for row in found["means"]]
+    lines += ["geometric means over the layers of a model", show.table(keys, averages), ""] if averages else []
+    device = found["device"]
+    lines.append(
+        f"{device['gpu']}, torch {device['torch']}, CUDA {device['cuda']}, {device['dtype']}: copy "
+        f"{device['copy'] / 1e9:.0f} GB/s, dense product {device['rate'] / 1e12:.0f} TFLOP/s, which make the floor"
+    )
+    against = found.get("against")
+    if against is None:
+        return "\n".join(lines)
+    names = ("layout", "scheme", "layer", "M", "speedup_vs_cublas", "peer", "peer_speedup", "ratio")
+    slower = [_cells(row, names) for row in against["slower"]]
+    lines += ["", show.table(names, slower)] if slower else []
+    mean = f", geometric mean {against['mean']:.3f} of its speedup" if against["compared"] else ""
+    lines.append(f"compared: {against['compared']} cells, {len(slower)} slower{mean}; no figure: {against['missing']}")
+    return "\n".join(lines)
+
+
+def _speed(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return (
+        row["layout"],
+        row["scheme"],
+        row["kernel"],
+        row["layer"],
+        f"{row['N']}x{row['K']}",
+        row["M"],
+        f"{row['time_us']:.2f}",
+        f"{row['floor_us']:.2f}",
+        f"{row['pct_of_floor']:.0f} %",
+        f"{row['cublas_us']:.2f}",
+        f"{row['speedup_vs_cublas']:.2f}",
+        f"{row['weight_GBps']:.0f}",
+        f"{row['tflops']:.1f}",
+    )
+
+
+def _cells(row: Mapping[str, Any], keys: Sequence[str]) -> list[Any]:
+    return [f"{value:.3f}" if isinstance(value, float) else value for value in map(row.get, keys)]
+
+
+def format_paces(found: Mapping[str, Any]) -> str:
+    """Format the table of `bench generate`, what was left out, and the machine."""
+    first, device = found["rows"][0], found["device"]
+    computed = dict.fromkeys((row["layout"], row["scheme"], row["weights"]) for row in found["rows"])
+    mode = "compiled" if first["fused"] else "not compiled"
+    lines = [show.table(PACES, (_pace(row) for row in found["rows"])), ""]
+    lines += [f"{' '.join(filter(None, names))}: {how}" for *names, how in computed]
+    lines += [f"note: {notice}" for notice in found["notices"]]
+    lines.append(
+        f"{first['model']}, random weights, prompts of {first['prompt_tokens']} tokens, then {first['new_tokens']} new "
+        f"ones each, in CUDA graphs over a static cache, {mode}; {device['gpu']}, torch {device['torch']}, "
+        f"transformers {first['transformers']}, CUDA {device['cuda']}, {device['dtype']}; "
+        f"the floor is to read all weights once a step at the {device['copy'] / 1e9:.0f} GB/s of a copy"
+    )
+    return "\n".join(lines)
+
+
+def _pace(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    ratios = ["-" if row[key] is None else f"{row[key]:.2f}" for key in ("prompt_vs_dense", "decode_vs_dense")]
+    return (
+        row["layout"],
+        row["scheme"],
+        row["batch"],
+        f"{row['prompt_tokens_per_s']:.0f}",
+        ratios[0],
+        f"{row['decode_tokens_per_s']:.1f}",
+        ratios[1],
+        f"{row['floor_tokens_per_s']:.1f}",
+        f"{row['pct_of_floor']:.0f} %",
+        *(format_bytes(row[key]) for key in ("weight_bytes", "packed_bytes", "peak_bytes")),
+    )

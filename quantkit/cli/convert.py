@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -15,6 +15,9 @@ from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.push import pushed, pushing_options
 from quantkit.progress import Progress
+
+if TYPE_CHECKING:
+    from quantkit.layouts.compatibility import Conversion
 
 #: The options for a checkpoint that does not fit the other layout, and for the files of the output.
 repacking_options = combined(
@@ -89,7 +92,7 @@ def convert(
 
     if listing:
         found = compatibility.conversions()
-        emit(show.as_json({"conversions": [asdict(c) for c in found]}) if as_json else show.matrix(found))
+        emit(show.as_json({"conversions": [asdict(c) for c in found]}) if as_json else format_matrix(found))
         return
     _use_one_thread_an_operation(asked)
     with pushed(out, asked, progress):
@@ -103,3 +106,8 @@ def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:
 
     if not asked["requantize"]:
         torch.set_num_threads(1)
+
+
+def format_matrix(found: Iterable[Conversion]) -> str:
+    """Format the table of `convert --list`."""
+    return show.table(("conversion", "verdict"), [(f"{c.source}-to-{c.target}", c.verdict) for c in found])

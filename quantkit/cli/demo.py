@@ -10,7 +10,7 @@ import inspect
 import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +21,7 @@ import click
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import command
+from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
 from quantkit.progress import Progress
 
@@ -38,6 +39,9 @@ EVALUATION = """
 SHORTEST = 100
 SAMPLES = 128
 WINDOW = 512
+
+#: Columns of the table.
+DEMO = ("format", "method", "layout", "bits/weight", "size", "perplexity", "change")
 
 CALIBRATED_ON, EVALUATED_ON = "calibration.jsonl", "evaluation.txt"
 
@@ -57,7 +61,7 @@ def demo(out: Path | None, as_json: bool, progress: Progress) -> None:
 
     Quantize the small model that comes with quantkit, pack, verify, and compare perplexities: no network, no GPU."""
     found = run(out, progress)
-    emit(show.as_json(found) if as_json else show.demo(found, progress))
+    emit(show.as_json(found) if as_json else format_demo(found, progress))
 
 
 def run(out: Path | None = None, progress: Progress | None = None) -> dict[str, Any]:
@@ -163,3 +167,29 @@ def _strings(objects: list[Any]) -> list[str]:
     documented = (o for o in objects if isinstance(o, ModuleType | property | type) or inspect.isroutine(o))
     strings = [inspect.cleandoc(o.__doc__) for o in documented if isinstance(o.__doc__, str)]
     return [string for string in strings if len(string) >= SHORTEST]
+
+
+def format_demo(found: Mapping[str, Any], progress: Progress) -> str:
+    """Format the table of the demo and its protocol."""
+    changes = [
+        f"{row['format']} {row['method']} {row['perplexity']:.3f} ({100 * row['change']:+.2f} %)"
+        for row in found["rows"][1:]
+    ]
+    line = f"verified; perplexity {found['rows'][0]['perplexity']:.3f}, {', '.join(changes)}"
+    return show.of_level(progress, line, _table(found))
+
+
+def _table(found: Mapping[str, Any]) -> str:
+    rows = [
+        (
+            row["format"],
+            row["method"],
+            row["layout"],
+            f"{row['bits_per_weight']:.3f}",
+            format_bytes(row["bytes"]),
+            f"{row['perplexity']:.3f}",
+            "" if row["change"] is None else f"{100 * row['change']:+.2f} %",
+        )
+        for row in found["rows"]
+    ]
+    return f"{show.table(DEMO, rows)}\n\n{found['protocol']}"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +13,10 @@ from quantkit.cli.exits import MISSED, emit, leave
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, section
 from quantkit.progress import Progress
+
+if TYPE_CHECKING:
+    from quantkit.evaluation.divergence import Divergence
+    from quantkit.evaluation.perplexity import Perplexity
 
 #: The options of an evaluation: text, windows, device.
 protocol_options = combined(
@@ -59,7 +64,7 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
     from quantkit import api
 
     found = api.eval_ppl(checkpoint, progress=progress, **protocol)
-    emit(show.as_json(asdict(found)) if as_json else show.perplexity(found, progress))
+    emit(show.as_json(asdict(found)) if as_json else format_perplexity(found, progress))
     if max_perplexity is not None and not found.perplexity <= max_perplexity:
         leave(MISSED, f"Error: perplexity {found.perplexity:.4f} is above --max-perplexity {max_perplexity:g}")
 
@@ -92,6 +97,30 @@ def divergence(
     from quantkit import api
 
     found = api.eval_kld(checkpoint, against, progress=progress, **protocol)
-    emit(show.as_json(asdict(found)) if as_json else show.divergence(found, progress))
+    emit(show.as_json(asdict(found)) if as_json else format_divergence(found, progress))
     if max_kld is not None and not found.kld <= max_kld:
         leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")
+
+
+def format_perplexity(found: Perplexity, progress: Progress) -> str:
+    """Format a perplexity and its protocol."""
+    figure, protocol = f"perplexity {found.perplexity:.4f}", _protocol(found)
+    bits = found.nll / math.log(2)
+    more = f"{found.nll:.6f} nats or {bits:.6f} bits a token, {found.nll * found.tokens:.1f} nats in all"
+    return show.of_level(progress, f"{figure} {protocol}", f"{figure}\n{protocol}", more)
+
+
+def format_divergence(found: Divergence, progress: Progress) -> str:
+    """Format a KL divergence and its protocol."""
+    figures = [f"KL divergence {found.kld:.6f} nats", f"top-1 agreement {100 * found.top1:.3f} %"]
+    agreed, protocol = round(found.top1 * found.tokens), _protocol(found)
+    more = f"{found.kld / math.log(2):.6f} bits a token; {agreed} of {found.tokens} tokens agree"
+    return show.of_level(progress, f"{', '.join(figures)} {protocol}", "\n".join([*figures, protocol]), more)
+
+
+def _protocol(found: Perplexity | Divergence) -> str:
+    return (
+        f"on {found.data}: {found.windows} windows of {found.window} tokens, stride {found.stride}, "
+        f"{'BOS in front of each' if found.bos else 'no BOS'}, {found.tokens} predictions, "
+        f"text of {found.text_tokens} tokens (a last short window is dropped); {found.weights}"
+    )

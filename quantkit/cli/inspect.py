@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import UNVERIFIED, emit, leave
 from quantkit.cli.options import command
+from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
 from quantkit.progress import Progress
+
+if TYPE_CHECKING:
+    from quantkit.evaluation.verification import Verification
+
+#: Rows of a table without -v.
+MOST_ROWS = 40
 
 
 @command("verify", "quantkit verify ./model-marlin --against ./model-int4")
@@ -35,7 +43,7 @@ def verify(
     from quantkit.evaluation.verify import verify as verify_checkpoint
 
     found = verify_checkpoint(checkpoint, against, progress, device, unsealed)
-    emit(show.as_json(found.to_dict()) if as_json else show.verification(found, progress))
+    emit(show.as_json(found.to_dict()) if as_json else format_verification(found, progress))
     verification.write(found, checkpoint)
     if not found.ok:
         leave(UNVERIFIED, _failed(checkpoint, found.failures))
@@ -62,13 +70,13 @@ def inspect(
 
         failures, notices = verify_files(folder)
         facts = {"path": str(folder), "ok": not failures, "failures": failures, "notices": notices}
-        emit(show.as_json(facts) if as_json else show.checks(str(folder), failures, notices, progress))
+        emit(show.as_json(facts) if as_json else format_checks(str(folder), failures, notices, progress))
         if failures:
             leave(UNVERIFIED, _failed(folder, failures))
         return
     src = Checkpoint(folder, trust_remote_code)
     found = describe(src)
-    emit(show.as_json(found) if as_json else show.description(found, tensors(src), progress))
+    emit(show.as_json(found) if as_json else format_description(found, tensors(src), progress))
 
 
 def _failed(folder: Path, failures: Sequence[str]) -> str:
@@ -103,3 +111,78 @@ def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -
         files.write_atomic(html, page(found, verified).encode())
         progress.note(f"drawn: {html}")
     emit(show.as_json(found) if as_json else show.report(found, progress))
+
+
+def format_verification(found: Verification, progress: Progress) -> str:
+    """Format the outcome of `verify`: a row for each weight, or only the failed ones, then a verdict.
+
+    -q prints the verdict, below what failed. -v prints every row, and the digest of each file.
+    """
+    verdict, layout = ("verified" if found.ok else "NOT verified"), found.layout or "unreadable"
+    verdict += "" if found.checked else ", codes unchecked"
+    last = f"{verdict}: {len(found.rows)} linears, {found.weights} weights, {layout}; {found.note}"
+    failures = [f"FAILED: {failure}" for failure in found.failures]
+    if progress.quiet:
+        return "\n".join([*failures, last])
+    shown = [row for row in found.rows if row.problem and not progress.verbose] or found.rows
+    most = len(shown) if progress.verbose else MOST_ROWS
+    proofs = ("repack", "digest", "against", *(("product",) if found.kernel else ()))
+    rows = [
+        (row.module, list(row.shape), row.scheme, *(_passed(getattr(row, proof)) for proof in proofs))
+        for row in shown[:most]
+    ]
+    lines = [show.table(("weight", "shape", "scheme", *proofs), rows)] if rows else []
+    lines += [f"... and {len(shown) - most} more, all with -v"] if len(shown) > most else []
+    lines += [f"file: {name} {digest}" for name, digest in found.files.items()] if progress.verbose else []
+    lines += failures
+    lines += [f"note: {notice}" for notice in found.notices]
+    return "\n".join([*lines, last])
+
+
+def _passed(value: bool | None) -> str:
+    return {True: "ok", False: "FAILED", None: "-"}[value]
+
+
+def format_checks(path: str, failures: Sequence[str], notices: Sequence[str], progress: Progress) -> str:
+    """Format the outcome of `inspect --check`."""
+    last = f"{path}: {'a file was changed' if failures else 'no file was changed'}"
+    lines = [f"FAILED: {failure}" for failure in failures]
+    return "\n".join([*lines, *([] if progress.quiet else [f"note: {notice}" for notice in notices]), last])
+
+
+def format_description(found: Mapping[str, Any], tensors: Iterable[Sequence[Any]], progress: Progress) -> str:
+    """Format the facts that `inspect` read from the headers of a checkpoint; -v lists `tensors`."""
+    bits = found["bits_per_weight"]
+    line = (
+        f"{found['path']}: {found['layout'] or 'dense ' + found['dtype']}, "
+        + "".join(f"{label} ({count} linears), " for label, count in found["schemes"].items())
+        + f"{found['parameters']} parameters, "
+        + (f"{bits:.3f} bits/weight with scales, " if bits else "")
+        + format_bytes(sum(found["files"].values()))
+    )
+    return show.of_level(progress, line, _description(found), show.table(("tensor", "shape", "held as"), tensors))
+
+
+def _description(found: Mapping[str, Any]) -> str:
+    bits = found["bits_per_weight"]
+    return show.facts(
+        [
+            ("path", found["path"]),
+            ("model type", found["model_type"]),
+            ("layout", found["layout"] or f"dense {found['dtype']}"),
+            ("schemes", ", ".join(f"{label} ({count} linears)" for label, count in found["schemes"].items())),
+            ("parameters", f"{found['parameters']}, {found['quantized_weights']} of them quantized"),
+            ("share", f"{100 * found['share']:.2f} % of the decoder's weights" if found["share"] else None),
+            ("padded", f"{found['padded_linears']} linears, with zeros" if found["padded_linears"] else None),
+            ("bits/weight", f"{bits:.3f} with scales" if bits else None),
+            ("bits/parameter", f"{found['bits_per_parameter']:.3f} over the whole model"),
+            ("size", format_bytes(sum(found["files"].values()))),
+            ("tensors", format_bytes(found["bytes"]["total"])),
+            *((f"  {name}", format_bytes(count)) for name, count in found["bytes"]["packed"].items()),
+            ("  dense", format_bytes(found["bytes"]["dense"])),
+            *(("shape", f"{shape} x {count}") for shape, count in found["shapes"].items()),
+            *(("file", f"{name} {format_bytes(count)}") for name, count in found["files"].items()),
+            ("loads in", found["readers"]),
+            *(("note", notice) for notice in found["notices"]),
+        ]
+    )

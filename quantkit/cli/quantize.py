@@ -14,6 +14,7 @@ from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
 from quantkit.cli.options import choice, choice_of, command
 from quantkit.cli.parsing import combined, needed_unless, section
+from quantkit.cli.plan_table import format_plan
 from quantkit.cli.push import pushed, pushing_options
 from quantkit.errors import QuantkitError
 from quantkit.names import FORMATS, GPUS, MOST_TOKENS, TARGETS, Clip, Method, Metric, Rule
@@ -346,7 +347,7 @@ def _plan(
 
     told = progress if progress.quiet else None  # the table lists all warnings, one line does not
     found = pipeline.plan(model, recipe, out=out, progress=told, **asked, **running)
-    emit(show.as_json(found.to_dict()) if as_json else show.plan(found, progress))
+    emit(show.as_json(found.to_dict()) if as_json else format_plan(found, progress))
     if found.refusal is not None:
         raise found.refusal
 

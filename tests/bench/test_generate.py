@@ -19,7 +19,8 @@ from quantkit.bench import decode_graphs, generate, kernels, roofline
 from quantkit.bench.generate import Decoding, Pace
 from quantkit.bench.random_model import DENSE, Outline, Sizes, Variant, Workload, build, variants
 from quantkit.bench.roofline import Device
-from quantkit.cli import show
+from quantkit.cli.bench import format_paces
+from quantkit.cli.show import as_json
 from quantkit.errors import RecipeError
 from quantkit.kernels import missing
 from quantkit.models.meta_model import find_blocks
@@ -179,14 +180,14 @@ def test_figures_come_from_times_and_ratios_from_the_dense_model_in_the_same_bat
 
 def test_table_csv_and_json_agree() -> None:
     found = FOUND.to_dict()
-    text = show.paces(found)
+    text = format_paces(found)
     line = next(line for line in text.splitlines() if line.startswith("marlin  int4:g128     16"))
     assert line.split()[3:10] == ["16384", "0.50", "8000.0", "2.50", "16000.0", "50", "%"]
     assert "note: something is left out" in text and "4000 GB/s" in text and "prompts of 512 tokens" in text
     assert "marlin int4:g128: weights by the marlin kernel, float16" in text
     back = list(csv.DictReader(io.StringIO(roofline.table(FOUND.rows()).decode())))
     assert [row["decode_vs_dense"] for row in back] == ["1", "2.5", ""]
-    again = json.loads(show.as_json(found))
+    again = json.loads(as_json(found))
     assert again["rows"][2]["decode_vs_dense"] is None and again["device"]["copy"] == 4e12
     assert back[0].keys() == again["rows"][0].keys()
 

@@ -15,7 +15,8 @@ import torch
 
 from quantkit.bench import kernels, roofline, timing
 from quantkit.bench.roofline import Cell, Device, Layer, compare, floor, layers, read_peers
-from quantkit.cli import show
+from quantkit.cli.bench import format_speeds
+from quantkit.cli.show import as_json
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, KernelError, RecipeError
 from quantkit.kernels import LAUNCHERS, MATMULS, missing, proof
@@ -240,18 +241,18 @@ def test_a_csv_has_every_figure_and_the_device(tmp_path: Path) -> None:
 
 def test_the_table_has_all_cells_and_names_those_behind(tmp_path: Path) -> None:
     found = kernels.Bench(H200, (cell(8.0), cell(16.0, m=64))).to_dict()
-    text = show.speeds(found)
+    text = format_speeds(found)
     assert len([line for line in text.splitlines() if line.startswith("marlin ")]) == 2
     assert "6144x4096" in text and "4240 GB/s" in text and "compared" not in text and "means" not in text
     whole = kernels.Bench(H200, tuple(cell(8.0, layer) for layer in layers(["llama3-8b"], []))).to_dict()
-    assert "geometric means" in show.speeds(whole)
+    assert "geometric means" in format_speeds(whole)
     path = write(tmp_path / "p.csv", ("", 4096, 6144, 16, "theirs", 1.0, 2.5))
     against = {"against": compare([cell(8.0), cell(16.0, m=64)], read_peers(path, ["theirs"]))}
-    text = show.speeds(found | against)
+    text = format_speeds(found | against)
     assert "theirs" in text and "compared: 1 cells, 1 slower" in text and "no figure: 1" in text
-    assert json.loads(show.as_json(found | against))["against"]["slower"][0]["peer"] == "theirs"
+    assert json.loads(as_json(found | against))["against"]["slower"][0]["peer"] == "theirs"
     nothing = {"against": compare([cell(8.0, m=3)], read_peers(path, ["theirs"]))}
-    assert "compared: 0 cells, 0 slower; no figure: 1" in show.speeds(found | nothing)
+    assert "compared: 0 cells, 0 slower; no figure: 1" in format_speeds(found | nothing)
 
 
 def test_without_a_gpu_nothing_is_timed() -> None:

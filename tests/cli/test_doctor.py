@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from quantkit import kernels
-from quantkit.cli import diagnosis, gpu_diagnosis, show
+from quantkit.cli import diagnosis, gpu_diagnosis
+from quantkit.cli.doctor import format_diagnosis
 from quantkit.kernels import toolchain
 
 PROJECT = Path(__file__).resolve().parents[2] / "pyproject.toml"
@@ -138,7 +139,7 @@ def test_a_gpu_too_old_for_the_kernels_is_named(monkeypatch: pytest.MonkeyPatch)
     found = diagnosis.diagnose()
     assert [gpu["name"] for gpu in found["gpus"]] == ["Tesla T4", "A100"]
     assert "need 8.0 (Ampere) or newer" in found["gpus"][0]["problem"] and found["gpus"][1]["problem"] is None
-    line = next(line for line in show.diagnosis(found).splitlines() if line.startswith("GPU"))
+    line = next(line for line in format_diagnosis(found).splitlines() if line.startswith("GPU"))
     assert "sm_75 (this GPU has compute capability 7.5" in line and line.endswith("sm_80")
 
 

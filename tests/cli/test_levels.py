@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.cli import show
+from quantkit.cli.demo import format_demo
 from quantkit.progress import Progress
 from tests import command_line
 from tests.command_line import call
@@ -53,8 +53,8 @@ def test_the_demo_is_one_line_too() -> None:
     first = {"format": "float16", "method": "as it is", "layout": "-", "bits_per_weight": 16.0, "bytes": 9}
     second = {**first, "format": "int4:g128", "method": "gptq", "perplexity": 20.5, "change": 0.025}
     found = {"rows": [{**first, "perplexity": 20.0, "change": None}, second], "protocol": "on a text"}
-    assert show.demo(found, Progress(quiet=True)) == "verified; perplexity 20.000, int4:g128 gptq 20.500 (+2.50 %)"
-    assert len(show.demo(found, Progress()).splitlines()) > 3
+    assert format_demo(found, Progress(quiet=True)) == "verified; perplexity 20.000, int4:g128 gptq 20.500 (+2.50 %)"
+    assert len(format_demo(found, Progress()).splitlines()) > 3
 
 
 def test_a_quiet_failure_still_says_what_failed(int4: Path, tmp_path: Path) -> None:

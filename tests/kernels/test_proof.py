@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.cli import show
+from quantkit.cli.inspect import format_verification
+from quantkit.cli.show import as_json
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import LayoutError
@@ -135,11 +136,11 @@ def test_the_note_names_the_kernels_that_ran() -> None:
     found = Verification("marlin", (row, bad), {}, ("a.c: is wrong",), (), None, "marlin", "Some GPU", proof.BOUND)
     assert found.multiplied == 64 * 128 and found.errors == [2.5e-4]
     assert "marlin kernels on Some GPU" in found.note and "2.5e-04 at most (bound 0.001)" in found.note
-    assert json.loads(show.as_json(found.to_dict()))["multiplied"] == 64 * 128
+    assert json.loads(as_json(found.to_dict()))["multiplied"] == 64 * 128
     assert (
-        "product" in show.verification(found, Progress())
-        and "FAILED" in show.verification(found, Progress()).splitlines()[1]
+        "product" in format_verification(found, Progress())
+        and "FAILED" in format_verification(found, Progress()).splitlines()[1]
     )
     none = Verification("gptq", (row,), {}, (), (), unrun=none_for("gptq"))
     assert none.note.endswith("the bits alone are proved: no kernel of quantkit's own multiplies gptq")
-    assert "product" not in show.verification(none, Progress())
+    assert "product" not in format_verification(none, Progress())

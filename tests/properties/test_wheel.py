@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.cli import demo, show
+from quantkit.cli import demo
 from quantkit.errors import CheckpointError
 from quantkit.progress import Progress
 
@@ -115,7 +115,7 @@ def test_the_demo_measures_all_its_rows_and_keeps_its_checkpoints(installed: Pat
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     assert "verify    int4-gptq-marlin" in finished.stderr
 
-    lines = show.demo(found, Progress()).splitlines()
+    lines = demo.format_demo(found, Progress()).splitlines()
     assert len(lines) == 1 + len(found["rows"]) + 2
     assert lines[1].endswith(f"{dense['perplexity']:.3f}") and lines[2].endswith(" %")
 

@@ -1,0 +1,97 @@
+"""The text of a plan."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from quantkit.cli import show
+from quantkit.core.units import format_bytes
+from quantkit.progress import Progress
+
+if TYPE_CHECKING:
+    from quantkit.planning.plan import Plan
+    from quantkit.planning.serving import Kind, Serving
+
+#: The files of an output whose bytes a plan only bounds: report and model card.
+REPORT_AND_CARD = 2
+
+
+def format_plan(found: Plan, progress: Progress) -> str:
+    """Format a plan: the output, the memory, the weights that do not fit. -v lists every linear."""
+    dense = sum(row.scheme is None for row in found.rows)
+    bits = f", {found.bits_per_weight:.3f} bits/weight" if found.bits_per_weight else ""
+    misfits = f", {len(found.misfits)} misfits" if found.misfits else ""
+    after = found.total if found.files else found.bytes
+    line = (
+        f"plan: {len(found.quantized)} linears quantized, {dense} left dense{misfits}, {found.scheme}, {found.layout}; "
+        f"{format_bytes(found.source_bytes)} before, {format_bytes(after)} after{bits}"
+    )
+    rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in found.rows]
+    return show.of_level(progress, line, _plan(found), show.table(("linear", "shape", "scheme", "bytes"), rows))
+
+
+def _plan(found: Plan) -> str:
+    """Format a plan: the output, the memory, the weights that do not fit, the kernels that will serve it."""
+    memory = found.memory.to_dict()
+    needs = [f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory]
+    facts_ = found.to_dict()
+    dense = [row.module for row in found.rows if row.scheme is None]
+    calibration = found.calibration
+    lines = show.facts(
+        [
+            ("scheme", found.scheme),
+            ("layout", found.layout),
+            ("linears", f"{len(found.quantized)} quantized, {len(dense)} left dense"),
+            ("misfits", f"{len(found.misfits)} of them, counted as dense" if found.misfits else None),
+            (
+                "output",
+                (f"{format_bytes(found.total)} in {len(found.files) + REPORT_AND_CARD} files, " if found.files else "")
+                + f"{found.bytes} bytes of tensors, source {format_bytes(found.source_bytes)}",
+            ),
+            ("share", f"{100 * found.share:.2f} % of the decoder's weights" if found.share is not None else None),
+            ("bits/weight", f"{found.bits_per_weight:.3f} with scales" if found.bits_per_weight else None),
+            (
+                "calibration",
+                f"{calibration['sequences']} sequences, {calibration['tokens']} tokens of {calibration['source']}"
+                if calibration
+                else None,
+            ),
+            ("peak memory", f"about {' and '.join(needs)}"),
+            ("disk free", format_bytes(found.disk_free) if found.disk_free else None),
+            ("loads in", facts_["readers"]),
+            ("kernel", facts_["kernel"] or "none of quantkit's own"),
+            *(("note", notice) for notice in found.notices),
+        ]
+    )
+    return lines if found.serving is None else f"{lines}\n\n{_serving(found.serving)}"
+
+
+def _serving(found: Serving) -> str:
+    """Format the kernels of a program: a row for each kind of linear, then the sources of the rows."""
+    major, minor = found.capability
+    sources = list(dict.fromkeys(kind.source for kind in found.kinds if kind.source))
+    rows = [
+        (
+            kind.name,
+            kind.count,
+            f"{kind.shape[0]}x{kind.shape[1]}",
+            kind.scheme or "-",
+            _kernel(kind, sources),
+            "not known" if kind.gpus is None else ", ".join(map(str, kind.gpus)),
+        )
+        for kind in found.kinds
+    ]
+    split = [name for name in ("GPUs",) if any(kind.gpus is not None for kind in found.kinds)]
+    header = (f"{found.target} on {found.gpu} ({major}.{minor})", "count", "n x k", "scheme", "kernel", *split)
+    lines = [show.table(header, [row[: len(header)] for row in rows])]
+    lines += [f"[{number}] {source}" for number, source in enumerate(sources, start=1)]
+    copied = sorted({count for kind in found.kinds for count in kind.copied})
+    if copied:
+        lines.append(f"over {', '.join(map(str, copied))} GPUs key and value heads are copied")
+    return "\n".join(lines)
+
+
+def _kernel(kind: Kind, sources: list[str]) -> str:
+    name = kind.kernel or ("" if kind.why in ("not known", "dense") else "none")
+    text = ": ".join(filter(None, (name, kind.why)))
+    return f"{text} [{sources.index(kind.source) + 1}]" if kind.source else text
