@@ -24,7 +24,8 @@ class Format:
     """A number format of at most eight bits.
 
     `values[code]` is the value of a code. The largest magnitude of a group is scaled to `absmax`. `ebits` and `mbits`
-    are 0 for integers. FPx formats have no infinities and no NaNs (docs/layouts.md 6.1).
+    are 0 for integers. FPx formats have no infinities and no NaNs (docs/layouts.md 6.1). `group_size` (None: one scale
+    per row) and `layout` are the defaults of a recipe. Which layouts hold the format is for each layout to say.
     """
 
     name: str
@@ -33,6 +34,8 @@ class Format:
     absmax: float
     ebits: int = 0
     mbits: int = 0
+    group_size: int | None = None
+    layout: str = "compressed-tensors"
 
     @property
     def is_float(self) -> bool:
@@ -116,10 +119,10 @@ class Format:
 def integer(name: str, bits: int) -> Format:
     """Make a signed integer format in offset binary, with MARLIN's convention `scale = 2 max|w| / (2^bits - 1)`."""
     half = 2 ** (bits - 1)
-    return Format(name, bits, tuple(float(v) for v in range(-half, half)), absmax=half - 0.5)
+    return Format(name, bits, tuple(float(v) for v in range(-half, half)), absmax=half - 0.5, group_size=128)
 
 
-def floating(name: str, ebits: int, mbits: int) -> Format:
+def floating(name: str, ebits: int, mbits: int, layout: str = "compressed-tensors") -> Format:
     """Make an FPx format with subnormals, without infinities and NaNs (docs/layouts.md 6.1)."""
     bias = 2 ** (ebits - 1) - 1
     magnitudes = [
@@ -128,12 +131,12 @@ def floating(name: str, ebits: int, mbits: int) -> Format:
         for f in range(2**mbits)
     ]
     values = tuple(magnitudes) + tuple(-m for m in magnitudes)
-    return Format(name, 1 + ebits + mbits, values, absmax=magnitudes[-1], ebits=ebits, mbits=mbits)
+    return Format(name, 1 + ebits + mbits, values, magnitudes[-1], ebits, mbits, layout=layout)
 
 
 INT4 = integer("int4", 4)
-FP6 = floating("fp6", ebits=3, mbits=2)
-FP5 = floating("fp5", ebits=3, mbits=1)
+FP6 = floating("fp6", ebits=3, mbits=2, layout="humming")
+FP5 = floating("fp5", ebits=3, mbits=1, layout="humming")
 FP6_E2M3 = floating("fp6-e2m3", ebits=2, mbits=3)
 FP5_E2M2 = floating("fp5-e2m2", ebits=2, mbits=2)
 

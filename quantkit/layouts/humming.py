@@ -21,7 +21,7 @@ from quantkit.layouts.expressions import literal
 from quantkit.layouts.schemes import Schemes
 
 #: A config's name for each format.
-DTYPES = {"float6e3m2": FP6, "float5e3m1": FP5}
+DTYPES = {f"float{fmt.bits}{fmt.split}": fmt for fmt in (FP6, FP5)}
 _NAMES = {fmt: name for name, fmt in DTYPES.items()}
 
 

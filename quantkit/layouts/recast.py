@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from quantkit.core.formats import FORMATS, INT4, Format
+from quantkit.core.formats import FORMATS, Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme, Sparsity
 from quantkit.errors import LayoutError
@@ -154,8 +154,8 @@ def _recentred(q: QuantizedTensor, zeros: Tensor) -> QuantizedTensor:
     """Move zero points to 8, which makes a record symmetric; LayoutError unless `0 <= code - zero point + 8 <= 15`."""
     n, k = q.shape
     g = zeros.shape[1]
-    codes = q.codes.view(n, g, -1).short().sub_(zeros.unsqueeze(-1)).add_(INT4.zero_code)
-    outside = (codes < 0) | (codes > 15)
+    codes = q.codes.view(n, g, -1).short().sub_(zeros.unsqueeze(-1)).add_(q.scheme.format.zero_code)
+    outside = (codes < 0) | (codes >= 2**q.scheme.format.bits)
     bad = outside.any(-1)
     if bool(bad.any()):
         row, group = bad.nonzero()[0].tolist()

@@ -19,7 +19,6 @@ from quantkit.calibration.layer_solver import relative_error, zeroed
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import OUTPUT_AWARE, REPORT
-from quantkit.core.formats import INT4
 from quantkit.core.quantized_tensor import Digest, QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
@@ -222,18 +221,18 @@ def _rounded(
 def _rows_lost(name: str, q: QuantizedTensor) -> list[str]:
     """Give a notice of FPx rows whose tiny scale was rounded to zero."""
     rows = (q.scales == 0).all(1).nonzero().flatten()
-    if q.scheme.format == INT4 or not len(rows):
+    if not q.scheme.format.is_float or not len(rows):
         return []
     lost = int((q.scheme.format.decode(q.codes[rows]) != 0).any(1).sum())
     return [f"{name}: {lost} of {len(q.codes)} rows have a stored scale of 0: their weights are zeros"] if lost else []
 
 
 def _check_scales(q: QuantizedTensor) -> None:
-    """Raise CheckpointError for INT4 scales of zero over nonzero codes: only damage gives them (FPx rounding may)."""
-    if q.scheme.format != INT4 or not bool((q.scales == 0).any()):
+    """Raise CheckpointError for integers with scales of zero over other codes: only damage gives them (FPx may)."""
+    if q.scheme.format.is_float or not bool((q.scales == 0).any()):
         return
     n, g = q.scales.shape
-    zeros = INT4.zero_code if q.zeros is None else q.zeros.unsqueeze(-1)
+    zeros = q.scheme.format.zero_code if q.zeros is None else q.zeros.unsqueeze(-1)
     lost = (q.scales == 0) & (q.codes.view(n, g, -1) != zeros).any(-1)
     if bool(lost.any()):
         row, group = lost.nonzero()[0].tolist()

@@ -17,7 +17,7 @@ from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import broken_rule, nearest, padded_shape, target
 from quantkit.names import KERNELS
 from quantkit.recipes.goals import Goal
-from quantkit.recipes.recipe import Recipe, default_layout
+from quantkit.recipes.recipe import Recipe
 
 FILLED = "to fill it up with zeros"
 #: The most ways out that a message names.
@@ -95,7 +95,7 @@ def _instead(layout: Layout, others: list[str], scheme: Scheme) -> list[str]:
     """Return the option for layouts that hold the weights: one with a kernel instead of one with a kernel, and the
     one that is written by default."""
     kernels = [name for name in KERNELS if name in others and layout.NAME in KERNELS]
-    usual = default_layout(scheme)
+    usual = scheme.format.layout
     names = dict.fromkeys([*kernels[:1], *([usual] if usual in others else others[:1])])
     return [f"use {' or '.join(f'--layout {name}' for name in names)}"] if names else []
 

@@ -21,7 +21,7 @@ from quantkit.algorithms.scale_search import check_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
 from quantkit.errors import RecipeError, reason, require_known
-from quantkit.layouts import LAYOUTS, expressions, humming
+from quantkit.layouts import LAYOUTS, expressions
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import fitting
 from quantkit.models.experts import ROUTER
@@ -283,11 +283,6 @@ def _calibration(section: Mapping[str, Any]) -> Calib:
     )
 
 
-def default_layout(scheme: Scheme) -> str:
-    """Return the default layout of a scheme."""
-    return "humming" if scheme.format in humming.DTYPES.values() else "compressed-tensors"
-
-
 def _prune_rule(mapping: Mapping[str, Any], method: Method, schemes: list[Scheme]) -> Rule | None:
     """Return the rule for 2:4 masks, None if no scheme is 2:4."""
     if not any(is_sparse(scheme) for scheme in schemes):
@@ -341,7 +336,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> Recipe:
             f"--output-aware weighs the errors of gptq, the method is {method}: use --method gptq, or drop it"
         )
     # The humming layout stores formats in their true bits, and engines read it.
-    layout = mapping.get("layout", default_layout(scheme))
+    layout = mapping.get("layout", scheme.format.layout)
     require_known("layout", layout, LAYOUTS)
     for each in schemes:
         check_signed(each, signed)
@@ -429,7 +424,7 @@ def _scheme(section: Mapping[str, Any]) -> Scheme:
     if not isinstance(name, str) or name not in FORMATS:
         raise RecipeError(f"unknown format {name!r}: use one of {', '.join(FORMATS)}")
     fmt = FORMATS[name]
-    group_size = section.get("group_size", "channel" if fmt.is_float else 128)
+    group_size = section.get("group_size", fmt.group_size or "channel")
     group_size = None if group_size in ("channel", None) else _typed(group_size, int, "group_size")
     symmetric = _typed(section.get("symmetric", True), bool, "symmetric")
     sparsity = section.get("sparsity")
