@@ -25,10 +25,6 @@ LAYOUTS = (
 #: Layouts that a kernel of quantkit multiplies -> the module of `kernels` that launches it, which has the name of a
 #: layout too.
 KERNELS = {"marlin": "marlin", "marlin24": "marlin24", "marlin24-ct": "marlin24", "tcfpx": "tcfpx", "quick": "quick"}
-#: The keys of `pipeline.serving.PROGRAMS`: programs whose kernels `plan` lists.
-TARGETS = ("vllm", "sglang", "transformers", "quantkit")
-#: The keys of `reporting.engine_kernels.GPUS`.
-GPUS = ("t4", "a100", "a10", "rtx3090", "l4", "l40s", "rtx4090", "h100", "h200", "b200", "rtx5090")
 #: The dtypes of `kernels.contract.ACTIVATIONS`.
 ACTIVATIONS = ("float16", "bfloat16")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,11 +13,7 @@ from quantkit.checkpoint.report import KEPT
 from quantkit.errors import CheckpointError, reason
 from quantkit.io import files, model_folder
 from quantkit.io.json_files import AGAIN, dump_json, entries
-from quantkit.layouts import LAYOUTS, quantkit_key
-from quantkit.layouts.base import Layout
-from quantkit.layouts.fused_groups import with_joined_names
-from quantkit.layouts.schemes import Schemes
-from quantkit.version import __version__
+from quantkit.layouts import LAYOUTS
 
 #: Keys of a config or a tokenizer under which transformers has stated the folder that it was read from.
 PATHS = ("_name_or_path", "name_or_path")
@@ -119,22 +114,3 @@ def _words(stated: Any) -> str | list[str] | None:
 
 def _printable(word: str) -> str:
     return re.sub(r"[^\x20-\x7e\xa0-\uffff]", " ", word)[:100]
-
-
-def output_config(
-    src: Checkpoint,
-    layout: Layout | None,
-    schemes: Schemes | None,
-    true_shapes: Mapping[str, Sequence[int] | None],
-    recipe_sha256: str | None,
-) -> dict[str, Any]:
-    """Return the config.json of an output; `true_shapes` has every changed linear, with its shape if it is padded."""
-    config: dict[str, Any] = without_paths(src.dense_config(), src.path)
-    if layout is not None and schemes is not None:
-        padded = tuple((name, (shape[0], shape[1])) for name, shape in true_shapes.items() if shape)
-        schemes = replace(schemes, padded=padded)
-        config["quantization_config"] = {
-            **layout.write_config(with_joined_names(schemes, list(true_shapes))),
-            "quantkit": quantkit_key(layout.NAME, schemes, __version__, recipe_sha256),
-        }
-    return config

@@ -16,8 +16,9 @@ from quantkit.cli.options import choice, choice_of, command
 from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.plan_table import format_plan
 from quantkit.cli.push import pushed, pushing_options
+from quantkit.engines.tables import GPUS, TARGETS
 from quantkit.errors import QuantkitError
-from quantkit.names import FORMATS, GPUS, MOST_TOKENS, TARGETS, Clip, Method, Metric, Rule
+from quantkit.names import FORMATS, MOST_TOKENS, Clip, Method, Metric, Rule
 from quantkit.progress import Progress
 from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.run_options import RunOptions

@@ -1,1 +1,1 @@
-"""Dated tables about other programs: which folders they open, and which kernels they choose."""
+"""Dated tables about other programs: which folders they open, which kernels they choose, which linears they join."""

@@ -14,19 +14,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from quantkit.engines.joined import SIBLINGS
 from quantkit.inference.packed_linear import PackedLinear, has_kernel_on, multiply_packed, without_casts
 from quantkit.layouts import LAYOUTS
 from quantkit.models.shared_product import SharedProduct
-
-#: Names of sibling linears that get the same input tensor; a model may lack some names of a row.
-SIBLINGS = (
-    ("q_proj", "k_proj", "v_proj"),
-    ("query", "key", "value"),
-    ("q_a_proj", "kv_a_proj_with_mqa"),
-    ("in_proj_qkv", "in_proj_z"),
-    ("gate_proj", "up_proj"),
-    ("w1", "w3"),
-)
 
 
 class FusedLinear(SharedProduct, nn.Module):

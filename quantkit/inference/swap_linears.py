@@ -23,16 +23,15 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.units import format_bytes
+from quantkit.engines.output_config import quantization_config
 from quantkit.errors import CheckpointError, Command, KernelError, LayoutError, Option, Setting, Words, about
 from quantkit.inference.packed_linear import PackedLinear
-from quantkit.layouts import LAYOUTS, quantkit_key
+from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
-from quantkit.layouts.fused_groups import with_joined_names
 from quantkit.models.experts import unfuse_experts
 from quantkit.models.linears import is_linear, size_of
 from quantkit.models.state_names import ignored, match, places, require_complete, spellings
 from quantkit.models.stored_rows import follow_storage
-from quantkit.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -228,5 +227,4 @@ def config_in_memory(linears: Linears, src: Checkpoint) -> dict[str, Any]:
     assert src.schemes is not None and src.stated is not None
     schemes = replace(src.schemes, default=default, overrides=others, padded=padded)
     recipe = src.stated.get("quantkit", {}).get("recipe_sha256")
-    key = quantkit_key(layouts[0], schemes, __version__, recipe)
-    return {**LAYOUTS[layouts[0]].write_config(with_joined_names(schemes, linears)), "quantkit": key}
+    return quantization_config(LAYOUTS[layouts[0]], schemes, linears, recipe)

@@ -92,6 +92,8 @@ class Layout(ABC):
     FLOATS_IF: ClassVar[str | None] = None
     #: The condition under which this layout holds the zero points of another one.
     ZEROS_IF: ClassVar[str | None] = None
+    #: What to say before asymmetric weights are stored, or None.
+    ZEROS_NOTICE: ClassVar[str | None] = None
     #: A doubt that remains about the zero points of a file, or None.
     ZEROS_IN_DOUBT: ClassVar[str | None] = None
 

@@ -38,6 +38,7 @@ class Gptq(Layout):
     TITLE, MULTIPLES = "the GPTQ layout", (32, 32)
     INTEGERS_IF = "g_idx is static (k // group size)"
     ZEROS_IF: ClassVar[str | None] = "no zero point is 0"
+    ZEROS_NOTICE: ClassVar[str | None] = "gptq (v1) cannot store a zero point of 0: use gptq-v2 if the run stops at one"
     ZEROS_IN_DOUBT = "asymmetric ones do not show whether they are v1 or v2 (LAYOUTS 1.4), so check the perplexity"
     #: Zero point minus stored zero point.
     OFFSET: ClassVar[int] = 1
@@ -151,7 +152,7 @@ class GptqV2(Gptq):
 
     NAME = "gptq-v2"
     VARIANT_OF = Gptq.NAME
-    ZEROS_IF = None
+    ZEROS_IF = ZEROS_NOTICE = None
     OFFSET = 0
 
 

@@ -26,11 +26,11 @@ from quantkit.checkpoint.report import load as load_report
 from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from quantkit.core.scheme import Scheme
 from quantkit.core.work_queue import WorkQueue
+from quantkit.engines.joined import is_expert
 from quantkit.errors import CheckpointError, require_known
 from quantkit.io import hashing
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
-from quantkit.layouts.fused_groups import is_expert
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.publish import finish, write

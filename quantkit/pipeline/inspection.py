@@ -9,7 +9,8 @@ from typing import Any
 from quantkit.checkpoint.decoder import decoder_weights, share_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
-from quantkit.engines.readers import Folder, opened_by
+from quantkit.engines.readers import opened_by
+from quantkit.engines.rows import Folder
 
 
 def describe(src: Checkpoint) -> dict[str, Any]:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from quantkit.algorithms.numerics import check_finite
 from quantkit.checkpoint.items import Commit, Final, Item, Packed
-from quantkit.checkpoint.origin import output_config
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, SEAL, added_up, digest, peak_memory, phases, seal
@@ -24,6 +23,7 @@ from quantkit.checkpoint.report import load as load_report
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.work_queue import WorkQueue
+from quantkit.engines.output_config import output_config
 from quantkit.errors import CheckpointError, QuantkitError, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json, without_folders

@@ -10,10 +10,11 @@ from collections.abc import Iterable, Mapping
 from math import prod
 from typing import NamedTuple
 
-from quantkit.checkpoint.origin import companions_of, output_config
+from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.writer import planned_shards, texts_beside
 from quantkit.core.scheme import Scheme
+from quantkit.engines.output_config import output_config
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import RECIPE, inside
 from quantkit.layouts.base import Layout

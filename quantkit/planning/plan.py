@@ -23,11 +23,11 @@ from quantkit.core.sparsity import quads
 from quantkit.core.tensors import FLOATS, dtype_name
 from quantkit.core.units import format_bytes
 from quantkit.engines import readers
-from quantkit.engines.readers import Folder
+from quantkit.engines.joined import joined_name
+from quantkit.engines.rows import Folder
 from quantkit.errors import LayoutError, QuantkitError, ThresholdError
 from quantkit.kernels import MATMULS
 from quantkit.layouts.base import Layout
-from quantkit.layouts.fused_groups import joined_name
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
 from quantkit.planning.memory import Memory, calibrated_memory, streamed_memory, tuning_memory
 from quantkit.planning.misfits import Misfit, ways_out
@@ -381,7 +381,7 @@ def _source_rule(src: Checkpoint, module: str, shape: tuple[int, int], own_weigh
     return None
 
 
-def _folder(src: Checkpoint, layout: Layout, rows: list[Row]) -> readers.Folder:
+def _folder(src: Checkpoint, layout: Layout, rows: list[Row]) -> Folder:
     """Collect the facts of the output on which its readers depend; of a packed source, dense linears are known by name.
 
     A source's config may leave out dense linears, so the other members of each fused group are looked up in its files.
@@ -392,28 +392,16 @@ def _folder(src: Checkpoint, layout: Layout, rows: list[Row]) -> readers.Folder:
         stored = (name.removesuffix(".weight") for name in src.names() if name.endswith(".weight"))
         dense |= dict.fromkeys(src.schemes.ignore)
         dense |= dict.fromkeys(name for name in stored if joined_name(name) and name not in linears)
-    return readers.Folder(layout.NAME, linears, tuple(dense), any(row.padded for row in rows), src.config)
+    is_half = src.dtype_of_model == torch.float16
+    return Folder(layout.NAME, linears, tuple(dense), any(row.padded for row in rows), src.config, is_half)
 
 
-def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: readers.Folder) -> list[str]:
+def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: Folder) -> list[str]:
     """Return the limits of the layout's readers that concern this output (LAYOUTS 3.1, 3.5, 9 and 10)."""
-    quantized = [row for row in rows if row.scheme is not None]
-    found = readers.refusals(folder)
-    if layout.NAME == "marlin":
-        odd = [row for row in quantized if row.stored[0] % 256]
-        if odd:
-            found.append(
-                f"{len(odd)} weights have n % 256 != 0 (first {odd[0].module} {list(odd[0].stored)}): the published"
-                " MARLIN kernel does not take them, readers that ask n % 64 do"
-            )
-        if src.dtype_of_model != torch.float16:
-            found.append("published MARLIN readers run float16 only: load this model with dtype float16")
-    if layout.family == "gptq":
-        if src.dtype_of_model != torch.float16:
-            found.append("GPTQ kernels other than MARLIN's run float16 only: load this model with dtype float16 there")
-        if layout.NAME == "gptq" and not all(scheme.symmetric for scheme in folder.schemes):
-            found.append("gptq (v1) cannot store a zero point of 0: use gptq-v2 if the run stops at one")
-    padded = [row for row in quantized if row.padded]
+    found = [*readers.refusals(folder), *readers.cautions(folder)]
+    if layout.ZEROS_NOTICE is not None and not all(scheme.symmetric for scheme in folder.schemes):
+        found.append(layout.ZEROS_NOTICE)
+    padded = [row for row in rows if row.scheme is not None and row.padded]
     if padded:
         found.append(
             f"{len(padded)} weights are padded with zeros (first {padded[0].module} {list(padded[0].shape)} to "

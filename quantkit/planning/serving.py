@@ -1,7 +1,7 @@
 """Which kernel will multiply each linear of a planned output, in one program on one GPU, and which GPUs can share it.
 
-Engines join linears (`layouts.fused_groups`), and choose a kernel for the joined one. Rows of the table in
-`reporting.engine_kernels` answer for engines, the registry in `kernels` for quantkit. What neither covers is not known.
+Engines join linears (`engines.joined`), and choose a kernel for the joined one. The tables of `engines` answer for
+engines, the registry in `kernels` for quantkit. What neither covers is not known.
 """
 
 from __future__ import annotations
@@ -14,40 +14,28 @@ from typing import Any
 import torch
 
 from quantkit.core.scheme import Scheme
-from quantkit.engines.kernels import GPUS, KERNELS
-from quantkit.engines.readers import READERS, TRAITS, Folder
+from quantkit.engines.joined import (
+    ATTENTION_OUTPUT,
+    BY_COLUMNS,
+    BY_ROWS,
+    KEYS_AND_VALUES,
+    QUERIES,
+    is_expert,
+    joined_name,
+)
+from quantkit.engines.readers import engine_kernel, has_own_linears, refusal
+from quantkit.engines.rows import Engine, Folder
+from quantkit.engines.tables import GPUS, TARGETS
 from quantkit.errors import KernelError, RecipeError, require_known
 from quantkit.kernels import LAUNCHERS, preferred
 from quantkit.kernels.loader import arch_name
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
-from quantkit.layouts.fused_groups import is_expert, joined_name
 from quantkit.layouts.recast import broken_rule, target
 from quantkit.planning.rows import Row
 
-#: Target -> the programs of `reporting.readers` that it stands for.
-PROGRAMS = {
-    "vllm": ("vLLM",),
-    "sglang": ("SGLang",),
-    "transformers": (
-        "transformers (with compressed-tensors)",
-        "transformers (with CompressedTensorsConfig(dequantize=True))",
-        "transformers (through gptqmodel)",
-        "transformers (after quantkit.register())",
-    ),
-    "quantkit": ("quantkit.load",),
-}
-#: Layouts that transformers loads with quantkit's linears.
-REGISTERED = ("humming", "tcfpx")
-#: Targets that join linears and split them over GPUs.
-ENGINES = ("vllm", "sglang")
 #: Numbers of GPUs to ask about.
 GPU_COUNTS = (1, 2, 4, 8)
-UNKNOWN = "not known"
-#: Linears by the last part of their name: those of attention heads, others split by rows, those split by columns.
-HEADS = ("q_proj", "k_proj", "v_proj")
-BY_ROWS = ("gate_proj", "up_proj", "w1", "w3")
-BY_COLUMNS = ("o_proj", "down_proj", "w2")
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]
         if gpu is not None:
             raise RecipeError("--gpu says where a program runs, and none is named: add --target")
         return None
-    require_known("program", program, PROGRAMS)
+    require_known("program", program, TARGETS)
     if gpu is not None:
         require_known("GPU", gpu, GPUS)
         return gpu, GPUS[gpu]
@@ -111,14 +99,15 @@ def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]
 
 
 def serving(planned: Sequence[Row], folder: Folder, program: str, gpu: str, capability: tuple[int, int]) -> Serving:
-    """Find the kernels that serve a planned output, with the facts `folder`, in one of `PROGRAMS`."""
+    """Find the kernels that serve a planned output, with the facts `folder`, in one of `TARGETS`."""
     groups: dict[tuple[Any, ...], list[list[Row]]] = {}
-    for name, rows in _joined(planned, program in ENGINES).items():
+    for name, rows in _joined(planned, TARGETS[program].joins).items():
         labels = sorted({str(row.scheme) for row in rows})
         shapes = tuple(dict.fromkeys(row.stored for row in rows))
         groups.setdefault((re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name), *labels, shapes), []).append(rows)
-    refusal = _refusal(folder, program)
-    kinds = [_kind(key[0], alike, folder, program, capability, refusal) for key, alike in groups.items()]
+    engine = TARGETS[program]
+    refused = refusal(folder, engine)
+    kinds = [_kind(key[0], alike, folder, engine, capability, refused) for key, alike in groups.items()]
     return Serving(program, gpu, capability, tuple(kinds))
 
 
@@ -130,22 +119,13 @@ def _joined(rows: Sequence[Row], join: bool) -> dict[str, list[Row]]:
     return found
 
 
-def _refusal(folder: Folder, program: str) -> str | None:
-    """Say why a program does not open a folder, None if it does."""
-    about = [reader for reader in READERS if reader.name in PROGRAMS[program] and reader.concerns(folder)]
-    if not about:
-        return f"it does not read the layout {folder.layout}"
-    reasons = [reader.reasons(folder) for reader in about]
-    return None if not all(reasons) else f"it does not open a folder with {TRAITS[reasons[0][0]].words}"
-
-
 def _kind(
     name: str,
     alike: list[list[Row]],
     folder: Folder,
-    program: str,
+    engine: Engine,
     capability: tuple[int, int],
-    refusal: str | None,
+    refused: str | None,
 ) -> Kind:
     rows = alike[0]
     experts = is_expert(rows[0].module)
@@ -154,28 +134,18 @@ def _kind(
     schemes = {row.scheme for row in rows}
     scheme = rows[0].scheme if len(schemes) == 1 else None
     kernel, why, source = None, None, None
-    if refusal is not None:
-        why = refusal
+    if refused is not None:
+        why = refused
     elif len(schemes) > 1:
         why = "its members are treated differently"
     elif scheme is None:
         why = "dense"
-    elif program == "quantkit" or (program == "transformers" and folder.layout in REGISTERED):
+    elif has_own_linears(folder, engine):
         kernel, why = _own_kernel(folder.layout, Scheme.parse(scheme), n, k, capability)
     else:
-        kernel, why, source = _engine_kernel(program, folder.layout, Scheme.parse(scheme), n, k, capability, experts)
-    gpus, copied = _splits(rows, LAYOUTS[folder.layout], folder.config) if program in ENGINES else (None, ())
+        kernel, why, source = engine_kernel(engine, folder.layout, Scheme.parse(scheme), n, k, capability, experts)
+    gpus, copied = _splits(rows, LAYOUTS[folder.layout], folder.config) if engine.joins else (None, ())
     return Kind(name, members, len(alike), (n, k), scheme, kernel, why, source, gpus, copied)
-
-
-def _engine_kernel(
-    program: str, layout: str, scheme: Scheme, n: int, k: int, capability: tuple[int, int], experts: bool
-) -> tuple[str | None, str | None, str | None]:
-    """Return kernel, reason and source of the first row of the table that is about a weight."""
-    for row in KERNELS:
-        if row.covers(program, layout, capability, scheme, n, k, experts):
-            return row.kernel, row.why, row.source
-    return None, UNKNOWN, None
 
 
 def _own_kernel(
@@ -216,13 +186,13 @@ def _splits(
         even = True
         for row in rows:
             leaf, (n, k) = row.module.rpartition(".")[2], row.stored
-            if leaf in HEADS or leaf == "o_proj":
+            if leaf in (QUERIES, *KEYS_AND_VALUES, ATTENTION_OUTPUT):
                 if type(heads) is not int or type(key_heads) is not int or not heads or not key_heads:
                     return None, ()
-                copies = leaf in ("k_proj", "v_proj") and count > key_heads and not count % key_heads
+                copies = leaf in KEYS_AND_VALUES and count > key_heads and not count % key_heads
                 if copies and count not in copied:
                     copied.append(count)
-                of = heads if leaf in ("q_proj", "o_proj") else key_heads
+                of = key_heads if leaf in KEYS_AND_VALUES else heads
                 even &= copies or not of % count
                 parts = key_heads if copies else count
             elif leaf in (*BY_ROWS, *BY_COLUMNS):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Literal
 
 from quantkit.core.scheme import Scheme
-from quantkit.layouts.fused_groups import fused_groups
+from quantkit.engines.joined import fused_groups
 
 #: The result for a linear: codes of a scheme, or a dense 2:4 weight.
 Goal = Scheme | Literal["2:4"]

@@ -11,8 +11,8 @@ from typing import Any
 
 from quantkit.core.scheme import Scheme
 from quantkit.core.units import format_percent
+from quantkit.engines.joined import is_expert
 from quantkit.errors import QuantkitError
-from quantkit.layouts.fused_groups import is_expert
 
 Layer = Mapping[str, Any]
 Error = Callable[[Layer], "float | None"]

@@ -8,54 +8,12 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quantkit.checkpoint.report import KEPT, REPORT
+from quantkit.engines.readers import use_of
 from quantkit.reporting import facts
 
 #: Stands for the folder, or the repository that it is in, in every command of a card.
 FOLDER = "FOLDER"
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
-
-_TRANSFORMERS = """\
-from transformers import AutoModelForCausalLM, AutoTokenizer{names}
-
-{before}model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto"{options})
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-prompt = tokenizer("The capital of France is", return_tensors="pt").to(model.device)
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
-_DEQUANTIZED = ", quantization_config=CompressedTensorsConfig(dequantize=True)"
-_QUANTKIT = """\
-import quantkit
-from transformers import AutoTokenizer
-
-model = quantkit.load("FOLDER")
-tokenizer = AutoTokenizer.from_pretrained("FOLDER")
-prompt = tokenizer("The capital of France is", return_tensors="pt").to(model.device)
-print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
-#: Name of a reader -> (title, language, commands that open FOLDER). The other readers are forks and old releases.
-SNIPPETS = {
-    "transformers (with compressed-tensors)": (
-        "transformers (`pip install compressed-tensors`)",
-        "python",
-        _TRANSFORMERS.format(names="", before="", options=""),
-    ),
-    "transformers (with CompressedTensorsConfig(dequantize=True))": (
-        "transformers (`pip install compressed-tensors`), with dense weights in memory",
-        "python",
-        _TRANSFORMERS.format(names=", CompressedTensorsConfig", before="", options=_DEQUANTIZED),
-    ),
-    "transformers (through gptqmodel)": (
-        "transformers (`pip install gptqmodel`)",
-        "python",
-        _TRANSFORMERS.format(names="", before="", options=""),
-    ),
-    "transformers (after quantkit.register())": (
-        "transformers",
-        "python",
-        "import quantkit\n" + _TRANSFORMERS.format(names="", before="quantkit.register()\n", options=""),
-    ),
-    "vLLM": ("vLLM", "sh", "vllm serve FOLDER"),
-    "SGLang": ("SGLang", "sh", "python -m sglang.launch_server --model-path FOLDER"),
-    "quantkit.load": ("quantkit", "python", _QUANTKIT),
-}
 
 
 def model_card(report: Mapping[str, Any], sha256: str | None = None) -> str:
@@ -128,7 +86,7 @@ def _is_words(value: Any) -> bool:
 def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
     """Write the commands of the readers that open this folder; a pruned model opens as any dense one."""
     readers = ["transformers (with compressed-tensors)"] if pruned else map(str, report.get("readers", []))
-    found = [SNIPPETS[reader] for reader in readers if reader in SNIPPETS]
+    found = [use for reader in readers if (use := use_of(reader)) is not None]
     lines = ["", "## Use it"] if found else []
     for title, language, text in found:
         lines += ["", f"With {'transformers' if pruned else title}:", "", f"```{language}", text, "```"]

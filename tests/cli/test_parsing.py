@@ -16,11 +16,9 @@ from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import OTHERS, SECTIONS, Command, did_you_mean
 from quantkit.core.formats import FORMATS
 from quantkit.core.tensors import dtype_name
-from quantkit.engines.kernels import GPUS
 from quantkit.kernels import MATMULS
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
-from quantkit.planning.serving import PROGRAMS
 from quantkit.recipes.recipe import Recipe
 from tests.command_line import ROOT, call, commands
 
@@ -63,7 +61,6 @@ def test_the_names_of_choices_are_those_of_the_tables() -> None:
     assert tuple(FORMATS) == names.FORMATS
     assert tuple(LAYOUTS) == names.LAYOUTS
     assert tuple(MATMULS) == tuple(names.KERNELS)
-    assert (tuple(PROGRAMS), tuple(GPUS)) == (names.TARGETS, names.GPUS)
     assert tuple(map(dtype_name, ACTIVATIONS)) == names.ACTIVATIONS
     assert CONFIGS.keys() <= MODELS.keys()
     hints = get_type_hints(Recipe)

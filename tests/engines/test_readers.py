@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from quantkit.core.scheme import Scheme
-from quantkit.engines.readers import READERS, TRAITS, Folder, opened_by, refusals
+from quantkit.engines.readers import opened_by, refusals
+from quantkit.engines.rows import PUBLISHED, UNTRIED, Folder
+from quantkit.engines.tables import ENGINES, TRAITS
 from quantkit.layouts import LAYOUTS
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -116,7 +118,7 @@ def test_quantkit_opens_every_folder_and_transformers_only_methods_that_it_owns(
 
 def test_asymmetric_gptq_names_the_program_that_opens_it() -> None:
     for layout in ("gptq", "gptq-v2"):
-        assert opened_by(folder(layout, "int4:g128:asym"))[0] == "GPTQModel"
+        assert opened_by(folder(layout, "int4:g128:asym"))[0] == f"GPTQModel{UNTRIED}"
         assert any("zero points" in line and "--sym" in line for line in refusals(folder(layout, "int4:g128:asym")))
 
 
@@ -143,5 +145,13 @@ def test_mixed_groups_are_named_once_with_their_number_and_the_option() -> None:
 
 
 def test_every_row_of_the_table_is_about_known_layouts_and_traits() -> None:
-    assert all(set(reader.layouts) <= LAYOUTS.keys() and reader.source for reader in READERS)
-    assert {trait for reader in READERS for trait in (*reader.refuses, reader.only) if trait} == TRAITS.keys()
+    readers = [reader for engine in ENGINES for reader in engine.readers]
+    assert all(set(reader.layouts) <= LAYOUTS.keys() and reader.source for reader in readers)
+    assert {trait for reader in readers for trait in (*reader.refuses, reader.only) if trait} == TRAITS.keys()
+
+
+def test_a_reader_that_nobody_asked_is_marked() -> None:
+    named = opened_by(folder("compressed-tensors", "int4:g128"))
+    assert named[:2] == ["vLLM", "SGLang (by its documentation, not tried)"]
+    asked = {reader.name for engine in ENGINES for reader in engine.readers if reader.source != PUBLISHED}
+    assert asked.isdisjoint({"SGLang", "GPTQModel", "transformers (through gptqmodel)"}) and "vLLM" in asked

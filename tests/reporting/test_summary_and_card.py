@@ -7,11 +7,13 @@ from typing import Any
 import pytest
 import yaml
 
-from quantkit.engines.readers import READERS
+from quantkit.engines.tables import ENGINES
 from quantkit.reporting.facts import EVENTS
-from quantkit.reporting.model_card import SNIPPETS, for_repository, model_card
+from quantkit.reporting.model_card import for_repository, model_card
 from quantkit.reporting.summary import summary
 from tests.reporting.samples import HOSTILE, example
+
+USES = {name: use for engine in ENGINES for name, use in engine.uses.items()}
 
 
 def test_the_closing_table_has_every_figure() -> None:
@@ -148,13 +150,13 @@ def test_a_base_without_a_hub_id_is_named_in_the_text_alone() -> None:
 
 def test_every_reader_has_commands_or_is_known_to_have_none() -> None:
     without = {"GPTQModel", "SqueezeBits' fork of AutoAWQ", "vLLM up to 0.10.1", "vLLM up to 0.14"}
-    assert {reader.name for reader in READERS} == SNIPPETS.keys() | without
+    assert {reader.name for engine in ENGINES for reader in engine.readers} == USES.keys() | without
 
 
-@pytest.mark.parametrize("reader", SNIPPETS)
+@pytest.mark.parametrize("reader", USES)
 def test_the_card_has_the_commands_of_each_reader(reader: str) -> None:
     report = {**example(), "readers": [reader]}
-    title, language, text = SNIPPETS[reader]
+    title, language, text = USES[reader]
     assert f"With {title}:\n\n```{language}\n{text}\n```" in model_card(report)
     if language == "python":
         compile(text, reader, "exec")

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from quantkit.core.scheme import Scheme
+from quantkit.engines.joined import fused_groups
+from quantkit.engines.output_config import with_joined_names
 from quantkit.layouts import LAYOUTS, read_config
-from quantkit.layouts.fused_groups import fused_groups, with_joined_names
 from quantkit.layouts.schemes import Schemes
 
 ATTENTION = [f"model.layers.{i}.self_attn.{p}_proj" for i in (1, 10) for p in "qkvo"]

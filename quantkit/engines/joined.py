@@ -1,0 +1,75 @@
+"""Linears by the last part of their names: which ones engines join, split over GPUs, or feed the same input.
+
+Engines look a joined linear up in the public config under its own name. So the members of a group must have one scheme,
+or all be dense. Names and members were asked of vLLM 0.26.0 on 2026-11-23: of its model classes
+(`packed_modules_mapping`), and of its loader by folders that it took or refused.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+#: The name of the joined linear, and its members.
+JOINED = (
+    ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
+    ("gate_up_proj", ("gate_proj", "up_proj")),
+    ("gate_up_proj", ("c_fc_0", "c_fc_1")),
+    ("w13", ("w1", "w3")),
+    ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
+)
+#: A linear that is joined in the checkpoint already -> the name by which some engines ask for it (towers of GLM-4V).
+ALIASES = {"qkv": "qkv_proj"}
+#: Names under which engines ask for the experts of a layer, whatever their linears are called in the checkpoint.
+EXPERTS = ("", ".0.gate_proj", ".0.up_proj", ".0.down_proj")
+#: Linears that get the same input tensor, which quantkit multiplies at once; a model may lack some names of a row.
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("query", "key", "value"),
+    ("q_a_proj", "kv_a_proj_with_mqa"),
+    ("in_proj_qkv", "in_proj_z"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
+#: How engines split linears over GPUs: the projections from and to attention heads, of which those of keys and values
+#: are copied where heads are too few, and others by rows or by columns.
+QUERIES, KEYS_AND_VALUES, ATTENTION_OUTPUT = "q_proj", ("k_proj", "v_proj"), "o_proj"
+BY_ROWS = ("gate_proj", "up_proj", "w1", "w3")
+BY_COLUMNS = (ATTENTION_OUTPUT, "down_proj", "w2")
+_JOINED_BY_LEAF = {leaf: joined for joined, leaves in JOINED for leaf in leaves}
+_EXPERT = re.compile(r"(.*\.experts)\.\d+\..+")
+
+
+def joined_name(module: str) -> str | None:
+    """Give the name of the linear that engines join `module` into, None if they leave it by itself."""
+    if (expert := _EXPERT.fullmatch(module)) is not None:
+        return expert[1]
+    parent, dot, leaf = module.rpartition(".")
+    return f"{parent}{dot}{_JOINED_BY_LEAF[leaf]}" if leaf in _JOINED_BY_LEAF else None
+
+
+def is_expert(module: str) -> bool:
+    """Return True for a linear of one of several experts."""
+    return _EXPERT.fullmatch(module) is not None
+
+
+def fused_groups(modules: Iterable[str]) -> dict[str, list[str]]:
+    """Group `modules` by the linear that engines join them into; groups of one are left out."""
+    groups: dict[str, list[str]] = {}
+    for module in modules:
+        if (joined := joined_name(module)) is not None:
+            groups.setdefault(joined, []).append(module)
+    return {joined: members for joined, members in groups.items() if len(members) > 1}
+
+
+def asked_names(joined: str, members: list[str]) -> list[str]:
+    """List the names under which engines look a joined linear up, besides those of its members."""
+    if not is_expert(members[0]):
+        return [joined]
+    return [name for ending in EXPERTS if (name := joined + ending) not in members]
+
+
+def alias(module: str) -> str | None:
+    """Give another name by which engines ask for a linear, None if there is none."""
+    parent, dot, leaf = module.rpartition(".")
+    return f"{parent}{dot}{ALIASES[leaf]}" if leaf in ALIASES else None

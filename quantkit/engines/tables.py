@@ -1,0 +1,316 @@
+"""What other programs do with a packed folder: dated tables, one entry an engine.
+
+An engine's entry has its readers, the kernels that it chooses, and how it is started. A new engine is one more entry of
+`ENGINES`, a new version of one changes its entry. Each row names its source, and says what was seen or published for
+the layouts, schemes and shapes that it names. What no row covers is not known. No torch is imported here, because the
+command line takes its choices from this module.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from quantkit.engines.joined import is_expert
+from quantkit.engines.rows import PUBLISHED, Engine, Folder, Kernel, Reader, Trait
+
+#: GPU -> its compute capability: NVIDIA's list, https://developer.nvidia.com/cuda-gpus, 2026-11-23.
+GPUS = {
+    "t4": (7, 5),
+    "a100": (8, 0),
+    "a10": (8, 6),
+    "rtx3090": (8, 6),
+    "l4": (8, 9),
+    "l40s": (8, 9),
+    "rtx4090": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "rtx5090": (12, 0),
+}
+
+
+def _packs(part: str, *families: str) -> Callable[[Folder], bool]:
+    """Make the test whether a model of `families` has quantized linears with `part` in their names."""
+
+    def holds(folder: Folder) -> bool:
+        text = folder.config.get("text_config")
+        kinds = {folder.config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None}
+        return not kinds.isdisjoint(families) and any(part in module.split(".") for module in folder.linears)
+
+    return holds
+
+
+def _part_of_a_name(folder: Folder) -> bool:
+    names = "\n".join(folder.linears)
+    return any(module in names for module in folder.dense)
+
+
+def _lacks_topk_method(folder: Folder) -> bool:
+    return folder.config.get("model_type") == "deepseek_v3" and folder.config.get("topk_method") != "noaux_tc"
+
+
+TRAITS = {
+    "asymmetric": Trait(
+        "zero points (asymmetric weights)",
+        "quantize with --sym, or use --layout compressed-tensors or awq",
+        lambda f: any(not s.symmetric for s in f.schemes),
+    ),
+    "zeros": Trait(
+        "zero points, as long as weights stay compressed",
+        "load it with CompressedTensorsConfig(dequantize=True)",
+        lambda f: any(not s.symmetric for s in f.schemes),
+    ),
+    "sizes": Trait(
+        "several group sizes with zero points",
+        "quantize with one group size, or with --sym",
+        lambda f: len({s.group_size for s in f.schemes}) > 1,
+    ),
+    "mixed": Trait(
+        "linears with a scheme of their own, for which the public config has no place",
+        "quantize without --override, or use --layout compressed-tensors",
+        lambda f: len({(s.format, s.group_size) for s in f.schemes}) > 1,
+    ),
+    "dense": Trait(
+        "dense linears besides lm_head, for which the public config has no place",
+        "quantize without --skip",
+        lambda f: any(module != "lm_head" for module in f.dense),
+    ),
+    "split": Trait(
+        "linears of one group that are treated differently",
+        "quantize with --fused-alike",
+        lambda f: bool(f.mixed_groups),
+    ),
+    "wrapped": Trait(
+        "several schemes in a wrapper model, whose linears the engine calls by other names",
+        "use --layout compressed-tensors",
+        lambda f: isinstance(f.config.get("text_config"), Mapping) and len(f.schemes) > 1,
+    ),
+    "padded": Trait("weights padded with zeros", "leave out --pad", lambda f: f.padded),
+    "channel": Trait(
+        "one scale per row",
+        "quantize with --group-size 128",
+        lambda f: any(scheme.group_size is None for scheme in f.schemes),
+    ),
+    "experts": Trait(
+        "experts in a floating format",
+        "quantize with --format int4",
+        lambda f: any(scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()),
+    ),
+    "topk": Trait(
+        "a config.json without topk_method, from which vLLM infers no e_score_correction_bias",
+        'add "topk_method": "noaux_tc" to config.json',
+        _lacks_topk_method,
+    ),
+    "part": Trait(
+        "a dense linear whose name is a part of a quantized one's, which the public config cannot tell apart",
+        "use --layout compressed-tensors",
+        _part_of_a_name,
+    ),
+    "by heads": Trait(
+        "joined queries, keys and values, whose rows vLLM's class of this model reorders",
+        "leave them dense with --skip '.*query_key_value'",
+        _packs("query_key_value", "bloom", "gpt_neox"),
+    ),
+    "mixers": Trait(
+        "Mamba-1 mixers, which vLLM keeps dense",
+        "leave them dense too with --skip '.*\\.(mamba|mixer)\\..*'",
+        lambda f: _packs("mamba", "jamba")(f) or _packs("mixer", "mamba", "falcon_mamba")(f),
+    ),
+    "convolutions": Trait(
+        "short convolutions, whose projections vLLM's class of this model keeps dense",
+        "leave them dense too with --skip '.*\\.conv\\..*'",
+        _packs("conv", "lfm2_moe"),
+    ),
+    "dense experts": Trait(
+        "experts, which vLLM's class of this model keeps dense",
+        "leave them dense too with --skip '.*\\.experts\\..*'",
+        _packs("experts", "flex_olmo"),
+    ),
+    "own experts": Trait(
+        "experts whose packed tensors vLLM's class of this model does not take",
+        "load it with quantkit.load",
+        _packs("experts", "gpt_oss", "granitemoe", "granitemoeshared", "granitemoehybrid"),
+    ),
+    "own linears": Trait(
+        "linears that vLLM's class of this model keeps dense, or a dense tower that it takes for quantized",
+        "load it with quantkit.load",
+        lambda f: (
+            f.config.get("model_type") == "blip-2"
+            or (f.config.get("model_type") == "hrm_text" and f.layout != "compressed-tensors")
+        ),
+    ),
+    "odd n": Trait(
+        "weights whose n is neither 128 nor a multiple of 256",
+        "use --layout compressed-tensors",
+        lambda f: any(n != 128 and n % 256 for _, (n, _) in f.linears.values()),
+    ),
+}
+
+
+OWN = "quantkit's own tests"
+#: Layouts whose INT4 weights engines treat alike.
+INTEGER = ("compressed-tensors", "gptq", "awq")
+_SHARED, _PUBLIC_MARLIN = ("split", "padded"), ("mixed", "dense", "padded")
+
+_LOADER = "the loader of vLLM 0.26.0, run on a CPU, 2026-11-23"
+_ASKED = "vLLM 0.26.0's own choice for tiny models, asked on a CPU as if this GPU were there, 2026-11-23"
+#: What vLLM's class of a model does not open, asked with docs/models.md; the layout makes no difference.
+_CLASSES = ("topk", "by heads", "mixers", "convolutions", "dense experts", "own experts", "own linears")
+HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
+#: GPUs that were asked about fewer schemes.
+_OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
+VLLM = Engine(
+    "vllm",
+    readers=(
+        Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", *_CLASSES), _LOADER),
+        Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", *_SHARED, *_CLASSES), _LOADER),
+        Reader("vLLM", ("awq",), ("mixed", "part", *_SHARED, *_CLASSES), _LOADER),
+        Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", *_CLASSES), _LOADER),
+    ),
+    kernels=(
+        Kernel((*INTEGER, "gptq-v2"), "Machete", _ASKED, (HOPPER,), groups=(128, 64, None), n_unit=128, k_unit=64),
+        Kernel((*INTEGER, "gptq-v2"), "Marlin", _ASKED, (HOPPER,)),
+        Kernel(INTEGER, "Marlin", _ASKED, (AMPERE, ADA)),
+        Kernel(("compressed-tensors",), "Marlin", _ASKED, _OTHERS, groups=(128, 32, None)),
+        Kernel(("gptq", "awq"), "Marlin", _ASKED, _OTHERS, groups=(128,)),
+        Kernel(("awq",), None, _ASKED, (HOPPER,), groups=(None,), experts=True, why="its loader fails on them"),
+        Kernel(INTEGER, "Marlin for fused experts", _ASKED, (HOPPER,), experts=True),
+        Kernel(INTEGER, "Marlin for fused experts", _ASKED, (AMPERE, ADA, *_OTHERS), groups=(128,), experts=True),
+        *(
+            Kernel((layout,), kernel, _ASKED, (HOPPER, AMPERE, ADA, *_OTHERS), is_float=True, groups=(None,))
+            for layout, kernel in (("compressed-tensors", "Humming for FP8"), ("humming", "Humming"))
+        ),
+    ),
+    uses={"vLLM": ("vLLM", "sh", "vllm serve FOLDER")},
+    joins=True,
+)
+
+_EXPERTS_PULL = "https://github.com/sgl-project/sglang/pull/17137, 2026-01-15"
+_HUMMING_KERNELS = "docs/layouts.md 9b, humming-kernels 0.1.19, 2026-11-23"
+SGLANG = Engine(
+    "sglang",
+    readers=(
+        Reader("SGLang", ("compressed-tensors",), (*_SHARED, "experts", "topk"), PUBLISHED),
+        Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", *_SHARED), PUBLISHED),
+        Reader("SGLang", ("humming",), ("mixed", *_SHARED, "experts"), PUBLISHED),
+    ),
+    kernels=(
+        Kernel(("compressed-tensors",), "Marlin for fused experts", _EXPERTS_PULL, experts=True),
+        Kernel(("humming",), "Humming", _HUMMING_KERNELS, is_float=True, groups=(None,)),
+    ),
+    uses={"SGLang": ("SGLang", "sh", "python -m sglang.launch_server --model-path FOLDER")},
+    joins=True,
+)
+
+#: Programs that plan cannot be asked about: forks, old releases, and libraries.
+GPTQMODEL = Engine(
+    None,
+    readers=(
+        Reader("GPTQModel", ("gptq", "gptq-v2"), ("padded",), PUBLISHED),
+        Reader("GPTQModel", ("awq",), ("mixed", "part", "channel", "padded"), PUBLISHED),
+        Reader("GPTQModel", ("marlin",), _PUBLIC_MARLIN, PUBLISHED),
+    ),
+)
+OTHERS = Engine(
+    None,
+    readers=(
+        Reader("SqueezeBits' fork of AutoAWQ", ("quick",), ("mixed", "part", "padded", "odd n"), PUBLISHED),
+        Reader("vLLM up to 0.10.1", ("marlin",), _PUBLIC_MARLIN, PUBLISHED),
+        Reader("vLLM up to 0.14", ("marlin24", "marlin24-ct"), _PUBLIC_MARLIN, PUBLISHED),
+    ),
+)
+
+_ELSEWHERE = "tests/layouts/test_loads_elsewhere.py, transformers 5.23 and compressed-tensors 0.20, 2026-11-23"
+_DECODES = "transformers 5.23 with compressed-tensors 0.20, tests/layouts/test_loads_elsewhere.py, 2026-11-23"
+_FOR_GOOD = "the first call decodes the weight for good"
+_PLAIN, _DEQUANTIZED, _THROUGH, _REGISTERED = (
+    f"transformers ({how})"
+    for how in (
+        "with compressed-tensors",
+        "with CompressedTensorsConfig(dequantize=True)",
+        "through gptqmodel",
+        "after quantkit.register()",
+    )
+)
+_PROMPT = """tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+prompt = tokenizer("The capital of France is", return_tensors="pt").to(model.device)
+print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
+
+
+def _transformers(names: str = "", before: str = "", options: str = "") -> str:
+    """Write the Python that opens FOLDER."""
+    return f"""from transformers import AutoModelForCausalLM, AutoTokenizer{names}
+
+{before}model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto"{options})
+{_PROMPT}"""
+
+
+TRANSFORMERS = Engine(
+    "transformers",
+    readers=(
+        Reader(_PLAIN, ("compressed-tensors",), ("zeros", "padded"), _ELSEWHERE),
+        Reader(_DEQUANTIZED, ("compressed-tensors",), ("sizes", "padded"), _ELSEWHERE, only="asymmetric"),
+        Reader(_THROUGH, ("gptq",), ("padded",), PUBLISHED),
+        Reader(_THROUGH, ("awq",), ("mixed", "part", "channel", "padded"), PUBLISHED),
+        Reader(_REGISTERED, ("humming", "tcfpx"), (), OWN, is_own=True),
+    ),
+    kernels=tuple(
+        Kernel(
+            ("compressed-tensors",),
+            None,
+            _DECODES,
+            is_float=is_float,
+            groups=groups,
+            why="the first call decodes the weight for good",
+        )
+        for is_float, groups in ((False, (128, 64, 32, None)), (True, (None,)))
+    ),
+    uses={
+        _PLAIN: ("transformers (`pip install compressed-tensors`)", "python", _transformers()),
+        _DEQUANTIZED: (
+            "transformers (`pip install compressed-tensors`), with dense weights in memory",
+            "python",
+            _transformers(
+                ", CompressedTensorsConfig", "", ", quantization_config=CompressedTensorsConfig(dequantize=True)"
+            ),
+        ),
+        _THROUGH: ("transformers (`pip install gptqmodel`)", "python", _transformers()),
+        _REGISTERED: ("transformers", "python", "import quantkit\n" + _transformers(before="quantkit.register()\n")),
+    },
+)
+
+_QUANTKIT = f"""import quantkit
+from transformers import AutoTokenizer
+
+model = quantkit.load("FOLDER")
+{_PROMPT}"""
+QUANTKIT = Engine(
+    "quantkit",
+    readers=(Reader("quantkit.load", (), (), OWN, is_own=True),),
+    uses={"quantkit.load": ("quantkit", "python", _QUANTKIT)},
+)
+
+#: In the order in which readers are named.
+ENGINES = (VLLM, SGLANG, GPTQMODEL, TRANSFORMERS, OTHERS, QUANTKIT)
+#: Values of `plan --target`.
+TARGETS = {engine.target: engine for engine in ENGINES if engine.target is not None}
+
+
+def _odd_rows(folder: Folder) -> str | None:
+    odd = [(module, shape) for module, (_, shape) in folder.linears.items() if shape[0] % 256]
+    if not odd:
+        return None
+    (module, shape), *_ = odd
+    return (
+        f"{len(odd)} weights have n % 256 != 0 (first {module} {list(shape)}): the published MARLIN kernel does not "
+        "take them, readers that ask n % 64 do"
+    )
+
+
+_HALF_ONLY = "run float16 only: load this model with dtype float16"
+#: Layouts, and what to say of a folder that readers open, but not in every case (LAYOUTS 3.1, 3.5 and 10).
+CAUTIONS: tuple[tuple[tuple[str, ...], Callable[[Folder], str | None]], ...] = (
+    (("marlin",), _odd_rows),
+    (("marlin",), lambda f: None if f.is_half else f"published MARLIN readers {_HALF_ONLY}"),
+    (("gptq", "gptq-v2"), lambda f: None if f.is_half else f"GPTQ kernels other than MARLIN's {_HALF_ONLY} there"),
+)
