@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OURS, THEIRS = "quantkit.load", "transformers"
-#: The reader of `reporting.readers` that THEIRS is where it was tried.
+#: The reader of `engines.tables` that THEIRS is where it was tried.
 TRIED = "transformers (with compressed-tensors)"
 
 
