@@ -1,4 +1,8 @@
-// Integer types, and conversions between 16-bit floats and float32.
+// Types, and conversions between 16-bit floats and float32.
+//
+// `int` is for constants, template arguments and counts. `u32` is for words of memory and shared addresses. The
+// portable frame and the naive kernels also index with it: they divide by sizes that are known at run time, and signed
+// division takes more registers.
 //
 // NVRTC has no standard headers. Tests without a GPU compile weights.cuh and others with an ordinary C++ compiler; the
 // functions that these need have a second form for it.
@@ -14,6 +18,9 @@ struct half {
 struct bfloat {
     u16 bits;
 };
+
+template <class X> constexpr bool IS_HALF = false;
+template <> constexpr bool IS_HALF<half> = true;
 
 #ifdef __CUDACC__
 

@@ -6,8 +6,8 @@
 
 constexpr int THREADS = 128, RESIDENT = 3, STEP = 32;
 
-// The squared length of the entries of delta R before WIDTH, the last 32 of them, for the lane's own candidate. `r` is R
-// transposed. Columns are halved in fours: the lane of `half` 1 has the second, fourth, ... four.
+// The squared length of 32 entries of delta R, those before WIDTH, for the lane's own candidate. `r` is R transposed.
+// The columns are divided in fours: the lane whose `half` is 1 has the second, fourth, ... four.
 template <int WIDTH, int G>
 DEVICE float squares(const float (&delta)[2][G / 2], const float4 *r, int half) {
     float sum = 0;
@@ -33,12 +33,18 @@ DEVICE float squares(const float (&delta)[2][G / 2], const float4 *r, int half) 
     return sum;
 }
 
-// x [m, groups, G]: weights. scales, zeros [candidates, m, groups]. r [groups, G, G]: upper triangular R, transposed.
-// errors [candidates, m, groups]: the squared length of (x - nearest(x)) R.
 template <class Grid, int G>
 __global__ void __launch_bounds__(THREADS, RESIDENT) gptq_search(
-    const float *__restrict__ x, const float *__restrict__ scales, const float *__restrict__ zeros,
-    const float *__restrict__ r, float *__restrict__ errors, Grid grid, int m, int groups, int candidates) {
+    const float *__restrict__ x,       // [m, groups, G]: weights
+    const float *__restrict__ scales,  // [candidates, m, groups]
+    const float *__restrict__ zeros,   // [candidates, m, groups], or null: zero points
+    const float *__restrict__ r,       // [groups, G, G]: upper triangular R, transposed
+    float *__restrict__ errors,        // [candidates, m, groups]: the squared length of (x - nearest(x)) R
+    Grid grid,                         // the values of the format
+    int m,                             // rows of the weight
+    int groups,                        // of a row
+    int candidates                     // scales to try
+) {
     extern __shared__ float4 fours_of_r[];
     float *shared_r = (float *)fours_of_r;
     int half = threadIdx.x % 2, each = m * candidates; // items of a group; each block takes as many of all items
@@ -66,7 +72,8 @@ __global__ void __launch_bounds__(THREADS, RESIDENT) gptq_search(
             }
             sum += squares<32, G>(delta, fours_of_r, half);
             if constexpr (G > 32) sum += squares<64, G>(delta, fours_of_r, half);
-            if constexpr (G > 64) sum += squares<96, G>(delta, fours_of_r, half) + squares<128, G>(delta, fours_of_r, half);
+            if constexpr (G > 64)
+                sum += squares<96, G>(delta, fours_of_r, half) + squares<128, G>(delta, fours_of_r, half);
             if (item + (int)threadIdx.x < last) errors[half ? at[1] : at[0]] = sum;
         }
     }

@@ -1,11 +1,8 @@
 // The inner steps of GPTQ: round the columns of a block one after the other (algorithms.md 5.2).
 //
-// A block of threads holds 32 rows, one in each lane, and each of its eight warps 16 of up to 128 columns. Warp after warp
-// rounds its columns; the later warps then add the errors to their targets, which stay in registers. Arrays are
-// transposed, [columns, rows], so that the lanes of a warp access neighbours.
+// Threads are laid out as in gptq_block.cuh. A warp rounds its columns. Errors of earlier columns change its targets.
+#include "gptq_block.cuh"
 #include "gptq_grid.cuh"
-
-constexpr int WARPS = 8, ROWS = 32, STEP = 16, COLUMNS = WARPS * STEP;
 
 // Which two entries of a quad stay: those whose removal costs most, the lower index on ties. A bit for each.
 DEVICE u32 best_two(const float *target, const float *weight, const float *r, const float *ahead) {
@@ -29,25 +26,31 @@ DEVICE u32 best_two(const float *target, const float *weight, const float *r, co
     return kept;
 }
 
-// t [b, n]: targets, then values of codes. d [b, n]: errors w - t * scale. w [b, n]: weights. v: the block of V, row i at
-// v + i * ld. scales, zeros [groups, n]; group_of [b]: each column's group. mask [b, n]: which entries of a 2:4 weight
-// stay; with r [b] and ahead [b, 4] it is chosen here, as each quad begins.
 template <class Grid, bool SPARSE>
 __global__ void __launch_bounds__(WARPS * 32, 1) gptq_sweep(
-    float *__restrict__ t, float *__restrict__ d, const float *__restrict__ w, const float *__restrict__ v,
-    const float *__restrict__ scales, const float *__restrict__ zeros, const int *__restrict__ group_of,
-    bool *mask, const float *r, const float *ahead, Grid grid, int n, int b, int ld) {
+    float *__restrict__ t,             // [b, n]: targets, then values of codes
+    float *__restrict__ d,             // [b, n]: errors w - t * scale are written
+    const float *__restrict__ w,       // [b, n]: weights
+    const float *__restrict__ v,       // [b, b]: the block of V, row i at v + i * ld
+    const float *__restrict__ scales,  // [groups, n], or null where nothing is rounded
+    const float *__restrict__ zeros,   // [groups, n], or null: zero points
+    const int *__restrict__ group_of,  // [b]: the group of each column
+    bool *mask,                        // [b, n], of a 2:4 weight: which entries stay
+    const float *r,                    // [b], or null: with r and ahead, the mask is chosen here, as each quad begins
+    const float *ahead,                // [b, 4], or null
+    Grid grid,                         // the values of the format
+    int n,                             // rows of the weight
+    int b,                             // columns of the block, up to COLUMNS
+    int ld                             // columns of V
+) {
     __shared__ float errors[COLUMNS][ROWS]; // until a column is rounded, its scales: registers are scarce
     __shared__ float shared_r[COLUMNS], shared_ahead[COLUMNS * 4];
-    extern __shared__ float4 fours_of_v[]; // [COLUMNS][COLUMNS], zero on and under the diagonal and outside of the block
+    extern __shared__ float4 fours_of_v[]; // [COLUMNS][COLUMNS], zero on and under the diagonal and outside the block
     float *shared_v = (float *)fours_of_v;
-    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, row = blockIdx.x * ROWS + lane, first = warp * STEP;
+    const Place at;
+    int lane = at.lane, first = at.first, row = at.row;
     bool inside = row < n;
-#pragma unroll 8
-    for (int at = threadIdx.x; at < COLUMNS * COLUMNS; at += WARPS * 32) {
-        int i = at / COLUMNS, j = at % COLUMNS;
-        shared_v[at] = i < j && j < b ? v[(u64)i * ld + j] : 0;
-    }
+    load_triangle<false>(shared_v, v, b, ld);
     if (SPARSE && r && threadIdx.x < b) {
         shared_r[threadIdx.x] = r[threadIdx.x];
         for (int q = 0; q < 4; q++) shared_ahead[4 * threadIdx.x + q] = ahead[4 * threadIdx.x + q];
@@ -58,31 +61,18 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gptq_sweep(
 #pragma unroll
     for (int j = 0; j < STEP; j++) {
         bool there = inside && first + j < b;
-        u64 at = (u64)(first + j) * n + row;
-        target[j] = there ? t[at] : 0;
-        weight[j] = there ? w[at] : 0;
+        u64 entry = (u64)(first + j) * n + row;
+        target[j] = there ? t[entry] : 0;
+        weight[j] = there ? w[entry] : 0;
         u64 group = there && scales ? (u64)group_of[first + j] * n + row : 0;
         errors[first + j][lane] = there && scales ? scales[group] : 1;
         zero[j] = there && zeros ? zeros[group] : 0;
-        if (SPARSE && !r && there) kept |= (u32)mask[at] << j;
+        if (SPARSE && !r && there) kept |= (u32)mask[entry] << j;
     }
     for (int turn = 0; turn < WARPS; turn++) {
         __syncthreads(); // V is there, and so are the errors of the last turn
-        if (turn > 0 && warp >= turn) {
-            for (int i = (turn - 1) * STEP; i < turn * STEP; i++) {
-                float error = errors[i][lane];
-                const float4 *four = fours_of_v + (i * COLUMNS + first) / 4;
-#pragma unroll
-                for (int j = 0; j < STEP / 4; j++) {
-                    float4 value = four[j];
-                    target[4 * j] += error * value.x;
-                    target[4 * j + 1] += error * value.y;
-                    target[4 * j + 2] += error * value.z;
-                    target[4 * j + 3] += error * value.w;
-                }
-            }
-        }
-        if (warp != turn) continue;
+        if (turn > 0 && at.warp >= turn) add_changes(target, errors, fours_of_v, at, turn);
+        if (at.warp != turn) continue;
 #pragma unroll
         for (int j = 0; j < STEP; j++) {
             int column = first + j;
@@ -102,9 +92,9 @@ __global__ void __launch_bounds__(WARPS * 32, 1) gptq_sweep(
 #pragma unroll
     for (int j = 0; j < STEP; j++) {
         if (!inside || first + j >= b) continue;
-        u64 at = (u64)(first + j) * n + row;
-        t[at] = target[j];
-        d[at] = errors[first + j][lane];
-        if (SPARSE && r) mask[at] = kept >> j & 1;
+        u64 entry = (u64)(first + j) * n + row;
+        t[entry] = target[j];
+        d[entry] = errors[first + j][lane];
+        if (SPARSE && r) mask[entry] = kept >> j & 1;
     }
 }

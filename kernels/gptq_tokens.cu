@@ -10,10 +10,13 @@ struct alignas(16) Eight {
     T values[8];
 };
 
-// x [tokens, k]: k is a multiple of eight. magnitudes [k]. norms [tokens]: the length of each token of x / magnitudes.
 template <class T>
 __global__ void __launch_bounds__(THREADS) gptq_norms(
-    const T *__restrict__ x, const float *__restrict__ magnitudes, float *__restrict__ norms, int k) {
+    const T *__restrict__ x,               // [tokens, k], float16 or bfloat16
+    const float *__restrict__ magnitudes,  // [k]: the unit of each channel
+    float *__restrict__ norms,             // [tokens]: the length of each token of x / magnitudes
+    int k                                  // channels, a multiple of eight
+) {
     __shared__ float sums[THREADS / 32];
     const Eight<T> *token = (const Eight<T> *)(x + (u64)blockIdx.x * k);
     const Eight<float> *units = (const Eight<float> *)magnitudes;
@@ -35,9 +38,12 @@ __global__ void __launch_bounds__(THREADS) gptq_norms(
     norms[blockIdx.x] = sqrtf(sum);
 }
 
-// x [tokens, k]: multiplied by factors [tokens]. Most are 1, and such tokens are not read.
 template <class T>
-__global__ void __launch_bounds__(THREADS) gptq_scale(T *x, const float *__restrict__ factors, int k) {
+__global__ void __launch_bounds__(THREADS) gptq_scale(
+    T *x,                               // [tokens, k], float16 or bfloat16: multiplied in place
+    const float *__restrict__ factors,  // [tokens]; most are 1, and such tokens are not read
+    int k                               // channels
+) {
     float factor = factors[blockIdx.x];
     if (factor == 1) return;
     T *token = x + (u64)blockIdx.x * k;

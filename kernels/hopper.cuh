@@ -104,7 +104,8 @@ DEVICE void store_neighbour(u32 address, u32 barrier, u32 rank, const float (&v)
     for (int i = 0; i < N; i += WIDE)
         if constexpr (WIDE == 2)
             asm volatile(
-                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(there + 4 * i),
+                "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(
+                    there + 4 * i),
                 "f"(v[i]), "f"(v[i + 1]), "r"(its)
                 : "memory");
         else
@@ -166,11 +167,6 @@ template <int REGISTERS>
 DEVICE void take_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
-
-template <class X>
-constexpr bool IS_HALF = false;
-template <>
-constexpr bool IS_HALF<half> = true;
 
 template <int WORDS>
 DEVICE void load_words(u32 (&w)[WORDS], u32 address) {

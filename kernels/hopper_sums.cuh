@@ -15,7 +15,8 @@ DEVICE void hand_over(const B &b, int group, float (&total)[F::WORDS][F::SUMS]) 
     const u32 mine = b.handed_over_at + threadIdx.x % 128 * 16;
     if (group > 0)
 #pragma unroll
-        for (int i = 0; i < F::ALL; i += 4) store_shared4(mine + ((group - 1) * F::ALL + i) * 512, &total[i / R][i % R]);
+        for (int i = 0; i < F::ALL; i += 4)
+            store_shared4(mine + ((group - 1) * F::ALL + i) * 512, &total[i / R][i % R]);
     sync_threads(1, 128 * F::WGS);
     if (group == 0)
 #pragma unroll

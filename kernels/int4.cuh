@@ -6,7 +6,7 @@
 
 #include "ampere.cuh"
 
-static const u32 SYMMETRIC_ZERO = 0x00080008;  // zero points of 8, as symmetric codes have
+constexpr u32 SYMMETRIC_ZERO = 0x00080008;  // zero points of 8, as symmetric codes have
 
 // Masks of the low and high nibbles of the bytes that become numbers. If the compiler knows the masks, it reloads one
 // for each use, because an instruction takes only one immediate and the exponent is another. So a kernel adds a zero

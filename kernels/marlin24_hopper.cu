@@ -5,57 +5,52 @@
 #include "hopper_matmul.cuh"
 #include "int4.cuh"
 
-// GROUP: rows of k that share a scale, 0 for one scale per column.
-template <class X, int WORDS_, int WGS_, int GROUP, bool SHARED_>
-struct Marlin24 {
-    using TYPE = X;
-    static constexpr int WORDS = WORDS_, WGS = WGS_;
-    static constexpr bool SHARED = SHARED_;
+// GROUP: of k that share a scale, 0 for one scale per row.
+template <class X_, int WORDS_, int WGS_, int GROUP, bool SHARED_>
+struct Marlin24Weight {
+    using X = X_;
+    static constexpr int WORDS = WORDS_, WGS = WGS_, STEP = 32;
+    static constexpr bool SHARED = SHARED_, SINGLE = GROUP == 0;
     // Scales are multiplied into float16 weights instead of the sums. bfloat16 would round the product.
     static constexpr bool SCALED = SHARED && GROUP > 0 && IS_HALF<X>;
-    static_assert(WORDS % 2 == 0 && GROUP % K_STEP == 0, "metadata belong to two words, groups are whole stages");
-    static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1);
-    static constexpr int PRODUCTS = K_STEP / 32, CHUNK = GROUP && !SCALED ? PRODUCTS : 0;
-    static constexpr int W_ROW = COLUMNS * 8, M_ROW = COLUMNS * 4;  // bytes for 32 of k
+    static_assert(WORDS % 2 == 0 && GROUP % BK == 0, "metadata belong to two words, groups are whole stages");
+    static constexpr int BN = 64 * WORDS * (SHARED ? WGS : 1);
+    static constexpr int PRODUCTS = BK / STEP, CHUNK = GROUP && !SCALED ? PRODUCTS : 0;
+    static constexpr int W_ROW = BN * 8, M_ROW = BN * 4;  // bytes for 32 of k
     static constexpr int M_AT = PRODUCTS * W_ROW, S_AT = M_AT + PRODUCTS * M_ROW;
-    static constexpr int BYTES = S_AT + (GROUP ? COLUMNS * 2 : 0), PADDED_BYTES = BYTES;
+    static constexpr int BYTES = S_AT + (GROUP ? BN * 2 : 0), PADDED_BYTES = BYTES;
 
     struct Maps {
         const TensorMap &words, &metadata, &scales;
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier, u64 policy) {
-        copy_tile(to, maps.words, column_tile * COLUMNS, step * PRODUCTS, barrier, policy);
-        copy_tile(to + M_AT, maps.metadata, column_tile * COLUMNS / 2, step * PRODUCTS, barrier, policy);
-        if constexpr (GROUP > 0) copy_tile(to + S_AT, maps.scales, column_tile * COLUMNS, step, barrier, policy);
+    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, u32 barrier, u64 policy) {
+        copy_tile(to, maps.words, n_tile * BN, step * PRODUCTS, barrier, policy);
+        copy_tile(to + M_AT, maps.metadata, n_tile * BN / 2, step * PRODUCTS, barrier, policy);
+        if constexpr (GROUP > 0) copy_tile(to + S_AT, maps.scales, n_tile * BN, step, barrier, policy);
     }
 
-    template <int TOKENS>
+    // The row of a warp's that row 8b + a of operand j is.
+    DEVICE static int row(int n0, int a, int j, int b) { return n0 + 8 * a + 4 * b + j; }
+
+    DEVICE static int single(int n) { return n; }
+
+    DEVICE static float factor(half scale) { return to_float(scale); }
+
+    template <int BM>
     struct Lane {
-        static constexpr int LANE_WORDS = COLUMNS / 64;  // of a lane for 32 of k
-        int block, word_0, lane, column;  // of this warp: its 64 columns in the tile, its first word
+        static constexpr int LANE_WORDS = BN / 64;  // of a lane for 32 of k
+        int block, word_0, lane, n0;  // of this warp: its 64 rows of the tile, its first word and row
         Masks mask;
-        u32 codes[PRODUCTS][WORDS], metadata[PRODUCTS][WORDS / 2], scales[WORDS];
-        half single[WORDS][2];
-        X shift[WORDS][2];
+        u32 codes[PRODUCTS][WORDS], chosen[PRODUCTS][WORDS / 2], scales[WORDS];
 
         DEVICE Lane(int warp, int group, int lane_, u32 zero) : lane(lane_), mask(zero) {
             block = warp * LANE_WORDS / 4;
             word_0 = warp * LANE_WORDS % 4 + (SHARED ? group * WORDS : 0);
-            column = 64 * block + word_0;
+            n0 = 64 * block + word_0;
         }
 
-        // Loads the scales and biases of the rows from `column` on.
-        DEVICE void start(const half *single_scales, const X *bias, int column) {
-#pragma unroll
-            for (int j = 0; j < WORDS; j++)
-#pragma unroll
-                for (int b = 0; b < 2; b++) {
-                    const int row = column + lane / 4 * 8 + 4 * b + j;
-                    if (GROUP == 0) single[j][b] = single_scales[row];
-                    shift[j][b] = bias ? bias[row] : X{0};
-                }
-        }
+        DEVICE int quad() const { return lane / 4; }
 
         DEVICE void load(u32 stage) {
             const u32 words_at = stage + block * 512 + lane * 16 + word_0 * 4;
@@ -65,7 +60,7 @@ struct Marlin24 {
                 load_words<WORDS>(codes[s], words_at + s * W_ROW);
 #pragma unroll
                 for (int i = 0; i < WORDS / 2; i++)
-                    load_words<1>((u32(&)[1])metadata[s][i], metadata_at + s * M_ROW + i * 128);
+                    load_words<1>((u32(&)[1])chosen[s][i], metadata_at + s * M_ROW + i * 128);
             }
             if constexpr (GROUP > 0)
                 load_words<WORDS>(scales, stage + S_AT + block * 128 + lane / 4 * 16 + word_0 * 4);
@@ -84,27 +79,20 @@ struct Marlin24 {
                 }
         }
 
-        // The metadata of each of two words are in two of four lanes.
-        DEVICE void multiply(
-            int s, int j, float (&d)[TOKENS / 2], const u32 (&left)[4], u64 right, int keep) const {
-            if (j % 2)
-                wgmma_sparse<1>(X{}, d, left, metadata[s][j / 2], right, keep);
-            else
-                wgmma_sparse<0>(X{}, d, left, metadata[s][j / 2], right, keep);
-        }
+        // Two of four lanes hold the metadata of an operand, so a register has those of two.
+        DEVICE u32 metadata(int s, int j) const { return chosen[s][j / 2]; }
 
         DEVICE float scale(int, int j, int b) const { return to_float(half{(u16)(scales[j] >> 16 * b)}); }
 
-        DEVICE float factor(int j, int b) const { return GROUP ? 1 : to_float(single[j][b]); }
-
-        // Writes the sums of the rows from `column` on. Each block of a cluster writes some tokens.
-        template <class Team>
+        // Writes the sums of the rows from n0 on. Each block of a cluster writes some tokens.
+        template <class Rows, class Team>
         DEVICE void write(
-            X *y, int m, int n, int column, int token, const Team &team, float (&total)[WORDS][TOKENS / 2]) const {
-            int at = token + lane % 4 * 2;
-            X *to = y + (long long)at * n + column + lane / 4 * 8;
+            X *y, int m, int n, int m0, int n0, const Rows &rows, const Team &team,
+            float (&total)[WORDS][BM / 2]) const {
+            int at = m0 + lane % 4 * 2;
+            X *to = y + (long long)at * n + n0 + lane / 4 * 8;
 #pragma unroll
-            for (int r = 0; r < TOKENS / 4; r++) {
+            for (int r = 0; r < BM / 4; r++) {
                 const int e = r % 2;
                 u32 v[WORDS];
 #pragma unroll
@@ -113,7 +101,7 @@ struct Marlin24 {
                     float two[2];
 #pragma unroll
                     for (int h = 0; h < 2; h++)
-                        two[h] = total[j + h][r / 2 * 4 + 2 * b + e] * factor(j + h, b) + to_float(shift[j + h][b]);
+                        two[h] = total[j + h][r / 2 * 4 + 2 * b + e] * rows.factor(j + h, b) + rows.shift(j + h, b);
                     v[i] = pair(X{}, two[0], two[1]);
                 }
                 if (at < m && team.mine(r)) {
@@ -128,14 +116,23 @@ struct Marlin24 {
     };
 };
 
-template <class X, int TOKENS, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
+template <class X, int BM, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
 __global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
 marlin24_hopper(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-    const __grid_constant__ TensorMap m_map, const __grid_constant__ TensorMap s_map, const half *__restrict__ scales,
-    const X *__restrict__ bias, X *__restrict__ y, float *__restrict__ sums, u32 *__restrict__ counters, int m, int n,
-    int k) {
-    using Weight = Marlin24<X, WORDS, WGS, GROUP, SHARED>;
-    matmul_hopper<Weight, TOKENS, STAGES, CLUSTER>(
+    const __grid_constant__ TensorMap x_map,  // [m, k], float16 or bfloat16: activations, in boxes [BM, 64]
+    const __grid_constant__ TensorMap w_map,  // [k / 32, n], 8 bytes: codes (layouts.md 5.2), in boxes [BK / 32, BN]
+    const __grid_constant__ TensorMap m_map,  // [k / 32, n / 2], 8 bytes: metadata (4.4), in boxes [BK / 32, BN / 2]
+    const __grid_constant__ TensorMap s_map,  // [k / GROUP, n], float16: scales (5.2), in boxes [1, BN]
+    const half *__restrict__ scales,          // [n]: scales; not read if there are groups
+    const X *__restrict__ bias,               // [n], or null
+    X *__restrict__ y,                        // [m, n]: the product
+    float *__restrict__ sums,                 // partial sums of shared tiles, for each block and warpgroup
+    u32 *__restrict__ counters,               // blocks of a tile that have stored theirs; zero before and after
+    int m,                                    // tokens
+    int n,                                    // rows of the weight, a multiple of 128
+    int k                                     // columns of the weight, a multiple of 128
+) {
+    using Weight = Marlin24Weight<X, WORDS, WGS, GROUP, SHARED>;
+    matmul_hopper<Weight, BM, STAGES, CLUSTER>(
         x_map, {w_map, m_map, s_map}, scales, bias, y, sums, counters, m, n, k);
 }

@@ -5,19 +5,20 @@
 #include "int4.cuh"
 #include "portable.cuh"
 
-struct Marlin24Weight {
-    static const u32 STEP = 32;
-    static const bool GROUPED = true;
-    template <u32 BN, u32 BK> static const u32 META = BN * BK / 4;
-    template <u32 BN, u32 BK> static const u32 SCALES = META<BN, BK> + BN * BK / 8;
-    template <u32 BN, u32 BK> static const u32 BYTES = SCALES<BN, BK> + Scales::BYTES<BN, BK>;
+template <class X_> struct Marlin24Weight {
+    using X = X_;
+    static constexpr int STEP = 32;
+    static constexpr bool GROUPED = true;
+    template <int BN, int BK> static constexpr int META = BN * BK / 4;
+    template <int BN, int BK> static constexpr int SCALES = META<BN, BK> + BN * BK / 8;
+    template <int BN, int BK> static constexpr int BYTES = SCALES<BN, BK> + Scales::BYTES<BN, BK>;
     const u32 *B;
     const u16 *meta;
     const half *s;
     u32 n, k;
     Groups groups;
 
-    template <u32 BN, u32 BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
+    template <int BN, int BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
         const uint4 *codes = (const uint4 *)B + ((u64)(k0 / 32) * (n / 2) + n0 / 2);
         for_pieces<BN * BK / 64>([&](u32 i) {
             u32 row = i / (BN / 2), piece = i % (BN / 2);
@@ -39,6 +40,7 @@ struct Marlin24Weight {
         const Position<S> &at;
         u32 row, chosen[2];
         uint4 words;
+        float scales[4][2];
         const Masks mask;
 
         DEVICE Lane(const Marlin24Weight &weight, const char *stage, const Position<S> &at)
@@ -54,28 +56,42 @@ struct Marlin24Weight {
             chosen[1] = from[32];
         }
 
-        template <class X> DEVICE void operand(X type, u32, u32 j, u32 (&a)[4]) const {
-            const Zero eight = zero_of(type, Masks(0), SYMMETRIC_ZERO, 0);
-            decode(type, mask, word_of(words, j), eight, eight, a);
+        DEVICE void operand(u32, u32 j, u32 (&a)[4]) const {
+            const Zero eight = zero_of(X{}, Masks(0), SYMMETRIC_ZERO, 0);
+            decode(X{}, mask, word_of(words, j), eight, eight, a);
         }
 
-        DEVICE u32 metadata(u32 j) const { return chosen[j / 2]; }  // of two operands, each in two of four lanes
+        DEVICE u32 metadata(u32, u32 j) const { return chosen[j / 2]; }  // of two operands, each in two of four lanes
 
-        DEVICE void scales(float (&to)[4][2]) const {
-            const Scales scales{weight.s, weight.n, weight.groups};
-            scales.read<S::BN>(stage + SCALES<S::BN, S::BK>, row, at.wn, at.lane, to);
+        DEVICE void load_scales() {
+            const Scales of_groups{weight.s, weight.n, weight.groups};
+            of_groups.load<S::BN>(stage + SCALES<S::BN, S::BK>, row, at.wn, at.lane, scales);
         }
+
+        DEVICE float scale(u32 j, u32 b) const { return scales[j][b]; }
     };
 
     DEVICE static u32 row(u32 a, u32 j, u32 b) { return 8 * a + 4 * b + j; }
 
-    template <class X> DEVICE float factor(X, u32 n) const { return groups.one() ? to_float(s[n]) : 1; }
+    DEVICE float factor(u32 n) const { return groups.one() ? to_float(s[n]) : 1; }
 };
 
-template <class X, int T, int WN, int WM, int WK, int STAGES, int BLOCKS>
+template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) marlin24_portable(
-    const u32 *B, const u16 *meta, const half *s, const X *x, const X *bias, X *y, float4 *parts, u32 *arrived, u32 m,
-    u32 n, u32 k, u32 per, u32 group) {
-    using S = Tile<Marlin24Weight, T, WN, WM, WK, STAGES>;
-    portable(Product<S, X>{{B, meta, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
+    const u32 *B,     // [k / 32, 2n]: eight stored INT4 codes a word (layouts.md 5.2)
+    const u16 *meta,  // [k / 32, 2n]: which two of each four weights are stored (4.4)
+    const half *s,    // [k / group, n]: scales, permuted (5.2)
+    const X *x,       // [m, k], float16 or bfloat16: activations
+    const X *bias,    // [n], or null
+    X *y,             // [m, n]: the product
+    float4 *parts,    // [2 * blocks, BM * BN / 4]: partial sums of tiles that blocks share
+    u32 *arrived,     // [blocks]: blocks of a tile that have stored theirs; zero before and after
+    u32 m,            // tokens, up to 2^14
+    u32 n,            // rows of the weight, a multiple of 64
+    u32 k,            // columns of the weight, a multiple of 32
+    u32 per,          // units of a block
+    u32 group         // of k that share a scale; k if there is one scale per row
+) {
+    using S = Tile<Marlin24Weight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
+    portable(Product<S>{{B, meta, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
 }

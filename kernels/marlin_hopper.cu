@@ -7,72 +7,70 @@
 #include "hopper_matmul.cuh"
 #include "int4.cuh"
 
-// GROUP: rows of k that share a scale, 0 for one scale per column.
-template <class X, int WORDS_, int WGS_, int GROUP, bool SHARED_>
-struct Marlin {
-    using TYPE = X;
-    static constexpr int WORDS = WORDS_, WGS = WGS_, STRIDE = 16;
-    static constexpr bool SHARED = SHARED_;
+// GROUP: of k that share a scale, 0 for one scale per row.
+template <class X_, int WORDS_, int WGS_, int GROUP, bool SHARED_>
+struct MarlinWeight {
+    using X = X_;
+    static constexpr int WORDS = WORDS_, WGS = WGS_, STEP = 16;
+    static constexpr bool SHARED = SHARED_, SINGLE = GROUP == 0;
     // Scales are multiplied into float16 weights instead of the sums. bfloat16 would round the product.
     static constexpr bool SCALED = SHARED && GROUP > 0 && IS_HALF<X>;
-    static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1);
-    static constexpr int PRODUCTS = K_STEP / 16, CHUNK = GROUP && !SCALED ? GROUP / 16 : 0;
-    static constexpr int SCALE_ROWS = GROUP ? K_STEP / GROUP : 0;
-    static constexpr int W_BYTES = COLUMNS * K_STEP / 2, S_BYTES = SCALE_ROWS * COLUMNS * 2;
+    static constexpr int BN = 64 * WORDS * (SHARED ? WGS : 1);
+    static constexpr int PRODUCTS = BK / STEP, CHUNK = GROUP && !SCALED ? GROUP / 16 : 0;
+    static constexpr int SCALE_ROWS = GROUP ? BK / GROUP : 0;
+    static constexpr int W_BYTES = BN * BK / 2, S_BYTES = SCALE_ROWS * BN * 2;
     static constexpr int BYTES = W_BYTES + S_BYTES, PADDED_BYTES = (BYTES + 127) / 128 * 128;
 
     struct Maps {
         const TensorMap &words, &scales;
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier, u64 policy) {
-        copy_tile(to, maps.words, column_tile * COLUMNS, step * PRODUCTS, barrier, policy);
+    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, u32 barrier, u64 policy) {
+        copy_tile(to, maps.words, n_tile * BN, step * PRODUCTS, barrier, policy);
         if constexpr (GROUP > 0)
-            copy_tile(to + W_BYTES, maps.scales, column_tile * COLUMNS, step * SCALE_ROWS, barrier, policy);
+            copy_tile(to + W_BYTES, maps.scales, n_tile * BN, step * SCALE_ROWS, barrier, policy);
     }
 
-    template <int TOKENS>
+    // The row of a warp's that row 8b + a of operand j is.
+    DEVICE static int row(int n0, int a, int j, int b) { return n0 + 16 * j + 8 * b + a; }
+
+    // One scale per row: n = 8c + 2i + e of 32 is stored at 8i + 2c + e (layouts.md 3.3).
+    DEVICE static int single(int n) {
+        const int in = n % 32;
+        return n - in + 8 * (in % 8 / 2) + 2 * (in / 8) + in % 2;
+    }
+
+    DEVICE static float factor(half scale) { return to_float(scale); }
+
+    template <int BM>
     struct Lane {
-        static constexpr int LANE_WORDS = COLUMNS / 64;                            // of a lane for 16 of k
-        static constexpr int AHEAD = WORDS == 4 && TOKENS > 16 ? 2 : PRODUCTS;  // products whose words are loaded ahead
+        static constexpr int LANE_WORDS = BN / 64;                            // of a lane for 16 of k
+        static constexpr int AHEAD = WORDS == 4 && BM > 16 ? 2 : PRODUCTS;  // products whose words are loaded ahead
         static constexpr int PER_SCALE = GROUP ? GROUP / 16 : PRODUCTS;
-        int block, word_0, lane, column;  // of this warp: its 64 columns in the tile, its first word
+        int block, word_0, lane, n0;  // of this warp: its 64 rows of the tile, its first word and row
         Masks mask;
         u32 at, codes[AHEAD][WORDS], scales[PRODUCTS / PER_SCALE][WORDS];
-        half single[WORDS][2];
-        X shift[WORDS][2];
 
         DEVICE Lane(int warp, int group, int lane_, u32 zero) : lane(lane_), mask(zero) {
             block = warp * LANE_WORDS / 4;
             word_0 = warp * LANE_WORDS % 4 + (SHARED ? group * WORDS : 0);
-            column = 64 * block + 16 * word_0;
+            n0 = 64 * block + 16 * word_0;
         }
 
-        // Loads the scales and biases of the rows from `column` on.
-        DEVICE void start(const half *single_scales, const X *bias, int column) {
-#pragma unroll
-            for (int j = 0; j < WORDS; j++)
-#pragma unroll
-                for (int b = 0; b < 2; b++) {
-                    const int row = column + 16 * j + 8 * b + lane / 4, in = row % 32;
-                    // One scale per column: n = 8c + 2i + e of 32 is stored at 8i + 2c + e (layouts.md 3.3).
-                    if (GROUP == 0) single[j][b] = single_scales[row - in + 8 * (in % 8 / 2) + 2 * (in / 8) + in % 2];
-                    shift[j][b] = bias ? bias[row] : X{0};
-                }
-        }
+        DEVICE int quad() const { return lane / 4; }
 
         DEVICE void load(u32 stage) {
             at = stage + block * 512 + lane * 16 + word_0 * 4;
 #pragma unroll
-            for (int s = 0; s < AHEAD; s++) load_words<WORDS>(codes[s], at + s * COLUMNS * 8);
+            for (int s = 0; s < AHEAD; s++) load_words<WORDS>(codes[s], at + s * BN * 8);
             const u32 scales_at = stage + W_BYTES + block * 128 + lane / 4 * 16 + word_0 * 4;
             if constexpr (GROUP > 0)
 #pragma unroll
-                for (int c = 0; c < PRODUCTS / PER_SCALE; c++) load_words<WORDS>(scales[c], scales_at + c * COLUMNS * 2);
+                for (int c = 0; c < PRODUCTS / PER_SCALE; c++) load_words<WORDS>(scales[c], scales_at + c * BN * 2);
         }
 
         DEVICE void ahead(int s) {
-            if (s + AHEAD < PRODUCTS) load_words<WORDS>(codes[s % AHEAD], at + (s + AHEAD) * COLUMNS * 8);
+            if (s + AHEAD < PRODUCTS) load_words<WORDS>(codes[s % AHEAD], at + (s + AHEAD) * BN * 8);
         }
 
         DEVICE void operand(int s, int j, u32 (&left)[4]) const {
@@ -89,17 +87,24 @@ struct Marlin {
         DEVICE float scale(int s, int j, int b) const {
             return to_float(half{(u16)(scales[s / PER_SCALE][j] >> 16 * b)});
         }
-
-        DEVICE float factor(int j, int b) const { return GROUP ? 1 : to_float(single[j][b]); }
     };
 };
 
-template <class X, int TOKENS, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
+template <class X, int BM, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
 __global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
 marlin_hopper(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-    const __grid_constant__ TensorMap s_map, const half *__restrict__ scales, const X *__restrict__ bias,
-    X *__restrict__ y, float *__restrict__ sums, u32 *__restrict__ counters, int m, int n, int k) {
-    using Weight = Marlin<X, WORDS, WGS, GROUP, SHARED>;
-    matmul_hopper<Weight, TOKENS, STAGES, CLUSTER>(x_map, {w_map, s_map}, scales, bias, y, sums, counters, m, n, k);
+    const __grid_constant__ TensorMap x_map,  // [m, k], float16 or bfloat16: activations, in boxes [BM, 64]
+    const __grid_constant__ TensorMap w_map,  // [k / 16, n], 8 bytes: codes (layouts.md 3.2), in boxes [BK / 16, BN]
+    const __grid_constant__ TensorMap s_map,  // [k / GROUP, n], float16: scales (3.3), in boxes [BK / GROUP, BN]
+    const half *__restrict__ scales,          // [n]: scales, permuted (3.3); not read if there are groups
+    const X *__restrict__ bias,               // [n], or null
+    X *__restrict__ y,                        // [m, n]: the product
+    float *__restrict__ sums,                 // partial sums of shared tiles, for each block and warpgroup
+    u32 *__restrict__ counters,               // blocks of a tile that have stored theirs; zero before and after
+    int m,                                    // tokens
+    int n,                                    // rows of the weight, a multiple of 64
+    int k                                     // columns of the weight, a multiple of 16
+) {
+    using Weight = MarlinWeight<X, WORDS, WGS, GROUP, SHARED>;
+    matmul_hopper<Weight, BM, STAGES, CLUSTER>(x_map, {w_map, s_map}, scales, bias, y, sums, counters, m, n, k);
 }

@@ -3,17 +3,18 @@
 #include "portable.cuh"
 #include "weights.cuh"
 
-struct MarlinWeight {
-    static const u32 STEP = 16;
-    static const bool GROUPED = true;
-    template <u32 BN, u32 BK> static const u32 SCALES = BN * BK / 2;
-    template <u32 BN, u32 BK> static const u32 BYTES = SCALES<BN, BK> + Scales::BYTES<BN, BK>;
+template <class X_> struct MarlinWeight {
+    using X = X_;
+    static constexpr int STEP = 16;
+    static constexpr bool GROUPED = true;
+    template <int BN, int BK> static constexpr int SCALES = BN * BK / 2;
+    template <int BN, int BK> static constexpr int BYTES = SCALES<BN, BK> + Scales::BYTES<BN, BK>;
     const u32 *B;
     const half *s;
     u32 n, k;
     Groups groups;
 
-    template <u32 BN, u32 BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
+    template <int BN, int BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
         const uint4 *from = (const uint4 *)B + ((u64)(k0 / 16) * (n / 2) + n0 / 2);
         for_pieces<BN * BK / 32>([&](u32 i) {
             u32 row = i / (BN / 2), piece = i % (BN / 2);
@@ -28,6 +29,7 @@ struct MarlinWeight {
         const Position<S> &at;
         u32 row;
         uint4 words[2];
+        float scales[4][2];
         const Masks mask;
 
         DEVICE Lane(const MarlinWeight &weight, const char *stage, const Position<S> &at)
@@ -41,26 +43,39 @@ struct MarlinWeight {
             words[1] = from[S::WN * 32];
         }
 
-        template <class X> DEVICE void operand(X type, u32 i, u32 j, u32 (&a)[4]) const {
-            const Zero eight = zero_of(type, Masks(0), SYMMETRIC_ZERO, 0);
-            decode(type, mask, word_of(words[i], j), eight, eight, a);
+        DEVICE void operand(u32 s, u32 j, u32 (&a)[4]) const {
+            const Zero eight = zero_of(X{}, Masks(0), SYMMETRIC_ZERO, 0);
+            decode(X{}, mask, word_of(words[s], j), eight, eight, a);
         }
 
-        DEVICE void scales(float (&to)[4][2]) const {
-            const Scales scales{weight.s, weight.n, weight.groups};
-            scales.read<S::BN>(stage + SCALES<S::BN, S::BK>, row, at.wn, at.lane, to);
+        DEVICE void load_scales() {
+            const Scales of_groups{weight.s, weight.n, weight.groups};
+            of_groups.load<S::BN>(stage + SCALES<S::BN, S::BK>, row, at.wn, at.lane, scales);
         }
+
+        DEVICE float scale(u32 j, u32 b) const { return scales[j][b]; }
     };
 
     DEVICE static u32 row(u32 a, u32 j, u32 b) { return 16 * j + 8 * b + a; }
 
-    template <class X> DEVICE float factor(X, u32 n) const { return groups.one() ? to_float(s[Marlin::single(n)]) : 1; }
+    DEVICE float factor(u32 n) const { return groups.one() ? to_float(s[Marlin::single(n)]) : 1; }
 };
 
-template <class X, int T, int WN, int WM, int WK, int STAGES, int BLOCKS>
+template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) marlin_portable(
-    const u32 *B, const half *s, const X *x, const X *bias, X *y, float4 *parts, u32 *arrived, u32 m, u32 n, u32 k,
-    u32 per, u32 group) {
-    using S = Tile<MarlinWeight, T, WN, WM, WK, STAGES>;
-    portable(Product<S, X>{{B, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
+    const u32 *B,   // [k / 16, 2n]: eight INT4 codes a word (layouts.md 3.2)
+    const half *s,  // [k / group, n]: scales, permuted (3.3)
+    const X *x,     // [m, k], float16 or bfloat16: activations
+    const X *bias,  // [n], or null
+    X *y,           // [m, n]: the product
+    float4 *parts,  // [2 * blocks, BM * BN / 4]: partial sums of tiles that blocks share
+    u32 *arrived,   // [blocks]: blocks of a tile that have stored theirs; zero before and after
+    u32 m,          // tokens, up to 2^14
+    u32 n,          // rows of the weight, a multiple of 64
+    u32 k,          // columns of the weight, a multiple of 16
+    u32 per,        // units of a block
+    u32 group       // of k that share a scale; k if there is one scale per row
+) {
+    using S = Tile<MarlinWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
+    portable(Product<S>{{B, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
 }

@@ -1,42 +1,43 @@
 // The frame of every product on sm_80 and newer: y^T = W x^T with mma.sync, for every layout.
 //
-// A warp has 64 rows of the weight, as four left operands side by side, 8 T tokens, and 64 of k in each stage of a ring
-// that cp.async fills. The layouts have the order of these operands, so a lane decodes its words in registers. Codes
-// are multiplied as small exact numbers, and scales are applied to float32 sums. So neither scales nor weights are
-// rounded to the dtype of the activations.
+// A warp has 64 rows of the weight, as four left operands side by side, 8 FRAGMENTS tokens, and 64 of k in each stage
+// of a ring that cp.async fills. The layouts have the order of these operands, so a lane decodes its words in
+// registers. Codes are multiplied as small exact numbers, and scales are applied to float32 sums. So neither scales nor
+// weights are rounded to the dtype of the activations.
 //
 // The work is a list of units, each a tile of outputs by BK of k; the units of a tile are neighbours. Block b takes
 // `per` units from b * per on. If several blocks share a tile, the last one to finish adds their parts in order of k:
 // the sums are the same in every run.
 //
-// A layout passes a struct `Weight` with the tensors, n, k, and:
-//   STEP              of k in a product: 16, or 32 where two of each four weights are stored
+// A layout passes a struct `Weight` with the tensors, n and k. README.md explains what both frames ask of it. This one
+// also asks for:
 //   GROUPED           whether scales change along k; then `groups` finds them, and sums are scaled where groups end
 //   BYTES<BN, BK>     of shared memory for BN rows by BK of k
 //   fetch<BN, BK>     starts to copy them; data past the ends of n and k must add nothing
-//   row(a, j, b)      the row, of 64, that row 8b + a of operand j is
-//   factor(type, n)   the factor of the sums of a row at the end
-//   Lane              the work of a lane: enter (a group), load (half of its 64 of k), operand, metadata, scales
+//   factor(n)         the factor of the sums of row n at the end
+//   Lane::enter       begins with a group; `load` takes half of a warp's 64 of k; `load_scales` precedes `scale`
 #pragma once
 
 #include "ampere.cuh"
 
-static const u32 THREADS = 256;
+constexpr int THREADS = 256;
 
-// Eight warps: WN for 64 rows each, by WM for 8 T tokens each, by WK for 64 of k each.
-template <class Weight_, int T_, int WN_, int WM_, int WK_, int STAGES_> struct Tile {
+// Eight warps: WN for 64 rows each, by WM for 8 FRAGMENTS tokens each, by WK for 64 of k each.
+template <class Weight_, int FRAGMENTS_, int WN_, int WM_, int WK_, int STAGES_> struct Tile {
     using Weight = Weight_;
-    static const u32 T = T_, WN = WN_, WM = WM_, WK = WK_, STAGES = STAGES_;
-    static const u32 BN = 64 * WN, BM = 8 * T * WM, BK = 64 * WK;
+    static constexpr int FRAGMENTS = FRAGMENTS_, WN = WN_, WM = WM_, WK = WK_, STAGES = STAGES_;
+    static constexpr int BN = 64 * WN, BM = 8 * FRAGMENTS * WM, BK = 64 * WK;
     // Bytes of a stage: the weight, then activations [BM, BK].
-    static const u32 X_AT = Weight::template BYTES<BN, BK>, STAGE = X_AT + BM * BK * 2;
-    static const u32 ROW = BN + 4;  // floats of a row of sums, padded so that eight rows use different banks
-    static const u32 AT_ONCE = T < 4 ? T : 4, PASSES = T / AT_ONCE;  // fragments of 8 tokens whose sums fit at once
+    static constexpr int X_AT = Weight::template BYTES<BN, BK>, STAGE = X_AT + BM * BK * 2;
+    static constexpr int ROW = BN + 4;  // floats of a row of sums, padded so that eight rows use different banks
+    static constexpr int AT_ONCE = FRAGMENTS < 4 ? FRAGMENTS : 4;  // fragments of 8 tokens whose sums fit at once
+    static constexpr int PASSES = FRAGMENTS / AT_ONCE;
     static_assert(WN * WM * WK * 32 == THREADS, "warps");
     static_assert(X_AT % 16 == 0, "activations are copied in 16 bytes");
 };
 
-template <class S, class X> struct Product {
+template <class S> struct Product {
+    using X = typename S::Weight::X;
     typename S::Weight weight;
     const X *x, *bias;
     X *y;
@@ -56,7 +57,7 @@ template <class S> struct Position {
 };
 
 // Calls `use(i)` for all i below COUNT, divided among the threads of the block.
-template <u32 COUNT, class Use> DEVICE void for_pieces(Use use) {
+template <int COUNT, class Use> DEVICE void for_pieces(Use use) {
 #pragma unroll
     for (u32 i = 0; i < COUNT; i += THREADS)
         if (COUNT % THREADS == 0 || i + threadIdx.x < COUNT) use(i + threadIdx.x);
@@ -73,7 +74,7 @@ struct Groups {
 
     // Calls `use(i, row, piece, valid)` for PIECES of every group in the BK of k from k0 on. Rows count from the first
     // of these groups; past the end of k, `valid` is false.
-    template <u32 BK, u32 PIECES, class Use> DEVICE void for_pieces_of(u32 k0, Use use) const {
+    template <int BK, int PIECES, class Use> DEVICE void for_pieces_of(u32 k0, Use use) const {
         u32 first = of(k0);
         for_pieces<BK / 32 * PIECES>([&](u32 i) {
             u32 row = i / PIECES, start = (first + row) * size;
@@ -86,12 +87,12 @@ DEVICE u32 word_of(const uint4 &v, u32 i) { return i < 2 ? i ? v.y : v.x : i == 
 
 // Scales of groups in the MARLIN layouts: those of a lane's eight rows are one vector (layouts.md 3.3, 5.2).
 struct Scales {
-    template <u32 BN, u32 BK> static const u32 BYTES = BK / 32 * BN * 2;
+    template <int BN, int BK> static constexpr int BYTES = BK / 32 * BN * 2;
     const half *s;
     u32 n;
     Groups groups;
 
-    template <u32 BN, u32 BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
+    template <int BN, int BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
         if (groups.one()) return;
         const half *from = s + ((u64)groups.of(k0) * n + n0);
         groups.for_pieces_of<BK, BN / 8>(k0, [&](u32 i, u32 row, u32 piece, bool valid) {
@@ -99,12 +100,12 @@ struct Scales {
         });
     }
 
-    // Numbers 2j and 2j + 1 are the scales of rows a and 8 + a of operand j. A single group is applied at the end.
-    template <u32 BN> DEVICE void read(const char *stage, u32 row, u32 wn, u32 lane, float (&to)[4][2]) const {
+    // Loads the scales of rows a and 8 + a of each operand j. A single group is applied at the end.
+    template <int BN> DEVICE void load(const char *stage, u32 row, u32 wn, u32 lane, float (&to)[4][2]) const {
         uint4 eight = uint4{0x3c003c00, 0x3c003c00, 0x3c003c00, 0x3c003c00};
         if (!groups.one()) eight = ((const uint4 *)stage)[row * (BN / 8) + wn * 8 + lane / 4];
 #pragma unroll
-        for (u32 j = 0; j < 4; j++) {
+        for (int j = 0; j < 4; j++) {
             u32 word = word_of(eight, j);
             to[j][0] = to_float(half{(u16)word});
             to[j][1] = to_float(half{(u16)(word >> 16)});
@@ -116,10 +117,10 @@ struct Scales {
 DEVICE u32 swizzled(u32 token, u32 piece) { return piece ^ (token & 7); }
 
 // Starts the copies of a unit. Activations past the ends of m and k are zeros.
-template <class S, class X> DEVICE void fetch(const Product<S, X> &p, u32 stage, u32 m0, u32 n0, u32 k0) {
+template <class S> DEVICE void fetch(const Product<S> &p, u32 stage, u32 m0, u32 n0, u32 k0) {
     p.weight.template fetch<S::BN, S::BK>(stage, n0, k0);
     u32 k = p.weight.k;
-    const X *from = p.x + ((u64)m0 * k + k0);
+    const auto *from = p.x + ((u64)m0 * k + k0);
     for_pieces<S::BM * S::BK / 8>([&](u32 i) {
         u32 token = i / (S::BK / 8), piece = i % (S::BK / 8);
         u32 to = token * (S::BK / 8) + swizzled(token, piece);
@@ -129,16 +130,16 @@ template <class S, class X> DEVICE void fetch(const Product<S, X> &p, u32 stage,
 }
 
 // sums += scale * part, part = 0.
-template <u32 T, class Lane> DEVICE void add_scaled(float (&sums)[4][T][4], float (&part)[4][T][4], const Lane &lane) {
-    float scales[4][2];
-    lane.scales(scales);
+template <int FRAGMENTS, class Lane>
+DEVICE void add_scaled(float (&sums)[4][FRAGMENTS][4], float (&part)[4][FRAGMENTS][4], Lane &lane) {
+    lane.load_scales();
 #pragma unroll
     for (u32 j = 0; j < 4; j++) {
 #pragma unroll
-        for (u32 t = 0; t < T; t++) {
+        for (u32 t = 0; t < FRAGMENTS; t++) {
 #pragma unroll
             for (u32 i = 0; i < 4; i++) {
-                sums[j][t][i] += scales[j][i / 2] * part[j][t][i];
+                sums[j][t][i] += lane.scale(j, i / 2) * part[j][t][i];
                 part[j][t][i] = 0;
             }
         }
@@ -147,20 +148,21 @@ template <u32 T, class Lane> DEVICE void add_scaled(float (&sums)[4][T][4], floa
 
 // Adds the products of a warp's 64 of k, in a stage that begins at k0, to `part`. Where a group ends, adds the scaled
 // `part` to `sums`.
-template <class S, class X>
+template <class S>
 DEVICE void multiply(
-    const Product<S, X> &p, const Position<S> &at, const char *stage, u32 k0, bool last, float (&part)[4][S::T][4],
-    float (&sums)[4][S::T][4]) {
+    const Product<S> &p, const Position<S> &at, const char *stage, u32 k0, bool last, float (&part)[4][S::FRAGMENTS][4],
+    float (&sums)[4][S::FRAGMENTS][4]) {
     using Weight = typename S::Weight;
-    const u32 STEPS = 32 / Weight::STEP;
-    u32 tokens = shared_address(stage + S::X_AT), token = 8 * S::T * at.wm + at.lane % 8, k = k0 + 64 * at.wk;
+    using X = typename Weight::X;
+    constexpr int PRODUCTS = 32 / Weight::STEP;
+    u32 tokens = shared_address(stage + S::X_AT), token = 8 * S::FRAGMENTS * at.wm + at.lane % 8, k = k0 + 64 * at.wk;
     typename Weight::template Lane<S> lane(p.weight, stage, at);
     auto &into = Weight::GROUPED ? part : sums;
 #pragma unroll
     for (u32 half_of_k = 0; half_of_k < 2; half_of_k++) {
-        u32 x[S::T][4];  // 8 tokens by 32 of k: the right operands of two products, or of one sparse product
+        u32 x[S::FRAGMENTS][4];  // 8 tokens by 32 of k: the right operands of two products, or of one sparse product
 #pragma unroll
-        for (u32 t = 0; t < S::T; t++) {
+        for (u32 t = 0; t < S::FRAGMENTS; t++) {
             u32 piece = swizzled(token, 8 * at.wk + 4 * half_of_k + at.lane / 8);
             load_matrices(x[t], tokens + 16 * ((token + 8 * t) * (S::BK / 8) + piece));
         }
@@ -175,15 +177,15 @@ DEVICE void multiply(
 #pragma unroll
         for (u32 j = 0; j < 4; j++) {
 #pragma unroll
-            for (u32 i = 0; i < STEPS; i++) {
-                u32 w[4];
-                lane.operand(X{}, i, j, w);
+            for (int s = 0; s < PRODUCTS; s++) {
+                u32 a[4];
+                lane.operand(s, j, a);
 #pragma unroll
-                for (u32 t = 0; t < S::T; t++) {
-                    if constexpr (STEPS == 2)
-                        multiply_add(X{}, into[j][t], w, x[t][2 * i], x[t][2 * i + 1]);
+                for (u32 t = 0; t < S::FRAGMENTS; t++) {
+                    if constexpr (Weight::STEP == 16)
+                        multiply_add(X{}, into[j][t], a, x[t][2 * s], x[t][2 * s + 1]);
                     else
-                        multiply_add_sparse(X{}, into[j][t], w, x[t], lane.metadata(j), j % 2);
+                        multiply_add_sparse(X{}, into[j][t], a, x[t], lane.metadata(s, j), j % 2);
                 }
             }
         }
@@ -193,12 +195,12 @@ DEVICE void multiply(
 }
 
 // Adds the products of the units `begin` to `end` of a tile, while the next STAGES - 1 are being copied.
-template <class S, class X>
+template <class S>
 DEVICE void accumulate(
-    const Product<S, X> &p, const Position<S> &at, const char *pool, u32 m0, u32 n0, u32 begin, u32 end,
-    float (&sums)[4][S::T][4]) {
+    const Product<S> &p, const Position<S> &at, const char *pool, u32 m0, u32 n0, u32 begin, u32 end,
+    float (&sums)[4][S::FRAGMENTS][4]) {
     u32 ring = shared_address(pool);
-    float part[4][S::T][4] = {};
+    float part[4][S::FRAGMENTS][4] = {};
 #pragma unroll
     for (u32 i = 0; i < S::STAGES - 1; i++) {
         if (begin + i < end) fetch(p, ring + i * S::STAGE, m0, n0, (begin + i) * S::BK);
@@ -219,7 +221,7 @@ DEVICE void accumulate(
 
 // Stores the sums of AT_ONCE fragments of every warp in shared memory, [WK, BM / PASSES, ROW].
 template <class S>
-DEVICE void store_sums(const Position<S> &at, const float (&sums)[4][S::T][4], u32 pass, float *tile) {
+DEVICE void store_sums(const Position<S> &at, const float (&sums)[4][S::FRAGMENTS][4], u32 pass, float *tile) {
     u32 a = at.lane / 4, q = at.lane % 4;
     tile += ((at.wk * S::WM + at.wm) * 8 * S::AT_ONCE + 2 * q) * S::ROW + 64 * at.wn;
 #pragma unroll
@@ -241,11 +243,12 @@ DEVICE void add(float4 &sum, float4 v) {
 }
 
 // Finishes four outputs: applies the factors of their rows and the bias, and rounds to the dtype.
-template <class S, class X> DEVICE void finish(const Product<S, X> &p, u32 token, u32 n, float4 sum) {
+template <class S> DEVICE void finish(const Product<S> &p, u32 token, u32 n, float4 sum) {
+    using X = typename Product<S>::X;
     float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
-        v[i] *= p.weight.factor(X{}, n + i);
+        v[i] *= p.weight.factor(n + i);
         if (p.bias) v[i] += to_float(p.bias[n + i]);
     }
     *(uint2 *)(p.y + (u64)token * p.weight.n + n) = uint2{pair(X{}, v[0], v[1]), pair(X{}, v[2], v[3])};
@@ -253,8 +256,8 @@ template <class S, class X> DEVICE void finish(const Product<S, X> &p, u32 token
 
 // Calls `use(i, row, token, n)` for every four outputs of a pass inside the product. i counts the fours in the tile,
 // and `row` is the row of their sums.
-template <class S, class X, class Use>
-DEVICE void for_outputs(const Product<S, X> &p, u32 pass, u32 m0, u32 n0, Use use) {
+template <class S, class Use>
+DEVICE void for_outputs(const Product<S> &p, u32 pass, u32 m0, u32 n0, Use use) {
     const u32 fours = S::BN / 4, rows = S::BM / S::PASSES, of_warp = 8 * S::AT_ONCE;
     for (u32 i = threadIdx.x; i < rows * fours; i += THREADS) {
         u32 row = i / fours, n = n0 + i % fours * 4;
@@ -264,8 +267,8 @@ DEVICE void for_outputs(const Product<S, X> &p, u32 pass, u32 m0, u32 n0, Use us
 }
 
 // The kernel: this block's units, tile by tile.
-template <class S, class X>
-DEVICE void portable(const Product<S, X> &p, float4 *parts, u32 *arrived, u32 per) {
+template <class S>
+DEVICE void portable(const Product<S> &p, float4 *parts, u32 *arrived, u32 per) {
     extern __shared__ uint4 pool[];
     const Position<S> at;
     u32 depth = (p.weight.k + S::BK - 1) / S::BK, rows = (p.m + S::BM - 1) / S::BM;
@@ -276,7 +279,7 @@ DEVICE void portable(const Product<S, X> &p, float4 *parts, u32 *arrived, u32 pe
         u32 m0 = tile % rows * S::BM, n0 = tile / rows * S::BN;
         unit = first + end;
 
-        float sums[4][S::T][4] = {};
+        float sums[4][S::FRAGMENTS][4] = {};
         accumulate(p, at, (const char *)pool, m0, n0, begin, end, sums);
         u32 from = first / per, to = (first + depth - 1) / per;  // the first and the last block of this tile
         // A block shares at most two tiles with others: the one it starts in and the one it ends in.

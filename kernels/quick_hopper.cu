@@ -7,20 +7,20 @@
 #include "hopper_matmul.cuh"
 #include "int4.cuh"
 
-// GROUP: rows of k that share a scale and a zero point.
-template <class X, int WORDS_, int WGS_, int GROUP, bool SHARED_>
-struct Quick {
-    using TYPE = X;
-    static constexpr int WORDS = WORDS_, WGS = WGS_, STRIDE = 16;
-    static constexpr bool SHARED = SHARED_;
+// GROUP: of k that share a scale and a zero point.
+template <class X_, int WORDS_, int WGS_, int GROUP, bool SHARED_>
+struct QuickWeight {
+    using X = X_;
+    static constexpr int WORDS = WORDS_, WGS = WGS_, STEP = 16;
+    static constexpr bool SHARED = SHARED_, SINGLE = false;
     // Scales are multiplied into float16 weights instead of the sums. bfloat16 would round the product.
     static constexpr bool SCALED = SHARED && IS_HALF<X>;
-    static constexpr int COLUMNS = 64 * WORDS * (SHARED ? WGS : 1), PIECES = COLUMNS / 32;
-    static_assert(COLUMNS % 128 == 0, "two blocks of 64 columns are interleaved in memory");
-    static constexpr int PRODUCTS = K_STEP / 16, CHUNK = SCALED ? 0 : GROUP / 16;
-    static constexpr int PER_SCALE = GROUP / 16, GROUPS = K_STEP / GROUP;
+    static constexpr int BN = 64 * WORDS * (SHARED ? WGS : 1), PIECES = BN / 32;
+    static_assert(BN % 128 == 0, "two blocks of 64 columns are interleaved in memory");
+    static constexpr int PRODUCTS = BK / STEP, CHUNK = SCALED ? 0 : GROUP / 16;
+    static constexpr int PER_SCALE = GROUP / 16, GROUPS = BK / GROUP;
     // Bytes of a row of codes, of scales and of zero points in a stage; a row holds a quarter of the columns.
-    static constexpr int W_ROW = COLUMNS * 4, S_ROW = COLUMNS, Z_ROW = COLUMNS / 4;
+    static constexpr int W_ROW = BN * 4, S_ROW = BN, Z_ROW = BN / 4;
     static constexpr int S_AT = 16 * W_ROW, Z_AT = S_AT + 4 * GROUPS * S_ROW, BYTES = Z_AT + 4 * GROUPS * Z_ROW;
     static constexpr int PADDED_BYTES = (BYTES + 1023) / 1024 * 1024;  // the swizzle depends on the address
 
@@ -28,29 +28,31 @@ struct Quick {
         const TensorMap &words, &zeros, &scales;
     };
 
-    DEVICE static void fetch(const Maps &maps, u32 to, int column_tile, int step, u32 barrier, u64 policy) {
-        copy_box(to, maps.words, 0, column_tile * PIECES, step * 16, barrier, policy);
-        copy_tile(to + S_AT, maps.scales, column_tile * COLUMNS / 2, step * 4 * GROUPS, barrier, policy);
-        copy_tile(to + Z_AT, maps.zeros, column_tile * COLUMNS / 32, step * 4 * GROUPS, barrier, policy);
+    DEVICE static void fetch(const Maps &maps, u32 to, int n_tile, int step, u32 barrier, u64 policy) {
+        copy_box(to, maps.words, 0, n_tile * PIECES, step * 16, barrier, policy);
+        copy_tile(to + S_AT, maps.scales, n_tile * BN / 2, step * 4 * GROUPS, barrier, policy);
+        copy_tile(to + Z_AT, maps.zeros, n_tile * BN / 32, step * 4 * GROUPS, barrier, policy);
     }
 
-    template <int TOKENS>
+    // The row of a warp's that row 8b + a of operand j is.
+    DEVICE static int row(int n0, int a, int j, int b) { return n0 + 16 * j + 8 * b + a; }
+
+    template <int BM>
     struct Lane {
-        static constexpr int LANE_WORDS = COLUMNS / 64;                          // of a lane for 16 of k
-        static constexpr int AHEAD = WORDS * TOKENS == 128 ? 2 : PRODUCTS;  // products whose words are loaded ahead
+        static constexpr int LANE_WORDS = BN / 64;                          // of a lane for 16 of k
+        static constexpr int AHEAD = WORDS * BM == 128 ? 2 : PRODUCTS;  // products whose words are loaded ahead
         static constexpr int Z_WORDS = WORDS == 4 ? 2 : 1;                       // zero points of four words
-        int block, word_0, column;  // of this warp: its 64 columns in the tile, its first word
+        int block, word_0, n0;  // of this warp: its 64 rows of the tile, its first word and row
         int a;
         Masks mask;
         u32 places[2], s_place, z_place;  // in a stage: of even and odd products
         u32 at[2], codes[AHEAD][WORDS], scales[GROUPS][2 * WORDS], zeros[GROUPS][Z_WORDS];
         Zero zero[WORDS][2];
-        X shift[WORDS][2];
 
         DEVICE Lane(int warp, int group, int lane, u32 zero) : a(lane / 4), mask(zero) {
             block = warp * LANE_WORDS / 4;
             word_0 = warp * LANE_WORDS % 4 + (SHARED ? group * WORDS : 0);
-            column = 64 * block + 16 * word_0;
+            n0 = 64 * block + 16 * word_0;
             const int row = block % 2 * 2 + a / 4, piece = row * PIECES + block / 2 * 4 + a % 4, q = lane % 4;
 #pragma unroll
             for (int i = 0; i < 2; i++) places[i] = piece * 128 + ((2 * q + i) ^ (piece % 8)) * 16 + word_0 * 4;
@@ -58,12 +60,7 @@ struct Quick {
             z_place = Z_AT + row * Z_ROW + block / 2 * 32 + a % 4 * 8 + word_0 / 2 * 4;
         }
 
-        DEVICE void start(const half *, const X *bias, int column) {
-#pragma unroll
-            for (int j = 0; j < WORDS; j++)
-#pragma unroll
-                for (int b = 0; b < 2; b++) shift[j][b] = bias ? bias[column + 16 * j + 8 * b + a] : X{0};
-        }
+        DEVICE int quad() const { return (int)threadIdx.x % 32 / 4; }
 
         DEVICE void load_codes(int s) { load_words<WORDS>(codes[s % AHEAD], at[s % 2] + s / 2 * 4 * W_ROW); }
 
@@ -103,19 +100,26 @@ struct Quick {
         DEVICE float scale(int s, int j, int b) const {
             return to_float(half{(u16)scales[s / PER_SCALE][2 * j + b]});
         }
-
-        DEVICE float factor(int, int) const { return 1; }
     };
 };
 
-template <class X, int TOKENS, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
+template <class X, int BM, int WORDS, int WGS, int STAGES, int GROUP, bool SHARED, int CLUSTER>
 __global__ void __launch_bounds__(128 * WGS + 128, WGS == 1 ? 2 : 1)
 quick_hopper(
-    const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap w_map,
-    const __grid_constant__ TensorMap z_map, const __grid_constant__ TensorMap s_map, const half *__restrict__ scales,
-    const X *__restrict__ bias, X *__restrict__ y, float *__restrict__ sums, u32 *__restrict__ counters, int m, int n,
-    int k) {
-    using Weight = Quick<X, WORDS, WGS, GROUP, SHARED>;
-    matmul_hopper<Weight, TOKENS, STAGES, CLUSTER>(
+    const __grid_constant__ TensorMap x_map,  // [m, k], float16 or bfloat16: activations, in boxes [BM, 64]
+    const __grid_constant__ TensorMap w_map,  // [k / 8, n / 32, 16], 8 bytes: codes, in boxes [BK / 8, BN / 32, 16]
+    const __grid_constant__ TensorMap z_map,  // [4k / GROUP, n / 32], 8 bytes: zeros, in boxes [4 BK / GROUP, BN / 32]
+    const __grid_constant__ TensorMap s_map,  // [4k / GROUP, n / 2], float16: scales, in boxes [4 BK / GROUP, BN / 2]
+    const half *__restrict__ scales,          // not read
+    const X *__restrict__ bias,               // [n], or null
+    X *__restrict__ y,                        // [m, n]: the product
+    float *__restrict__ sums,                 // partial sums of shared tiles, for each block and warpgroup
+    u32 *__restrict__ counters,               // blocks of a tile that have stored theirs; zero before and after
+    int m,                                    // tokens
+    int n,                                    // rows of the weight, a multiple of 128
+    int k                                     // columns of the weight, a multiple of 32
+) {
+    using Weight = QuickWeight<X, WORDS, WGS, GROUP, SHARED>;
+    matmul_hopper<Weight, BM, STAGES, CLUSTER>(
         x_map, {w_map, z_map, s_map}, scales, bias, y, sums, counters, m, n, k);
 }

@@ -2,14 +2,15 @@
 #include "int4.cuh"
 #include "portable.cuh"
 
-struct QuickWeight {
-    static const u32 STEP = 16;
-    static const bool GROUPED = true;
+template <class X_> struct QuickWeight {
+    using X = X_;
+    static constexpr int STEP = 16;
+    static constexpr bool GROUPED = true;
     // A stage has the codes in MARLIN's order, then 16 scales for each group, block of 64 rows and `a`, and at the end
     // 16 zero points of four bits. The 16 are eight values, each twice.
-    template <u32 BN, u32 BK> static const u32 SCALES = BN * BK / 2;
-    template <u32 BN, u32 BK> static const u32 ZEROS = SCALES<BN, BK> + BK / 32 * BN * 4;
-    template <u32 BN, u32 BK> static const u32 BYTES = ZEROS<BN, BK> + BK / 32 * BN;
+    template <int BN, int BK> static constexpr int SCALES = BN * BK / 2;
+    template <int BN, int BK> static constexpr int ZEROS = SCALES<BN, BK> + BK / 32 * BN * 4;
+    template <int BN, int BK> static constexpr int BYTES = ZEROS<BN, BK> + BK / 32 * BN;
     const u32 *qweight;
     const u32 *qzeros;
     const half *scales;
@@ -21,7 +22,7 @@ struct QuickWeight {
         return block % 2 * (n / 16) + a / 4 * (n / 32) + 4 * (block / 2) + a % 4;
     }
 
-    template <u32 BN, u32 BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
+    template <int BN, int BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
         const uint4 *from = (const uint4 *)qweight + ((u64)(k0 / 32) * n + n0 / 4);
         for_pieces<BN * BK / 32>([&](u32 i) {
             // In memory a lane has 32 contiguous bytes for 32 of k. In a stage each half of them is in a warp's vector.
@@ -49,6 +50,7 @@ struct QuickWeight {
         u32 place;
         uint4 words[2];
         uint2 zeros;
+        float scales[4][2];
         const Masks mask;
 
         DEVICE Lane(const QuickWeight &, const char *stage, const Position<S> &at)
@@ -65,28 +67,42 @@ struct QuickWeight {
             words[1] = from[S::WN * 32];
         }
 
-        template <class X> DEVICE void operand(X type, u32 i, u32 j, u32 (&a)[4]) const {
+        DEVICE void operand(u32 s, u32 j, u32 (&a)[4]) const {
             u32 four = j < 2 ? zeros.x : zeros.y;  // rows 16j + 8b + a are nibble 2j + b
-            Zero zero0 = zero_of(type, mask, four, 2 * j % 4), zero1 = zero_of(type, mask, four, 2 * j % 4 + 1);
-            decode(type, mask, word_of(words[i], j), zero0, zero1, a);
+            Zero zero0 = zero_of(X{}, mask, four, 2 * j % 4), zero1 = zero_of(X{}, mask, four, 2 * j % 4 + 1);
+            decode(X{}, mask, word_of(words[s], j), zero0, zero1, a);
         }
 
-        DEVICE void scales(float (&to)[4][2]) const {
+        DEVICE void load_scales() {
             const uint4 *eight = (const uint4 *)(stage + SCALES<S::BN, S::BK>) + 2 * place;
 #pragma unroll
-            for (u32 y = 0; y < 8; y++) to[y / 2][y % 2] = to_float(half{(u16)word_of(eight[y / 4], y % 4)});
+            for (int y = 0; y < 8; y++) scales[y / 2][y % 2] = to_float(half{(u16)word_of(eight[y / 4], y % 4)});
         }
+
+        DEVICE float scale(u32 j, u32 b) const { return scales[j][b]; }
     };
 
     DEVICE static u32 row(u32 a, u32 j, u32 b) { return 16 * j + 8 * b + a; }
 
-    template <class X> DEVICE float factor(X, u32) const { return 1; }
+    DEVICE float factor(u32) const { return 1; }
 };
 
-template <class X, int T, int WN, int WM, int WK, int STAGES, int BLOCKS>
+template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) quick_portable(
-    const u32 *qweight, const u32 *qzeros, const half *scales, const X *x, const X *bias, X *y, float4 *parts,
-    u32 *arrived, u32 m, u32 n, u32 k, u32 per, u32 group) {
-    using S = Tile<QuickWeight, T, WN, WM, WK, STAGES>;
-    portable(Product<S, X>{{qweight, qzeros, scales, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
+    const u32 *qweight,  // [k / 4, n / 2]: eight INT4 codes a word (layouts.md 8.2)
+    const u32 *qzeros,   // [k / group, n / 4]: four-bit zero points, each twice
+    const half *scales,  // [k / group, 2n]: scales, each twice
+    const X *x,          // [m, k], float16 or bfloat16: activations
+    const X *bias,       // [n], or null
+    X *y,                // [m, n]: the product
+    float4 *parts,       // [2 * blocks, BM * BN / 4]: partial sums of tiles that blocks share
+    u32 *arrived,        // [blocks]: blocks of a tile that have stored theirs; zero before and after
+    u32 m,               // tokens, up to 2^14
+    u32 n,               // rows of the weight, a multiple of 128
+    u32 k,               // columns of the weight, a multiple of 32
+    u32 per,             // units of a block
+    u32 group            // of k that share a scale and a zero point
+) {
+    using S = Tile<QuickWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
+    portable(Product<S>{{qweight, qzeros, scales, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
 }

@@ -8,14 +8,10 @@
 
 #include "common.cuh"
 
-template <class X>
-constexpr int MANTISSA = 10;
-template <>
-constexpr int MANTISSA<bfloat> = 7;
-template <class X>
-constexpr int EXPONENT_BIAS = 15;
-template <>
-constexpr int EXPONENT_BIAS<bfloat> = 127;
+template <class X> constexpr int MANTISSA = 10;
+template <> constexpr int MANTISSA<bfloat> = 7;
+template <class X> constexpr int EXPONENT_BIAS = 15;
+template <> constexpr int EXPONENT_BIAS<bfloat> = 127;
 
 // Shifts left, or right by a negative number of bits. The caller masks out bits that cross into the other half.
 DEVICE u32 shift_left(u32 word, int bits) { return bits < 0 ? word >> -bits : word << bits; }

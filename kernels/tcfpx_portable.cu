@@ -5,17 +5,19 @@
 #include "portable.cuh"
 #include "tcfpx_decode.cuh"
 
-template <int E, int M> struct TcfpxWeight {
-    static const u32 STEP = 16;
-    static const bool GROUPED = false;
-    static const u32 HIGH = E + M - 3;  // bits of a code in the first plane; the second has four
-    template <u32 BN, u32 BK> static const u32 BYTES = BN * BK / 8 * (HIGH + 4);
+template <class X_, int E, int M> struct TcfpxWeight {
+    using X = X_;
+    using Code = Codes<X, E, M>;
+    static constexpr int STEP = 16;
+    static constexpr bool GROUPED = false;
+    static constexpr int HIGH = Code::HIGH;  // bits of a code in the first plane; the second has four
+    template <int BN, int BK> static constexpr int BYTES = BN * BK / 8 * (HIGH + 4);
     const u32 *words;
     const half *s;
     u32 n, k;
 
     // A plane of Y bits has 8 Y * k bytes for each 64 rows, in memory and in a stage.
-    template <u32 Y, u32 BN, u32 BK> DEVICE void fetch_plane(u32 to, const u32 *plane, u32 n0, u32 k0) const {
+    template <int Y, int BN, int BK> DEVICE void fetch_plane(u32 to, const u32 *plane, u32 n0, u32 k0) const {
         const uint4 *from = (const uint4 *)plane + ((u64)(n0 / 64) * (k / 2 * Y) + k0 / 2 * Y);
         for_pieces<BN * BK / 128 * Y>([&](u32 i) {
             u32 block = i / (BK / 2 * Y), piece = i % (BK / 2 * Y);
@@ -24,7 +26,7 @@ template <int E, int M> struct TcfpxWeight {
         });
     }
 
-    template <u32 BN, u32 BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
+    template <int BN, int BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
         fetch_plane<4, BN, BK>(to, words + (u64)n * k / 32 * HIGH, n0, k0);
         fetch_plane<HIGH, BN, BK>(to + BN * BK / 2, words, n0, k0);
     }
@@ -46,28 +48,40 @@ template <int E, int M> struct TcfpxWeight {
             for (u32 i = 0; i < 2 * HIGH; i++) highs[i / HIGH][i % HIGH] = high[64 * HIGH * half_of_k + 32 * i];
         }
 
-        DEVICE void operand(half, u32 i, u32 j, u32 (&a)[4]) const {
-            Codes<half, E, M>::decode(highs[i][j * HIGH / 4], lows[i][j], j % (4 / HIGH), a);
-        }
-
-        DEVICE void operand(bfloat type, u32 i, u32 j, u32 (&a)[4]) const {
-            const u32 factor = 0x00800080 * (127 + Codes<bfloat, E, M>::UP), zero = 0x80008000;
-            Codes<bfloat, E, M>::decode(highs[i][j * HIGH / 4], lows[i][j], j % (4 / HIGH), a);
+        DEVICE void operand(u32 s, u32 j, u32 (&a)[4]) const {
+            Code::decode(highs[s][j * HIGH / 4], lows[s][j], j % (4 / HIGH), a);
+            if constexpr (!IS_HALF<X>) {
+                const u32 factor = 0x00800080 * (127 + Code::UP), zero = 0x80008000;
 #pragma unroll
-            for (u32 r = 0; r < 4; r++) a[r] = fma_pair(type, a[r], factor, zero);
+                for (int r = 0; r < 4; r++) a[r] = fma_pair(X{}, a[r], factor, zero);
+            }
         }
     };
 
     DEVICE static u32 row(u32 a, u32 j, u32 b) { return 16 * j + 8 * b + a; }
 
-    DEVICE float factor(half, u32 n) const { return to_float(s[n]) * (1 << Codes<half, E, M>::UP); }
-    DEVICE float factor(bfloat, u32 n) const { return to_float(s[n]); }
+    DEVICE float factor(u32 n) const {
+        if constexpr (IS_HALF<X>)
+            return to_float(s[n]) * (1 << Code::UP);
+        else
+            return to_float(s[n]);
+    }
 };
 
-template <class X, int E, int M, int T, int WN, int WM, int WK, int STAGES, int BLOCKS>
+template <class X, int E, int M, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) tcfpx_portable(
-    const u32 *words, const half *s, const X *x, const X *bias, X *y, float4 *parts, u32 *arrived, u32 m, u32 n, u32 k,
-    u32 per) {
-    using S = Tile<TcfpxWeight<E, M>, T, WN, WM, WK, STAGES>;
-    portable(Product<S, X>{{words, s, n, k}, x, bias, y, m}, parts, arrived, per);
+    const u32 *words,  // [n, k * bits / 32]: the plane of high bits, then that of four low bits (layouts.md 7)
+    const half *s,     // [n]: scales
+    const X *x,        // [m, k], float16 or bfloat16: activations
+    const X *bias,     // [n], or null
+    X *y,              // [m, n]: the product
+    float4 *parts,     // [2 * blocks, BM * BN / 4]: partial sums of tiles that blocks share
+    u32 *arrived,      // [blocks]: blocks of a tile that have stored theirs; zero before and after
+    u32 m,             // tokens, up to 2^14
+    u32 n,             // rows of the weight, a multiple of 64
+    u32 k,             // columns of the weight, a multiple of 64
+    u32 per            // units of a block
+) {
+    using S = Tile<TcfpxWeight<X, E, M>, FRAGMENTS, WN, WM, WK, STAGES>;
+    portable(Product<S>{{words, s, n, k}, x, bias, y, m}, parts, arrived, per);
 }

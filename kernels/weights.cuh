@@ -66,7 +66,7 @@ struct Marlin24 {
 
 // layouts.md 6.1 and 7: E exponent and M mantissa bits, one scale per row.
 template <int E, int M> struct Tcfpx {
-    static const u32 BITS = 1 + E + M;
+    static constexpr int BITS = 1 + E + M;
     const u32 *words;
     const half *s;
     u32 N, K;
@@ -78,7 +78,7 @@ template <int E, int M> struct Tcfpx {
     }
 
     // The field of Y bits of a code, from the plane that holds these fields (7.3).
-    template <u32 Y> DEVICE u32 segment(const u32 *part, u32 n, u32 k) const {
+    template <int Y> DEVICE u32 segment(const u32 *part, u32 n, u32 k) const {
         u32 kk = n % 64 / 16, hb = n % 16 / 8, l = n % 8;
         u32 cb = k % 16 / 8, q = k % 8 / 2, p = k % 2;
         u32 lane = 4 * l + q, el = 4 * cb + 2 * hb + p;

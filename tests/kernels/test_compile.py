@@ -96,10 +96,10 @@ def test_instances_compile_and_none_spills(name: str, arch: str, every: bool) ->
 
 #: layout -> its weight's type on Hopper, by X, words, warpgroups, group or bits, whether stages are shared.
 WEIGHTS = {
-    "marlin": "Marlin<{x}, {words}, {groups}, {variant}, {shared}>",
-    "marlin24": "Marlin24<{x}, {words}, {groups}, {variant}, {shared}>",
-    "quick": "Quick<{x}, {words}, {groups}, {variant}, {shared}>",
-    "tcfpx": "Tcfpx<{x}, {variant}, {words}, {groups}, {shared}, !IS_HALF<{x}>>",
+    "marlin": "MarlinWeight<{x}, {words}, {groups}, {variant}, {shared}>",
+    "marlin24": "Marlin24Weight<{x}, {words}, {groups}, {variant}, {shared}>",
+    "quick": "QuickWeight<{x}, {words}, {groups}, {variant}, {shared}>",
+    "tcfpx": "TcfpxWeight<{x}, {variant}, {words}, {groups}, {shared}, !IS_HALF<{x}>>",
 }
 
 
