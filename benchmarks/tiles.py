@@ -18,12 +18,12 @@ from quantkit.bench.roofline import floor
 from quantkit.bench.timing import copies, medians, prepared
 from quantkit.bench.workloads import MODELS, TOKENS
 from quantkit.core.scheme import Scheme
-from quantkit.kernels import LAUNCHERS, hopper
-from quantkit.kernels.hopper import HopperTile
+from quantkit.kernels import LAUNCHERS
+from quantkit.kernels.hopper_tiles import HopperTile, grid_size
 from quantkit.kernels.proof import activations, mismatch, reference
 from quantkit.layouts import LAYOUTS
 
-RESULTS = Path(__file__).parent / "h200"
+RESULTS = Path(__file__).parent / "gpu"
 SCHEMES = {
     "marlin": ["int4:g128"],
     "marlin24": ["int4:g128:24"],
@@ -69,7 +69,7 @@ def _cells(layout: str, scheme: Scheme, n: int, k: int) -> list[list[Any]]:
         (us_cublas,) = medians([prepared(cublas, least, len(weights))])
         kernel = LAUNCHERS[layout].kernels(scheme, n, k).hopper
         assert kernel is not None, "all layers fill the tiles"
-        for tile in kernel.candidates(torch.float16, m, n, k, SMS):
+        for tile in kernel.choice.candidates(torch.float16, m, n, k, SMS):
 
             def ours(i: int, x: torch.Tensor = x, out: torch.Tensor = out, tile: HopperTile = tile) -> object:
                 target = out.fill_(math.nan) if i < 0 else out
@@ -79,7 +79,7 @@ def _cells(layout: str, scheme: Scheme, n: int, k: int) -> list[list[Any]]:
             assert mismatch(out, wanted) is None, (layout, scheme.label, n, k, m, tile)
             (us,) = medians([prepared(ours, least, len(packed))])
             sizes = [int(getattr(tile, name)) for name in SIZES]
-            blocks = hopper.grid_size(tile, m, n, k, SMS)
+            blocks = grid_size(tile, m, n, k, SMS)
             rows.append([m, scheme.label, *sizes, blocks, round(us, 3), 1, round(us_cublas, 3), round(least, 3)])
     return rows
 

@@ -28,7 +28,7 @@
 
 constexpr int BK = 128;  // weights along k in a stage
 
-// Sizes of an instance. The launcher computes the same (`HopperKernel.shared_bytes` in quantkit/kernels/hopper.py).
+// Sizes of an instance. The launcher computes the same (`HopperTiles.shared_bytes` in quantkit/kernels/hopper_tiles.py).
 template <class Weight, int BM, int STAGES, int CLUSTER>
 struct Frame {
     static constexpr int WGS = Weight::WGS, WORDS = Weight::WORDS;

@@ -118,8 +118,8 @@ def launch(
 ) -> StreamState:
     """Launch a function on torch's current stream, and return the state of that stream; see `loader.launch`."""
     state = stream_state(device)
-    config, _ = _config(grid, block, shared, state.stream, cluster, early and state.early)
-    pointers = _arguments(args)
+    config, _ = launch_config(grid, block, shared, state.stream, cluster, early and state.early)
+    pointers = argument_pointers(args)
     context, current = _context(device.index), ctypes.c_void_p()
     _require(library().cuCtxGetCurrent(ctypes.byref(current)), device)
     other = current.value != context
@@ -156,7 +156,7 @@ def _context(index: int) -> int:
 
 
 @functools.lru_cache(maxsize=4096)
-def _config(
+def launch_config(
     grid: tuple[int, ...], block: tuple[int, ...], shared: int, stream: int, cluster: int, early: bool
 ) -> tuple[Any, _Config]:
     """Build the configuration of a launch; returns a pointer to it, and the structure itself."""
@@ -168,7 +168,7 @@ def _config(
     return ctypes.byref(config), config
 
 
-def _arguments(args: Sequence[Tensor | int | float | bytes | None]) -> Any:
+def argument_pointers(args: Sequence[Tensor | int | float | bytes | None]) -> Any:
     """Write the arguments of a launch, and return pointers to them; this thread's next launch reuses the memory."""
     values: list[Any] = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
     kinds = tuple(

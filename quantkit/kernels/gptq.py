@@ -94,7 +94,7 @@ def round_block(
     Without `columns` and `fmt` nothing is rounded, and a pattern removes entries; see `algorithms.sweep`.
     """
     b, n = t.shape
-    name, grid = _grid(fmt, columns is not None and columns.zeros is not None)
+    name, grid = grid_of(fmt, columns is not None and columns.zeros is not None)
     v = v if v.stride(1) == 1 else v.contiguous()
     given = (None, None, None) if columns is None else columns
     mask = (None, None, None) if pattern is None else [x if x is None else x.contiguous() for x in pattern]
@@ -112,7 +112,7 @@ def descend_block(slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: Colum
     `algorithms.coordinate_descent`.
     """
     b, n = v.shape
-    name, grid = _grid(fmt, columns.zeros is not None)
+    name, grid = grid_of(fmt, columns.zeros is not None)
     h = h if h.stride(1) == 1 else h.contiguous()
     function = loader.load("gptq_descent", DESCENTS, v.device).functions[f"gptq_descent<{name}>"]
     arguments = [v, e, slope, h, *columns, grid, n, b, h.stride(0), int(frozen)]
@@ -126,7 +126,7 @@ def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fm
     those of `x` take turns. All are float32 on a device that `runs_on` accepts, and `g` is one of `SEARCHED`.
     """
     (m, g), candidates, groups = x.shape, len(scales), len(r)
-    name, grid = _grid(fmt, zeros is not None)
+    name, grid = grid_of(fmt, zeros is not None)
     x, scales, transposed = x.contiguous(), scales.contiguous(), r.transpose(1, 2).contiguous()
     errors = torch.empty_like(scales)
     function = loader.load("gptq_search", SEARCHES, x.device).functions[f"gptq_search<{name}, {g}>"]
@@ -161,7 +161,7 @@ def _launch_tokens(name: str, x: Tensor, *others: Tensor) -> None:
         loader.launch(function, (len(x),), (THREADS,), [x, *others, x.shape[1]])
 
 
-def _grid(fmt: Format | None, has_zeros: bool) -> tuple[str, bytes]:
+def grid_of(fmt: Format | None, has_zeros: bool) -> tuple[str, bytes]:
     """Return the name and the bytes of the structure that rounds to a format (kernels/gptq_grid.cuh)."""
     if fmt is None:
         return "Exact", struct.pack("<f", 0)

@@ -150,7 +150,7 @@ def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None =
     Several processes may do this at once, because entries are written atomically. A damaged entry is compiled again. If
     the folder cannot be written, one warning says so.
     """
-    path = cache_dir() / f"{name}-{arch}-{_key(name, instances, arch, folder)}"
+    path = cache_dir() / f"{name}-{arch}-{cache_key(name, instances, arch, folder)}"
     try:
         with files.open_regular(path) as file:
             return _decoded(file.read())
@@ -180,11 +180,11 @@ def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _LOCK:
-        return _loaded(name, tuple(instances), index)
+        return loaded(name, tuple(instances), index)
 
 
 @functools.cache
-def _loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
+def loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
     start = time.perf_counter()
     arch = arch_of(torch.device("cuda", index))
     with ThreadPoolExecutor(min(len(instances), os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
@@ -254,7 +254,7 @@ def _text(path: Path) -> str:
         return file.read().decode()
 
 
-def _key(name: str, instances: Sequence[str], arch: str, folder: Path | None) -> str:
+def cache_key(name: str, instances: Sequence[str], arch: str, folder: Path | None) -> str:
     folder = source_dir() if folder is None else folder
     version = list(_usable_nvrtc().getVersion())
     parts = [_text(folder / f"{name}.cu"), _headers(folder), OPTIONS, list(instances), arch, version]

@@ -12,10 +12,12 @@ from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
-from quantkit.kernels.hopper import K_STEP, MAX_CLUSTER, HopperKernel, HopperTile, rare_tiles
+from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel, PortableTile
+from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable_tiles import PortableTile, PortableTiles
 from quantkit.kernels.tensormap import tensor_map
 
 #: Checkpoints have groups of 128 or one scale per row. vLLM repacks to 64 and 32 (docs/layouts.md, 3.6).
@@ -72,22 +74,20 @@ def _tensor_maps(
 
 
 def _hopper(group: int | None) -> HopperKernel:
-    return HopperKernel(
-        "marlin_hopper",
-        variant=str(group or 0),
+    choice = HopperTiles(
         tiles=HOPPER_TILES if group in (128, None) else rare_tiles(HOPPER_TILES),
-        tensor_maps=partial(_tensor_maps, group),
         stage_bytes_per_weight=0.5 + (2 / group if group else 0),
         stage_alignment=128,
         read_bytes_per_weight=0.5 + 2 / 128,
         several_tokens=128,
         scaled_by_group=group is not None,
     )
+    return HopperKernel("marlin_hopper", str(group or 0), choice, partial(_tensor_maps, group))
 
 
 NAIVE = NaiveKernel("marlin_naive")
 #: A stage has codes, and scales of groups of at least 32.
-PORTABLE = PortableKernel("marlin_portable", PORTABLE_TILES, bytes_per_weight=0.5 + 2 / 32)
+PORTABLE = PortableKernel("marlin_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 2 / 32))
 HOPPER = {group: _hopper(group) for group in GROUPS}
 
 

@@ -12,10 +12,12 @@ from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
-from quantkit.kernels.hopper import K_STEP, MAX_CLUSTER, HopperKernel, HopperTile
+from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel, PortableTile
+from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable_tiles import PortableTile, PortableTiles
 from quantkit.kernels.tensormap import tensor_map
 
 GROUPS = (128, None)
@@ -64,11 +66,8 @@ def _tensor_maps(
 
 
 def _hopper(group: int | None) -> HopperKernel:
-    return HopperKernel(
-        "marlin24_hopper",
-        variant=str(group or 0),
+    choice = HopperTiles(
         tiles=HOPPER_TILES,
-        tensor_maps=partial(_tensor_maps, group),
         stage_bytes_per_weight=0.375 + (2 / group if group else 0),
         read_bytes_per_weight=0.375 + 2 / 128,
         several_tokens=64,
@@ -76,11 +75,12 @@ def _hopper(group: int | None) -> HopperKernel:
         sparse=True,
         sustained_tflops=1000.0,  # two of each four weights are multiplied
     )
+    return HopperKernel("marlin24_hopper", str(group or 0), choice, partial(_tensor_maps, group))
 
 
 NAIVE = NaiveKernel("marlin24_naive")
 #: A stage has codes of half of the weights, metadata, and scales of groups of at least 32.
-PORTABLE = PortableKernel("marlin24_portable", PORTABLE_TILES, bytes_per_weight=0.375 + 2 / 32)
+PORTABLE = PortableKernel("marlin24_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.375 + 2 / 32))
 HOPPER = {group: _hopper(group) for group in GROUPS}
 
 

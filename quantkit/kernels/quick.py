@@ -12,10 +12,12 @@ from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
-from quantkit.kernels.hopper import K_STEP, MAX_CLUSTER, HopperKernel, HopperTile, rare_tiles
+from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel, PortableTile
+from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable_tiles import PortableTile, PortableTiles
 from quantkit.kernels.tensormap import tensor_map
 
 #: Group sizes of the Hopper kernel: a step along k holds whole groups.
@@ -73,22 +75,20 @@ def _tensor_maps(group: int, tile: HopperTile, words: Sequence[Tensor], scales: 
 
 def _hopper(group: int) -> HopperKernel:
     bytes_per_weight = 0.5 + 5 / group  # scales and zero points are stored twice
-    return HopperKernel(
-        "quick_hopper",
-        variant=str(group),
+    choice = HopperTiles(
         tiles=HOPPER_TILES if group == 128 else rare_tiles(HOPPER_TILES),
-        tensor_maps=partial(_tensor_maps, group),
         stage_bytes_per_weight=bytes_per_weight,
         stage_alignment=1024,  # the swizzle depends on the address
         read_bytes_per_weight=bytes_per_weight,
         several_tokens=64,
         scaled_by_group=True,
     )
+    return HopperKernel("quick_hopper", str(group), choice, partial(_tensor_maps, group))
 
 
 NAIVE = NaiveKernel("quick_naive")
 #: A stage has codes, and for groups of at least 32 scales and zero points, each twice.
-PORTABLE = PortableKernel("quick_portable", PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32)
+PORTABLE = PortableKernel("quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32))
 HOPPER: dict[int | None, HopperKernel] = {group: _hopper(group) for group in HOPPER_GROUPS}
 
 

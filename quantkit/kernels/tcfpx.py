@@ -12,10 +12,12 @@ from quantkit.core.formats import FORMATS, FP5, FP6, Format
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
-from quantkit.kernels.hopper import BANDWIDTH, K_STEP, MAX_CLUSTER, HopperKernel, HopperTile, rare_tiles
+from quantkit.kernels.hopper import HopperKernel
+from quantkit.kernels.hopper_tiles import BANDWIDTH, K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel, PortableTile
+from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable_tiles import PortableTile, PortableTiles
 from quantkit.kernels.tensormap import tensor_map
 
 #: Floating format of five or six bits -> its exponent and mantissa bits as template arguments.
@@ -94,21 +96,19 @@ def _tensor_maps(fmt: Format, tile: HopperTile, words: Sequence[Tensor], scales:
 
 
 def _hopper(fmt: Format) -> HopperKernel:
-    return HopperKernel(
-        "tcfpx_hopper",
-        variant=VARIANTS[fmt],
+    choice = HopperTiles(
         tiles=HOPPER_TILES.get(fmt, rare_tiles(HOPPER_TILES[FP5])),
-        tensor_maps=partial(_tensor_maps, fmt),
         stage_bytes_per_weight=fmt.bits / 8,
         read_bytes_per_weight=fmt.bits / 8,
         several_tokens=128,
         bandwidth=BANDWIDTH | {256: 4150.0},
     )
+    return HopperKernel("tcfpx_hopper", VARIANTS[fmt], choice, partial(_tensor_maps, fmt))
 
 
 def _portable(fmt: Format) -> PortableKernel:
     tiles = PORTABLE_TILES if fmt in HOPPER_TILES else PORTABLE_TILES[1::2]  # rare formats have half as many
-    return PortableKernel("tcfpx_portable", tiles, bytes_per_weight=fmt.bits / 8, variant=VARIANTS[fmt])
+    return PortableKernel("tcfpx_portable", PortableTiles(tiles, bytes_per_weight=fmt.bits / 8), VARIANTS[fmt])
 
 
 NAIVE = {fmt: NaiveKernel("tcfpx_naive", variant) for fmt, variant in VARIANTS.items()}

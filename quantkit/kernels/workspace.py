@@ -11,7 +11,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels.driver import stream_state
 
 #: (source, device, stream or None for all CUDA graphs) -> float32 sums, int32 counters.
-_WORKSPACES: dict[tuple[str, torch.device, int | None], tuple[Tensor, Tensor]] = {}
+WORKSPACES: dict[tuple[str, torch.device, int | None], tuple[Tensor, Tensor]] = {}
 
 
 def workspace(source: str, device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
@@ -22,15 +22,15 @@ def workspace(source: str, device: torch.device, sums: int, counters: int) -> tu
     `source` is captured.
     """
     state = stream_state(device)
-    found = _WORKSPACES.get((source, device, None if state.graph else state.stream))
+    found = WORKSPACES.get((source, device, None if state.graph else state.stream))
     if found is not None:
         return found
     if state.graph:
         raise KernelError(f"the first launch of {source} on {device} is captured", "call it once before the capture")
     for owner in (None, state.stream):
-        if (source, device, owner) not in _WORKSPACES:
-            _WORKSPACES[source, device, owner] = _allocate(device, sums, counters)
-    return _WORKSPACES[source, device, state.stream]
+        if (source, device, owner) not in WORKSPACES:
+            WORKSPACES[source, device, owner] = _allocate(device, sums, counters)
+    return WORKSPACES[source, device, state.stream]
 
 
 def _allocate(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:

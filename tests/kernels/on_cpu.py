@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,17 +13,32 @@ import pytest
 
 from quantkit.kernels.loader import source_dir
 
+FLAGS = ("-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC")
 
-def library(folder: Path, text: str) -> ctypes.CDLL:
-    """Compile `text`, which includes headers of kernels/, in a folder; skips without a compiler that has _Float16."""
+
+def cache_folder() -> Path:
+    """Find the folder of what tests compile, which survives between runs: QUANTKIT_TEST_CACHE, or build/test-cache."""
+    return Path(os.environ.get("QUANTKIT_TEST_CACHE") or Path(__file__).parents[2] / "build" / "test-cache")
+
+
+def library(text: str) -> ctypes.CDLL:
+    """Compile `text`, which includes headers of kernels/; skips without a compiler that has _Float16."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("needs g++ or clang++ to compile parts of the kernels for the CPU")
-    (folder / "part.cpp").write_text(text)
-    flags = ["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-shared", "-fPIC", f"-I{source_dir()}"]
-    command = [compiler, *flags, folder / "part.cpp", "-o", folder / "part.so"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if "_Float16" in done.stderr:
-        pytest.skip(f"needs a compiler that has _Float16: {done.stderr.splitlines()[0]}")
-    assert done.returncode == 0, done.stderr
-    return ctypes.CDLL(str(folder / "part.so"))
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True).stdout
+    headers = [path.read_text() for path in sorted(source_dir().glob("*.cuh"))]
+    key = hashlib.sha256(repr((version, FLAGS, text, headers)).encode()).hexdigest()
+    built = cache_folder() / f"{key}.so"
+    if not built.exists():
+        built.parent.mkdir(parents=True, exist_ok=True)
+        part, own = built.with_suffix(f".{os.getpid()}.cpp"), built.with_suffix(f".{os.getpid()}")
+        part.write_text(text)
+        command = [compiler, *FLAGS, f"-I{source_dir()}", part, "-o", own]
+        done = subprocess.run(command, capture_output=True, text=True)
+        part.unlink()
+        if "_Float16" in done.stderr:
+            pytest.skip(f"needs a compiler that has _Float16: {done.stderr.splitlines()[0]}")
+        assert done.returncode == 0, done.stderr
+        own.replace(built)
+    return ctypes.CDLL(str(built))

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
+from quantkit.errors import LayoutError
 from quantkit.layouts import LAYOUTS, marlin
 from tests.layouts.samples import record, tame
 
@@ -51,3 +54,16 @@ def packed(layout: str, q: QuantizedTensor) -> dict[str, Tensor]:
         return LAYOUTS[layout].pack(q)
     order = marlin.GROUPED_SCALES if g > 1 else marlin.SINGLE_SCALES
     return {"B": marlin.CODES.pack(q.codes, 4).view(k // 16, 2 * n), "s": order(q.scales.t()).view(g, n)}
+
+
+def is_second_copy(name: str, bit: int) -> bool:
+    """Return True if a bit of a QUICK tensor belongs to the second copy, which no kernel reads."""
+    return (name == "qzeros" and bit % 32 >= 16) or (name == "scales" and bit // 16 % 2 == 1)
+
+
+def differs(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor) -> bool | None:
+    """Return True if the tensors have other values than `q`; None if unpacking refuses them."""
+    try:
+        return not torch.equal(LAYOUTS[layout].unpack(tensors, q.scheme).dequantize(), q.dequantize())
+    except LayoutError:
+        return None

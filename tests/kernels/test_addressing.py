@@ -15,7 +15,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import JUDGES
 from tests.kernels.on_cpu import library
-from tests.kernels.operands import CASES, TAKEN, packed
+from tests.kernels.operands import CASES, TAKEN, is_second_copy, packed
 from tests.layouts.samples import record
 
 #: Reads all weights of a layout, given as C++ expression, into `y` [n, k].
@@ -39,8 +39,8 @@ READER(tcfpx_fp5_e2m2, (Tcfpx<2, 2>{WORDS(0), HALVES(1), n, k}))
 
 
 @pytest.fixture(scope="module")
-def readers(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    return library(tmp_path_factory.mktemp("readers"), READERS)
+def readers() -> ctypes.CDLL:
+    return library(READERS)
 
 
 def read(readers: ctypes.CDLL, layout: str, tensors: dict[str, Tensor], scheme: Scheme, n: int, k: int) -> Tensor:
@@ -97,8 +97,3 @@ def test_every_flipped_bit_changes_a_weight(readers: ctypes.CDLL) -> None:
                 data[bit // 8] ^= 1 << bit % 8
                 copy = layout == "quick" and is_second_copy(name, bit)
                 assert same(found, q) == copy, (layout, name, bit)
-
-
-def is_second_copy(name: str, bit: int) -> bool:
-    """Return True if a bit of a QUICK tensor belongs to the second copy, which no kernel reads."""
-    return (name == "qzeros" and bit % 32 >= 16) or (name == "scales" and bit // 16 % 2 == 1)

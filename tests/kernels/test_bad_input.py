@@ -21,27 +21,18 @@ from quantkit.kernels import MATMULS, loader, missing, proof
 from quantkit.pipeline import quantize
 from quantkit.recipes.recipe import from_mapping
 from tests.command_line import refused
+from tests.kernels.calls import KERNELS, LAYOUTS, calls, unfit
 from tests.kernels.operands import ONE_EACH, weight
-from tests.kernels.test_contract import KERNELS, LAYOUTS, calls, unfit
-from tests.kernels.test_naive import on_gpu
+from tests.kernels.products import on_gpu
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
-    problem = loader.toolchain()["problem"]
-    if problem is not None:
-        pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
 
 
 @pytest.fixture
 def old(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that every GPU has compute capability 7.5, and that nothing is loaded."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    loader._loaded.cache_clear()
+    loader.loaded.cache_clear()
 
 
 @pytest.mark.gpu
@@ -107,7 +98,7 @@ def test_an_old_gpu_is_one_error_and_the_process_goes_on(
     good = table[layout](x, tensors, q.scheme, n, k)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-        loader._loaded.cache_clear()
+        loader.loaded.cache_clear()
         with pytest.raises(KernelError, match=r"compute capability 7.5.*need 8.0") as caught:
             table[layout](x, tensors, q.scheme, n, k)
         assert "\n" not in str(caught.value)
@@ -136,7 +127,7 @@ from quantkit.errors import KernelError
 from quantkit.kernels import JUDGES, MATMULS
 from tests.command_line import refused
 from tests.kernels.operands import ONE_EACH, weight
-from tests.kernels.test_naive import on_gpu
+from tests.kernels.products import on_gpu
 
 for layout, label, n, k in ONE_EACH:
     tensors, q = on_gpu(layout, weight(label, n, k))

@@ -2,7 +2,7 @@
 
 All instances take minutes to compile, so that is left to machines with a GPU. Elsewhere a sample of a portable kernel
 has each type on each architecture, and every pair of template arguments on some: no source asks for the architecture.
-That of a Hopper kernel has every argument.
+That of a Hopper kernel has every argument. What compiled is kept in a cache between runs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,14 @@ import pytest
 
 from quantkit.kernels import ONLY, SOURCES, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES
-from tests.kernels.test_hopper import CASES
+from tests.kernels.hopper_cases import CASES
 
 ARCHITECTURES = ("sm_80", "sm_86", "sm_89", "sm_90a", "sm_100a", "sm_120")
 
 
-@pytest.fixture(autouse=True)
-def _nvrtc() -> None:
-    problem = loader.toolchain()["problem"]
-    if problem is not None:
-        pytest.skip(f"needs CuPy and NVRTC, which compile without a GPU: {problem}")
+pytestmark = pytest.mark.usefixtures("nvrtc", "kernel_cache")
+#: Instances that are compiled together. Not the number of cores, or a cache would not serve another machine.
+TOGETHER = 4
 
 
 def test_every_source_is_listed() -> None:
@@ -82,10 +80,10 @@ def test_instances_compiled_without_a_gpu_cover_every_argument(name: str) -> Non
 @pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.gpu)], ids=["sample", "all"])
 @pytest.mark.parametrize(("name", "arch"), [(name, arch) for name in SOURCES for arch in architectures(name)])
 def test_instances_compile_and_none_spills(name: str, arch: str, every: bool) -> None:
-    cores, instances = os.cpu_count() or 1, SOURCES[name] if every else samples(name)[arch]
-    with ThreadPoolExecutor(cores) as pool:  # the compiler runs outside of Python's lock
-        parts = [instances[i::cores] for i in range(min(cores, len(instances)))]
-        binaries = list(pool.map(lambda part: loader.compile(name, part, arch), parts))
+    instances = SOURCES[name] if every else samples(name)[arch]
+    parts = [instances[i : i + TOGETHER] for i in range(0, len(instances), TOGETHER)]
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:  # the compiler runs outside of Python's lock
+        binaries = list(pool.map(lambda part: loader.cached(name, part, arch), parts))
     for part, binary in zip(parts, binaries, strict=True):
         assert list(binary.names) == list(part)
         assert "warning" not in binary.log, binary.log
@@ -109,10 +107,10 @@ def test_a_launch_has_the_shared_memory_that_its_kernel_uses(layout: str, tmp_pa
     case, checks = CASES[layout], []
     for label, dtype in itertools.product(case.labels, ACTIVATIONS):
         kernel = case.kernel(label)
-        for tile in kernel.tiles_for(dtype):
+        for tile in kernel.choice.tiles_for(dtype):
             sizes = {"words": tile.words, "groups": tile.warpgroups, "shared": str(tile.shared).lower()}
             weight = WEIGHTS[layout].format(x=TYPES[dtype], variant=kernel.variant, **sizes)
-            given = kernel.shared_bytes(tile) - 1024 - 16 * tile.stages - 16
+            given = kernel.choice.shared_bytes(tile) - 1024 - 16 * tile.stages - 16
             checks.append(
                 f"static_assert(laid_out<{weight}, {tile.tokens}, {tile.stages}, {tile.cluster}>() == {given});"
             )
@@ -129,7 +127,7 @@ def test_a_launch_has_the_shared_memory_that_its_kernel_uses(layout: str, tmp_pa
     source = (loader.source_dir() / f"{layout}_hopper.cu").read_text()
     (tmp_path / "sizes.cu").write_text("\n".join([source, laid_out, *checks, "__global__ void nothing() {}"]))
     assert len(checks) > 20
-    loader.compile("sizes", ("nothing",), "sm_90a", tmp_path)
+    loader.cached("sizes", ("nothing",), "sm_90a", tmp_path)
 
 
 def test_a_spill_is_detected(tmp_path: Path) -> None:

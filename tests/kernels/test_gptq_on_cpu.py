@@ -54,13 +54,13 @@ extern "C" void run_NAME(float *v, float *e, float *slope, float *h, float *scal
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def compiled() -> ctypes.CDLL:
     source = (source_dir() / "gptq_descent.cu").read_text()
     dynamic = "extern __shared__ float4 fours_of_h[];"
     assert dynamic in source
     source = source.replace(dynamic, "static float4 fours_of_h[COLUMNS * COLUMNS / 4];")
     calls = [CALL.replace("NAME", grid) for grid in kernels.GRIDS]
-    return library(tmp_path_factory.mktemp("descent"), "\n".join([SHIMS, source, *calls]))
+    return library("\n".join([SHIMS, source, *calls]))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case[1] < 100], ids=str)
@@ -68,7 +68,7 @@ def test_the_kernel_moves_codes_as_torch_does(compiled: ctypes.CDLL, case: tuple
     def run(
         slope: Tensor, e: Tensor, v: Tensor, h: Tensor, columns: kernels.Columns, fmt: object, frozen: bool
     ) -> None:
-        name, grid = kernels._grid(FORMATS[case[0]], columns.zeros is not None)
+        name, grid = kernels.grid_of(FORMATS[case[0]], columns.zeros is not None)
         given = [v, e, slope, h, *columns]
         pointers = [ctypes.c_void_p(None if x is None else x.data_ptr()) for x in given]
         getattr(compiled, f"run_{name}")(*pointers, grid, v.shape[1], len(v), h.stride(0), int(frozen))

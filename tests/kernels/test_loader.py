@@ -20,11 +20,8 @@ INSTANCES = ("f<1>", "f<2>")
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def sources(nvrtc: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of sources, and a cache of its own."""
-    problem = loader.toolchain()["problem"]
-    if problem is not None:
-        pytest.skip(f"needs CuPy and NVRTC, which compile without a GPU: {problem}")
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "sources").mkdir()
     (tmp_path / "sources/f.cu").write_text(SOURCE)
@@ -77,7 +74,7 @@ def test_each_input_of_the_compiler_changes_the_key_by_itself(sources: Path, mon
     """Compiler, options and the text of any header: otherwise an update would still use the old binaries."""
 
     def key() -> str:
-        return loader._key("f", INSTANCES, "sm_90a", sources)
+        return loader.cache_key("f", INSTANCES, "sm_90a", sources)
 
     found = [key()]
     for name, other in (

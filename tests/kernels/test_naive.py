@@ -19,33 +19,10 @@ from quantkit.evaluation.verify import verify
 from quantkit.kernels import JUDGES, MATMULS, SOURCES, loader, proof
 from quantkit.pipeline import quantize
 from quantkit.recipes.recipe import from_mapping
-from tests.kernels.operands import CASES, ONE_EACH, packed, weight
-from tests.kernels.test_addressing import is_second_copy
-from tests.kernels.test_proof import differs
+from tests.kernels.operands import CASES, ONE_EACH, differs, is_second_copy, weight
+from tests.kernels.products import TYPES, on_gpu, poisoned
 
-pytestmark = pytest.mark.gpu
-
-FLOATS = [torch.float16, torch.bfloat16]
-
-
-@pytest.fixture(autouse=True)
-def _gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
-    problem = loader.toolchain()["problem"]
-    if problem is not None:
-        pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
-
-
-def on_gpu(layout: str, q: QuantizedTensor) -> tuple[dict[str, Tensor], QuantizedTensor]:
-    """Move the packed tensors and the record of a weight to the GPU."""
-    zeros = None if q.zeros is None else q.zeros.cuda()
-    there = QuantizedTensor(q.scheme, q.codes.cuda(), q.scales.cuda(), zeros)
-    return {name: tensor.cuda() for name, tensor in packed(layout, q).items()}, there
-
-
-def poisoned(m: int, n: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((m, n), float("nan"), dtype=dtype, device="cuda")
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 
 @pytest.mark.parametrize("m", [1, 3, 17, 129])
@@ -53,7 +30,7 @@ def poisoned(m: int, n: int, dtype: torch.dtype) -> Tensor:
 def test_products_are_those_of_the_record(layout: str, label: str, n: int, k: int, m: int) -> None:
     tensors, q = on_gpu(layout, weight(label, n, k, seed=m))
     w = q.dequantize()
-    for dtype in FLOATS:
+    for dtype in TYPES:
         x = proof.activations(w, m, dtype)
         bias = torch.linspace(-3, 3, n).to(dtype).cuda()
         for shift in (None, bias):
@@ -71,7 +48,7 @@ def test_products_are_those_of_the_record(layout: str, label: str, n: int, k: in
 def test_unit_vectors_give_back_every_weight(layout: str, label: str, n: int, k: int) -> None:
     tensors, q = on_gpu(layout, weight(label, n, k))
     assert proof.prove(layout, tensors, q).problems == ()
-    for dtype in FLOATS:
+    for dtype in TYPES:
         unit = torch.eye(k, dtype=dtype, device="cuda")
         y = JUDGES[layout](unit, tensors, q.scheme, n, k, out=poisoned(k, n, torch.float32))
         assert torch.equal(y.t(), q.dequantize())

@@ -1,4 +1,4 @@
-"""The portable kernels: the split of their work without a GPU; on one every token count, tile and odd shape."""
+"""The portable kernels on a GPU: every token count, tile and odd shape, streams and graphs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import itertools
 
 import pytest
 import torch
-from torch import Tensor
 
 from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import KernelError, QuantkitError
-from quantkit.kernels import LAUNCHERS, SOURCES, loader, marlin, marlin24, portable, proof, quick, tcfpx, workspace
-from quantkit.kernels.portable import PortableKernel, PortableTile
+from quantkit.errors import KernelError
+from quantkit.kernels import LAUNCHERS, portable, proof, tcfpx, workspace
+from quantkit.kernels.portable import PortableTile
+from tests.kernels import products
 from tests.kernels.operands import packed, weight
-from tests.kernels.test_naive import on_gpu, poisoned
+from tests.kernels.products import TYPES, on_gpu, operand, poisoned
 
-TYPES = (torch.float16, torch.bfloat16)
+product, agrees, every_count = (
+    functools.partial(function, portable=True) for function in (products.product, products.agrees, products.every_count)
+)
 #: layout -> scheme -> sizes of k whose end does not fill a unit of a tile.
 ENDS = {
     "marlin": {
@@ -45,93 +47,11 @@ ENDS = {
 LAYOUTS = list(ENDS)
 SCHEMES = [(layout, label) for layout, labels in ENDS.items() for label in labels]
 FIRST = [(layout, next(iter(labels))) for layout, labels in ENDS.items()]
-KERNELS = [marlin.PORTABLE, marlin24.PORTABLE, quick.PORTABLE, *tcfpx.PORTABLE.values()]
-TILES = [(kernel, tile) for kernel in KERNELS for tile in kernel.tiles]
-SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
-#: Shared memory of a block on sm_86 and sm_89, the smallest of all, and of a multiprocessor of sm_90, the largest.
-SHARED, MULTIPROCESSOR = 99 * 1024, 228 * 1024
 
 
 def wide(layout: str, n: int) -> int:
     """Round n up to a multiple of 128 for QUICK."""
     return -(-n // 128) * 128 if layout == "quick" else n
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
-def test_every_tile_fits_into_every_gpu(kernel: PortableKernel) -> None:
-    for tile in kernel.tiles:
-        assert tile.wn * tile.wm * tile.wk == portable.THREADS // 32
-        assert kernel.shared_bytes(tile) <= SHARED, tile
-        assert tile.blocks * (kernel.shared_bytes(tile) + portable.RESERVED) <= MULTIPROCESSOR, tile
-    assert len(set(kernel.instances)) == len(TYPES) * len(kernel.tiles)
-
-
-def test_every_instance_is_compiled() -> None:
-    listed = [instance for name, instances in SOURCES.items() if name.endswith("_portable") for instance in instances]
-    assert sorted(listed) == sorted(instance for kernel in KERNELS for instance in kernel.instances)
-
-
-@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
-def test_every_tile_is_the_cheapest_for_some_token_count(kernel: PortableKernel) -> None:
-    for tile in kernel.tiles:
-        assert kernel.choose_tile(tile.m) == tile, "others do the same for less"
-        assert kernel.choose_tile(1000 * tile.m).cost / kernel.choose_tile(1000 * tile.m).m <= tile.cost / tile.m
-    assert kernel.choose_tile(1) == kernel.tiles[0], "the least that holds one"
-
-
-@pytest.mark.parametrize(("kernel", "tile"), TILES)
-def test_blocks_have_each_unit_once_and_memory_for_their_parts(kernel: PortableKernel, tile: PortableTile) -> None:
-    for m, (n, k), sms in itertools.product((1, 7, 64, 300, 1 << 14), SHAPES, (1, 46, 108, 132)):
-        units = tile.units(m, n, k)
-        per, blocks = portable.split(tile, m, n, k, sms * tile.blocks)
-        assert per * (blocks - 1) < units <= per * blocks
-        assert units + per < 2**32, "the kernel counts units in 32 bits"
-        sums, counters = kernel.workspace_size(sms)
-        assert 2 * blocks * tile.m * tile.n <= sums and blocks <= counters
-
-
-def test_kernels_of_a_source_have_the_same_workspace() -> None:
-    sizes = {(kernel.source, kernel.workspace_size(132)) for kernel in KERNELS}
-    assert len(sizes) == len({kernel.source for kernel in KERNELS}), "it is kept by the name of the source"
-
-
-def test_parts_of_two_tiles_never_share_a_place() -> None:
-    """In the source, block b has place 2b for the tile it starts in, and 2b + 1 for one that begins in it."""
-    for depth, tiles, per in itertools.product(range(1, 8), range(1, 8), range(1, 17)):
-        places, counters = [], []
-        for first in range(0, depth * tiles, depth):
-            start, last = first // per, (first + depth - 1) // per
-            if start < last:
-                counters.append(start)
-                places += [2 * block + (first > block * per) for block in range(start, last + 1)]
-        assert len(set(places)) == len(places) and len(set(counters)) == len(counters)
-
-
-@pytest.mark.parametrize(
-    ("layout", "label", "taken"),
-    [
-        ("marlin", "int4:g128", ("int4:g256", "int4:g128:asym", "fp6:channel")),
-        ("marlin24", "int4:g128:24", ("int4:g128", "int4:g64:24")),
-        ("tcfpx", "fp6:channel", ("int4:channel", "fp6:g128")),
-        ("quick", "int4:g128:asym", ("int4:channel", "int4:g16", "fp5:channel")),
-    ],
-)
-def test_bad_operands_are_one_clear_line(layout: str, label: str, taken: tuple[str, ...]) -> None:
-    n, k = 128, 256
-    q = weight(label, n, k)
-    tensors, x = packed(layout, q), torch.ones(3, k, dtype=torch.float16)
-    cases = [
-        (r"m >= 1", (x[:0], tensors, q.scheme, n, k)),
-        (r"\[m, 256\]", (x[:, :128], tensors, q.scheme, n, k)),
-        (r"CUDA device, not on cpu", (x, tensors, q.scheme, n, k)),
-        (r"n to be a multiple of", (x, tensors, q.scheme, 32, k)),
-        (r"multiple of|does not divide", (x, tensors, q.scheme, n, k - 8)),
-    ]
-    cases += [(rf"kernel takes .*, not {other}$", (x, tensors, Scheme.parse(other), n, k)) for other in taken]
-    for says, args in cases:
-        with pytest.raises(QuantkitError, match=says) as caught:
-            LAUNCHERS[layout].matmul(*args)
-        assert "\n" not in str(caught.value)
 
 
 def test_groups_whose_index_would_be_inexact_are_refused() -> None:
@@ -148,61 +68,15 @@ def test_groups_whose_index_would_be_inexact_are_refused() -> None:
             assert (index * inverse >> 32) >> 3 == index // size, (size, index)
 
 
-@pytest.fixture
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU, and torch sees none")
-    problem = loader.toolchain()["problem"]
-    if problem is not None:
-        pytest.skip(f"needs CuPy: {problem}: {loader.install()}")
-
-
-@functools.lru_cache(maxsize=16)
-def operand(layout: str, label: str, n: int, k: int) -> tuple[dict[str, Tensor], QuantizedTensor]:
-    return on_gpu(layout, weight(label, n, k))
-
-
 def tiles(layout: str, label: str) -> tuple[PortableTile, ...]:
-    return LAUNCHERS[layout].kernels(Scheme.parse(label), 768, 768).portable.tiles
-
-
-def product(
-    layout: str,
-    x: Tensor,
-    tensors: dict[str, Tensor],
-    q: QuantizedTensor,
-    bias: Tensor | None = None,
-    tile: PortableTile | None = None,
-) -> Tensor:
-    out = poisoned(x.shape[0], q.shape[0], x.dtype)
-    return LAUNCHERS[layout].matmul(x, tensors, q.scheme, *q.shape, bias, out, portable=True, tile=tile)
-
-
-def agrees(
-    layout: str, label: str, n: int, k: int, m: int, dtype: torch.dtype, tile: PortableTile | None, bias: bool
-) -> None:
-    """Compare with float32 three times; no output may be missing, and no bit may vary."""
-    tensors, q = operand(layout, label, n, k)
-    w = q.dequantize()
-    x = proof.activations(w, m, dtype)
-    shift = torch.linspace(-3, 3, n).to(dtype).cuda() if bias else None
-    reference = proof.reference(x, w) + (0 if shift is None else shift.float())
-    found = [product(layout, x, tensors, q, shift, tile) for _ in range(3)]
-    where = (label, n, k, m, dtype, tile)
-    assert proof.mismatch(found[0], reference.to(dtype)) is None, where
-    assert all(torch.equal(found[0], y) for y in found), where
+    return LAUNCHERS[layout].kernels(Scheme.parse(label), 768, 768).portable.choice.tiles
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layout", "label"), [*FIRST, ("marlin", "int4:channel"), ("tcfpx", "fp5:channel")])
 @pytest.mark.parametrize(("n", "k"), [(320, 1152), (4096, 4096)])
 def test_every_token_count_to_300(gpu: None, layout: str, label: str, n: int, k: int) -> None:
-    tensors, q = operand(layout, label, wide(layout, n), k)
-    w = q.dequantize()
-    for m, dtype in itertools.product(range(1, 301), TYPES):
-        x = proof.activations(w, m, dtype)
-        y = product(layout, x, tensors, q)
-        assert proof.mismatch(y, proof.reference(x, w).to(dtype)) is None, (m, dtype)
+    every_count(layout, label, wide(layout, n), k, range(1, 301))
 
 
 @pytest.mark.gpu
@@ -214,14 +88,14 @@ def test_every_tile_on_odd_shapes(gpu: None, layout: str, label: str, dtype: tor
     for (n, k), tile in itertools.product(shapes, tiles(layout, label)):
         if k % group == 0:
             for m in (1, tile.m - 1, tile.m + 1, 2 * tile.m + 3):
-                agrees(layout, label, wide(layout, n), k, max(1, m), dtype, tile, bias=m % 2 == 0)
+                agrees(layout, label, wide(layout, n), k, max(1, m), dtype, tile=tile, bias=m % 2 == 0)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("layout", "label"), SCHEMES)
 def test_ends_of_k_that_fill_no_unit(gpu: None, layout: str, label: str) -> None:
     for k, tile, dtype, m in itertools.product(ENDS[layout][label], tiles(layout, label), TYPES, (1, 20, 150)):
-        agrees(layout, label, wide(layout, 192), k, m, dtype, tile, bias=True)
+        agrees(layout, label, wide(layout, 192), k, m, dtype, tile=tile, bias=True)
 
 
 @pytest.mark.gpu
@@ -235,7 +109,7 @@ def test_unit_vectors_give_back_every_weight(gpu: None, layout: str, label: str,
         q.scales.fill_(scale)
     tensors, q = on_gpu(layout, q)
     for dtype, tile in itertools.product(TYPES, tiles(layout, label)):
-        y = product(layout, torch.eye(k, dtype=dtype, device="cuda"), tensors, q, tile=tile)
+        y = product(layout, tensors, q, torch.eye(k, dtype=dtype, device="cuda"), tile=tile)
         assert torch.equal(y.t(), q.dequantize().to(dtype)), (dtype, tile)
 
 
@@ -247,8 +121,8 @@ def test_every_code_of_a_floating_format(gpu: None, fmt) -> None:  # type: ignor
     codes = torch.arange(n * k).add_(torch.arange(n).repeat_interleave(k)).remainder(2**fmt.bits).view(n, k)
     q = QuantizedTensor(Scheme(fmt), codes.to(torch.uint8), torch.ones(n, 1, dtype=torch.float16))
     tensors, q = on_gpu("tcfpx", q)
-    for dtype, tile in itertools.product(TYPES, tcfpx.PORTABLE[fmt].tiles):
-        y = product("tcfpx", torch.eye(k, dtype=dtype, device="cuda"), tensors, q, tile=tile)
+    for dtype, tile in itertools.product(TYPES, tcfpx.PORTABLE[fmt].choice.tiles):
+        y = product("tcfpx", tensors, q, torch.eye(k, dtype=dtype, device="cuda"), tile=tile)
         assert torch.equal(y.t(), fmt.decode(q.codes).to(dtype)), (dtype, tile)
 
 
@@ -268,7 +142,7 @@ def test_activations_of_any_size(gpu: None, layout: str, label: str, dtype: torc
     if dtype == torch.float16:  # products that it holds
         q = QuantizedTensor(q.scheme, q.codes, q.scales.clone().fill_(2.0**-13 if size > 1 else 1024.0), q.zeros)
         tensors, w = packed(layout, q), q.dequantize()
-    y = product(layout, x, tensors, q)
+    y = product(layout, tensors, q, x)
     assert torch.isfinite(y).all()
     wanted = (x.double() @ w.double().t()).to(dtype)
     assert proof.relative_error(y.double() / size, wanted.double() / size) < proof.BOUND
@@ -280,7 +154,7 @@ def test_tokens_beyond_one_launch_are_multiplied_too(
     gpu: None, monkeypatch: pytest.MonkeyPatch, layout: str, label: str
 ) -> None:
     monkeypatch.setattr(portable, "MAX_TOKENS", 70)
-    agrees(layout, label, wide(layout, 320), 1152, 300, torch.float16, None, bias=True)
+    agrees(layout, label, wide(layout, 320), 1152, 300, torch.float16, bias=True)
 
 
 @pytest.mark.gpu
@@ -294,7 +168,7 @@ def test_launches_do_not_disturb_each_other_in_the_workspace(gpu: None) -> None:
     inputs = [proof.activations(q.dequantize(), m, torch.float16) for _, _, q, m, _ in cases]
     calm = []
     for x, (layout, tensors, q, _, tile) in zip(inputs, cases, strict=True):
-        calm.append(product(layout, x, tensors, q, tile=tile))
+        calm.append(product(layout, tensors, q, x, tile=tile))
         torch.cuda.synchronize()
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for used in (streams[:1], streams):
@@ -303,7 +177,7 @@ def test_launches_do_not_disturb_each_other_in_the_workspace(gpu: None) -> None:
         for _ in range(5):
             for i, (x, (layout, tensors, q, _, tile)) in enumerate(zip(inputs, cases, strict=True)):
                 with torch.cuda.stream(used[i % len(used)]):
-                    found.append(product(layout, x, tensors, q, tile=tile))
+                    found.append(product(layout, tensors, q, x, tile=tile))
         torch.cuda.synchronize()
         assert all(torch.equal(y, calm[i % len(calm)]) for i, y in enumerate(found))
 
@@ -339,7 +213,7 @@ def test_a_captured_launch_can_be_replayed(gpu: None, layout: str, label: str, f
 @pytest.mark.gpu
 def test_a_capture_cannot_make_a_workspace(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured zeros of the counters would only be written in the first replay."""
-    monkeypatch.setattr(workspace, "_WORKSPACES", {})
+    monkeypatch.setattr(workspace, "WORKSPACES", {})
     capture = torch.cuda.graph(torch.cuda.CUDAGraph())
     with pytest.raises(KernelError, match="call it once before the capture"), capture:
         workspace.workspace("any", torch.device("cuda", 0), 8, 8)
@@ -350,7 +224,7 @@ def test_a_capture_cannot_make_a_workspace(gpu: None, monkeypatch: pytest.Monkey
 def test_bad_operands_are_one_error_and_the_process_goes_on(gpu: None, layout: str, label: str) -> None:
     tensors, q = operand(layout, label, 256, 256)
     x = proof.activations(q.dequantize(), 3, torch.float16)
-    good = product(layout, x, tensors, q)
+    good = product(layout, tensors, q, x)
     first = next(iter(tensors))
     for says, bad in {
         "must be float16 or bfloat16": {"x": x.float()},
@@ -365,4 +239,4 @@ def test_bad_operands_are_one_error_and_the_process_goes_on(gpu: None, layout: s
             operands = {"x": x, "tensors": tensors, "scheme": q.scheme, "n": 256, "k": 256, **bad}
             LAUNCHERS[layout].matmul(**operands, portable=True)
         assert "\n" not in str(caught.value)
-    assert torch.equal(product(layout, x, tensors, q), good)
+    assert torch.equal(product(layout, tensors, q, x), good)

@@ -17,12 +17,11 @@ from quantkit.cli.inspect import format_verification
 from quantkit.cli.show import as_json
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import LayoutError
 from quantkit.evaluation.verification import Row, Verification
 from quantkit.kernels import JUDGES, MATMULS, none_for, proof
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
-from tests.kernels.operands import ONE_EACH, packed, weight
+from tests.kernels.operands import ONE_EACH, differs, packed, weight
 from tests.layouts.samples import record
 
 
@@ -55,14 +54,6 @@ def test_a_good_weight_passes_and_one_flipped_bit_does_not(
             wrong = differs(layout, tensors, q)
             assert wrong is None or (wrong and proof.prove(layout, tensors, q).problems), (name, bit)
             data[bit // 8] ^= 1 << bit % 8
-
-
-def differs(layout: str, tensors: Mapping[str, Tensor], q: QuantizedTensor) -> bool | None:
-    """Return True if the tensors have other values than `q`; None if unpacking refuses them."""
-    try:
-        return not torch.equal(LAYOUTS[layout].unpack(tensors, q.scheme).dequantize(), q.dequantize())
-    except LayoutError:
-        return None
 
 
 def test_an_output_that_was_not_written_is_found(on_cpu: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""TC-FPx's kernel for Hopper: decoding and the choice of tiles; on a GPU every code, and the smallest activations."""
+"""TC-FPx's kernel for Hopper: decoding; on a GPU every code, and the smallest activations."""
 
 from __future__ import annotations
 
@@ -8,19 +8,15 @@ import itertools
 import pytest
 import torch
 
-from quantkit.core.formats import FP5, FP6, Format
+from quantkit.core.formats import FP6, Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.kernels import proof, tcfpx
-from quantkit.kernels.hopper import choose_tile
+from quantkit.kernels import proof
 from quantkit.kernels.tcfpx import VARIANTS
-from tests.kernels import sweeps
+from tests.kernels.hopper_cases import CASES
 from tests.kernels.on_cpu import library
 from tests.kernels.operands import packed, weight
-from tests.kernels.test_hopper import CASES, H200, LAYERS, TYPES, gpu, product
-from tests.kernels.test_naive import on_gpu
-
-__all__ = ["gpu"]
+from tests.kernels.products import TYPES, on_gpu, product
 
 FORMATS = tuple(VARIANTS)
 
@@ -42,10 +38,10 @@ int decode(const u32 *high, const u32 *low, u32 *left, int blocks) {
 
 
 @pytest.fixture(scope="module")
-def decoder(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def decoder() -> ctypes.CDLL:
     names = [(dtype, fmt) for dtype in TYPES for fmt in FORMATS]
     lines = [f"DECODER({_name(d, f)}, {'half' if d == torch.float16 else 'bfloat'}, {VARIANTS[f]})" for d, f in names]
-    return library(tmp_path_factory.mktemp("decoder"), "\n".join([DECODER, *lines]))
+    return library("\n".join([DECODER, *lines]))
 
 
 def _name(dtype: torch.dtype, fmt: Format) -> str:
@@ -77,34 +73,9 @@ def test_every_code_is_decoded_to_its_value_over_a_power_of_two(
     assert torch.equal(torch.signbit(found), torch.signbit(fmt.decode(q.codes)))
 
 
-def test_the_chosen_tile_exists_and_has_a_step_for_each_block() -> None:
-    for (n, k), m, fmt in itertools.product(
-        [*LAYERS, (64, 64), (64, 128), (320, 448)], (1, 7, 8, 9, 64, 300, 4096), FORMATS
-    ):
-        kernel = tcfpx.HOPPER[fmt]
-        tile = choose_tile(kernel, torch.float16, m, n, k, H200)
-        assert all(kernel.instance(dtype, tile) in kernel.instances for dtype in TYPES)
-        assert tile.cluster <= -(-k // 128)
-
-
-def test_the_tokens_of_a_tile_follow_those_of_the_product() -> None:
-    for (n, k), fmt in itertools.product(LAYERS, (FP6, FP5)):
-        assert choose_tile(tcfpx.HOPPER[fmt], torch.float16, 1, n, k, H200).tokens == 8
-        assert choose_tile(tcfpx.HOPPER[fmt], torch.float16, 1024, n, k, H200).tokens >= 64
-
-
-@pytest.mark.parametrize("label", ["fp6:channel", "fp5:channel"])
-def test_the_choice_is_near_the_best_of_the_sweep(label: str) -> None:
-    """The sweep has the time of every tile on an H200, for each shape and token count; none chosen may be slow."""
-    fmt = Scheme.parse(label).format
-    behind = sweeps.behind("tcfpx", label, lambda m, n, k: choose_tile(tcfpx.HOPPER[fmt], torch.float16, m, n, k, H200))
-    assert len(behind) == 9 * 8
-    assert max(behind.values()) < 1.05, behind
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("fmt", FORMATS, ids=lambda fmt: fmt.name)
-def test_unit_vectors_give_back_every_code(gpu: None, fmt: Format) -> None:
+def test_unit_vectors_give_back_every_code(hopper_gpu: None, fmt: Format) -> None:
     n, k = 320, 320
     tensors, q = on_gpu("tcfpx", every_code(fmt, n, k))
     for dtype, tile in itertools.product(TYPES, CASES["tcfpx"].tiles(f"{fmt.name}:channel", n, k, torch.float16)):
@@ -113,7 +84,7 @@ def test_unit_vectors_give_back_every_code(gpu: None, fmt: Format) -> None:
 
 
 @pytest.mark.gpu
-def test_the_smallest_activations_are_not_lost(gpu: None) -> None:
+def test_the_smallest_activations_are_not_lost(hopper_gpu: None) -> None:
     """Products of subnormal float16 numbers and the smallest weights are still normal in float32."""
     tensors, q = on_gpu("tcfpx", every_code(FP6, 64, 64))
     x = torch.full((3, 64), 2.0**-24, device="cuda").half()

@@ -20,7 +20,7 @@ from quantkit.kernels.proof import relative_error
 from quantkit.text.tokenizer import load_tokenizer
 from tests.inference.samples import logits
 from tests.kernels.operands import weight
-from tests.kernels.test_naive import on_gpu
+from tests.kernels.products import on_gpu
 
 pytestmark = pytest.mark.gpu
 CASES = {"marlin": {}, "tcfpx": {"format": "fp6"}}

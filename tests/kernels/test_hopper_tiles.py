@@ -1,0 +1,178 @@
+"""The schedule of blocks on Hopper, and the choice of tiles, without a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quantkit.core.scheme import Scheme
+from quantkit.errors import KernelError
+from quantkit.kernels import LAUNCHERS, hopper_tiles
+from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, ceil, choose_tile
+from tests.kernels import sweeps
+from tests.kernels.hopper_cases import ALL, CASES, FIRST
+from tests.kernels.on_cpu import library
+from tests.kernels.products import TYPES
+from tests.kernels.sweeps import H200
+
+LAYERS = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (10240, 8192), (57344, 8192), (73728, 18432)]
+#: layout -> shapes that do not fill their tiles.
+SMALL = {
+    "marlin": [(64, 16), (64, 128), (320, 448)],
+    "marlin24": [(128, 128), (384, 256)],
+    "quick": [(128, 32), (128, 128), (384, 448)],
+    "tcfpx": [(64, 64), (64, 128), (320, 448)],
+}
+
+
+#: Lists the work of each block in order: rows [block, tile, begin, end, does it end the tile, does it begin it, the
+#: block that ends it, the block that begins it]. The last two are only computed for shared tiles.
+WALK = """
+#include "schedule.cuh"
+extern "C" int walk(int tiles, int k_steps, int blocks, int *rows) {
+    const int rounds = tiles / blocks, units = tiles % blocks * k_steps;
+    const Deal deal = {units / blocks, units % blocks};
+    int count = 0;
+    for (int b = 0; b < blocks; b++)
+        for (Walk w(deal.first(b), deal.first(b + 1), k_steps, b, blocks, rounds); w.has_work(); w.next(), count++) {
+            const int at = (w.tile - rounds * blocks) * k_steps, whole = at < 0;
+            const int to = whole ? b : deal.owner(at + k_steps - 1), from = whole ? b : deal.owner(at);
+            const int row[] = {b, w.tile, w.begin, w.end, w.ends_tile(), w.begins_tile(), to, from};
+            for (int i : row) *rows++ = i;
+        }
+    return count;
+}
+"""
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 70), st.integers(1, 300))
+def test_blocks_do_each_step_once_and_never_wait_in_a_circle(walk: Any, tiles: int, k_steps: int, blocks: int) -> None:
+    blocks = min(blocks, tiles * k_steps)
+    rows = (ctypes.c_int * (8 * (tiles + 2 * blocks)))()
+    count = walk(tiles, k_steps, blocks, rows)
+    work = [rows[8 * i : 8 * i + 8] for i in range(count)]
+    done = sorted((tile, step) for _, tile, begin, end, *_ in work for step in range(begin, end))
+    assert done == [(tile, step) for tile in range(tiles) for step in range(k_steps)]
+    leaves = [(block, tile) for block, tile, _, _, ends, *_ in work if not ends]
+    for block, tile, begin, end, ends, begins, to, source in work:
+        assert 0 <= begin < end <= k_steps
+        assert (to == block) == bool(ends) and (source == block) == bool(begins)
+        if not ends:  # leaves its sums: before all else that it does, so that it has waited for nobody
+            assert next(row for row in work if row[0] == block)[1] == tile
+        elif not begins:  # waits for the blocks from `source` on, each of which leaves sums of this tile
+            assert all((other, tile) in leaves for other in range(source, block))
+    assert len({block for block, _ in leaves}) == len(leaves), "a block has one place to leave sums in"
+    shares = [sum(end - begin for other, _, begin, end, *_ in work if other == block) for block in range(blocks)]
+    assert max(shares) - min(shares) <= 1, "some blocks have more to do than others"
+
+
+@pytest.fixture(scope="module")
+def walk() -> Any:
+    return library(WALK).walk
+
+
+@pytest.mark.parametrize(("layout", "label"), ALL)
+def test_every_tile_fits_a_multiprocessor(layout: str, label: str) -> None:
+    kernel = CASES[layout].kernel(label)
+    for dtype in TYPES:
+        found = CASES[layout].tiles(label, 4096, 4096, dtype)
+        assert {tile.tokens for tile in found} >= {8, 32, 64}
+        for tile in found:
+            assert tile.resident * (kernel.choice.shared_bytes(tile) + 1024) <= 228 * 1024, tile
+            assert tile.shared or tile.stages % tile.warpgroups == 0
+            assert tile.columns in kernel.choice.bandwidth
+    assert len(set(kernel.instances)) == len(kernel.instances)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.sampled_from(list(CASES)),
+    st.integers(1, 2048),
+    st.integers(1, 600),
+    st.integers(1, 600),
+    st.sampled_from([16, 78, 114, 132, 144]),
+)
+def test_no_cluster_has_an_idle_block_or_waits_for_another_cluster(
+    layout: str, m: int, wide: int, deep: int, sms: int
+) -> None:
+    """A block without a step of its own would miss the cluster's barrier; blocks that are not resident run later."""
+    case, n, k = CASES[layout], 128 * wide, 32 * deep
+    found = case.kernel(case.labels[0]).choice.candidates(torch.float16, m, n, k, sms)
+    assert any(tile.cluster == 0 for tile in found), "no tile can be launched"
+    for tile in found:
+        assert tile.cluster in (0, *range(2, MAX_CLUSTER + 1)) and tile.cluster <= ceil(k, K_STEP), tile
+        if tile.cluster > 2:
+            assert hopper_tiles.grid_size(tile, m, n, k, sms) <= hopper_tiles.CLUSTERED * sms * tile.resident, tile
+
+
+def test_a_cluster_with_an_idle_block_is_not_launched() -> None:
+    kernel = CASES["tcfpx"].kernel("fp6:channel")
+    tile = next(tile for tile in kernel.choice.tiles if tile.cluster == MAX_CLUSTER)
+    with pytest.raises(KernelError, match=r"cluster of 8 .* k = 320"):
+        hopper_tiles.launch_sizes(kernel.choice, tile, 1, 320, 320, 132)
+
+
+def chosen(layout: str, label: str, dtype: torch.dtype, m: int, n: int, k: int) -> HopperTile:
+    return choose_tile(CASES[layout].kernel(label).choice, dtype, m, n, k, H200)
+
+
+@pytest.mark.parametrize(("layout", "label"), ALL)
+def test_the_chosen_tile_exists_and_its_grid_covers_the_product(layout: str, label: str) -> None:
+    kernel = CASES[layout].kernel(label)
+    for (n, k), m, dtype in itertools.product([*LAYERS, *SMALL[layout]], (1, 7, 8, 9, 64, 300, 4096), TYPES):
+        tile = chosen(layout, label, dtype, m, n, k)
+        assert kernel.instance(dtype, tile) in kernel.instances
+        grid = hopper_tiles.grid_size(tile, m, n, k, H200)
+        whole = ceil(m, tile.tokens) * ceil(n, tile.columns)
+        assert grid == whole * tile.cluster if tile.cluster else 1 <= grid <= max(whole, H200 * tile.resident)
+        assert tile.cluster <= ceil(k, K_STEP), "a block of a cluster without a step would miss the barrier"
+        assert n % tile.columns == 0 or not kernel.choice.sparse, "zeros beyond a weight are not valid metadata"
+
+
+@pytest.mark.parametrize(("layout", "label"), FIRST)
+def test_the_tokens_of_a_tile_follow_those_of_the_product(layout: str, label: str) -> None:
+    """A single token never gets a tile of 64, which would waste most of the work."""
+    for n, k in LAYERS:
+        assert chosen(layout, label, torch.float16, 1, n, k).tokens == 8
+        assert chosen(layout, label, torch.float16, 1024, n, k).tokens >= 64
+
+
+@pytest.mark.parametrize(
+    ("layout", "label"),
+    [
+        ("marlin", "int4:g128"),
+        ("marlin24", "int4:g128:24"),
+        ("quick", "int4:g128:asym"),
+        *(("tcfpx", label) for label in ("fp6:channel", "fp5:channel")),
+    ],
+)
+def test_the_choice_is_near_the_best_of_the_sweep(layout: str, label: str) -> None:
+    """The sweep has the time of every tile on an H200, for each shape and token count; none chosen may be slow."""
+    behind = sweeps.behind(layout, label, lambda m, n, k: chosen(layout, label, torch.float16, m, n, k))
+    assert len(behind) == 9 * 8
+    assert max(behind.values()) < 1.05 and sum(behind.values()) / len(behind) < 1.01, behind
+
+
+@pytest.mark.parametrize(
+    ("layout", "label", "n", "k", "fits"),
+    [
+        ("marlin24", "int4:channel:24", 256, 128, True),
+        ("marlin24", "int4:channel:24", 256, 160, False),
+        ("marlin24", "int4:channel:24", 192, 128, False),
+        ("quick", "int4:g128:asym", 256, 768, True),
+        ("quick", "int4:g32", 256, 768, True),
+        ("quick", "int4:g256:asym", 256, 768, False),
+        ("quick", "int4:g96", 256, 768, False),
+    ],
+)
+def test_weights_that_fill_no_tile_or_stage_go_to_the_portable_kernel(
+    layout: str, label: str, n: int, k: int, fits: bool
+) -> None:
+    assert (LAUNCHERS[layout].kernels(Scheme.parse(label), n, k).hopper is not None) is fits
