@@ -1,8 +1,8 @@
 """The processes that share one run, each a rank, and the messages between them.
 
-torchrun and accelerate start several processes, which join a process group of torch.distributed. Here a rank that
-fails tells the others, and all of them end with its error. Nothing is added up by a library: values are moved, and
-whoever adds them does so in the order of the ranks (ALGORITHMS 13).
+torchrun and accelerate start several processes, which join a process group of torch.distributed. Messages go through
+its object collectives, in groups of our own beside the default one. A rank that fails tells the others, and all of them
+end with its error. Values are moved and not added: whoever adds them does so in the order of the ranks (ALGORITHMS 13).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import pickle
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -38,25 +39,24 @@ LOST = (
 
 
 class _Form(NamedTuple):
-    """Hold a value without its tensors, pickled, and dtype, shape and device type of each of them."""
+    """A value without its tensors, pickled, and the dtype, shape and device type of each tensor."""
 
     text: bytes
     tensors: list[tuple[torch.dtype, torch.Size, str]]
 
 
 class Ranks:
-    """Hold the place of this process, `rank` of `count`, and exchange values with the others.
+    """The place of this process, `rank` of `count`, and its exchanges of values with the others.
 
     A single process exchanges nothing. Every exchange begins with a message of each rank to all. A rank that has failed
-    sends its error in place of it, and then all ranks raise that error. So all ranks must make the same exchanges.
+    sends its error instead, and then all ranks raise that error. So all ranks must make the same exchanges.
 
-    Tensors are received on `device` if they were sent from a GPU. Signals wait until an exchange is over.
-
-    `world` is the process group that all ranks have joined, `control` another one of them that moves tensors on CPUs.
+    Tensors are received on `device` if they were sent from a GPU. Signals wait until an exchange is over. `control` is
+    a process group of all ranks that moves tensors on CPUs.
     """
 
-    def __init__(self, rank: int = 0, count: int = 1, world: Any = None, control: Any = None) -> None:
-        self.rank, self.count, self._world = rank, count, world
+    def __init__(self, rank: int = 0, count: int = 1, control: Any = None) -> None:
+        self.rank, self.count = rank, count
         self.device = torch.device("cpu")
         self.progress = Progress(quiet=True)
         self._control, self._nccl = control, None
@@ -75,26 +75,26 @@ class Ranks:
         return int(os.environ.get("LOCAL_WORLD_SIZE", self.count)) if self.count > 1 else 1
 
     def device_name(self, asked: str) -> str:
-        """Return the device of this rank: with several ranks, `auto` and `cuda` mean a GPU for each."""
+        """Choose the device of this rank: with several ranks, `auto` and `cuda` mean a GPU for each."""
         if self.count == 1 or asked not in ("auto", "cuda") or not torch.cuda.is_available():
             return asked
         return f"cuda:{os.environ.get('LOCAL_RANK', self.rank % torch.cuda.device_count())}"
 
     def rows(self, count: int) -> slice:
-        """Return the rows of this rank, of a weight with `count` rows."""
+        """Choose the rows of this rank, of a weight with `count` rows."""
         units = -(-count // ROWS)
         first, end = (min(count, units * rank // self.count * ROWS) for rank in (self.rank, self.rank + 1))
         return slice(first, end)
 
     def exchange(self, value: T) -> list[T]:
-        """Return the values of all ranks in their order; they hold no tensors."""
+        """Exchange values without tensors: all ranks get those of all, in the order of the ranks."""
         if self.count == 1:
             return [value]
         with self.progress.loop():
             return self._exchange(value)
 
     def broadcast(self, value: T | None, source: int = 0) -> T:
-        """Return the value of the rank `source`, which may hold tensors."""
+        """Send the value of the rank `source`, which may hold tensors, to all."""
         if self.count == 1:
             return cast(T, value)
         with self.progress.loop():
@@ -109,7 +109,7 @@ class Ranks:
             return cast(T, value if self.rank == source else _put_together(form, tensors))
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks in their order; they may hold tensors."""
+        """Exchange values that may hold tensors: all ranks get those of all, in the order of the ranks."""
         with closing(self.gather_each([value], [None])) as gathered:
             return [each for values in gathered for each in values or ()]
 
@@ -153,7 +153,6 @@ class Ranks:
     def together(self, progress: Progress | None = None) -> Iterator[None]:
         """End the block on every rank at one time, or with the error of the first rank that fails in it.
 
-        Inside, other libraries find no process group: some of them would wait there for ranks that do not call them.
         `progress` lets signals wait.
         """
         if self.count == 1:
@@ -161,8 +160,7 @@ class Ranks:
             return
         before, self.progress = self.progress, progress or self.progress
         try:
-            with self._showing(None):
-                yield
+            yield
             self.exchange(None)
         except BaseException as error:
             if not self.lost and error is not self._raised:
@@ -171,19 +169,6 @@ class Ranks:
         finally:
             self.progress = before
 
-    @contextmanager
-    def _showing(self, group: Any) -> Iterator[None]:
-        """Let `group` be the default process group of torch, None for none."""
-        from torch import distributed
-
-        _hidden.append(self)
-        before, distributed.group.WORLD = distributed.group.WORLD, group
-        try:
-            yield
-        finally:
-            distributed.group.WORLD = before
-            _hidden.pop()
-
     def leave(self) -> None:
         """Wait until all ranks are about to end, with or without an error, so that no launcher stops one too soon."""
         if self.count > 1 and not self.lost:
@@ -191,7 +176,7 @@ class Ranks:
                 self._messages(None, None)
 
     def _exchange(self, value: T, error: BaseException | None = None) -> list[T]:
-        """Return the values of all ranks, or raise the error of the first rank that has one."""
+        """Exchange values, or raise the error of the first rank that has one."""
         found = self._messages(value, error)
         if found is None:
             self._raised = error or QuantkitError(*LOST)
@@ -205,20 +190,19 @@ class Ranks:
         raise self._raised
 
     def _messages(self, value: T, error: BaseException | None) -> list[tuple[T, BaseException | None]] | None:
-        """Return the value and the error of every rank; None if a rank has died."""
+        """Exchange values and errors; None if a rank has died."""
         from torch import distributed
 
         found: list[Any] = [None] * self.count
         try:
-            with self._showing(self._world):
-                distributed.all_gather_object(found, (value, self._portable(error)), group=self._control)
+            distributed.all_gather_object(found, (value, self._portable(error)), group=self._control)
         except RuntimeError:
             self.lost = True
             return None
         return found
 
     def _portable(self, error: BaseException | None) -> BaseException | None:
-        """Return an error as the other ranks raise it: a line for a bug, which shows its traceback here."""
+        """Make the error that the other ranks raise: one line for a bug, whose traceback is shown here."""
         if error is None or _is_told(error):
             return error
         return QuantkitError(f"rank {self.rank} failed ({reason(error)}): its own message is above")
@@ -230,10 +214,9 @@ class Ranks:
 
         self.lost = True
         try:
-            with self._showing(self._world):
-                if self._nccl is None and any(kind == "cuda" for form in forms for _, _, kind in form.tensors):
-                    self._nccl = distributed.new_group(backend="nccl", timeout=MOVING)
-                yield
+            if self._nccl is None and any(kind == "cuda" for form in forms for _, _, kind in form.tensors):
+                self._nccl = distributed.new_group(backend="nccl", timeout=MOVING)
+            yield
         except RuntimeError as error:
             if is_out_of_memory(error):
                 raise
@@ -277,33 +260,33 @@ class Ranks:
 
 #: A process that shares its run with no other one.
 ALONE = Ranks()
-#: The ranks of the process group that was found last; and those that hide it from other libraries, if any do.
-_found: list[Ranks] = []
-_hidden: list[Ranks] = []
 
 
 def ranks() -> Ranks:
-    """Return the ranks of the process group that this process has joined; ALONE if there is none."""
+    """Find the ranks of the process group that this process has joined; ALONE if there is none."""
     from torch import distributed
 
-    if _hidden:
-        return _hidden[-1]
     if not (distributed.is_available() and distributed.is_initialized()) or distributed.get_world_size() == 1:
         return ALONE
-    world = distributed.group.WORLD
-    if not _found or _found[0]._world is not world:
-        control = distributed.new_group(backend="gloo", timeout=PATIENCE)
-        _found[:] = [Ranks(distributed.get_rank(), distributed.get_world_size(), world, control)]
-    return _found[0]
+    return _ranks_of(distributed.group.WORLD)
+
+
+@lru_cache(maxsize=1)
+def _ranks_of(world: Any) -> Ranks:
+    """Make the ranks of a default process group, once: all of them join another group for their messages."""
+    from torch import distributed
+
+    control = distributed.new_group(backend="gloo", timeout=PATIENCE)
+    return Ranks(distributed.get_rank(), distributed.get_world_size(), control)
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor as its bytes: no library knows all dtypes."""
+    """View a contiguous tensor as bytes: gloo and NCCL do not know all dtypes."""
     return tensor.reshape(-1).view(torch.uint8)
 
 
 def _is_told(error: BaseException) -> bool:
-    """Return whether all ranks raise an error of one of them: one that a user can meet, and that can be sent."""
+    """Return True if the error can be sent and is one that a user can meet: then all ranks raise it."""
     if not (isinstance(error, QuantkitError | KeyboardInterrupt | OSError) or is_out_of_memory(error)):
         return False
     try:
@@ -350,5 +333,5 @@ def _take_apart(value: Any) -> tuple[_Form, list[Tensor]]:
 
 
 def _put_together(form: _Form, tensors: Sequence[Tensor]) -> Any:
-    """Return the value that `_take_apart` has separated from its tensors."""
+    """Join a value with its tensors again."""
     return _Unpickler(io.BytesIO(form.text), tensors).load()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from contextlib import redirect_stderr
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +55,8 @@ def refusal_by_transformers(
     states = {name: torch.empty(shape, dtype=dtype, device="meta") for name, (dtype, shape) in forms.items()}
     options: Any = {"dtype": src.dtype_of_model, "device_map": {"": "meta"}, "output_loading_info": True}
     try:
-        with silent_transformers(), redirect_stderr(io.StringIO()):  # compressed-tensors has bars of its own
+        # compressed-tensors has bars of its own.
+        with silent_transformers(), redirect_stderr(io.StringIO()), _in_this_process():
             loaded: Any = model.from_pretrained(None, config=config, state_dict=states, **options)
     except ImportError as error:
         raise NotTried(reason(error)) from error
@@ -71,3 +72,15 @@ def refusal_by_transformers(
                 subject=src.path,
             )
     return None
+
+
+def _in_this_process() -> AbstractContextManager[None]:
+    """Keep compressed-tensors from waiting for the other processes of a process group, which do not call it."""
+    from torch import distributed
+
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return nullcontext()
+    from compressed_tensors.offload import as_single_threaded
+
+    alone: AbstractContextManager[None] = as_single_threaded()
+    return alone

@@ -93,13 +93,15 @@ def test_all_ranks_raise_the_error_of_the_first_that_fails_and_go_on(tmp_path: P
     joined(work, 3, tmp_path)
 
 
-def test_other_libraries_see_no_process_group_meanwhile(tmp_path: Path) -> None:
+def test_the_default_process_group_stays_and_is_not_used(tmp_path: Path) -> None:
     def work(here: Ranks) -> None:
+        world, value = distributed.group.WORLD, torch.tensor(7 * (here.rank == 0))
         with here.together():
-            assert not distributed.is_initialized() and ranks() is here
-            here.gather(torch.zeros(2))
-            assert not distributed.is_initialized()
-        assert distributed.is_initialized() and ranks() is here
+            sent = distributed.isend(value, 1) if here.first else None
+            here.gather(torch.zeros(2))  # does not take the message of another group
+            assert distributed.group.WORLD is world and ranks() is here
+        sent.wait() if sent else distributed.recv(value, 0)
+        assert int(value) == 7
 
     joined(work, 2, tmp_path)
 

@@ -21,6 +21,7 @@ IMPORTERS = {
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint", "pipeline.push"},
     "yaml": {"recipes.recipe", "io.model_folder"},
+    "compressed_tensors": {"inference.transformers_loading"},
     "jinja2": {"reporting.templates"},
     "markupsafe": {"reporting"},
     "tqdm": {"progress"},
@@ -34,7 +35,17 @@ IMPORTERS = {
     "typing_extensions": {"api", "pipeline"},
 }
 #: Imported inside functions only. The plugin is an exception: its classes derive from those of transformers.
-LATE = {"transformers", "datasets", "cupy", "jinja2", "markupsafe", "accelerate", "huggingface_hub", "tokenizers"}
+LATE = {
+    "transformers",
+    "datasets",
+    "cupy",
+    "compressed_tensors",
+    "jinja2",
+    "markupsafe",
+    "accelerate",
+    "huggingface_hub",
+    "tokenizers",
+}
 PLUGIN = "inference.transformers_plugin"
 
 
