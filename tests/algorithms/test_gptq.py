@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from itertools import product
 
 import pytest
 import torch
@@ -24,8 +25,8 @@ from tests.algorithms.inputs import LABELS, broken_hessians, correlated, damped,
 EVERY_ORDER = [Options(act_order=o, clip=c) for o in ("static", "off") for c in ("none", "search")]
 
 
-def label(options: Options) -> str:
-    return f"{options.act_order}-{options.clip}-{options.damp_kind}"
+def label(given: object) -> str:
+    return f"{given.act_order}-{given.clip}-{given.damp_kind}" if isinstance(given, Options) else f"{given}"
 
 
 @pytest.mark.parametrize("words", ["NaN", "infinite", "diagonal allows", "damping 1", "negative", "ever moved"])
@@ -133,7 +134,7 @@ def test_static_order_of_equal_channels_is_natural_order_with_frozen_scales() ->
 def test_errors_of_a_wide_channel_by_batches_of_blocks_are_those_by_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scale_search, "WIDEST_BLOCK", 256)
     k = 17 * 128 + 70  # more than one batch of blocks, and a narrow last one
-    h = correlated(k)
+    h = correlated(k, k)
     errors = group_errors(h, 1.01 * h.diagonal(), 1, "block", torch.float64)
     assert errors is not None and isinstance(errors[0], scale_search.TriangularError)
     delta = gauss(5, k).double()
@@ -156,8 +157,16 @@ def test_guard_and_gain_for_every_metric(metric: str, order: str, label: str) ->
     assert solution.loss.sum() < 0.9 * solution.rtn_loss.sum()
 
 
-@pytest.mark.parametrize("label", LABELS)
-@pytest.mark.parametrize("options", [*EVERY_ORDER, Options(damp_kind="mean", damp=0.1)], ids=label)
+@pytest.mark.parametrize(
+    ("options", "label"),
+    [
+        *((Options(), label) for label in LABELS),
+        *product(
+            [*EVERY_ORDER[1:], Options(damp_kind="mean", damp=0.1)], ["int4:g32", "int4:channel:asym", "fp6:channel"]
+        ),
+    ],
+    ids=label,
+)
 def test_no_row_is_worse_than_plain_rounding(label: str, options: Options) -> None:
     layer = synthetic.layer(3, n=256, k=256)
     solution = gptq.quantize(layer.weight, Scheme.parse(label), layer.h, options)
@@ -189,8 +198,11 @@ def test_guard_takes_rounding_if_inputs_are_hardly_correlated() -> None:
 
 
 @pytest.mark.parametrize("name", ["rank 1", "rank k/4", "duplicates", "massive channel", "dead column"])
-@pytest.mark.parametrize("options", [*EVERY_ORDER, Options(damp_kind="mean")], ids=label)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [*((options, torch.float64) for options in (*EVERY_ORDER, Options(damp_kind="mean"))), (Options(), torch.float16)],
+    ids=label,
+)
 def test_hostile_hessians_are_never_worse_than_rtn(name: str, options: Options, dtype: torch.dtype) -> None:
     w = gauss(64, 128).to(dtype)
     h = hostile(name, 128)

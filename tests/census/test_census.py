@@ -42,12 +42,16 @@ SAMPLE = {
     "ernie4_5_vl_moe": "experts for text and for images in one stored list",
     "step3p7": "experts stored as three tensors under another path",
 }
+#: Families whose weights have another shape on the disk: rounding reads them there, GPTQ from the module.
+STORED = {"gpt2", "gpt_oss", "llama4", "molmo2", "minimax_m3_vl", "ernie4_5_vl_moe", "step3p7"}
 
 
 def cases(failing: dict[str, str]) -> list[object]:
     """Return family and method of each case; one that fails today is to fail, so that its entry goes when it works."""
     found = []
     for family, method in product(SAMPLE, METHODS):
+        if method == "rtn" and family not in STORED:
+            continue
         why = failing.get(family) or failing.get(f"{family}-{method}")
         marks = [pytest.mark.xfail(strict=True, reason=why)] if why else []
         found.append(pytest.param(family, method, marks=marks, id=f"{family}-{method}"))

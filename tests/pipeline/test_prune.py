@@ -122,20 +122,19 @@ def test_sparse_codes_survive_packing(options: tuple[str, ...], small_llama: Pat
         check(src.quantized(module).codes != 8)
 
 
-@pytest.mark.parametrize("command", ["prune", "magnitude", "joint"])
-def test_killed_anywhere_and_resumed_gives_the_same_bytes(
+@pytest.mark.parametrize("command", ["prune", "joint"])
+def test_finished_blocks_are_read_back_where_their_activations_are_lost(
     command: str, small_llama: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(quantize, "COMMIT_BYTES", 200_000)
     text: dict[str, Any] = {"data": str(calib), "samples": 4, "max_length": 64}
     joint = from_mapping({"scheme": {"sparsity": "2:4"}, "calibration": text})
-    rule = "sparsegpt" if command == "prune" else "magnitude"
-    recipe: Any = joint if command == "joint" else pruning_from_mapping({"method": rule, "calibration": text})
+    recipe: Any = joint if command == "joint" else pruning_from_mapping({"calibration": text})
     work = quantize.quantize if command == "joint" else quantize.prune
     whole, out = tmp_path / "whole", tmp_path / "out"
     operations = count(lambda: work(small_llama, whole, recipe) and None)
     expected, resumed = hashes(whole), 0
-    for stop in range(1, operations, max(1, operations // 4)):
+    for stop in range(operations // 3, operations, operations // 3):
         with faults(killer(stop)), pytest.raises(Killed):
             work(small_llama, out, recipe)
         for activations in tmp_path.glob("out.partial-*/activations-*"):
@@ -146,7 +145,7 @@ def test_killed_anywhere_and_resumed_gives_the_same_bytes(
             work(small_llama, out, recipe, resume=resumable)
         assert hashes(out) == expected, stop
         files.remove(out)
-    assert resumed > 2
+    assert resumed > 1
 
 
 def test_a_head_that_is_not_skipped_is_pruned_by_magnitude_and_reported(

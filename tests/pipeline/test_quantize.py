@@ -26,7 +26,7 @@ from quantkit.pipeline.convert import pack
 from quantkit.pipeline.quantize import plan, quantize
 from quantkit.recipes.recipe import Recipe, from_mapping, pruning_from_mapping
 from tests.census import families
-from tests.faults import Killed, count, faults, killer, memory_path
+from tests.faults import Killed, faults, memory_path
 from tests.folders import TEXT, gptq, hashes, tensors
 from tests.tiny_models import write_model
 
@@ -40,13 +40,10 @@ def calib(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.mark.parametrize("scheme", [{"format": "int4"}, {"format": "int4", "group_size": "channel"}])
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_a_round_trip_through_other_layouts_changes_no_byte(
-    scheme: dict[str, object], dtype: torch.dtype, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])  # float16: tests/promises/test_outputs.py
+def test_a_round_trip_through_other_layouts_changes_no_byte(dtype: torch.dtype, tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model", dtype, num_hidden_layers=1)
-    quantize(model, tmp_path / "ct", from_mapping({"scheme": scheme, "method": "rtn"}))
+    quantize(model, tmp_path / "ct", from_mapping({"scheme": {"format": "int4"}, "method": "rtn"}))
     pack(tmp_path / "ct", tmp_path / "marlin", "marlin", expect="compressed-tensors")
     pack(tmp_path / "marlin", tmp_path / "gptq", "gptq")
     pack(tmp_path / "gptq", tmp_path / "gptq2", "gptq-v2")
@@ -55,15 +52,6 @@ def test_a_round_trip_through_other_layouts_changes_no_byte(
     assert tensors(tmp_path / "back") == tensors(tmp_path / "ct")
     assert tensors(tmp_path / "marlin2") == tensors(tmp_path / "marlin")
     assert Checkpoint(tmp_path / "back").config == Checkpoint(tmp_path / "ct").config
-
-
-@pytest.mark.parametrize("name", ["fp6", "fp5"])
-def test_fp_carriers_and_bit_streams_hold_the_same_codes(name: str, tiny_llama: Path, tmp_path: Path) -> None:
-    quantize(tiny_llama, tmp_path / "humming", from_mapping({"scheme": {"format": name}}))
-    pack(tmp_path / "humming", tmp_path / "planes", "tcfpx")
-    pack(tmp_path / "planes", tmp_path / "fp8", "compressed-tensors")
-    pack(tmp_path / "fp8", tmp_path / "back", "humming")
-    assert tensors(tmp_path / "back") == tensors(tmp_path / "humming")
 
 
 @pytest.mark.parametrize("family", ["qwen2", "opt"])
@@ -88,32 +76,6 @@ def test_a_second_seed_gives_other_bytes(small_llama: Path, calib: str, tmp_path
         recipe = from_mapping({"calibration": {"data": calib, "samples": 4, "max_length": 64, "seed": seed}})
         quantize(small_llama, tmp_path / str(seed), recipe)
     assert hashes(tmp_path / "0") != hashes(tmp_path / "1")
-
-
-@pytest.mark.parametrize(("method", "beside"), [("rtn", False), ("gptq", False), ("gptq", True)])
-def test_killed_anywhere_and_resumed_gives_the_same_bytes(
-    method: str, beside: bool, small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(job, "COMMIT_BYTES", 200_000)  # several commits without activations too
-    monkeypatch.setitem(job.BESIDE, "cpu", beside)  # as on a GPU
-    recipe = from_mapping(gptq(calib, method=method))
-    whole, out = tmp_path / "whole", tmp_path / "out"
-    operations = count(lambda: quantize(small_llama, whole, recipe) and None)
-    expected, resumed = hashes(whole), 0
-    assert len(Checkpoint(whole).files()) > 2
-    for stop in range(operations // 3, operations, operations // 3):  # the families K1 to K4 kill at every one
-        with faults(killer(stop)), pytest.raises(Killed):
-            quantize(small_llama, out, recipe)
-        if not out.exists():
-            resumable = any(tmp_path.glob("out.partial-*"))
-            resumed += resumable
-            quantize(small_llama, out, recipe, resume=resumable)
-        assert hashes(out) == expected, stop
-        report = load_json(out / REPORT)
-        assert sum(report["phases"].values()) == pytest.approx(report["totals"]["seconds"]), "the phases add up"
-        assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "whole"], stop
-        files.remove(out)
-    assert operations > 40 and resumed > 1
 
 
 def test_work_beside_the_computing_changes_no_byte_and_no_fact(
@@ -219,7 +181,8 @@ def test_resuming_with_another_recipe_names_each_value_and_the_options_that_brin
     assert refusal(small_llama, out, magnitude) == (
         "the command was quantize: use quantkit quantize, or use --overwrite"
     )
-    quantize(small_llama, out, recipe(), resume=True)
+    report = quantize(small_llama, out, recipe(), resume=True)
+    assert sum(report["phases"].values()) == pytest.approx(report["totals"]["seconds"]), "the phases add up"
 
 
 def test_resuming_with_other_versions_files_or_text_says_which(
@@ -376,9 +339,9 @@ def test_skipping_everything_is_refused(tiny_llama: Path, tmp_path: Path) -> Non
         quantize(tiny_llama, tmp_path / "out", from_mapping({"method": "rtn", "skip": [".*"]}))
 
 
-def test_a_model_calibrated_through_its_language_model_says_so(tmp_path: Path) -> None:
+def test_a_model_calibrated_through_its_language_model_says_so(calib: str, tmp_path: Path) -> None:
     folder = families.write("kosmos-2", tmp_path / "model")
     remark = "calibrated through text_model, on text alone: Kosmos2ForConditionalGeneration asks for other inputs"
     for method in ("gptq", "rtn"):
-        planned = plan(folder, from_mapping({"method": method, "scheme": {"group_size": 64}}), device="cpu")
+        planned = plan(folder, from_mapping(gptq(calib, method=method, scheme={"group_size": 64})), device="cpu")
         assert (remark in planned.remarks) == (method == "gptq")

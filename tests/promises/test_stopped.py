@@ -1,4 +1,7 @@
-"""A run that is killed or interrupted at any moment continues to the same bytes, or left nothing."""
+"""A command that is killed or interrupted half-way continues to the same bytes, or left nothing.
+
+Other moments, and other commands, belong to the families K and S of tests/reliability.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,7 @@ PACK = "pack int4 --layout marlin -o out"
 #: Name -> (command, signal, share of its changes of the disk, exit code).
 CASES = {
     "whole": (QUANTIZE, 0, 0.0, 0),
-    "killed early": (QUANTIZE, signal.SIGKILL, 0.25, -signal.SIGKILL),
-    "killed halfway": (QUANTIZE, signal.SIGKILL, 0.5, -signal.SIGKILL),
-    "killed late": (QUANTIZE, signal.SIGKILL, 0.8, -signal.SIGKILL),
+    "killed": (QUANTIZE, signal.SIGKILL, 0.5, -signal.SIGKILL),
     "interrupted": (QUANTIZE, signal.SIGINT, 0.5, 130),
     "stopped": (QUANTIZE, signal.SIGTERM, 0.5, 75),
     "pack whole": (PACK, 0, 0.0, 0),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -17,7 +16,6 @@ from quantkit import load
 from quantkit.errors import CheckpointError
 from tests import command_line
 from tests.command_line import RTN, call, refused
-from tests.faults import failing, faults
 from tests.folders import TEXT, hashes
 from tests.tiny_models import write_model
 
@@ -164,18 +162,6 @@ def test_an_existing_output_folder_is_not_changed(tiny_llama: Path, int4: Path, 
         assert hashes(out) == before and [p.name for p in tmp_path.iterdir()] == ["out"]
     call("pack", int4, "--layout", "marlin", "-o", out, "--overwrite", "-q")
     assert json.loads((out / "config.json").read_text())["quantization_config"]["quantkit"]["layout"] == "marlin"
-
-
-@pytest.mark.parametrize("step", [8])  # every other one: family D1 of tests.reliability
-@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES])
-def test_a_full_disk_ends_in_one_line_and_no_folder(step: int, error: int, int4: Path, tmp_path: Path) -> None:
-    with faults(failing(step, error, once=False)):
-        text = call("pack", int4, "--layout", "marlin", "-o", tmp_path / "out", "-q", code=1).stderr
-    assert len(text.splitlines()) == 1 and "Traceback" not in text
-    assert error != errno.ENOSPC or ("no space left" in text and "free" in text)
-    assert not (tmp_path / "out").exists()
-    call("pack", int4, "--layout", "marlin", "-o", tmp_path / "out", "--overwrite", "-q")
-    call("verify", tmp_path / "out", "--against", int4, "-q")
 
 
 @pytest.mark.parametrize(
