@@ -67,7 +67,7 @@ class Activations:
         """Whether no document has tensors beside its hidden state."""
         return not any(self._passed)
 
-    def get_batch(self, numbers: range) -> State:
+    def get_batch(self, numbers: Sequence[int]) -> State:
         """Return the hidden states of adjacent documents of one length, a view `[documents, t, h]`."""
         rows, start = self.rows[numbers[0]], self._starts[numbers[0]]
         return State(self.hidden[start : start + len(numbers) * rows].unflatten(0, (len(numbers), rows)))
@@ -77,7 +77,7 @@ class Activations:
         self.get(number).hidden.copy_(state.hidden)
         self._put_passed(number, state.passed)
 
-    def put_batch(self, numbers: range, state: State) -> None:
+    def put_batch(self, numbers: Sequence[int], state: State) -> None:
         """Replace the hidden states of documents as `get_batch` returns them; nothing is passed on beside them."""
         self.get_batch(numbers).hidden.copy_(state.hidden)
         for number in numbers:

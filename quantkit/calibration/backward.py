@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,60 +13,44 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.budget import TUNED_AT_ONCE
+from quantkit.calibration.run import Stream
 from quantkit.errors import CheckpointError, QuantkitError, is_out_of_memory, reason
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.passing import State
 from quantkit.progress import Progress
 
-if TYPE_CHECKING:
-    from quantkit.calibration.calibrate import Run
-
 T = TypeVar("T")
 
 
-def parts(run: Run, block: int, inputs: Activations, numbers: Iterable[int]) -> Iterator[list[int]]:
-    """Yield the documents that one pass through a block takes: neighbours of equal length, where that is possible."""
-    part = list[int]()
-    joined = run.model.takes_batches(block) and inputs.hidden_only
-    for number in numbers:
-        length = len(run.sequences[number])
-        most = TUNED_AT_ONCE[run.model.device.type] // length if joined else 0
-        if part and (len(part) >= most or len(run.sequences[part[0]]) != length):
-            yield part
-            part = []
-        part.append(number)
-    if part:
-        yield part
+def parts(stream: Stream, block: int, numbers: Sequence[int] | None = None) -> Iterator[Sequence[int]]:
+    """Divide documents, all without `numbers`, into those that one pass with gradients takes."""
+    chosen = range(len(stream.sequences)) if numbers is None else numbers
+    return stream.batches(block, chosen, TUNED_AT_ONCE[stream.model.device.type])
 
 
 def stacked(store: Activations, part: Sequence[int]) -> Tensor:
-    """Return the hidden states of a document `[t, h]`, or of several `[b, t, h]`."""
+    """Take the hidden states of a document `[t, h]`, or of several `[b, t, h]`."""
     hidden = [store.get(number).hidden for number in part]
     return hidden[0] if len(part) == 1 else torch.stack(hidden)
 
 
 def run_part(
-    run: Run,
-    block: int,
-    part: Sequence[int],
-    inputs: Activations,
-    weights: Mapping[str, Tensor],
-    hidden: Tensor | None = None,
+    stream: Stream, block: int, part: Sequence[int], weights: Mapping[str, Tensor], hidden: Tensor | None = None
 ) -> Tensor:
-    """Return the hidden states that a block passes on of some documents, with gradients for its `weights`.
+    """Compute the hidden states that a block passes on of some documents, with gradients for its `weights`.
 
     `hidden` takes the place of the hidden states that enter, if these need a gradient too.
     """
-    run.progress.check()
-    tokens = [run.sequences[number] for number in part]
-    hidden = stacked(inputs, part) if hidden is None else hidden
+    stream.progress.check()
+    model, tokens = stream.model, [stream.sequences[number] for number in part]
+    hidden = stacked(stream.activations, part) if hidden is None else hidden
     if len(part) == 1:
-        return run.model.run_with(block, tokens[0], State(hidden, inputs.get(part[0]).passed), weights)
-    return run.model.run_with(block, torch.stack(tokens), State(hidden), weights)
+        return model.run_with(block, tokens[0], State(hidden, stream.activations.get(part[0]).passed), weights)
+    return model.run_with(block, torch.stack(tokens), State(hidden), weights)
 
 
 def in_fixed_order(model: BlockRunner, progress: Progress, task: Callable[[], T]) -> T:
-    """Run a task that calls `backward` or `gradient`, and return its result: on a GPU the same bits each time.
+    """Run a task that calls `backward` or `gradient`: on a GPU its result has the same bits each time.
 
     The task is called again from its start if torch has no fixed order of sums for a gradient of the model. From then
     on attention is computed by plain products, that gradient remains as torch has it, and a warning says so.
@@ -92,7 +76,7 @@ def backward(model: BlockRunner, loss: Tensor) -> None:
 
 
 def gradient(model: BlockRunner, output: Tensor, by: Tensor, of: Tensor) -> Tensor:
-    """Return the gradient by one tensor, given that `of` the output, in a task of `in_fixed_order`."""
+    """Compute the gradient by one tensor, given that `of` the output, in a task of `in_fixed_order`."""
     with _strictly(model):
         (found,) = torch.autograd.grad(output, by, of)
     return found
@@ -107,7 +91,7 @@ def explaining(model: BlockRunner, instead: str) -> Iterator[None]:
         if is_out_of_memory(error) or (isinstance(error, QuantkitError) and not isinstance(error, CheckpointError)):
             raise
         kind = type(model.text).__name__
-        raise CheckpointError(f"{model.src.path}: {kind} has no gradient ({reason(error)}): {instead}") from error
+        raise CheckpointError(f"{kind} has no gradient ({reason(error)})", instead, subject=model.src.path) from error
 
 
 @contextmanager

@@ -21,8 +21,9 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from quantkit.calibration.budget import BESIDE, gradient_documents
-from quantkit.calibration.calibrate import calibrated, check_sequences, split_documents
-from quantkit.calibration.layer_solver import solve_uncalibrated
+from quantkit.calibration.loop import calibrated
+from quantkit.calibration.preflight import check_sequences, split_documents
+from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes

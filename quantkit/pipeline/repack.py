@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from quantkit.algorithms import rtn
-from quantkit.calibration.layer_solver import relative_error, zeroed
+from quantkit.algorithms.deviation import relative_error, zeroed
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import OUTPUT_AWARE, REPORT

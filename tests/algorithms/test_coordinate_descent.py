@@ -15,7 +15,7 @@ from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales
 from quantkit.api import build_recipe
-from quantkit.calibration.layer_solver import solve
+from quantkit.calibration.stages.solve import solve
 from quantkit.checkpoint import report
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor

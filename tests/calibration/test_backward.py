@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quantkit.calibration.backward import backward, in_fixed_order
-from quantkit.calibration.calibrate import calibrated
+from quantkit.calibration.loop import calibrated
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor

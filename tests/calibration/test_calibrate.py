@@ -11,11 +11,15 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
-from quantkit.calibration import budget, calibrate
-from quantkit.calibration.activations import Activations
+from quantkit.calibration import budget
 from quantkit.calibration.budget import SAVED_BLOCKS
-from quantkit.calibration.calibrate import Group, Run, calibrated, collect, find_groups, find_stages, with_hessians
-from quantkit.calibration.layer_solver import solve
+from quantkit.calibration.groups import find_groups, tasks
+from quantkit.calibration.loop import calibrated, new_run
+from quantkit.calibration.run import Run, embedded
+from quantkit.calibration.stages import hessians
+from quantkit.calibration.stages.base import Group, LoadedBlock, Task
+from quantkit.calibration.stages.hessians import Hessians, collect, sum_once
+from quantkit.calibration.stages.solve import solve
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
@@ -28,7 +32,7 @@ from quantkit.models.passing import State
 from quantkit.models.whole_model import load_dense_model
 from quantkit.progress import Clock as Phases
 from quantkit.progress import Progress
-from quantkit.recipes.recipe import Recipe, from_mapping, goals_of
+from quantkit.recipes.recipe import Recipe, from_mapping
 from quantkit.text.sequences import draw_calibration
 from quantkit.text.tokenizer import load_tokenizer
 from tests.calibration.runs import digests, distance, interrupted, resumed, sequences
@@ -63,21 +67,14 @@ def whole(three: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, It
     return quantized(three, from_mapping(COARSE), tmp_path_factory.mktemp("whole"))[0]
 
 
-def start(folder: Path, recipe: Recipe, work: Path, docs: list[Tensor] | None = None) -> Run:
-    """Return a run with the first block loaded and its input activations."""
+def start(folder: Path, recipe: Recipe, work: Path, docs: list[Tensor] | None = None) -> LoadedBlock:
+    """Load the first block of a run, with its input activations."""
     src = Checkpoint(folder)
     model = BlockRunner(src, device="cpu")
-    chosen = goals_of(recipe, model.paths, model.kept_dense)
-    run = Run(src, recipe, model, docs or sequences(), work, None, Progress(quiet=True), Phases(model.device), chosen)
-    model.prepare(embeddings=True)
-    states = [model.embed(tokens) for tokens in run.sequences]
-    like = tuple(states[0].hidden.shape[1:])
-    run.activations = Activations(work, None, [len(s) for s in run.sequences], like, model.dtype)
-    for number, state in enumerate(states):
-        run.activations.put(number, state)
-    model.drop_embeddings()
+    run = new_run(src, recipe, model, docs or sequences(), work, Progress(quiet=True))
+    stream = embedded(run)
     model.load_block(0)
-    return run
+    return LoadedBlock(run, stream, 0, run.goals(model.targets(0)), {})
 
 
 def quantized(
@@ -113,26 +110,26 @@ def plain_hessian(reference: Any, linear: str, docs: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_groups_and_hessians_are_those_of_plain_forwards(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
-    run = start(folders[family], from_mapping(PLAIN_SUM), tmp_path)
-    reference = load_dense_model(run.src)
-    for block in (0, 1):
-        if block:
-            run.forward(0)
-            run.model.unload_block(0)
-            run.model.load_block(1)
-        targets = run.model.targets(block)
-        groups = find_groups(run, block, targets)
+    block = start(folders[family], from_mapping(PLAIN_SUM), tmp_path)
+    model, reference = block.run.model, load_dense_model(block.run.src)
+    for index in (0, 1):
+        if index:
+            block.stream.forward(0)
+            model.unload_block(0)
+            model.load_block(1)
+            block.index = 1
+        groups = find_groups(block, model.targets(index))
         assert [" ".join(sorted(n.split(".")[-1] for n in g.linears)) for g in groups] == [
             " ".join(sorted(g.split())) for g in GROUPS[family]
         ]
         assert all(g.once for g in groups)
-        together = collect(run, block, groups)
+        together = collect(block, groups)
         for group, hessian in zip(groups, together, strict=True):
             h = hessian.matrix()
-            assert torch.equal(h, collect(run, block, [group])[0].matrix())  # stopping early changes nothing
-            assert hessian.tokens == sum(len(s) for s in run.sequences)
+            assert torch.equal(h, collect(block, [group])[0].matrix())  # stopping early changes nothing
+            assert hessian.tokens == sum(len(s) for s in sequences())
             for linear in group.linears:
-                assert distance(h, plain_hessian(reference, run.model.paths[linear], sequences())) < 1e-6
+                assert distance(h, plain_hessian(reference, model.paths[linear], sequences())) < 1e-6
 
 
 def test_tokens_of_extreme_norm_are_capped_unless_the_recipe_says_otherwise(
@@ -140,8 +137,8 @@ def test_tokens_of_extreme_norm_are_capped_unless_the_recipe_says_otherwise(
 ) -> None:
     monkeypatch.setattr("quantkit.algorithms.hessian._EXTREME", 5.0)  # a tiny model has no token beyond 10
     output = Group(("model.layers.0.self_attn.o_proj",))  # random attention averages all values but the first token's
-    runs = [start(folders["llama"], from_mapping(recipe), tmp_path) for recipe in (COARSE, PLAIN_SUM)]
-    capped, plain = (collect(run, 0, [output])[0] for run in runs)
+    blocks = [start(folders["llama"], from_mapping(recipe), tmp_path) for recipe in (COARSE, PLAIN_SUM)]
+    capped, plain = (collect(block, [output])[0] for block in blocks)
     assert plain.capped_tokens == 0 < capped.capped_tokens <= 2 * len(sequences())
     assert capped.matrix().trace() < plain.matrix().trace()
 
@@ -159,11 +156,11 @@ def test_each_group_is_calibrated_on_quantized_earlier_ones(
     model, reference = BlockRunner(src, device="cpu"), load_dense_model(src)
     for block in (0, 1):
         run_order = [[n for n in model.targets(block) if n.split(".")[-1] in g.split()] for g in GROUPS[family]]
-        hessians: dict[str, Tensor] = {}
+        known: dict[str, Tensor] = {}
         if not sequential:
-            hessians = {g[0]: plain_hessian(reference, g[0], sequences()) for g in run_order}
+            known = {g[0]: plain_hessian(reference, g[0], sequences()) for g in run_order}
         for group in run_order:
-            h = hessians[group[0]] if group[0] in hessians else plain_hessian(reference, group[0], sequences())
+            h = known[group[0]] if group[0] in known else plain_hessian(reference, group[0], sequences())
             for linear in group:
                 item = items[f"{linear}.weight"]
                 assert item.facts is not None and isinstance(item.value, QuantizedTensor)
@@ -205,9 +202,9 @@ def test_skipped_and_overridden_members_of_a_group(folders: dict[str, Path], tmp
 
 
 def test_a_linear_solved_in_a_group_equals_one_solved_by_itself(folders: dict[str, Path], tmp_path: Path) -> None:
-    run = start(folders["llama"], from_mapping(COARSE), tmp_path)
-    group = find_groups(run, 0, run.model.targets(0))[0]
-    hessian = collect(run, 0, [group])[0]
+    block = start(folders["llama"], from_mapping(COARSE), tmp_path)
+    run, group = block.run, find_groups(block, list(block.goals))[0]
+    hessian = collect(block, [group])[0]
     weights = {name: run.src.get(f"{name}.weight") for name in group.linears}
     schemes = dict.fromkeys(weights, run.recipe.scheme)
     together = solve(weights, schemes, hessian, run.recipe, run.progress)
@@ -261,14 +258,13 @@ def test_a_block_that_is_called_alone_gives_the_same_bits(
 
 
 def test_sums_that_are_checked_in_the_end_are_those_that_are_checked_at_once(three: Path, tmp_path: Path) -> None:
-    run = start(three, from_mapping(COARSE), tmp_path)
-    groups = find_groups(run, 0, run.model.targets(0))
-    late, at_once = (calibrate._sums(run, 0, groups, checks) or [] for checks in (False, True))
+    block = start(three, from_mapping(COARSE), tmp_path)
+    groups = find_groups(block, list(block.goals))
+    late, at_once = (sum_once(block, groups, checks) or [] for checks in (False, True))
     for a, b in zip(late, at_once, strict=True):
         assert torch.equal(a.matrix(), b.matrix()) and not a.may_be_broken()
-    assert run.activations is not None
-    run.activations.get(1).hidden[5, 7] = torch.nan
-    broken = calibrate._sums(run, 0, groups, False) or []
+    block.stream.activations.get(1).hidden[5, 7] = torch.nan
+    broken = sum_once(block, groups, False) or []
     assert len(broken) == len(late) == 4 and all(each.may_be_broken() for each in broken)
 
 
@@ -377,17 +373,17 @@ def test_a_batch_of_documents_gives_the_hessians_and_states_of_single_ones(
     found: list[list[Tensor]] = []
     for tokens in (0, 40):
         monkeypatch.setitem(budget.TOKENS_AT_ONCE, "cpu", tokens)
-        run = start(folder, from_mapping(PLAIN_SUM), tmp_path, docs)
-        assert run.activations is not None
-        taken = [len(numbers) for numbers in run.batches(0)]
+        block = start(folder, from_mapping(PLAIN_SUM), tmp_path, docs)
+        model, stream = block.run.model, block.stream
+        taken = [len(numbers) for numbers in stream.forwards(0)]
         found.append([])
-        for block in range(len(run.model.blocks)):
-            if block:
-                run.model.load_block(block)
-            groups = find_groups(run, block, run.model.targets(block))
-            found[-1] += [hessian.matrix() for hessian in collect(run, block, groups) if hessian.tokens]
-            run.forward(block)
-            found[-1].append(run.activations.hidden.clone())
+        for block.index in range(len(model.blocks)):
+            if block.index:
+                model.load_block(block.index)
+            groups = find_groups(block, model.targets(block.index))
+            found[-1] += [hessian.matrix() for hessian in collect(block, groups) if hessian.tokens]
+            stream.forward(block.index)
+            found[-1].append(stream.activations.hidden.clone())
         assert taken == ([2, 1, 1, 1, 2] if tokens else [1] * 7)
     assert all(distance(batch, single) < 1e-5 for single, batch in zip(*found, strict=True))
 
@@ -451,14 +447,14 @@ def test_experts_on_a_gpu_have_short_chunks_in_any_number_of_passes(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     chunks = set[tuple[bool, int]]()
-    new = calibrate._new_hessian
+    new = hessians.new_hessian
 
-    def recorded(run: calibrate.Run, group: calibrate.Group, checks: bool = True) -> Hessian:
+    def recorded(run: Run, group: Group, checks: bool = True) -> Hessian:
         made = new(run, group, checks)
         chunks.add((group.linears[0] in run.model.experts, made.chunk))
         return made
 
-    monkeypatch.setattr(calibrate, "_new_hessian", recorded)
+    monkeypatch.setattr(hessians, "new_hessian", recorded)
     at_once, _ = quantized(folders["qwen3_moe"], from_mapping(COARSE), tmp_path, "cuda")
     assert chunks == {(True, CHUNK), (False, LONG_CHUNK)}
     monkeypatch.setattr(budget, "HESSIAN_BYTES", 1)
@@ -526,9 +522,8 @@ def test_a_model_that_cannot_run_block_by_block_is_refused(three: Path, tmp_path
 
 def test_experts_are_grouped_after_a_token_has_chosen_them(three: Path, tmp_path: Path) -> None:
     """One linear is called for some documents only, and one is called twice."""
-    run = start(three, from_mapping(COARSE), tmp_path)
-    block = run.model.module.get_submodule("model.layers.0")
-    mlp = block.mlp
+    block = start(three, from_mapping(COARSE), tmp_path)
+    mlp = block.run.model.module.get_submodule("model.layers.0").mlp
     plain = mlp.forward
 
     def routed(x: Tensor) -> Tensor:
@@ -537,42 +532,45 @@ def test_experts_are_grouped_after_a_token_has_chosen_them(three: Path, tmp_path
         return x
 
     mlp.forward = routed
-    groups = find_groups(run, 0, run.model.targets(0))
+    groups = find_groups(block, list(block.goals))
     by_name = {g.linears[0].split(".")[-1]: g for g in groups}
-    tokens = {name: collect(run, 0, [group])[0].tokens for name, group in by_name.items()}
+    tokens = {name: collect(block, [group])[0].tokens for name, group in by_name.items()}
     assert by_name["gate_proj"] == Group(("model.layers.0.mlp.gate_proj",), once=False)
     assert by_name["up_proj"].once and by_name["down_proj"].once
     assert (tokens["gate_proj"], tokens["up_proj"], tokens["down_proj"]) == (17 + 4, 17, 17)
     mlp.forward = lambda x: x
-    unreached = find_groups(run, 0, run.model.targets(0))[2:]
+    unreached = find_groups(block, list(block.goals))[2:]
     assert [len(g.linears) for g in unreached] == [1, 1, 1]
-    assert all(collect(run, 0, [g])[0].tokens == 0 for g in unreached)
+    assert all(collect(block, [g])[0].tokens == 0 for g in unreached)
 
 
 def test_experts_are_calibrated_on_their_own_tokens_or_on_all_of_the_layer(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    run = start(folders["mixtral"], from_mapping(PLAIN_SUM), tmp_path)
-    groups = find_groups(run, 0, run.model.targets(0))
-    stages = find_stages(run, groups)
+    block = start(folders["mixtral"], from_mapping(PLAIN_SUM), tmp_path)
+    model, reference = block.run.model, load_dense_model(block.run.src)
     experts = "model.layers.0.block_sparse_moe.experts"
     pairs = [Group((f"{experts}.{e}.w1", f"{experts}.{e}.w3")) for e in range(4)]
     downs = [Group((f"{experts}.{e}.w2",)) for e in range(4)]
-    assert [len(stage) for stage in stages[:2]] == [1, 1]
-    assert [set(stage) for stage in stages[2:]] == [set(pairs), set(downs)]
-    reference = load_dense_model(run.src)
-    every = [each for found in with_hessians(run, 0, stages[2]) for each in found]
-    found = {each.group: (each.hessian, each.facts[each.group.linears[0]]) for each in every}
-    everything = sum(len(s) for s in run.sequences)
-    routed = [hessian.tokens for hessian, facts in found.values() if facts == {"moe": "routed"}]
-    starved = [group for group, (_, facts) in found.items() if facts["moe"] == "all"]
-    assert all(128 <= tokens < everything for tokens in routed)
-    if starved:
-        assert found[starved[0]][0].tokens == everything
-    for group, (hessian, facts) in found.items():
-        if facts == {"moe": "routed"}:
-            expected = plain_hessian(reference, run.model.paths[group.linears[0]], sequences())
-            assert distance(hessian.matrix(), expected) < 1e-6
+    offered, found = list[set[Group]](), dict[Group, Task]()
+    for some in tasks(block):
+        offered.append({task.group for task in some})
+        Hessians().work(block, some)
+        found |= {task.group: task for task in some}
+    assert [len(groups) for groups in offered[:2]] == [1, 1]
+    assert set(pairs) in offered and set(downs) in offered
+    again = [groups for groups in offered[2:] if groups not in (set(pairs), set(downs))]
+    assert {name for groups in again for group in groups for name in group.linears} == block.starved.keys()
+    everything = sum(len(s) for s in sequences())
+    for group, task in found.items():
+        facts = task.facts[group.linears[0]]
+        assert task.hessian is not None
+        if facts.get("moe") == "routed":
+            assert 128 <= task.hessian.tokens < everything
+            expected = plain_hessian(reference, model.paths[group.linears[0]], sequences())
+            assert distance(task.hessian.matrix(), expected) < 1e-6
+        else:
+            assert task.hessian.tokens == everything and ("few_routed" in facts) == (group.linears[0] in block.starved)
 
 
 def test_a_stopped_run_of_experts_continues_with_the_same_bits(folders: dict[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.calibration import output_gradients
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import NumericError
@@ -206,12 +205,10 @@ def test_a_resumed_run_reads_gradients_or_measures_damaged_ones_to_the_same_byte
     (partial,) = tmp_path.glob("out.partial-*")
     if damage is not None:
         damage(partial / name)
-    measured, sampled = [], output_gradients._sampled
-    monkeypatch.setattr(output_gradients, "_sampled", lambda *given: (measured.append(1), sampled(*given)))
     capsys.readouterr()
     quantize(small, out, recipe, resume=True)
     assert hashes(out) == hashes(tuned if tune else whole)
-    assert len(measured) == (damage is not None) == ("gradients" in capsys.readouterr().err)
+    assert (damage is not None) == ("gradients" in capsys.readouterr().err)
 
 
 @pytest.mark.parametrize(

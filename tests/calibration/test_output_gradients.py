@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibration import calibrate
-from quantkit.calibration.calibrate import Run, new_run
-from quantkit.calibration.output_gradients import measure
+from quantkit.calibration.loop import new_run
+from quantkit.calibration.run import Run, Stream, embedded
+from quantkit.calibration.stages.gradients import measure
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.whole_model import load_dense_model
+from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import distance
 from tests.tiny_models import write_model
@@ -41,13 +42,12 @@ def sequences(count: int = 9) -> list[Tensor]:
     return [torch.randint(256, (20 + 8 * (number % 2),), generator=generator) for number in range(count)]
 
 
-def stream(folder: Path, work: Path, docs: Sequence[Tensor] | None = None, **changes: Any) -> Run:
-    """Return a run of the unquantized model with the input of the first block."""
+def start(folder: Path, work: Path, docs: Sequence[Tensor] | None = None, **changes: Any) -> tuple[Run, Stream]:
+    """Return a run of the unquantized model, and the input of the first block."""
     src = Checkpoint(folder)
     recipe = from_mapping({**AWARE, **changes})
-    run = new_run(src, recipe, BlockRunner(src, device="cpu"), docs or sequences(4), work, None)
-    calibrate._embed(run, "unquantized-")
-    return run
+    run = new_run(src, recipe, BlockRunner(src, device="cpu"), docs or sequences(4), work, Progress(quiet=True))
+    return run, embedded(run, kind="unquantized-")
 
 
 def whole_model_gradients(folder: Path, run: Run) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -93,19 +93,19 @@ def whole_model_gradients(folder: Path, run: Run) -> tuple[dict[str, Tensor], di
 )
 def test_gradients_are_those_of_the_whole_model(family: str, changes: dict[str, Any], tmp_path: Path) -> None:
     folder = write_model(family, tmp_path / "model", **SMALL[family], **changes)
-    run = stream(folder, tmp_path)
-    gradients = measure(run)
+    run, stream = start(folder, tmp_path)
+    gradients = measure(run, stream)
     of_blocks, of_linears = whole_model_gradients(folder, run)
     assert gradients.documents == 4
     for block, expected in enumerate(of_blocks.values()):
         assert distance(gradients.of(block), expected) < 1e-4, block
-    again = stream(folder, tmp_path)
+    again, stream = start(folder, tmp_path)
     for block in range(len(again.model.blocks)):
         again.model.load_block(block)
         targets = again.model.targets(block)
-        found = replace(gradients, model=again.model).of_linears(again, block, targets)
+        found = replace(gradients, model=again.model).of_linears(stream, block, targets)
         for name in targets:
             g = of_linears[again.model.paths[name]].double()
             assert distance(found[name], 2 / len(g) * g.T @ g) < 1e-3, name
-        again.forward(block)
+        stream.forward(block)
         again.model.unload_block(block)

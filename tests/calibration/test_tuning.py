@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibration import tuning
-from quantkit.calibration.calibrate import calibrated
+from quantkit.calibration.loop import calibrated
+from quantkit.calibration.stages import tune
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -52,7 +52,7 @@ def tuned(folder: Path, recipe: Recipe, work: Path, **options: Any) -> dict[str,
 def take_the_last_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let every held-out error be less than the one before."""
     falling = iter(range(10000, 0, -1))
-    monkeypatch.setattr(tuning._Tuning, "_held_out_error", lambda self: float(next(falling)))
+    monkeypatch.setattr(tune.BlockTuning, "held_out_error", lambda self: float(next(falling)))
 
 
 def held_out_error(folder: Path, items: dict[str, Item]) -> float:
@@ -90,7 +90,7 @@ def facts_of(items: dict[str, Item]) -> list[dict[str, Any]]:
 def test_a_tuned_block_is_never_worse_on_held_out_text(
     family: str, recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "RATE", 0.001)
+    monkeypatch.setattr(tune, "RATE", 0.001)
     monkeypatch.setattr("quantkit.models.block_runner.is_fast_in_bfloat16", lambda device: False)
     folder = write_model(family, tmp_path / "model", **SMALL[family])
     plain = tuned(folder, from_mapping(recipe), tmp_path)
@@ -120,7 +120,7 @@ def test_steps_that_help_nowhere_leave_the_bytes_alone(
 ) -> None:
     recipe = {**TUNED, "skip": ["lm_head", r"layers\.1\..*"]}  # a block without codes
     plain = tuned(three, from_mapping({**recipe, "tune": 0}), tmp_path)
-    monkeypatch.setattr(tuning, "RATE", 5.0)
+    monkeypatch.setattr(tune, "RATE", 5.0)
     items = tuned(three, from_mapping(recipe), tmp_path)
     assert digests(items) == digests(plain)
     assert {facts["tuned_step"] for facts in facts_of(items)} == {0}
@@ -131,7 +131,7 @@ def test_the_same_seed_gives_the_same_bytes_and_a_stop_changes_none(
     three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     take_the_last_step(monkeypatch)
-    monkeypatch.setattr(tuning, "BATCH", 2)
+    monkeypatch.setattr(tune, "BATCH", 2)
     recipe, src = from_mapping(TUNED), Checkpoint(three)
     torch.manual_seed(3)  # another state of torch's own generator
     whole = tuned(three, recipe, tmp_path)
@@ -194,7 +194,7 @@ def test_too_few_sequences_are_refused(three: Path, tmp_path: Path) -> None:
 
 
 def test_outputs_that_are_not_finite_end_the_run(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning._Tuning, "_error", lambda *given: torch.tensor(torch.nan))
+    monkeypatch.setattr(tune.BlockTuning, "error", lambda *given: torch.tensor(torch.nan))
     with pytest.raises(NumericError, match=r"layers\.0: its outputs on held-out sequences are not finite"):
         tuned(three, from_mapping(TUNED), tmp_path)
 

@@ -41,7 +41,7 @@ LIMIT = 180
 #: modules that every family's process needs, imported once
 PRELOADED = ["tests.census.run", "datasets", "compressed_tensors.compressors", "transformers.modeling_utils"]
 PRELOADED += ["transformers.quantizers.auto", "transformers.models.auto.modeling_auto", "transformers.generation"]
-PRELOADED += ["transformers.models.llama.modeling_llama", "quantkit.calibration.calibrate", "quantkit.inference.load"]
+PRELOADED += ["transformers.models.llama.modeling_llama", "quantkit.calibration.loop", "quantkit.inference.load"]
 PRELOADED += ["transformers.integrations.compressed_tensors", "quantkit.inference.transformers_plugin"]
 TEXT = "\n\n".join(f"Document {i}: " + "the quick brown fox jumps over the lazy dog. " * (1 + i % 3) for i in range(8))
 CALIBRATION = ("--samples", "8", "--max-length", "96")

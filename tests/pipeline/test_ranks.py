@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from quantkit.algorithms.hessian import Hessian
-from quantkit.calibration.calibrate import split_documents
+from quantkit.calibration.preflight import split_documents
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load
 from quantkit.core.ranks import Ranks

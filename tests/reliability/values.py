@@ -18,7 +18,8 @@ from quantkit.algorithms import gptq, rtn
 from quantkit.algorithms.grid import LARGEST_HALF, SMALLEST_SCALE, half_precision
 from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.options import Options
-from quantkit.calibration.layer_solver import solve, solve_uncalibrated
+from quantkit.calibration.stages.solve import solve
+from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme

@@ -1,0 +1,104 @@
+"""Find the linears of a loaded block that share an input, and divide them into tasks in the order of solving."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.calibration import budget
+from quantkit.calibration.run import Run
+from quantkit.calibration.stages.base import Group, LoadedBlock, Task
+
+
+def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
+    """Yield the groups of a loaded block, as many at a time as have no order and as memory allows.
+
+    The caller solves them, and puts the solved linears into the block, before it takes the next ones. An expert that
+    the caller names as starved comes again, with all tokens of the layer.
+    """
+    run, model, moe = block.run, block.run.model, block.run.recipe.calibration.moe
+    if moe == "all":
+        model.run_on_all_tokens(model.experts[name] for name in block.goals if name in model.experts)
+    with run.clock.phase("forward"):
+        reached = [name for name in block.goals if name not in block.uncalled]
+        groups = find_groups(block, reached) if reached else []
+    for step in find_steps(run, groups):
+        experts = {name: {"moe": moe} for name in model.experts}
+        yield from _divided(run, step, experts)
+        starved = [name for group in step for name in group.linears if name in block.starved]
+        if starved:
+            model.run_on_all_tokens(model.experts[name] for name in starved)
+            facts = {name: {"moe": "all", "few_routed": block.starved[name]} for name in starved}
+            yield from _divided(run, find_groups(block, starved), facts)
+            model.run_on_all_tokens([])
+    model.run_on_all_tokens([])
+
+
+def _divided(run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, Any]]) -> Iterator[list[Task]]:
+    """Divide groups into tasks whose Hessians fit `HESSIAN_BYTES`; the linears of a group have the same facts."""
+    linears = run.model.linears
+    size = {group: budget.hessian_bytes(linears[group.linears[0]][1]) for group in groups}
+    for some in budget.divide(groups, size.__getitem__, budget.HESSIAN_BYTES):
+        yield [Task(group, {name: facts.get(name, {}) for name in group.linears}) for group in some]
+
+
+def find_groups(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
+    """Group a loaded block's `targets` that receive the same tensor object, in order of first call.
+
+    Documents are run until every target was called: one, unless tokens choose experts that are not unfused. A target
+    that no document reaches becomes a group of its own, at the end, with those of its expert that share its input.
+    Groups that the documents of several ranks show are taken in the order of the ranks.
+    """
+    groups: list[Group] = []
+    waiting = set(targets)
+    for group in chain.from_iterable(block.run.ranks.exchange(_seen_here(block, targets))):
+        if linears := tuple(linear for linear in group.linears if linear in waiting):
+            groups.append(Group(linears, group.once))
+            waiting.difference_update(linears)
+    idle: dict[object, list[str]] = {}
+    for linear in targets:
+        if linear in waiting:
+            expert = block.run.model.experts.get(linear)
+            key = (expert.owner, expert.number, expert.role == "down") if expert else linear
+            idle.setdefault(key, []).append(linear)
+    return groups + [Group(tuple(linears)) for linears in idle.values()]
+
+
+def _seen_here(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
+    """Group those of `targets` that the documents of this rank call."""
+    groups: list[Group] = []
+    waiting, model = set(targets), block.run.model
+    for _, tokens, state in block.stream.documents():
+        inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
+
+        def see(linear: str, x: Tensor, inputs: dict[str, list[Tensor]] = inputs) -> bool:
+            inputs.setdefault(linear, []).append(x)
+            return False
+
+        with model.watching(sorted(waiting), see):
+            model.run(block.index, tokens, state)
+        shared: dict[tuple[int, ...], list[str]] = {}
+        for linear, seen in inputs.items():
+            shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
+        groups += [Group(tuple(linears), once=len(calls) == 1) for calls, linears in shared.items()]
+        waiting.difference_update(inputs)
+        if waiting <= model.experts.keys():
+            break
+    return groups
+
+
+def find_steps(run: Run, groups: Sequence[Group]) -> list[list[Group]]:
+    """Divide the groups into steps, one after the other; the groups of a step do not depend on each other.
+
+    True-sequential: one group is a step, or the same projections of all experts of a layer. Else there is one step.
+    """
+    if not run.recipe.true_sequential:
+        return [list(groups)]
+    steps: dict[object, list[Group]] = {}
+    for group in groups:
+        expert = run.model.experts.get(group.linears[0])
+        steps.setdefault((expert.owner, expert.role == "down") if expert else group, []).append(group)
+    return list(steps.values())

@@ -1,0 +1,169 @@
+"""The loop over blocks that quantizes with activations.
+
+One block is in memory. Its linears are solved in groups that share an input, in the order in which the block calls
+them. Each stage of the recipe has its turn: before the groups, at each group, and after them. Solved weights replace
+the original ones before the next group is calibrated (ALGORITHMS 2 and 12). The finished block turns the stored
+activations into the inputs of the next. Every finished block is a commit.
+
+Several ranks divide the documents and the work of solving. Each has the whole block, and the activations of its own
+documents. All put back the same weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.calibration import resume
+from quantkit.calibration.groups import tasks
+from quantkit.calibration.preflight import check_sequences, split_documents
+from quantkit.calibration.run import Run, Stream
+from quantkit.calibration.stages import stages_of
+from quantkit.calibration.stages.base import LoadedBlock, Stage
+from quantkit.calibration.uncalibrated import solve_uncalibrated
+from quantkit.checkpoint.items import Commit, Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.ranks import ALONE, Ranks
+from quantkit.errors import RecipeError, Setting, Words
+from quantkit.kernels import gptq
+from quantkit.models.block_runner import BlockRunner
+from quantkit.progress import Clock, Progress, Recorder
+from quantkit.recipes.recipe import Recipe, goals_of
+
+#: The `block` of the commit for the tensors outside the blocks.
+REST = "rest"
+
+
+def calibrated(
+    src: Checkpoint,
+    recipe: Recipe,
+    model: BlockRunner,
+    sequences: Sequence[Tensor],
+    work: Path,
+    done: Sequence[Mapping[str, Any]],
+    *,
+    progress: Progress | None = None,
+    act_budget: int | None = None,
+    beside: bool = False,
+    ranks: Ranks = ALONE,
+) -> Iterator[Item | Commit]:
+    """Yield every tensor of a dense checkpoint once, its linears quantized or pruned on `sequences` (int64 `[t]`).
+
+    Each block is followed by a Commit; the tensors outside the blocks come last. `work` is the run's folder. It holds
+    the activations after the last two blocks and, if they exceed `act_budget` bytes, the current ones. `done` has the
+    journal lines of an interrupted run to continue. Facts of an item are those of its stages; facts of a commit are
+    block, phases, activations, form and ranks. With `beside` its activations may come late.
+
+    Each of several ranks computes a part, and the first one alone yields tensors; all are given the same arguments.
+
+    RecipeError for sequences that the model cannot take, or a tied linear that is not skipped. NumericError for
+    unusable activations, Hessians or weights. CheckpointError for a model that cannot run block by block.
+    """
+    check_sequences(recipe, model, sequences)
+    progress = progress or Progress(quiet=True)
+    run = new_run(src, recipe, model, sequences, work, progress, act_budget, beside, ranks)
+    for linear in run.goals(sorted(model.tied)):
+        rule = f"{linear} shares its weight with the embeddings, which stay dense"
+        raise RecipeError(rule, Words("add", Setting("skip", linear)))
+    facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
+    finished = [f for f in facts if f["block"] != REST]
+    last = len(model.blocks)
+    if len(finished) < last:
+        gptq.load_beside(model.device)
+        stages = stages_of(recipe)
+        for stage in stages:
+            stage.start(run, len(finished))
+        stream = resume.resume(run, finished, done)
+        for block in progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
+            yield from _block(run, stream, stages, block)
+            yield _commit(run, stream, block)
+    if len(facts) == len(finished):
+        yield from _rest(run)
+        yield Commit({"block": REST, "phases": run.clock.take()})
+
+
+def new_run(
+    src: Checkpoint,
+    recipe: Recipe,
+    model: BlockRunner,
+    sequences: Sequence[Tensor],
+    work: Path,
+    progress: Progress,
+    act_budget: int | None = None,
+    beside: bool = False,
+    ranks: Ranks = ALONE,
+) -> Run:
+    """Make the state of a run on this rank's part of all `sequences`."""
+    mine = split_documents([len(tokens) for tokens in sequences], ranks.count)[ranks.rank]
+    # A copy of tokens in each forward would wait for a GPU.
+    here = [tokens.to(model.device) for tokens in sequences[mine.start : mine.stop]]
+    chosen = goals_of(recipe, model.paths, model.kept_dense)
+    clock = Clock(model.device)
+    return Run(src, recipe, model, here, work, act_budget, progress, clock, chosen, beside, ranks, mine.start)
+
+
+def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Iterator[Item]:
+    """Quantize one block and yield its tensors in source order; `stream` becomes the input of the next."""
+    model = run.model
+    with run.clock.phase("load"):
+        model.load_block(index)
+    if model.device.type == "cuda" and index + 1 < len(model.blocks):
+        model.read_ahead(index + 1)
+    goals = run.goals(model.targets(index))
+    uncalled = {name: why for name in goals if (why := model.why_uncalled(name)) is not None}
+    block = LoadedBlock(run, stream, index, goals, uncalled)
+    for stage in stages:
+        stage.enter(block)
+    _work(block, stages)
+    for stage in stages:
+        stage.leave(block)
+    if index + 1 < len(model.blocks):
+        stream.forward(index)
+    model.unload_block(index)
+    for name in model.stored(index) if run.ranks.first else ():
+        yield block.solved.pop(name) if name in block.solved else Item(name, run.src.get(name))
+
+
+def _work(block: LoadedBlock, stages: Sequence[Stage]) -> None:
+    """Let the stages work on the groups of a block; the last Hessians are freed with the names in here."""
+    for some in tasks(block):
+        for stage in stages:
+            stage.work(block, some)
+
+
+def _commit(run: Run, stream: Stream, index: int) -> Commit:
+    """Save the activations after a block, and print what other ranks had to say; make the commit of the block."""
+    saved, late = resume.save(run, stream, index)
+    form = run.model.forms.get(index)
+    _print_warnings(run)
+    phases, count = run.clock.take(), run.ranks.count
+    return Commit({"block": index, "phases": phases, "activations": saved, "form": form, "ranks": count}, late)
+
+
+def _print_warnings(run: Run) -> None:
+    """Let the first rank print what the others had to say since the last call."""
+    said = run.progress.take() if isinstance(run.progress, Recorder) else []
+    told = run.ranks.exchange(said)
+    for rank, warnings in enumerate(told) if run.ranks.first else ():
+        for text in warnings:
+            run.progress.warn(f"rank {rank}: {text}")
+
+
+def _rest(run: Run) -> Iterator[Item]:
+    """Yield the tensors outside the blocks; a linear there that is not skipped is solved without a Hessian."""
+    outside = run.model.stored(None) if run.ranks.first else []
+    goals = run.goals(linear for linear in run.model.linears if f"{linear}.weight" in outside)
+    for name in outside:
+        run.progress.check()
+        tensor = run.src.get(name)
+        linear = name.removesuffix(".weight")
+        goal = goals.get(linear)
+        if linear == name or goal is None:
+            yield Item(name, tensor)
+            continue
+        with run.clock.phase("solve"):
+            item = solve_uncalibrated(linear, tensor.to(run.model.device), goal, run.recipe, "it is outside the blocks")
+        yield item

@@ -1,0 +1,67 @@
+"""Refuse calibration sequences that a run cannot use, and divide them over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch import Tensor
+
+from quantkit.calibration.stages import stages_of
+from quantkit.errors import RecipeError, Setting, Words
+from quantkit.models.block_runner import BlockRunner
+from quantkit.recipes.recipe import Recipe
+from quantkit.text.tokenizer import check_tokens
+
+
+def check_sequences(recipe: Recipe, model: BlockRunner, sequences: Sequence[Tensor]) -> None:
+    """Raise an error for calibration sequences that the model or a stage of the recipe cannot run on."""
+    longest = max((len(s) for s in sequences), default=0)
+    if not longest:
+        method = [Setting("method", "magnitude")] if recipe.layout is None else [Setting("method", "rtn")]
+        clip = [] if recipe.layout is None else [Setting("clip", "none")]
+        raise RecipeError("no calibration sequences", "give calibration data", Words("use", *method, *clip))
+    if recipe.distill:
+        _check_distill(model, sequences)
+    if longest > model.max_length:
+        raise RecipeError(
+            f"a calibration sequence has {longest} tokens, the model takes {model.max_length}",
+            Words("use", Setting("max_length", model.max_length)),
+        )
+    for stage in stages_of(recipe):
+        stage.check(sequences)
+    embeddings = model.text.get_input_embeddings().get_parameter("weight")
+    check_tokens(max(int(s.max()) for s in sequences), len(embeddings))
+
+
+def _check_distill(model: BlockRunner, sequences: Sequence[Tensor]) -> None:
+    if len(sequences) < 2:
+        raise RecipeError(
+            Words(Setting("distill"), "holds out one calibration sequence, and there is one"),
+            Words("use more", Setting("samples"), "or text"),
+        )
+    if model.text.get_output_embeddings() is None:
+        raise RecipeError(
+            f"{type(model.text).__name__} computes no distribution of tokens from text alone",
+            Words("drop", Setting("distill")),
+        )
+
+
+def split_documents(lengths: Sequence[int], count: int) -> list[range]:
+    """Divide documents of `lengths` tokens over `count` ranks: adjacent ones, at least one for each, by tokens.
+
+    RecipeError if there are fewer documents than ranks.
+    """
+    if len(lengths) < count > 1:
+        raise RecipeError(
+            f"{len(lengths)} calibration sequences for {count} processes",
+            Words("give more", Setting("samples")),
+            "start fewer processes",
+        )
+    ends = list(accumulate(lengths))
+    bounds = [0]
+    for rank in range(1, count):
+        share = ends[-1] * rank / count
+        nearest = min(range(len(ends)), key=lambda number: abs(ends[number] - share)) + 1
+        bounds.append(min(max(nearest, bounds[-1] + 1), len(lengths) - count + rank))
+    return [range(*bound) for bound in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]

@@ -1,0 +1,172 @@
+"""The state of a calibrated run, and the stream of its documents through the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.activations import Activations
+from quantkit.calibration.budget import TOKENS_AT_ONCE
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.ranks import ALONE, Ranks
+from quantkit.errors import Option, QuantkitError, Setting, Words
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.passing import State
+from quantkit.progress import Clock, Progress
+from quantkit.recipes.goals import Goal
+from quantkit.recipes.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Run:
+    """Hold what a calibrated run has for all blocks: source, model, goals and the documents of this rank.
+
+    `sequences` are token ids, int64 `[t]`; the first one has the number `first` among those of all ranks. Files of the
+    run are in `work`. With `beside`, a thread writes finished blocks while the next ones are computed.
+    """
+
+    src: Checkpoint
+    recipe: Recipe
+    model: BlockRunner
+    sequences: Sequence[Tensor]
+    work: Path
+    act_budget: int | None
+    progress: Progress
+    clock: Clock
+    chosen: Mapping[str, Goal | None]
+    beside: bool = False
+    ranks: Ranks = ALONE
+    first: int = 0
+
+    def exchanging(self) -> AbstractContextManager[None]:
+        """Open the phase in which several ranks wait for each other and exchange values."""
+        return self.clock.phase("exchange") if self.ranks.count > 1 else nullcontext()
+
+    def goals(self, linears: Iterable[str]) -> dict[str, Goal]:
+        """Look up the goal of each linear that does not stay dense."""
+        goals = {name: self.chosen[name] for name in linears}
+        return {name: goal for name, goal in goals.items() if goal is not None}
+
+    def put_back(self, linear: str, value: QuantizedTensor | Tensor) -> None:
+        """Replace the weight of a linear in a loaded block by its solved value, without padding."""
+        n, k = self.model.linears[linear]
+        dense = value.dequantize(self.model.dtype) if isinstance(value, QuantizedTensor) else value
+        self.model.replace(linear, dense[:n, :k].contiguous())
+
+
+class Stream:
+    """Documents on their way through the blocks: their `sequences`, and the `activations` that enter the next block.
+
+    Those are all that `activations` hold, or the first `count`. `at_once` is the number of tokens that run together. It
+    is halved where a GPU has no memory left.
+    """
+
+    def __init__(self, run: Run, activations: Activations, count: int | None = None) -> None:
+        self.model, self.progress, self.clock = run.model, run.progress, run.clock
+        self.sequences = run.sequences[: len(activations.rows) if count is None else count]
+        self.activations = activations
+        self.at_once = TOKENS_AT_ONCE[run.model.device.type]
+
+    def documents(self) -> Iterator[tuple[int, Tensor, State]]:
+        """Yield number, tokens `[t]` and the stored state of every document."""
+        for number, tokens in enumerate(self.sequences):
+            self.progress.check()
+            yield number, tokens, self.activations.get(number)
+
+    def batches(self, block: int, numbers: Sequence[int], at_once: int) -> Iterator[Sequence[int]]:
+        """Divide documents, in order, into those that one pass takes: neighbours of equal length, where possible.
+
+        They have at most `at_once` tokens together, unless a single one is longer. The order of tokens in each Hessian
+        stays.
+        """
+        first = 0
+        while first < len(numbers):
+            self.progress.check()
+            length, end = len(self.sequences[numbers[first]]), first + 1
+            if self.model.takes_batches(block) and self.activations.hidden_only:
+                most = min(first + at_once // length, len(numbers))
+                while end < most and len(self.sequences[numbers[end]]) == length:
+                    end += 1
+            yield numbers[first:end]
+            first = end
+
+    def forwards(self, block: int, first: int = 0) -> Iterator[Sequence[int]]:
+        """Divide the documents from `first` on into those that one forward takes."""
+        yield from self.batches(block, range(first, len(self.sequences)), self.at_once)
+
+    def run(self, block: int, numbers: Sequence[int]) -> State | None:
+        """Run the loaded block on one document, or on a batch; None if a watcher stopped it."""
+        key = id(self.activations), tuple(numbers)
+        if len(numbers) == 1:
+            return self.model.run(block, self.sequences[numbers[0]], self.activations.get(numbers[0]), key)
+        tokens = torch.stack([self.sequences[number] for number in numbers])
+        return self.model.run(block, tokens, self.activations.get_batch(numbers), key)
+
+    def forward(self, block: int) -> None:
+        """Run the loaded block on every document, and replace each state by the one that the block passes on."""
+        done = 0
+        with self.clock.phase("forward"):
+            while (done := self._replace(block, done)) < len(self.sequences):
+                self.run_fewer(block)
+
+    def _replace(self, block: int, done: int) -> int:
+        """Replace the states behind the first `done` until a GPU has no memory left; count those then done."""
+        try:
+            for numbers in self.forwards(block, done):
+                out = self.run(block, numbers)
+                assert out is not None
+                if len(numbers) > 1 and not out.passed:
+                    self.activations.put_batch(numbers, out)
+                    done = numbers[-1] + 1
+                    continue
+                for number in numbers:  # what is passed on is stored for each document
+                    out = out if len(numbers) == 1 else self.run(block, [number])
+                    assert out is not None
+                    self.activations.put(number, out)
+                    done = number + 1
+        except torch.OutOfMemoryError:
+            pass  # the caller goes on: here the traceback still holds tensors
+        return done
+
+    def run_fewer(self, block: int) -> None:
+        """Let fewer documents run together, as a GPU ran out of memory; QuantkitError if they run alone already."""
+        longest, path = max(map(len, self.sequences)), self.model.blocks[block]
+        if self.at_once < 2 * longest:
+            raise QuantkitError(
+                f"the GPU has not enough memory for a document of {longest} tokens",
+                Words("use a smaller", Setting("max_length"), "or", Option("act_budget")),
+                Option("device", "cpu"),
+                subject=path,
+            )
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        before, self.at_once = self.at_once, self.at_once // 2
+        self.progress.warn(
+            f"{path}: the GPU has not enough memory for {before} tokens at a time, {self.at_once} are tried; the last "
+            "bits of sums may differ, a smaller --act-budget makes space"
+        )
+
+
+def embedded(run: Run, count: int | None = None, kind: str = "") -> Stream:
+    """Let documents enter the first block: all, or the first `count`; `kind` begins the names of their files."""
+    model, sequences = run.model, run.sequences[:count]
+    with run.clock.phase("load"):
+        model.prepare(embeddings=True)
+    with run.clock.phase("forward"):
+        first = model.embed(sequences[0]).hidden
+        rows = [len(tokens) for tokens in sequences]
+        if len(first) != rows[0]:  # padding, prompts or streams come with the tokens
+            rows = [len(model.embed(tokens).hidden) for tokens in sequences]
+        like = tuple(first.shape[1:])
+        store = Activations(run.work, run.act_budget, rows, like, model.dtype, model.device, run.ranks.rank, kind)
+        for number, tokens in enumerate(sequences):
+            run.progress.check()
+            store.put(number, model.embed(tokens))
+    model.drop_embeddings()
+    return Stream(run, store)

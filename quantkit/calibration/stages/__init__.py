@@ -1,0 +1,20 @@
+"""The stages of a calibrated run. A new stage is a module here, and its entry in `stages_of`."""
+
+from __future__ import annotations
+
+from quantkit.calibration.stages.base import Stage
+from quantkit.calibration.stages.gradients import Gradients
+from quantkit.calibration.stages.hessians import Hessians
+from quantkit.calibration.stages.solve import Solve
+from quantkit.calibration.stages.tune import Tune
+from quantkit.calibration.stages.unquantized import Unquantized
+from quantkit.recipes.recipe import Recipe
+
+
+def stages_of(recipe: Recipe) -> list[Stage]:
+    """Compose the stages of a recipe, in the order in which they work."""
+    unquantized = Unquantized() if recipe.tune or recipe.output_aware else None
+    gradients = Gradients(unquantized) if unquantized and recipe.output_aware else None
+    tune = Tune(recipe.tune, unquantized, gradients) if unquantized and recipe.tune else None
+    found: list[Stage | None] = [gradients, unquantized, Hessians(), Solve(gradients), tune]
+    return [stage for stage in found if stage is not None]

@@ -1,0 +1,265 @@
+"""How strongly the model's likelihood depends on what each block passes on, and on each output of its linears.
+
+The unquantized model runs on some calibration documents, and draws the next token of every position from its own
+distribution. The gradients of the log likelihood of these tokens are a sample of the Fisher information (ALGORITHMS
+8.3). One block is in memory at a time. The hidden states that enter each block are saved on the way forward. On the way
+back the gradients take their place. A block alone, with its saved gradients, gives those of its linears' outputs.
+
+A run that is resumed reads the saved gradients, or computes them again to the same bits.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
+from quantkit.algorithms.numerics import is_finite
+from quantkit.calibration.activations import Activations
+from quantkit.calibration.backward import explaining, gradient, in_fixed_order, parts, run_part, stacked
+from quantkit.calibration.budget import gradient_documents
+from quantkit.calibration.run import Run, Stream, embedded
+from quantkit.calibration.stages.base import LoadedBlock, Stage
+from quantkit.calibration.stages.unquantized import Unquantized
+from quantkit.core.tensors import dtype_name
+from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting, Words
+from quantkit.io import files
+from quantkit.models.block_runner import BlockRunner
+
+#: Added to the diagonal of the Fisher information of a block's outputs, relative to the mean diagonal, where it weighs
+#: their errors.
+DAMP = 1.0
+_INDEX = "activations-gradients.json"
+INSTEAD = Words("use", Setting("output_aware", False))
+
+
+class Gradients(Stage):
+    """Measure the gradients of the unquantized model; `hessians` are those of the outputs of a block's linears."""
+
+    found: OutputGradients
+
+    def __init__(self, unquantized: Unquantized) -> None:
+        self._unquantized = unquantized
+        self.hessians: Mapping[str, Tensor] = {}
+
+    def start(self, run: Run, finished: int) -> None:
+        """Run the unquantized model forward and back, or read what a stopped run has saved."""
+        count = gradient_documents(map(len, run.sequences))
+        self.found = measure(run, embedded(run, count, "unquantized-"), resumed=finished > 0)
+
+    def enter(self, block: LoadedBlock) -> None:
+        """Sum the Hessians of outputs, `[n, n]`."""
+        with block.run.clock.phase("gradients"):
+            stream = self._unquantized.stream(block.run, self.found.documents)
+            self.hessians = self.found.of_linears(stream, block.index, block.goals)
+
+    def leave(self, block: LoadedBlock) -> None:
+        """Free the Hessians."""
+        self.hessians = {}
+
+
+@dataclass(frozen=True)
+class OutputGradients:
+    """The gradients by what each block passes on, `[T, h]` of the first `documents`, in files of the run's folder."""
+
+    work: Path
+    model: BlockRunner
+    documents: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    hashes: Sequence[str]
+
+    def of(self, block: int) -> Tensor:
+        """Read the gradient by what a block passes on, to the device; CheckpointError if its file changed."""
+        found = files.load_tensor(_file(self.work, block), self.shape, self.dtype, self.hashes[block])
+        return found.to(self.model.device)
+
+    def root(self, block: int) -> Tensor:
+        """Compute the matrix `[h, h]` that weighs errors of what a block passes on: `|error @ root|^2` is the loss.
+
+        It is the Cholesky factor of the Fisher information with a damped diagonal, whose mean is 1.
+        """
+        passed_on = self.of(block).flatten(0, -2)
+        fisher = _empty(passed_on.shape[-1], self.model)
+        fisher.add(passed_on)
+        found = fisher.matrix().double()
+        mean = float(found.diagonal().mean())
+        if not mean > 0:
+            raise NumericError("its outputs have no finite gradient", INSTEAD, subject=self.model.blocks[block])
+        found.div_(mean * (1 + DAMP)).diagonal().add_(DAMP / (1 + DAMP))
+        root: Tensor = torch.linalg.cholesky(found)
+        return root.float()
+
+    def of_linears(self, stream: Stream, block: int, linears: Iterable[str]) -> dict[str, Tensor]:
+        """Sum the Hessian `[n, n]` of the outputs of a loaded block's linears, of those that gradients reach.
+
+        `stream` has the documents of the gradients, with the hidden states that enter the block.
+        """
+        model = stream.model
+
+        def summed() -> dict[str, Hessian]:
+            sums: dict[str, Hessian] = {}
+
+            def see(linear: str, found: Tensor) -> None:
+                if linear not in sums:
+                    sums[linear] = _empty(found.shape[-1], model)
+                try:
+                    sums[linear].add(found)
+                except NumericError as error:
+                    raise NumericError("its outputs have no finite gradient", INSTEAD, subject=linear) from error
+
+            with model.watching_gradients(linears, see):
+                for part in parts(stream, block):
+                    _carried(stream, block, part, behind)
+            return sums
+
+        behind = self.of(block).split(stream.activations.rows[: len(stream.sequences)])
+        with explaining(model, INSTEAD):
+            sums = in_fixed_order(model, stream.progress, summed)
+        return {name: sums.pop(name).matrix() for name in list(sums)}  # each sum is freed
+
+
+def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
+    """Compute and save the gradients, or read what a stopped run has saved.
+
+    `stream` has the documents of the gradients, with the hidden states that enter the first block. A run that is
+    `resumed` behind finished blocks has saved them.
+
+    RecipeError for a model whose blocks pass on more than one hidden state. CheckpointError if its code has no
+    gradient. NumericError for a gradient that is not finite.
+    """
+    model = run.model
+    dtype = torch.bfloat16 if model.dtype == torch.float16 else model.dtype  # float16 would underflow
+    shape = tuple(stream.activations.hidden.shape)
+    saved = _saved(run, stream, shape, dtype)
+    if saved is not None:
+        return saved
+    if resumed:
+        run.progress.warn(f"{run.work}: the gradients of the model's outputs are lost or damaged: computed again")
+    hashes = _go_forward(run, stream)
+    rows = stream.activations.rows
+    store = Activations(run.work, run.act_budget, rows, shape[1:], dtype, model.device, kind="gradients-")
+    with run.clock.phase("load"):
+        model.load_head()
+    with run.clock.phase("gradients"):
+        _sample(stream, store, run.recipe.calibration.seed)
+    model.drop_head()
+    with run.clock.phase("save"):
+        hashes.append(files.save_tensor(_file(run.work, len(hashes)), store.hidden))
+    _go_back(run, stream, store, hashes)
+    index = {"shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
+    files.write_atomic(run.work / _INDEX, json.dumps(index).encode())
+    return OutputGradients(run.work, model, len(rows), shape, dtype, hashes)
+
+
+def _saved(run: Run, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> OutputGradients | None:
+    """Read the gradients that a stopped run has saved; None if a part is missing or changed."""
+    try:
+        index: Any = json.loads((run.work / _INDEX).read_text())
+        found = OutputGradients(run.work, run.model, len(stream.sequences), shape, dtype, index["hashes"])
+        for block in range(len(found.hashes)):
+            files.load_tensor(_file(run.work, block), shape, dtype, found.hashes[block])
+    except (OSError, ValueError, KeyError, TypeError, CheckpointError):
+        return None
+    return found if len(found.hashes) == len(run.model.blocks) else None
+
+
+def _go_forward(run: Run, stream: Stream) -> list[str]:
+    """Run all blocks, and save what enters each but the first; list the hashes of the files."""
+    model, hashes = run.model, list[str]()
+    for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks)):
+        if block:
+            with run.clock.phase("save"):
+                hashes.append(files.save_tensor(_file(run.work, block - 1), stream.activations.hidden))
+        with run.clock.phase("load"):
+            model.load_block(block)
+        stream.forward(block)
+        model.unload_block(block)
+        if not stream.activations.hidden_only or model.forms[block].get("left"):
+            raise RecipeError(
+                "passes on more than its hidden state, through which gradients would be lost",
+                INSTEAD,
+                subject=model.blocks[block],
+            )
+    return hashes
+
+
+def _sample(stream: Stream, store: Activations, seed: int) -> None:
+    """Put into `store` the gradients by the hidden states behind the last block, of tokens drawn by the model."""
+    model = stream.model
+    generator = torch.Generator(model.device)
+    for number, tokens in enumerate(stream.sequences):
+        stream.progress.check()
+        hidden = stream.activations.get(number).hidden.detach().to(model.device, copy=True).requires_grad_()
+        draw = partial(_drawn, model, tokens, hidden, generator, (seed + number) % 2**63)
+        with explaining(model, INSTEAD):
+            found = in_fixed_order(model, stream.progress, draw)
+        if not bool(found.isfinite().all()):
+            raise NumericError("its gradient is not finite", INSTEAD, subject=f"calibration document {number}")
+        store.get(number).hidden.copy_(found)
+
+
+@torch.enable_grad()
+def _drawn(model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.Generator, seed: int) -> Tensor:
+    """Draw tokens of a document, and compute the gradient by its hidden states behind the last block."""
+    generator.manual_seed(seed)
+    logits = model.logits_of(tokens, hidden)
+    wanted = logits.detach().float().softmax(-1)
+    drawn = torch.multinomial(wanted, 1, generator=generator)
+    wanted.scatter_add_(1, drawn, torch.full_like(drawn, -1, dtype=wanted.dtype))
+    return gradient(model, logits, hidden, wanted.to(logits.dtype))
+
+
+def _go_back(run: Run, stream: Stream, store: Activations, hashes: list[str]) -> None:
+    """Carry the gradients from the last block back to the second one, and save them in place of hidden states."""
+    model, hidden = run.model, stream.activations.hidden
+    for block in run.progress.bar(range(len(hashes) - 1, 0, -1), "gradients, backward", len(hashes) - 1):
+        with run.clock.phase("load"):
+            model.load_block(block)
+            hidden.copy_(  # what was read has no name, so that it is freed here
+                files.load_tensor(_file(run.work, block - 1), tuple(hidden.shape), model.dtype, hashes[block - 1])
+            )
+        with run.clock.phase("gradients"):
+            _carry_back(stream, block, store)
+        with run.clock.phase("save"):
+            hashes[block - 1] = files.save_tensor(_file(run.work, block - 1), store.hidden)
+        model.unload_block(block)
+
+
+def _carry_back(stream: Stream, block: int, store: Activations) -> None:
+    """Replace the gradients by what a loaded block passes on by those of what enters it."""
+    model, behind = stream.model, store.hidden.split(store.rows)
+    for part in parts(stream, block):
+        with explaining(model, INSTEAD):
+            found = in_fixed_order(model, stream.progress, partial(_carried, stream, block, part, behind))
+        if not is_finite(found):
+            raise NumericError("its gradient is not finite", INSTEAD, subject=model.blocks[block])
+        for number, each in zip(part, [found] if len(part) == 1 else found, strict=True):
+            store.get(number).hidden.copy_(each)
+
+
+@torch.enable_grad()
+def _carried(stream: Stream, block: int, part: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
+    """Compute the gradients by what enters a loaded block, of some documents, from those by what it passes on."""
+    device = stream.model.device
+    hidden = stacked(stream.activations, part).detach().to(device, copy=True).requires_grad_()
+    behind = torch.stack([gradients[number] for number in part]).to(device)
+    out = run_part(stream, block, part, {}, hidden)
+    return gradient(stream.model, out, hidden, behind.view_as(out).to(out.dtype))
+
+
+def _empty(size: int, model: BlockRunner) -> Hessian:
+    chunk = LONG_CHUNK if model.device.type == "cuda" else CHUNK
+    # It checks each call: the numbers kept for a check in the end would keep the heap between them from shrinking.
+    return Hessian(size, model.device, cap_tokens=False, chunk=chunk)
+
+
+def _file(work: Path, block: int) -> Path:
+    return work / f"activations-gradient-{block}.bin"

@@ -1,0 +1,121 @@
+"""Sum the Hessian of each group's input over all documents, on all ranks (ALGORITHMS 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import closing
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
+from quantkit.calibration.run import Run
+from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task
+from quantkit.errors import NumericError, about
+
+
+class Hessians(Stage):
+    """Give each task its Hessian, and the rank that solves it.
+
+    An expert that sees fewer tokens than it has input channels is starved: its task is removed.
+    """
+
+    def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
+        """Sum the Hessians of some tasks in one pass."""
+        for task, hessian in zip(tasks, collect(block, [task.group for task in tasks]), strict=True):
+            task.hessian = hessian
+        del hessian  # what is added up elsewhere is freed here
+        if tasks[0].group.linears[0] not in block.starved:
+            _remove_starved(block, tasks)
+        _add_up(block.run, tasks)
+
+
+def _remove_starved(block: LoadedBlock, tasks: list[Task]) -> None:
+    """Count the tokens of all ranks, and remove the tasks of experts that have too few."""
+    run = block.run
+    with run.exchanging():
+        counts = run.ranks.exchange([task.hessian.tokens if task.hessian else 0 for task in tasks])
+    for task, tokens in zip(list(tasks), map(sum, zip(*counts, strict=True)), strict=True):
+        linears = task.group.linears
+        k = run.model.linears[linears[0]][1]
+        if linears[0] in run.model.experts and run.recipe.calibration.moe == "routed" and tokens < k:
+            block.starved |= dict.fromkeys(linears, f"{tokens} tokens for {k} input channels")
+            tasks.remove(task)
+
+
+def _add_up(run: Run, tasks: Sequence[Task]) -> None:
+    """Choose the ranks that solve the tasks, and put the sum of the Hessians of all ranks there.
+
+    Several tasks are divided over the ranks. The rows of a single one are, so that all ranks need its Hessian. The
+    order of the sum is that of the ranks.
+    """
+    if run.ranks.count == 1 or not tasks:
+        return
+    owners: list[int | None] = [None]
+    if len(tasks) > 1:
+        work = [0] * run.ranks.count
+        owners = [0] * len(tasks)
+        costs = [sum(n * k * k for n, k in map(run.model.linears.__getitem__, task.group.linears)) for task in tasks]
+        for number in sorted(range(len(tasks)), key=lambda number: -costs[number]):
+            least = work.index(min(work))
+            owners[number] = least
+            work[least] += costs[number]
+    here = [task.hessian.part() for task in tasks if task.hessian is not None]
+    with run.exchanging(), closing(run.ranks.gather_each(here, owners)) as gathered:
+        for task, owner, parts in zip(tasks, owners, gathered, strict=True):
+            task.hessian, task.owner = None, owner
+            if parts is not None:
+                task.hessian = new_hessian(run, task.group)
+                for part in parts:
+                    task.hessian.absorb(part)
+
+
+def collect(block: LoadedBlock, groups: Sequence[Group]) -> list[Hessian]:
+    """Sum the Hessian of each group's input over this rank's documents, in one pass through the loaded block.
+
+    The pass for a single group ends before its first linear runs. Where a check would wait for a GPU, all numbers are
+    checked in the end, and a second pass names what is not finite.
+    """
+    checks = block.run.model.device.type == "cpu"
+    while True:
+        found = sum_once(block, groups, checks)
+        if found is None:
+            block.stream.run_fewer(block.index)
+        elif checks or not any(hessian.may_be_broken() for hessian in found):
+            return found
+        else:
+            checks = True
+
+
+def new_hessian(run: Run, group: Group, checks: bool = True) -> Hessian:
+    """Make an empty Hessian for the input of a group. The many experts of a layer must do with short chunks."""
+    first, model = group.linears[0], run.model
+    chunk = LONG_CHUNK if model.device.type == "cuda" and first not in model.experts else CHUNK
+    cap = run.recipe.gptq.cap_tokens
+    return Hessian(model.linears[first][1], model.device, cap_tokens=cap, checks=checks, chunk=chunk)
+
+
+def sum_once(block: LoadedBlock, groups: Sequence[Group], checks: bool) -> list[Hessian] | None:
+    """Sum the Hessians in one pass; None if a GPU has no memory left."""
+    run, stream = block.run, block.stream
+    hessians = {group.linears[0]: new_hessian(run, group, checks) for group in groups}
+    stop = len(groups) == 1 and groups[0].once
+    document = 0
+
+    def see(linear: str, x: Tensor) -> bool:
+        with run.clock.phase("hessian"), about(f"{linear}, calibration document {run.first + document}"):
+            hessians[linear].add(x)
+        return stop
+
+    with run.clock.phase("forward"), run.model.watching(hessians, see):
+        for numbers in stream.forwards(block.index):
+            document = numbers[0]
+            try:
+                stream.run(block.index, numbers)
+            except NumericError:
+                for document in numbers if len(numbers) > 1 else ():
+                    stream.run(block.index, [document])
+                raise
+            except torch.OutOfMemoryError:
+                return None
+    return list(hessians.values())

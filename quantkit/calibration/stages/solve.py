@@ -1,0 +1,337 @@
+"""Quantize or prune the linears of a group, given their weights and one Hessian.
+
+Weights of one scheme are solved as one tall weight: rows never interact, and the factor is the same
+(ALGORITHMS 2). An unusable Hessian is an error or, if the recipe allows it, means RTN with a warning.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import prod
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms import coordinate_descent, gptq, output_aware, rtn, sparsegpt
+from quantkit.algorithms.cholesky import Factor, factorize
+from quantkit.algorithms.deviation import total, widened
+from quantkit.algorithms.hessian import Hessian, row_losses
+from quantkit.algorithms.numerics import check_weight
+from quantkit.calibration import budget
+from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
+from quantkit.calibration.stages.gradients import Gradients
+from quantkit.calibration.uncalibrated import counts_of_pruned, solve_uncalibrated, solved_width, stored_item
+from quantkit.checkpoint.items import Item
+from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
+from quantkit.core.ranks import ALONE, Ranks
+from quantkit.core.scheme import Scheme
+from quantkit.errors import NumericError, Setting, Words, about
+from quantkit.progress import Progress, Recorder
+from quantkit.recipes.goals import Goal, is_sparse
+from quantkit.recipes.recipe import Recipe
+
+Solved = list[tuple[QuantizedTensor | Tensor, dict[str, Any]]]
+
+_Part = TypeVar("_Part")
+
+
+class Solve(Stage):
+    """Solve each group and put it back, so that later groups and blocks are calibrated on what comes out.
+
+    `gradients` give the Hessians of outputs, for output-aware rounding.
+    """
+
+    def __init__(self, gradients: Gradients | None) -> None:
+        self._gradients = gradients
+
+    def enter(self, block: LoadedBlock) -> None:
+        """Solve the linears that text alone never calls."""
+        for name, why in block.uncalled.items():
+            with block.run.clock.phase("solve"):
+                weight = block.run.model.source_weight(name)
+                item = solve_uncalibrated(name, weight, block.goals[name], block.run.recipe, why)
+            block.put_back(item)
+
+    def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
+        """Solve the groups, each on the rank that owns it or by rows on all ranks."""
+        for task, items in zip(tasks, self._solved(block, tasks), strict=True):
+            for item in items:
+                facts = task.facts[item.name.removesuffix(".weight")]
+                block.put_back(item._replace(facts={**(item.facts or {}), **facts}))
+                block.run.progress.detail(_detail(item))
+
+    def _solved(self, block: LoadedBlock, tasks: Sequence[Task]) -> Iterator[list[Item]]:
+        """Yield the solved linears of each group."""
+        run = block.run
+
+        def work(task: Task) -> tuple[list[Item], list[str]]:
+            told = Recorder(run.progress)
+            return self._of_group(block, task, told), told.take()
+
+        solved: Iterable[tuple[list[Item], list[str]]] = map(work, tasks)
+        owners = [task.owner for task in tasks if task.owner is not None]
+        if owners:
+            with run.exchanging():
+                solved = list(run.ranks.each(tasks, owners, work))
+        for items, warnings in solved:
+            for text in warnings if run.ranks.first else ():
+                run.progress.warn(text)
+            yield items
+
+    def _of_group(self, block: LoadedBlock, task: Task, progress: Progress) -> list[Item]:
+        """Solve the linears of one group, of at most `SOLVED_WEIGHTS` at a time: `all` joins all experts of a layer."""
+        run, items = block.run, list[Item]()
+        assert task.hessian is not None
+        ranks = run.ranks if task.owner is None else ALONE
+        outputs = self._gradients.hessians if self._gradients else {}
+        sizes = {name: prod(run.model.linears[name]) for name in task.group.linears}
+        for part in budget.divide(sizes, sizes.__getitem__, budget.SOLVED_WEIGHTS):
+            with run.clock.phase("solve"):
+                weights = {name: run.model.source_weight(name) for name in part}
+                goals = {name: block.goals[name] for name in part}
+                items += solve(weights, goals, task.hessian, run.recipe, progress, ranks, outputs)
+        return items
+
+
+def _detail(item: Item) -> str:
+    facts = item.facts or {}
+    found = [(key, facts.get(key)) for key in ("method", "relative_error", "loss", "rtn_loss", "damp", "tokens")]
+    return f"{item.name}: " + ", ".join(f"{k} {v:.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in found)
+
+
+class _System(NamedTuple):
+    """Hold a Hessian `[width, width]` and, if the method needs it, its factor."""
+
+    h: Tensor
+    factor: Factor | None
+
+
+def solve(
+    weights: Mapping[str, Tensor],
+    goals: Mapping[str, Goal],
+    hessian: Hessian,
+    recipe: Recipe,
+    progress: Progress,
+    ranks: Ranks = ALONE,
+    outputs: Mapping[str, Tensor] = MappingProxyType({}),
+) -> list[Item]:
+    """Quantize or prune linears `[n, k]`, by name, whose common input gave `hessian`.
+
+    GPTQ is output-aware for those whose `outputs` have a Hessian `[n, n]`, which needs one rank.
+
+    Several ranks, which call this with the same arguments, solve some rows each and return the same.
+
+    Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
+    tokens, capped_tokens (if any), channel_peak, seconds, and those of the solver. `descent_skipped` says that there
+    were too few tokens for descent, `true_shape` that the stored weight is padded.
+
+    NumericError, naming the linear, for weights that are not finite or overflow. NumericError for an unusable Hessian,
+    unless the recipe says `on_unsolvable: rtn`.
+    """
+    names = ", ".join(weights)
+    k = next(iter(weights.values())).shape[1]
+    for name, weight in weights.items():
+        with about(name):
+            check_weight(weight)
+    if not hessian.tokens:
+        return _unreached(names, weights, goals, recipe, progress)
+    if hessian.tokens < k / 8:
+        progress.warn(f"{names}: only {hessian.tokens} tokens calibrate {k} input channels")
+    recipe, skipped = _without_noise(names, k, hessian.tokens, recipe, progress)
+    with about(names):
+        hessian.check_size(k)
+    h, capped = hessian.limited(weights.values())
+    sums = {"tokens": hessian.tokens, **({"capped_tokens": capped} if capped else {}), **_channel_peak(h)}
+    systems = _systems(names, h, goals.values(), recipe, progress)
+    alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
+    for name, weight in weights.items():
+        alike.setdefault((goals[name], weight.dtype), {})[name] = weight
+    items: list[Item] = []
+    for (goal, _), chosen in alike.items():
+        progress.check()
+        started = time.perf_counter()
+        width = solved_width(goal, k, recipe)
+        system = systems[is_sparse(goal), width]
+        wide = {name: widened(w, width) for name, w in chosen.items()}
+        solved = _solve_alike(wide, goal, system, recipe, ranks, outputs)
+        seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
+        for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
+            common = {**sums, **skipped, "seconds": seconds * len(weight)}
+            items.append(stored_item(name, weight, tensor, {**facts, **common}, recipe))
+    return items
+
+
+def _unreached(
+    names: str, weights: Mapping[str, Tensor], goals: Mapping[str, Goal], recipe: Recipe, progress: Progress
+) -> list[Item]:
+    """Round to nearest the linears that no token reached, if the recipe allows it."""
+    reason = "no calibration token came here"
+    if recipe.gptq.on_unsolvable == "stop":
+        ways = Words(
+            "give more text, leave it dense with", Setting("skip"), ", or set gptq on_unsolvable: rtn in a recipe"
+        )
+        raise NumericError(reason, ways, subject=names)
+    progress.warn(f"{names}: {reason}, rounded to nearest")
+    return [solve_uncalibrated(name, w, goals[name], recipe, reason) for name, w in weights.items()]
+
+
+def _without_noise(
+    names: str, k: int, tokens: int, recipe: Recipe, progress: Progress
+) -> tuple[Recipe, dict[str, str]]:
+    """Drop descent from the recipe if it would fit the noise of few tokens, with the fact for the report."""
+    if not recipe.gptq.descent or tokens >= coordinate_descent.TOKENS_PER_COLUMN * k:
+        return recipe, {}
+    few = f"{tokens} tokens for {k} input channels"
+    least = coordinate_descent.TOKENS_PER_COLUMN
+    if not recipe.descends_by_default:  # else the closing table counts these linears
+        progress.warn(f"{names}: no descent: {few} are fewer than {least} each; give more --samples")
+    return replace(recipe, gptq=replace(recipe.gptq, descent=0)), {"descent_skipped": few}
+
+
+def _channel_peak(h: Tensor) -> dict[str, float]:
+    """Divide the RMS of the largest input channel by that of the median live one, for the report."""
+    energy = h.diagonal()
+    live = energy[energy > 0]
+    peak = float((live.max() / live.median()).sqrt()) if len(live) else math.nan
+    return {"channel_peak": peak} if math.isfinite(peak) else {}
+
+
+def _systems(
+    names: str, h: Tensor, goals: Iterable[Goal], recipe: Recipe, progress: Progress
+) -> dict[tuple[bool, int], _System]:
+    """Factor `h`, `[k, k]`, for each kind of goal, by sparsity and width."""
+    kinds = sorted({(is_sparse(goal), solved_width(goal, len(h), recipe)) for goal in goals})
+    hessians = {width: _widened_hessian(h, width) for _, width in kinds}
+    factors = {
+        (sparse, width): _factor(names, hessians[width], recipe, sparse, progress) if recipe.factored else None
+        for sparse, width in kinds
+    }
+    return {kind: _System(hessians[kind[1]], factors[kind]) for kind in kinds}
+
+
+def _widened_hessian(h: Tensor, width: int) -> Tensor:
+    """Add uncorrelated channels to a Hessian, as large as the mean one: none is dead, damping stays.
+
+    The weights there are zero and have no error, so they change no loss and no real column.
+    """
+    missing = width - len(h)
+    return torch.block_diag(h, h.diagonal().mean() * torch.eye(missing, device=h.device)) if missing else h
+
+
+def _factor(names: str, h: Tensor, recipe: Recipe, sparse: bool, progress: Progress) -> Factor | None:
+    """Factor the Hessian, warning of extra damping; None if that fails and the recipe allows rounding."""
+    try:
+        with about(names):
+            factor = factorize(h, recipe.gptq, sparse)
+    except NumericError as error:
+        if recipe.gptq.on_unsolvable == "stop":
+            raise
+        progress.warn(f"{error}; rounded to nearest")
+        return None
+    if len(factor.rungs) > 1:
+        progress.warn(f"{names}: the Hessian needed damping {factor.damp}, after {list(factor.rungs[:-1])}")
+    return factor
+
+
+def _solve_alike(
+    weights: Mapping[str, Tensor],
+    goal: Goal,
+    system: _System,
+    recipe: Recipe,
+    ranks: Ranks,
+    outputs: Mapping[str, Tensor],
+) -> Solved:
+    """Solve weights of one dtype with one goal, by the method of the recipe."""
+    if not isinstance(goal, Scheme):
+        return _prune(weights, system, recipe, ranks)
+    if recipe.factored:
+        return _gptq(weights, goal, system, recipe, ranks, outputs)
+    return _rtn(weights, goal, system.h, recipe, ranks)
+
+
+def _gptq(
+    weights: Mapping[str, Tensor],
+    scheme: Scheme,
+    system: _System,
+    recipe: Recipe,
+    ranks: Ranks,
+    outputs: Mapping[str, Tensor],
+) -> Solved:
+    def solve_rows(weight: Tensor) -> gptq.Solution:
+        return gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor)
+
+    parts = gptq.split(gptq.join(_as_one(weights, solve_rows, ranks)), [len(w) for w in weights.values()])
+    named = dict(zip(weights, parts, strict=True))
+    again = [name for name in weights if name in outputs] if system.factor is not None else []
+    if again:
+        plain, seen = [named[name] for name in again], [outputs[name] for name in again]
+        found = output_aware.refine([weights[name] for name in again], plain, seen, system.h, solve_rows)
+        named |= zip(again, found, strict=True)
+    return [
+        (
+            part.tensor,
+            {
+                "method": part.facts.get("fallback", "gptq"),
+                "loss": total(part.loss),
+                "rtn_loss": total(part.rtn_loss),
+                "norm": total(part.norm),
+                **part.facts,
+            },
+        )
+        for part in named.values()
+    ]
+
+
+def _prune(weights: Mapping[str, Tensor], system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
+    h, factor = system
+    tall = torch.cat(_as_one(weights, lambda weight: sparsegpt.prune(weight, h, recipe.gptq, factor), ranks))
+    used = {"damp": factor.damp, "rungs": list(factor.rungs)} if factor else {}
+    found: Solved = []
+    for (name, weight), value in zip(weights.items(), tall.split([len(w) for w in weights.values()]), strict=True):
+        with about(name):
+            facts = {"method": recipe.gptq.prune, **used, **counts_of_pruned(value)}
+        facts["loss"] = total(row_losses(weight.float() - value.float(), None, h))
+        facts["norm"] = total(row_losses(weight, None, h))
+        facts["dead_columns"] = int((h.diagonal() == 0).sum())
+        found.append((value.clone(), facts))  # a slice would hold the whole tall weight in memory
+    return found
+
+
+def _rtn(weights: Mapping[str, Tensor], scheme: Scheme, h: Tensor, recipe: Recipe, ranks: Ranks) -> Solved:
+    def solve_rows(weight: Tensor) -> tuple[QuantizedTensor, dict[str, Any]]:
+        return rtn.quantize(
+            weight,
+            scheme,
+            clip=recipe.clip,
+            metric=recipe.metric,
+            hessian=h,
+            signed=recipe.signed,
+            prune=recipe.prune or "magnitude",
+        )
+
+    found: Solved = []
+    for name, weight in weights.items():
+        parts = _as_one({name: weight}, solve_rows, ranks)
+        tensor = concatenated([part for part, _ in parts])
+        facts = {**parts[0][1], **rtn.scale_facts(tensor)}
+        loss, norm = (total(row_losses(weight, value, h)) for value in (tensor, None))
+        found.append((tensor, {"method": "rtn", "loss": loss, "rtn_loss": loss, "norm": norm, **facts}))
+    return found
+
+
+def _as_one(weights: Mapping[str, Tensor], solve_rows: Callable[[Tensor], _Part], ranks: Ranks) -> list[_Part]:
+    """Apply `solve_rows` to all weights stacked, or to some rows on each rank; list the results in order."""
+    mine = torch.cat(list(weights.values()))[ranks.rows(sum(map(len, weights.values())))]
+    try:
+        part = solve_rows(mine) if len(mine) else None
+    except NumericError:
+        for name, weight in weights.items():  # the row must be named within its own linear
+            with about(name):
+                solve_rows(weight)
+        raise
+    return [found for found in ranks.gather(part) if found is not None]

@@ -1,0 +1,183 @@
+"""Tune the solved linears of one block together, so that the block passes on what the unquantized model has there.
+
+The inputs are those that the quantized blocks before pass on. The target is the hidden state of the unquantized model
+after the block, so a block also makes up for the errors of those before it. Output gradients, if the run has them,
+weigh the channels of the error. An eighth of the sequences is held out; the codes and scales of least error on them are
+taken, the start included (ALGORITHMS 8.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms import rtn
+from quantkit.algorithms.block_tuning import TunedWeight
+from quantkit.algorithms.deviation import relative_error, zeroed
+from quantkit.calibration.activations import Activations
+from quantkit.calibration.backward import backward, explaining, in_fixed_order, parts, run_part, stacked
+from quantkit.calibration.stages.base import LoadedBlock, Stage
+from quantkit.calibration.stages.gradients import Gradients
+from quantkit.calibration.stages.unquantized import Unquantized
+from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.report import untuned
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.errors import NumericError, RecipeError, Setting, Words
+
+#: One sequence of so many is held out.
+HELD_OUT = 8
+#: Sequences of a step.
+BATCH = 8
+#: The largest step of a latent value in so many steps, in steps of the grid. Fewer steps are longer, by the root.
+RATE, RATE_STEPS = 0.0025, 200
+#: Steps in which the rate rises, and how often in a run the held-out error is computed.
+WARM_UP, CHECKS = 5, 8
+_TINY = 1e-30
+
+
+INSTEAD = Words("drop", Setting("tune"))
+
+
+class Tune(Stage):
+    """Tune the solved linears of each block in so many `steps`; `gradients` weigh the errors, if there are any."""
+
+    def __init__(self, steps: int, unquantized: Unquantized, gradients: Gradients | None) -> None:
+        self._steps, self._unquantized, self._gradients = steps, unquantized, gradients
+
+    def check(self, sequences: Sequence[Tensor]) -> None:
+        """Raise RecipeError if there are too few calibration sequences to hold one out."""
+        count = len(sequences)
+        if count < HELD_OUT:
+            raise RecipeError(
+                Words(Setting("tune"), f"holds out one of {HELD_OUT} calibration sequences, and there are {count}"),
+                Words("use", Setting("samples", HELD_OUT), "or more"),
+                INSTEAD,
+            )
+
+    def leave(self, block: LoadedBlock) -> None:
+        """Tune the block and put the tuned linears back."""
+        with block.run.clock.phase("tune"):
+            for item in self._tuned(block):
+                block.put_back(item)
+
+    def _tuned(self, block: LoadedBlock) -> list[Item]:
+        """Tune the solved linears; list them anew, in the same order.
+
+        Facts: `untuned_error` and `tuned_error` are the squared error of the block's hidden states on held-out
+        sequences, relative to their squares, before and after `tuned_step` steps. `tuned_changed` counts codes. Losses
+        are not computed anew, and become those of untuned codes (`untuned_loss`).
+        """
+        solved = {name.removesuffix(".weight"): item for name, item in block.solved.items()}
+        solved = {name: item for name, item in solved.items() if name not in block.uncalled}
+        if not solved:
+            return []
+        model, values = block.run.model, {name: item.value for name, item in solved.items()}
+        sources = {name: block.run.src.get(f"{name}.weight").to(model.device) for name in solved}
+        starts = {name: value for name, value in values.items() if isinstance(value, QuantizedTensor)}
+        root = None if self._gradients is None else self._gradients.found.root(block.index)
+        found, common = BlockTuning(block, self._unquantized.activations, root, starts, sources).run(self._steps)
+        block.run.progress.detail(
+            f"{block.path}: error on held-out sequences {common['untuned_error']:.4g}, tuned "
+            f"{common['tuned_error']:.4g} after {common['tuned_step']} of {self._steps} steps"
+        )
+        return [_tuned_item(item, sources[name], starts[name], found[name], common) for name, item in solved.items()]
+
+
+def _tuned_item(
+    item: Item, source: Tensor, start: QuantizedTensor, tuned: QuantizedTensor, common: Mapping[str, Any]
+) -> Item:
+    """Give a solved linear its tuned value and the facts of that."""
+    facts = {**(item.facts or {}), **common, "tuned_changed": int((tuned.codes != start.codes).sum())}
+    facts |= {fact: count for fact, count in rtn.scale_facts(tuned).items() if fact in facts}
+    facts.pop("zeroed", None)
+    facts |= zeroed(source, tuned)
+    if common["tuned_step"]:
+        facts = untuned(facts)
+    return item._replace(value=tuned, facts={**facts, "relative_error": relative_error(source, tuned)})
+
+
+class BlockTuning:
+    """The state of tuning one block towards `targets`, what the unquantized model has after it."""
+
+    def __init__(
+        self,
+        block: LoadedBlock,
+        targets: Activations,
+        root: Tensor | None,
+        starts: Mapping[str, QuantizedTensor],
+        sources: Mapping[str, Tensor],
+    ) -> None:
+        self._block, self._stream, self._model, self._progress = (
+            block,
+            block.stream,
+            block.run.model,
+            block.run.progress,
+        )
+        self._targets, self._root, self._starts = targets, root, starts
+        self._weights = {name: TunedWeight(sources[name], start) for name, start in starts.items()}
+        numbers = range(len(self._stream.sequences))
+        self._held_out = list(numbers[HELD_OUT - 1 :: HELD_OUT])
+        self._trained = [number for number in numbers if number not in set(self._held_out)]
+        seed = (block.run.recipe.calibration.seed + block.index) % 2**63
+        self._generator = torch.Generator().manual_seed(seed)
+        squares = [float(self._targets.get(number).hidden.float().square().sum()) for number in numbers]
+        self._squares = [max(square, _TINY) for square in squares]
+
+    def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
+        """Take all steps; return the weights of least held-out error, and the facts that they share.
+
+        NumericError if the error is not finite.
+        """
+        best, before, best_step = dict(self._starts), self.held_out_error(), 0
+        least, rate = before, RATE * math.sqrt(RATE_STEPS / steps)
+        for step in range(1, steps + 1):
+            self._move(rate * min(1.0, step / WARM_UP) * (1 + math.cos(math.pi * (step - 0.5) / steps)) / 2)
+            if step * CHECKS // steps > (step - 1) * CHECKS // steps:
+                error = self.held_out_error()
+                if error < least:
+                    best, least, best_step = {n: w.tensor() for n, w in self._weights.items()}, error, step
+        return best, {"untuned_error": before, "tuned_error": least, "tuned_step": best_step}
+
+    def _move(self, rate: float) -> None:
+        """Take one step on a batch that the generator draws."""
+        order = torch.randperm(len(self._trained), generator=self._generator).tolist()[:BATCH]
+        batch = sorted((self._trained[i] for i in order), key=lambda number: len(self._stream.sequences[number]))
+        with explaining(self._model, INSTEAD):
+            gradients = in_fixed_order(self._model, self._progress, lambda: self._gradients(batch))
+        for name, gradient in gradients.items():
+            if gradient is not None:  # no token of the batch reached this expert
+                self._weights[name].descend(gradient, rate)
+
+    def _gradients(self, batch: Sequence[int]) -> dict[str, Tensor | None]:
+        """Compute the gradients of the error on some sequences, relative to the squares of their targets."""
+        weights = {name: weight.dense().requires_grad_() for name, weight in self._weights.items()}
+        size = sum(self._squares[number] for number in batch)
+        for part in parts(self._stream, self._block.index, batch):
+            backward(self._model, self.error(part, weights) / size)
+        return {name: weight.grad for name, weight in weights.items()}
+
+    def held_out_error(self) -> float:
+        """Compute the squared error on the held-out sequences, relative to the squares of their targets."""
+
+        def total() -> float:
+            weights = {name: weight.dense() for name, weight in self._weights.items()}
+            held_out = parts(self._stream, self._block.index, self._held_out)
+            return sum(float(self.error(part, weights)) for part in held_out)
+
+        with torch.no_grad():
+            error = in_fixed_order(self._model, self._progress, total)
+        error /= sum(self._squares[number] for number in self._held_out)
+        if not math.isfinite(error):
+            raise NumericError("its outputs on held-out sequences are not finite", INSTEAD, subject=self._block.path)
+        return error
+
+    def error(self, part: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
+        """Add up the squared errors of the hidden states of some sequences, float32."""
+        found = run_part(self._stream, self._block.index, part, weights)
+        wanted = stacked(self._targets, part).to(found.device)
+        difference = found.float() - wanted.float().view_as(found)
+        return (difference if self._root is None else difference @ self._root).square().sum()
