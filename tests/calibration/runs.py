@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from quantkit.calibration.loop import calibrated
-from quantkit.checkpoint.items import Item
+from quantkit.calibration.loop import calibrated, new_run
+from quantkit.calibration.run import embedded
+from quantkit.calibration.stages.base import LoadedBlock
+from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -16,6 +19,19 @@ from quantkit.layouts import LAYOUTS
 from quantkit.models.block_runner import BlockRunner
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe
+
+COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
+PLAIN_SUM: dict[str, Any] = {**COARSE, "gptq": {"cap_tokens": False}}  # its Hessians can be computed in one line
+#: The groups that share an input, by the last part of the names, in the order in which a block calls them.
+GROUPS = {
+    "llama": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "mistral": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "qwen2": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "gemma": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "gemma2": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],
+    "opt": ["q_proj k_proj v_proj", "out_proj", "fc1", "fc2"],
+    "gpt_neox": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+}
 
 
 def sequences(lengths: tuple[int, ...] = (2, 100, 17, 80)) -> list[Tensor]:
@@ -62,3 +78,56 @@ def resumed(
     model = BlockRunner(src, device=device)
     found = calibrated(src, recipe, model, docs or sequences(), partial, writer.done, progress=progress)
     return {item.name: item for item in found if isinstance(item, Item)}
+
+
+def start(folder: Path, recipe: Recipe, work: Path, docs: list[Tensor] | None = None) -> LoadedBlock:
+    """Load the first block of a run, with its input activations."""
+    src = Checkpoint(folder)
+    model = BlockRunner(src, device="cpu")
+    run = new_run(src, recipe, model, docs or sequences(), work, Progress(quiet=True))
+    stream = embedded(run)
+    model.load_block(0)
+    return LoadedBlock(run, stream, 0, run.goals(model.targets(0)), {})
+
+
+def quantized(
+    folder: Path, recipe: Recipe, work: Path, device: str = "cpu", **options: Any
+) -> tuple[dict[str, Item], list[dict[str, Any]]]:
+    """Return all that a whole run yields: items by name, and the facts of its commits."""
+    src = Checkpoint(folder)
+    items: dict[str, Item] = {}
+    commits: list[dict[str, Any]] = []
+    for item in calibrated(src, recipe, BlockRunner(src, device=device), sequences(), work, [], **options):
+        if isinstance(item, Commit):
+            commits.append(item.facts)
+        else:
+            assert item.name not in items
+            items[item.name] = item
+    assert sorted(items) == sorted(src.names())
+    return items, commits
+
+
+def plain_hessian(reference: Any, linear: str, docs: list[Tensor]) -> Tensor:
+    """Return `2/T sum x^T x` of a linear's input in float64, from forwards of the whole model."""
+    seen: list[Tensor] = []
+    hook = reference.get_submodule(linear).register_forward_pre_hook(
+        lambda _m, args: seen.append(args[0].flatten(0, -2).double())
+    )
+    with torch.no_grad():
+        for tokens in docs:
+            reference(tokens[None], use_cache=False)
+    hook.remove()
+    x = torch.cat(seen)
+    return 2 / len(x) * x.T @ x
+
+
+def broken(folder: Path, work: Path, name: str, index: tuple[int, ...], value: float) -> Path:
+    from safetensors.torch import save_file
+
+    src = Checkpoint(folder)
+    tensors = {n: src.get(n) for n in src.names()}
+    tensors[name][index] = value
+    work.mkdir(exist_ok=True)
+    save_file(tensors, work / "model.safetensors")
+    (work / "config.json").write_bytes((folder / "config.json").read_bytes())
+    return work

@@ -1,0 +1,86 @@
+"""Sums of Hessians: caps, checks, and the number of passes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
+from quantkit.calibration import budget
+from quantkit.calibration.groups import find_groups
+from quantkit.calibration.run import Run
+from quantkit.calibration.stages import hessians
+from quantkit.calibration.stages.base import Group
+from quantkit.calibration.stages.hessians import collect, sum_once
+from quantkit.recipes.recipe import from_mapping
+from tests.calibration.runs import (
+    COARSE,
+    PLAIN_SUM,
+    digests,
+    quantized,
+    sequences,
+    start,
+)
+
+
+def test_tokens_of_extreme_norm_are_capped_unless_the_recipe_says_otherwise(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.algorithms.hessian._EXTREME", 5.0)  # a tiny model has no token beyond 10
+    output = Group(("model.layers.0.self_attn.o_proj",))  # random attention averages all values but the first token's
+    blocks = [start(folders["llama"], from_mapping(recipe), tmp_path) for recipe in (COARSE, PLAIN_SUM)]
+    capped, plain = (collect(block, [output])[0] for block in blocks)
+    assert plain.capped_tokens == 0 < capped.capped_tokens <= 2 * len(sequences())
+    assert capped.matrix().trace() < plain.matrix().trace()
+
+
+def test_sums_that_are_checked_in_the_end_are_those_that_are_checked_at_once(three: Path, tmp_path: Path) -> None:
+    block = start(three, from_mapping(COARSE), tmp_path)
+    groups = find_groups(block, list(block.goals))
+    late, at_once = (sum_once(block, groups, checks) or [] for checks in (False, True))
+    for a, b in zip(late, at_once, strict=True):
+        assert torch.equal(a.matrix(), b.matrix()) and not a.may_be_broken()
+    block.stream.activations.get(1).hidden[5, 7] = torch.nan
+    broken = sum_once(block, groups, False) or []
+    assert len(broken) == len(late) == 4 and all(each.may_be_broken() for each in broken)
+
+
+@pytest.mark.gpu
+def test_experts_on_a_gpu_have_short_chunks_in_any_number_of_passes(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks = set[tuple[bool, int]]()
+    new = hessians.new_hessian
+
+    def recorded(run: Run, group: Group, checks: bool = True) -> Hessian:
+        made = new(run, group, checks)
+        chunks.add((group.linears[0] in run.model.experts, made.chunk))
+        return made
+
+    monkeypatch.setattr(hessians, "new_hessian", recorded)
+    at_once, _ = quantized(folders["qwen3_moe"], from_mapping(COARSE), tmp_path, "cuda")
+    assert chunks == {(True, CHUNK), (False, LONG_CHUNK)}
+    monkeypatch.setattr(budget, "HESSIAN_BYTES", 1)
+    one_by_one, _ = quantized(folders["qwen3_moe"], from_mapping(COARSE), tmp_path, "cuda")
+    assert digests(at_once) == digests(one_by_one)
+
+
+@pytest.mark.parametrize("moe", ["routed", "all"])
+def test_the_number_of_passes_over_experts_changes_no_byte(
+    moe: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = from_mapping({**COARSE, "calibration": {"moe": moe}})
+    at_once, _ = quantized(folders["qwen3_moe"], recipe, tmp_path)
+    monkeypatch.setattr(budget, "HESSIAN_BYTES", 1)
+    monkeypatch.setattr(budget, "SOLVED_WEIGHTS", 1)
+    one_by_one, _ = quantized(folders["qwen3_moe"], recipe, tmp_path)
+    assert digests(at_once) == digests(one_by_one)
+    experts = [item.facts for name, item in at_once.items() if ".experts." in name and item.facts]
+    assert len(experts) == 24 and {facts["method"] for facts in experts} == {"gptq"}
+    assert all(facts["moe"] == moe or facts["moe"] == "all" for facts in experts)
+    assert all(isinstance(item.value, Tensor) for name, item in at_once.items() if name.endswith("mlp.gate.weight"))
+    if moe == "all":
+        assert {facts["tokens"] for facts in experts} == {sum(len(s) for s in sequences())}

@@ -1,0 +1,181 @@
+"""The loop over blocks: what each group is calibrated on, what stays as it is, and what ends a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.calibration.loop import calibrated
+from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.errors import CheckpointError, NumericError, RecipeError
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.whole_model import load_dense_model
+from quantkit.recipes.recipe import from_mapping
+from quantkit.text.sequences import draw_calibration
+from quantkit.text.tokenizer import load_tokenizer
+from tests.calibration.runs import (
+    COARSE,
+    GROUPS,
+    PLAIN_SUM,
+    broken,
+    digests,
+    plain_hessian,
+    quantized,
+    sequences,
+)
+from tests.census import families
+from tests.tiny_models import FAMILIES
+
+
+@pytest.mark.parametrize(
+    ("family", "sequential"),
+    [("llama", True), ("opt", True), ("gpt_neox", True), ("gemma2", True), ("llama", False), ("gpt_neox", False)],
+)
+def test_each_group_is_calibrated_on_quantized_earlier_ones(
+    family: str, sequential: bool, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    recipe = from_mapping({**PLAIN_SUM, "true_sequential": sequential})
+    items, _ = quantized(folders[family], recipe, tmp_path)
+    src = Checkpoint(folders[family])
+    model, reference = BlockRunner(src, device="cpu"), load_dense_model(src)
+    for block in (0, 1):
+        run_order = [[n for n in model.targets(block) if n.split(".")[-1] in g.split()] for g in GROUPS[family]]
+        known: dict[str, Tensor] = {}
+        if not sequential:
+            known = {g[0]: plain_hessian(reference, g[0], sequences()) for g in run_order}
+        for group in run_order:
+            h = known[group[0]] if group[0] in known else plain_hessian(reference, group[0], sequences())
+            for linear in group:
+                item = items[f"{linear}.weight"]
+                assert item.facts is not None and isinstance(item.value, QuantizedTensor)
+                w = src.get(f"{linear}.weight").double()
+                d = w - item.value.dequantize().double()
+                for name, x, within in (("norm", w, 1e-6), ("loss", d, 1e-4)):
+                    expected = float(((x @ h) * x).sum())
+                    assert item.facts[name] == pytest.approx(expected, rel=within), (linear, name)
+            for linear in group:
+                value = items[f"{linear}.weight"].value
+                assert isinstance(value, QuantizedTensor)
+                reference.get_submodule(linear).weight.data = value.dequantize()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_only_linears_of_blocks_change(family: str, folders: dict[str, Path], tmp_path: Path) -> None:
+    items, commits = quantized(folders[family], from_mapping(COARSE), tmp_path)
+    src = Checkpoint(folders[family])
+    model = BlockRunner(src, device="cpu")
+    expected = {f"{linear}.weight" for block in (0, 1) for linear in model.targets(block)}
+    assert set(digests(items)) == expected
+    for name, item in items.items():
+        if name not in expected:
+            assert isinstance(item.value, Tensor) and torch.equal(item.value, src.get(name))
+            assert item.value.dtype == src.dtype(name)
+    assert [facts["block"] for facts in commits] == [0, 1, "rest"]
+    assert all(facts["loss"] <= facts["rtn_loss"] for facts in (items[name].facts or {} for name in expected))
+    assert {"load", "forward", "hessian", "solve"} <= set(commits[0]["phases"])
+
+
+def test_skipped_and_overridden_members_of_a_group(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = from_mapping({**COARSE, "skip": ["lm_head", "k_proj"], "overrides": {"v_proj": "int4:g64:asym"}})
+    items, _ = quantized(folders["llama"], recipe, tmp_path)
+    prefix = "model.layers.0.self_attn"
+    assert isinstance(items[f"{prefix}.k_proj.weight"].value, Tensor)
+    found = {n: items[f"{prefix}.{n}.weight"].value for n in ("q_proj", "v_proj")}
+    labels = {n: value.scheme.label for n, value in found.items() if isinstance(value, QuantizedTensor)}
+    assert labels == {"q_proj": "int4:channel", "v_proj": "int4:g64:asym"}
+
+
+def test_the_head_is_rounded_only_on_request(folders: dict[str, Path], tmp_path: Path) -> None:
+    items, _ = quantized(folders["llama"], from_mapping({**COARSE, "skip": []}), tmp_path)
+    head = items["lm_head.weight"]
+    assert isinstance(head.value, QuantizedTensor) and head.facts is not None
+    assert (head.facts["method"], head.facts["reason"]) == ("rtn", "it is outside the blocks")
+    items, _ = quantized(folders["gpt_neox"], from_mapping(COARSE), tmp_path)
+    assert isinstance(items["embed_out.weight"].value, Tensor)  # its published name for the head
+    with pytest.raises(RecipeError, match="lm_head shares its weight"):
+        quantized(folders["qwen2"], from_mapping({**COARSE, "skip": []}), tmp_path)
+
+
+def test_rtn_with_a_hessian_runs_in_the_loop(folders: dict[str, Path], tmp_path: Path) -> None:
+    losses = {}
+    for metric in ("diag", "block"):
+        recipe = from_mapping({"method": "rtn", "clip": "search", "metric": metric})
+        items, _ = quantized(folders["llama"], recipe, tmp_path)
+        facts = [item.facts for item in items.values() if item.facts]
+        assert {f["method"] for f in facts} == {"rtn"}
+        losses[metric] = sum(f["loss"] for f in facts[:3])  # the first group, whose input is not quantized
+    assert losses["block"] < losses["diag"]
+
+
+def test_values_that_are_not_finite_stop_the_run_with_a_name(three: Path, tmp_path: Path) -> None:
+    recipe = from_mapping(COARSE)
+    token = int(sequences()[1][50])
+    with pytest.raises(NumericError, match=r"layers\.0\.self_attn\.q_proj, calibration document \d: 128 of"):
+        embedding = broken(three, tmp_path / "a", "model.embed_tokens.weight", (token,), float("inf"))
+        quantized(embedding, recipe, tmp_path)
+    with pytest.raises(NumericError, match=r"layers\.1\.self_attn\.q_proj, calibration document 0: "):
+        quantized(
+            broken(three, tmp_path / "b", "model.layers.1.input_layernorm.weight", (3,), float("nan")), recipe, tmp_path
+        )
+    with pytest.raises(NumericError, match=r"layers\.0\.self_attn\.v_proj: 1 of 16384 weights.*\[2, 5\]"):
+        name = "model.layers.0.self_attn.v_proj.weight"
+        quantized(broken(three, tmp_path / "c", name, (2, 5), float("nan")), recipe, tmp_path)
+
+
+def test_sequences_that_the_model_cannot_take_are_refused(three: Path, tmp_path: Path) -> None:
+    src = Checkpoint(three)
+    for bad, says in (
+        ([], "no calibration"),
+        ([torch.zeros(513, dtype=torch.int64)], "513 tokens, the model takes 512"),
+    ):
+        with pytest.raises(RecipeError, match=says):
+            list(calibrated(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), bad, tmp_path, []))
+
+
+def test_a_model_that_cannot_run_block_by_block_is_refused(three: Path, tmp_path: Path) -> None:
+    folder = broken(three, tmp_path / "a", "model.norm.weight", (0,), 1.0)
+    config = (folder / "config.json").read_text().replace('"num_hidden_layers": 3', '"num_hidden_layers": 4')
+    (folder / "config.json").write_text(config)
+    with pytest.raises(CheckpointError, match=r"layers\.3\..* is not in the checkpoint \(9 missing in all\)"):
+        src = Checkpoint(folder)
+        list(calibrated(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), sequences(), tmp_path, []))
+
+
+def test_cross_attention_is_rounded_and_the_report_says_why(folders: dict[str, Path], tmp_path: Path) -> None:
+    items, _ = quantized(folders["bart"], from_mapping(COARSE), tmp_path)
+    facts = {name: item.facts for name, item in items.items() if item.facts}
+    cross = {name for name in facts if ".encoder_attn." in name}
+    assert len(cross) == 4 and len(facts) == 10
+    assert {facts[name].get("reason") for name in cross} == {"text alone never calls cross attention"}
+    assert {facts[name]["method"] for name in facts.keys() - cross} == {"gptq"}
+
+
+def test_experts_for_images_are_rounded_and_the_report_says_why(tmp_path: Path) -> None:
+    source = families.write("ernie4_5_vl_moe", tmp_path / "model")
+    items, _ = quantized(source, from_mapping(COARSE), tmp_path)
+    reasons = {name: item.facts["reason"] for name, item in items.items() if item.facts and "reason" in item.facts}
+    assert set(reasons.values()) == {"text alone never calls vision experts"}
+    assert sorted({int(name.split(".")[5]) for name in reasons}) == [4, 5, 6, 7] and len(reasons) == 12
+
+
+def test_gptq_beats_rounding_on_a_trained_model(shared: Path, tmp_path: Path) -> None:
+    folder = shared / "models" / "tiny-llama-1m"
+    text = str(shared / "data" / "wikitext2" / "valid.txt")
+    drawn = draw_calibration(text, load_tokenizer(folder), samples=8, max_length=256, seed=0).sequences
+    found: dict[str, list[dict[str, Any]]] = {}
+    for method in ("gptq", "rtn"):
+        src = Checkpoint(folder)
+        recipe = from_mapping({"method": method, "clip": "search", "metric": "block"})
+        run = calibrated(src, recipe, BlockRunner(src, device="cpu"), drawn, tmp_path, [])
+        found[method] = [item.facts for item in run if isinstance(item, Item) and item.facts]
+    total = {method: sum(facts["loss"] for facts in layers) for method, layers in found.items()}
+    assert total["gptq"] < 0.85 * total["rtn"]
+    for facts in found["gptq"]:
+        assert facts["loss"] <= facts["rtn_loss"] <= facts["norm"]
+        assert 0.05 < facts["relative_error"] < 0.2 and facts["tokens"] > 1000

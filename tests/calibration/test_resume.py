@@ -1,0 +1,159 @@
+"""A stopped run continues with the same bits, from snapshots or without them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from quantkit.calibration.budget import SAVED_BLOCKS
+from quantkit.calibration.loop import calibrated
+from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.writer import CheckpointWriter
+from quantkit.layouts import LAYOUTS
+from quantkit.models.block_runner import BlockRunner
+from quantkit.progress import Progress
+from quantkit.recipes.recipe import from_mapping
+from tests.calibration.runs import (
+    COARSE,
+    digests,
+    interrupted,
+    quantized,
+    resumed,
+    sequences,
+)
+from tests.census import families
+from tests.tiny_models import write_model
+
+
+@pytest.mark.parametrize(
+    ("blocks", "damage"),
+    [
+        *((blocks, damage) for blocks in (1, 2) for damage in ("none", "flipped", "short", "gone")),
+        (3, "gone"),
+        (4, "gone"),
+    ],
+)
+def test_a_stopped_run_continues_with_the_same_bits(
+    blocks: int,
+    damage: str,
+    three: Path,
+    whole: dict[str, Item],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    src = Checkpoint(three)
+    recipe = from_mapping(COARSE)
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    first = interrupted(src, recipe, partial, blocks)
+    for path in partial.glob("activations-*"):
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= damage == "flipped"
+        path.write_bytes(data[:-1] if damage == "short" else data)
+        if damage == "gone":
+            path.unlink()
+    second = resumed(src, recipe, partial, Progress())
+    assert not first.keys() & second.keys()
+    assert digests(first) | digests(second) == digests(whole)
+    assert first.keys() | second.keys() == whole.keys()
+    warned = "computed again" in capsys.readouterr().err
+    assert warned == (damage != "none" and blocks < 3)  # after the last block nothing needs activations
+
+
+def test_a_stop_between_snapshot_and_commit_loses_one_block_only(
+    three: Path, whole: dict[str, Item], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    src = Checkpoint(three)
+    recipe = from_mapping(COARSE)
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
+    writer.identify({"recipe": recipe.sha256()}, lambda before, now: None)
+    for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), partial, writer.done):
+        if isinstance(item, Item):
+            writer.add(item)
+        elif item.facts["block"] == 1:  # its snapshot is written, its commit is not
+            break
+        else:
+            writer.commit(item.facts)
+    second = resumed(src, recipe, partial, Progress())
+    assert "computed again" not in capsys.readouterr().err  # the snapshot of the last commit was not overwritten
+    assert {n: d for n, d in digests(whole).items() if ".layers.0." not in n} == digests(second)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_blocks_without_a_snapshot_are_computed_again_with_the_same_bits(
+    blocks: int,
+    three: Path,
+    whole: dict[str, Item],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(SAVED_BLOCKS, "cpu", 2)
+    src, recipe, partial = Checkpoint(three), from_mapping(COARSE), tmp_path / "partial"
+    partial.mkdir()
+    first = interrupted(src, recipe, partial, blocks)
+    assert len(list(partial.glob("activations-*"))) == (blocks > 1)
+    second = resumed(src, recipe, partial, Progress())
+    assert not first.keys() & second.keys()
+    assert digests(first) | digests(second) == digests(whole)
+    assert "computed again" not in capsys.readouterr().err  # that is said of snapshots that should be there
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("blocks", "every"), [(1, 8), (2, 8), (2, 1), (3, 2)])
+def test_a_stopped_run_on_a_gpu_continues_with_the_same_bits(
+    blocks: int, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SAVED_BLOCKS, "cuda", every)
+    changes = {"num_hidden_layers": 4, "hidden_size": 512, "intermediate_size": 1024}
+    folder, recipe = write_model("llama", tmp_path / "model", **changes), from_mapping({})
+    docs = [torch.randint(256, (n,), generator=torch.Generator().manual_seed(n)) for n in (500, 500, 500, 7, 500, 500)]
+    partials = [tmp_path / "whole", tmp_path / "stopped"]
+    for partial in partials:
+        partial.mkdir()
+    src = Checkpoint(folder)
+    whole = interrupted(src, recipe, partials[0], 5, docs, "cuda")
+    first = interrupted(src, recipe, partials[1], blocks, docs, "cuda")
+    second = resumed(src, recipe, partials[1], Progress(), docs, "cuda")
+    assert digests(first) | digests(second) == digests(whole) and not first.keys() & second.keys()
+    assert bool(list(partials[1].glob("activations-*"))) == (every < 4)
+
+
+def test_a_stopped_run_of_experts_continues_with_the_same_bits(folders: dict[str, Path], tmp_path: Path) -> None:
+    recipe = from_mapping(COARSE)
+    whole, _ = quantized(folders["gpt_oss"], recipe, tmp_path)
+    partial = tmp_path / "partial"
+    partial.mkdir()
+    first = interrupted(Checkpoint(folders["gpt_oss"]), recipe, partial, 1)
+    for path in partial.glob("activations-*"):
+        path.unlink()  # finished experts are put back and run again
+    second = resumed(Checkpoint(folders["gpt_oss"]), recipe, partial, Progress(quiet=True))
+    assert first and second and digests(first) | digests(second) == digests(whole)
+
+
+@pytest.mark.parametrize("family", ["gemma3n_text", "glm_moe_dsa", "cpmant"])
+def test_a_stopped_run_of_blocks_that_pass_tensors_on_continues_with_the_same_bits(
+    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, recipe = families.write(family, tmp_path / "m"), from_mapping(COARSE)
+    whole, commits = quantized(folder, recipe, tmp_path)
+    src, last = Checkpoint(folder), len(commits) - 2
+    for damage in ("none", "gone"):
+        partial = tmp_path / damage
+        partial.mkdir()
+        first = interrupted(src, recipe, partial, last)
+        saved = partial / f"activations-passed-{(last - 1) % 2}.bin"
+        if damage == "gone" and saved.exists():
+            saved.unlink()
+        second = resumed(src, recipe, partial, Progress())
+        assert not first.keys() & second.keys() and digests(first) | digests(second) == digests(whole)
+        assert ("computed again" in capsys.readouterr().err) == (damage == "gone" and family != "cpmant")
+    spilled, mapped = quantized(folder, recipe, tmp_path, act_budget=0)
+    assert digests(spilled) == digests(whole)
+    assert [c.get("activations") for c in mapped] == [c.get("activations") for c in commits]
+    assert any(tmp_path.glob("activations-passed-0-*.bin")) == (family != "cpmant")

@@ -1,0 +1,145 @@
+"""Documents on their way through the blocks: batches, memory that runs out, and where activations are."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.calibration import budget
+from quantkit.calibration.groups import find_groups
+from quantkit.calibration.loop import calibrated
+from quantkit.calibration.stages.hessians import collect
+from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import QuantkitError
+from quantkit.models import block_runner
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.passing import State
+from quantkit.progress import Clock as Phases
+from quantkit.progress import Progress
+from quantkit.recipes.recipe import from_mapping
+from tests.calibration.runs import (
+    COARSE,
+    PLAIN_SUM,
+    digests,
+    distance,
+    quantized,
+    sequences,
+    start,
+)
+from tests.tiny_models import FAMILIES, write_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_block_that_is_called_alone_gives_the_same_bits(
+    family: str, folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: batches, and from the second pass on calls of the block with the arguments of the first pass."""
+    monkeypatch.setitem(budget.TOKENS_AT_ONCE, "cpu", 40)
+    recipe, docs = from_mapping(COARSE), [*sequences((20, 20, 20, 7)), torch.arange(20) * 3]
+    src, found, forwards = Checkpoint(folders[family]), [], []
+    for kept in (0, 2**20):
+        monkeypatch.setitem(block_runner.CALLS_BYTES, "cpu", kept)
+        model = BlockRunner(src, device="cpu")
+        calls = []
+        model.text.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
+        items = calibrated(src, recipe, model, docs, tmp_path, [])
+        found.append(digests({item.name: item for item in items if isinstance(item, Item)}))
+        forwards.append(len(calls))
+    assert found[0] == found[1] and len(found[0]) > 4
+    assert forwards[1] < forwards[0] / 2
+
+
+def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
+    three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The first pass over each block fails in its second batch, and the last pass of the first block too."""
+    monkeypatch.setitem(budget.TOKENS_AT_ONCE, "cpu", 160)
+    src, recipe, docs = Checkpoint(three), from_mapping(COARSE), sequences((20,) * 9)
+    run, calls = BlockRunner.run, list[int]()
+
+    def fits(most: int) -> None:
+        def refused(model: BlockRunner, index: int, tokens: Tensor, state: State, key: Any = None) -> Any:
+            calls.append(tokens.numel())
+            if key is not None and tokens.numel() > most and len(calls) > 2:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return run(model, index, tokens, state, key)
+
+        calls.clear()
+        monkeypatch.setattr(BlockRunner, "run", refused)
+
+    found = []
+    for most in (160, 40):
+        fits(most)
+        items = calibrated(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path, [], progress=Progress())
+        found.append(digests({item.name: item for item in items if isinstance(item, Item)}))
+    said = capsys.readouterr().err
+    assert found[0] == found[1]
+    assert "for 160 tokens at a time, 80 are tried" in said and "for 80 tokens at a time, 40 are tried" in said
+    fits(10)
+    with pytest.raises(QuantkitError, match=r"layers\.0: .* a document of 20 tokens: use a smaller --max-length"):
+        list(calibrated(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path, []))
+
+
+def test_activations_beyond_the_budget_give_the_same_bits(three: Path, tmp_path: Path) -> None:
+    recipe = from_mapping(COARSE)
+    inside, commits = quantized(three, recipe, tmp_path)
+    outside, mapped = quantized(three, recipe, tmp_path, act_budget=0)
+    assert (tmp_path / "activations-live.bin").stat().st_size == sum(len(s) for s in sequences()) * 128 * 4
+    assert digests(inside) == digests(outside)
+    assert [c.get("activations") for c in commits] == [c.get("activations") for c in mapped]
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "gpt2", "mixtral", "gpt_oss", "llama4_text"])
+def test_a_batch_of_documents_gives_the_hessians_and_states_of_single_ones(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_model(family, tmp_path / "model")
+    docs = sequences((16, 16, 16, 9, 16, 2, 2))
+    found: list[list[Tensor]] = []
+    for tokens in (0, 40):
+        monkeypatch.setitem(budget.TOKENS_AT_ONCE, "cpu", tokens)
+        block = start(folder, from_mapping(PLAIN_SUM), tmp_path, docs)
+        model, stream = block.run.model, block.stream
+        taken = [len(numbers) for numbers in stream.forwards(0)]
+        found.append([])
+        for block.index in range(len(model.blocks)):
+            if block.index:
+                model.load_block(block.index)
+            groups = find_groups(block, model.targets(block.index))
+            found[-1] += [hessian.matrix() for hessian in collect(block, groups) if hessian.tokens]
+            stream.forward(block.index)
+            found[-1].append(stream.activations.hidden.clone())
+        assert taken == ([2, 1, 1, 1, 2] if tokens else [1] * 7)
+    assert all(distance(batch, single) < 1e-5 for single, batch in zip(*found, strict=True))
+
+
+@pytest.mark.gpu
+def test_activations_on_a_gpu_that_is_nearly_full_give_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.calibration import activations
+
+    folder, recipe = write_model("llama", tmp_path / "model"), from_mapping({})
+    here, _ = quantized(folder, recipe, tmp_path, "cuda")
+    monkeypatch.setattr(activations, "stays_on_gpu", lambda size, free: False)
+    there, _ = quantized(folder, recipe, tmp_path, "cuda")
+    outside, _ = quantized(folder, recipe, tmp_path, "cuda", act_budget=0)
+    assert digests(here) == digests(there) == digests(outside)
+
+
+def test_the_seconds_of_phases_are_each_counted_once() -> None:
+    clock, started = Phases(torch.device("cpu")), time.perf_counter()
+    with clock.phase("forward"):
+        time.sleep(0.02)
+        with clock.phase("hessian"):
+            time.sleep(0.03)
+        time.sleep(0.02)
+    whole, found = time.perf_counter() - started, clock.take()
+    assert found["forward"] >= 0.04 and found["hessian"] >= 0.03 and sum(found.values()) <= whole
+    assert clock.take() == {}
