@@ -19,7 +19,16 @@ from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.report import load as load_report
 from quantkit.checkpoint.resolve import resolve
 from quantkit.core.ranks import ranks
-from quantkit.errors import CheckpointError, QuantkitError, RecipeError, VerificationError
+from quantkit.errors import (
+    CheckpointError,
+    Command,
+    Option,
+    QuantkitError,
+    RecipeError,
+    VerificationError,
+    Words,
+    in_python,
+)
 from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
 from quantkit.evaluation.perplexity import Perplexity, perplexity
@@ -30,7 +39,7 @@ from quantkit.evaluation.windows import default_window
 from quantkit.inference.load import load as load_model
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
-from quantkit.keywords import api_function, in_python
+from quantkit.keywords import api_function
 from quantkit.layouts import compatibility
 from quantkit.names import Clip, Method, Metric, Rule
 from quantkit.pipeline import quantize as pipeline
@@ -155,14 +164,14 @@ def plan(
     asked = {name: recipe_options.pop(name) for name in PLANNING if name in recipe_options}
     found = pipeline.plan(model, build_recipe(recipe, **recipe_options), out=out, **asked, **run)
     if found.refusal is not None:
-        found.refusal.spell(in_python)
+        found.refusal.to_python()
     return replace(
         found,
         ways_out=_spelled(found.ways_out),
         problems=_spelled(found.problems),
         remarks=_spelled(found.remarks),
         layout_remarks=_spelled(found.layout_remarks),
-        spelling=in_python,
+        for_python=True,
     )
 
 
@@ -248,7 +257,8 @@ def produce(
     )
     report = pipeline.quantize(model, out, recipe, measure, **run)
     if "evaluation" not in report:
-        progress.warn(f"{out} was finished by the interrupted run and is not evaluated: use quantkit eval ppl")
+        rule = f"{out} was finished by the interrupted run and is not evaluated: use"
+        progress.warn(Words(rule, Command("eval ppl")))
     return report
 
 
@@ -288,10 +298,11 @@ def push(
         failures, notices = list(found.failures), list(found.notices)
     recorded = load_report(folder)
     if not recorded.get("files"):
-        raise CheckpointError(f"{folder}: has no {REPORT}: give a folder that quantkit wrote")
+        raise CheckpointError(f"has no {REPORT}", "give a folder that quantkit wrote", subject=folder)
     if failures:
         more = f" ({len(failures)} failures)" if len(failures) > 1 else ""
-        raise VerificationError(f"{folder} is not what was written{more}: {failures[0]}: quantkit verify lists all")
+        lists = Words(Command("verify"), "lists all")
+        raise VerificationError(Words(f"{folder} is not what was written{more}:", failures[0]), lists)
     for notice in notices:
         progress.note(notice)
     names = [*recorded["files"], *(name for name in UNLISTED if (folder / name).is_file())]
@@ -365,7 +376,9 @@ def convert(pair: str, checkpoint: str | Path, out: str | Path, **options: Unpac
     try:
         return _result(out, pack_folder(checkpoint, out, target, expect=source, **_packing(options)))
     except QuantkitError as error:  # a hint at another target names the options of `pack`
-        raise type(error)(str(error).replace("--layout ", f"convert {source}-to-")) from error
+        error.rule = _as_pairs(error.rule, source)
+        error.ways_out = tuple(_as_pairs(way, source) for way in error.ways_out)
+        raise
 
 
 @api_function()
@@ -396,11 +409,19 @@ def verify(
     ```
     """
     against = None if against is None else Path(against)
-    return verify_folder(Path(folder), against, _reporter(progress), device, unsealed)
+    found = verify_folder(Path(folder), against, _reporter(progress), device, unsealed)
+    return replace(found, failures=_spelled(found.failures), notices=_spelled(found.notices))
 
 
 #: Load a model with packed linears: see `inference.load`.
 load = api_function()(load_model)
+
+
+def _as_pairs(text: str, source: str) -> str:
+    """Name another target as `convert` does, A-to-B, instead of by the layout that `pack` takes."""
+    if isinstance(text, Option):
+        return Command("convert", f"{source}-to-{text.values[0]}") if text.name == "layout" else text
+    return Words(*(_as_pairs(part, source) for part in text.parts)) if type(text) is Words else text
 
 
 def _result(out: str | Path, report: dict[str, Any]) -> Result:
@@ -413,7 +434,7 @@ def _spelled(lines: Iterable[str]) -> tuple[str, ...]:
 
 
 def _reporter(progress: Progress | Listener | None) -> Progress:
-    return progress if isinstance(progress, Progress) else Reporter(progress, in_python)
+    return progress if isinstance(progress, Progress) else Reporter(progress)
 
 
 def _packing(options: PackKeywords) -> dict[str, Any]:
@@ -495,7 +516,7 @@ def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[
         return recipe
     shipped = shipped_recipes()
     if not Path(recipe).is_file() and str(recipe) not in shipped:
-        raise RecipeError(f"{recipe}: no such recipe: give a YAML file or one of {', '.join(shipped)}")
+        raise RecipeError("no such recipe", f"give a YAML file or one of {', '.join(shipped)}", subject=recipe)
     return recipes.load(Path(recipe) if Path(recipe).is_file() else shipped[str(recipe)])
 
 

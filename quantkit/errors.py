@@ -34,6 +34,8 @@ EXHAUSTED = (
 #: The recipe's keys by keyword, of the settings that the command line has as `--set KEY=VALUE` alone. The schema of the
 #: recipe fills this table.
 KEYS: dict[str, str] = {}
+#: Spells sentences of rooms whose errors are not data yet.
+LEGACY: list[Callable[[str], str]] = []
 #: Options whose name on the command line is not that of the keyword: those of an output, and of switches that are off.
 OUT, OFF = {"out": "-o"}, {"asym": "--sym", "signed": "--unsigned"}
 
@@ -48,13 +50,17 @@ class Words(str):
     python: str
 
     def __new__(cls: type[_Words], *parts: object) -> _Words:
-        return cls._made(parts, _joined(map(str, parts)), _joined(map(in_python, parts)))
+        return cls._made(parts, _joined(map(_shell, parts)), _joined(map(in_python, parts)))
 
     @classmethod
     def _made(cls: type[_Words], parts: tuple[object, ...], shell: str, python: str) -> _Words:
         words = super().__new__(cls, shell)
         words.parts, words.python = parts, python
         return words
+
+    def spelled(self) -> str:
+        """Spell it for the command line anew: a constant may be older than the recipe's `KEYS`."""
+        return _joined(map(_shell, self.parts))
 
     def __getnewargs__(self) -> tuple[Any, ...]:  # for pickle and copy
         return self.parts
@@ -80,6 +86,9 @@ class Option(Words):
     def values(self) -> tuple[Any, ...]:
         """The values, which are alternatives; none if the option is only named."""
         return self.parts[1:]
+
+    def spelled(self) -> str:
+        return self.shell(*self.parts)
 
     @staticmethod
     def shell(name: str, *values: object) -> str:
@@ -110,16 +119,27 @@ class Command(Words):
     """A command with its arguments and options, and the call that does the same: `quantkit eval ppl`, `eval_ppl`."""
 
     def __new__(cls, name: str, *arguments: object) -> Command:
-        shell = " ".join(["quantkit", name, *map(_quoted, arguments)])
-        python = f"quantkit.{name.replace(' ', '_')}"
-        return cls._made(
-            (name, *arguments), shell, f"{python}({', '.join(map(_literal, arguments))})" if arguments else python
-        )
+        call = f"({', '.join(map(_literal, arguments))})" if arguments else ""
+        shell, function = cls.shell(name, *arguments), name.replace(" ", "_")
+        return cls._made((name, *arguments), shell, f"quantkit.{function}{call}")
+
+    def spelled(self) -> str:
+        return self.shell(*self.parts)
+
+    @staticmethod
+    def shell(name: str, *arguments: object) -> str:
+        """Spell the command line."""
+        return " ".join(["quantkit", name, *map(_quoted, arguments)])
 
 
 def in_python(text: object) -> str:
     """Spell a text for a Python caller: keywords instead of options."""
-    return text.python if isinstance(text, Words) else str(text)
+    python = text.python if isinstance(text, Words) else str(text)
+    return LEGACY[0](python) if LEGACY else python
+
+
+def _shell(text: object) -> str:
+    return text.spelled() if isinstance(text, Words) else str(text)
 
 
 def _joined(parts: Iterable[str]) -> str:
@@ -130,7 +150,7 @@ def _joined(parts: Iterable[str]) -> str:
 
 
 def _quoted(value: object) -> str:
-    return str(value) if isinstance(value, Words) else shlex.quote(str(value))
+    return _shell(value) if isinstance(value, Words) else shlex.quote(str(value))
 
 
 def _literal(value: object) -> str:
@@ -147,11 +167,11 @@ class QuantkitError(Exception):
 
     `subject` is the tensor, file or option that it is about, or None. `rule` says what is wrong, and each of `ways_out`
     what to do instead. `exit_code` is the code with which the command line ends. `str` gives the text of the command
-    line, or that of the API once the error has left an API function.
+    line, or that of the API `for_python`.
     """
 
     exit_code = 1
-    spelling: Callable[[str], str] = staticmethod(lambda text: text)
+    for_python = False
 
     def __init__(self, rule: str, *ways_out: str, subject: object = None) -> None:
         super().__init__(rule, *ways_out)
@@ -166,14 +186,14 @@ class QuantkitError(Exception):
         return Words(*subject, self.rule, *([":", *ways[1:]] if ways else ()))
 
     def __str__(self) -> str:
-        return self.spelling(self.typed)
+        return in_python(self.typed) if self.for_python else self.typed
 
-    def spell(self, spelling: Callable[[str], str]) -> None:
-        """Spell the message, and those of the errors behind it, in another way; `typed` stays."""
+    def to_python(self) -> None:
+        """Let this error, and those behind it, name keywords instead of options; `typed` stays."""
         error: BaseException | None = self
         while error is not None:
             if isinstance(error, QuantkitError):
-                error.spelling = spelling
+                error.for_python = True
             error = error.__cause__ or error.__context__
 
 

@@ -77,7 +77,7 @@ def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[
             try:
                 return function(*args, **kwargs)
             except QuantkitError as error:
-                error.spell(in_python)
+                error.to_python()
                 raise
 
         call.__signature__ = signature  # type: ignore[attr-defined]
@@ -88,9 +88,8 @@ def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[
     return decorate
 
 
-def in_python(text: str) -> str:
+def _old(text: str) -> str:
     """Spell the options and commands of a message as keywords and functions; those that have none stay."""
-    text = errors.in_python(text)
     for other, python in _OTHERS.items():
         text = text.replace(other, python)
     text = _PAIR.sub(r'quantkit.convert("\g<pair>")', text)
@@ -185,3 +184,6 @@ def _unexpected(function: str, name: str, known: list[str]) -> str:
     near = difflib.get_close_matches(name, known, 1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     return f"{function}() got an unexpected keyword argument {name!r}{hint}"
+
+
+errors.LEGACY.append(_old)  # for sentences of rooms that are not converted yet

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from quantkit.errors import in_python
 from quantkit.interrupts import Stop
 
 if TYPE_CHECKING:
@@ -108,15 +109,11 @@ Listener = Callable[[Event], object]
 
 
 class Reporter(Progress):
-    """Progress that a program reads: `listener` is called at each step, and only warnings are printed.
+    """Progress of a Python caller: `listener` is called at each step, and only warnings are printed."""
 
-    `spelling` is applied to the warnings.
-    """
-
-    def __init__(self, listener: Listener | None, spelling: Callable[[str], str]) -> None:
+    def __init__(self, listener: Listener | None) -> None:
         super().__init__(quiet=True)
         self._listener = listener
-        self._spelling = spelling
 
     def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None) -> Any:
         """Return an iterator over `work` that tells the listener of each item; a number of steps has no listener."""
@@ -126,7 +123,7 @@ class Reporter(Progress):
 
     def warn(self, text: str) -> None:
         """Say what a user must know, always."""
-        super().warn(self._spelling(text))
+        super().warn(in_python(text))
 
     @staticmethod
     def _told(work: Iterable[_T], label: str, total: int | None, listener: Listener) -> Iterator[_T]:

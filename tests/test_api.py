@@ -16,7 +16,7 @@ import pytest
 
 import quantkit
 from quantkit.cli.demo import MODEL, texts
-from quantkit.errors import LayoutError, RecipeError, ThresholdError
+from quantkit.errors import LayoutError, Option, RecipeError, ThresholdError, Words
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.verification import Verification
@@ -177,11 +177,11 @@ def test_a_function_that_raises_leaves_nothing_that_cannot_be_resumed(work: Path
 
 
 def test_warnings_are_printed_with_keywords(capsys: pytest.CaptureFixture[str]) -> None:
-    quiet = Reporter(None, str.upper)
+    quiet = Reporter(None)
     assert list(quiet.bar(["a", "b"], "letters", 2)) == ["a", "b"]
     quiet.note("not printed")
-    quiet.warn("add more")
-    assert capsys.readouterr().err == "Warning: ADD MORE\n"
+    quiet.warn(Words("add", Option("pad", True)))
+    assert capsys.readouterr().err == "Warning: add pad=True\n"
 
 
 def test_a_progress_object_is_used_as_it_is(work: Path, capsys: pytest.CaptureFixture[str]) -> None:

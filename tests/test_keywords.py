@@ -9,8 +9,8 @@ import pytest
 
 import quantkit
 from quantkit.api import build_recipe
-from quantkit.errors import CheckpointError, QuantkitError, about
-from quantkit.keywords import api_function, in_python
+from quantkit.errors import CheckpointError, QuantkitError, about, in_python
+from quantkit.keywords import api_function
 from quantkit.recipes.run_options import RunOptions
 
 FUNCTIONS = ("plan", "quantize", "prune", "pack", "convert", "verify", "load", "eval_ppl", "eval_kld", "push")

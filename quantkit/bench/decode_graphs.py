@@ -74,7 +74,9 @@ def decode_calls(
     AttentionInterface.register(ATTENTION, attention)
     model.set_attn_implementation(ATTENTION)
     if model.config.get_text_config()._attn_implementation != ATTENTION:
-        raise RecipeError(f"{model.config.model_type}: its attention is its own, which is not measured: use another")
+        raise RecipeError(
+            "its attention is its own, which is not measured", "use another", subject=model.config.model_type
+        )
     length = ids.shape[1]
     cache = static_cache(model, cache_length(length, new))
     index = torch.arange(cache_length(length, new), device=ids.device)
@@ -147,9 +149,11 @@ def static_cache(model: PreTrainedModel, length: int) -> Any:
     try:
         cache: Any = StaticCache(config=model.config, max_cache_len=length)
     except Exception as error:  # a broken config can raise anything
-        raise RecipeError(f"{kind}: transformers has no static cache for it ({reason(error)}): use another") from error
+        raise RecipeError(
+            f"transformers has no static cache for it ({reason(error)})", "use another", subject=kind
+        ) from error
     if any(getattr(layer, "is_sliding", True) for layer in cache.layers):
-        raise RecipeError(f"{kind}: attention by a sliding window is not measured: use another model")
+        raise RecipeError("attention by a sliding window is not measured", "use another model", subject=kind)
     return cache
 
 
@@ -171,7 +175,7 @@ def attention(
     """
     unsupported = [name for name in UNSUPPORTED if given.get(name) is not None]
     if unsupported:
-        raise RecipeError(f"attention with {unsupported[0]} is not measured: use another model")
+        raise RecipeError(f"attention with {unsupported[0]} is not measured", "use another model")
     b, heads, t, _ = query.shape
     shared = key.shape[1] != heads
     if t == 1 and b * heads >= MANY_HEADS:

@@ -166,8 +166,9 @@ def measure(model: Outline, variants: Sequence[Variant], load: Workload, progres
     positions = getattr(built.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and load.prompt + load.new > positions:
         raise RecipeError(
-            f"{load.prompt} tokens of a prompt and {load.new} new ones are more than the {positions} positions of "
-            f"{model.name}: use smaller --prompt-tokens or --new-tokens"
+            f"{load.prompt} tokens of a prompt and {load.new} new ones are more than the {positions} positions "
+            f"of {model.name}",
+            "use smaller --prompt-tokens or --new-tokens",
         )
     static_cache(built, cache_length(load.prompt, load.new))
     packed_in = [variant.layout for variant in variants if variant.schemes]
@@ -184,8 +185,8 @@ def measure(model: Outline, variants: Sequence[Variant], load: Workload, progres
                 made, fallbacks = _time_variant(model, variant, batches, load, where, progress)
         except torch.OutOfMemoryError as error:
             raise KernelError(
-                f"{model.name} as {variant.layout} {variant.scheme} does not fit into the GPU's memory: use smaller "
-                "--batch or --prompt-tokens"
+                f"{model.name} as {variant.layout} {variant.scheme} does not fit into the GPU's memory",
+                "use smaller --batch or --prompt-tokens",
             ) from error
         notices += fallbacks
         paces += made
@@ -234,7 +235,8 @@ def _time_batch(model: PreTrainedModel, batch: int, load: Workload, where: torch
         raise
     except RuntimeError as error:
         raise KernelError(
-            f"{type(model).__name__} cannot be captured in a CUDA graph ({reason(error)}): use --eager or another model"
+            f"{type(model).__name__} cannot be captured in a CUDA graph ({reason(error)})",
+            "use --eager or another model",
         ) from error
     return times[0], times[1]
 

@@ -82,8 +82,8 @@ def kernels(
                 bar.update(1)
         except torch.OutOfMemoryError as error:
             raise KernelError(
-                f"{layer.n}x{layer.k} with up to {max(tokens)} tokens does not fit into the GPU's memory: "
-                "leave it out, or fewer tokens with --m"
+                f"{layer.n}x{layer.k} with up to {max(tokens)} tokens does not fit into the GPU's memory",
+                "leave it out, or fewer tokens with --m",
             ) from error
     bar.close()
     return Bench(device, tuple(cells))
@@ -201,5 +201,5 @@ def _checked(timed: Timed, out: Tensor, expected: Tensor, what: str) -> float:
     timed.graph.replay()
     wrong = mismatch(out, expected)
     if wrong is not None:
-        raise KernelError(f"{what}: the product {wrong}: it is wrong, not timed")
+        raise KernelError(f"the product {wrong}: it is wrong, not timed", subject=what)
     return relative_error(out, expected)

@@ -112,7 +112,9 @@ def read(model: str) -> Outline:
     with files.guarded(path):
         file = path / CONFIG if path.is_dir() else path
         if not model or not file.is_file():
-            raise RecipeError(f"unknown model {model!r}: use {', '.join(CONFIGS)}, or a {CONFIG} or a folder with one")
+            raise RecipeError(
+                f"unknown model {model!r}", f"use {', '.join(CONFIGS)}, or a {CONFIG} or a folder with one"
+            )
     config = json_files.load_json(file, special_floats=True)
     config_checks.drop_auto_map(config)
     config_checks.check_config(config, file)
@@ -134,9 +136,9 @@ def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], 
     linears, every = linears_of(built, model, skip), [p for p, m in built.named_modules() if isinstance(m, nn.Linear)]
     for pattern in skip:
         if not any(matches(pattern, path) for path in every):
-            raise RecipeError(f"--skip {pattern!r} matches no linear of {model.name}, such as {every[:1]}: check it")
+            raise RecipeError(f"--skip {pattern!r} matches no linear of {model.name}, such as {every[:1]}", "check it")
     if not linears:
-        raise RecipeError(f"{model.name}: no nn.Linear is left to be packed: use fewer --skip, or another model")
+        raise RecipeError("no nn.Linear is left to be packed", "use fewer --skip, or another model", subject=model.name)
     found = [Variant(DENSE, {})]
     if model.layout is not None and model.schemes is not None and not (layouts or schemes):
         found.append(Variant(model.layout, {path: model.schemes.of(path) for path in linears}))
@@ -167,7 +169,7 @@ def linears_of(built: PreTrainedModel, model: Outline | None = None, skip: Seque
         for pattern in (*left, *skip):
             expressions.compiled(pattern)
     except ValueError as error:
-        raise RecipeError(f"{pattern!r} is no regular expression ({error}): mend --skip") from error
+        raise RecipeError(f"{pattern!r} is no regular expression ({error})", "mend --skip") from error
     head = built.get_output_embeddings()
     return {
         path: (module.out_features, module.in_features)
@@ -185,7 +187,7 @@ def _broken_rule(layout: str, scheme: Scheme, n: int, k: int) -> str | None:
         LAYOUTS[layout].check(scheme, n, k)
         scheme.groups(k)
     except LayoutError as error:
-        return str(error).split(": ")[0]
+        return error.rule
     return None
 
 
@@ -260,7 +262,7 @@ def fit_batches(
                 f"{format_bytes(need - free)} too little"
             )
             if variant.schemes:
-                raise KernelError(f"{said}: use smaller --batch or --prompt-tokens, fewer bits, or another GPU")
+                raise KernelError("use smaller --batch or --prompt-tokens, fewer bits, or another GPU", subject=said)
             notices.append(f"{said}: the dense model is left out at batch {', '.join(map(str, over))}")
         if len(over) < len(needs):
             jobs.append((variant, tuple(batch for batch in needs if batch not in over)))

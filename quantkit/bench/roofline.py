@@ -123,14 +123,14 @@ def layers(models: Sequence[str], shapes: Sequence[str]) -> list[Layer]:
     found: dict[tuple[int, int], Layer] = {}
     for model in models:
         if model not in MODELS:
-            raise RecipeError(f"unknown model {model!r}: use one of {', '.join(MODELS)}, or --shape NxK")
+            raise RecipeError(f"unknown model {model!r}", f"use one of {', '.join(MODELS)}", "--shape NxK")
         for name, (n, k) in MODELS[model].items():
             found.setdefault((n, k), Layer(f"{model} {name}".strip(), n, k))
     known = {layer: f"{model} {name}".strip() for model, parts in MODELS.items() for name, layer in parts.items()}
     for text in shapes:
         sizes = re.fullmatch(r"([1-9]\d{0,6})[xX]([1-9]\d{0,6})", text)
         if sizes is None:
-            raise RecipeError(f"{text!r} is no shape: write out features by in features, like 6144x4096")
+            raise RecipeError(f"{text!r} is no shape", "write out features by in features, like 6144x4096")
         n, k = int(sizes[1]), int(sizes[2])
         found.setdefault((n, k), Layer(known.get((n, k), f"{n}x{k}"), n, k))
     return list(found.values())
@@ -170,14 +170,15 @@ def read_peers(path: Path, names: Sequence[str]) -> Peers:
             found[key] = max(speedup, found.get(key, 0.0))
     except (KeyError, ValueError, TypeError, csv.Error) as error:
         raise CheckpointError(
-            f"{path}: no CSV of speeds: it needs the columns kernel, K, N, M and speedup_vs_cublas, and numbers in "
-            "all but the first"
+            "no CSV of speeds: it needs the columns kernel, K, N, M and speedup_vs_cublas, and numbers in all "
+            "but the first",
+            subject=path,
         ) from error
     known = sorted({kernel for kernel, *_ in found})
     for name in names or ("",):
         if name not in known:
             asked = f"no kernel {name!r} in {path}" if name else f"which kernels of {path} to compare with is not said"
-            raise RecipeError(f"{asked}: use --peer with one of {', '.join(known) or 'none, it is empty'}")
+            raise RecipeError(f"use --peer with one of {', '.join(known) or 'none, it is empty'}", subject=asked)
     return {key: speedup for key, speedup in found.items() if key[0] in names}
 
 

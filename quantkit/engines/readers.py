@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 from quantkit.core.scheme import Scheme
 from quantkit.engines.rows import UNTRIED, Engine, Folder, Reader
 from quantkit.engines.tables import CAUTIONS, ENGINES, TRAITS
+from quantkit.errors import Words
 
 
 def readers_of(folder: Folder, engines: Iterable[Engine] = ENGINES) -> Iterator[tuple[Reader, list[str]]]:
@@ -37,8 +38,8 @@ def refusals(folder: Folder) -> list[str]:
     for reader, reasons in readers_of(folder):
         for trait in reasons:
             found.setdefault(trait, []).append(reader.label)
-    lines = [
-        f"{_list(names)} will not open this folder because of {TRAITS[trait].words}: {TRAITS[trait].way_out}"
+    lines: list[str] = [
+        Words(f"{_list(names)} will not open this folder because of {TRAITS[trait].words}:", TRAITS[trait].way_out)
         for trait, names in found.items()
         if trait not in ("split", "padded")  # the former follows, a plan names the padded weights
     ]
@@ -46,10 +47,8 @@ def refusals(folder: Folder) -> list[str]:
     if mixed:
         where, labels = mixed[0]
         more = f" (and {len(mixed) - 1} more such groups)" if len(mixed) > 1 else ""
-        lines.append(
-            f"{where} mix {_list(sorted(labels))}{more}; engines that join them, such as vLLM, will not open this "
-            f"folder: {TRAITS['split'].way_out}"
-        )
+        rule = f"{where} mix {_list(sorted(labels))}{more}; engines that join them, such as vLLM, will not open this"
+        lines.append(Words(rule, "folder:", TRAITS["split"].way_out))
     return lines
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 
 from quantkit.engines.joined import is_expert
 from quantkit.engines.rows import PUBLISHED, Engine, Folder, Kernel, Reader, Trait
+from quantkit.errors import Setting, Words
 
 #: GPU -> its compute capability: NVIDIA's list, https://developer.nvidia.com/cuda-gpus, 2026-11-23.
 GPUS = {
@@ -52,7 +53,7 @@ def _lacks_topk_method(folder: Folder) -> bool:
 TRAITS = {
     "asymmetric": Trait(
         "zero points (asymmetric weights)",
-        "quantize with --sym, or use --layout compressed-tensors or awq",
+        Words("quantize with", Setting("asym", False), ", or use", Setting("layout", "compressed-tensors", "awq")),
         lambda f: any(not s.symmetric for s in f.schemes),
     ),
     "zeros": Trait(
@@ -62,38 +63,38 @@ TRAITS = {
     ),
     "sizes": Trait(
         "several group sizes with zero points",
-        "quantize with one group size, or with --sym",
+        Words("quantize with one group size, or with", Setting("asym", False)),
         lambda f: len({s.group_size for s in f.schemes}) > 1,
     ),
     "mixed": Trait(
         "linears with a scheme of their own, for which the public config has no place",
-        "quantize without --override, or use --layout compressed-tensors",
+        Words("quantize without", Setting("override"), ", or use", Setting("layout", "compressed-tensors")),
         lambda f: len({(s.format, s.group_size) for s in f.schemes}) > 1,
     ),
     "dense": Trait(
         "dense linears besides lm_head, for which the public config has no place",
-        "quantize without --skip",
+        Words("quantize without", Setting("skip")),
         lambda f: any(module != "lm_head" for module in f.dense),
     ),
     "split": Trait(
         "linears of one group that are treated differently",
-        "quantize with --fused-alike",
+        Words("quantize with", Setting("fused_alike", True)),
         lambda f: bool(f.mixed_groups),
     ),
     "wrapped": Trait(
         "several schemes in a wrapper model, whose linears the engine calls by other names",
-        "use --layout compressed-tensors",
+        Words("use", Setting("layout", "compressed-tensors")),
         lambda f: isinstance(f.config.get("text_config"), Mapping) and len(f.schemes) > 1,
     ),
-    "padded": Trait("weights padded with zeros", "leave out --pad", lambda f: f.padded),
+    "padded": Trait("weights padded with zeros", Words("leave out", Setting("pad", True)), lambda f: f.padded),
     "channel": Trait(
         "one scale per row",
-        "quantize with --group-size 128",
+        Words("quantize with", Setting("group_size", 128)),
         lambda f: any(scheme.group_size is None for scheme in f.schemes),
     ),
     "experts": Trait(
         "experts in a floating format",
-        "quantize with --format int4",
+        Words("quantize with", Setting("format", "int4")),
         lambda f: any(scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()),
     ),
     "topk": Trait(
@@ -103,27 +104,27 @@ TRAITS = {
     ),
     "part": Trait(
         "a dense linear whose name is a part of a quantized one's, which the public config cannot tell apart",
-        "use --layout compressed-tensors",
+        Words("use", Setting("layout", "compressed-tensors")),
         _part_of_a_name,
     ),
     "by heads": Trait(
         "joined queries, keys and values, whose rows vLLM's class of this model reorders",
-        "leave them dense with --skip '.*query_key_value'",
+        Words("leave them dense with", Setting("skip", ".*query_key_value")),
         _packs("query_key_value", "bloom", "gpt_neox"),
     ),
     "mixers": Trait(
         "Mamba-1 mixers, which vLLM keeps dense",
-        "leave them dense too with --skip '.*\\.(mamba|mixer)\\..*'",
+        Words("leave them dense too with", Setting("skip", ".*\\.(mamba|mixer)\\..*")),
         lambda f: _packs("mamba", "jamba")(f) or _packs("mixer", "mamba", "falcon_mamba")(f),
     ),
     "convolutions": Trait(
         "short convolutions, whose projections vLLM's class of this model keeps dense",
-        "leave them dense too with --skip '.*\\.conv\\..*'",
+        Words("leave them dense too with", Setting("skip", ".*\\.conv\\..*")),
         _packs("conv", "lfm2_moe"),
     ),
     "dense experts": Trait(
         "experts, which vLLM's class of this model keeps dense",
-        "leave them dense too with --skip '.*\\.experts\\..*'",
+        Words("leave them dense too with", Setting("skip", ".*\\.experts\\..*")),
         _packs("experts", "flex_olmo"),
     ),
     "own experts": Trait(
@@ -141,7 +142,7 @@ TRAITS = {
     ),
     "odd n": Trait(
         "weights whose n is neither 128 nor a multiple of 256",
-        "use --layout compressed-tensors",
+        Words("use", Setting("layout", "compressed-tensors")),
         lambda f: any(n != 128 and n % 256 for _, (n, _) in f.linears.values()),
     ),
 }

@@ -15,7 +15,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
 from quantkit.core.memory_limits import free_memory
-from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.errors import CheckpointError, Command, Option, Words, about
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.evaluation.windows import default_window
@@ -27,7 +27,9 @@ from quantkit.progress import Progress
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 
-LATER = "leave --eval out, and measure the output with quantkit eval ppl and eval kld"
+LATER = Words(
+    "leave", Option("eval"), "out, and measure the output with", Command("eval ppl"), "and", Command("eval kld")
+)
 
 
 def measurement(
@@ -51,16 +53,18 @@ def measurement(
     words = load_tokenizer(src.path)
     length = len(token_ids(words, text, special=False))
     if length < 2:
-        raise CheckpointError(f"{data}: has {length} tokens, too few for --eval: give a longer text")
+        raise CheckpointError(
+            Words(f"has {length} tokens, too few for", Option("eval")), "give a longer text", subject=data
+        )
     _require_memory(src, device)
 
     def measure(made: Checkpoint) -> dict[str, Any]:
         try:
-            return compare(Checkpoint(source, trust_remote_code), made)
+            with about(Option("eval")):
+                return compare(Checkpoint(source, trust_remote_code), made)
         except (MemoryError, torch.OutOfMemoryError) as error:
-            raise CheckpointError(f"--eval: out of memory: continue with --resume, {LATER}") from error
-        except QuantkitError as error:
-            raise type(error)(f"--eval: {error}") from error
+            ways = Words("continue with", Option("resume", True), ",", LATER)
+            raise CheckpointError("out of memory", ways, subject=Option("eval")) from error
 
     def compare(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
         options: Any = {"device": device, "trust_remote_code": trust_remote_code, "progress": progress}
@@ -92,5 +96,7 @@ def _require_memory(src: Checkpoint, device: str) -> None:
     free = torch.cuda.mem_get_info(place)[0] if place.type == "cuda" else free_memory()
     if free is not None and needed > free:
         raise CheckpointError(
-            f"{src.path}: --eval needs about {needed / 1e9:.1f} GB on {place.type}, {free / 1e9:.1f} are free: {LATER}"
+            Words(Option("eval"), f"needs about {needed / 1e9:.1f} GB on {place.type}, {free / 1e9:.1f} are free"),
+            LATER,
+            subject=src.path,
         )

@@ -65,8 +65,8 @@ def kld(
         theirs = window_logits(reference, part, prefix, number).to(ours.device)
         if ours.shape != theirs.shape:
             raise CheckpointError(
-                f"the models have vocabularies of {ours.shape[-1]} and {theirs.shape[-1]} tokens: compare a model with "
-                "the one that it was made from"
+                f"the models have vocabularies of {ours.shape[-1]} and {theirs.shape[-1]} tokens",
+                "compare a model with the one that it was made from",
             )
         for p, q in zip(theirs.split(ROWS), ours.split(ROWS), strict=True):
             p, q = (x.double().log_softmax(-1) for x in (p, q))

@@ -27,7 +27,7 @@ from quantkit.checkpoint import report
 from quantkit.checkpoint.provenance import damage
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.core.tensors import dtype_name, raw_bytes
-from quantkit.errors import CheckpointError, KernelError, QuantkitError
+from quantkit.errors import CheckpointError, Command, KernelError, Option, QuantkitError, Words
 from quantkit.evaluation.verification import VERIFICATION, Row, Verification
 from quantkit.evaluation.weight_check import Job, check_weight
 from quantkit.io import files, hashing, model_folder
@@ -91,7 +91,7 @@ def verify(
         what = "weights were compared with the digests in their files" if sealed else "the weight files have no digests"
         notices.append(UNREPORTED.format(what))
     if not (checked or unsealed):
-        failures.append(f"{UNSEALED}: add --unsealed to accept that")
+        failures.append(Words(f"{UNSEALED}: add", Option("unsealed", True), "to accept that"))
     unrun = _why_no_kernel(src, place, asked=device != "auto")
     other = None if against is None else _quantized(Path(against))
     if not src.modules():
@@ -128,8 +128,9 @@ def verify_files(folder: Path) -> tuple[list[str], list[str]]:
         sealed, failures = _check_digests(sorted(folder.glob("*.safetensors")))
         if not sealed:
             raise CheckpointError(
-                f"{folder}: has no {report.REPORT}, and no digests in its weight files, so nothing can be checked: "
-                "give a folder that quantkit wrote"
+                f"has no {report.REPORT}, and no digests in its weight files, so nothing can be checked",
+                "give a folder that quantkit wrote",
+                subject=folder,
             )
         return failures, [UNREPORTED.format("weights were compared with the digests in their files")]
     extra = extra_files(folder, recorded)
@@ -162,7 +163,7 @@ def _why_no_kernel(src: Checkpoint, device: torch.device, asked: bool) -> str | 
     assert src.layout is not None
     unrun = kernels.missing(src.layout.NAME, device)
     if unrun and device.type == "cuda" and asked and src.layout.NAME in kernels.MATMULS:
-        raise KernelError(f"{src.path}: its weights cannot be multiplied on {device}: {unrun}")
+        raise KernelError(f"its weights cannot be multiplied on {device}: {unrun}", subject=src.path)
     return unrun
 
 
@@ -170,8 +171,10 @@ def _quantized(folder: Path) -> Checkpoint:
     src = Checkpoint(folder)
     if src.layout is None:
         raise CheckpointError(
-            f"{folder}: is {src.low_bit or 'dense'}, and packed weights are compared with packed ones: give the "
-            "quantized checkpoint, or compare with a dense model by quantkit eval kld"
+            f"is {src.low_bit or 'dense'}, and packed weights are compared with packed ones",
+            "give the quantized checkpoint",
+            Words("compare with a dense model by", Command("eval kld")),
+            subject=folder,
         )
     return src
 
@@ -190,7 +193,7 @@ def _check_files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, s
     for name, expected in listed.items():
         try:
             if PurePosixPath(name).name == name and name.isprintable() and not os.path.lexists(folder / name):
-                raise CheckpointError(f"{name}: is missing, {report.REPORT} lists it: restore it")
+                raise CheckpointError(f"is missing, {report.REPORT} lists it", "restore it", subject=name)
             found[name] = hashed[name].result()
         except QuantkitError as error:
             failures.append(str(error))
@@ -268,7 +271,10 @@ def _check_weights(
                 row, seen = check_weight(job, module, layers.get(module))
         except torch.OutOfMemoryError as error:
             raise KernelError(
-                f"{module}: does not fit into the GPU's memory: free some, or prove the bits alone with --device cpu"
+                "does not fit into the GPU's memory",
+                "free some",
+                Words("prove the bits alone with", Option("device", "cpu")),
+                subject=module,
             ) from error
         rows.append(row)
         notices += [line for line in seen if line not in notices]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, NumericError, RecipeError
+from quantkit.errors import CheckpointError, NumericError, Option, RecipeError, Words
 from quantkit.progress import Progress
 from quantkit.text.tokenizer import check_tokens, token_ids
 
@@ -36,19 +36,23 @@ def tokenize(
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     if window < 2 or not 1 <= stride <= window:
         raise RecipeError(
-            f"window {window}, stride {stride}: use a window of 2 or more and a stride of 1 to the window"
+            f"window {window}, stride {stride}", "use a window of 2 or more and a stride of 1 to the window"
         )
     if window + bos > positions:
         what = f"window {window}{' and BOS' if bos else ''}"
-        raise RecipeError(f"{what}: the model has {positions} positions, use --window {positions - bos} or less")
+        raise RecipeError(
+            f"the model has {positions} positions",
+            Words("use", Option("window", positions - bos), "or less"),
+            subject=what,
+        )
     first: int | None = getattr(tokenizer, "bos_token_id", None)
     if bos and first is None:
-        raise RecipeError("the tokenizer has no BOS token: leave the BOS option out")
+        raise RecipeError("the tokenizer has no BOS token", "leave the BOS option out")
     tokens = token_ids(tokenizer, text, special=False)
     if len(tokens) < window:
         raise CheckpointError(
-            f"the text has {len(tokens)} tokens, less than one window of {window}: use --window {max(2, len(tokens))} "
-            "or a longer text"
+            f"the text has {len(tokens)} tokens, less than one window of {window}",
+            Words("use", Option("window", max(2, len(tokens))), "or a longer text"),
         )
     rows = model.get_input_embeddings().get_parameter("weight").shape[0]
     check_tokens(max(int(tokens.max()), (first or 0) if bos else 0), rows)

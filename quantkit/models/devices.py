@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from quantkit.errors import RecipeError
+from quantkit.errors import Option, RecipeError, Words
 
 
 def device_of(name: str) -> torch.device:
@@ -16,10 +16,10 @@ def device_of(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise RecipeError(f"unknown device {name!r}: use auto, cpu or cuda") from error
+        raise RecipeError(f"unknown device {name!r}", "use auto, cpu or cuda") from error
     counts = {"cpu": 1, "cuda": torch.cuda.device_count()}
     if (device.index or 0) >= counts.get(device.type, 0):
-        raise RecipeError(f"device {name} cannot be used here: use --device cpu")
+        raise RecipeError(f"device {name} cannot be used here", Words("use", Option("device", "cpu")))
     if device.type == "cuda":
         # cuBLAS reads this when it starts; without a fixed workspace equal runs may differ in the last bits.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

@@ -240,8 +240,10 @@ def _leaves(src: Checkpoint, home: tuple[str, int], found: dict[tuple[int, str],
             if role not in leaves or (number, f"{leaves[role]}.weight") not in found:
                 wanted = f"{path}.{number}.{leaves.get(role, LEAVES[role])}.weight"
                 raise CheckpointError(
-                    f"{src.path}: {wanted} is not in the checkpoint, which has {len(found)} tensors of these "
-                    f"{fused.experts} experts: download the folder again"
+                    f"{wanted} is not in the checkpoint, which has {len(found)} tensors of these "
+                    f"{fused.experts} experts",
+                    "download the folder again",
+                    subject=src.path,
                 )
     return {role: leaves[role] for role in fused.sizes}
 
@@ -257,7 +259,9 @@ def _slice(src: Checkpoint, module: nn.Module, stored: dict[str, tuple[Rows, ...
             need = expected if len({each.name for each in parts}) == 1 else (expected[0], shape[1], *expected[2:])
             swapped = len(shape) == 3 and shape != need and (shape[0], shape[2], shape[1]) == need
             if shape != need and not swapped:
-                raise CheckpointError(f"{name}: is {list(shape)} in the checkpoint, config.json asks for {list(need)}")
+                raise CheckpointError(
+                    f"is {list(shape)} in the checkpoint, config.json asks for {list(need)}", subject=name
+                )
             if weight == parameter and (weight in fused.turned) != swapped:
                 turned.add(name)
         chosen = {role: select(parts, rows) for role, rows in fused.rows(parameter).items()}

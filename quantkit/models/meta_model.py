@@ -51,7 +51,7 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
     remote = trust_remote_code and "auto_map" in src.config
     if not remote and family not in CONFIG_MAPPING:
         raise CheckpointError(
-            f"{src.path}: model type {family!r} is unknown to transformers: upgrade it, or check config.json"
+            f"model type {family!r} is unknown to transformers", "upgrade it", "check config.json", subject=src.path
         )
     config: PretrainedConfig
     try:
@@ -64,7 +64,9 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
         raise unbuildable(src, error) from error
     if config.is_encoder_decoder or family in ENCODER_DECODERS:
         raise CheckpointError(
-            f"{src.path}: {family} is an encoder-decoder, which quantkit does not quantize: use a decoder-only model"
+            f"{family} is an encoder-decoder, which quantkit does not quantize",
+            "use a decoder-only model",
+            subject=src.path,
         )
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -92,8 +94,9 @@ def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: boo
             return auto
     if not able:
         raise CheckpointError(
-            f"{src.path}: model type {config.model_type!r} is no model that writes text, as transformers builds it: "
-            "use a causal or an image-text model"
+            f"model type {config.model_type!r} is no model that writes text, as transformers builds it",
+            "use a causal or an image-text model",
+            subject=src.path,
         )
     return able[0]
 
@@ -133,8 +136,10 @@ def unbuildable(src: Configured, error: Exception) -> CheckpointError:
     if is_out_of_memory(error):
         raise error
     return CheckpointError(
-        f"{src.path}: transformers cannot build the model of config.json ({reason(error)}): mend it, or upgrade "
-        "transformers"
+        f"transformers cannot build the model of config.json ({reason(error)})",
+        "mend it",
+        "upgrade transformers",
+        subject=src.path,
     )
 
 
@@ -272,7 +277,7 @@ def put_tensor(module: nn.Module, name: str, tensor: Tensor) -> None:
     expected = getattr(owner, leaf).shape
     if tensor.shape != expected:
         raise CheckpointError(
-            f"{name}: is {list(tensor.shape)} in the checkpoint, config.json asks for {list(expected)}"
+            f"is {list(tensor.shape)} in the checkpoint, config.json asks for {list(expected)}", subject=name
         )
     if leaf in owner._parameters:
         owner._parameters[leaf] = nn.Parameter(tensor, requires_grad=False)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, Setting, Words
 
 #: `returned`: None, or one entry for each value that a block returns after its hidden state. `left`: name of the
 #: argument that is a mapping -> its new entries.
@@ -104,8 +104,8 @@ def _flatten(value: Any, found: list[Tensor]) -> dict[str, Any]:
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
     raise CheckpointError(
-        f"passes on a value of type {type(value).__name__}, and only tensors can be stored between blocks: use "
-        "--method rtn"
+        f"passes on a value of type {type(value).__name__}, and only tensors can be stored between blocks",
+        Words("use", Setting("method", "rtn")),
     )
 
 

@@ -240,8 +240,9 @@ def require_complete(
     for names, rule in ((missing, "is missing from the checkpoint"), (extra, "is not part of the model")):
         if names:
             raise CheckpointError(
-                f"{src.path}: {names[0]} {rule} ({len(names)} in all): the folder is not a complete "
-                f"{type(module).__name__}, download or quantize it again"
+                f"{names[0]} {rule} ({len(names)} in all): the folder is not a complete {type(module).__name__}, "
+                "download or quantize it again",
+                subject=src.path,
             )
 
 

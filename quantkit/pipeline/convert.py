@@ -27,7 +27,7 @@ from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
 from quantkit.core.scheme import Scheme
 from quantkit.core.work_queue import WorkQueue
 from quantkit.engines.joined import is_expert
-from quantkit.errors import CheckpointError, require_known
+from quantkit.errors import CheckpointError, Command, Words, require_known
 from quantkit.io import hashing
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
@@ -271,10 +271,12 @@ def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> C
     src = Checkpoint(Path(checkpoint))
     if src.layout is None:
         held = f"holds {src.low_bit} weights, a source" if src.low_bit else "holds no quantized weights"
-        raise CheckpointError(f"{checkpoint}: {held}: use quantkit quantize first")
+        raise CheckpointError(held, Words("use", Command("quantize"), "first"), subject=checkpoint)
     if expect is not None and src.layout.family != LAYOUTS[expect].family:
         raise CheckpointError(
-            f"{checkpoint}: is in the {src.layout.NAME} layout, not {expect}: say {src.layout.NAME}-to-{layout}"
+            f"is in the {src.layout.NAME} layout, not {expect}",
+            f"say {src.layout.NAME}-to-{layout}",
+            subject=checkpoint,
         )
     return src
 

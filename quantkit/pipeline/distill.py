@@ -30,14 +30,14 @@ from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import untuned
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.errors import NumericError
+from quantkit.errors import NumericError, Setting, Words
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import compute_dtype
 from quantkit.models.meta_model import get_tensor
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe
 
-INSTEAD = "drop --distill"
+INSTEAD = Words("drop", Setting("distill"))
 #: One of so many sequences is held out, at least one.
 HELD_OUT = 8
 #: Sequences of a step.
@@ -205,7 +205,9 @@ class Student:
             p, q = p.float().log_softmax(-1), q.float().log_softmax(-1)
             total = total + (p.exp() * (p - q)).sum()
         if not bool(total.isfinite()):
-            raise NumericError("the divergence from the unquantized model is not finite: drop --distill")
+            raise NumericError(
+                "the divergence from the unquantized model is not finite", Words("drop", Setting("distill"))
+            )
         return total
 
     def _tensors(self) -> dict[str, Tensor]:

@@ -101,7 +101,7 @@ def _require_tensors_of(src: Checkpoint, made: Checkpoint) -> None:
     before, after = set(src.logical()), set(made.logical())
     for name in sorted(before ^ after):
         what = "missing" if name in before else "not a tensor of the source"
-        raise CheckpointError(f"{made.path}: {name} is {what}")
+        raise CheckpointError(f"{name} is {what}", subject=made.path)
     expected = {name: _stored_form(src, name) for name in before.intersection(src.names())}
     found = {name: (made.dtype(name), made.shape(name)) for name in after.intersection(made.names())}
     for module in made.modules():
@@ -113,7 +113,7 @@ def _require_tensors_of(src: Checkpoint, made: Checkpoint) -> None:
     for name in {**expected, **found}:
         have, need = (_form(forms.get(name)) for forms in (found, expected))
         if have != need:
-            raise CheckpointError(f"{made.path}: {name} is {have}, and should be {need}")
+            raise CheckpointError(f"{name} is {have}, and should be {need}", subject=made.path)
 
 
 def _stored_form(src: Checkpoint, name: str) -> tuple[torch.dtype, tuple[int, ...]]:

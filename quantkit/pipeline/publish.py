@@ -24,7 +24,7 @@ from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.work_queue import WorkQueue
 from quantkit.engines.output_config import output_config
-from quantkit.errors import CheckpointError, QuantkitError, about
+from quantkit.errors import CheckpointError, Option, QuantkitError, Words, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json, without_folders
 from quantkit.io.model_folder import RECIPE
@@ -90,7 +90,9 @@ def write(
         raise
     missing = set(src.logical()) - writer.items_done()
     if missing:
-        raise CheckpointError(f"{min(missing)}: was not written ({len(missing)} tensors): a bug, please report it")
+        raise CheckpointError(
+            f"was not written ({len(missing)} tensors): a bug, please report it", subject=min(missing)
+        )
     return _layers(writer)
 
 
@@ -224,6 +226,11 @@ def publish_complete(
     report = load_report(partial)
     known = {recipe.sha256() for recipe in recipes}
     if report.get("recipe_sha256") not in known or report["source"].get("files") != source_hashes(src)[0]:
-        raise CheckpointError(f"{partial}: holds the result of another recipe or source: remove it, or use --overwrite")
+        raise CheckpointError(
+            "holds the result of another recipe or source",
+            "remove it",
+            Words("use", Option("overwrite", True)),
+            subject=partial,
+        )
     publish_folder(partial, out, overwrite=overwrite)
     return report

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quantkit.errors import HubError, QuantkitError, RecipeError, reason
+from quantkit.errors import HubError, Option, QuantkitError, RecipeError, Words, reason
 from quantkit.io import files
 from quantkit.io.model_folder import HUB_ID
 from quantkit.progress import Progress
@@ -83,8 +83,10 @@ class Target:
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             raise HubError(
-                f"{self.repository}: holds other files ({others[0]}{more}), which are not replaced: choose another "
-                "name, or delete the repository on the hub"
+                f"holds other files ({others[0]}{more}), which are not replaced",
+                "choose another name",
+                "delete the repository on the hub",
+                subject=self.repository,
             )
 
 
@@ -94,7 +96,7 @@ def reach(repository: str, *, public: bool = False, endpoint: str | None = None,
     `endpoint` and `token` default to those of huggingface_hub: HF_ENDPOINT, HF_TOKEN, and the login.
     """
     if HUB_ID.fullmatch(repository) is None:
-        raise RecipeError(f"{repository!r} is no repository of the hub: write it like ORG/NAME")
+        raise RecipeError(f"{repository!r} is no repository of the hub", "write it like ORG/NAME")
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
     from huggingface_hub.hf_api import RepoFile
@@ -102,7 +104,7 @@ def reach(repository: str, *, public: bool = False, endpoint: str | None = None,
     with _one_line(repository, token):
         token = token or get_token()
     if token is None:
-        raise HubError(f"{repository}: no token to push with: log in by hf auth login, or set HF_TOKEN")
+        raise HubError("no token to push with", "log in by hf auth login", "set HF_TOKEN", subject=repository)
     api = HfApi(endpoint=endpoint or os.environ.get("HF_ENDPOINT"), token=token)
     with _one_line(repository, token):
         try:
@@ -114,7 +116,12 @@ def reach(repository: str, *, public: bool = False, endpoint: str | None = None,
         tree = api.list_repo_tree(repository, recursive=True, revision=info.sha)
         found = {entry.path: entry for entry in tree if isinstance(entry, RepoFile) and entry.path != GIVEN}
     if not info.private and not public:
-        raise HubError(f"{repository}: is public: add --public, or make it private in its settings on the hub")
+        raise HubError(
+            "is public",
+            Words("add", Option("public", True)),
+            "make it private in its settings on the hub",
+            subject=repository,
+        )
     contents = {
         path: (entry.size, "sha256", entry.lfs.sha256) if entry.lfs else (entry.size, "git", entry.blob_id)
         for path, entry in found.items()
@@ -204,7 +211,7 @@ def _one_line(repository: str, token: str | None) -> Iterator[None]:
             text = re.sub(r"\?\S+", "", reason(_first(error)))
             text = text.replace(token, "...") if token else text
             message = f"the hub was not reached ({text}): push again, what has arrived is not sent a second time"
-        raise HubError(f"{repository}: {message}") from None  # the chain could print addresses
+        raise HubError(message, subject=repository) from None  # the chain could print addresses
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:

@@ -35,7 +35,7 @@ from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.work_queue import WorkQueue
-from quantkit.errors import CheckpointError, QuantkitError, RecipeError
+from quantkit.errors import CheckpointError, Command, Option, QuantkitError, RecipeError, Setting, Words
 from quantkit.io.staging import check_staging, is_complete, staging
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
@@ -113,15 +113,19 @@ def _survey(
     src: Checkpoint, recipe: Recipe, out: str | Path | None, run: RunOptions, gpu_memory: int | None = None
 ) -> _Job:
     if gpu_memory is not None and run.device == "cpu":
-        raise RecipeError("--gpu-memory is about a GPU, and --device cpu uses none: drop one of them")
+        raise RecipeError(
+            Words(Option("gpu_memory"), "is about a GPU, and", Option("device", "cpu"), "uses none"), "drop one of them"
+        )
     require_complete_source(src, run.trust_remote_code)
     # The GPU of `gpu_memory` is not here, and a plan computes nothing on it.
     device = run.device if gpu_memory is None else "cpu"
     skeleton = BlockRunner(src, device=device, trust_remote_code=run.trust_remote_code)
     if recipe.layout is None and skeleton.sliced:
         raise CheckpointError(
-            f"{src.path}: {skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor for "
-            "each, which no reader of dense models takes: use quantize --prune 2:4"
+            f"{skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor for each, "
+            "which no reader of dense models takes",
+            Words("use", Command("quantize", Setting("prune", "2:4"))),
+            subject=src.path,
         )
     chosen = goals_of(recipe, skeleton.paths, skeleton.kept_dense)
     names = {name for linear, path in skeleton.paths.items() for name in (linear, path)}
@@ -175,20 +179,22 @@ def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptio
             run.progress.note(notice)
     if not any(job.chosen.values()):
         what = "prune" if recipe.layout is None else "quantize"
-        raise RecipeError(f"every linear is skipped: nothing to {what}, loosen --skip")
+        raise RecipeError("every linear is skipped", Words(f"nothing to {what}, loosen", Setting("skip")))
     job.plan.require_share(run.min_share)
     count = ranks().count
     if count > 1 and not recipe.calibrated:
         raise RecipeError(
-            f"{count} processes were started, and this recipe uses no activations: start one, without torchrun or "
-            "accelerate launch"
+            f"{count} processes were started, and this recipe uses no activations",
+            "start one, without torchrun or accelerate launch",
         )
     distilled_too = recipe.distill > 0
-    stages = {"--tune": recipe.tune, "--output-aware": recipe.output_aware, "--distill": distilled_too}
-    tuning = next((option for option, used in stages.items() if used), None)
+    stages = {"tune": recipe.tune, "output_aware": recipe.output_aware, "distill": distilled_too}
+    tuning = next((name for name, used in stages.items() if used), None)
     if count > 1 and tuning:
         raise RecipeError(
-            f"{count} processes were started, and {tuning} has the documents of one: start one, or drop it"
+            Words(f"{count} processes were started, and", Setting(tuning), "has the documents of one"),
+            "start one",
+            "drop it",
         )
     # Before anything that takes memory itself, and any text that is downloaded.
     job.plan.memory.of_sequences(0, run.act_budget).require()
@@ -305,7 +311,10 @@ def _require_devices(device: torch.device, here: Ranks) -> None:
     for rank, (machine, kind, name) in enumerate(here.exchange((platform.node(), device.type, str(device)))):
         first = used.setdefault((machine, name), rank)
         if kind == "cuda" and first != rank:
-            raise RecipeError(f"ranks {first} and {rank} would share {name}: use --device cuda, and a GPU for each")
+            raise RecipeError(
+                f"ranks {first} and {rank} would share {name}",
+                Words("use", Option("device", "cuda"), ", and a GPU for each"),
+            )
 
 
 def _quantize(
@@ -444,7 +453,9 @@ def _streamed_units(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]
 def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
     src = Checkpoint(resolve(str(model), run.revision), run.trust_remote_code)
     if src.layout is not None:
-        raise CheckpointError(f"{model}: is quantized already ({src.layout.NAME}): use quantkit pack or convert")
+        raise CheckpointError(
+            f"is quantized already ({src.layout.NAME})", Words("use", Command("pack"), "or convert"), subject=model
+        )
     return src
 
 
@@ -462,7 +473,13 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
         )
     if recipe.calibrated and recipe.calibration.max_length > model.max_length:
         asked = recipe.calibration.max_length
-        found.append(f"calibration sequences end at the model's {model.max_length} positions, --max-length is {asked}")
+        found.append(
+            Words(
+                f"calibration sequences end at the model's {model.max_length} positions,",
+                Setting("max_length"),
+                f"is {asked}",
+            )
+        )
     return found
 
 

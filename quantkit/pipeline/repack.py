@@ -21,7 +21,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import OUTPUT_AWARE, REPORT
 from quantkit.core.quantized_tensor import Digest, QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, LayoutError, QuantkitError, about
+from quantkit.errors import CheckpointError, LayoutError, Option, QuantkitError, Setting, Words, about
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import TILE
 from quantkit.layouts.recast import broken_rule, recast
@@ -160,7 +160,7 @@ def _checked_digest(name: str, q: QuantizedTensor, recorded: str | None) -> str:
     digest = q.digest()
     if recorded is not None and digest != recorded and not q.matches(recorded):
         raise CheckpointError(
-            f"{name}: codes or scales differ from what {REPORT} recorded: the file is damaged, quantize again"
+            f"codes or scales differ from what {REPORT} recorded", "the file is damaged, quantize again", subject=name
         )
     return digest
 
@@ -190,16 +190,16 @@ def _as_planned(
         value = recast(q, scheme, shape)
     except LayoutError as error:
         if not requantize:
-            raise LayoutError(f"{error}: {_ways_out(src, q.scheme, true)}") from error
+            raise LayoutError(error.rule, *_ways_out(src, q.scheme, true)) from error
         value, lost = _rounded(q, true, scheme, shape, src.dtype_of_model)
         facts = {key: known for key, known in facts.items() if key not in (*OUTDATED, "restated_from")} | lost
     return value, facts | ({} if shape == true else {"true_shape": list(true)})
 
 
-def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> str:
+def _ways_out(src: Checkpoint, scheme: Scheme, shape: tuple[int, int]) -> list[str]:
     names = [x.NAME for x in LAYOUTS.values() if x is not src.layout and broken_rule(x, scheme, *shape) is None]
-    kept = f"use --layout {names[0]}, which holds {scheme.label} as it is, or " if names else ""
-    return f"{kept}add --requantize to round again (lossy)"
+    kept = [Words("use", Setting("layout", name), f", which holds {scheme.label} as it is") for name in names[:1]]
+    return [*kept, Words("add", Option("requantize", True), "to round again (lossy)")]
 
 
 def _rounded(

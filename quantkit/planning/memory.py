@@ -34,7 +34,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.memory_limits import free_memory, memory_limits
 from quantkit.core.ranks import ranks
 from quantkit.core.work_queue import MOST_BYTES
-from quantkit.errors import QuantkitError
+from quantkit.errors import Option, QuantkitError, Setting, Words
 from quantkit.models.devices import compute_dtype
 from quantkit.recipes.recipe import Recipe
 
@@ -148,10 +148,11 @@ class Memory:
             found.append(f"peak memory is estimated at {_gb(sum(self.ram.values()))}, {_gb(free)} are free here")
         there = self._gpu_memory()
         if there is not None and not self.vram:
-            found.append("nothing of this run is computed on a GPU: --gpu-memory has no effect")
+            found.append(Words("nothing of this run is computed on a GPU:", Option("gpu_memory"), "has no effect"))
         elif there is not None and self.least_vram <= there < sum(self.vram.values()):
             needed = _gb(sum(self.vram.values()))
-            found.append(f"peak GPU memory is estimated at {needed}, {self._there(there)}: {self._way_out()}")
+            estimate = f"peak GPU memory is estimated at {needed},"
+            found.append(Words(estimate, self._there(there), ":", self._way_out()))
         return found
 
     def of_sequences(self, tokens: int, act_budget: int | None) -> Memory:
@@ -176,29 +177,36 @@ class Memory:
         needed = sum(self.ram.values())
         if least is not None and least.room < CERTAINLY_NEEDED * needed:
             raise QuantkitError(
-                f"the run takes about {_gb(needed)} of memory, and {least.cause} allows {_gb(max(0, least.room))}: "
-                f"{self._smaller()}{least.remedy}"
+                f"the run takes about {_gb(needed)} of memory, and {least.cause} allows {_gb(max(0, least.room))}",
+                Words(self._smaller(), least.remedy),
             )
         there = self._gpu_memory()
         if there is not None and there < self.least_vram:
             if WHOLE in self.vram:
                 raise QuantkitError(
-                    f"the whole model, unquantized and quantized, takes {_gb(self.least_vram)} of GPU memory, "
-                    f"{self._there(there)}: drop --distill, use --device cpu, or a GPU with more memory"
+                    Words(
+                        f"the whole model, unquantized and quantized, takes {_gb(self.least_vram)} of GPU memory,",
+                        self._there(there),
+                    ),
+                    Words("drop", Setting("distill"), ", use", Option("device", "cpu")),
+                    "a GPU with more memory",
                 )
             raise QuantkitError(
-                f"the weights of the largest block take {_gb(self.least_vram)} of GPU memory, {self._there(there)}: "
-                "use --device cpu, or a GPU with more memory"
+                Words(
+                    f"the weights of the largest block take {_gb(self.least_vram)} of GPU memory,", self._there(there)
+                ),
+                Words("use", Option("device", "cpu")),
+                "a GPU with more memory",
             )
 
     def _smaller(self) -> str:
         """Name the option that makes the largest part of the RAM smaller, if there is one."""
         if WHOLE in self.ram:
-            return "drop --distill or "
+            return Words("drop", Setting("distill"), "or")
         ways = {
-            ACTIVATIONS: "use a smaller --act-budget or ",
-            DOCUMENT: "use a smaller --max-length or ",
-            **dict.fromkeys((GRADIENTS, READ, OUTPUTS), "use --no-output-aware or "),
+            ACTIVATIONS: Words("use a smaller", Option("act_budget"), "or"),
+            DOCUMENT: Words("use a smaller", Setting("max_length"), "or"),
+            **dict.fromkeys((GRADIENTS, READ, OUTPUTS), Words("use", Setting("output_aware", False), "or")),
         }
         return ways.get(max(self.ram, key=lambda part: self.ram[part]), "")
 
@@ -209,18 +217,22 @@ class Memory:
         return torch.cuda.mem_get_info()[0] if self.vram and torch.cuda.is_available() else None
 
     def _there(self, there: int) -> str:
-        return f"{_gb(there)} are free here" if self.gpu_memory is None else f"--gpu-memory is {_gb(there)}"
+        return (
+            f"{_gb(there)} are free here"
+            if self.gpu_memory is None
+            else Words(Option("gpu_memory"), f"is {_gb(there)}")
+        )
 
     def _way_out(self) -> str:
         """Name the option that makes the largest part of the GPU memory smaller."""
         if WHOLE in self.vram:
-            return "drop --distill, or use a GPU with more memory"
+            return Words("drop", Setting("distill"), ", or use a GPU with more memory")
         largest = max(self.vram, key=lambda part: self.vram[part])
         ways = {
-            DOCUMENT: "use a smaller --max-length",
-            **dict.fromkeys((GRADIENTS, READ, OUTPUTS), "use --no-output-aware"),
+            DOCUMENT: Words("use a smaller", Setting("max_length")),
+            **dict.fromkeys((GRADIENTS, READ, OUTPUTS), Words("use", Setting("output_aware", False))),
         }
-        return ways.get(largest, "use --device cpu, or a GPU with more memory")
+        return ways.get(largest, Words("use", Option("device", "cpu"), ", or a GPU with more memory"))
 
 
 def streamed_memory(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> Memory:

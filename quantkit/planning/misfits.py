@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from quantkit.core.scheme import Scheme
+from quantkit.errors import LayoutError, Option, Setting, Words
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import broken_rule, nearest, padded_shape, target
@@ -54,14 +55,15 @@ def ways_out(
     everything = len(misfits) == sum(scheme is not None for scheme in schemes.values())
     lines = []
     for rule, group in rules.items():
-        options = []
+        options: list[str] = []
         if layout is not None:
             options = _one_change(group, layout, recipe, source) or _two_changes(misfits, layout, recipe)
-            options += [f"add --pad {FILLED}"] if recipe is not None and _padding_helps(group, layout) else []
+            if recipe is not None and _padding_helps(group, layout):
+                options.append(Words("add", Setting("pad", True), FILLED))
         if recipe is not None and not everything:
-            options.append(f"leave them dense with --skip '{_skip_pattern(group, schemes)}'")
+            options.append(Words("leave them dense with", Setting("skip", _skip_pattern(group, schemes))))
         last = "quantize the original model in another way" if recipe is None else "download or convert the model again"
-        lines.append(f"{rule}: {_by_shape(group)}: {', or '.join(options[:MOST_OPTIONS]) or last}")
+        lines.append(LayoutError(f"{rule}: {_by_shape(group)}", *(options[:MOST_OPTIONS] or [last])).typed)
     return tuple(lines)
 
 
@@ -83,10 +85,12 @@ def _one_change(group: list[Misfit], layout: Layout, recipe: Recipe | None, sour
     options = [] if recipe is not None else _for_conversion(group, layout)
     if recipe is not None:
         size = next((g for g in GROUP_SIZES if _fits(group, layout, group_size=g)), ...)
-        options += [] if size is ... else [f"use --group-size {size or 'channel'}"]
+        options += [] if size is ... else [Words("use", Setting("group_size", size or "channel"))]
         asymmetric = any(not Scheme.parse(misfit.scheme).symmetric for misfit in group)
-        options += ["drop --asym"] if asymmetric and _fits(group, layout, symmetric=True) else []
-        options += ["add --prune 2:4"] if _dense_integers(group) and _fits(group, layout, sparsity="2:4") else []
+        if asymmetric and _fits(group, layout, symmetric=True):
+            options.append(Words("drop", Setting("asym", True)))
+        if _dense_integers(group) and _fits(group, layout, sparsity="2:4"):
+            options.append(Words("add", Setting("prune", "2:4")))
     others = [name for name, other in LAYOUTS.items() if other is not source and _fits(group, other)]
     return options + _instead(layout, others, Scheme.parse(group[0].scheme))
 
@@ -97,15 +101,16 @@ def _instead(layout: Layout, others: list[str], scheme: Scheme) -> list[str]:
     kernels = [name for name in KERNELS if name in others and layout.NAME in KERNELS]
     usual = scheme.format.layout
     names = dict.fromkeys([*kernels[:1], *([usual] if usual in others else others[:1])])
-    return [f"use {' or '.join(f'--layout {name}' for name in names)}"] if names else []
+    return [Words("use", *[part for name in names for part in ("or", Setting("layout", name))][1:])] if names else []
 
 
 def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:
     """Return the options of `pack` that make all weights of a group fit the layout."""
-    flags = ((" --pad", target, True), (" --requantize", nearest, False), (" --pad --requantize", nearest, True))
+    pad_, again = Option("pad", True), Option("requantize", True)
+    flags = ((pad_, target, True), (again, nearest, False), (Words(pad_, again), nearest, True))
     for flag, find, pad in flags:
         if all(find(layout, Scheme.parse(misfit.scheme), *misfit.shape, pad=pad) for misfit in group):
-            return [f"add{flag} {'to round again (lossy)' if find is nearest else FILLED}"]
+            return [Words("add", flag, "to round again (lossy)" if find is nearest else FILLED)]
     return []
 
 
@@ -123,7 +128,7 @@ def _two_changes(misfits: list[Misfit], layout: Layout, recipe: Recipe | None) -
     if recipe is None or _fits(misfits, layout):
         return []
     both = ((name, g) for name, layout in LAYOUTS.items() for g in GROUP_SIZES if _fits(misfits, layout, group_size=g))
-    return [f"use --layout {name} --group-size {g or 'channel'}" for name, g in islice(both, 1)]
+    return [Words("use", Setting("layout", name), Setting("group_size", g or "channel")) for name, g in islice(both, 1)]
 
 
 def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:

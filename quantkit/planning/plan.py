@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from pathlib import Path
@@ -25,7 +25,16 @@ from quantkit.core.units import format_bytes
 from quantkit.engines import readers
 from quantkit.engines.joined import joined_name
 from quantkit.engines.rows import Folder
-from quantkit.errors import LayoutError, QuantkitError, ThresholdError
+from quantkit.errors import (
+    CheckpointError,
+    LayoutError,
+    Option,
+    QuantkitError,
+    Setting,
+    ThresholdError,
+    Words,
+    in_python,
+)
 from quantkit.kernels import MATMULS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
@@ -38,9 +47,11 @@ from quantkit.recipes.recipe import Recipe, stored_shape
 from quantkit.reporting.notebook import Shown
 
 #: The remark for 2:4 without training (ALGORITHMS 9).
-ONE_SHOT = (
-    "2:4 without training costs quality: published 7B and 8B models about double their perplexity, and recover by "
-    "fine-tuning with the mask held; late layers are the sensitive ones: --skip them first"
+ONE_SHOT = Words(
+    "2:4 without training costs quality: published 7B and 8B models about double their perplexity, and "
+    "recover by fine-tuning with the mask held; late layers are the sensitive ones:",
+    Setting("skip"),
+    "them first",
 )
 #: The layout name of a pruned model that is not quantized.
 DENSE = "dense"
@@ -59,7 +70,7 @@ class Plan(Shown):
     most `report_bytes`; it is empty if there are misfits. `before_last` are the bytes of tensors written before the
     last block. `calibration` are the facts of the sequences. `refusal` is the error with which `quantize` would end
     before it computes anything. `folder` has the facts on which readers depend, and `serving` the kernels of the
-    program that was asked about. `spelling` is applied to the options in notices and in the error of a small share.
+    program that was asked about. `for_python` spells the options in notices and errors as keywords.
     """
 
     layout: str
@@ -83,7 +94,7 @@ class Plan(Shown):
     refusal: QuantkitError | None = None
     folder: Folder | None = None
     serving: Serving | None = None
-    spelling: Callable[[str], str] = str
+    for_python: bool = False
 
     @property
     def total(self) -> int:
@@ -93,7 +104,8 @@ class Plan(Shown):
     @property
     def notices(self) -> list[str]:
         """All remarks, and a warning for each kind of memory that may not suffice."""
-        return [self.spelling(line) for line in (*self.layout_remarks, *self.remarks, *self.memory.notices())]
+        lines = [*self.layout_remarks, *self.remarks, *self.memory.notices()]
+        return [in_python(line) for line in lines] if self.for_python else lines
 
     @property
     def quantized(self) -> list[Row]:
@@ -127,17 +139,17 @@ class Plan(Shown):
             for name, share in largest_others(self.decoder, [row.module for row in self.quantized])
         ]
         more = f" and {len(others) - 3} more kinds" if len(others) > 3 else ""
-        text = (
-            f"{100 * self.share:.1f} % of the decoder's weights would be {done}, --min-share asks for "
-            f"{100 * least:g} %: {', '.join(others[:3])}{more} stay dense: skip fewer linears, or lower --min-share"
-        )
-        raise ThresholdError(self.spelling(text))
+        share, asked = f"{100 * self.share:.1f} % of the decoder's weights would be {done},", Option("min_share")
+        rule = Words(share, asked, f"asks for {100 * least:g} %: {', '.join(others[:3])}{more} stay dense")
+        error = ThresholdError(rule, "skip fewer linears", Words("lower", asked))
+        error.for_python = self.for_python
+        raise error
 
     def require(self) -> None:
         """Raise one LayoutError with a line for each broken rule and problem, if there are any."""
         lines = [*self.ways_out, *self.problems]
         if lines:
-            raise LayoutError("\n".join(lines))
+            raise LayoutError(Words(*[part for line in lines for part in ("\n", line)][1:]))
 
     def _shown(self) -> dict[str, Any]:
         return {
@@ -331,7 +343,7 @@ def _misfit_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | Non
     try:
         quads(k)
     except LayoutError as error:
-        return str(error).split(": ")[0]
+        return error.rule
     return None
 
 
@@ -417,11 +429,13 @@ def disk_problem(planned: Plan, out: Path | None, needed: int, gradients: int = 
     """
     if planned.disk_free is None or needed <= planned.disk_free:
         return None
-    also = f", or use --no-output-aware: {format_bytes(gradients)} are for gradients" if gradients else ""
-    return (
-        f"{out}: the run takes {format_bytes(needed)} of disk and {format_bytes(planned.disk_free)} are free: "
-        f"free some or use another -o{also}"
-    )
+    also = Words("use", Setting("output_aware", False), f": {format_bytes(gradients)} are for gradients")
+    return CheckpointError(
+        f"the run takes {format_bytes(needed)} of disk and {format_bytes(planned.disk_free)} are free",
+        Words("free some or use another", Option("out")),
+        *([also] if gradients else []),
+        subject=out,
+    ).typed
 
 
 def _free_disk(out: Path | None) -> int | None:

@@ -26,7 +26,7 @@ from quantkit.engines.joined import (
 from quantkit.engines.readers import engine_kernel, has_own_linears, refusal
 from quantkit.engines.rows import Engine, Folder
 from quantkit.engines.tables import GPUS, TARGETS
-from quantkit.errors import KernelError, RecipeError, require_known
+from quantkit.errors import KernelError, Option, RecipeError, Words, require_known
 from quantkit.kernels import LAUNCHERS, preferred
 from quantkit.kernels.loader import arch_name
 from quantkit.layouts import LAYOUTS
@@ -87,14 +87,19 @@ def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]
     """
     if program is None:
         if gpu is not None:
-            raise RecipeError("--gpu says where a program runs, and none is named: add --target")
+            raise RecipeError(
+                Words(Option("gpu"), "says where a program runs, and none is named"), Words("add", Option("target"))
+            )
         return None
     require_known("program", program, TARGETS)
     if gpu is not None:
         require_known("GPU", gpu, GPUS)
         return gpu, GPUS[gpu]
     if not torch.cuda.is_available():
-        raise RecipeError("--target has kernels for a GPU, and none is here: name one with --gpu, like --gpu h100")
+        raise RecipeError(
+            Words(Option("target"), "has kernels for a GPU, and none is here"),
+            Words("name one with", Option("gpu"), ", like", Option("gpu", "h100")),
+        )
     return torch.cuda.get_device_name(), torch.cuda.get_device_capability()
 
 
@@ -155,7 +160,7 @@ def _own_kernel(
     try:
         hopper = arch_name(*capability) == "sm_90a"
     except KernelError as error:
-        return None, str(error).split(": ")[0]
+        return None, error.rule
     for name in (layout, *preferred()):
         place = target(LAYOUTS[name], scheme, n, k, pad=name != layout) if name in LAUNCHERS else None
         # `load` also tries changes that few weights allow: one of a dense weight into 2:4 is not promised here.

@@ -301,4 +301,4 @@ def test_the_advised_conversion_is_possible(small_llama: Path, tmp_path: Path) -
     schemes = Schemes(Scheme.parse("fp6:channel"), ignore=("lm_head",))
     write_folder(small_llama, tmp_path / "a", "humming", schemes)
     error = refused("convert", "humming-to-gptq", tmp_path / "a", out=tmp_path / "b")
-    assert "use convert humming-to-compressed-tensors" in error and "--layout" not in error
+    assert "use quantkit convert humming-to-compressed-tensors" in error and "--layout" not in error

@@ -139,7 +139,7 @@ def test_plan_and_inspect_read_no_weights(tmp_path: Path) -> None:
 
 def with_skip(planned: Plan, src: Checkpoint, linears: Any, asked: dict[str, Any]) -> Plan:
     """Apply every --skip that a plan suggests."""
-    patterns = re.findall(r"--skip '([^']*)'", "\n".join(planned.ways_out))
+    patterns = re.findall(r"--skip '?([^',\s]*)", "\n".join(planned.ways_out))
     return plan_quantize(src, linears, recipe(**asked, skip=["lm_head", *patterns]))
 
 
@@ -215,7 +215,7 @@ def test_weights_that_are_not_floats_are_refused(dtype: torch.dtype, tmp_path: P
 def test_a_tied_lm_head_is_never_quantized_as_a_second_version(sources: dict[str, Path], tmp_path: Path) -> None:
     planned = quantize.plan(sources["qwen2"], recipe(skip=[]))
     assert [misfit.module for misfit in planned.misfits] == ["lm_head"]
-    with pytest.raises(LayoutError, match="--skip 'lm_head'"):
+    with pytest.raises(LayoutError, match="--skip lm_head"):
         planned.require()
     twice = dense(
         tmp_path / "m",
