@@ -105,7 +105,7 @@ class Checkpoint(StoredTensors):
         if module in self._sizes:
             return self._sizes[module]
         layout, scheme, parts = self._packed(module)
-        shapes = {suffix: self._in_words(name) for suffix, name in parts.items()}
+        shapes = {suffix: layout.shape_in_words(self.shape(name), self.dtype(name)) for suffix, name in parts.items()}
         with _of_file(self.path, module):
             n, k = layout.size(shapes, scheme)
             if rule := broken_rule(layout, scheme, n, k):
@@ -266,11 +266,6 @@ class Checkpoint(StoredTensors):
                 f"{shown(module)} is no packed module: quantkit inspect lists them", subject=self.path
             )
         return self.layout, self.schemes.of(module), self._modules[module]
-
-    def _in_words(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a stored tensor; one that holds packed words as bytes counts in words (LAYOUTS 7.1)."""
-        shape = self.shape(name)
-        return (*shape[:-1], shape[-1] // 4) if shape and self.dtype(name) == torch.uint8 else shape
 
 
 @contextmanager

@@ -105,6 +105,10 @@ class Layout(ABC):
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
         """Compute `(n, k)` of a packed weight from the shapes of its stored tensors, by suffix."""
 
+    def shape_in_words(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+        """Convert the shape of a tensor in a file, which may hold packed words as another dtype, for `size`."""
+        return shape
+
     @abstractmethod
     def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
         """Make a row-wise packer with its output tensors; scales and zero points are already filled in.

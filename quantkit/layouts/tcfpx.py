@@ -57,6 +57,10 @@ class TcFpx(Layout):
         n, words = validation.matrix(shapes, "weight")
         return n, validation.codes_in_words(words, scheme.format)
 
+    def shape_in_words(self, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[int, ...]:
+        """Count bytes in words, since torchao stores words as bytes (docs/layouts.md 7.1)."""
+        return (*shape[:-1], shape[-1] // 4) if shape and dtype == torch.uint8 else shape
+
     def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
         n, k = shape
         self.check(scheme, n, k)
