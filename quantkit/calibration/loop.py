@@ -111,7 +111,7 @@ def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Ite
     with run.clock.phase("load"):
         model.load_block(index)
     if model.device.type == "cuda" and index + 1 < len(model.blocks):
-        model.read_ahead(index + 1)
+        model.weights.read_ahead(index + 1)
     goals = run.goals(model.targets(index))
     uncalled = {name: why for name in goals if (why := model.why_uncalled(name)) is not None}
     block = LoadedBlock(run, stream, index, goals, uncalled)

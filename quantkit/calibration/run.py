@@ -57,7 +57,7 @@ class Run:
         """Replace the weight of a linear in a loaded block by its solved value, without padding."""
         n, k = self.model.linears[linear]
         dense = value.dequantize(self.model.dtype) if isinstance(value, QuantizedTensor) else value
-        self.model.replace(linear, dense[:n, :k].contiguous())
+        self.model.weights.replace(linear, dense[:n, :k].contiguous())
 
 
 class Stream:

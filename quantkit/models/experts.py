@@ -10,42 +10,26 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor, nn
 
 from quantkit.checkpoint.derived import Compute, Derived, Read
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
+from quantkit.models.families import EXPERT_CLASSES, LEAVES, ROLES, ROUTERS, ExpertClass
 from quantkit.models.module_tree import add_module, is_free
 from quantkit.models.state_names import Rows, match, places, rows_of, select
-from quantkit.models.unfused_experts import BIAS, Fused, ParallelExperts, SharedExperts, SortedExperts, UnfusedExperts
+from quantkit.models.unfused_experts import BIAS, CALLS, Fused, UnfusedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: The leaf of an expert's linear on the hub -> its role.
-ROLES = {
-    **{"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"},
-    "linear": "linear",
-}
-#: The names of expert linears whose source is a three-dimensional tensor.
-LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "linear": "linear"}
-
 #: Why a matrix that chooses experts stays dense.
 ROUTER = "a router"
-#: The names of routers, below the module that holds the experts.
-_ROUTER = re.compile(r"\.(\w*router\w*|gate|wg)(\.|$)")
 #: A linear of an expert as the checkpoint stores it: path of the experts, number, leaf, `weight` or `bias`.
 _PER_EXPERT = re.compile(r"(.+)\.(\d+)\.(\w+)\.(weight|bias)")
-
-
-#: Classes of fused experts that are called in another way -> their unfused form.
-KINDS: dict[str, type[UnfusedExperts]] = {
-    "Llama4TextExperts": SortedExperts,
-    "InklingSharedExperts": SharedExperts,
-    "JetMoeParallelExperts": ParallelExperts,
-}
 
 
 class Expert(NamedTuple):
@@ -96,7 +80,9 @@ def unfuse_experts(
         else:
             continue
         owner, _, leaf = path.rpartition(".")
-        unfused = KINDS.get(type(module).__name__, UnfusedExperts)(module, found, leaves, home)
+        unfused = CALLS[form.call if (form := EXPERT_CLASSES.get(type(module).__name__)) else "routed"](
+            module, found, leaves, home
+        )
         holder = model.get_submodule(owner)
         setattr(holder, leaf, unfused)
         for place, expert in zip(unfused.paths(), unfused.singles, strict=True):
@@ -190,7 +176,7 @@ def find_routers(model: nn.Module) -> set[str]:
             owner = path.rpartition(".")[0]
             for inner, other in model.get_submodule(owner).named_modules(prefix=owner):
                 weight = other._parameters.get("weight")
-                if weight is not None and weight.ndim == 2 and _ROUTER.search(inner.removeprefix(owner)):
+                if weight is not None and weight.ndim == 2 and ROUTERS.search(inner.removeprefix(owner)):
                     found.add(inner)
     return found
 
@@ -198,37 +184,37 @@ def find_routers(model: nn.Module) -> set[str]:
 def _fused(module: nn.Module) -> Fused | None:
     """Describe fused experts that can be computed one by one; None for any other module.
 
-    They follow `use_experts_implementation`, or are those of LongCat, Llama 4, DBRX, Inkling, JetMoE or Step 3.7.
+    They follow `use_experts_implementation`, or their class is in `families`.
     """
-    kind = type(module).__name__
-    if kind == "DbrxExperts":
-        inner: Any = module.get_submodule("mlp")
-        count, i, h = inner.moe_num_experts, inner.ffn_hidden_size, inner.hidden_size
-        sizes = {"gate": (i, h), "up": (i, h), "down": (h, i)}
-        parameters: dict[str, tuple[str, ...]] = {"mlp.w1": ("gate",), "mlp.v1": ("up",), "mlp.w2": ("down",)}
-        return Fused(count, sizes, parameters, frozenset({"mlp.w2"}), False)
-    if kind in ("InklingSharedExperts", "JetMoeParallelExperts"):
-        parameters = {name: (ROLES.get(name, "linear"),) for name in module._parameters}
-        shapes = {roles[0]: module.get_parameter(name).shape for name, roles in parameters.items()}
-        sizes = {role: (shape[1], shape[2]) for role, shape in shapes.items()}
-        return Fused(next(iter(shapes.values()))[0], sizes, parameters, frozenset(), False)
-    gated = bool(getattr(module, "has_gate", True))
-    known = hasattr(module, "has_gate") or hasattr(module, "identity_expert") or kind == "Step3p7Experts"
-    first = "gate_up_proj" if gated else "up_proj"
-    up, down = module._parameters.get(first), module._parameters.get("down_proj")
-    if not (known or _is_sorted(module)) or down is None or up is None or down.ndim != 3 or up.ndim != 3:
+    form = EXPERT_CLASSES.get(type(module).__name__)
+    if form is None and not (hasattr(module, "has_gate") or hasattr(module, "identity_expert")):
         return None
-    roles: tuple[str, ...] = ("gate", "up") if gated else ("up",)
-    parameters = {first: roles, "down_proj": ("down",)}
-    turned = bool(getattr(module, "is_transposed", _is_sorted(module)))
-    count, h, i = down.transpose(1, 2).shape if turned else down.shape
-    sizes = {**{role: (i, h) for role in roles}, "down": (h, i)}
-    interleaved = not getattr(module, "is_concatenated", True)
-    return Fused(count, sizes, parameters, frozenset(parameters if turned else ()), interleaved)
+    form = form or ExpertClass()
+    parameters: dict[str, tuple[str, ...]] = {"up_proj": ("up",), "down_proj": ("down",)}
+    if getattr(module, "has_gate", True):
+        parameters = dict(form.parameters)
+    turned = frozenset(form.transposed)
+    if hasattr(module, "is_transposed"):
+        turned = frozenset(parameters if module.is_transposed else ())
+    experts, sizes = 0, dict[str, tuple[int, int]]()
+    for name, roles in parameters.items():
+        shape = _shape(module, name)
+        if form.count is not None and len(shape) == 2:
+            count: int = attrgetter(form.count)(module)
+            shape = (count, shape[0] // count, shape[1])
+        if len(shape) != 3:
+            return None
+        experts, n, k = (shape[0], shape[2], shape[1]) if name in turned else shape
+        sizes |= dict.fromkeys(roles, (n // len(roles), k))
+    return Fused(experts, sizes, parameters, turned, not getattr(module, "is_concatenated", True), form.call)
 
 
-def _is_sorted(module: nn.Module) -> bool:
-    return KINDS.get(type(module).__name__) is SortedExperts
+def _shape(module: nn.Module, parameter: str) -> tuple[int, ...]:
+    """Look up the shape of a parameter; `()` if there is none of that name."""
+    try:
+        return tuple(module.get_parameter(parameter).shape)
+    except AttributeError:
+        return ()
 
 
 def _leaves(src: Checkpoint, home: tuple[str, int], found: dict[tuple[int, str], str], fused: Fused) -> dict[str, str]:

@@ -14,19 +14,12 @@ from torch import Tensor, nn
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io.json_files import decode_floats
 from quantkit.models.experts import find_routers
+from quantkit.models.families import family_of
 from quantkit.models.linears import is_linear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
     from transformers.configuration_utils import PretrainedConfig
-
-
-#: Model types whose forward asks for an image when it runs, though its signature does not.
-ASKING_FOR_IMAGES = ("kosmos-2",)
-#: Model types of encoder-decoders whose configuration does not say so.
-ENCODER_DECODERS = ("diffusion_gemma",)
-#: Model types that transformers lists among models that write text, though their published class classifies.
-CLASSIFIERS = ("shieldgemma2",)
 
 
 class Configured(Protocol):
@@ -62,7 +55,7 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
             config = CONFIG_MAPPING[family].from_dict(decode_floats(known))
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
-    if config.is_encoder_decoder or family in ENCODER_DECODERS:
+    if config.is_encoder_decoder or family_of(family).encoder_decoder:
         raise CheckpointError(
             f"{family} is an encoder-decoder, which quantkit does not quantize",
             "use a decoder-only model",
@@ -86,7 +79,7 @@ def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: boo
     able = [
         auto
         for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
-        if type(config) in auto._model_mapping and config.model_type not in CLASSIFIERS
+        if type(config) in auto._model_mapping and not family_of(config.model_type).classifies
     ]
     for auto in able:
         built: Any = auto._model_mapping[type(config)]
@@ -170,7 +163,7 @@ def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
     """
     from transformers import PreTrainedModel
 
-    asking = module.config.model_type in ASKING_FOR_IMAGES
+    asking = family_of(module.config.model_type).asks_for_images
     path: str
     for path, found in module.named_modules():
         around = all(block.startswith(f"{path}." if path else "") for block in blocks)

@@ -14,6 +14,9 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, Setting, Words
 
+#: The way out for a model that does not run block by block.
+USE_RTN = Words("use", Setting("method", "rtn"))
+
 #: `returned`: None, or one entry for each value that a block returns after its hidden state. `left`: name of the
 #: argument that is a mapping -> its new entries.
 Form = dict[str, Any]
@@ -103,10 +106,8 @@ def _flatten(value: Any, found: list[Tensor]) -> dict[str, Any]:
         return {"dict": [[key, _flatten(each, found)] for key, each in value.items()]}
     if value is None or isinstance(value, bool | int | float | str):
         return {"value": value}
-    raise CheckpointError(
-        f"passes on a value of type {type(value).__name__}, and only tensors can be stored between blocks",
-        Words("use", Setting("method", "rtn")),
-    )
+    kind = type(value).__name__
+    raise CheckpointError(f"passes on a value of type {kind}, and only tensors can be stored between blocks", USE_RTN)
 
 
 def _unflatten(form: Mapping[str, Any], tensors: Sequence[Tensor]) -> Any:

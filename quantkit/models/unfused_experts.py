@@ -14,7 +14,8 @@ BIAS = "_bias"
 class Fused(NamedTuple):
     """Describe fused experts: their number, `(n, k)` of each role, and the roles that each parameter holds.
 
-    `turned` has the parameters whose matrices are `[k, n]`. With `interleaved`, rows of gate and up take turns.
+    `turned` has the parameters whose matrices are `[k, n]`. With `interleaved`, rows of gate and up take turns. `call`
+    is a key of CALLS.
     """
 
     experts: int
@@ -22,6 +23,7 @@ class Fused(NamedTuple):
     parameters: dict[str, tuple[str, ...]]
     turned: frozenset[str]
     interleaved: bool
+    call: str = "routed"
 
     def rows(self, parameter: str) -> dict[str, slice]:
         """Return role -> the rows of an expert's matrix, or of its bias, in a parameter."""
@@ -156,3 +158,10 @@ class ParallelExperts(UnfusedExperts):
             all_rows = number in self.on_all_tokens
             parts.append(linear(inputs)[end - len(part) : end] if all_rows else linear(part))
         return torch.cat(parts)
+
+
+#: How a class of experts is called (`families.ExpertClass`) -> its unfused form.
+CALLS: dict[str, type[UnfusedExperts]] = {
+    **{"routed": UnfusedExperts, "sorted": SortedExperts},
+    **{"shared": SharedExperts, "parallel": ParallelExperts},
+}

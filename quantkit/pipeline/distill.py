@@ -89,7 +89,7 @@ def distilled(
             yield Item(name, student.norms[name].record().cpu())
         elif linear != name and linear in student.weights:
             record = student.weights[linear].record()
-            yield Item(name, record, _facts(layers[linear], model.source_weight(linear), record))
+            yield Item(name, record, _facts(layers[linear], model.weights.source(linear), record))
         else:
             yield Item(name, src.get(name))
     yield Commit({"distillation": found, "phases": run.clock.take()})
@@ -108,7 +108,7 @@ class Student:
         for linear, record in committed(run, run.model.linears, done):
             assert isinstance(record, QuantizedTensor)
             place = _on(record, self._model.device)
-            source = _padded(self._model.source_weight(linear), place.shape) if codes else None
+            source = _padded(self._model.weights.source(linear), place.shape) if codes else None
             self.weights[linear] = LearnedWeight(place, run.src.dtype_of_model, source)
         self._paths = run.model.norms()
         self.norms = {name: LearnedVector(run.src.get(name).to(self._model.device)) for name in self._paths}

@@ -8,7 +8,6 @@ estimate should never be too low.
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,13 +28,13 @@ from quantkit.calibration.budget import (
     hessian_bytes,
     stays_on_gpu,
 )
-from quantkit.checkpoint.decoder import TOWER
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.memory_limits import free_memory, memory_limits
 from quantkit.core.ranks import ranks
 from quantkit.core.work_queue import MOST_BYTES
 from quantkit.errors import Option, QuantkitError, Setting, Words
 from quantkit.models.devices import compute_dtype
+from quantkit.models.families import BLOCK, EXPERT, TOWER
 from quantkit.recipes.recipe import Recipe
 
 MIB = 2**20
@@ -97,10 +96,6 @@ LEARNED = 20
 LOGITS = 10
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
 CERTAINLY_NEEDED = 0.6
-#: The path of a block in a module path: everything up to the first number.
-BLOCK = re.compile(r"(.*?\.\d+)\.")
-#: The layer and the number of the expert that a linear belongs to.
-EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.")
 
 
 @dataclass(frozen=True)

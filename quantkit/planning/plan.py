@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from quantkit.checkpoint.decoder import decoder_weights, largest_others, share_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.sparsity import quads
@@ -38,6 +37,7 @@ from quantkit.errors import (
 from quantkit.kernels import MATMULS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
+from quantkit.models.decoder import decoder_weights, largest_others, share_of
 from quantkit.planning.memory import Memory, calibrated_memory, streamed_memory, tuning_memory
 from quantkit.planning.misfits import Misfit, ways_out
 from quantkit.planning.rows import Row

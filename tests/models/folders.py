@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from quantkit.models.block_runner import BlockRunner
+from quantkit.models.passing import State
 
 LENGTHS = (2, 100, 17)  # 100 exceeds the sliding window of 64 in some families
 
@@ -43,3 +47,17 @@ def outputs(model: Any, blocks: list[str], tokens: Tensor) -> tuple[list[Tensor]
     for hook in hooks:
         hook.remove()
     return found, logits
+
+
+def block_by_block(model: BlockRunner, tokens: Tensor) -> Iterator[State]:
+    """Run a document through a model, and yield what each block passes on."""
+    model.prepare(embeddings=True)
+    state: State | None = model.embed(tokens)
+    model.drop_embeddings()
+    for index in range(len(model.blocks)):
+        model.load_block(index)
+        assert state is not None
+        state = model.run(index, tokens, state)
+        assert state is not None
+        yield state
+        model.unload_block(index)

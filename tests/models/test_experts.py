@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from quantkit.models.unfused_experts import Fused, ParallelExperts
 from quantkit.models.whole_model import load_dense_model
 from quantkit.recipes.recipe import from_mapping, goals_of
 from tests.census import families
+from tests.models.folders import block_by_block
 
 TOKENS = torch.arange(3, 60)[None] * 7 % 251
 #: family -> the linears of an expert, as the output names them, and the number of linears in experts
@@ -46,42 +46,12 @@ def test_unfused_experts_compute_what_fused_ones_do(family: str, folders: dict[s
     example, linears = FAMILIES[family]
     assert example in model.experts and len(model.experts) == linears
     assert sorted(set(model.kept_dense.values()) - {"fewer than 64 inputs or outputs"}) == ["a router"]
-    model.prepare(embeddings=True)
-    state = model.embed(TOKENS[0])
-    with torch.no_grad():
-        for index in range(len(model.blocks)):
-            model.load_block(index)
-            found = model.run(index, TOKENS[0], state)
-            assert found is not None
-            state = found
-            model.unload_block(index)
-        reference = load_dense_model(Checkpoint(folder))
-        states = reference.model(input_ids=TOKENS, output_hidden_states=True) if family == "mixtral" else None
-    if states is not None:
-        torch.testing.assert_close(
-            reference.model.norm(state.hidden)[None], states.last_hidden_state, rtol=1e-4, atol=1e-4
-        )
-
-
-@pytest.fixture
-def changed(folders: dict[str, Path], tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that copies a family's folder into one file, with tensors replaced, or removed if None."""
-
-    def change(family: str, tensors: dict[str, torch.Tensor | None], **config: object) -> Path:
-        folder = tmp_path / family
-        shutil.copytree(folders[family], folder)
-        stored: dict[str, torch.Tensor | None] = {}
-        for path in folder.glob("*.safetensors"):
-            stored |= load_file(path)
-            path.unlink()
-        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-        stored |= tensors
-        save_file({k: v for k, v in stored.items() if v is not None}, folder / "model.safetensors")
-        known = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**known, **config}))
-        return folder
-
-    return change
+    *_, last = block_by_block(model, TOKENS[0])
+    if family == "mixtral":
+        reference = load_dense_model(Checkpoint(folder)).model
+        with torch.no_grad():
+            expected = reference(input_ids=TOKENS).last_hidden_state
+            torch.testing.assert_close(reference.norm(last.hidden)[None], expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_missing_expert_is_named(changed: Callable[..., Path]) -> None:

@@ -16,11 +16,10 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.meta_model import skeleton
-from quantkit.models.passing import State
 from quantkit.models.state_names import Merged, Rows, match, rows_of, select
 from quantkit.models.stored_rows import LinearRows, StoredLinear, follow_storage
 from tests.census import families
-from tests.models.folders import documents, outputs
+from tests.models.folders import block_by_block, documents, outputs
 
 #: family -> a stored linear and the number of modules that read its rows
 STORED = {
@@ -53,15 +52,9 @@ def test_blocks_compute_the_same_and_call_each_stored_linear_once(family: str, f
     plain = getattr(transformers, families.model_class(family)).from_pretrained(src.path, dtype=torch.float32)
     expected, _ = outputs(plain.eval(), model.blocks, tokens)
     calls = Counter[str]()
-    with torch.no_grad():
-        model.prepare(embeddings=True)
-        state: State | None = model.embed(tokens)
-        for index, wanted in enumerate(expected):
-            model.load_block(index)
-            with model.watching(model.targets(index), lambda linear, x: bool(calls.update([linear]))):
-                assert state is not None
-                state = model.run(index, tokens, state)
-            assert state is not None
+    inside = [linear for index in range(len(model.blocks)) for linear in model.targets(index)]
+    with model.watching(inside, lambda linear, x: bool(calls.update([linear]))):
+        for state, wanted in zip(block_by_block(model, tokens), expected, strict=True):
             torch.testing.assert_close(state.hidden, wanted, rtol=1e-4, atol=1e-4)
     assert {linear for linear, count in calls.items() if count > 1} == set() and calls[name] == 1
 

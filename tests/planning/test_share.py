@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 import quantkit
-from quantkit.checkpoint.decoder import decoder_weights
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import RecipeError, ThresholdError
 from quantkit.models.block_runner import BlockRunner
+from quantkit.models.decoder import decoder_weights
 from tests.command_line import RTN, call, refused
 from tests.tiny_models import FAMILIES
 

@@ -147,10 +147,10 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
     rows = stream.activations.rows
     store = Activations(run.work, run.act_budget, rows, shape[1:], dtype, model.device, kind="gradients-")
     with run.clock.phase("load"):
-        model.load_head()
+        model.weights.load_head()
     with run.clock.phase("gradients"):
         _sample(stream, store, run.recipe.calibration.seed)
-    model.drop_head()
+    model.weights.drop_head()
     with run.clock.phase("save"):
         hashes.append(files.save_tensor(_file(run.work, len(hashes)), store.hidden))
     _go_back(run, stream, store, hashes)

@@ -53,7 +53,7 @@ class Solve(Stage):
         """Solve the linears that text alone never calls."""
         for name, why in block.uncalled.items():
             with block.run.clock.phase("solve"):
-                weight = block.run.model.source_weight(name)
+                weight = block.run.model.weights.source(name)
                 item = solve_uncalibrated(name, weight, block.goals[name], block.run.recipe, why)
             block.put_back(item)
 
@@ -92,7 +92,7 @@ class Solve(Stage):
         sizes = {name: prod(run.model.linears[name]) for name in task.group.linears}
         for part in budget.divide(sizes, sizes.__getitem__, budget.SOLVED_WEIGHTS):
             with run.clock.phase("solve"):
-                weights = {name: run.model.source_weight(name) for name in part}
+                weights = {name: run.model.weights.source(name) for name in part}
                 goals = {name: block.goals[name] for name in part}
                 items += solve(weights, goals, task.hessian, run.recipe, progress, ranks, outputs)
         return items

@@ -67,7 +67,7 @@ def held_out_error(folder: Path, items: dict[str, Item]) -> float:
     for linear in model.targets(0):
         value = items[f"{linear}.weight"].value
         if isinstance(value, QuantizedTensor):
-            model.replace(linear, value.dequantize())
+            model.weights.replace(linear, value.dequantize())
     found = model.run(0, tokens, state)
     assert target is not None and found is not None
     return float((found.hidden - target.hidden).square().sum() / target.hidden.square().sum())
@@ -159,7 +159,7 @@ def test_the_gradient_of_a_block_is_that_of_the_plain_model(three: Path, monkeyp
     state = model.embed(tokens)
     model.load_block(0)
     name = model.targets(0)[0]
-    weight = model.source_weight(name).float().requires_grad_()
+    weight = model.weights.source(name).float().requires_grad_()
     found = model.run_with(0, tokens, state, {name: weight})
     plain = model.run(0, tokens, state)
     assert plain is not None and torch.allclose(found, plain.hidden, rtol=1e-5, atol=1e-6)

@@ -8,9 +8,7 @@ from collections.abc import Collection, Mapping
 from math import prod
 
 from quantkit.checkpoint.reader import Checkpoint
-
-#: Words in the names of towers for other inputs than text.
-TOWER = re.compile(r"vision|visual|image|audio|speech|tower|encoder|projector|resampler|qformer")
+from quantkit.models.families import TOWER
 
 
 def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> dict[str, int]:

@@ -1,0 +1,141 @@
+"""The weights of a model that are in memory: those of one block, and those outside the blocks while they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.models.matching import MatchedModel
+from quantkit.models.meta_model import float32_states, get_tensor, put_tensor
+
+
+class BlockWeights:
+    """Load weights of a matched model from its checkpoint to a device, in the model's dtype, and free them."""
+
+    def __init__(self, model: MatchedModel, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._in_float32 = float32_states(model.module, model.dtype)
+        self._inside = tuple(f"{path}." for path in model.blocks)
+        self._reader: ThreadPoolExecutor | None = None
+        self._ahead: dict[int, Future[dict[str, Tensor]]] = {}
+
+    def load_before_blocks(self) -> None:
+        """Load everything outside the blocks except the output head, and move buffers to the device."""
+        module, text = self._model.module, self._model.text
+        table, head = text.get_input_embeddings(), text.get_output_embeddings()
+        last = {f"{name}." for name, found in module.named_modules() if found is head}
+        first = {f"{name}." for name, found in module.named_modules() if found is table}
+        excluded = (*self._inside, *(last - first))
+        self._load(lambda state: not state.startswith(excluded))
+        for name, buffer in module.named_buffers():
+            if buffer.device.type != "meta":
+                put_tensor(module, name, buffer.to(self._device))
+
+    def load_head(self) -> None:
+        """Load what is behind the blocks; `load_before_blocks` has loaded the rest."""
+        self._load(lambda state: not state.startswith(self._inside) and self._is_absent(state))
+
+    def load_whole(self) -> None:
+        """Load all weights that are not in memory."""
+        self._load(self._is_absent)
+
+    def drop_head(self) -> None:
+        """Free the weights of the output head."""
+        head = self._model.text.get_output_embeddings()
+        if head is not None:
+            for name, parameter in head.named_parameters():
+                put_tensor(head, name, parameter.to("meta"))
+
+    def load_block(self, index: int) -> None:
+        """Load a block's weights."""
+        ready = self._ahead.pop(index).result() if index in self._ahead else {}
+        self._load(lambda state: state.startswith(self._inside[index]), ready)
+
+    def read_ahead(self, index: int) -> None:
+        """Begin to read a block into RAM, beside other work, for `load_block`, which raises the errors.
+
+        For a GPU it is pinned memory, if there is any, from which `load_block` copies several times as fast.
+        """
+
+        def read(name: str) -> Tensor:
+            tensor = self._model.src.get(name)
+            with suppress(RuntimeError):  # a limit of locked memory
+                return tensor.pin_memory() if self._device.type == "cuda" else tensor
+            return tensor
+
+        self._reader = self._reader or ThreadPoolExecutor(1, "quantkit-read")
+        names = self._model.stored(index)
+        self._ahead[index] = self._reader.submit(lambda: {name: read(name) for name in names})
+
+    def unload_block(self, index: int) -> None:
+        """Free a block's weights."""
+        path = self._model.blocks[index]
+        for state, parameter in self._model.module.get_submodule(path).named_parameters():
+            put_tensor(self._model.module, f"{path}.{state}", parameter.to("meta"))
+
+    def replace(self, linear: str, weight: Tensor) -> None:
+        """Put a solved weight `[n, k]` in the place of a loaded one."""
+        place = f"{self._model.paths[linear]}.weight"
+        put_tensor(self._model.module, place, weight.to(self._device, self._model.dtype))
+
+    def source(self, linear: str) -> Tensor:
+        """Give the weight `[n, k]` of a loaded linear as its source stores it, on the device.
+
+        It is read again only if the dtype in memory is another one.
+        """
+        loaded, src, name = self._of(linear), self._model.src, f"{linear}.weight"
+        if loaded.dtype == src.dtype(name) and loaded.shape == src.shape(name):
+            return loaded.detach()
+        return src.get(name).to(self._device)
+
+    @contextmanager
+    def replaced(self, index: int, weights: Mapping[str, Tensor]) -> Iterator[None]:
+        """Let tensors take the place of weights of a block's linears, wherever the block uses these.
+
+        `functional_call` would look for them in the whole model at each call, which takes longer than a small block.
+        """
+        instead = {id(self._of(name)): new for name, new in weights.items()}
+        places: list[tuple[dict[str, Any], str, Any]] = [
+            (module._parameters, name, old)
+            for module in self._model.module.get_submodule(self._model.blocks[index]).modules()
+            for name, old in module._parameters.items()
+            if id(old) in instead
+        ]
+        try:
+            for parameters, name, old in places:
+                parameters[name] = instead[id(old)]
+            yield
+        finally:
+            for parameters, name, old in places:
+                parameters[name] = old
+
+    def _of(self, linear: str) -> Tensor:
+        return get_tensor(self._model.module, f"{self._model.paths[linear]}.weight")
+
+    def _is_absent(self, state: str) -> bool:
+        return get_tensor(self._model.module, state).device.type == "meta"
+
+    def _load(self, wanted: Callable[[str], bool], ready: Mapping[str, Tensor] = MappingProxyType({})) -> None:
+        """Take the wanted states from the tensors that are `ready`, else from the checkpoint."""
+
+        def read(name: str) -> Tensor:
+            return ready[name] if name in ready else self._model.src.get(name)
+
+        for state, name in self._model.states.stored.items():
+            if wanted(state):
+                self._put(state, read(name))
+        for each in self._model.states.merged:
+            if wanted(each.states[0]):
+                for state, tensor in each.convert([read(name) for name in each.names]).items():
+                    self._put(state, tensor)
+
+    def _put(self, state: str, tensor: Tensor) -> None:
+        dtype = torch.float32 if self._in_float32 and self._in_float32.search(state) else self._model.dtype
+        kind = dtype if tensor.is_floating_point() else None
+        put_tensor(self._model.module, state, tensor.to(self._device, kind, non_blocking=True))

@@ -1,0 +1,97 @@
+"""Facts about model families that neither config.json nor transformers' classes tell: one entry a family.
+
+A family whose blocks, linears and experts are found by the rules of this package needs no entry.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ExpertClass:
+    """Describe a class of fused experts that differs from those of transformers' `use_experts_implementation`.
+
+    `call`: how it is called, a key of `unfused_experts.CALLS`. `parameters`: name -> the roles whose rows it holds.
+    `transposed`: the parameters whose matrices are `[k, n]`. `count`: the attribute with the number of experts, if
+    parameters are matrices with the rows of one expert below those of another.
+    """
+
+    call: Literal["routed", "sorted", "shared", "parallel"] = "routed"
+    parameters: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
+    )
+    transposed: tuple[str, ...] = ()
+    count: str | None = None
+
+
+@dataclass(frozen=True)
+class Family:
+    """State the exceptions of a model type.
+
+    `encoder_decoder`: it is one, though its config does not say so. `classifies`: transformers lists it among models
+    that write text, and its published class classifies. `is_random`: two passes over the same tokens differ.
+    `asks_for_images`: its forward needs an image, though its signature does not say so. `experts`: class -> its form.
+    """
+
+    encoder_decoder: bool = False
+    classifies: bool = False
+    is_random: bool = False
+    asks_for_images: bool = False
+    experts: Mapping[str, ExpertClass] = field(default_factory=dict)
+
+
+_GATED = {"gate_proj": ("gate",), "up_proj": ("up",), "down_proj": ("down",)}
+_DBRX = {"mlp.w1": ("gate",), "mlp.v1": ("up",), "mlp.w2": ("down",)}
+
+#: Model type -> its exceptions.
+FAMILIES = {
+    "dbrx": Family(
+        experts={"DbrxExperts": ExpertClass(parameters=_DBRX, transposed=("mlp.w2",), count="mlp.moe_num_experts")}
+    ),
+    "diffusion_gemma": Family(encoder_decoder=True),
+    "inkling_text": Family(experts={"InklingSharedExperts": ExpertClass("shared", _GATED)}),
+    "jetmoe": Family(experts={"JetMoeParallelExperts": ExpertClass("parallel", {"weight": ("linear",)})}),
+    "kosmos-2": Family(asks_for_images=True),
+    "llama4": Family(experts={"Llama4TextExperts": ExpertClass("sorted", transposed=("gate_up_proj", "down_proj"))}),
+    "reformer": Family(is_random=True),
+    "shieldgemma2": Family(classifies=True),
+    "step3p7": Family(experts={"Step3p7Experts": ExpertClass()}),
+}
+EXPERT_CLASSES = {name: form for family in FAMILIES.values() for name, form in family.experts.items()}
+
+
+def family_of(model_type: str) -> Family:
+    """Look up the exceptions of a model type."""
+    return FAMILIES.get(model_type, Family())
+
+
+# Names that many families share.
+
+#: The leaf of an expert's linear on the hub -> its role.
+ROLES = {
+    **{"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"},
+    "linear": "linear",
+}
+#: Role -> the leaf of an expert's linear that is part of a stored tensor of all experts.
+LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "linear": "linear"}
+#: Routers, below the module that holds the experts.
+ROUTERS = re.compile(r"\.(\w*router\w*|gate|wg)(\.|$)")
+#: The output head, which recipes skip by its name.
+HEAD = "lm_head"
+#: Linears of state spaces whose weight the model multiplies itself, so that no input of theirs is ever seen.
+NEVER_CALLED = ("dt_proj",)
+#: Parts of a text model that text alone never calls -> the words for them.
+UNCALLED = {
+    re.compile(r"\.(encoder_attn|crossattention|cross_attn)\."): "cross attention",
+    re.compile(r"\.vision_moe\."): "vision experts",
+}
+#: Words in the names of towers for other inputs than text.
+TOWER = re.compile(r"vision|visual|image|audio|speech|tower|encoder|projector|resampler|qformer")
+#: The path of a block in a module path: everything up to the first number.
+BLOCK = re.compile(r"(.*?\.\d+)\.")
+#: The layer and the number of the expert that a linear belongs to.
+EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.")

@@ -1,0 +1,192 @@
+"""A model's own forward, taken over block by block: what enters a block comes from outside, what it passes on is kept.
+
+The model's code makes masks, rotary tables and per-layer windows, and calls its blocks in order. The block before the
+chosen one returns a stored activation instead of running, and the model's code hands that to the chosen block. After
+that block, an exception ends the forward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from quantkit.models.passing import Needed, Passed, Unused, tensors_in
+
+T = TypeVar("T")
+#: Begin to record a call of a block, given its entering hidden state and its arguments.
+Recorder = Callable[[Tensor, tuple[Any, ...], dict[str, Any]], AbstractContextManager[None]]
+
+
+class Stop(Exception):
+    """End the model's forward early."""
+
+
+class NotReached(Exception):
+    """Say that the model's forward ended before it called a block."""
+
+
+@dataclass
+class _Pass:
+    """Hold the state of one forward: the block `at` runs on what was `passed`, and leaves its `output`."""
+
+    at: int
+    passed: Passed | None
+    in_batch: bool = False
+    enters_only: bool = False
+    recorder: Recorder | None = None
+    output: Passed | None = None
+
+    def skip(self, index: int, entering: Tensor) -> Any:
+        """Return what a block before `at` returns in place of its own result."""
+        assert self.passed is not None
+        # Code between blocks may change what they return in place: only the last block returns the activation.
+        hidden = _like(self.passed.hidden, entering) if index + 1 == self.at else entering
+        return hidden if self.passed.returned is None else (hidden, *self.passed.returned)
+
+
+class Interception:
+    """Take the place of the forward of each of a model's `blocks`. Without a pass they run as they are.
+
+    `batch_comes_first`: whether the last document that entered a block did so as `[1, t, h]`.
+    """
+
+    def __init__(self, blocks: Sequence[nn.Module]) -> None:
+        self.batch_comes_first = False
+        self._pass: _Pass | None = None
+        for index, block in enumerate(blocks):
+            block.forward = partial(self._visit, index, block.forward)
+
+    def run(
+        self,
+        forward: Callable[[], object],
+        at: int,
+        passed: Passed | None,
+        *,
+        in_batch: bool = False,
+        enters_only: bool = False,
+        recorder: Recorder | None = None,
+    ) -> Passed | None:
+        """Call the model's `forward`, in which block `at` runs on what was `passed`; return what it passes on.
+
+        With `enters_only` the block does not run, and its input is returned. None if a watcher stopped the block.
+        NotReached if the forward ends without it. Needed if the block takes a value that was not stored.
+        """
+        found = self._pass = _Pass(at, passed, in_batch, enters_only, recorder)
+        try:
+            forward()
+        except Stop:
+            return found.output
+        finally:
+            self._pass = None
+        raise NotReached
+
+    def run_behind(self, forward: Callable[[], T], last: int, passed: Passed) -> T:
+        """Call the model's `forward`, in which none of the `last` blocks runs, and return its result."""
+        self._pass = _Pass(last, passed)
+        try:
+            return forward()
+        finally:
+            self._pass = None
+
+    def _visit(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Replace the forward of block `index`."""
+        now = self._pass
+        if now is None:
+            return forward(*args, **kwargs)
+        entering = args[0] if args else kwargs["hidden_states"]
+        if index < now.at:
+            return now.skip(index, entering)
+        for given in tensors_in((args, kwargs)):
+            if isinstance(given, Unused):
+                raise Needed(given.number)
+        if not now.in_batch:
+            self.batch_comes_first = entering.ndim == 3 and len(entering) == 1
+        if now.enters_only:
+            now.output = Passed(_by_token(entering), None, {})
+            raise Stop
+        assert now.passed is not None
+        if index == 0:
+            hidden = _like(now.passed.hidden, entering)
+            args = tuple(hidden if given is entering else given for given in args)
+            kwargs = {name: hidden if given is entering else given for name, given in kwargs.items()}
+            entering = hidden
+        left = dict(now.passed.left)
+        with now.recorder(entering, args, kwargs) if now.recorder else nullcontext(), _sharing(args, kwargs, left):
+            out = forward(*args, **kwargs)
+        first, returned = (out[0], list(out[1:])) if isinstance(out, tuple | list) else (out, None)
+        now.output = Passed(first if now.in_batch else _by_token(first), returned, left)
+        raise Stop
+
+
+@contextmanager
+def _sharing(args: tuple[Any, ...], kwargs: dict[str, Any], left: dict[str, dict[Any, Any]]) -> Iterator[None]:
+    """Give mappings among a call's arguments the entries that were `left`, and collect their new entries there."""
+    arguments = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+    shared = {name: value for name, value in arguments.items() if isinstance(value, MutableMapping)}
+    before = {name: dict(value) for name, value in shared.items()}
+    for name, mapping in shared.items():
+        mapping.update(left.get(name, {}))
+    yield
+    for name, mapping in shared.items():
+        if entries := {key: value for key, value in mapping.items() if before[name].get(key) is not value}:
+            left[name] = entries
+
+
+@contextmanager
+def watching(linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], bool]) -> Iterator[None]:
+    """Call `see(name, input [..., k])` before each linear runs; the pass ends when `see` returns True."""
+
+    def hook(name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if see(name, args[0] if args else kwargs["input"]):
+            raise Stop
+
+    with _removed(
+        module.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, module in linears.items()
+    ):
+        yield
+
+
+@contextmanager
+def watching_gradients(linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
+    """Call `see(name, gradient [..., n])` when a backward pass reaches the output of a linear."""
+
+    def hook(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(partial(see, name))
+
+    with _removed(module.register_forward_hook(partial(hook, name)) for name, module in linears.items()):
+        yield
+
+
+@contextmanager
+def _removed(handles: Iterable[RemovableHandle]) -> Iterator[None]:
+    """Remove hooks after the block."""
+    with ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
+        yield
+
+
+def _batch_axis(hidden: Tensor) -> int:
+    """Find the dimension of the batch of one document: 0, or 1 if tokens or streams of hidden states come before."""
+    return 1 if hidden.ndim > 2 and hidden.shape[0] > 1 and hidden.shape[1] == 1 else 0
+
+
+def _by_token(hidden: Tensor) -> Tensor:
+    """Put the tokens of one document first: `[s, 1, t, h]` becomes `[t, s, h]`."""
+    axis = _batch_axis(hidden)
+    return hidden.select(axis, 0).movedim(axis if hidden.ndim > 3 else 0, 0)
+
+
+def _like(hidden: Tensor, entering: Tensor) -> Tensor:
+    """Give `_by_token`'s result the dimensions of a tensor that enters a block; a batch has them already."""
+    if hidden.shape == entering.shape:
+        return hidden
+    axis = _batch_axis(entering)
+    return hidden.movedim(0, axis if entering.ndim > 3 else 0).unsqueeze(axis)

@@ -1,0 +1,178 @@
+"""Which tensor of a checkpoint is which part of its model: states, linears, blocks and experts.
+
+Only headers are read, and no code here knows an architecture.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import nn
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.tensors import FLOATS
+from quantkit.errors import CheckpointError
+from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, unfuse_experts
+from quantkit.models.families import HEAD, NEVER_CALLED, UNCALLED
+from quantkit.models.linears import is_linear, replace_transposed, size_of
+from quantkit.models.meta_model import (
+    find_blocks,
+    find_linears,
+    find_towers,
+    get_tensor,
+    language_model,
+    skeleton,
+    text_model,
+)
+from quantkit.models.state_names import Match, match, spellings
+from quantkit.models.stored_rows import follow_storage
+from quantkit.models.unfused_experts import UnfusedExperts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: `MatchedModel.max_length` of a model whose positions have no limit.
+UNLIMITED = 2**31
+#: Linears with fewer inputs or outputs stay dense unless a recipe names them: gates and small mixers, which engines
+#: keep dense.
+FEWEST = 64
+
+
+class MatchedModel:
+    """Build the model of a dense checkpoint on the meta device, and match its states with the stored tensors.
+
+    `module`: the model. `dtype`: of its weights in memory. `states`: where each of its states comes from. `blocks`:
+    module paths of the transformer blocks, in order. `linears`: name in the checkpoint -> `(n, k)` of every linear.
+    `paths`: the same names -> module paths, which differ in a few published families. `tied`: linears that share their
+    weight with the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names them.
+    `experts`: name -> the expert that a linear belongs to. `sliced`: stored tensors that hold several experts.
+    `notices`: matrices that stay dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the
+    module whose forward is run, the whole model or the outermost one that runs on tokens alone; `text_path`: its path.
+
+    In `src`, tensors of many experts are replaced by one tensor a linear, and weights of Conv1D by their transposes.
+
+    CheckpointError if transformers cannot build the model, or a stored tensor has another shape than it.
+    """
+
+    def __init__(self, src: Checkpoint, dtype: torch.dtype, *, trust_remote_code: bool = False) -> None:
+        self.src, self.dtype = src, dtype
+        self.module = skeleton(src, dtype, trust_remote_code)
+        self.sliced = unfuse_experts(self.module, src, spellings(self.module))
+        self.states = _match(self.module, src)
+        decoder, module = language_model(self.module)
+        self.blocks = [f"{decoder}.{path}" if decoder else path for path in find_blocks(module)]
+        if not self.blocks:
+            kind = type(self.module).__name__
+            raise CheckpointError(f"{kind} has no list of blocks with nn.Linear", "use another model", subject=src.path)
+        self._block_of = _blocks_of_names(self.blocks, self.states)
+        self.paths, self.tied, self.notices = find_linears(self.module, self.states.stored)
+        self.linears = {name: size_of(self.module.get_submodule(path)) for name, path in self.paths.items()}
+        self.kept_dense = _kept_dense(self.module, decoder, self.tied, self.states.stored)
+        of_path = find_experts(self.module)
+        self.experts = {name: of_path[path] for name, path in self.paths.items() if path in of_path}
+        if extra := self.states.unexpected:
+            self.notices.append(f"{extra[0]}: not part of the model, copied unchanged ({len(extra)} in all)")
+        positions = getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED
+        self.max_length: int = positions if positions > 0 else UNLIMITED
+        self.text_path = text_model(self.module, self.blocks)
+        self.text = cast("PreTrainedModel", self.module.get_submodule(self.text_path))
+
+    def stored(self, block: int | None) -> list[str]:
+        """List a block's tensors in checkpoint order; with None, all tensors outside the blocks."""
+        return [name for name in self.src.names() if self._block_of.get(name) == block]
+
+    def targets(self, block: int) -> list[str]:
+        """List the checkpoint names of a block's linears, in module order."""
+        inside = set(self.stored(block))
+        return [name for name in self.linears if f"{name}.weight" in inside]
+
+    def norms(self) -> dict[str, str]:
+        """Map stored name to path, for the weights and biases of norms that a single module uses."""
+        stored = self.states.stored
+        counts = Counter(stored.values())
+        return {
+            name: state
+            for state, name in stored.items()
+            if counts[name] == 1
+            and "norm" in type(self.module.get_submodule(state.rpartition(".")[0])).__name__.lower()
+            and len(self.src.shape(name)) == 1
+            and self.src.dtype(name) in FLOATS
+        }
+
+    def why_uncalled(self, linear: str) -> str | None:
+        """Give the reason why text alone never calls a linear; None if it may."""
+        owner = self.experts[linear].owner if linear in self.experts else ""
+        places = f".{self.paths[linear]}. .{owner}."  # experts may be stored under another path than their owner's
+        part = next((words for pattern, words in UNCALLED.items() if pattern.search(places)), None)
+        return None if part is None else f"text alone never calls {part}"
+
+    def run_on_all_tokens(self, experts: Iterable[Expert]) -> None:
+        """Let these experts, and no others, also run on tokens that are routed elsewhere."""
+        chosen: dict[str, set[int]] = {}
+        for expert in experts:
+            chosen.setdefault(expert.owner, set()).add(expert.number)
+        for owner in {expert.owner for expert in self.experts.values()}:
+            module = self.module.get_submodule(owner)
+            assert isinstance(module, UnfusedExperts)
+            module.on_all_tokens = frozenset(chosen.get(owner, ()))
+
+
+def _match(module: PreTrainedModel, src: Checkpoint) -> Match:
+    """Match states with stored tensors, after linears were replaced as they are stored; CheckpointError by shape."""
+    found = match(module, src)
+    if follow_storage(module, src, found.merged):
+        found = match(module, src)
+    replace_transposed(module, found.stored, src)
+    found = match(module, src)
+    for state, name in found.stored.items():
+        asked, shape = tuple(get_tensor(module, state).shape), src.shape(name)
+        if shape != asked:
+            raise CheckpointError(
+                f"is {list(shape)} in the checkpoint, config.json asks for {list(asked)}", subject=name
+            )
+    return found
+
+
+def _blocks_of_names(blocks: Iterable[str], states: Match) -> dict[str, int]:
+    """Map stored name to the number of its block, the first one if blocks share the tensor."""
+    numbers = {path: index for index, path in enumerate(blocks)}
+    found: dict[str, int] = {}
+    merged = [(each.states[0], name) for each in states.merged for name in each.names]
+    for state, name in [*states.stored.items(), *merged]:
+        parts = state.split(".")
+        path = next((path for cut in range(len(parts)) if (path := ".".join(parts[:cut])) in numbers), None)
+        if path is not None:
+            found[name] = min(found.get(name, numbers[path]), numbers[path])
+    return found
+
+
+def _kept_dense(module: PreTrainedModel, decoder: str, tied: set[str], stored: dict[str, str]) -> dict[str, str]:
+    """Map stored name to reason, for matrices that stay dense: routers, towers of other inputs, small linears."""
+    routers, head = find_routers(module), module.get_output_embeddings()
+    towers = tuple(f"{path}." for path in find_towers(module))
+    shared = set(module.all_tied_weights_keys.values())
+    kept: dict[str, str] = {}
+    for path, found in module.named_modules():
+        name = path if path in tied else stored.get(f"{path}.weight", "").removesuffix(".weight")
+        if not name:
+            continue
+        if path in routers:
+            kept[name] = ROUTER
+        elif not is_linear(found):
+            if isinstance(found, nn.Linear):
+                kept[name] = "no plain linear"
+        elif found is head:
+            if HEAD not in (name.rpartition(".")[2], path.rpartition(".")[2]):
+                kept[name] = "the output head"
+        elif path in tied or f"{path}.weight" in shared:
+            kept[name] = "its weight is shared"
+        elif (decoder and not path.startswith(f"{decoder}.")) or path.startswith(towers):
+            kept[name] = "outside the language model"
+        elif min(size_of(found)) < FEWEST:
+            kept[name] = f"fewer than {FEWEST} inputs or outputs"
+        elif path.rpartition(".")[2] in NEVER_CALLED:
+            kept[name] = "its weight is used without calling it"
+    return kept

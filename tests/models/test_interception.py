@@ -1,0 +1,130 @@
+"""A toy model's own forward, taken over block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from quantkit.models.interception import Interception, NotReached, watching, watching_gradients
+from quantkit.models.passing import Needed, Passed, Unused
+
+HIDDEN = torch.arange(6.0).view(3, 2)
+
+
+class Block(nn.Module):
+    """Add 1 and what `cache` has, leave its own number there, and return a mask beside the hidden state."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number, self.linear = number, nn.Linear(2, 2, bias=False)
+        self.linear.weight.data = torch.eye(2)
+
+    def forward(self, hidden_states: Tensor, mask: Any, cache: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        out = self.linear(hidden_states) + 1 + sum(cache.values())
+        cache[str(self.number)] = torch.tensor(10.0**self.number)
+        return out, torch.full((3,), float(self.number))
+
+
+class Model(nn.Module):
+    """Three blocks; between them `between` is applied to what one returns beside its hidden state, and 1 is added."""
+
+    def __init__(self, between: Callable[[Any], Any] = lambda extra: None, calls: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(map(Block, range(3)))
+        self.between, self.calls = between, calls
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        cache, extra = dict[str, Tensor](), None
+        for block in self.blocks[: self.calls]:
+            hidden, extra = block(hidden, mask=self.between(extra), cache=cache)
+            hidden.add_(1)
+        return hidden * 2
+
+
+def stored() -> Passed:
+    return Passed(HIDDEN.clone(), [torch.zeros(3)], {})
+
+
+def entered(model: Model) -> tuple[Interception, Callable[[], Tensor]]:
+    return Interception([*model.blocks]), lambda: model(HIDDEN[None].clone())
+
+
+def test_block_after_block_gives_what_the_whole_gives() -> None:
+    model = Model()
+    whole = model(HIDDEN[None].clone())[0]
+    blocks, forward = entered(model)
+    assert torch.equal(forward()[0], whole)  # without a pass blocks run as they are
+    first = blocks.run(forward, 0, None, enters_only=True)
+    assert first is not None and torch.equal(first.hidden, HIDDEN) and blocks.batch_comes_first
+    passed: Passed | None = first
+    for index in range(3):
+        assert passed is not None
+        passed = blocks.run(forward, index, passed)
+    assert passed is not None and torch.equal((passed.hidden + 1) * 2, whole)
+    assert passed.returned is not None and torch.equal(passed.returned[0], torch.full((3,), 2.0))
+    assert {key: float(value) for key, value in passed.left["cache"].items()} == {"0": 1, "1": 10, "2": 100}
+    assert torch.equal(blocks.run_behind(forward, 3, passed)[0], whole)
+
+
+def test_a_watcher_sees_inputs_and_ends_the_pass() -> None:
+    model = Model()
+    blocks, forward = entered(model)
+    seen = []
+    linears = {"a": model.blocks[1].linear}
+    for stops in (False, True):
+        with watching(linears, lambda name, x, stops=stops: seen.append((name, x[0])) or stops):
+            found = blocks.run(forward, 1, stored())
+        assert (found is None) == stops
+    assert [name for name, _ in seen] == ["a", "a"] and all(torch.equal(x, HIDDEN + 1) for _, x in seen)
+    blocks.run(forward, 1, stored())
+    assert len(seen) == 2
+
+
+def test_gradients_by_outputs_are_seen_of_linears_that_are_reached() -> None:
+    model, seen = Model(), dict[str, Tensor]()
+    blocks, forward = entered(model)
+    with watching_gradients({str(i): model.blocks[i].linear for i in range(2)}, seen.__setitem__):
+        found = blocks.run(forward, 1, stored())
+        assert found is not None
+        (found.hidden * 3).sum().backward()
+    assert seen.keys() == {"1"} and seen["1"].eq(3).all()
+
+
+@pytest.mark.parametrize("between", [lambda extra: extra, lambda extra: None if extra is None else extra + 1])
+def test_a_value_that_was_not_stored_is_missed_only_if_it_is_used(between: Callable[[Any], Any]) -> None:
+    passed = Passed(HIDDEN.clone(), [Unused.of(7)], {})
+    unused, forward = entered(Model())
+    assert unused.run(forward, 1, passed) is not None
+    used, forward = entered(Model(between))
+    with pytest.raises(Needed) as caught:
+        used.run(forward, 1, passed)
+    assert caught.value.number == 7
+
+
+def test_code_between_blocks_changes_the_stored_state_once() -> None:
+    blocks, forward = entered(Model())
+    found = blocks.run(forward, 2, stored())
+    assert found is not None and torch.equal(found.hidden, HIDDEN + 2)  # 1 between the blocks, 1 in the block
+
+
+def test_a_block_that_is_never_called_is_told() -> None:
+    blocks, forward = entered(Model(calls=2))
+    with pytest.raises(NotReached):
+        blocks.run(forward, 2, stored())
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 2), (5, 1, 2), (3, 1, 5, 2)])
+def test_tokens_come_first_whatever_the_dimensions(shape: tuple[int, ...]) -> None:
+    entering = torch.randn(shape)
+    model = nn.ModuleList([nn.Identity(), nn.Identity()])
+    model[1].forward = lambda hidden_states: hidden_states  # type: ignore[method-assign]
+    blocks = Interception([*model])
+    found = blocks.run(lambda: model[0](entering), 0, None, enters_only=True)
+    assert found is not None and len(found.hidden) == 5
+    again = blocks.run(lambda: model[1](model[0](entering)), 1, found)
+    assert again is not None and torch.equal(again.hidden, found.hidden)
+    assert blocks.batch_comes_first == (len(shape) == 3 and shape[0] == 1)

@@ -1,0 +1,120 @@
+"""Which stored tensor is which part of a model: blocks, linears, and what stays dense."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError
+from quantkit.models.families import EXPERT_CLASSES, FAMILIES, family_of
+from quantkit.models.matching import MatchedModel
+from quantkit.models.unfused_experts import CALLS
+from quantkit.recipes.goals import label
+from quantkit.recipes.recipe import from_mapping, goal_of
+from tests.census import families
+from tests.tiny_models import FAMILIES as TINY
+
+
+@pytest.mark.parametrize("family", ["git", "phi4_multimodal"])
+def test_towers_are_no_blocks_and_stay_dense(family: str, tmp_path: Path) -> None:
+    model = MatchedModel(Checkpoint(families.write(family, tmp_path / "m")), torch.float32)
+    tower = {"git": "git.image_encoder.", "phi4_multimodal": "model.embed_tokens_extend."}[family]
+    inside = [name for name in model.linears if name.startswith(tower) and ".encoder" in name]
+    assert not any(path.startswith(tower) for path in model.blocks)
+    assert len(inside) > 10 and {model.kept_dense.get(name) for name in inside} == {"outside the language model"}
+
+
+@pytest.mark.parametrize(
+    ("family", "says"), [("shieldgemma2", "no model that writes text"), ("diffusion_gemma", "is an encoder-decoder")]
+)
+def test_a_model_of_another_kind_is_refused_by_its_config(family: str, says: str, tmp_path: Path) -> None:
+    families.tiny_config(family).save_pretrained(tmp_path)
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=says):
+        MatchedModel(Checkpoint(tmp_path), torch.float32)
+
+
+@pytest.mark.parametrize("family", TINY)
+def test_every_tensor_is_in_one_block_or_outside(family: str, folders: dict[str, Path]) -> None:
+    src = Checkpoint(folders[family])
+    model = MatchedModel(src, torch.float32)
+    parts = [model.stored(0), model.stored(1), model.stored(None)]
+    assert sorted(name for part in parts for name in part) == sorted(src.names())
+    assert len(parts[0]) == len(parts[1]) > 0 and any("embed" in name for name in parts[2])
+    for linear, shape in model.linears.items():
+        assert linear in model.tied or src.shape(f"{linear}.weight") == shape
+    assert not model.notices
+
+
+def test_a_head_is_skipped_under_either_of_its_names(folders: dict[str, Path]) -> None:
+    model = MatchedModel(Checkpoint(folders["gpt_neox"]), torch.float32)
+    assert model.paths["embed_out"] == "lm_head"
+    for pattern in ("lm_head", "embed_out"):
+        assert goal_of(from_mapping({"skip": [pattern]}), "embed_out", model.paths["embed_out"]) is None
+    everything = from_mapping({"skip": [], "overrides": {"lm_head": "fp6:channel"}})
+    goal = goal_of(everything, "embed_out", model.paths["embed_out"])
+    assert goal is not None and label(goal) == "fp6:channel"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "no_such_model"},
+        {"model_type": None},
+        {"hidden_size": -4},
+        {"hidden_size": "many"},
+        {"num_attention_heads": 0},
+        {"hidden_act": "os.system"},
+        {"rope_scaling": {"rope_type": "unheard_of"}},
+    ],
+)
+def test_a_config_that_cannot_be_built_gives_a_one_line_error(config: dict[str, Any], changed: Any) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        MatchedModel(Checkpoint(changed("llama", **config)), torch.float32)
+    assert "\n" not in str(caught.value)
+
+
+def test_matrices_outside_linears_are_reported(tmp_path: Path) -> None:
+    import transformers
+
+    small = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    jamba = transformers.JambaConfig(
+        **small, num_key_value_heads=2, vocab_size=100, num_experts=1, mamba_d_state=8, use_mamba_kernels=False
+    )
+    transformers.JambaForCausalLM(jamba).save_pretrained(tmp_path)
+    model = MatchedModel(Checkpoint(tmp_path), torch.float32)
+    assert any("conv1d" in notice and "left dense" in notice for notice in model.notices)
+
+
+def test_unexpected_tensors_are_copied_and_reported(changed: Any) -> None:
+    model = MatchedModel(Checkpoint(changed("llama", {"mtp.extra.weight": torch.zeros(3)})), torch.float32)
+    assert "mtp.extra.weight" in model.stored(None)
+    assert any("mtp.extra.weight" in notice for notice in model.notices)
+
+
+def test_norms_are_found_by_their_stored_names(folders: dict[str, Path]) -> None:
+    model = MatchedModel(Checkpoint(folders["gpt_neox"]), torch.float32)
+    norms = model.norms()
+    assert norms["gpt_neox.final_layer_norm.bias"] == "gpt_neox.final_layer_norm.bias"
+    assert len(norms) == 2 * (2 * 2 + 1)
+
+
+def test_what_text_alone_never_calls_is_told(tmp_path: Path) -> None:
+    model = MatchedModel(Checkpoint(families.write("ernie4_5_vl_moe", tmp_path / "m")), torch.float32)
+    said = {name: model.why_uncalled(name) for name in model.linears}
+    images = [name for name, expert in model.experts.items() if ".vision_moe." in expert.owner]
+    assert images and {said[name] for name in images} == {"text alone never calls vision experts"}
+    assert all(why is None for name, why in said.items() if name not in images)
+
+
+def test_each_entry_of_the_families_names_what_is_there() -> None:
+    from transformers import CONFIG_MAPPING
+
+    assert FAMILIES.keys() <= set(CONFIG_MAPPING.keys())
+    assert {form.call for form in EXPERT_CLASSES.values()} <= CALLS.keys()
+    assert family_of("llama") == family_of("no_such_family")
