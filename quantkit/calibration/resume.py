@@ -16,7 +16,7 @@ from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
-from quantkit.errors import CheckpointError, about
+from quantkit.errors import CheckpointError, Words, about
 from quantkit.io import files
 from quantkit.io.safetensors_header import read_header
 
@@ -73,11 +73,12 @@ def _load_saved(run: Run, finished: Sequence[Mapping[str, Any]]) -> tuple[int, S
         mine = range(run.first, run.first + len(run.sequences))
         loaded = Activations.load(run.work, run.act_budget, parity, parts, mine, run.model.device, run.ranks.rank)
     except CheckpointError as error:
-        problem = str(error)
+        problem = error.typed
     problem = next((told for told in run.ranks.exchange(problem) if told is not None), None)
     if problem is not None or loaded is None:
         if run.ranks.first:
-            run.progress.warn(f"{problem}: the activations of {len(finished)} finished blocks are computed again")
+            again = f"the activations of {len(finished)} finished blocks are computed again"
+            run.progress.warn(Words(problem, ":", again))
         return 0, None
     run.model.forms[number] = finished[number]["form"]
     with run.clock.phase("load"):

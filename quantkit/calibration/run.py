@@ -148,8 +148,12 @@ class Stream:
             torch.cuda.empty_cache()
         before, self.at_once = self.at_once, self.at_once // 2
         self.progress.warn(
-            f"{path}: the GPU has not enough memory for {before} tokens at a time, {self.at_once} are tried; the last "
-            "bits of sums may differ, a smaller --act-budget makes space"
+            Words(
+                f"{path}: the GPU has not enough memory for {before} tokens at a time, {self.at_once} are tried; the "
+                "last bits of sums may differ, a smaller",
+                Option("act_budget"),
+                "makes space",
+            )
         )
 
 

@@ -78,7 +78,7 @@ def verify(
     except CheckpointError as error:
         if not failures:
             raise
-        return Verification(None, (), hashes, tuple(dict.fromkeys([*failures, str(error)])), ())
+        return Verification(None, (), hashes, tuple(dict.fromkeys([*failures, error.typed])), ())
     assert src.layout is not None
     notices = [_unlisted(name) for name in extra if not is_loadable(name)]
     checked = bool(recorded or against)
@@ -163,7 +163,7 @@ def _why_no_kernel(src: Checkpoint, device: torch.device, asked: bool) -> str | 
     assert src.layout is not None
     unrun = kernels.missing(src.layout.NAME, device)
     if unrun and device.type == "cuda" and asked and src.layout.NAME in kernels.MATMULS:
-        raise KernelError(f"its weights cannot be multiplied on {device}: {unrun}", subject=src.path)
+        raise KernelError(f"its weights cannot be multiplied on {device}", unrun, subject=src.path)
     return unrun
 
 
@@ -196,7 +196,7 @@ def _check_files(folder: Path, recorded: Mapping[str, Any]) -> tuple[dict[str, s
                 raise CheckpointError(f"is missing, {report.REPORT} lists it", "restore it", subject=name)
             found[name] = hashed[name].result()
         except QuantkitError as error:
-            failures.append(str(error))
+            failures.append(error.typed)
         else:
             if found[name] != expected:
                 failures.append(damage(name, folder / name, f"{report.REPORT} lists"))
@@ -278,5 +278,5 @@ def _check_weights(
             ) from error
         rows.append(row)
         notices += [line for line in seen if line not in notices]
-    failures += [f"{row.module}: {row.problem}" for row in rows if row.problem is not None]
+    failures += [Words(row.module, ":", row.problem) for row in rows if row.problem is not None]
     return rows

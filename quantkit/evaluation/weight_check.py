@@ -63,8 +63,13 @@ def check_weight(job: Job, module: str, layer: Mapping[str, Any] | None) -> tupl
         differences = _compare(job, module, q)
         notices += _notices(src, module, q)
     except QuantkitError as error:
-        message = str(error).removeprefix(f"{src.path}: ").removeprefix(f"{module}: ")
-        return replace(row, repack=False, problem=message), notices
+        if str(error.subject) in (
+            f"{src.path}: {module}",
+            str(src.path),
+            module,
+        ):  # the failure names the module itself
+            error.subject = None
+        return replace(row, repack=False, problem=error.typed), notices
     row = replace(row, repack=not changed, against=None if differences is None else not differences)
     problems = [f"{suffix} is not what its own codes pack to" for suffix in changed]
     wrong_products: tuple[str, ...] = ()

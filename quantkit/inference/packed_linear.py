@@ -22,7 +22,7 @@ from quantkit import kernels
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import KernelError, LayoutError
+from quantkit.errors import KernelError, LayoutError, in_python
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Stored
@@ -286,7 +286,8 @@ def _scheme(label: str) -> Scheme:
 
 @functools.cache
 def _warn_decoded(why: str) -> None:
-    warnings.warn(f"packed weights are decoded at each call, which is slow: {why}", RuntimeWarning, stacklevel=2)
+    reason = in_python(why)
+    warnings.warn(f"packed weights are decoded at each call, which is slow: {reason}", RuntimeWarning, stacklevel=2)
 
 
 @functools.cache

@@ -139,7 +139,7 @@ def require_kernels(device: torch.device) -> None:
     """Raise KernelError if the device is a GPU that cannot run the kernels."""
     problem = kernels.unusable(device)
     if device.type == "cuda" and problem is not None:
-        raise KernelError(f"packed weights cannot be multiplied on {device}: {problem}")
+        raise KernelError(f"packed weights cannot be multiplied on {device}", problem)
 
 
 def require_memory(needs: Mapping[torch.device, int], free: Callable[[torch.device], int], folder: Path) -> None:
@@ -188,7 +188,7 @@ def repack_for_kernels(linears: Linears) -> list[str]:
         if why is not None:
             decoded.setdefault(why, []).append(name)
     return [
-        f"{names[0]}: decoded at each call, which is slow ({len(names)} such weights): {why}"
+        Words(f"{names[0]}: decoded at each call, which is slow ({len(names)} such weights):", why)
         for why, names in decoded.items()
     ]
 

@@ -68,5 +68,5 @@ def unusable(device: torch.device) -> str | None:
     try:
         loader.arch_of(device)
     except KernelError as error:
-        return str(error)
+        return error.typed
     return None

@@ -16,7 +16,7 @@ import torch
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, Words
 from quantkit.inference.swap_linears import swap
 from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
 from quantkit.layouts.base import Layout
@@ -59,7 +59,8 @@ def open_folder(folder: Path, config: dict[str, Any], src: Checkpoint, trust_rem
             swap(model, made)
     except CheckpointError as error:
         raise CheckpointError(
-            f"the output is not published, {OURS} does not open it ({error}): a bug, please report it"
+            Words(f"the output is not published, {OURS} does not open it (", error.typed, ")"),
+            "a bug, please report it",
         ) from error
     if model is None:
         return Opening((), {}, dict.fromkeys((OURS, THEIRS), unbuildable))

@@ -189,7 +189,8 @@ def _without_noise(
     few = f"{tokens} tokens for {k} input channels"
     least = coordinate_descent.TOKENS_PER_COLUMN
     if not recipe.descends_by_default:  # else the closing table counts these linears
-        progress.warn(f"{names}: no descent: {few} are fewer than {least} each; give more --samples")
+        rule = f"{names}: no descent: {few} are fewer than {least} each; give more"
+        progress.warn(Words(rule, Setting("samples")))
     return replace(recipe, gptq=replace(recipe.gptq, descent=0)), {"descent_skipped": few}
 
 
@@ -231,7 +232,7 @@ def _factor(names: str, h: Tensor, recipe: Recipe, sparse: bool, progress: Progr
     except NumericError as error:
         if recipe.gptq.on_unsolvable == "stop":
             raise
-        progress.warn(f"{error}; rounded to nearest")
+        progress.warn(Words(error.typed, "; rounded to nearest"))
         return None
     if len(factor.rungs) > 1:
         progress.warn(f"{names}: the Hessian needed damping {factor.damp}, after {list(factor.rungs[:-1])}")
