@@ -40,7 +40,7 @@ def compiled(text: str) -> Any:
 
 
 def matches(text: str, name: str, seconds: float = SECONDS) -> bool:
-    """Return whether a regular expression matches a whole name; CheckpointError if that takes more than `seconds`.
+    """Return True if a regular expression matches a whole name; CheckpointError if that takes more than `seconds`.
 
     ValueError as for `compiled`.
     """

@@ -29,7 +29,7 @@ GROUP_SIZES = (128, 64, 32, None)
 
 @dataclass(frozen=True)
 class Misfit:
-    """Hold a linear that cannot be quantized as asked, and the rule that it breaks."""
+    """A linear that cannot be quantized as asked, and the rule that it breaks."""
 
     module: str
     shape: tuple[int, int]
@@ -44,7 +44,7 @@ def ways_out(
     recipe: Recipe | None,
     source: Layout | None,
 ) -> tuple[str, ...]:
-    """Return a line for each broken rule: its weights by shape, and the options that help.
+    """Write a line for each broken rule: its weights by shape, and the options that help.
 
     `schemes` has the goal of every linear, misfit or not. `layout` is None if weights stay dense, `recipe` is None for
     a conversion, `source` is the layout of its source.
@@ -79,7 +79,7 @@ def _by_shape(group: list[Misfit]) -> str:
 
 
 def _one_change(group: list[Misfit], layout: Layout, recipe: Recipe | None, source: Layout | None) -> list[str]:
-    """Return the options that make all weights of a group fit; none if the source, not the layout, is at fault."""
+    """List the options that make all weights of a group fit; none if the source, not the layout, is at fault."""
     if _fits(group, layout):
         return []
     options = [] if recipe is not None else _for_conversion(group, layout)
@@ -96,7 +96,7 @@ def _one_change(group: list[Misfit], layout: Layout, recipe: Recipe | None, sour
 
 
 def _instead(layout: Layout, others: list[str], scheme: Scheme) -> list[str]:
-    """Return the option for layouts that hold the weights: one with a kernel instead of one with a kernel, and the
+    """Suggest layouts that hold the weights: one with a kernel instead of one with a kernel, and the
     one that is written by default."""
     kernels = [name for name in KERNELS if name in others and layout.NAME in KERNELS]
     usual = scheme.format.layout
@@ -105,7 +105,7 @@ def _instead(layout: Layout, others: list[str], scheme: Scheme) -> list[str]:
 
 
 def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:
-    """Return the options of `pack` that make all weights of a group fit the layout."""
+    """List the options of `pack` that make all weights of a group fit the layout."""
     pad_, again = Option("pad", True), Option("requantize", True)
     flags = ((pad_, target, True), (again, nearest, False), (Words(pad_, again), nearest, True))
     for flag, find, pad in flags:
@@ -115,7 +115,7 @@ def _for_conversion(group: list[Misfit], layout: Layout) -> list[str]:
 
 
 def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
-    """Return whether the layout refuses the weights of a group, but would hold them in larger shapes."""
+    """Return True if the layout refuses the weights of a group, but would hold them in larger shapes."""
     asked = [(misfit.rule, Scheme.parse(misfit.scheme), *misfit.shape) for misfit in group]
     return all(
         broken_rule(layout, scheme, n, k) == rule and padded_shape(layout, scheme, n, k) is not None
@@ -124,7 +124,7 @@ def _padding_helps(group: list[Misfit], layout: Layout) -> bool:
 
 
 def _two_changes(misfits: list[Misfit], layout: Layout, recipe: Recipe | None) -> list[str]:
-    """Return a layout and a group size that together hold all misfits, if one change does not help."""
+    """Suggest a layout and a group size that together hold all misfits, if one change does not help."""
     if recipe is None or _fits(misfits, layout):
         return []
     both = ((name, g) for name, layout in LAYOUTS.items() for g in GROUP_SIZES if _fits(misfits, layout, group_size=g))
@@ -137,13 +137,13 @@ def _fits(misfits: list[Misfit], layout: Layout, **change: Any) -> bool:
 
 
 def _dense_integers(group: list[Misfit]) -> bool:
-    """Return whether all weights of a group have a dense scheme that could be 2:4."""
+    """Return True if all weights of a group have a dense scheme that could be 2:4."""
     schemes = [Scheme.parse(misfit.scheme) for misfit in group]
     return all(s.symmetric and not s.format.is_float and s.sparsity is None for s in schemes)
 
 
 def _skip_pattern(group: list[Misfit], schemes: Mapping[str, Goal | None]) -> str:
-    """Return a --skip pattern for exactly this group: by last name parts if these match no other linear."""
+    """Make a --skip pattern for exactly this group: by last name parts if these match no other linear."""
     modules = {misfit.module for misfit in group}
     leaves = sorted({module.rpartition(".")[2] for module in modules})
     same = {m for m, scheme in schemes.items() if scheme is not None and m.rpartition(".")[2] in leaves}

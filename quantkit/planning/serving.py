@@ -40,7 +40,7 @@ GPU_COUNTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Kind:
-    """Hold the linears of one kind, those of all blocks together.
+    """The linears of one kind, those of all blocks together.
 
     `name` has N in place of the numbers, `members` are the last name parts of the linears that an engine joins.
     `shape` is `[n, k]` of the joined linear, of one expert if they are `experts`. `kernel` is None if there is none, or
@@ -62,7 +62,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Serving:
-    """Hold the kernels of a planned output in one program on a GPU of a compute capability, named `gpu`."""
+    """The kernels of a planned output in one program on a GPU of a compute capability, named `gpu`."""
 
     target: str
     gpu: str
@@ -70,7 +70,7 @@ class Serving:
     kinds: tuple[Kind, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return it as plain data."""
+        """Convert to plain data."""
         major, minor = self.capability
         return {
             "target": self.target,
@@ -81,7 +81,7 @@ class Serving:
 
 
 def find_gpu(program: str | None, gpu: str | None) -> tuple[str, tuple[int, int]] | None:
-    """Return name and compute capability of the GPU asked about, None if no program is; RecipeError if there is none.
+    """Find name and compute capability of the GPU asked about, None if no program is; RecipeError if there is none.
 
     `gpu` is a name of `GPUS`, or None for the GPU that is here.
     """
@@ -156,7 +156,7 @@ def _kind(
 def _own_kernel(
     layout: str, scheme: Scheme, n: int, k: int, capability: tuple[int, int]
 ) -> tuple[str | None, str | None]:
-    """Return the source of quantkit's kernel for a weight, and what must be done or lacks."""
+    """Find the source of quantkit's kernel for a weight; the second text says how the weight gets there, or why not."""
     try:
         hopper = arch_name(*capability) == "sm_90a"
     except KernelError as error:
@@ -178,7 +178,7 @@ def _own_kernel(
 def _splits(
     rows: Sequence[Row], layout: Layout, config: Mapping[str, Any]
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """Return the numbers of GPUs over which linears split evenly, and those of them that copy key and value heads.
+    """List the numbers of GPUs over which linears split evenly, and those of them that copy key and value heads.
 
     Each part must be a weight that the layout holds in the same scheme, so that no group of columns is cut.
     """
