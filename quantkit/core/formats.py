@@ -8,15 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-from quantkit.errors import NumericError
-
-#: Casts of the reference programs to a floating format (docs/layouts.md 6.2); quantkit itself uses "even".
-Cast = Literal["even", "away", "truncate"]
 
 
 @dataclass(frozen=True)
@@ -61,27 +55,20 @@ class Format:
         """The smallest normal magnitude of a floating format."""
         return 2.0**self._lowest
 
-    def encode(self, x: Tensor, cast: Cast = "even") -> Tensor:
+    def encode(self, x: Tensor) -> Tensor:
         """Round to the codes of the nearest values, uint8 in the shape of `x`: ties to the even code, saturating.
 
         `x` is float32 or float64, finite or infinite. NaN has no code; the caller must refuse it. Floating formats keep
-        the sign of zero, and have two more casts for weights that other programs rounded (docs/layouts.md 6.2). "away"
-        rounds ties away from zero, and every value that becomes zero to +0. "truncate" is for values on the grid: it
-        drops the bits below the last one of a code. It raises NumericError for magnitudes outside of the format's.
+        the sign of zero.
         """
         if not self.is_float:
-            if cast != "even":
-                raise NumericError(f"{self.name} is rounded with ties to even only, not by cast {cast!r}")
             return self.nearest(x).sub_(self.values[0]).to(torch.uint8)
         magnitude = x.abs()
-        if cast == "truncate":
-            self._check_range(magnitude)
         binade = self._binade(magnitude.clamp_(max=self.largest))
-        steps = _rounded(magnitude.div_(binade).mul_(2**self.mbits), cast)
+        steps = magnitude.div_(binade).mul_(2**self.mbits).round_()
         # A binade has 2**mbits steps; the lowest has twice as many, for the subnormals. Rounding up carries over.
         steps.add_(torch.log2(binade).round_().sub_(self._lowest), alpha=2**self.mbits)
-        negative = torch.signbit(x) & (steps > 0) if cast == "away" else torch.signbit(x)
-        return steps.add_(negative, alpha=2 ** (self.bits - 1)).to(torch.uint8)
+        return steps.add_(torch.signbit(x), alpha=2 ** (self.bits - 1)).to(torch.uint8)
 
     def decode(self, codes: Tensor) -> Tensor:
         """Look up the float32 value of each uint8 code, in the shape of `codes`."""
@@ -95,15 +82,6 @@ class Format:
         x = x.clamp(-self.largest, self.largest)
         step = self._binade(x).mul_(2.0**-self.mbits)
         return x.div_(step).round_().mul_(step)
-
-    def _check_range(self, magnitude: Tensor) -> None:
-        smallest = 2.0 ** (self._lowest - self.mbits)
-        outside = (magnitude > self.largest) | ((magnitude < smallest) & (magnitude > 0))
-        if bool(outside.any()):
-            raise NumericError(
-                f"{int(outside.sum())} of {outside.numel()} values are outside of {self.name}'s range, {smallest} to "
-                f"{self.largest} or 0, first {float(magnitude[outside][0])}: round them to nearest"
-            )
 
     @property
     def _lowest(self) -> int:
@@ -141,15 +119,6 @@ FP6_E2M3 = floating("fp6-e2m3", ebits=2, mbits=3)
 FP5_E2M2 = floating("fp5-e2m2", ebits=2, mbits=2)
 
 FORMATS = {f.name: f for f in (INT4, FP6, FP5, FP6_E2M3, FP5_E2M2)}
-
-
-def _rounded(steps: Tensor, cast: Cast) -> Tensor:
-    """Round magnitudes in place to whole steps."""
-    if cast == "even":
-        return steps.round_()
-    whole = steps.floor()
-    # The fraction is exact. Adding a half before the floor would round up values just under a half.
-    return whole if cast == "truncate" else whole.add_(steps.sub_(whole) >= 0.5)
 
 
 @lru_cache(maxsize=64)
