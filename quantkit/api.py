@@ -321,7 +321,7 @@ def _published(
     with here.together():
         repository, public = publishing.get("push_to") if here.first else None, publishing.get("public", False)
         if repository is not None:
-            reach(repository, public=public).require_empty()
+            reach(repository, public=public).require_only()
         text = publishing.get("eval")
         report = produce(model, out, recipe, eval=None if text is None else str(text), **run)
         if repository is not None:

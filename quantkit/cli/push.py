@@ -62,7 +62,7 @@ def pushed(out: Path, asked: dict[str, Any], progress: Progress, device: str = "
     if not ranks().first:
         yield
         return
-    reach(repository, public=public).require_empty()
+    reach(repository, public=public).require_only()
     yield
     done = api.push(out, repository, public=public, device=device, progress=progress)
     progress.note(_said(done))

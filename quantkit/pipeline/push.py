@@ -6,7 +6,6 @@ makes the whole model visible.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import warnings
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from quantkit.errors import HubError, Option, QuantkitError, RecipeError, Words, reason
 from quantkit.io import files
@@ -24,21 +23,22 @@ from quantkit.reporting.model_card import for_repository
 from quantkit.reporting.notebook import Shown
 
 if TYPE_CHECKING:
-    from huggingface_hub import HfApi
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.hf_api import RepoSibling
 
 CARD = "README.md"
 #: The hub makes this file in each new repository.
 GIVEN = ".gitattributes"
-#: Status code of the hub -> the rule and the way out.
+#: Status code of the hub -> the rule, and the way out.
 REFUSALS = {
-    401: "the hub does not know the token: make one with write access, then hf auth login or set HF_TOKEN",
-    402: "the hub asks for a payment before it stores more: see the storage page of the account",
-    403: "the token may not write there: use one with write access, or another name",
-    404: "the hub has no such user, organization or repository that the token can see: check the name",
-    409: "the name is taken, or another upload is running: choose another name, or push again",
-    412: "it changed during the upload: look at it, then push again",
-    413: "the hub stores no more there: see the storage page of the account",
-    429: "the hub asks for fewer requests: wait a few minutes, then push again",
+    401: ("the hub does not know the token", "make one with write access, then hf auth login or set HF_TOKEN"),
+    402: ("the hub asks for a payment before it stores more", "see the storage page of the account"),
+    403: ("the token may not write there", "use one with write access, or another name"),
+    404: ("the hub has no such user, organization or repository that the token can see", "check the name"),
+    409: ("the name is taken, or another upload is running", "choose another name, or push again"),
+    412: ("it changed during the upload", "look at it, then push again"),
+    413: ("the hub stores no more there", "see the storage page of the account"),
+    429: ("the hub asks for fewer requests", "wait a few minutes, then push again"),
 }
 
 
@@ -63,7 +63,7 @@ class Pushed(Shown):
 class Target:
     """A repository of the hub as it was found: `head` is its last commit, None if there is no such repository yet.
 
-    `contents` has path -> (size, kind of hash, hash) of its files.
+    `contents` has the hub's entry of each file.
     """
 
     api: HfApi
@@ -71,15 +71,11 @@ class Target:
     public: bool
     private: bool
     head: str | None
-    contents: Mapping[str, tuple[int, str, str]]
+    contents: Mapping[str, RepoSibling]
 
-    def require_empty(self) -> None:
-        """Raise HubError if the repository has files: a new output is not there yet."""
-        self.require_only({})
-
-    def require_only(self, same: Mapping[str, bool]) -> None:
+    def require_only(self, same: Mapping[str, bool] | None = None) -> None:
         """Raise HubError if the repository has a file that `same` lacks or calls different."""
-        others = [name for name in self.contents if not same.get(name, False)]
+        others = [name for name in self.contents if not (same or {}).get(name, False)]
         if others:
             more = f" and {len(others) - 1} more" if len(others) > 1 else ""
             raise HubError(
@@ -91,7 +87,7 @@ class Target:
 
 
 def reach(repository: str, *, public: bool = False, endpoint: str | None = None, token: str | None = None) -> Target:
-    """Look at a repository of the hub, before any work; RecipeError for a name that is none, HubError otherwise.
+    """Look at a repository of the hub, before any work; RecipeError for a malformed name, HubError otherwise.
 
     `endpoint` and `token` default to those of huggingface_hub: HF_ENDPOINT, HF_TOKEN, and the login.
     """
@@ -99,7 +95,6 @@ def reach(repository: str, *, public: bool = False, endpoint: str | None = None,
         raise RecipeError(f"{repository!r} is no repository of the hub", "write it like ORG/NAME")
     from huggingface_hub import HfApi, get_token
     from huggingface_hub.errors import RepositoryNotFoundError
-    from huggingface_hub.hf_api import RepoFile
 
     with _one_line(repository, token):
         token = token or get_token()
@@ -108,24 +103,15 @@ def reach(repository: str, *, public: bool = False, endpoint: str | None = None,
     api = HfApi(endpoint=endpoint or os.environ.get("HF_ENDPOINT"), token=token)
     with _one_line(repository, token):
         try:
-            info = api.model_info(repository)
+            info = api.model_info(repository, files_metadata=True)
         except RepositoryNotFoundError as error:
             if _status(error) != 404:
                 raise
             return Target(api, repository, public, not public, None, {})
-        tree = api.list_repo_tree(repository, recursive=True, revision=info.sha)
-        found = {entry.path: entry for entry in tree if isinstance(entry, RepoFile) and entry.path != GIVEN}
     if not info.private and not public:
-        raise HubError(
-            "is public",
-            Words("add", Option("public", True)),
-            "make it private in its settings on the hub",
-            subject=repository,
-        )
-    contents = {
-        path: (entry.size, "sha256", entry.lfs.sha256) if entry.lfs else (entry.size, "git", entry.blob_id)
-        for path, entry in found.items()
-    }
+        ways = Words("add", Option("public", True)), "make it private in its settings on the hub"
+        raise HubError("is public", *ways, subject=repository)
+    contents = {file.rfilename: file for file in info.siblings or () if file.rfilename != GIVEN}
     return Target(api, repository, public, bool(info.private), info.sha, contents)
 
 
@@ -136,47 +122,44 @@ def upload(folder: Path, names: list[str], edited: tuple[str, ...], target: Targ
     """
     from huggingface_hub import CommitOperationAdd
 
-    local: dict[str, Path | bytes] = {name: folder / name for name in names}
-    if CARD in local:
-        with files.open_regular(folder / CARD) as file, files.guarded(folder / CARD):
-            local[CARD] = for_repository(file.read().decode(errors="replace"), target.repository).encode()
+    local: dict[str, CommitOperationAdd] = {}
+    for name in names:
+        with files.open_regular(folder / name) as file, files.guarded(folder / name):
+            content: Path | bytes = folder / name
+            if name == CARD:
+                content = for_repository(file.read().decode(errors="replace"), target.repository).encode()
+            local[name] = CommitOperationAdd(name, content)
     same = {name: _is_same(local[name], target.contents[name]) for name in local if name in target.contents}
     kept = tuple(name for name in edited if not same.get(name, True))
     target.require_only(same | dict.fromkeys(kept, True))
-    missing = {name: content for name, content in local.items() if name not in target.contents}
+    missing = [local[name] for name in local if name not in target.contents]
     url = f"{target.api.endpoint}/{target.repository}"
     done = Pushed(target.repository, url, target.private, None, (), 0, kept)
     if not missing:
         return done
-    api, repository = target.api, target.repository
+    api, repository, head = target.api, target.repository, target.head
     with _one_line(repository, str(api.token)), _silent_client():
-        head = target.head
         if head is None:
             api.create_repo(repository, private=not target.public)
             head = api.model_info(repository).sha
-        additions = [CommitOperationAdd(name, content) for name, content in missing.items()]
-        for addition in progress.bar(additions, "push", len(additions)):
+        for addition in progress.bar(missing, "push", len(missing)):
             api.preupload_lfs_files(repository, [addition], free_memory=False)
-        commit = api.create_commit(
-            repository, additions, commit_message="Upload the folder that quantkit verified", parent_commit=head
-        )
-    size = sum(addition.upload_info.size for addition in additions)
-    return replace(done, commit=commit.oid, uploaded=tuple(missing), bytes=size)
+        message = "Upload the folder that quantkit verified"
+        commit = api.create_commit(repository, missing, commit_message=message, parent_commit=head)
+    sent = tuple(addition.path_in_repo for addition in missing)
+    return replace(done, commit=commit.oid, uploaded=sent, bytes=sum(addition.upload_info.size for addition in missing))
 
 
-def _is_same(content: Path | bytes, there: tuple[int, str, str]) -> bool:
+def _is_same(addition: CommitOperationAdd, there: RepoSibling) -> bool:
     """Compare a file with one on the hub: by SHA-256 if that is stored as a large file, else by git's hash."""
-    size, kind, digest = there
-    if (len(content) if isinstance(content, bytes) else content.stat().st_size) != size:
+    from huggingface_hub.utils.sha import git_hash
+
+    if there.lfs is not None:
+        return there.lfs.sha256 == addition.upload_info.sha256.hex()
+    if there.size != addition.upload_info.size:
         return False
-    seen: Any = hashlib.sha256() if kind == "sha256" else hashlib.sha1(b"blob %d\0" % size, usedforsecurity=False)
-    if isinstance(content, bytes):
-        seen.update(content)
-    else:
-        with files.open_regular(content) as file, files.guarded(content):
-            while piece := file.read(2**20):
-                seen.update(piece)
-    return bool(seen.hexdigest() == digest)
+    with addition.as_file() as file:
+        return there.blob_id == git_hash(file.read())
 
 
 @contextmanager
@@ -206,12 +189,12 @@ def _one_line(repository: str, token: str | None) -> Iterator[None]:
     except Exception as error:  # the client, its HTTP library and its storage library each have their own
         status = _status(error)
         if status is not None:
-            message = REFUSALS.get(status, f"the hub answers with HTTP {status}: push again later")
+            rule, way = REFUSALS.get(status, (f"the hub answers with HTTP {status}", "push again later"))
         else:
-            text = re.sub(r"\?\S+", "", reason(_first(error)))
+            text = re.sub(r"\?\S+", "", reason(list(_causes(error))[-1]))
             text = text.replace(token, "...") if token else text
-            message = f"the hub was not reached ({text}): push again, what has arrived is not sent a second time"
-        raise HubError(message, subject=repository) from None  # the chain could print addresses
+            rule, way = f"the hub was not reached ({text})", "push again, what has arrived is not sent a second time"
+        raise HubError(rule, way, subject=repository) from None  # the chain could print addresses
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
@@ -221,12 +204,7 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
         found = found.__cause__ or found.__context__
 
 
-def _first(error: BaseException) -> BaseException:
-    """Return the exception from which the others came."""
-    return list(_causes(error))[-1]
-
-
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status of the answer that an exception is about, None if there was no answer."""
+    """Find the HTTP status of the answer that an exception is about, None if there was no answer."""
     codes = (getattr(getattr(found, "response", None), "status_code", None) for found in _causes(error))
     return next((code for code in codes if isinstance(code, int)), None)

@@ -126,9 +126,9 @@ def answer(hub: Hub, method: str, path: str, body: bytes) -> tuple[int, Any] | t
         return 404, {"error": "Repository not found"}, "RepoNotFound"
     what = found[2] or "revision"
     if what == "revision":
-        return 200, {"id": found[1], "private": repository.private, "sha": repository.head, "tags": [], "siblings": []}
-    if what == "tree":
-        return 200, [entry(name, data) for name, data in repository.files.items()]
+        siblings = [entry(name, data) for name, data in repository.files.items()]
+        known = {"id": found[1], "private": repository.private, "sha": repository.head, "tags": []}
+        return 200, {**known, "siblings": siblings}
     if what == "preupload":
         return 200, {"files": [mode(repository, each["path"]) for each in json.loads(body)["files"]]}
     assert what == "commit", path
@@ -144,11 +144,11 @@ def batch(hub: Hub, asked: dict[str, Any]) -> dict[str, Any]:
 
 def entry(name: str, data: bytes) -> dict[str, Any]:
     size, git = len(data), hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
-    known = {"type": "file", "path": name, "size": size, "oid": git}
+    known = {"rfilename": name, "size": size, "blobId": git}
     if not name.endswith(LARGE):
         return known
-    lfs = {"oid": hashlib.sha256(data).hexdigest(), "size": size, "pointerSize": 134}
-    return {**known, "oid": "0" * 40, "lfs": lfs}
+    lfs = {"sha256": hashlib.sha256(data).hexdigest(), "size": size, "pointerSize": 134}
+    return {**known, "blobId": "0" * 40, "lfs": lfs}
 
 
 def mode(repository: Repository, name: str) -> dict[str, Any]:
