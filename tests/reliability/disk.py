@@ -195,18 +195,18 @@ def full(found: Run) -> None:
     found.facts["operations"] = {job.name: job.operations for job in made}
     steps = [(i, k, once) for i in (0, 1) for k in range(1, made[i].operations + 1) for once in (True, False)]
     found.facts["real tmpfs"] = real = may_mount()
-    for i, k, once in chosen(found, steps, 20 if real else 40, "hook"):
+    for i, k, once in chosen(found, steps, 8 if real else 16, "hook"):
         injected_full(found, (rounded, solved)[i], k, once)
     if not real:
         return
     steps = [(i, k) for i in (0, 1, 2) for k in range(1, (solved, packed, mapped)[i].operations + 1)]
     if found.column == "nightly":  # a release tries all
         steps = steps[::2]
-    for i, k in chosen(found, steps, 12, "fill"):
+    for i, k in chosen(found, steps, 4, "fill"):
         filled(found, (solved, packed, mapped)[i], k)
-    for job, share in chosen(found, list(product((1, 2), range(5, 125, 5))), 5, "size"):
+    for job, share in chosen(found, list(product((1, 2), range(5, 125, 5))), 2, "size"):
         too_small(found, made[job], share / 100)
-    for inodes in chosen(found, list(range(2, 30)), 5, "inodes"):
+    for inodes in chosen(found, list(range(2, 30)), 2, "inodes"):
         without_inodes(found, packed, inodes)
 
 
@@ -491,7 +491,7 @@ def offsets(out: Path) -> Iterator[list[int]]:
 
 
 FAMILIES: list[Family] = [
-    Family("D1", "a full disk ends a run in one line, and with space the same bytes follow", (40, 600, 800), full),
+    Family("D1", "a full disk ends a run in one line, and with space the same bytes follow", (16, 600, 800), full),
     Family("D2", "a disk that refuses ends a run in one line, and the same bytes follow", (20, 800, 1000), refusing),
     Family("D3", "plan's bytes are those of the disk", (30, 30, 30), planned),
 ]

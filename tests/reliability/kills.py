@@ -525,7 +525,7 @@ FAMILIES = [
     Family(
         "K1", "runs killed at a random instant continue to the same bytes", (10, 200, 1000), attack_at_random_instants
     ),
-    Family("K2", "runs killed before and after each operation on the disk", (40, 200, 500), attack_at_every_operation),
+    Family("K2", "runs killed before and after each operation on the disk", (16, 200, 500), attack_at_every_operation),
     Family("K3", "power cuts that lose, tear or reorder unsynced writes", (0, 600, 3000), attack_with_power_cuts),
     Family("K4", "second and third kills during the resume", (3, 50, 200), attack_again_and_again),
     Family("K5", "what commits and a resume cost", (1, 1, 1), measure_costs),

@@ -176,5 +176,5 @@ def divided(work: Callable[[], int | None], workers: int, batch: int, block: int
 
 FAMILIES = [
     Family("R1", "threads, locale, time zone, hash seed, umask, order of files", (12, 60, 60), attack_surroundings),
-    Family("R3", "budgets of activations, workers, pieces and sizes of files", (6, 24, 24), attack_sizes),
+    Family("R3", "budgets of activations, workers, pieces and sizes of files", (3, 24, 24), attack_sizes),
 ]
