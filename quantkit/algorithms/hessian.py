@@ -25,10 +25,10 @@ _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not 
 _LEAST_WIDTH = {"cpu": 1, "cuda": 1024}  # of these blocks: narrow ones leave much of a GPU idle
 _ROWS = {"cpu": 1024, "cuda": 2048}  # rows of a weight whose losses come from one product
 _LOSS_WIDTH = {"cpu": 256, "cuda": 1024}  # column blocks of that product, as above
-_EXTREME = 10.0  # a token whose norm is more than this many times the median norm is set aside
+EXTREME = 10.0  # a token whose norm is more than this many times the median norm is set aside
 _ASIDE = 1024  # tokens that are set aside; those that come later get the median norm at once
 _SLICE = 512  # tokens or channels for which norms and medians are computed at a time, to save memory
-_EVERY_TOKEN = {"cpu": False, "cuda": True}  # whether all are scaled, as a GPU would wait for a list of some
+EVERY_TOKEN = {"cpu": False, "cuda": True}  # whether all are scaled, as a GPU would wait for a list of some
 _SAMPLE = 1024  # beyond so many tokens, every seventh decides the medians; documents seldom have 7 or 14 tokens
 _STRIDE = 7
 _DEAD = 1e-6  # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
@@ -56,7 +56,7 @@ class Hessian:
         self.tokens = 0
         self.chunk = chunk
         self._cap_tokens = cap_tokens
-        self._cap: _Cap | None = None
+        self._cap: Cap | None = None
         self._aside: Tensor | None = None
         self._extreme = torch.zeros((), dtype=torch.int64, device=device)
         self._totals: list[Tensor] | None = None if checks else []
@@ -99,9 +99,9 @@ class Hessian:
             x = x[taken:]
             if self._filled == self.chunk:
                 if self._cap_tokens:
-                    self._cap = self._cap or _find_cap(self._chunk[:CHUNK])
+                    self._cap = self._cap or find_cap(self._chunk[:CHUNK])
                     if self._aside is None:
-                        self._aside = _empty_aside(self._chunk)
+                        self._aside = empty_aside(self._chunk)
                     self._extreme = self._cap.take_out(self._chunk, self._aside, self._extreme)
                 _add_products(self._sum, self._chunk)
                 self._filled = 0
@@ -132,7 +132,7 @@ class Hessian:
                 before = int(self._extreme)
                 kept, rest = part.aside.tensor_split([max(0, _ASIDE - before)])
                 if self._aside is None:
-                    self._aside = _empty_aside(kept)
+                    self._aside = empty_aside(kept)
                 self._aside[before : before + len(kept)] = kept
                 self._extreme = self._extreme + len(part.aside) + part.late
                 if len(rest):
@@ -191,8 +191,8 @@ class Hessian:
         aside, extreme, cap = self._aside, self._extreme, self._cap
         x = self._sum[:0] if self._chunk is None else self._chunk[: self._filled].clone()
         if self._cap_tokens and len(x):
-            cap = cap or _find_cap(x[:CHUNK])
-            aside = _empty_aside(x) if aside is None else aside.clone()
+            cap = cap or find_cap(x[:CHUNK])
+            aside = empty_aside(x) if aside is None else aside.clone()
             extreme = cap.take_out(x, aside, extreme)
         count = int(extreme)
         kept = self._sum[:0] if aside is None else aside[: min(count, _ASIDE)].float()
@@ -215,7 +215,7 @@ class Part(NamedTuple):
 
     tokens: int
     total: Tensor | None
-    cap: _Cap | None
+    cap: Cap | None
     aside: Tensor | None
     late: int
     last: Tensor | None
@@ -225,11 +225,11 @@ class _Extreme(NamedTuple):
     """Hold tokens of extreme norm: those set aside, float32 `[e, k]`, the cap, and the number that came later."""
 
     aside: Tensor
-    cap: _Cap | None
+    cap: Cap | None
     late: int
 
 
-class _Cap(NamedTuple):
+class Cap(NamedTuple):
     """Hold the typical magnitude of each channel, float32 `[k]`, and the median norm of a token in these units."""
 
     magnitudes: Tensor
@@ -241,11 +241,11 @@ class _Cap(NamedTuple):
         In `x` zeros replace them. Those that have no place are scaled down to the median norm. The last row of `aside`
         is scratch. On a GPU nothing waits for the number of extreme tokens.
         """
-        norms = _norms(x, self.magnitudes)
-        extreme = norms > _EXTREME * self.median
+        norms = weighted_norms(x, self.magnitudes)
+        extreme = norms > EXTREME * self.median
         kept = extreme & (before + extreme.cumsum(0) <= _ASIDE)
         factors = torch.where(kept, 0, torch.where(extreme, self.median / norms, 1)).unsqueeze(-1)
-        if _EVERY_TOKEN[x.device.type]:
+        if EVERY_TOKEN[x.device.type]:
             # The extreme ones come first. What lies behind their number is overwritten, or never read.
             rows = extreme.int().sort(descending=True, stable=True).indices[:_ASIDE]
         else:
@@ -254,7 +254,7 @@ class _Cap(NamedTuple):
         aside.index_copy_(0, place, x[rows].to(aside.dtype))
         if kernels.takes_tokens(x):
             kernels.scale_tokens(x, factors.flatten())
-        elif _EVERY_TOKEN[x.device.type]:
+        elif EVERY_TOKEN[x.device.type]:
             x *= factors
         else:
             x[rows] *= factors[rows]
@@ -262,25 +262,25 @@ class _Cap(NamedTuple):
 
     def factors(self, x: Tensor) -> Tensor:
         """Return the factors `[t, 1]` that give tokens `[t, k]` the median norm."""
-        return (self.median / _norms(x, self.magnitudes)).unsqueeze(-1)
+        return (self.median / weighted_norms(x, self.magnitudes)).unsqueeze(-1)
 
 
-def _find_cap(x: Tensor) -> _Cap:
+def find_cap(x: Tensor) -> Cap:
     """Return the cap that the tokens of `x` `[t, k]` imply (ALGORITHMS 2).
 
     A channel's magnitude is its median over tokens. It is at least that of the average channel in the median token, so
     that a channel that seldom fires makes no token extreme.
     """
     k = x.shape[1]
-    average = _live_median(_norms(x, torch.ones(k, device=x.device))) / k**0.5
+    average = _live_median(weighted_norms(x, torch.ones(k, device=x.device))) / k**0.5
     sample = x[::_STRIDE] if len(x) > _SAMPLE else x
     # `median` along an axis has no deterministic form on GPUs; `sort` has.
     medians = [part.abs().sort(0).values[len(part) // 2] for part in sample.split(_SLICE, 1)]
     magnitudes = torch.maximum(torch.cat(medians).float(), average)
-    return _Cap(magnitudes, _live_median(_norms(x, magnitudes)))
+    return Cap(magnitudes, _live_median(weighted_norms(x, magnitudes)))
 
 
-def _norms(x: Tensor, magnitudes: Tensor) -> Tensor:
+def weighted_norms(x: Tensor, magnitudes: Tensor) -> Tensor:
     """Return the norm of each token of `x` `[t, k]`, channels divided by their magnitudes, float32 `[t]`."""
     if kernels.takes_tokens(x):
         return kernels.token_norms(x, magnitudes)
@@ -288,7 +288,7 @@ def _norms(x: Tensor, magnitudes: Tensor) -> Tensor:
     return torch.cat([torch.linalg.vector_norm(part / magnitudes, dim=1) for part in parts])
 
 
-def _empty_aside(x: Tensor) -> Tensor:
+def empty_aside(x: Tensor) -> Tensor:
     """Return memory for the tokens that are set aside from `x` `[t, k]`, and a row of scratch."""
     return x.new_empty(_ASIDE + 1, x.shape[1])
 

@@ -181,7 +181,7 @@ def measure(model: Outline, variants: Sequence[Variant], load: Workload, progres
     paces: list[Pace] = []
     for variant, batches in jobs:
         try:
-            with _nondeterministic(), torch.inference_mode():
+            with nondeterministic(), torch.inference_mode():
                 made, fallbacks = _time_variant(model, variant, batches, load, where, progress)
         except torch.OutOfMemoryError as error:
             raise KernelError(
@@ -248,7 +248,7 @@ def _free_memory() -> None:
 
 
 @contextmanager
-def _nondeterministic() -> Iterator[None]:
+def nondeterministic() -> Iterator[None]:
     """Let torch write to the cache without sorting positions first, since each is written once anyway."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)

@@ -57,7 +57,7 @@ def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
     `ok` is False if something is missing that quantkit or this machine's GPU needs. The free disk space, in bytes, is
     that of `folder`.
     """
-    checks = [_python(), *(_package(name, lowest) for name, lowest in REQUIRED.items())]
+    checks = [_python(), *(required_package(name, lowest) for name, lowest in REQUIRED.items())]
     gpus: list[dict[str, Any]] = []
     machine: dict[str, Any] = {"threads": None, "free_memory": None}
     try:
@@ -70,7 +70,7 @@ def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
         gpus, kernels, machine = gpu_diagnosis.gpus(), gpu_diagnosis.kernels(), gpu_diagnosis.machine()
         checks += [gpu_diagnosis.cuda_build(), gpu_diagnosis.cupy()]
     checks += [
-        _optional(
+        optional_package(
             "compressed-tensors", "0.15", "for transformers to load our default INT4 output", "compressed-tensors"
         ),
     ]
@@ -114,7 +114,7 @@ def _python() -> Check:
     return Check("python", platform.python_version(), f">={low},<{high}", ok, fix)
 
 
-def _package(name: str, lowest: str) -> Check:
+def required_package(name: str, lowest: str) -> Check:
     found = installed_version(name)
     ok = found is not None and at_least(found, lowest)
     return Check(name, found, f">={lowest}", ok, None if ok else f"pip install --upgrade '{name}>={lowest}'")
@@ -127,7 +127,7 @@ def _broken(error: ImportError | OSError) -> Check:
     return Check(name, f"does not load: {reason(error)}", "a package that loads", False, fix)
 
 
-def _optional(name: str, lowest: str, why: str, target: str) -> Check:
+def optional_package(name: str, lowest: str, why: str, target: str) -> Check:
     found = installed_version(name)
     ok = None if found is None else at_least(found, lowest)
     wanted = target if "[" in target else f"{target}>={lowest}"

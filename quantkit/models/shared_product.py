@@ -36,8 +36,8 @@ class SharedProduct:
     """
 
     readers: int
-    _cached: CachedProduct | None
-    _traced: tuple[Tensor, Tensor, tuple[int, ...]] | None
+    cached: CachedProduct | None
+    traced: tuple[Tensor, Tensor, tuple[int, ...]] | None
 
     def multiply_all(self, x: Tensor) -> Tensor:
         """Multiply activations with the rows of all parts."""
@@ -49,30 +49,30 @@ class SharedProduct:
 
     def forget_products(self) -> None:
         """Drop what is cached."""
-        self._cached = self._traced = None
+        self.cached = self.traced = None
 
     def _cached_product(self, x: Tensor, index: int) -> Tensor:
-        cached, version = self._cached, _version(x)
+        cached, version = self.cached, _version(x)
         if cached is not None and cached.x() is x and cached.version == version and index in cached.unread:
             unread, y, source = cached.unread - {index}, cached.y, cached.x
         else:
             unread, y = frozenset(range(self.readers)) - {index}, self.multiply_all(x)
             source = weakref.ref(x, self._forget)  # an unread product is freed together with x
-        self._cached = CachedProduct(source, version, y, unread) if unread else None
+        self.cached = CachedProduct(source, version, y, unread) if unread else None
         return y
 
     def _forget(self, dead: object) -> None:
-        if self._cached is not None and self._cached.x is dead:
-            self._cached = None
+        if self.cached is not None and self.cached.x is dead:
+            self.cached = None
 
     def _traced_product(self, x: Tensor, index: int) -> Tensor:
         """Do as `_cached_product` in code that torch.compile can trace: a traced tensor has one value."""
-        traced = self._traced
+        traced = self.traced
         if traced is not None and traced[0] is x and index in traced[2]:
             y, unread = traced[1], tuple(i for i in traced[2] if i != index)
         else:
             y, unread = self.multiply_all(x), tuple(i for i in range(self.readers) if i != index)
-        self._traced = (x, y, unread) if unread else None
+        self.traced = (x, y, unread) if unread else None
         return y
 
 

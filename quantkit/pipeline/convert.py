@@ -131,7 +131,7 @@ def repacked(
     repacker = Repacker(src, planned, recorded, requantize, requantize_scales)
     waiting: deque[tuple[int, Future[deque[Item]]]] = deque()
     # Rounding again uses all of torch's threads for each weight, packing uses one.
-    with ThreadPoolExecutor(1 if requantize else _workers(), "quantkit-pack") as pool:
+    with ThreadPoolExecutor(1 if requantize else workers(), "quantkit-pack") as pool:
 
         def oldest() -> Iterator[Item]:
             items = waiting[0][1].result()
@@ -168,7 +168,7 @@ def _hashed_behind(src: Checkpoint, recorded: Mapping[str, object]) -> Iterator[
             pool.shutdown(cancel_futures=True)
 
 
-def _workers() -> int:
+def workers() -> int:
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(usable, MOST_WORKERS)
 

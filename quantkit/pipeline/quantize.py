@@ -285,7 +285,7 @@ def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
     assert run.progress is not None
     src = _dense_source(model, run)
     runner = BlockRunner(src, device=run.device, trust_remote_code=run.trust_remote_code)
-    _require_devices(runner.device, here)
+    require_devices(runner.device, here)
     led: _Led | None = here.broadcast(None)
     if led is not None:
         for _ in calibrated(
@@ -302,7 +302,7 @@ def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
             pass  # the first rank stores it
 
 
-def _require_devices(device: torch.device, here: Ranks) -> None:
+def require_devices(device: torch.device, here: Ranks) -> None:
     """Let each rank have its own GPU; RecipeError if two share one."""
     if here.count == 1:
         return
@@ -331,7 +331,7 @@ def _quantize(
         job = _survey(_dense_source(model, run), recipe, out, run)
         asked = recipe
         job, recipe, text = _require_runnable(job, asked, out, run)
-        _require_devices(job.model.device, here)
+        require_devices(job.model.device, here)
     src = job.src
     revision = _revision(src, run.revision)
     base, unread = origin(src, model, revision)

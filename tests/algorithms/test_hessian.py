@@ -66,7 +66,7 @@ def test_the_ways_of_a_gpu_give_the_same_bits(loud: int, monkeypatch: pytest.Mon
     weights = [gauss(40, 65).float(), gauss(7, 65).float()]
     found = []
     for every in (False, True):
-        monkeypatch.setitem(hessian._EVERY_TOKEN, "cpu", every)
+        monkeypatch.setitem(hessian.EVERY_TOKEN, "cpu", every)
         made = Hessian(65, "cpu", checks=not every)
         for part in x.split(1700):
             made.add(part)

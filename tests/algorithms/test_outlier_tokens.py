@@ -140,9 +140,9 @@ def test_half_precision_tokens_as_a_gpu_holds_them_are_taken_out_alike(monkeypat
     monkeypatch.setattr(hessian, "_ASIDE", 10)
     x = layer(1e4).tokens.bfloat16()
     exact, half = x.float(), x.clone()
-    found, same = (hessian._empty_aside(each) for each in (exact, half))
+    found, same = (hessian.empty_aside(each) for each in (exact, half))
     none = torch.tensor(0)
-    counts = [hessian._find_cap(x).take_out(x, into, none) for x, into in ((exact, found), (half, same))]
+    counts = [hessian.find_cap(x).take_out(x, into, none) for x, into in ((exact, found), (half, same))]
     assert counts[0] == counts[1] >= 64
     assert torch.equal(found[:10], same[:10].float())
     assert torch.equal(half, exact.bfloat16())
@@ -190,8 +190,8 @@ def test_tokens_beyond_those_that_are_set_aside_count_as_median_ones(monkeypatch
         cut.add(part)
     found, scaled = whole.limited([weight])
     assert torch.equal(found, cut.limited([weight])[0])
-    cap = hessian._find_cap(x[:CHUNK])
-    norms = hessian._norms(x, cap.magnitudes)
+    cap = hessian.find_cap(x[:CHUNK])
+    norms = hessian.weighted_norms(x, cap.magnitudes)
     extreme = (norms > 10 * cap.median).nonzero().flatten()
     assert len(extreme) == scaled == whole.capped_tokens == cut.capped_tokens > 2 * room
     expected, aside = x.double(), extreme[:room]

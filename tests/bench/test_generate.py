@@ -283,7 +283,7 @@ def test_graphs_write_what_calls_write(layout: str, gpu: torch.device) -> None:
             tokens.append(turn.token.clone())
         return torch.cat(tokens, 1)
 
-    with generate._nondeterministic(), torch.inference_mode():
+    with generate.nondeterministic(), torch.inference_mode():
         turn = decode_graphs.decode_calls(made, ids, 6)
         wanted = written(turn.prompt, turn.step, turn)
         prompt = generate.graph_of(turn.prompt, lambda: turn.rewind(0))

@@ -50,12 +50,12 @@ def test_this_environment_is_complete() -> None:
 
 
 def test_a_missing_or_old_package_has_a_fix() -> None:
-    missing = diagnosis._package("no-such-package-here", "1.2")
+    missing = diagnosis.required_package("no-such-package-here", "1.2")
     assert (missing.ok, missing.found) == (False, None)
     assert missing.fix == "pip install --upgrade 'no-such-package-here>=1.2'"
-    old = diagnosis._package("torch", "999.0")
+    old = diagnosis.required_package("torch", "999.0")
     assert old.ok is False and old.fix == "pip install --upgrade 'torch>=999.0'"
-    assert diagnosis._optional("no-such-package-here", "1", "for x", "quantkit[cuda13]").fix == (
+    assert diagnosis.optional_package("no-such-package-here", "1", "for x", "quantkit[cuda13]").fix == (
         "pip install --upgrade 'quantkit[cuda13]'"
     )
 

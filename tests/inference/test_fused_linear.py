@@ -181,7 +181,7 @@ def test_one_product_serves_all_siblings_and_leaves_no_cache(products: Products)
         q, k, v = fused(gauss(4, 256))
         assert products.count == 1
         assert q.untyped_storage().data_ptr() == k.untyped_storage().data_ptr() == v.untyped_storage().data_ptr()
-        assert fused.q_proj.fused._cached is None
+        assert fused.q_proj.fused.cached is None
 
 
 @pytest.mark.parametrize("grad", [torch.no_grad, torch.inference_mode])
@@ -209,7 +209,7 @@ def test_an_unread_product_is_freed_with_its_activations() -> None:
     gc.collect()
     assert y() is not None
     del x
-    assert y() is None and fused.q_proj.fused._cached is None
+    assert y() is None and fused.q_proj.fused.cached is None
 
 
 def test_a_deleted_model_frees_its_weights_at_once() -> None:
@@ -240,7 +240,7 @@ def test_a_compiled_graph_has_one_product_and_no_break() -> None:
             for found, wanted in zip(compiled(x), separate(x), strict=True):
                 assert torch.allclose(found, wanted, atol=1e-4)
     assert [name for name in seen if "quantkit" in name] == ["quantkit.packed_linear"]
-    assert fused.q_proj.fused._traced is None
+    assert fused.q_proj.fused.traced is None
 
 
 def test_a_whole_model_compiles_without_a_graph_break() -> None:

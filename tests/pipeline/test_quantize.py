@@ -98,7 +98,7 @@ def test_on_a_gpu_what_runs_beside_and_what_runs_ahead_changes_no_byte(
         monkeypatch.setitem(job.BESIDE, "cuda", ahead)
         monkeypatch.setitem(SAVED_BLOCKS, "cuda", 1)
         monkeypatch.setitem(block_runner.CALLS_BYTES, "cuda", 2**28 if ahead else 0)
-        monkeypatch.setitem(hessian._EVERY_TOKEN, "cuda", ahead)
+        monkeypatch.setitem(hessian.EVERY_TOKEN, "cuda", ahead)
         quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(calib)), device="cuda")
     assert hashes(tmp_path / "True") == hashes(tmp_path / "False")
 

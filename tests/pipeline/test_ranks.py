@@ -24,7 +24,7 @@ from quantkit.errors import NumericError, RecipeError
 from quantkit.io import files
 from quantkit.io.journal import JOURNAL
 from quantkit.models.block_runner import BlockRunner
-from quantkit.pipeline.quantize import _require_devices
+from quantkit.pipeline.quantize import require_devices
 from quantkit.planning.memory import Memory
 from tests import command_line, ranks
 from tests.command_line import ROOT, call
@@ -315,7 +315,7 @@ def test_two_ranks_do_not_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         places = [(platform.node(), "cuda", other), (platform.node(), "cuda", "cuda:1")]
         monkeypatch.setattr(here, "exchange", lambda value, places=places: places)
         with pytest.raises(RecipeError, match="ranks 0 and 1 would share cuda:1") if refused else nullcontext():
-            _require_devices(torch.device("cuda", 1), here)
+            require_devices(torch.device("cuda", 1), here)
 
 
 def test_the_memory_of_a_machine_holds_all_of_its_processes() -> None:

@@ -30,7 +30,7 @@ __all__ = ["nothing_is_left", "packed"]
 @pytest.fixture(params=[1, 3])
 def workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """As many workers, whatever the machine has."""
-    monkeypatch.setattr(convert, "_workers", lambda: request.param)
+    monkeypatch.setattr(convert, "workers", lambda: request.param)
     yield request.param
 
 
@@ -55,7 +55,7 @@ def test_many_threads_write_the_same_files(
         held = "humming" if layout in ("humming", "tcfpx") else "marlin24-ct"
         pack(packed, source, held, requantize=True, pad=True)
     for name, count, batch in (("one", 1, 1), ("five", 5, 1), ("by some", 5, 60_000)):
-        monkeypatch.setattr(convert, "_workers", lambda count=count: count)
+        monkeypatch.setattr(convert, "workers", lambda count=count: count)
         monkeypatch.setattr(convert, "BATCH", batch)
         pack(source, tmp_path / name, layout, pad=True, max_shard_size=40_000)
     one = load(tmp_path / "one")
@@ -158,7 +158,7 @@ def test_notices_come_in_the_order_of_the_weights(
         return unpacking(self, module, tensors, notices)
 
     monkeypatch.setattr(Checkpoint, "unpacking", late)
-    monkeypatch.setattr(convert, "_workers", lambda: 3)
+    monkeypatch.setattr(convert, "workers", lambda: 3)
     pack(packed, tmp_path / "out", "gptq")
     found = [line for line in load(tmp_path / "out")["notices"] if line.startswith("found in")]
     assert found == [f"found in {module}" for module in modules]

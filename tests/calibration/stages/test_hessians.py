@@ -29,7 +29,7 @@ from tests.calibration.runs import (
 def test_tokens_of_extreme_norm_are_capped_unless_the_recipe_says_otherwise(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("quantkit.algorithms.hessian._EXTREME", 5.0)  # a tiny model has no token beyond 10
+    monkeypatch.setattr("quantkit.algorithms.hessian.EXTREME", 5.0)  # a tiny model has no token beyond 10
     output = Group(("model.layers.0.self_attn.o_proj",))  # random attention averages all values but the first token's
     blocks = [start(folders["llama"], from_mapping(recipe), tmp_path) for recipe in (COARSE, PLAIN_SUM)]
     capped, plain = (collect(block, [output])[0] for block in blocks)
