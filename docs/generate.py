@@ -19,10 +19,10 @@ import quantkit.api
 from quantkit.cli.commands import quantkit as group
 from quantkit.cli.options import CALIBRATION
 from quantkit.cli.parsing import Command
+from quantkit.errors import in_python
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.verification import Verification
-from quantkit.keywords import in_python
 from quantkit.layouts import compatibility
 from quantkit.pipeline.push import Pushed
 from quantkit.pipeline.result import Result
