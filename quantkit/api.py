@@ -1,6 +1,6 @@
 """The functions that `import quantkit` and the command line share.
 
-A flag of the command line and a keyword of `quantize` are one row of `pipeline.recipe.KEYS`. So they have the same name
+An option of the command line and a keyword of `quantize` are one field of `recipes.schema`. So they have the same name
 and the same default (ALGORITHMS 0). The public functions are those of `import quantkit`: `keywords` makes their
 signatures, and spells their errors.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, TypedDict, cast
 
 from typing_extensions import Unpack
 
@@ -39,9 +39,9 @@ from quantkit.evaluation.windows import default_window
 from quantkit.inference.load import load as load_model
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
+from quantkit.keys import Key, keys_of
 from quantkit.keywords import api_function
 from quantkit.layouts import compatibility
-from quantkit.names import Clip, Method, Metric, Rule
 from quantkit.pipeline import quantize as pipeline
 from quantkit.pipeline.convert import pack as pack_folder
 from quantkit.pipeline.push import Pushed, reach, upload
@@ -49,8 +49,10 @@ from quantkit.pipeline.result import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Listener, Progress, Reporter
 from quantkit.recipes import recipe as recipes
-from quantkit.recipes.recipe import KEYS, Recipe
-from quantkit.recipes.run_options import RunKeywords, RunOptions, Settings
+from quantkit.recipes.keywords import PruningKeywords, RecipeKeywords, Settings
+from quantkit.recipes.recipe import Recipe
+from quantkit.recipes.run_options import RunKeywords, RunOptions
+from quantkit.recipes.schema import pruning_keys
 from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -66,59 +68,22 @@ class PublishKeywords(TypedDict, total=False):
     public: bool
 
 
-class _Calibrating(Settings, total=False):
-    progress: Progress | Listener | None
-    damp: float | None
-    damp_kind: Literal["own", "mean"] | None
-    act_order: Literal["static", "off"] | None
-    true_sequential: bool | None
-    calib: str | Path | Iterable[str | Path] | None
-    text_column: str | None
-    split: str | None
-    samples: int | None
-    max_length: int | None
-    lengths: Literal["own", "fixed"] | None
-    moe_calibration: Literal["routed", "all"] | None
-    seed: int | None
-    skip: str | Iterable[str] | None
-
-
-class _Quantizing(_Calibrating, total=False):
-    format: str | None
-    group_size: int | Literal["channel"] | None
-    asym: bool | None
-    method: Method | None
-    clip: Clip | None
-    metric: Metric | None
-    on_unsolvable: Literal["stop", "rtn"] | None
-    signed: bool | None
-    refit: bool | None
-    descent: int | None
-    output_aware: bool | None
-    tune: int | None
-    distill: int | None
-    distill_codes: bool | None
-    prune: Literal["2:4"] | None
-    prune_method: Rule | None
-    layout: str | None
-    pad: bool | None
-    fused_alike: bool | None
-    override: Mapping[str, str] | None
-
-
-class QuantizeKeywords(_Quantizing, PublishKeywords, total=False):
+class QuantizeKeywords(RecipeKeywords, PublishKeywords, Settings, total=False):
     """The keywords of `quantize`. None leaves the recipe's value."""
 
+    progress: Progress | Listener | None
 
-class PruneKeywords(_Calibrating, PublishKeywords, total=False):
+
+class PruneKeywords(PruningKeywords, PublishKeywords, Settings, total=False):
     """The keywords of `prune`. None leaves the default."""
 
-    method: Rule | None
+    progress: Progress | Listener | None
 
 
-class PlanKeywords(_Quantizing, total=False):
+class PlanKeywords(RecipeKeywords, Settings, total=False):
     """The keywords of `plan`: those of `quantize` that decide its output, and those about another machine."""
 
+    progress: Progress | Listener | None
     gpu_memory: int | None
     target: str | None
     gpu: str | None
@@ -450,10 +415,12 @@ def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, di
     return cast(RunKeywords, run), cast(PublishKeywords, publishing), rest
 
 
-def build_pruning(*, skip: str | Iterable[str] | None = None, **options: Any) -> Recipe:
+def build_pruning(
+    *, skip: str | Iterable[str] | None = None, settings: Mapping[str, Any] | None = None, **options: Any
+) -> Recipe:
     """Make a recipe that prunes. `skip` adds to lm_head. Raises a RecipeError for a wrong option or value."""
-    mapping = recipes.merge({}, _flags(options))
-    return recipes.pruning_from_mapping({**mapping, "skip": [*Recipe.skip, *_patterns(skip)]})
+    mapping = recipes.merge(placed(options, pruning_keys(Recipe)), settings or {})
+    return recipes.pruning_from_mapping({**mapping, "skip": [*mapping.get("skip", Recipe.skip), *_patterns(skip)]})
 
 
 def _patterns(skip: str | Iterable[str] | None) -> list[str]:
@@ -461,39 +428,42 @@ def _patterns(skip: str | Iterable[str] | None) -> list[str]:
     return [skip] if isinstance(skip, str) else list(skip or ())
 
 
-def _flags(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Place options under their keys of a recipe. Raises a RecipeError for an unknown one."""
-    flags: dict[str, Any] = {}
+def placed(options: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
+    """Place options by keyword under their keys of a recipe. Raises a RecipeError for an unknown one."""
+    known = {key.keyword: key for key in keys if key.level != "key"}
+    found: dict[str, Any] = {}
     for name, value in options.items():
-        if name not in KEYS:
-            raise RecipeError(f"unknown option {name!r}: known are {', '.join([*KEYS, 'asym', 'skip', 'override'])}")
-        if name == "calib" and value is not None:
-            value = str(value) if isinstance(value, str | Path) else list(map(str, value)) or None
-        *section, key = KEYS[name]
-        (flags.setdefault(section[0], {}) if section else flags)[key] = value
-    return flags
+        if name not in known:
+            raise RecipeError(f"unknown option {name!r}", f"known are {', '.join(known)}")
+        if value is None:
+            continue
+        if name == "calib":
+            value = str(value) if isinstance(value, str | Path) else list(map(str, value))
+            if not value:
+                continue
+        *section, last = known[name].path
+        (found.setdefault(section[0], {}) if section else found)[last] = not value if known[name].negated else value
+    return found
 
 
 def build_recipe(
     recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
     *,
-    asym: bool | None = None,
     skip: str | Iterable[str] | None = None,
     override: Mapping[str, str] | None = None,
+    settings: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Recipe:
     """Make a Recipe of `recipe`, or of the format's defaults, with options by name in place of its values.
 
-    An option that is None changes nothing. `skip` adds to the recipe's list. `override` goes before the recipe's own:
-    the first match wins. Raises a RecipeError for an unknown recipe, option or value.
+    An option that is None changes nothing. `settings` maps keys of a recipe to values. `skip` adds to the recipe's
+    list. `override` goes before the recipe's own: the first match wins. Raises a RecipeError for an unknown recipe,
+    option or value.
     """
     base = _mapping(recipe)
-    flags = _flags(options)
-    if asym is not None:
-        flags.setdefault("scheme", {})["symmetric"] = not asym
+    merged = recipes.merge(recipes.merge(base, placed(options, keys_of(Recipe))), settings or {})
     if skip:
-        flags["skip"] = [*base.get("skip", Recipe.skip), *_patterns(skip)]
-    merged = recipes.merge(base, flags)
+        merged["skip"] = [*merged.get("skip", Recipe.skip), *_patterns(skip)]
     if override:
         before = merged.get("overrides") or {}
         merged["overrides"] = {**override, **{key: before[key] for key in before if key not in override}}

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from quantkit.cli.exits import STOP, catch_signals
+from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
 
 torch.set_num_threads(1)  # the models here are too small for two
 # The same examples in every run, and no deadline, because other programs may share the machine.

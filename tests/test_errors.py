@@ -33,7 +33,7 @@ from quantkit.errors import (
         (Option("window", 0), "--window 0", "window=0"),
         (Option("data", "it's"), """--data 'it'"'"'s'""", '''data="it's"'''),
         (Setting("asym", False), "--sym", "asym=False"),
-        (Setting("signed", False), "--unsigned", "signed=False"),
+        (Setting("signed", False), "--set signed=false", "signed=False"),
         (Setting("group_size", 128, "channel"), "--group-size 128 or channel", 'group_size=128 or "channel"'),
         (Setting("skip", r".*\.k_proj"), r"--skip '.*\.k_proj'", r'skip=".*\\.k_proj"'),
         (Setting("calib", FILE), "--calib FILE", "calib=FILE"),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from quantkit.errors import RecipeError
+from msgspec import Meta
+
+from quantkit.keys import Count, Positive, check, key
 from quantkit.names import Clip, Metric, Rule
 
 
@@ -21,23 +23,63 @@ class Options:
     outputs in the Hessian (ALGORITHMS 2). RecipeError for a value out of range.
     """
 
-    damp: float = 0.01
-    damp_kind: Literal["own", "mean"] = "own"
-    block: int = 128
-    act_order: Literal["static", "off"] = "static"
+    damp: Annotated[float, Meta(gt=0, le=1)] = key(
+        "Damping of the Hessian",
+        default=0.01,
+        pruning=True,
+        more="If a factorisation fails, ten times as much is tried, with a warning.",
+        when="0.1 to follow the MARLIN paper.",
+    )
+    damp_kind: Literal["own", "mean"] = key(
+        "Damping by each channel's own diagonal, or by the mean one",
+        default="own",
+        pruning=True,
+        when="`mean` to reproduce published GPTQ.",
+    )
+    block: Positive = key(
+        "Columns that are solved together",
+        default=128,
+        level="key",
+        pruning=True,
+        more="A matter of speed and memory.",
+        when="Rarely.",
+    )
+    act_order: Literal["static", "off"] = key(
+        "Columns of large activations first, or columns in their order",
+        default="static",
+        pruning=True,
+        more="Groups stay as they are.",
+        when="`off` to reproduce published GPTQ.",
+    )
     clip: Clip = "search"
     metric: Metric = "block"
-    on_unsolvable: Literal["stop", "rtn"] = "stop"
+    on_unsolvable: Literal["stop", "rtn"] = key(
+        "If no damping suffices: fail, or round that linear and report it",
+        default="stop",
+        when="`rtn` so that one bad layer does not stop the run.",
+    )
     signed: bool = False
-    refit: bool = False
-    descent: int = 0
+    refit: bool = key(
+        "Solve for the scales once more when the codes are fixed",
+        default=False,
+        when="`true` for accuracy, with `descent`.",
+    )
+    descent: Count = key(
+        "Passes that move single codes after GPTQ",
+        default=0,
+        usual="3 for symmetric INT4 without 2:4, else 0",
+        more="Skipped below 16 tokens for each input channel; the report names these linears. Passes that are not the "
+        "default ones give a warning for each.",
+        when="0 to save time. 1 to 3 for accuracy with other formats, with enough text.",
+    )
     prune: Rule = "sparsegpt"
-    cap_tokens: bool = True
+    cap_tokens: bool = key(
+        "Scale down tokens whose norm and outputs are extreme in the Hessian",
+        default=True,
+        level="key",
+        more="See [algorithms.md](algorithms.md) 2. Searches and masks that use the Hessian change, too.",
+        when="`false` to reproduce published GPTQ.",
+    )
 
     def __post_init__(self) -> None:
-        if not 0 < self.damp <= 1:
-            raise RecipeError(f"damp {self.damp} is not in (0, 1]", "use 0.01")
-        if self.block < 1:
-            raise RecipeError(f"gptq.block {self.block} is not positive", "use 128")
-        if self.descent < 0:
-            raise RecipeError(f"descent {self.descent} is negative", "use 0 for none, or 1 to 3 passes")
+        check(self, "gptq")

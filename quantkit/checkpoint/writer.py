@@ -225,7 +225,7 @@ def require_same(partial: Path, identity: Mapping[str, Any], difference: Compare
 
 
 def _begun_otherwise(partial: Path, differs: str) -> CheckpointError:
-    return CheckpointError(f"{partial} was begun with other settings, {differs}")
+    return CheckpointError(Words(f"{partial} was begun with other settings,", differs))
 
 
 def texts_beside(

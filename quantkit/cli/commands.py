@@ -8,6 +8,7 @@ import click
 
 from quantkit.cli.options import group
 from quantkit.cli.parsing import Commands
+from quantkit.recipes import schema  # noqa: F401  # with it messages know the keys of --set
 from quantkit.version import __version__
 
 HELP = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -17,7 +18,6 @@ PLACES = {
     "quantize": "quantkit.cli.quantize:quantize",
     "prune": "quantkit.cli.quantize:prune",
     "plan": "quantkit.cli.quantize:plan",
-    "run": "quantkit.cli.quantize:run",
     "pack": "quantkit.cli.convert:pack",
     "convert": "quantkit.cli.convert:convert",
     "push": "quantkit.cli.push:push",

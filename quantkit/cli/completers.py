@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import permutations
 
 import click
 from click.shell_completion import CompletionItem
 
+from quantkit.keys import Key
 from quantkit.names import LAYOUTS
 from quantkit.text.sources import NAMED
 
@@ -15,6 +17,17 @@ def pairs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[C
     """Complete the A-to-B of `convert`."""
     found = [f"{source}-to-{target}" for source, target in permutations(LAYOUTS, 2)]
     return [CompletionItem(pair) for pair in found if pair.startswith(incomplete)]
+
+
+def settings(keys: Iterable[Key]) -> Callable[[click.Context, click.Parameter, str], list[CompletionItem]]:
+    """Make the completion of `--set KEY=VALUE`: keys, and behind a key that is a choice its values."""
+    words = [f"{key.name}={value}" for key in keys for value in ("", *key.values)]
+
+    def complete(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        near = [word for word in words if word.startswith(incomplete) and ("=" in incomplete or word.endswith("="))]
+        return [CompletionItem(word) for word in near]
+
+    return complete
 
 
 def folders(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:

@@ -44,7 +44,7 @@ repacking_options = combined(
 
 @command("pack", "quantkit pack ./model-int4 --layout marlin -o ./model-marlin")
 @options.checkpoint
-@section("Basic", options.layout(required=True), options.out())
+@section("Basic", options.layout, options.out())
 @repacking_options
 def pack(checkpoint: Path, layout: str, out: Path, as_json: bool, progress: Progress, **asked: Any) -> None:
     """Rewrite CHECKPOINT in another layout.

@@ -12,16 +12,17 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import click
 
 from quantkit.cli import completers
 from quantkit.cli.exits import STOP, exits
 from quantkit.cli.launch import joined, require_one
-from quantkit.cli.parsing import Choice, Command, Function, Group, combined, needed_unless
+from quantkit.cli.parsing import EVERYTHING, Choice, Command, Function, Group, combined, needed_unless
 from quantkit.core.memory_limits import require_address_space
 from quantkit.errors import QuantkitError
+from quantkit.keys import Key
 from quantkit.names import LAYOUTS
 from quantkit.progress import Progress
 from quantkit.text.sources import NAMED, PACKAGED, SUFFIXES
@@ -71,13 +72,36 @@ class Override(click.ParamType):  # type: ignore[type-arg]
         return pattern, scheme
 
 
+def _show_everything(ctx: click.Context, param: click.Parameter, value: bool) -> None:
+    if value and not ctx.resilient_parsing:
+        ctx.meta[EVERYTHING] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_HELP_ALL = click.option(
+    "--help-all",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_everything,
+    help="Show every option, and every key of --set, and stop.",
+)
+
+
 def command(
-    name: str, example: str, group: click.Group | None = None, computes: bool = True, shared: bool = False
+    name: str,
+    example: str,
+    group: click.Group | None = None,
+    computes: bool = True,
+    shared: bool = False,
+    keys: Sequence[Key] = (),
 ) -> Callable[[Function], Command]:
     """Make a function a command: its help ends with `example`, its errors end in one line and an exit code.
 
     The function is handed a `progress` and the flag `as_json`. A command that `computes` runs with torch set to be
-    deterministic. One that is not `shared` by several processes refuses to be started as such.
+    deterministic. One that is not `shared` by several processes refuses to be started as such. `keys` are those that
+    its `--set` takes.
     """
 
     def decorate(function: Function) -> Command:
@@ -93,6 +117,7 @@ def command(
 
         own = vars(run).pop("__click_params__", [])
         for option in (
+            *([_HELP_ALL] if keys else []),
             click.option("-v", "--verbose", is_flag=True, help="Say more about what is done and found."),
             click.option("-q", "--quiet", is_flag=True, help="Print one line, and only warnings besides."),
             click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text."),
@@ -100,6 +125,7 @@ def command(
             run = option(run)
         vars(run)["__click_params__"] += own  # click reverses this list: the command's own come first
         made = click.command(name, cls=Command, epilog=_example(example), no_args_is_help=False)(run)
+        made.keys = keys
         if group is not None:
             group.add_command(made)
         return made
@@ -144,11 +170,6 @@ def choice(values: Iterable[str]) -> Choice:
     return Choice(list(values))
 
 
-def choice_of(kind: Any, field: str) -> Choice:
-    """Make an option's type that takes one of the literals that annotate a field of a class."""
-    return choice(get_args(get_type_hints(kind)[field]))
-
-
 model = click.argument("model", shell_complete=completers.folders)
 checkpoint = click.argument("checkpoint", type=PATH)
 device = click.option("--device", default="auto", help="Where to compute: auto, cpu, cuda, cuda:1 ... [auto].")
@@ -176,7 +197,4 @@ def out(*, unless: Sequence[str] = (), required: bool = True) -> Callable[[Funct
     return click.option("-o", "--out", type=PATH, required=required and not unless, callback=callback, help=help_text)
 
 
-def layout(*, required: bool = False) -> Callable[[Function], Function]:
-    """Make the option for the layout that a command writes."""
-    default = "" if required else " [fp6/fp5: humming, else compressed-tensors]"
-    return click.option("--layout", type=choice(LAYOUTS), required=required, help=f"Layout to write{default}.")
+layout = click.option("--layout", type=choice(LAYOUTS), required=True, help="Layout to write.")

@@ -2,21 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
 import click
 
+from quantkit.errors import Option, Setting, Words
+from quantkit.keys import Key
+
 Function = Callable[..., Any]
 
 #: The headings of `--help`, in order. Options in no section come last.
 SECTIONS = ("Basic", "Calibration", "Method", "Output", "Advanced")
 OTHERS = "Other"
+#: Where a context says that help shows every option.
+EVERYTHING = "quantkit.everything"
+#: Commands of former versions, and what they are now.
+GONE = {"run": "quantkit quantize MODEL -o OUT --recipe RECIPE"}
 #: Least similarity of a suggestion (difflib's ratio, dashes not counted). At 0.6 words are suggested that only share
 #: some letters.
 CUTOFF = 0.75
+
+
+def moved(keys: Iterable[Key]) -> dict[str, str]:
+    """Return what an option of former versions is now, by its name."""
+    found = {"--dry-run": "quantkit plan"} if keys else {}
+    for key in keys:
+        for value in (True, False) if key.is_switch else (Words("VALUE"),):
+            if key.level == "all":
+                found[Option.shell(key.keyword, value).split()[0]] = Setting.shell(key.keyword, value)
+    return found
 
 
 class Commands(Mapping[str, click.Command]):
@@ -44,31 +61,51 @@ class Group(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in self.commands and not args[0].startswith("-") and not ctx.resilient_parsing:
+            if args[0] in GONE:
+                ctx.fail(f"quantkit {args[0]} is now {GONE[args[0]]}")
             ctx.fail(f"No such command {args[0]!r}.{did_you_mean(args[0], self.commands)}")
         return super().resolve_command(ctx, args)
 
 
 class Command(click.Command):
-    """A command whose help lists options in sections, and that names the nearest option for an unknown one."""
+    """A command whose help lists options in sections, and that names the nearest option for an unknown one.
 
-    def sections(self, ctx: click.Context) -> dict[str, list[click.Option]]:
-        """Sort the options by section. A command without sections has one, called Options."""
+    `keys` are those of its `--set`.
+    """
+
+    keys: Sequence[Key] = ()
+
+    def sections(self, ctx: click.Context, everything: bool = False) -> dict[str, list[click.Option]]:
+        """Sort the options by section; `everything` adds those of `--help-all`. Without sections there is one."""
         found: dict[str, list[click.Option]] = {name: [] for name in (*SECTIONS, OTHERS)}
         for param in self.get_params(ctx):
-            if isinstance(param, click.Option) and not param.hidden:
+            shown = everything or getattr(param, "level", "shown") == "shown"
+            if isinstance(param, click.Option) and not param.hidden and shown:
                 found[getattr(param, "section", OTHERS)].append(param)
         found = {name: params for name, params in found.items() if params}
         return {"Options": found[OTHERS]} if found.keys() == {OTHERS} else found
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        for name, params in self.sections(ctx).items():
+        everything = EVERYTHING in ctx.meta
+        for name, params in self.sections(ctx, everything).items():
             with formatter.section(name):
                 formatter.write_dl([record for param in params if (record := param.get_help_record(ctx))])
+        if everything:
+            with formatter.section("Keys of --set KEY=VALUE"):
+                formatter.write_dl(self.set_keys())
+
+    def set_keys(self) -> list[tuple[str, str]]:
+        """List the keys of `--set` that have no option, with their values and help."""
+        free = [key for key in self.keys if key.level != "shown"]
+        return [(f"{key.name}={'|'.join(key.values) or key.kind}", key.help_text) for key in free]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
+            now = moved(self.keys).get(error.option_name)
+            if now is not None:
+                raise click.UsageError(f"{error.option_name} is now {now}.", ctx) from None
             options = [name for param in self.get_params(ctx) for name in (*param.opts, *param.secondary_opts)]
             near = did_you_mean(error.option_name, [name for name in options if name.startswith("--")])
             raise click.UsageError(f"No such option {error.option_name!r}.{near}", ctx) from None

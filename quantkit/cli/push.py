@@ -12,6 +12,7 @@ import click
 
 from quantkit.cli import options, show
 from quantkit.cli.exits import emit
+from quantkit.cli.keys import in_section
 from quantkit.cli.options import command
 from quantkit.cli.parsing import section
 from quantkit.core.units import format_bytes
@@ -26,7 +27,7 @@ pushing_options = section(
     click.option(
         "--push-to", metavar="ORG/NAME", help="Verify OUT and upload it to the hub, into a private repository."
     ),
-    click.option("--public", is_flag=True, help="Let everybody see the repository."),
+    in_section("Output", click.option("--public", is_flag=True, help="Let everybody see the repository."), level="all"),
 )
 
 

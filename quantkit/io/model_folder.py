@@ -19,7 +19,7 @@ from quantkit.io.safetensors_header import NAME_LIMIT
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-#: Beside weights of ours: how they were made, ready for `quantkit run`.
+#: Beside weights of ours: how they were made, ready for `quantkit quantize --recipe`.
 RECIPE = "quantkit_recipe.yaml"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 #: A folder that transformers reads chat templates from.

@@ -2,51 +2,78 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Literal
 
-from quantkit.errors import RecipeError
+from msgspec import Meta
 
-#: Optional keys of the `calibration` section: a recipe without them has none of them in its file.
-COLUMN_KEYS = ("text_column", "split")
+from quantkit.keys import Positive, check, key
+
+Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
 
 
 @dataclass(frozen=True)
 class Calib:
     """Name the calibration text: a data set, file or mixture, the number of sequences, their maximum length, the seed.
 
-    `data` is a source, or a tuple of them with weights (`a.jsonl:0.5`). `text_column` is the key of records that have
-    their text or conversation there, `split` the split of hub data sets. `lengths` is `own` (each document at its own
-    length, ALGORITHMS 2) or `fixed` (windows of `max_length` tokens). `moe` says on which tokens an expert is
-    calibrated: `routed` (those that the router sends to it) or `all` (of the layer). Data that were not `chosen`, but
-    left to the default, may be replaced by the packaged text.
-    RecipeError for a value out of range.
+    `data` is a source, or a tuple of them with weights (`a.jsonl:0.5`). Data that were not `chosen`, but left to the
+    default, may be replaced by the packaged text. RecipeError for a value out of range.
     """
 
-    data: str | tuple[str, ...] = "c4"
-    samples: int = 256
-    max_length: int = 4096
-    seed: int = 0
-    lengths: Literal["own", "fixed"] = "own"
-    moe: Literal["routed", "all"] = "routed"
-    text_column: str | None = None
-    split: str | None = None
+    data: str | Sources = key(
+        "Calibration text",
+        default="c4",
+        level="shown",
+        keyword="calib",
+        typed="str | Path | Iterable[str | Path] | None",
+        more="A source, or a list of sources with weights ([below](#calibration-data)).",
+        when="Always: use text or conversations like the model's use.",
+    )
+    samples: Positive = key(
+        "Calibration sequences",
+        default=256,
+        level="shown",
+        when="128 for speed. More for many experts or with `descent`.",
+    )
+    max_length: Positive = key(
+        "Their longest length in tokens",
+        default=4096,
+        level="shown",
+        more="The model's own limit is kept.",
+        when="Shorter to save memory and time.",
+    )
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] = key(
+        "Seed of the draw of calibration text",
+        default=0,
+        when="To see how much the draw matters.",
+    )
+    lengths: Literal["own", "fixed"] = key(
+        "Documents whole, or windows of max_length tokens from the joined text",
+        default="own",
+        when="`fixed` for text of short lines.",
+    )
+    moe: Literal["routed", "all"] = key(
+        "Calibrate experts on the tokens that reach them, or on all of their layer",
+        default="routed",
+        keyword="moe_calibration",
+        more="An expert that fewer tokens reach than it has input channels takes all.",
+        when="With little text and many experts.",
+    )
+    text_column: str | None = key(
+        "Key of the text or messages in records",
+        default=None,
+        usual="text, messages or conversations",
+        may_lack=True,
+        when="If your records have another name for it.",
+    )
+    split: str | None = key(
+        "Split of a hub data set",
+        default=None,
+        usual="train",
+        may_lack=True,
+        when="If the data set has other splits.",
+    )
     chosen: bool = field(default=False, compare=False)
 
-    def to_mapping(self) -> dict[str, Any]:
-        """Return the section of a recipe."""
-        found = {key: getattr(self, key) for key in CALIBRATION_KEYS}
-        found["data"] = self.data if isinstance(self.data, str) else list(self.data)
-        return {key: value for key, value in found.items() if key not in COLUMN_KEYS or value is not None}
-
     def __post_init__(self) -> None:
-        for name in ("samples", "max_length"):
-            if getattr(self, name) < 1:
-                raise RecipeError(f"calibration {name} is {getattr(self, name)}: use a positive number")
-        if not 0 <= self.seed < 2**63:
-            raise RecipeError(f"calibration seed is {self.seed}: use a number from 0 to 2^63 - 1")
-
-
-#: Keys of the `calibration` section.
-CALIBRATION_KEYS = tuple(f.name for f in dataclasses.fields(Calib) if f.name != "chosen")
+        check(self, "calibration")

@@ -5,32 +5,17 @@ A resumed run must have the same identity. If it has another, the message names 
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from quantkit.errors import Command, Option, Setting, Words
 from quantkit.kernels import gptq
+from quantkit.keys import Key, keys_of, shown
 from quantkit.models.devices import is_fast_in_bfloat16
-from quantkit.recipes.recipe import KEYS
+from quantkit.recipes.schema import RecipeKeys
 
-#: Recipe keys that are on or off, and the options for True and False.
-SWITCHES = {
-    ("scheme", "symmetric"): ("--sym", "--asym"),
-    ("signed",): ("--signed", "--unsigned"),
-    ("pad",): ("--pad", "--no-pad"),
-    ("fused_alike",): ("--fused-alike", "--no-fused-alike"),
-    ("true_sequential",): ("--true-sequential", "--no-true-sequential"),
-    ("gptq", "refit"): ("--refit", "--no-refit"),
-    ("distill_codes",): ("--distill-codes", "--no-distill-codes"),
-    ("output_aware",): ("--output-aware", "--no-output-aware"),
-}
-#: Every other recipe key that has an option.
-OPTIONS = {path: f"--{name.replace('_', '-')}" for name, path in KEYS.items()} | {
-    ("skip",): "--skip",
-    ("overrides",): "--override",
-}
 #: The number of threads, which decides the bytes of calibrated runs on a CPU.
 THREADS = "OMP_NUM_THREADS"
 #: Who solves on a GPU: quantkit's kernels, or torch where they cannot be compiled. Ties between codes fall differently.
@@ -63,31 +48,35 @@ def identity(report: Mapping[str, Any]) -> dict[str, Any]:
     return {**same, "source": report["source"]["files"], "calibration": report["calibration"].get("sha256")}
 
 
-def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+def difference(
+    before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key] = keys_of(RecipeKeys)
+) -> Words | None:
     """Say how `before` differs from `now`, and how to undo it; None if the two are the same.
 
     Keys that `now` lacks are not compared. `before` may be of an older version, whose journals lack the recipe.
     """
-    found = list(_differences(before, now))
+    found = list(_differences(before, now, keys))
     if not found:
         return None
-    options = " ".join(each.options for each in found if each.options)
+    options = [each.options for each in found if each.options]
     words = list(dict.fromkeys(each.words for each in found if each.words))
-    remedy = " and ".join([*([f"use {options}"] if options else []), *words])
-    return f"{', '.join(each.clause for each in found)}: {remedy}, or {'use ' if words else ''}--overwrite"
+    remedies = [*([Words("use", *options)] if options else []), *words]
+    remedy = [part for each in remedies for part in ("and", each)][1:]
+    overwrite = Words(*(["use"] if words else []), Option("overwrite", True))
+    return Words(", ".join(each.clause for each in found), ":", *remedy, ", or", overwrite)
 
 
-def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+def _differences(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key]) -> Iterator[Difference]:
     for name in ("quantkit", "torch", "transformers"):
         if name in now and before.get(name) != now[name]:
             yield Difference(_was(name, before.get(name), now[name]), words=f"install {name} {before.get(name)}")
     same_recipe = before.get("recipe_sha256") == now["recipe_sha256"]
     if not same_recipe:
-        found = list(_recipes(before["recipe"], now["recipe"])) if "recipe" in before else []
+        found = list(_recipes(before["recipe"], now["recipe"], keys)) if "recipe" in before else []
         yield from found or [Difference("the recipe was another", words="use the options of then")]
     if before.get("device") != now["device"]:
         was = before.get("device")
-        undone = ("--device cpu", "") if was == "cpu" else ("", f"run on {was}")
+        undone = (Option("device", "cpu"), "") if was == "cpu" else ("", f"run on {was}")
         yield Difference(_was("device", was, now["device"]), *undone)
     elif before.get("compute_dtype") != now["compute_dtype"]:  # the dtype follows the device
         clause = _was("the compute dtype", before.get("compute_dtype"), now["compute_dtype"])
@@ -108,38 +97,35 @@ def _differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[
         yield Difference("the calibration text or the tokenizer has changed", words="restore the text")
 
 
-def _recipes(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+def _recipes(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[Key]) -> Iterator[Difference]:
     if ("layout" in before) != ("layout" in now):  # the options of prune have no layout
-        command = "quantize" if "layout" in before else "prune"
-        yield Difference(f"the command was {command}", words=f"use quantkit {command}")
+        command = Command("quantize" if "layout" in before else "prune")
+        yield Difference(f"the command was {command.parts[0]}", words=Words("use", command))
         return
     old, new = _flat(before), _flat(now)
+    by_path = {key.path: key for key in keys}
     for path in dict.fromkeys([*old, *new]):
-        if old.get(path) == new.get(path) or (path == ("prune",) and (path in old) != (path in new)):
+        key = by_path.get(path, Key("", level="key", path=path))
+        usual = key.default if key.may_lack else None
+        was, is_now = old.get(path, usual), new.get(path, usual)
+        if key.is_switch:  # older recipes lack some
+            was, is_now = bool(was) != key.negated, bool(is_now) != key.negated
+        if was == is_now or key.may_change or (path == ("prune",) and (path in old) != (path in new)):
             continue  # the rule for 2:4 masks comes and goes with 2:4
-        was, now_is = old.get(path), new.get(path)
-        if path == ("scheme", "symmetric"):
-            name, was, now_is = "asym", not was, not now_is
-        else:
-            name = OPTIONS.get(path, path[-1] if path in SWITCHES else ".".join(path)).removeprefix("--")
-        if path in SWITCHES:  # a recipe may lack a key that is off
-            was, now_is = bool(was), bool(now_is)
-        clause = _was(name.replace("_", "-"), _shown(was), _shown(now_is))
-        yield Difference(clause, *_undone(path, old.get(path)))
+        name = key.name if key.level == "key" else key.keyword.replace("_", "-")
+        yield Difference(_was(name, shown(was), shown(is_now)), *_undone(key, was))
 
 
-def _undone(path: tuple[str, ...], value: Any) -> tuple[str, str]:
-    """Return the options that give a recipe key its value, or the words if there are none."""
-    if path in SWITCHES:
-        return SWITCHES[path][0 if value else 1], ""
-    if path not in OPTIONS:
-        return "", f"set {'.'.join(path)} to {value} in the recipe"
+def _undone(key: Key, value: Any) -> tuple[str, str]:
+    """Return the options that give a key its value, or the words if there are none."""
+    if key.level == "key":
+        return "", f"set {key.name} to {value} in the recipe"
     values = [f"{k}={v}" for k, v in value.items()] if isinstance(value, Mapping) else value
     values = values if isinstance(values, list) else [] if values is None else [values]
-    values = [each for each in values if (path, each) != (("skip",), "lm_head")]  # which is always skipped
+    values = [each for each in values if (key.path, each) != (("skip",), "lm_head")]  # which is always skipped
     if not values:
-        return "", f"drop {OPTIONS[path]}"
-    return " ".join(f"{OPTIONS[path]} {shlex.quote(str(each))}" for each in values), ""
+        return "", Words("drop", Setting(key.keyword))
+    return Words(*(Setting(key.keyword, each) for each in values)), ""
 
 
 def _flat(recipe: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
@@ -151,16 +137,6 @@ def _flat(recipe: Mapping[str, Any]) -> dict[tuple[str, ...], Any]:
         else:
             found[key,] = value
     return found
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, Mapping):
-        return _shown([f"{key}={each}" for key, each in value.items()])
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "none"
-    if value is None:
-        return "none"
-    return ("on" if value else "off") if isinstance(value, bool) else str(value)
 
 
 def _was(name: str, before: Any, now: Any) -> str:

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict
 
-from quantkit.errors import RecipeError
+from quantkit.keys import Count, Fraction, check, key
 from quantkit.progress import Progress
-
-
-class Settings(TypedDict, total=False):
-    """The fields of `RunOptions` as keywords of a function, but for the progress."""
-
-    revision: str | None
-    device: str
-    resume: bool
-    overwrite: bool
-    trust_remote_code: bool
-    act_budget: int | None
-    min_share: float
+from quantkit.recipes.keywords import Settings
 
 
 class RunKeywords(Settings, total=False):
@@ -29,25 +17,41 @@ class RunKeywords(Settings, total=False):
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Hold the options of one run.
+    """Hold the options of one run. Without `progress` it is quiet. RecipeError for a value out of range."""
 
-    `revision` is a branch, tag or commit of a hub model. `device` is `auto`, `cpu`, `cuda` or `cuda:1`. `act_budget` is
-    the bytes of calibration activations held in RAM before they go to disk. `min_share` is the least share of the
-    decoder's weights to quantize or prune; otherwise the run ends before any work. Without `progress` a run is quiet.
-    RecipeError for a share or a number of bytes that is none.
-    """
-
-    revision: str | None = None
-    device: str = "auto"
-    resume: bool = False
-    overwrite: bool = False
-    trust_remote_code: bool = False
-    act_budget: int | None = None
-    min_share: float = 0.9
+    revision: str | None = key(
+        "Branch, tag or commit of a hub model", default=None, usual="its main branch", section="Advanced"
+    )
+    device: str = key("Where to compute: auto, cpu, cuda, cuda:1 ...", default="auto", level="shown", section="Basic")
+    resume: bool = key(
+        "Continue the interrupted run that left OUT.partial-*",
+        default=False,
+        level="shown",
+        section="Output",
+        may_change=True,
+    )
+    overwrite: bool = key(
+        "Replace OUT when the new folder is complete",
+        default=False,
+        level="shown",
+        section="Output",
+        may_change=True,
+    )
+    trust_remote_code: bool = key("Run Python code that comes with the model", default=False, section="Advanced")
+    act_budget: Count | None = key(
+        "Bytes of calibration activations kept in RAM, like 8GB; more go to disk",
+        default=None,
+        usual="all",
+        section="Advanced",
+        may_change=True,
+    )
+    min_share: Fraction = key(
+        "Leave with exit code 4 if the share of the decoder's weights that change is below it",
+        default=0.9,
+        section="Output",
+        may_change=True,
+    )
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.min_share <= 1:
-            raise RecipeError(f"min_share is {self.min_share}: use a number from 0 to 1")
-        if self.act_budget is not None and self.act_budget < 0:
-            raise RecipeError(f"act_budget is {self.act_budget}: use a number of bytes, or None for all")
+        check(self)

@@ -341,16 +341,25 @@ def test_the_default_skips_descent_without_a_warning_for_each_linear(capsys: pyt
 def test_the_options_change_the_output(tmp_path: Path) -> None:
     model = write_model("llama", tmp_path / "model", num_hidden_layers=1, hidden_size=128, intermediate_size=128)
     (tmp_path / "text.txt").write_text("\n\n".join(f"{i} the quick brown fox jumps over {i * i}" for i in range(100)))
-    calib = ("--calib", tmp_path / "text.txt", "--samples", 10, "--max-length", 256, "--lengths", "fixed")
-    plain = ("--unsigned", "--descent", 0)
+    calib = (
+        "--calib",
+        tmp_path / "text.txt",
+        "--samples",
+        10,
+        "--max-length",
+        256,
+        "--set",
+        "calibration.lengths=fixed",
+    )
+    plain = ("--set", "signed=false", "--set", "gptq.descent=0")
     runs: dict[str, tuple[Any, ...]] = {
         "rtn": ("--method", "rtn"),
-        "rtn signed": ("--method", "rtn", "--signed"),
+        "rtn signed": ("--method", "rtn", "--set", "signed=true"),
         "default": calib,
         "gptq": (*calib, *plain),
-        "signed": (*calib, *plain, "--signed"),
-        "descent": (*calib, *plain, "--descent", 1),
-        "refit": (*calib, *plain, "--refit"),
+        "signed": (*calib, *plain, "--set", "signed=true"),
+        "descent": (*calib, *plain, "--set", "gptq.descent=1"),
+        "refit": (*calib, *plain, "--set", "gptq.refit=true"),
     }
     digests, negative = {}, {}
     for name, options in runs.items():
@@ -365,5 +374,5 @@ def test_the_options_change_the_output(tmp_path: Path) -> None:
         )
     assert negative == {name: name in ("rtn signed", "signed", "default") for name in runs}
     assert len({str(found) for found in digests.values()}) == len(digests)
-    call("quantize", model, "-o", tmp_path / "no", "--format", "fp6", "--signed", code=2)
+    call("quantize", model, "-o", tmp_path / "no", "--format", "fp6", "--set", "signed=true", code=2)
     assert not (tmp_path / "no").exists()

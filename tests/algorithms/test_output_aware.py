@@ -171,5 +171,5 @@ def test_a_target_that_would_overflow_float16_gives_way_to_the_weight(label: str
 def test_a_hessian_of_outputs_that_is_no_covariance_is_refused() -> None:
     w, h, output = gauss(32, 64).float(), correlated(64).float(), outputs(32)
     for broken in (output.fill_diagonal_(1e-3), torch.full((32, 32), torch.nan)):
-        with pytest.raises(NumericError, match="outputs is not a covariance: use --no-output-aware"):
+        with pytest.raises(NumericError, match="outputs is not a covariance: use --set output_aware=false"):
             solved([w], "int4:g32", h, [broken])

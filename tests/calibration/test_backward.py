@@ -104,7 +104,9 @@ def test_a_model_whose_code_has_no_gradient_is_refused_in_one_line(
         return x.sigmoid().mul_(norm.weight).sigmoid_().mul_(norm.weight)
 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", writes_in_place)
-    with pytest.raises(CheckpointError, match=r"has no gradient \(.*\): (drop --tune|use --no-output-aware)") as error:
+    with pytest.raises(
+        CheckpointError, match=r"has no gradient \(.*\): (drop --set tune|use --set output_aware)"
+    ) as error:
         solved(small(tmp_path), "cpu", tmp_path / "work", **chosen)
     assert "\n" not in str(error.value)
 

@@ -17,6 +17,7 @@ import torch
 from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe, convert, shipped_recipes
 from quantkit.cli import diagnosis
 from quantkit.cli.commands import quantkit
+from quantkit.cli.parsing import Command
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from tests import command_line
@@ -43,14 +44,13 @@ def test_every_help_ends_with_an_example() -> None:
     ("command", "keys"),
     [
         ("plan {model} --method rtn", {"bytes", "misfits", "peak_memory", "linears"}),
-        ("quantize {model} --method rtn --dry-run", {"bytes", "misfits", "peak_memory", "linears"}),
         ("inspect {int4}", {"layout", "bits_per_weight", "shapes"}),
         ("verify {int4}", {"ok", "rows", "hashes", "note"}),
         ("report {int4}", {"layers", "totals", "recipe_sha256"}),
         ("convert --list", {"conversions"}),
         ("doctor", {"checks", "fixes"}),
         ("pack {int4} --layout gptq -o {out}", {"layers", "layout"}),
-        ("run int4-rtn {model} -o {out}", {"layers", "layout"}),
+        ("quantize {model} --recipe int4-rtn -o {out}", {"layers", "layout"}),
         (
             "eval ppl {int4} --data {calib} --window 32",
             {"perplexity", "tokens", "windows", "window", "stride", "bos", "data"},
@@ -135,8 +135,11 @@ def test_an_override_option_precedes_those_of_the_recipe() -> None:
 @pytest.mark.parametrize(("name", "keywords"), [("quantize", QuantizeKeywords), ("prune", PruneKeywords)])
 def test_the_command_and_the_function_have_the_same_options(name: str, keywords: type) -> None:
     arguments = {"model", "out", "recipe"}
-    printed = {"print_recipe", "dry_run", "as_json", "quiet", "verbose"}
-    options = {param.name for param in quantkit.commands[name].params} - arguments - printed
+    printed = {"print_recipe", "help_all", "settings", "as_json", "quiet", "verbose"}
+    command = quantkit.commands[name]
+    assert isinstance(command, Command)
+    options = {param.name for param in command.params} - arguments - printed
+    options |= {key.keyword for key in command.keys if key.level == "all"}
     assert keywords.__annotations__.keys() == options | {"progress"}
 
 
@@ -164,12 +167,12 @@ def test_the_keywords_of_a_run_are_the_fields_of_its_options() -> None:
         "quantize {model} --override k_proj=int4:g0 -o {out}",
         "quantize {model} --skip ( -o {out}",
         "quantize {model} --skip .* --method rtn -o {out}",
-        "quantize {model} --damp -1 -o {out}",
+        "quantize {model} --set gptq.damp=-1 -o {out}",
         "quantize {model} --act-budget lots -o {out}",
         "quantize {model} --device abacus --method rtn -o {out}",
         "quantize {model} --recipe no-such-recipe -o {out}",
-        "run no-such-recipe {model} -o {out}",
-        "run {model}/config.json {model} -o {out}",
+        "quantize {model} --recipe no-such-recipe -o {out}",
+        "quantize {model} --recipe {model}/config.json -o {out}",
         "pack {model} -o {out}",
         "pack {model} --layout exl3 -o {out}",
         "convert",

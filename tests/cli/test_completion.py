@@ -34,7 +34,9 @@ def test_choices_are_completed() -> None:
 def test_commands_options_and_conversions_are_completed() -> None:
     assert completed("pr", "pr") == ["plain,prune"]
     assert completed("eval p", "p") == ["plain,ppl"]
-    assert completed("quantize m --prune-m", "--prune-m") == ["plain,--prune-method"]
+    assert completed("quantize m --over", "--over") == ["plain,--override", "plain,--overwrite"]
+    assert completed("quantize m --set gptq.re", "gptq.re") == ["plain,gptq.refit="]
+    assert completed("quantize m --set clip=", "clip=") == ["plain,clip=", "plain,clip=none", "plain,clip=search"]
     assert completed("convert awq-to-mar", "awq-to-mar") == [
         "plain,awq-to-marlin",
         "plain,awq-to-marlin24",

@@ -19,12 +19,11 @@ calib, int4 = command_line.calib, command_line.int4
     "command",
     [
         "quantize {model} -o {out} --method rtn",
-        "run int4-rtn {model} -o {out}",
+        "quantize {model} --recipe int4-rtn -o {out}",
         "prune {model} -o {out} --method magnitude",
         "pack {int4} --layout marlin -o {out}",
         "convert compressed-tensors-to-marlin {int4} -o {out}",
         "plan {model} --method rtn",
-        "quantize {model} --method rtn --dry-run",
         "verify {int4}",
         "inspect {int4}",
         "inspect {model}",

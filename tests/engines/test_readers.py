@@ -141,7 +141,7 @@ def test_mixed_groups_are_named_once_with_their_number_and_the_option() -> None:
     changes = {**{Q: "int4:g64"}, "model.layers.0.mlp.up_proj": None}
     [line] = refusals(folder("compressed-tensors", "int4:g128", changes))
     assert "model.layers.0.self_attn: q_proj, k_proj, v_proj mix int4:g128 and int4:g64 (and 1 more" in line
-    assert "--fused-alike" in line
+    assert "--set fused_alike=true" in line
 
 
 def test_every_row_of_the_table_is_about_known_layouts_and_traits() -> None:

@@ -184,7 +184,7 @@ def test_a_recipe_without_tuning_has_no_key_of_it(calib: str) -> None:
     assert from_mapping(recipe(calib, 5, distill_codes=True).to_mapping()) == recipe(calib, 5, distill_codes=True)
     with pytest.raises(RecipeError, match="negative"):
         recipe(calib, -1)
-    with pytest.raises(RecipeError, match="--distill-codes is for --distill"):
+    with pytest.raises(RecipeError, match="--set distill_codes is for --set distill"):
         recipe(calib, 0, distill_codes=True)
 
 
@@ -203,7 +203,7 @@ def test_a_model_that_memory_does_not_hold_is_refused_before_the_work(
     assert {"whole model", "quantized model"} <= parts.keys() and more["quantized model"] > parts["quantized model"]
     monkeypatch.setattr(memory_estimate, "LEARNED", 10**9)
     refusal = plan(small_llama, recipe(calib, distill_codes=True)).refusal
-    assert refusal is not None and "drop --distill" in str(refusal) and "\n" not in str(refusal)
+    assert refusal is not None and "drop --set distill" in str(refusal) and "\n" not in str(refusal)
     asked = plan(small_llama, recipe(calib, distill_codes=True), gpu_memory=2**30).refusal
     assert isinstance(asked, QuantkitError)
 
@@ -212,7 +212,7 @@ def test_a_divergence_that_is_not_finite_is_one_line(
     small_llama: Path, calib: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(distill, "NORM_RATE", float("inf"))
-    with pytest.raises(NumericError, match="drop --distill"):
+    with pytest.raises(NumericError, match="drop --set distill"):
         quantize(small_llama, tmp_path / "out", recipe(calib))
 
 
@@ -223,6 +223,6 @@ def test_a_model_whose_code_has_no_gradient_is_refused_in_one_line(
         return x.sigmoid().mul_(norm.weight).sigmoid_().mul_(norm.weight)
 
     monkeypatch.setattr("transformers.models.llama.modeling_llama.LlamaRMSNorm.forward", writes_in_place)
-    with pytest.raises(CheckpointError, match=r"has no gradient \(.*\): drop --distill") as error:
+    with pytest.raises(CheckpointError, match=r"has no gradient \(.*\): drop --set distill") as error:
         quantize(small_llama, tmp_path / "out", recipe(calib))
     assert "\n" not in str(error.value)

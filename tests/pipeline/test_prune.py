@@ -109,7 +109,7 @@ def test_rules_rank_on_a_whole_model_and_quantization_preserves_the_mask(
         assert quantkit.verify(tmp_path / folder).ok
 
 
-@pytest.mark.parametrize("options", [("--method", "rtn"), ("--method", "rtn", "--prune-method", "wanda"), ()])
+@pytest.mark.parametrize("options", [("--method", "rtn"), ("--method", "rtn", "--set", "prune=wanda"), ()])
 def test_sparse_codes_survive_packing(options: tuple[str, ...], small_llama: Path, calib: Path, tmp_path: Path) -> None:
     call("quantize", small_llama, "-o", tmp_path / "ct", "--prune", "2:4", "--calib", calib, *TEXT, *options, "-q")
     assert report.load(tmp_path / "ct")["scheme"] == "int4:g128:24"
@@ -169,9 +169,9 @@ def test_impossible_pruning_gives_a_one_line_error_and_writes_nothing(
     for command in (("prune",), ("quantize", "--prune", "2:4", "--group-size", "channel")):
         error = refused(command[0], odd, *command[1:], "--calib", calib, out=out)
         assert "multiple of 4" in error and "--skip down_proj" in error
-    for wrong in (("--asym",), ("--format", "fp6"), ("--method", "rtn", "--prune-method", "sparsegpt")):
+    for wrong in (("--asym",), ("--format", "fp6"), ("--method", "rtn", "--set", "prune=sparsegpt")):
         refused("quantize", small_llama, "--prune", "2:4", *wrong, out=out, code=2)
-    assert "add --prune 2:4" in refused("quantize", small_llama, "--prune-method", "wanda", out=out, code=2)
+    assert "add --prune 2:4" in refused("quantize", small_llama, "--set", "prune=wanda", out=out, code=2)
     dense = refused("quantize", small_llama, "--layout", "marlin24", "--method", "rtn", out=out)
     assert "add --prune 2:4" in dense
     assert "--prune" not in refused("quantize", small_llama, "--layout", "marlin24", "--format", "fp6", out=out)

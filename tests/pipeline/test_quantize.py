@@ -165,11 +165,12 @@ def test_resuming_with_another_recipe_names_each_value_and_the_options_that_brin
     )
     assert refusal(small_llama, out, recipe({"seed": 1}, pad=True, overrides={"v_proj": "int4:g64"})) == (
         "seed was 0 and is now 1, pad was off and is now on, override was none and is now v_proj=int4:g64: "
-        "use --seed 0 --no-pad and drop --override, or use --overwrite"
+        "use --set calibration.seed=0 --set pad=false and drop --override, or use --overwrite"
     )
     assert refusal(small_llama, out, recipe(skip=["lm_head"], gptq={"block": 64}, fused_alike=True)) == (
         "gptq.block was 128 and is now 64, skip was lm_head, 0.*k_proj and is now lm_head, fused-alike was off and is "
-        "now on: use --skip '0.*k_proj' --no-fused-alike and set gptq.block to 128 in the recipe, or use --overwrite"
+        "now on: use --skip '0.*k_proj' --set fused_alike=false and set gptq.block to 128 in the recipe, or use "
+        "--overwrite"
     )
     assert refusal(small_llama, out, recipe(scheme={"symmetric": False})) == (
         "asym was off and is now on: use --sym, or --overwrite"

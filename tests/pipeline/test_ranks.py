@@ -94,9 +94,9 @@ def test_several_ranks_write_the_bytes_of_one_and_one_speaks(
     ("family", "options"),
     [
         ("qwen3_moe", ("quantize", "--group-size", 64)),
-        ("small", ("quantize", "--no-true-sequential", "--asym")),
+        ("small", ("quantize", "--set", "true_sequential=false", "--asym")),
         ("small", ("prune",)),
-        ("small", ("quantize", "--method", "rtn", "--clip", "search", "--metric", "block")),
+        ("small", ("quantize", "--method", "rtn", "--set", "clip=search", "--set", "metric=block")),
     ],
 )
 def test_experts_and_pruned_weights_are_those_of_one_process(
@@ -253,7 +253,7 @@ def test_an_error_behind_the_last_exchange_ends_all(line: tuple[object, ...], wh
         (("quantize", "model", "-o", "out", "--method", "rtn"), "this recipe uses no activations"),
         (("quantize", "model", "-o", "out", "--calib", "text", "--samples", "1"), "1 calibration sequences for 2"),
         (
-            ("quantize", "model", "-o", "out", "--calib", "text", "--output-aware"),
+            ("quantize", "model", "-o", "out", "--calib", "text", "--set", "output_aware=true"),
             "--output-aware has the documents of",
         ),
         (("quantize", "model", "-o", "out", "--calib", "text", "--nothing"), "No such option"),

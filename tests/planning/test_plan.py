@@ -161,7 +161,7 @@ def test_every_misfit_is_found_at_once_with_suggestions_that_work(tmp_path: Path
     assert len(lines) == 2
     assert "model.layers.0.self_attn.k_proj is [1184, 4096] (and 27 more)" in lines[0]
     assert "model.layers.0.mlp.down_proj is [4096, 4032]" in lines[1]
-    assert all(line.endswith("or add --pad to fill it up with zeros") for line in lines)
+    assert all(line.endswith("or add --set pad=true to fill it up with zeros") for line in lines)
     assert not plan_quantize(src, linears, recipe("marlin", pad=True)).misfits
 
 
@@ -362,7 +362,7 @@ def test_gradients_count_once_there_are_some_and_grow_no_further(
 
 def test_hessians_of_outputs_that_are_too_large_name_the_way_out() -> None:
     memory = Memory({"program": 1}, others=(Memory({"program": 1, "Hessians of outputs": 10**18}),))
-    with pytest.raises(QuantkitError, match=r"allows .* GB: use --no-output-aware or "):
+    with pytest.raises(QuantkitError, match=r"allows .* GB: use --set output_aware=false or "):
         memory.require()
 
 

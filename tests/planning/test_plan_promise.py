@@ -104,7 +104,11 @@ BAD = {
     "no text": (unchanged, (*GPTQ, "--calib", "missing.txt"), 1),
     "kind of text": (unchanged, (*GPTQ, "--calib", __file__), 1),
     "few documents": (unchanged, (*GPTQ, "--calib", "TEXT", "--samples", 100_000), 1),
-    "few tokens": (unchanged, (*GPTQ, "--calib", "TEXT", "--samples", 100_000, "--lengths", "fixed"), 1),
+    "few tokens": (
+        unchanged,
+        (*GPTQ, "--calib", "TEXT", "--samples", 100_000, "--set", "calibration.lengths=fixed"),
+        1,
+    ),
     "tokenizer": (lacks_a_tokenizer, (*GPTQ, "--calib", "TEXT"), 1),
     "a link": (has_a_link, RTN, 1),
     "family": (is_of_family(model_type="abacus"), RTN, 1),
@@ -131,12 +135,11 @@ def test_a_plan_ends_as_the_run_would(case: str, small_llama: Path, calib: Path,
     spoil(places)
     before = tree(tmp_path)
     args = [calib if option == "TEXT" else option for option in options]
-    planned, dry, ran = (
-        call(*command, places.model, "-o", places.out, *args, "-q", code=code)
-        for command in (("plan",), ("quantize", "--dry-run"), ("quantize",))
+    planned, ran = (
+        call(command, places.model, "-o", places.out, *args, "-q", code=code) for command in ("plan", "quantize")
     )
-    assert planned.stderr == dry.stderr == ran.stderr
-    assert planned.stderr.startswith("Error: ") and planned.stdout == dry.stdout and not ran.stdout
+    assert planned.stderr == ran.stderr
+    assert planned.stderr.startswith("Error: ") and not ran.stdout
     assert tree(tmp_path) == before
 
 

@@ -93,6 +93,6 @@ def test_conversions_and_inspect_state_the_share(small_llama: Path, tmp_path: Pa
 
 
 def test_a_share_that_is_none(small_llama: Path, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="min_share is 90: use a number from 0 to 1"):
+    with pytest.raises(RecipeError, match="min_share is 90: use a number from 0 and up to 1"):
         quantkit.quantize(small_llama, tmp_path / "out", method="rtn", min_share=90)
     call("quantize", small_llama, "-o", tmp_path / "out", "--min-share", 90, code=2)

@@ -56,11 +56,11 @@ MADE = {
     "quantize int4 asym": f"quantize model -o out --format int4 --asym {RTN}",
     "quantize int4 asym to awq": f"quantize model -o out --asym --layout awq {RTN}",
     "quantize int4 asym to quick": f"quantize model -o out --asym --layout quick {RTN}",
-    "quantize signed": f"quantize model -o out --signed {RTN}",
-    "quantize without search": f"quantize model -o out --clip none {RTN}",
+    "quantize signed": f"quantize model -o out --set signed=true {RTN}",
+    "quantize without search": f"quantize model -o out --set clip=none {RTN}",
     "quantize g32 to gptq": f"quantize model -o out --group-size 32 --layout gptq {RTN}",
     "quantize with overrides": f"quantize model -o out --override v_proj=int4:g32 --skip o_proj {RTN}",
-    "quantize padded to marlin": f"quantize odd -o out --pad --group-size channel --layout marlin {RTN}",
+    "quantize padded to marlin": f"quantize odd -o out --set pad=true --group-size channel --layout marlin {RTN}",
     "quantize 2:4 to marlin24": f"quantize model -o out --prune 2:4 --layout marlin24 {RTN}",
 }
 CALIB = "--calib calib.txt --samples 8 --max-length 64"
@@ -76,12 +76,12 @@ CALIBRATED = {
         if name not in (*ROUNDING, *UNFROZEN)
     },
     # Descent needs 16 tokens for each input channel.
-    "quantize refined": f"quantize model -o out --refit {CALIB.replace('8', '72', 1)} -q",
+    "quantize refined": f"quantize model -o out --set gptq.refit=true {CALIB.replace('8', '72', 1)} -q",
     "prune sparsegpt": f"prune model -o out --method sparsegpt {CALIB} -q",
     "prune wanda": f"prune model -o out --method wanda {CALIB} -q",
     "quantize gptq by blocks of two": f"quantize two -o out {CALIB} -q",
 }
-ALONE = {**MADE, **{f"recipe {name}": f"run {name} model -o out -q" for name in ROUNDING}}
+ALONE = {**MADE, **{f"recipe {name}": f"quantize model --recipe {name} -o out -q" for name in ROUNDING}}
 
 
 def prepare(work: Work) -> Work:

@@ -18,6 +18,8 @@ from safetensors.torch import load_file, save_file
 
 import quantkit
 from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.keys import keys_of
+from quantkit.recipes.schema import RecipeKeys
 from tests.promises.model import write_json
 from tests.promises.outputs import CALIB, RECIPES, RTN
 from tests.promises.running import REPORT, Work, group, inside
@@ -36,7 +38,7 @@ ERRORS = (
     f"quantize model --group-size 0 --method rtn {TO}",
     f"quantize model --method awq {TO}",
     f"quantize model --layout exl3 {TO}",
-    f"quantize model --clip hard {TO}",
+    f"quantize model --set clip=hard {TO}",
     f"quantize model --samples 0 {TO}",
     f"quantize model --override k_proj {TO}",
     f"quantize model --override k_proj=int4:g0 {TO}",
@@ -49,26 +51,30 @@ ERRORS = (
     f"plan model --gpu h100 {RTN}",
     f"plan model --gpu-memory 1GB --device cpu {RTN}",
     f"plan model --gpu-memory 1kB {CALIB} -q",
-    f"quantize model --damp -1 {TO}",
-    f"quantize model --damp 2 {TO}",
-    f"quantize model --seed -1 {TO}",
+    f"quantize model --set gptq.damp=-1 {TO}",
+    f"quantize model --set gptq.damp=2 {TO}",
+    f"quantize model --set calibration.seed=-1 {TO}",
     f"quantize model --act-budget lots {TO}",
     f"quantize model --device abacus --method rtn {TO}",
-    f"quantize model --prune-method magnitude {TO}",
-    f"quantize model --descent 2 --method rtn {TO}",
-    f"quantize model --tune 2 --method rtn {TO}",
-    f"quantize model --tune 2 --calib calib.txt --samples 7 --max-length 32 {TO}",
-    f"quantize model --distill-codes {TO}",
-    f"quantize model --distill 2 --calib calib.txt --samples 1 {TO}",
-    f"quantize model --signed --format fp6 {TO}",
+    f"quantize model --set prune=magnitude {TO}",
+    f"quantize model --set gptq.descent=2 --method rtn {TO}",
+    f"quantize model --set tune=2 --method rtn {TO}",
+    f"quantize model --set tune=2 --calib calib.txt --samples 7 --max-length 32 {TO}",
+    f"quantize model --set distill_codes=true {TO}",
+    f"quantize model --set distill=2 --calib calib.txt --samples 1 {TO}",
+    f"quantize model --set signed=true --format fp6 {TO}",
     f"quantize model --recipe no-such-recipe {TO}",
     f"quantize model --recipe strange.yaml {TO}",
     f"quantize model --recipe twice.yaml {TO}",
     f"quantize model --recipe list.yaml {TO}",
-    f"run no-such-recipe model {TO}",
-    f"run strange.yaml model {TO}",
-    "run int4-rtn",
-    f"run columns.yaml model {TO}",
+    "run int4-rtn model -o out",
+    "quantize model --dry-run",
+    f"quantize model --damp 0.02 {TO}",
+    f"prune model --no-true-sequential {TO}",
+    f"quantize model --set gptq.dmp=0.02 {TO}",
+    f"quantize model --set tune {TO}",
+    f"quantize model --set gptq.refit=perhaps {TO}",
+    f"quantize model --recipe columns.yaml {TO}",
     f"pack int4 {TO}",
     f"pack int4 --layout exl3 {TO}",
     "convert",
@@ -162,7 +168,7 @@ ERRORS = (
     f"quantize model --calib missing.txt {TO}",
     f"quantize model --calib blank.txt {TO}",
     f"quantize model --calib calib.txt --samples 1000 {TO}",
-    f"quantize model --calib calib.txt --lengths fixed --samples 1000 {TO}",
+    f"quantize model --calib calib.txt --set calibration.lengths=fixed --samples 1000 {TO}",
     f"quantize model --calib calib.md {TO}",
     f"quantize untold {CALIB} {TO}",
     "eval ppl model --data missing.txt -q",
@@ -196,8 +202,8 @@ FOREIGN = (
 def helps(work: Work) -> dict[str, str]:
     """Return the help text of every command, every shipped recipe as it is printed, and a few other outputs."""
     found = {}
-    for path in ["", *(" ".join(path) for path in commands(group()))]:
-        line = f"{path} --help".strip()
+    helped = [f"{path} --help".strip() for path in ["", *(" ".join(path) for path in commands(group()))]]
+    for line in [*helped, "quantize --help-all", "prune --help-all"]:
         found[line] = work.done(line).stdout.rstrip()
     for name in RECIPES:
         line = f"quantize --recipe {name} --print-recipe"
@@ -382,7 +388,7 @@ def in_python(line: str) -> tuple[str, list[Any], dict[str, Any]] | None:
     while isinstance(command, click.Group) and words and words[0] in command.commands:
         path.append(words.pop(0))
         command = command.commands[path[-1]]
-    function = "quantize" if path == ["run"] else "_".join(path)
+    function = "_".join(path)
     if function not in quantkit.__all__:
         return None
     context = click.Context(command, info_name=" ".join(path))
@@ -393,8 +399,9 @@ def in_python(line: str) -> tuple[str, list[Any], dict[str, Any]] | None:
     given = {name: options[name] for name in (param.name for param in command.params) if options.get(name) is not None}
     positional = [given.pop(param.name) for param in command.params if param.name in given and is_argument(param)]
     keywords = {name: python_value(name, value) for name, value in given.items() if name not in ("quiet", "as_json")}
-    if path == ["run"]:
-        keywords["recipe"] = positional.pop(0)
+    for name, _, value in (pair.partition("=") for pair in keywords.pop("settings", ())):
+        keyword = next((key.keyword for key in keys_of(RecipeKeys) if key.name == name), name.replace(".", "_"))
+        keywords[keyword] = {"true": True, "false": False}.get(value, python_value(keyword, value))
     if function not in ("plan", "verify") and "out" in keywords and len(positional) == (1 + (function == "convert")):
         positional.append(keywords.pop("out"))
     return function, [*positional, *arguments], keywords

@@ -111,9 +111,9 @@ def test_every_misfit_is_listed_with_a_remedy(tmp_path: Path) -> None:
     for command in (("quantize", model, "-o", tmp_path / "out"), ("plan", model)):
         text = call(*command, *RTN, "--layout", "marlin", "-q", code=1).stderr
         assert "gate_proj" in text and "down_proj" in text and "(and " in text
-        assert text.count("--pad") >= 2 and text.startswith("Error: ")
+        assert text.count("--set pad=true") >= 2 and text.startswith("Error: ")
     assert not (tmp_path / "out").exists()
-    call("plan", model, *RTN, "--layout", "marlin", "--pad")
+    call("plan", model, *RTN, "--layout", "marlin", "--set", "pad=true")
     skips = [part for way in (".*gate_proj", ".*up_proj", ".*down_proj") for part in ("--skip", way)]
     assert "--min-share" in call("plan", model, *RTN, "--layout", "marlin", *skips, code=4).stderr
     call("plan", model, *RTN, "--layout", "marlin", *skips, "--min-share", 0)
@@ -145,7 +145,12 @@ def test_zero_points_are_refused_for_marlin(tiny_llama: Path, tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("text", "options"),
-    [("", ()), ("  \n\n ", ()), (TEXT, ("--samples", 1000)), (TEXT, ("--lengths", "fixed", "--samples", 1000))],
+    [
+        ("", ()),
+        ("  \n\n ", ()),
+        (TEXT, ("--samples", 1000)),
+        (TEXT, ("--set", "calibration.lengths=fixed", "--samples", 1000)),
+    ],
 )
 def test_calibration_text_that_is_empty_or_too_short_is_refused(
     text: str, options: tuple[object, ...], tiny_llama: Path, tmp_path: Path

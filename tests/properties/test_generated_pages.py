@@ -10,8 +10,10 @@ import pytest
 GENERATE = Path(__file__).resolve().parents[2] / "docs" / "generate.py"
 
 
-@pytest.mark.parametrize("name", ["cli.md", "api.md", "conversions.md"])
+@pytest.mark.parametrize(
+    "name", ["docs/cli.md", "docs/api.md", "docs/conversions.md", "docs/recipes.md", "quantkit/recipes/keywords.py"]
+)
 def test_generated_page_is_current(name: str) -> None:
-    path = GENERATE.with_name(name)
+    path = GENERATE.parents[1] / name
     pages = runpy.run_path(str(GENERATE))["pages"]()
     assert path.read_text(encoding="utf-8") == pages[path], "run: make docs"

@@ -20,6 +20,7 @@ IMPORTERS = {
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint", "pipeline.push"},
+    "msgspec": {"keys", "algorithms.options", "recipes"},
     "yaml": {"recipes.recipe", "io.model_folder"},
     "compressed_tensors": {"inference.transformers_loading"},
     "jinja2": {"reporting.templates"},

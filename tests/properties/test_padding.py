@@ -54,7 +54,7 @@ def layers(folder: Path) -> dict[str, dict[str, Any]]:
     [
         ("marlin", ("--group-size", "channel")),
         ("tcfpx", ("--format", "fp6")),
-        ("quick", ("--group-size", 32, "--asym", "--descent", 1)),
+        ("quick", ("--group-size", 32, "--asym", "--set", "gptq.descent=1")),
         ("marlin24", ("--group-size", "channel", "--prune", "2:4")),
     ],
 )
@@ -62,11 +62,11 @@ def test_a_padded_model_equals_the_unpadded_one(
     layout: str, options: tuple[object, ...], odd: Path, calib: Path, tmp_path: Path
 ) -> None:
     asked = (odd, *options, "--calib", calib, *GPTQ)
-    assert "add --pad" in call("quantize", *asked, "--layout", layout, "-o", tmp_path / "no", code=1).stderr
+    assert "add --set pad=true" in call("quantize", *asked, "--layout", layout, "-o", tmp_path / "no", code=1).stderr
     plain, out = tmp_path / "plain", tmp_path / "padded"
     call("quantize", *asked, "--layout", "compressed-tensors", "-o", plain, "-q")
-    planned = json.loads(call("plan", *asked, "--layout", layout, "--pad", "--json").stdout)
-    printed = call("quantize", *asked, "--layout", layout, "--pad", "-o", out)
+    planned = json.loads(call("plan", *asked, "--layout", layout, "--set", "pad=true", "--json").stdout)
+    printed = call("quantize", *asked, "--layout", layout, "--set", "pad=true", "-o", out)
     assert "padded with zeros" in printed.stdout and "only quantkit reads their true shapes" in printed.stderr
     totals = report(out)["totals"]
     weights = sum(each["bytes"] for each in planned["files"]["each"] if each["name"].endswith(".safetensors"))
@@ -96,7 +96,7 @@ def test_a_padded_model_equals_the_unpadded_one(
 
 def test_a_partial_last_group_has_the_scale_of_its_own_columns(odd: Path, tmp_path: Path) -> None:
     """k of 96 and 160 in groups of 128."""
-    call("quantize", odd, *RTN, "--layout", "marlin", "--pad", "-o", tmp_path / "out", "-q")
+    call("quantize", odd, *RTN, "--layout", "marlin", "--set", "pad=true", "-o", tmp_path / "out", "-q")
     src, dense = Checkpoint(tmp_path / "out"), Checkpoint(odd)
     for name, layer in layers(tmp_path / "out").items():
         weight, q = dense.get(f"{name}.weight"), src.quantized(name)
@@ -126,7 +126,20 @@ def test_padded_weights_of_a_finished_block_are_unpacked_where_its_activations_a
         if lines == 2:
             raise Killed
 
-    asked = ("quantize", odd, "--layout", "marlin", "--pad", "--calib", calib, *GPTQ, "-q", "-o", tmp_path / "out")
+    asked = (
+        "quantize",
+        odd,
+        "--layout",
+        "marlin",
+        "--set",
+        "pad=true",
+        "--calib",
+        calib,
+        *GPTQ,
+        "-q",
+        "-o",
+        tmp_path / "out",
+    )
     with pytest.raises(Killed), faults(kill):
         call(*asked)
     (partial,) = tmp_path.glob("out.partial-*")
@@ -139,7 +152,7 @@ def test_padded_weights_of_a_finished_block_are_unpacked_where_its_activations_a
 @pytest.fixture(scope="module")
 def uninterrupted(odd: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     out = tmp_path_factory.mktemp("whole") / "out"
-    call("quantize", odd, "--layout", "marlin", "--pad", "--calib", calib, *GPTQ, "-q", "-o", out)
+    call("quantize", odd, "--layout", "marlin", "--set", "pad=true", "--calib", calib, *GPTQ, "-q", "-o", out)
     return hashes(out)
 
 
@@ -207,12 +220,14 @@ def test_nan_is_counted_in_the_true_shape() -> None:
 
 
 def test_padding_is_offered_only_where_it_helps(odd: Path, tmp_path: Path) -> None:
-    error = refused("quantize", odd, *RTN, "--layout", "marlin", "--group-size", 100, "--pad", out=tmp_path / "out")
-    assert "add --pad" not in error and "group" in error
+    error = refused(
+        "quantize", odd, *RTN, "--layout", "marlin", "--group-size", 100, "--set", "pad=true", out=tmp_path / "out"
+    )
+    assert "add --set pad=true" not in error and "group" in error
     found = refused("quantize", odd, *RTN, "--layout", "tcfpx", "--format", "fp6", lines=2, out=tmp_path / "out")
-    assert all(line.endswith("add --pad to fill it up with zeros") for line in found.splitlines())
+    assert all(line.endswith("add --set pad=true to fill it up with zeros") for line in found.splitlines())
     tied = write_model("llama", tmp_path / "tied", vocab_size=257, tie_word_embeddings=True, num_hidden_layers=1)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{skip: [], layout: marlin, method: rtn}")
     error = refused("quantize", tied, "--recipe", recipe, out=tmp_path / "out")
-    assert "tied to the embeddings" in error and "add --pad" not in error
+    assert "tied to the embeddings" in error and "add --set pad=true" not in error

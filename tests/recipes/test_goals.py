@@ -62,7 +62,7 @@ def test_the_output_has_one_treatment_a_group(method: str, source: Path, tmp_pat
         "overrides": {"up_proj": "int4:g64"},
     }
     apart = quantize.plan(source, from_mapping(asked))
-    assert "vLLM" not in apart.readers and "--fused-alike" in "\n".join(apart.notices)
+    assert "vLLM" not in apart.readers and "--set fused_alike=true" in "\n".join(apart.notices)
     recipe = from_mapping({**asked, "fused_alike": True})
     assert from_mapping(recipe.to_mapping()) == recipe
     planned = quantize.plan(source, recipe)

@@ -42,7 +42,7 @@ RUNS: list[tuple[dict[str, Any], str]] = [
     (WIDE, f"--calib TEXT {LONG}"),
     (WIDE, f"--calib TEXT {LONG} --act-budget 1MB"),
     (WIDE, f"--calib TEXT {SHORT} --prune 2:4 --layout marlin24"),
-    (SMALL, f"--calib TEXT {LONG} --output-aware"),
+    (SMALL, f"--calib TEXT {LONG} --set output_aware=true"),
 ]
 
 
@@ -299,7 +299,17 @@ def streaming(found: Run) -> None:
         size = sum(path.stat().st_size for path in (folder / "model").glob("*.safetensors"))
         allowed = 3 * largest + 600 * 10**6
         found.facts |= {"bytes of the checkpoint": size, "bytes of its largest tensor": largest, "allowed": allowed}
-        rounding = ("quantize", folder / "model", "--method", "rtn", "--clip", "none", "-o", folder / "rounded", "-q")
+        rounding = (
+            "quantize",
+            folder / "model",
+            "--method",
+            "rtn",
+            "--set",
+            "clip=none",
+            "-o",
+            folder / "rounded",
+            "-q",
+        )
         packing = ("pack", folder / "rounded", "--layout", "marlin", "-o", folder / "packed", "-q")
         for words in (rounding, packing):
             with found.case(words[0]):

@@ -42,7 +42,7 @@ for arguments in json.loads(sys.argv[4]):
 """
 #: Commands whose bytes depend on nothing around them; the last one reads the first one's output.
 ROUNDED = {
-    "int4": ("quantize", "{model}", "--method", "rtn", "--clip", "search"),
+    "int4": ("quantize", "{model}", "--method", "rtn", "--set", "clip=search"),
     "asym": ("quantize", "{model}", "--method", "rtn", "--asym", "--group-size", "32", "--layout", "awq"),
     "fp6": ("quantize", "{model}", "--format", "fp6", "--method", "rtn"),
     "pruned": ("prune", "{model}", "--method", "magnitude"),

@@ -85,7 +85,10 @@ def test_a_template_that_reads_parts_alone_is_given_parts(tokenizer: Any) -> Non
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        (None, "is a conversation, and the model has no chat template: .*--text-column NAME or another --calib FILE"),
+        (
+            None,
+            r"the model has no chat template: .*--set calibration\.text_column=NAME or another --calib FILE",
+        ),
         ("{{ raise_exception('roles must alternate') }}", r"refuses it \(roles must alternate\): repair the record"),
         ("{% for m in messages %}{{ m.role }}{% endfor %}", "writes none of its text"),
         ("{% for", "refuses it"),

@@ -184,9 +184,9 @@ def test_a_mixture_that_cannot_be_is_refused(sources: list[str], samples: int, s
 def test_a_column_or_split_without_a_use_is_refused(tmp_path: Path, tokenizer: Any) -> None:
     source = paragraphs(tmp_path, [30])
     options = {"samples": 1, "max_length": 32, "seed": 0}
-    with pytest.raises(RecipeError, match="--split test: no source is a hub data set"):
+    with pytest.raises(RecipeError, match=r"--set calibration\.split=test: no source is a hub data set"):
         draw_calibration(source, tokenizer, **options, split="test")
-    with pytest.raises(RecipeError, match="--text-column x: no source has records"):
+    with pytest.raises(RecipeError, match=r"--set calibration\.text_column=x: no source has records"):
         draw_calibration(source, tokenizer, **options, text_column="x")
 
 

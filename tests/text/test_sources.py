@@ -79,9 +79,9 @@ def test_an_evaluation_text_is_unchanged(tmp_path: Path) -> None:
         (
             "a.jsonl",
             b'{"id": 1, "body": "y"}\n',
-            "record 1: has no text, messages .*: found the keys id, body; use --text-c",
+            "record 1: has no text, messages .*: found the keys id, body; use --set calibration.text_c",
         ),
-        ("a.jsonl", b"{}\n", "record 1: .* it has no keys; use --text-column NAME"),
+        ("a.jsonl", b"{}\n", "record 1: .* it has no keys; use --set calibration.text_column=NAME"),
         ("a.json", b'[{"text": "x"}, 7]', "record 2: .* it is no object with keys"),
         ("a.json", b'[{"text": "x"}', "is not JSON"),
         ("a.json", b'{"data": [\n1]}', "line 1 is not JSON"),
@@ -129,7 +129,7 @@ def test_a_named_column_is_read_instead(tmp_path: Path) -> None:
     found = load_documents(source, text_column="body")
     assert (found.texts, found.rule) == (["yes", "again"], "one document (body) a line")
     with pytest.raises(
-        CheckpointError, match="record 1: has no text called title: found the keys text, body; use --text"
+        CheckpointError, match="record 1: has no text called title: found the keys text, body; use --set cal"
     ):
         load_documents(source, text_column="title")
 
@@ -196,7 +196,7 @@ def test_a_hub_data_set_is_read_by_name_configuration_and_split(
     found = load_documents("org/set:texts")
     assert (found.texts, found.rule) == ([f"text {i}" for i in range(5)], "one document a row of the split train")
     assert load_documents("org/set:texts", text_column="title").texts == ["t"] * 5
-    with pytest.raises(CheckpointError, match="org/set:chats: has no split train, but test: use --split NAME"):
+    with pytest.raises(CheckpointError, match=r"org/set:chats: has no split train, but test: use --set .*split=NAME"):
         load_documents("org/set:chats")
     assert load_documents("org/set:chats", split="test").conversations
     with pytest.raises(

@@ -30,7 +30,7 @@ from tests.tiny_models import write_model
 
 calib, tmp_path = command_line.calib, memory_path
 SHORT = ("--samples", 9, "--max-length", 64)
-AWARE = (*SHORT, "--output-aware")
+AWARE = (*SHORT, "--set", "output_aware=true")
 #: Changes that make a model small, so that a run takes a second.
 SMALL: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
 QUICK: dict[str, Any] = {"scheme": {"group_size": 32}, "clip": "none"}
@@ -243,10 +243,16 @@ def test_a_disk_too_small_for_gradients_and_both_stores_is_refused_before_the_ru
         monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=count))
 
     for options, stores in (
-        (("--output-aware",), 2),  # of both blocks
-        (("--output-aware", "--act-budget", 0), 5),
-        (("--tune", 2, "--act-budget", 0), 2),
-        (("--tune", 2, "--output-aware", "--act-budget", 0), 5),
+        (
+            (
+                "--set",
+                "output_aware=true",
+            ),
+            2,
+        ),  # of both blocks
+        (("--set", "output_aware=true", "--act-budget", 0), 5),
+        (("--set", "tune=2", "--act-budget", 0), 2),
+        (("--set", "tune=2", "--set", "output_aware=true", "--act-budget", 0), 5),
     ):
         needed = json.loads(call("plan", *args[1:], *options, "--json").stdout)["files"]["total"]
         needed += (1 + stores) * store  # and a snapshot
@@ -255,19 +261,19 @@ def test_a_disk_too_small_for_gradients_and_both_stores_is_refused_before_the_ru
         free(needed - 1)
         line = call(*args, *options, code=1).stderr
         assert line == call("plan", *args[1:], *options, code=1).stderr and len(line.splitlines()) == 1
-        assert "are free: free some or use another -o" in line and "--no-output-aware" not in line
+        assert "are free: free some or use another -o" in line and "--set output_aware=false" not in line
         monkeypatch.undo()
     free(0)
-    line = call(*args, "--max-length", 512, "--samples", 12, "--output-aware", code=1).stderr
-    assert "or use --no-output-aware: " in line and len(line.splitlines()) == 1
+    line = call(*args, "--max-length", 512, "--samples", 12, "--set", "output_aware=true", code=1).stderr
+    assert "or use --set output_aware=false: " in line and len(line.splitlines()) == 1
     assert not list(tmp_path.glob("out*"))
 
 
 @pytest.mark.parametrize(
     ("filled", "says"),
     [
-        (1, r"^model\.layers\.1: its gradient is not finite: use --no-output-aware$"),
-        (0, r"^model\.layers\.0\.mlp\.gate_proj: its outputs have no finite gradient: use --no-output-aware$"),
+        (1, r"^model\.layers\.1: its gradient is not finite: use --set output_aware=false$"),
+        (0, r"^model\.layers\.0\.mlp\.gate_proj: its outputs have no finite gradient: use --set output_aware=false$"),
     ],
 )
 def test_a_gradient_that_is_not_finite_names_its_block(
@@ -289,9 +295,9 @@ def test_blocks_that_pass_on_more_than_a_hidden_state_are_refused_in_one_line(
 ) -> None:
     model = families.write(family, tmp_path / "model")
     line = refused("quantize", model, "--calib", calib, *AWARE, "--group-size", 32, out=tmp_path / "out", code=2)
-    assert "use --no-output-aware" in line
+    assert "use --set output_aware=false" in line
 
 
 def test_rounding_to_nearest_is_refused_in_one_line(small: Path, tmp_path: Path) -> None:
-    line = refused("quantize", small, "--method", "rtn", "--output-aware", out=tmp_path / "out", code=2)
-    assert "--output-aware weighs the errors of gptq, the method is rtn" in line
+    line = refused("quantize", small, "--method", "rtn", "--set", "output_aware=true", out=tmp_path / "out", code=2)
+    assert "--set output_aware starts from the codes of gptq, the method is rtn" in line

@@ -176,7 +176,7 @@ def test_the_gradient_of_a_block_is_that_of_the_plain_model(three: Path, monkeyp
 @pytest.mark.parametrize(
     ("mapping", "says"),
     [
-        ({"tune": 8, "method": "rtn"}, "--tune starts from the codes of gptq, the method is rtn"),
+        ({"tune": 8, "method": "rtn"}, "--set tune starts from the codes of gptq, the method is rtn"),
         ({"tune": -1}, "tune is -1"),
         ({"tune": True}, "must be of type int"),
     ],

@@ -1,0 +1,81 @@
+"""The options that the keys of a recipe, and those of a run, have on the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import click
+
+from quantkit.cli import completers
+from quantkit.cli.options import CALIBRATION, Bytes, GroupSize, Override, choice
+from quantkit.cli.parsing import Function, combined
+from quantkit.errors import Option
+from quantkit.keys import Key, keys_of
+from quantkit.recipes.run_options import RunOptions
+
+#: What click has beside the declaration of a key, by keyword.
+_MORE: dict[str, dict[str, Any]] = {
+    "group_size": {"type": GroupSize()},
+    "override": {
+        "type": Override(),
+        "multiple": True,
+        "help": "A scheme for some: '.*down_proj=int4:g64'; repeatable.",
+    },
+    "skip": {"multiple": True, "metavar": "REGEX", "help": "Linears left dense, besides lm_head; repeatable."},
+    "calib": {
+        "multiple": True,
+        "metavar": "SOURCE[:WEIGHT]",
+        "shell_complete": completers.texts,
+        "help": f"Calibration text: {CALIBRATION} [c4]; repeatable, the weights are relative.",
+    },
+    "act_budget": {"type": Bytes()},
+    "min_share": {"metavar": "X"},
+}
+
+
+def recipe_options(keys: Sequence[Key]) -> Callable[[Function], Function]:
+    """Make the options of the keys that `--help` shows, and `--set` for all others."""
+    setting = click.option(
+        "--set",
+        "settings",
+        multiple=True,
+        metavar="KEY=VALUE",
+        shell_complete=completers.settings(keys),
+        help="Any key of a recipe, like gptq.damp=0.02; --help-all lists them; repeatable.",
+    )
+    return combined(*(_option(key) for key in keys if key.level == "shown"), in_section("Basic", setting))
+
+
+def run_options() -> Callable[[Function], Function]:
+    """Make the options of a run."""
+    return combined(*(_option(key, default=key.default) for key in keys_of(RunOptions)))
+
+
+def in_section(
+    name: str, option: Callable[[Function], Function], level: str = "shown"
+) -> Callable[[Function], Function]:
+    """Let help list an option under the heading `name`, in `--help-all` alone if its level is `all`."""
+
+    def decorate(function: Function) -> Function:
+        function = option(function)
+        vars(vars(function)["__click_params__"][-1]).update(section=name, level=level)
+        return function
+
+    return decorate
+
+
+def _option(key: Key, default: Any = None) -> Callable[[Function], Function]:
+    """Make the option of a key."""
+    flag = f"--{key.keyword.replace('_', '-')}"
+    settings: dict[str, Any] = {"help": key.help_text, "default": default}
+    if key.is_switch and default is None:
+        flag = f"{flag}/{Option.shell(key.keyword, False)}"
+    elif key.is_switch:
+        settings |= {"is_flag": True, "help": f"{key.help}."}
+    elif key.values:
+        settings["type"] = choice(key.values)
+    elif key.number is not None:
+        settings["type"] = key.number
+    settings |= _MORE.get(key.keyword, {})
+    return in_section(key.section, click.option(flag, key.keyword, **settings), key.level)

@@ -1,0 +1,259 @@
+"""Declare the keys of a recipe and the options of a run: fields of dataclasses that say everything about them.
+
+The command line, the signatures of the API, the YAML file and its checks, the pages and the identity of a run read
+these declarations. A new option is thus one field.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Hashable, Iterable, Mapping
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields, replace
+from functools import cache
+from types import NoneType, SimpleNamespace, UnionType
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
+
+import msgspec
+
+from quantkit.errors import RecipeError
+
+#: An option of `--help`, one that `--help-all` lists, or a key of a recipe that has no keyword in Python.
+Level = Literal["shown", "all", "key"]
+#: Numbers with bounds.
+Positive = Annotated[int, msgspec.Meta(ge=1)]
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
+
+
+@dataclass(frozen=True)
+class Key:
+    """One option, and how each surface spells it.
+
+    `help` is a phrase for the command line; the page of recipes goes on with `more`, and `when` says when to change it.
+    `usual` describes a default that depends on other keys. `keyword` is the name in Python and of a flag, if it is not
+    that of the key. `negated` says that the keyword is the opposite of the key. `form` is the type in a file, and
+    `typed` the annotation of the keyword, if they are not that of the field. A key that `may_lack` is left out of a
+    file while it has its default. `pruning` says that `prune` has it too, or with which type. A run may be resumed with
+    another value if the key `may_change`. `keys_of` fills in `path`, `type` and `default`, which is `...` for
+    a key that has none.
+    """
+
+    help: str
+    level: Level = "all"
+    section: str = "Method"
+    more: str = ""
+    when: str = ""
+    usual: str = ""
+    keyword: str = ""
+    negated: bool = False
+    form: Any = None
+    typed: str = ""
+    choices: tuple[str, ...] = ()
+    may_lack: bool = False
+    pruning: Any = False
+    may_change: bool = False
+    path: tuple[str, ...] = ()
+    type: Any = None
+    default: Any = ...
+
+    @property
+    def name(self) -> str:
+        """The key as a recipe has it: `gptq.damp`."""
+        return ".".join(self.path)
+
+    @property
+    def values(self) -> tuple[str, ...]:
+        """The values to choose from; none if the key is free."""
+        literals = [part for part in _parts(self.type) if get_origin(part) is Literal]
+        return self.choices or tuple(value for part in literals for value in get_args(part))
+
+    @property
+    def number(self) -> type[int] | type[float] | None:
+        """The kind of number that the key is; None for anything else."""
+        bases = [get_args(part)[0] if get_origin(part) is Annotated else part for part in _parts(self.type)]
+        return next((base for base in bases if base in (int, float)), None)
+
+    @property
+    def kind(self) -> str:
+        """The word for a value in help."""
+        return "true|false" if self.is_switch else {int: "N", float: "X"}.get(self.number or str, "TEXT")
+
+    @property
+    def is_switch(self) -> bool:
+        """Whether the key is on or off."""
+        return self.type is bool
+
+    @property
+    def annotation(self) -> str:
+        """The type of the keyword, as Python source."""
+        if self.typed:
+            return self.typed
+        named = {str(Any): "Any", str(NoneType): "None"}
+        words = []
+        for part in _parts(self.type):
+            base = get_args(part)[0] if get_origin(part) is Annotated else part
+            literals = ", ".join(f'"{value}"' for value in get_args(base))
+            words.append(f"Literal[{literals}]" if get_origin(base) is Literal else named.get(str(base), base.__name__))
+        return " | ".join(words)
+
+    @property
+    def default_text(self) -> str:
+        """The default, as help shows it."""
+        if self.usual or self.default is ...:
+            return self.usual
+        value = (not self.default) if self.negated else self.default
+        return shown(list(value) if isinstance(value, tuple) else value)
+
+    @property
+    def help_text(self) -> str:
+        """The help with the default behind it, as one sentence."""
+        return f"{self.help} [{self.default_text}]." if self.default_text else f"{self.help}."
+
+    def read(self, value: Any, strict: bool = True) -> Any:
+        """Convert a value of a file, or of a shell if not `strict`, to that of the field; RecipeError if it is none."""
+        if value is False and "off" in self.values:
+            value = "off"  # YAML reads an unquoted off as False
+        try:
+            found = msgspec.convert(value, self.type, strict=strict)
+            msgspec.json.encode(found)
+        except UnicodeEncodeError:
+            raise RecipeError(f"{self.name} is {value!r}, and the report is UTF-8", "rename it") from None
+        except (msgspec.ValidationError, OverflowError):
+            with suppress(msgspec.ValidationError):  # as a file would have it
+                value = value if strict else msgspec.convert(value, int | float, strict=False)
+            raise RecipeError(f"{self.name} is {value!r}", f"use {self.rule}") from None
+        if self.choices and found is not None and found not in self.choices:
+            raise RecipeError(f"{self.name} is {value!r}", f"use {self.rule}")
+        return found
+
+    @property
+    def rule(self) -> str:
+        """The values that the key takes, in words."""
+        free = [part for part in _parts(self.type) if get_origin(part) is not Literal]
+        words = [*map(_described, free if not self.choices else [])]
+        named = [f"one of {', '.join(self.values)}"] if len(self.values) > 1 else list(self.values)
+        return " or ".join([*named, *filter(None, dict.fromkeys(words))])
+
+
+def key(help: str, *, default: Any = MISSING, **about: Any) -> Any:
+    """Declare a field that is an option; `about` has the other fields of `Key`."""
+    return field(default=default, metadata={"key": Key(help, **about)})
+
+
+def section(help: str, kind: type, heading: str = "", pruning: bool = False) -> Any:
+    """Declare a field whose value has keys of its own: those that the dataclass `kind` declares.
+
+    `heading` and `pruning` are for all of them.
+    """
+    return field(metadata={"section": (help, kind, heading, pruning)})
+
+
+def keys_of(declared: type[Any], *above: str) -> tuple[Key, ...]:
+    """List the keys that the fields of a dataclass declare, those of its sections included, in the order of a file."""
+    return _keys(cast(Hashable, declared), above)
+
+
+@cache
+def _keys(declared: Any, above: tuple[str, ...]) -> tuple[Key, ...]:
+    found: list[Key] = []
+    for each in fields(declared):
+        if "section" in each.metadata:
+            _, kind, heading, pruning = each.metadata["section"]
+            inner = keys_of(kind, *above, each.name)
+            found += [replace(k, section=heading or k.section, pruning=pruning or k.pruning) for k in inner]
+        elif "key" in each.metadata:
+            declaration: Key = each.metadata["key"]
+            found.append(
+                replace(
+                    declaration,
+                    path=(*above, each.name),
+                    keyword=declaration.keyword or each.name,
+                    type=declaration.form or _type(declared, each.name),
+                    default=... if each.default is MISSING else each.default,
+                )
+            )
+    return tuple(found)
+
+
+def sections_of(declared: type) -> dict[str, str]:
+    """Return the sections that a dataclass declares, as name -> help."""
+    return {each.name: each.metadata["section"][0] for each in fields(declared) if "section" in each.metadata}
+
+
+def read(mapping: Mapping[str, Any], keys: Iterable[Key]) -> dict[str, Any]:
+    """Check and convert the values of a mapping, section by section; RecipeError names an unknown key or value."""
+    within: dict[str, list[Key]] = {}
+    for each in keys:
+        within.setdefault(each.path[0], []).append(each)
+    refuse_unknown(mapping, within, "the recipe")
+    found: dict[str, Any] = {}
+    for name, value in mapping.items():
+        first = within[name][0]
+        if len(first.path) == 1:
+            found[name] = first.read(value)
+            continue
+        inner, known = section_at(mapping, name), {each.path[1]: each for each in within[name]}
+        refuse_unknown(inner, known, name)
+        found[name] = {key: known[key].read(each) for key, each in inner.items()}
+    return found
+
+
+def section_at(mapping: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return the section `name` of a mapping, empty if there is none; RecipeError if it has no keys."""
+    found = {} if mapping.get(name) is None else mapping[name]
+    if not isinstance(found, Mapping):
+        raise RecipeError(f"{name} is {found!r}", "it must be a section of keys")
+    return found
+
+
+def refuse_unknown(mapping: Mapping[str, Any], known: Iterable[str], where: str) -> None:
+    """Raise RecipeError if a mapping has a key that is not known."""
+    names = list(known)
+    unknown = [str(name) for name in mapping if name not in names]
+    if unknown:
+        raise RecipeError(f"unknown key {unknown[0]!r} in {where}", f"known are {', '.join(names)}")
+
+
+def check(declared: Any, *above: str) -> None:
+    """Check the values of a dataclass by its declarations; RecipeError if one is out of range."""
+    for each in keys_of(type(declared), *above):
+        each.read(getattr(declared, each.path[-1]))
+
+
+def shown(value: Any) -> str:
+    """Return a value of a recipe as messages and help show it."""
+    if isinstance(value, Mapping):
+        return shown([f"{name}={each}" for name, each in value.items()])
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none"
+    if value is None:
+        return "none"
+    return ("on" if value else "off") if isinstance(value, bool) else str(value)
+
+
+def _type(declared: type, name: str) -> Any:
+    """Evaluate the annotation of one field in its module: others may name what only type checkers import."""
+    home = next(each for each in declared.__mro__ if name in vars(each).get("__annotations__", {}))
+    alone = SimpleNamespace(__annotations__={name: home.__annotations__[name]})
+    return get_type_hints(alone, vars(sys.modules[home.__module__]), include_extras=True)[name]
+
+
+def _parts(kind: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type alone."""
+    return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
+
+
+def _described(kind: Any) -> str:
+    """Say in words which values a type has; nothing for None."""
+    if get_origin(kind) is Annotated:
+        base, bounds = get_args(kind)
+        limits = {"from": bounds.ge, "above": bounds.gt, "up to": bounds.le}
+        words = " and ".join(f"{word} {limit}" for word, limit in limits.items() if limit is not None)
+        return f"{_described(base)} {words}"
+    if get_origin(kind) in (tuple, list):
+        return "a list of texts"
+    if get_origin(kind) in (dict, Mapping):
+        return "a mapping of texts"
+    names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: ""}
+    return names.get(kind, str(kind))

@@ -1,0 +1,76 @@
+"""The keywords of the API, typed for editors: made from the schema by `make docs`; do not edit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Literal, TypedDict
+
+
+class Settings(TypedDict, total=False):
+    """The options of a run."""
+
+    revision: str | None
+    device: str
+    resume: bool
+    overwrite: bool
+    trust_remote_code: bool
+    act_budget: int | None
+    min_share: float
+
+
+class RecipeKeywords(TypedDict, total=False):
+    """The keys of a recipe; None leaves the recipe's value."""
+
+    format: str | None
+    group_size: int | Literal["channel"] | None
+    asym: bool | None
+    prune: Literal["2:4"] | None
+    prune_method: Literal["magnitude", "wanda", "sparsegpt"] | None
+    method: Literal["gptq", "rtn"] | None
+    clip: Literal["none", "search"] | None
+    metric: Literal["mse", "diag", "block"] | None
+    signed: bool | None
+    damp: float | None
+    damp_kind: Literal["own", "mean"] | None
+    act_order: Literal["static", "off"] | None
+    on_unsolvable: Literal["stop", "rtn"] | None
+    refit: bool | None
+    descent: int | None
+    output_aware: bool | None
+    tune: int | None
+    true_sequential: bool | None
+    distill: int | None
+    distill_codes: bool | None
+    calib: str | Path | Iterable[str | Path] | None
+    samples: int | None
+    max_length: int | None
+    seed: int | None
+    lengths: Literal["own", "fixed"] | None
+    moe_calibration: Literal["routed", "all"] | None
+    text_column: str | None
+    split: str | None
+    layout: str | None
+    pad: bool | None
+    fused_alike: bool | None
+    skip: str | Iterable[str] | None
+    override: Mapping[str, str] | None
+
+
+class PruningKeywords(TypedDict, total=False):
+    """The keys of `prune`; None leaves the default."""
+
+    method: Literal["magnitude", "wanda", "sparsegpt"] | None
+    damp: float | None
+    damp_kind: Literal["own", "mean"] | None
+    act_order: Literal["static", "off"] | None
+    true_sequential: bool | None
+    calib: str | Path | Iterable[str | Path] | None
+    samples: int | None
+    max_length: int | None
+    seed: int | None
+    lengths: Literal["own", "fixed"] | None
+    moe_calibration: Literal["routed", "all"] | None
+    text_column: str | None
+    split: str | None
+    skip: str | Iterable[str] | None
