@@ -1,4 +1,4 @@
-"""FP8 and MXFP4 weights of published models, dequantized on reading, so that such a folder can be a source.
+"""FP8 and MXFP4 weights of published models, dequantized on reading.
 
 Three forms are read. Each is told by the `quant_method` of the configuration, and which tensors are quantized is told
 by the data:

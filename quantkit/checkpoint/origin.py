@@ -1,4 +1,4 @@
-"""Where a source comes from, and what its outputs take from it: hub id, licence, language, tags and config."""
+"""The origin of a source, and the facts that its outputs inherit: hub id, licence, language, tags and config."""
 
 from __future__ import annotations
 

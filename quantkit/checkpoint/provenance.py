@@ -159,7 +159,7 @@ def checked(src: Checkpoint, check: bool = True) -> Iterator[None]:
 
 
 def damage(name: str, path: Path, by: str) -> str:
-    """Describe a file whose hash is not the recorded one, with the tensors that its own digests show to be changed."""
+    """Describe a file with another hash than the recorded one, and name the tensors whose digests changed."""
     tensors = None
     if name.endswith(".safetensors"):
         with suppress(CheckpointError):  # then its header is damaged

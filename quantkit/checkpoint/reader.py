@@ -122,7 +122,7 @@ class Checkpoint(StoredTensors):
         return self._padded.get(module) or self.size(module)
 
     def is_padded(self, module: str) -> bool:
-        """Return whether a packed module is stored with rows or columns of zeros past its true shape."""
+        """Return True if a packed module is stored with rows or columns of zeros past its true shape."""
         return module in self._padded
 
     def stored(self, module: str) -> dict[str, Tensor]:
@@ -226,7 +226,7 @@ class Checkpoint(StoredTensors):
         return found.form
 
     def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:
-        """Return what is stated of the quantization, None for a dense model, and the file that states it."""
+        """Find the quantization config, None for a dense model, and the file that states it."""
         stated = self.config.get(QUANTIZATION)
         text = self.config.get("text_config")
         if stated is None and isinstance(text, dict):  # some wrappers state there what the language model has

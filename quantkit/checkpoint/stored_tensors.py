@@ -1,12 +1,13 @@
 """Tensors in the safetensors files of a model folder: known by their headers, read one at a time.
 
-A tensor can also be computed from others, in whose place it stands (`derived`).
+A tensor can also be computed from others, and takes their place (`derived`).
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint.derived import Derived, Read
+from quantkit.checkpoint.derived import Derived
 from quantkit.errors import CheckpointError
 from quantkit.io import files, hashing
 from quantkit.io.json_files import AGAIN, shown
@@ -30,34 +31,14 @@ class StoredFile(NamedTuple):
     identity: tuple[int, ...]
 
 
-class _Stored(NamedTuple):
-    """Hold where the bytes of a tensor are."""
+class _Place(NamedTuple):
+    """Hold shape, dtype and reader of a tensor; `stored` is its place in a file, unless it is derived."""
 
-    file: StoredFile
-    info: TensorInfo
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.info.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.info.dtype
-
-
-class _Bound(NamedTuple):
-    """Hold a derived tensor, and how it reads its inputs."""
-
-    derived: Derived
-    read: Read
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.derived.shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.derived.dtype
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    read: Callable[[int | slice | None], Tensor]
+    stored: tuple[StoredFile, TensorInfo] | None = None
+    restore: Callable[[Tensor], Tensor] | None = None
 
 
 class StoredTensors:
@@ -77,13 +58,14 @@ class StoredTensors:
         self.path = path
         self._shards: list[StoredFile] = []
         self._beside = tuple(beside)
-        self._where: dict[str, _Stored | _Bound] = {}
+        self._where: dict[str, _Place] = {}
         for shard_name in shards:
             self._shards.append(shard := file_in(path, shard_name))
             for name, info in read_header(shard.path)[0].items():
                 if weight_map is not None and weight_map.get(name) != shard_name:
                     raise CheckpointError(f"{name} is in {shard_name}, the index does not say so", AGAIN, subject=path)
-                self._where[name] = _Stored(shard, info)
+                read = partial(_read, path, shard, info)
+                self._where[name] = _Place(info.shape, info.dtype, read, (shard, info))
         absent = [name for name in weight_map or {} if name not in self._where]
         if absent:
             raise CheckpointError(f"the index lists {shown(absent[0])}, its shard has not", AGAIN, subject=path)
@@ -97,25 +79,24 @@ class StoredTensors:
         before = self._where
 
         def read(name: str, index: int | slice | None) -> Tensor:
-            return self._read(before[name], index)
+            return before[name].read(index)
 
         replaced = {*drop, *(name for derived in tensors.values() for name in derived.inputs)}
-        at: dict[str, dict[str, _Bound]] = {}
+        at: dict[str, dict[str, _Place]] = {}
         for name, derived in tensors.items():
-            at.setdefault(derived.inputs[0], {})[name] = _Bound(derived, read)
+            place = _Place(derived.shape, derived.dtype, partial(derived.compute, read), restore=derived.restore)
+            at.setdefault(derived.inputs[0], {})[name] = place
         self._where = {}
         for name, place in before.items():
             self._where.update(at.get(name, {}) if name in replaced else {name: place})
 
     def is_presented_otherwise(self, name: str) -> bool:
-        """Tell whether a dense tensor of this name is written in another form than it has here."""
-        place = self._where.get(name)
-        return isinstance(place, _Bound) and place.derived.restore is not None
+        """Return True if a dense tensor of this name is written in another form than it has here."""
+        return name in self._where and self._where[name].restore is not None
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
         """Give a dense tensor the form in which the source stores it."""
-        place = self._where.get(name)
-        restore = place.derived.restore if isinstance(place, _Bound) else None
+        restore = self._where[name].restore if name in self._where else None
         return tensor if restore is None else restore(tensor)
 
     def names(self) -> list[str]:
@@ -140,14 +121,15 @@ class StoredTensors:
 
         CheckpointError if its file changed since it was opened.
         """
-        return self._read(self._at(name), index)
+        return self._at(name).read(index)
 
     def plain(self) -> dict[str, dict[str, TensorInfo]]:
         """Map each file name to the tensors that are read from it as they are stored, in the order of their bytes."""
         found: dict[str, dict[str, TensorInfo]] = {name: {} for name in self.sources()}
-        for name, at in self._where.items():
-            if isinstance(at, _Stored):
-                found[at.file.name][name] = at.info
+        for name, place in self._where.items():
+            if place.stored is not None:
+                file, info = place.stored
+                found[file.name][name] = info
         return found
 
     def files(self) -> list[Path]:
@@ -164,33 +146,14 @@ class StoredTensors:
         return {name: hashing.hash_of_file(path, like.get(name)) for name, path in self.sources().items()}
 
     def require_unchanged(self) -> None:
-        """Raise CheckpointError if one of the `sources` is not what it was when it was opened."""
+        """Raise CheckpointError if one of the `sources` changed since it was opened."""
         for file in (*self._beside, *self._shards):
-            self._require_same(file, file_in(self.path, file.name).identity)
+            _require_same(self.path, file, file_in(self.path, file.name).identity)
 
-    def _at(self, name: str) -> _Stored | _Bound:
+    def _at(self, name: str) -> _Place:
         if name not in self._where:
             raise CheckpointError(f"has no tensor {shown(name)}: quantkit inspect lists them", subject=self.path)
         return self._where[name]
-
-    def _read(self, place: _Stored | _Bound, index: int | slice | None) -> Tensor:
-        if isinstance(place, _Bound):
-            return place.derived.compute(place.read, index)
-        shard, info = place
-        start, size, shape = info.start, info.end - info.start, info.shape
-        if index is not None:
-            first, last, _ = index.indices(shape[0]) if isinstance(index, slice) else (index, index + 1, 1)
-            each = size // shape[0]
-            start, size = start + first * each, (last - first) * each
-            shape = (last - first, *shape[1:]) if isinstance(index, slice) else shape[1:]
-        with files.open_regular(shard.path) as file:
-            self._require_same(shard, _identity(os.fstat(file.fileno())))
-            data = files.read_exactly(file, start, size, shard.path)
-        return data.view(info.dtype).reshape(shape)
-
-    def _require_same(self, file: StoredFile, identity: tuple[int, ...]) -> None:
-        if identity != file.identity:
-            raise CheckpointError("changed while it was in use", "run again", subject=self.path / file.name)
 
 
 def file_in(folder: Path, name: str) -> StoredFile:
@@ -203,3 +166,22 @@ def file_in(folder: Path, name: str) -> StoredFile:
 def _identity(found: os.stat_result) -> tuple[int, ...]:
     """Return numbers that tell a file from another of its name, and from itself after a change."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _require_same(folder: Path, file: StoredFile, identity: tuple[int, ...]) -> None:
+    if identity != file.identity:
+        raise CheckpointError("changed while it was in use", "run again", subject=folder / file.name)
+
+
+def _read(folder: Path, shard: StoredFile, info: TensorInfo, index: int | slice | None) -> Tensor:
+    """Read a tensor, or an entry or a range of its first dimension."""
+    start, size, shape = info.start, info.end - info.start, info.shape
+    if index is not None:
+        first, last, _ = index.indices(shape[0]) if isinstance(index, slice) else (index, index + 1, 1)
+        each = size // shape[0]
+        start, size = start + first * each, (last - first) * each
+        shape = (last - first, *shape[1:]) if isinstance(index, slice) else shape[1:]
+    with files.open_regular(shard.path) as file:
+        _require_same(folder, shard, _identity(os.fstat(file.fileno())))
+        data = files.read_exactly(file, start, size, shard.path)
+    return data.view(info.dtype).reshape(shape)

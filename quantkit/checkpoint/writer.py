@@ -1,4 +1,4 @@
-"""Writing model folders so that a stopped run can continue: shards from a stream of items, one journal line a commit.
+"""Writing model folders: shards from a stream of items, one journal line a commit. A stopped run can continue.
 
 The folder does not look like a model before its last file, config.json, is written.
 """
@@ -110,7 +110,7 @@ class CheckpointWriter:
         return sum(line["packed_bytes"] for line in self.lines())
 
     def identify(self, identity: dict[str, Any], difference: Compare) -> None:
-        """Record what the run depends on.
+        """Record the settings on which the run depends.
 
         A resumed one must depend on the same: otherwise CheckpointError with the words of `difference`.
         """
@@ -258,7 +258,7 @@ def planned_shards(units: Iterable[Mapping[str, int]]) -> dict[str, tuple[int, l
 
 
 def _is_full(file: FileSize, name: str, size: int, most: int) -> bool:
-    """Return whether a tensor begins a new file."""
+    """Return True if a tensor begins a new file."""
     return not file.fits(name) or 0 < file.tensors > most - size
 
 

@@ -1,7 +1,8 @@
 """Run a model block by block, with the weights of one block in memory at a time.
 
-It joins four parts: which stored tensor is what (`matching`), the weights in memory (`block_weights`), the model's own
-forward with one block taken out (`interception`), and recorded calls (`replay`). No code here knows an architecture.
+It joins four parts: the match of model and stored tensors (`matching`), the weights in memory (`block_weights`), the
+model's own forward with one block taken out (`interception`), and recorded calls (`replay`). No code here knows an
+architecture.
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class BlockRunner(MatchedModel):
     def drop_embeddings(self) -> None:
         """Free the input embeddings, after every document has entered the first block; zeros replace them.
 
-        They stay in a model whose blocks receive more that depends on them, such as inputs of their own for each layer
-        (Gemma 3n and 4) or the embeddings themselves (Zamba).
+        Some blocks receive other tensors that depend on them: inputs of their own for each layer (Gemma 3n and 4), or
+        the embeddings themselves (Zamba). There they stay.
         """
         table = self.text.get_input_embeddings()
         weight, before = table.get_parameter("weight"), self._beside()
@@ -117,7 +118,7 @@ class BlockRunner(MatchedModel):
         self.weights.load_block(index)
 
     def unload_block(self, index: int) -> None:
-        """Free a block's weights, and what was recorded of its calls."""
+        """Free a block's weights and its recorded calls."""
         self._replay.clear()
         self.weights.unload_block(index)
 
@@ -150,7 +151,7 @@ class BlockRunner(MatchedModel):
         return found
 
     def takes_batches(self, index: int) -> bool:
-        """Tell whether a block can run on the hidden states of several documents at a time.
+        """Return True if a block can run on the hidden states of several documents at a time.
 
         One document must have entered a block before.
         """
@@ -182,7 +183,7 @@ class BlockRunner(MatchedModel):
         """Return the hidden states that a loaded block passes on with other `weights` `[n, k]` of its linears, by name.
 
         Documents are as for `run`. Gradients flow to the weights. Products are in bfloat16 where the device is fast at
-        it; the hidden state stays in float32 in a float16 model, whose gradients would underflow.
+        it. In a float16 model the hidden state stays in float32, as gradients would underflow.
         """
         passed = self._passed_on(index, state, wide=True)
         fast = is_fast_in_bfloat16(self.device)
@@ -244,7 +245,7 @@ class BlockRunner(MatchedModel):
         enters_only: bool = False,
         key: Hashable = None,
     ) -> Passed | None:
-        """Run a block on what the block before it passed on; return what it passes on, or None if a watcher stopped."""
+        """Run a block on its stored input, and return its output; None if a watcher stopped it."""
         call, forward = self._replay.find(key), partial(self.text, **self._asked(tokens))
         recorder = None
         if passed is not None and call is not None:
@@ -269,7 +270,7 @@ class BlockRunner(MatchedModel):
 
 
 def _is_ours(error: Exception) -> bool:
-    """Tell whether code of quantkit raised an exception, not the code of the model that it runs."""
+    """Return True if code of quantkit raised an exception, not the code of the model."""
     at = error.__traceback__
     while at is not None and at.tb_next is not None:
         at = at.tb_next

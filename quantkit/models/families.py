@@ -1,6 +1,6 @@
 """Facts about model families that neither config.json nor transformers' classes tell: one entry a family.
 
-A family whose blocks, linears and experts are found by the rules of this package needs no entry.
+Most families need none: rules find their blocks, linears and experts.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ LEAVES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj", "linear": "
 ROUTERS = re.compile(r"\.(\w*router\w*|gate|wg)(\.|$)")
 #: The output head, which recipes skip by its name.
 HEAD = "lm_head"
-#: Linears of state spaces whose weight the model multiplies itself, so that no input of theirs is ever seen.
+#: Linears of state spaces that are never called: the model multiplies by their weight itself.
 NEVER_CALLED = ("dt_proj",)
 #: Parts of a text model that text alone never calls -> the words for them.
 UNCALLED = {

@@ -1,4 +1,4 @@
-"""A model's own forward, taken over block by block: what enters a block comes from outside, what it passes on is kept.
+"""A model's own forward, taken over block by block: inputs of a block come from outside, and its outputs are kept.
 
 The model's code makes masks, rotary tables and per-layer windows, and calls its blocks in order. The block before the
 chosen one returns a stored activation instead of running, and the model's code hands that to the chosen block. After
@@ -33,7 +33,7 @@ class NotReached(Exception):
 
 @dataclass
 class _Pass:
-    """Hold the state of one forward: the block `at` runs on what was `passed`, and leaves its `output`."""
+    """Hold the state of one forward: the block `at` runs on the `passed` values, and leaves its `output`."""
 
     at: int
     passed: Passed | None
@@ -43,7 +43,7 @@ class _Pass:
     output: Passed | None = None
 
     def skip(self, index: int, entering: Tensor) -> Any:
-        """Return what a block before `at` returns in place of its own result."""
+        """Make the result of a block before `at`, which does not run."""
         assert self.passed is not None
         # Code between blocks may change what they return in place: only the last block returns the activation.
         hidden = _like(self.passed.hidden, entering) if index + 1 == self.at else entering
@@ -72,7 +72,7 @@ class Interception:
         enters_only: bool = False,
         recorder: Recorder | None = None,
     ) -> Passed | None:
-        """Call the model's `forward`, in which block `at` runs on what was `passed`; return what it passes on.
+        """Call the model's `forward`, in which block `at` runs on the `passed` values; return its output.
 
         With `enters_only` the block does not run, and its input is returned. None if a watcher stopped the block.
         NotReached if the forward ends without it. Needed if the block takes a value that was not stored.

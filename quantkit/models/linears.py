@@ -13,7 +13,7 @@ from quantkit.checkpoint.reader import Checkpoint
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Return whether a module multiplies by its `weight` and adds its `bias`, and does nothing else.
+    """Return True if a module multiplies by its `weight` and adds its `bias`, and does nothing else.
 
     True for `nn.Linear`, subclasses that compute the same, and transformers' Conv1D, whose weight is `[k, n]`.
     """
@@ -21,7 +21,7 @@ def is_linear(module: nn.Module) -> bool:
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Return whether a module is transformers' Conv1D: a linear whose weight is `[k, n]`."""
+    """Return True for transformers' Conv1D, a linear with a weight `[k, n]`."""
     from transformers.pytorch_utils import Conv1D
 
     return type(module) is Conv1D
@@ -65,7 +65,7 @@ def _transposed(name: str, src: Checkpoint) -> Derived:
 
 
 def _computes_linear(cls: type[nn.Linear]) -> bool:
-    """Return whether the forward of a class gives what `nn.Linear` gives, seen on a small example."""
+    """Return True if the forward of a class equals that of `nn.Linear` on a small example."""
     if cls.forward is nn.Linear.forward:
         return True
     weight, x = torch.tensor([[1.0, -2.0], [3.0, 5.0], [-7.0, 11.0]]), torch.tensor([[[0.5, 2.0], [-1.0, 0.25]]])

@@ -34,7 +34,7 @@ from quantkit.models.unfused_experts import UnfusedExperts
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: `MatchedModel.max_length` of a model whose positions have no limit.
+#: `MatchedModel.max_length` of a model without a limit of positions.
 UNLIMITED = 2**31
 #: Linears with fewer inputs or outputs stay dense unless a recipe names them: gates and small mixers, which engines
 #: keep dense.

@@ -125,7 +125,7 @@ def float32_states(module: PreTrainedModel, dtype: torch.dtype) -> re.Pattern[st
 
 
 def unbuildable(src: Configured, error: Exception) -> CheckpointError:
-    """Return the error for a folder whose model transformers cannot build; raise one that is about memory as it is."""
+    """Return the error for a model that transformers cannot build; an error about memory is raised unchanged."""
     if is_out_of_memory(error):
         raise error
     return CheckpointError(

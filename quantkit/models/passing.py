@@ -23,7 +23,7 @@ Form = dict[str, Any]
 
 
 class State(NamedTuple):
-    """Hold what enters a block for one document: the hidden state `[t, h]` or `[t, streams, h]`, and other tensors."""
+    """Hold the input of a block for one document: the hidden state `[t, h]` or `[t, streams, h]`, and other tensors."""
 
     hidden: Tensor
     passed: tuple[Tensor, ...] = ()
@@ -72,7 +72,7 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def pack(passed: Passed, unused: frozenset[int]) -> tuple[State, Form]:
-    """Return the state and the form of what a block passes on, without the returned values that are `unused`.
+    """Split what a block passes on into tensors and their form, without the returned values that are `unused`.
 
     CheckpointError for a value of a type that has no form.
     """
@@ -85,7 +85,7 @@ def pack(passed: Passed, unused: frozenset[int]) -> tuple[State, Form]:
 
 
 def unpack(state: State, form: Form, device: torch.device) -> Passed:
-    """Return copies of what `pack` took, on `device`; the model may change them in place."""
+    """Undo `pack` with copies on `device`, which the model may change in place."""
     tensors = [tensor.to(device, copy=True) for tensor in state.passed]
     returned, left = form["returned"], form["left"]
     return Passed(

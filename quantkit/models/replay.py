@@ -30,7 +30,7 @@ class Call(NamedTuple):
     versions: list[int]
 
     def is_unchanged(self) -> bool:
-        """Tell whether no tensor among the arguments was written to since."""
+        """Return True if no tensor among the arguments was written to since."""
         return [tensor._version for tensor in tensors_in((self.args, self.kwargs))] == self.versions
 
     def on(self, hidden: Tensor) -> tuple[list[Any], dict[str, Any]]:
@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 class Replay:
-    """Record calls of one block by key, whose arguments take at most `most` bytes together."""
+    """Record calls of one block by key. Their arguments take at most `most` bytes together."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -65,7 +65,7 @@ class Replay:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Iterator[None]:
-        """Record the call made inside, if it can be made again; `version` is that of what was `passed` at first.
+        """Record the call made inside, if it can be made again. `version` is that of the hidden state before the pass.
 
         A call that a watcher ends counts too. One that changes its arguments in place does not.
         """
@@ -103,7 +103,7 @@ class Replay:
 
 
 def _is_plain(value: Any) -> bool:
-    """Tell whether an argument is a tensor or a value that no call can change."""
+    """Return True for a tensor, or a value that no call can change."""
     if type(value) is tuple:
         return all(map(_is_plain, value))
     return value is _HIDDEN or value is None or type(value) in (Tensor, bool, int, float, str, torch.dtype)

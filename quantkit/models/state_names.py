@@ -247,7 +247,7 @@ def require_complete(
 
 
 def _without_unread_experts(module: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Return stored names without those of experts that hand on the token itself, whose weights no model reads."""
+    """Drop the stored names of identity experts: no model reads their weights."""
     counts = {
         path: found.count
         for path, found in module.named_modules()

@@ -125,7 +125,7 @@ def _owner(name: str) -> str:
 
 
 def _are_linears(model: PreTrainedModel, states: Sequence[str]) -> bool:
-    """Return whether states are weights or biases of linears `[n, k]` that share them with no other module."""
+    """Return True if states are weights or biases of linears `[n, k]` that share them with no other module."""
     tied = {*model.all_tied_weights_keys, *model.all_tied_weights_keys.values()}
     for state in states:
         try:

@@ -118,7 +118,7 @@ class UnfusedExperts(nn.Module):
 
 
 class SortedExperts(UnfusedExperts):
-    """Experts whose input is sorted by expert, as in Llama 4: each takes an equal share of the rows.
+    """Experts with an input sorted by expert, as in Llama 4: each takes an equal share of the rows.
 
     Rows of tokens that are routed elsewhere are zero, and stay so.
     """
@@ -148,7 +148,7 @@ class SharedExperts(UnfusedExperts):
 
 
 class ParallelExperts(UnfusedExperts):
-    """One projection of all experts, whose input is sorted by expert, as in JetMoE."""
+    """One projection of all experts, with an input sorted by expert, as in JetMoE."""
 
     def forward(self, inputs: Tensor, expert_size: list[int]) -> Tensor:  # type: ignore[override]
         """Return the product of each row by its expert: inputs `[rows, k]`, expert_size rows of each."""

@@ -72,29 +72,18 @@ def draw_calibration(
     _refuse_idle(shares, text_column, split)
     warnings: list[str] = []
     notices: list[str] = []
-    drawn: list[tuple[list[Tensor], dict[str, Any]]] = []
+    every: list[Tensor] = []
+    each: list[dict[str, Any]] = []
     plain: list[str] = []
-    for name, share in shares.items():
-        try:
-            found = load_documents(name, text_column=text_column, split=split)
-        except HubUnreachable:
-            if not may_replace:
-                raise
-            found = load_documents(PACKAGED)
-            warnings.append(
-                Words(
-                    f"{name}: {UNREACHABLE}: the text that comes with quantkit calibrates instead ({len(found.texts)} "
-                    "pieces of Python's documentation); give text like the model's use with",
-                    Setting("calib", FILE),
-                )
-            )
-        sequences, facts = _draw(found, tokenizer, counts[name], max_length, seed, lengths, notices)
-        drawn.append(
-            (sequences, {"source": name_of_text(found.source), "share": float(share), **facts, **_digest(sequences)})
-        )
+    for source, share in shares.items():
+        found = _load(source, text_column, split, warnings if may_replace else None)
+        sequences, facts = _draw(found, tokenizer, counts[source], max_length, seed, lengths, notices)
+        name = name_of_text(found.source)
+        each.append({"source": name, "share": float(share), **facts, **_digest(sequences)})
+        every += sequences
         if not found.conversations:
-            plain.append(name_of_text(found.source))
-    if len(plain) == len(drawn) and has_chat_template(tokenizer):
+            plain.append(name)
+    if len(plain) == len(each) and has_chat_template(tokenizer):
         notices.append(
             Words(
                 f"the model has a chat template, and plain text calibrates it ({', '.join(plain)}): conversations "
@@ -102,8 +91,6 @@ def draw_calibration(
                 Setting("calib", Words("FILE.jsonl")),
             )
         )
-    every = [sequence for sequences, _ in drawn for sequence in sequences]
-    each = [facts for _, facts in drawn]
     facts = {
         "source": each[0]["source"] if len(each) == 1 else ", ".join(f"{f['source']}:{f['share']:.4g}" for f in each),
         "rule": "; ".join(dict.fromkeys(f["rule"] for f in each)),
@@ -115,6 +102,24 @@ def draw_calibration(
         "sources": each,
     }
     return Calibration(every, facts, tuple(notices), tuple(warnings))
+
+
+def _load(name: str, text_column: str | None, split: str | None, replaced: list[str] | None) -> Documents:
+    """Load a source; if the hub is not reached, the packaged text instead, with a warning in `replaced` unless None."""
+    try:
+        return load_documents(name, text_column=text_column, split=split)
+    except HubUnreachable:
+        if replaced is None:
+            raise
+    found = load_documents(PACKAGED)
+    replaced.append(
+        Words(
+            f"{name}: {UNREACHABLE}: the text that comes with quantkit calibrates instead ({len(found.texts)} "
+            "pieces of Python's documentation); give text like the model's use with",
+            Setting("calib", FILE),
+        )
+    )
+    return found
 
 
 def find_shares(sources: Iterable[str]) -> dict[str, Fraction]:
