@@ -7,10 +7,11 @@ these declarations. A new option is thus one field.
 from __future__ import annotations
 
 import sys
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cache
+from importlib import import_module
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin, get_type_hints
 
@@ -35,7 +36,8 @@ class Key:
     that of the key. `negated` says that the keyword is the opposite of the key. `form` is the type in a file, and
     `typed` the annotation of the keyword, if they are not that of the field. A key that `may_lack` is left out of a
     file while it has its default. `pruning` says that `prune` has it too, or with which type. A run may be resumed with
-    another value if the key `may_change`. `keys_of` fills in `path`, `type` and `default`, which is `...` for
+    another value if the key `may_change`. `table` is the `module:variable` of which `choices` are the usual keys: a
+    program may have registered more there. `keys_of` fills in `path`, `type` and `default`, which is `...` for
     a key that has none.
     """
 
@@ -50,6 +52,7 @@ class Key:
     form: Any = None
     typed: str = ""
     choices: tuple[str, ...] = ()
+    table: str = ""
     may_lack: bool = False
     pruning: Any = False
     may_change: bool = False
@@ -67,6 +70,13 @@ class Key:
         """The values to choose from; none if the key is free."""
         literals = [part for part in _parts(self.type) if get_origin(part) is Literal]
         return self.choices or tuple(value for part in literals for value in get_args(part))
+
+    @property
+    def known(self) -> Collection[str]:
+        """The choices, with those that a program has registered."""
+        module, _, variable = self.table.partition(":")
+        known: Collection[str] = getattr(import_module(module), variable) if module else self.choices
+        return known
 
     @property
     def number(self) -> type[int] | type[float] | None:
@@ -123,7 +133,7 @@ class Key:
             with suppress(msgspec.ValidationError):  # as a file would have it
                 value = value if strict else msgspec.convert(value, int | float, strict=False)
             raise RecipeError(f"{self.name} is {value!r}", f"use {self.rule}") from None
-        if self.choices and found is not None and found not in self.choices:
+        if self.choices and found is not None and found not in self.known:
             raise RecipeError(f"{self.name} is {value!r}", f"use {self.rule}")
         return found
 

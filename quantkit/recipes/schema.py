@@ -26,6 +26,7 @@ class SchemeKeys:
         level="shown",
         section="Basic",
         choices=FORMATS,
+        table="quantkit.core.formats:FORMATS",
         more="FP6 has the form E3M2 and FP5 E3M1, if the name does not say otherwise.",
         when="FP6 loses least, INT4 is smallest.",
     )
@@ -149,6 +150,7 @@ class RecipeKeys:
         section="Basic",
         form=str,
         choices=LAYOUTS,
+        table="quantkit.layouts:LAYOUTS",
         when="To match the engine. `pack` changes it later without loss.",
     )
     pad: bool = key(
