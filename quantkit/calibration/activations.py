@@ -58,7 +58,7 @@ class Activations:
         self._mapped: list[int | None] = [None] * len(self.rows)
 
     def get(self, number: int) -> State:
-        """Return the state of a document; its hidden state is a view."""
+        """Read the state of a document; its hidden state is a view."""
         start = self._starts[number]
         return State(self.hidden[start : start + self.rows[number]], self._passed[number])
 
@@ -68,7 +68,7 @@ class Activations:
         return not any(self._passed)
 
     def get_batch(self, numbers: Sequence[int]) -> State:
-        """Return the hidden states of adjacent documents of one length, a view `[documents, t, h]`."""
+        """Read the hidden states of adjacent documents of one length, a view `[documents, t, h]`."""
         rows, start = self.rows[numbers[0]], self._starts[numbers[0]]
         return State(self.hidden[start : start + len(numbers) * rows].unflatten(0, (len(numbers), rows)))
 
@@ -103,7 +103,7 @@ class Activations:
         self._passed[number], self._mapped[number] = places, turn
 
     def copied(self, device: torch.device) -> Activations | None:
-        """Return a copy of what is in the memory of `device`, which `save` takes while this one changes.
+        """Copy what is in the memory of `device`, so that `save` may write it while this one changes.
 
         None if a part of it is elsewhere, or there is no memory for a copy.
         """
@@ -182,7 +182,7 @@ def _file(work: Path, kind: str, rank: int) -> Path:
 
 
 def _size(forms: Sequence[tuple[str, list[int]]]) -> int:
-    """Return the bytes that tensors of these dtypes and shapes take, each aligned."""
+    """Add up the bytes of tensors of these dtypes and shapes, each aligned."""
     return sum(_aligned(dtype, shape) for dtype, shape in forms)
 
 
@@ -192,7 +192,7 @@ def _aligned(dtype: str, shape: Sequence[int]) -> int:
 
 
 def _views(buffer: Tensor, forms: Sequence[tuple[str, list[int]]]) -> tuple[Tensor, ...]:
-    """Return the tensors of these dtypes and shapes whose memory is `buffer`, uint8 of `_size` bytes."""
+    """View `buffer`, uint8 of `_size` bytes, as tensors of these dtypes and shapes."""
     found, start = [], 0
     for dtype, shape in forms:
         kind = getattr(torch, dtype)

@@ -12,97 +12,53 @@ documents. All put back the same weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
-
-from torch import Tensor
 
 from quantkit.calibration import resume
 from quantkit.calibration.groups import tasks
-from quantkit.calibration.preflight import check_sequences, split_documents
 from quantkit.calibration.run import Run, Stream
 from quantkit.calibration.stages import stages_of
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Item
-from quantkit.checkpoint.reader import Checkpoint
-from quantkit.core.ranks import ALONE, Ranks
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.kernels import gptq
-from quantkit.models.block_runner import BlockRunner
-from quantkit.progress import Clock, Progress, Recorder
-from quantkit.recipes.recipe import Recipe, goals_of
+from quantkit.progress import Recorder
 
 #: The `block` of the commit for the tensors outside the blocks.
 REST = "rest"
 
 
-def calibrated(
-    src: Checkpoint,
-    recipe: Recipe,
-    model: BlockRunner,
-    sequences: Sequence[Tensor],
-    work: Path,
-    done: Sequence[Mapping[str, Any]],
-    *,
-    progress: Progress | None = None,
-    act_budget: int | None = None,
-    beside: bool = False,
-    ranks: Ranks = ALONE,
-) -> Iterator[Item | Commit]:
-    """Yield every tensor of a dense checkpoint once, its linears quantized or pruned on `sequences` (int64 `[t]`).
+def calibrated(run: Run, done: Sequence[Mapping[str, Any]]) -> Iterator[Item | Commit]:
+    """Yield every tensor of a dense checkpoint once, its linears quantized or pruned.
 
-    Each block is followed by a Commit; the tensors outside the blocks come last. `work` is the run's folder. It holds
-    the activations after the last two blocks and, if they exceed `act_budget` bytes, the current ones. `done` has the
-    journal lines of an interrupted run to continue. Facts of an item are those of its stages; facts of a commit are
-    block, phases, activations, form and ranks. With `beside` its activations may come late.
+    Each block is followed by a Commit; the tensors outside the blocks come last. `done` has the journal lines of an
+    interrupted run to continue. Facts of an item are those of its stages; facts of a commit are block, phases,
+    activations, form and ranks. If the run writes beside the computing, activations may come late.
 
-    Each of several ranks computes a part, and the first one alone yields tensors; all are given the same arguments.
+    Each of several ranks computes a part, and the first one alone yields tensors.
 
-    RecipeError for sequences that the model cannot take, or a tied linear that is not skipped. NumericError for
-    unusable activations, Hessians or weights. CheckpointError for a model that cannot run block by block.
+    RecipeError for a tied linear that is not skipped. NumericError for unusable activations, Hessians or weights.
+    CheckpointError for a model that cannot run block by block.
     """
-    check_sequences(recipe, model, sequences)
-    progress = progress or Progress(quiet=True)
-    run = new_run(src, recipe, model, sequences, work, progress, act_budget, beside, ranks)
-    for linear in run.goals(sorted(model.tied)):
+    for linear in run.goals(sorted(run.model.tied)):
         rule = f"{linear} shares its weight with the embeddings, which stay dense"
         raise RecipeError(rule, Words("add", Setting("skip", linear)))
     facts = [line["facts"] for line in done if "block" in line.get("facts", {})]
     finished = [f for f in facts if f["block"] != REST]
-    last = len(model.blocks)
+    last = len(run.model.blocks)
     if len(finished) < last:
-        gptq.load_beside(model.device)
-        stages = stages_of(recipe)
+        gptq.load_beside(run.model.device)
+        stages = stages_of(run.recipe)
         for stage in stages:
             stage.start(run, len(finished))
         stream = resume.resume(run, finished, done)
-        for block in progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
+        for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
             yield from _block(run, stream, stages, block)
             yield _commit(run, stream, block)
     if len(facts) == len(finished):
         yield from _rest(run)
         yield Commit({"block": REST, "phases": run.clock.take()})
-
-
-def new_run(
-    src: Checkpoint,
-    recipe: Recipe,
-    model: BlockRunner,
-    sequences: Sequence[Tensor],
-    work: Path,
-    progress: Progress,
-    act_budget: int | None = None,
-    beside: bool = False,
-    ranks: Ranks = ALONE,
-) -> Run:
-    """Make the state of a run on this rank's part of all `sequences`."""
-    mine = split_documents([len(tokens) for tokens in sequences], ranks.count)[ranks.rank]
-    # A copy of tokens in each forward would wait for a GPU.
-    here = [tokens.to(model.device) for tokens in sequences[mine.start : mine.stop]]
-    chosen = goals_of(recipe, model.paths, model.kept_dense)
-    clock = Clock(model.device)
-    return Run(src, recipe, model, here, work, act_budget, progress, clock, chosen, beside, ranks, mine.start)
 
 
 def _block(run: Run, stream: Stream, stages: Sequence[Stage], index: int) -> Iterator[Item]:

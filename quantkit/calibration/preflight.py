@@ -1,16 +1,21 @@
-"""Refuse calibration sequences that a run cannot use, and divide them over the ranks."""
+"""Refuse calibration sequences that a run cannot use, divide them over the ranks, and begin a run on them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
+from pathlib import Path
 
 from torch import Tensor
 
+from quantkit.calibration.run import Run
 from quantkit.calibration.stages import stages_of
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.ranks import ALONE, Ranks
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.models.block_runner import BlockRunner
-from quantkit.recipes.recipe import Recipe
+from quantkit.progress import Clock, Progress
+from quantkit.recipes.recipe import Recipe, goals_of
 from quantkit.text.tokenizer import check_tokens
 
 
@@ -65,3 +70,29 @@ def split_documents(lengths: Sequence[int], count: int) -> list[range]:
         nearest = min(range(len(ends)), key=lambda number: abs(ends[number] - share)) + 1
         bounds.append(min(max(nearest, bounds[-1] + 1), len(lengths) - count + rank))
     return [range(*bound) for bound in zip(bounds, [*bounds[1:], len(lengths)], strict=True)]
+
+
+def new_run(
+    src: Checkpoint,
+    recipe: Recipe,
+    model: BlockRunner,
+    sequences: Sequence[Tensor],
+    work: Path,
+    *,
+    progress: Progress | None = None,
+    act_budget: int | None = None,
+    beside: bool = False,
+    ranks: Ranks = ALONE,
+) -> Run:
+    """Begin a run on this rank's part of all `sequences`, int64 `[t]`; all ranks are given the same arguments.
+
+    `work` is the run's folder. It holds the activations after the last two blocks and, if they exceed `act_budget`
+    bytes, the current ones. Raises as `check_sequences` and `split_documents`.
+    """
+    check_sequences(recipe, model, sequences)
+    mine = split_documents([len(tokens) for tokens in sequences], ranks.count)[ranks.rank]
+    # A copy of tokens in each forward would wait for a GPU.
+    here = [tokens.to(model.device) for tokens in sequences[mine.start : mine.stop]]
+    chosen = goals_of(recipe, model.paths, model.kept_dense)
+    progress, clock = progress or Progress(quiet=True), Clock(model.device)
+    return Run(src, recipe, model, here, work, act_budget, progress, clock, chosen, beside, ranks, mine.start)

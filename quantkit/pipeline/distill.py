@@ -23,7 +23,7 @@ from quantkit.algorithms.deviation import relative_error
 from quantkit.algorithms.learned_weight import LearnedVector, LearnedWeight
 from quantkit.algorithms.rtn import scale_facts
 from quantkit.calibration.backward import backward, explaining, in_fixed_order
-from quantkit.calibration.loop import new_run
+from quantkit.calibration.preflight import new_run
 from quantkit.calibration.resume import committed
 from quantkit.calibration.run import Run
 from quantkit.checkpoint.items import Commit, Final, Item
@@ -75,7 +75,7 @@ def distilled(
     """
     if not all(line.get("draft") for line in done):
         return
-    run = new_run(src, recipe, model, sequences, work, progress or Progress(quiet=True))
+    run = new_run(src, recipe, model, sequences, work, progress=progress)
     with run.clock.phase("load"):
         model.load_whole()
         student = Student(run, recipe.distill_codes, done)

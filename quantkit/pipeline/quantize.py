@@ -22,7 +22,7 @@ from typing_extensions import Unpack
 
 from quantkit.calibration.budget import BESIDE, gradient_documents
 from quantkit.calibration.loop import calibrated
-from quantkit.calibration.preflight import check_sequences, split_documents
+from quantkit.calibration.preflight import check_sequences, new_run, split_documents
 from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Final, Item
 from quantkit.checkpoint.origin import name_of, origin
@@ -288,17 +288,17 @@ def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
     require_devices(runner.device, here)
     led: _Led | None = here.broadcast(None)
     if led is not None:
-        for _ in calibrated(
+        begun = new_run(
             src,
             led.recipe,
             runner,
             led.sequences,
             led.partial,
-            led.done,
             progress=run.progress,
             act_budget=run.act_budget,
             ranks=here,
-        ):
+        )
+        for _ in calibrated(begun, led.done):
             pass  # the first rank stores it
 
 
@@ -374,18 +374,18 @@ def _quantize(
         items: Iterable[Item | Commit | Final]
         if recipe.calibrated:
             here.broadcast(_Led(recipe, text.sequences, partial, writer.done))
-            items = calibrated(
+            begun = new_run(
                 src,
                 recipe,
                 job.model,
                 text.sequences,
                 partial,
-                writer.done,
                 progress=progress,
                 act_budget=run.act_budget,
                 beside=beside,
                 ranks=here,
             )
+            items = calibrated(begun, writer.done)
             if tuned:
                 again = distilled(src, recipe, job.model, text.sequences, partial, writer.done, progress=progress)
                 items = chain(items, again)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.loop import calibrated, new_run
+from quantkit.calibration.loop import calibrated
+from quantkit.calibration.preflight import new_run
 from quantkit.calibration.run import embedded
 from quantkit.calibration.stages.base import LoadedBlock
 from quantkit.checkpoint.items import Commit, Item
@@ -55,7 +56,7 @@ def interrupted(
     writer.identify({"recipe": recipe.sha256()}, lambda before, now: None)
     items: dict[str, Item] = {}
     model = BlockRunner(src, device=device)
-    for item in calibrated(src, recipe, model, docs or sequences(), partial, writer.done):
+    for item in calibrated(new_run(src, recipe, model, docs or sequences(), partial), writer.done):
         if isinstance(item, Item):
             items[item.name] = item
             writer.add(item)
@@ -76,7 +77,7 @@ def resumed(
 ) -> dict[str, Item]:
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
     model = BlockRunner(src, device=device)
-    found = calibrated(src, recipe, model, docs or sequences(), partial, writer.done, progress=progress)
+    found = calibrated(new_run(src, recipe, model, docs or sequences(), partial, progress=progress), writer.done)
     return {item.name: item for item in found if isinstance(item, Item)}
 
 
@@ -84,7 +85,7 @@ def start(folder: Path, recipe: Recipe, work: Path, docs: list[Tensor] | None = 
     """Load the first block of a run, with its input activations."""
     src = Checkpoint(folder)
     model = BlockRunner(src, device="cpu")
-    run = new_run(src, recipe, model, docs or sequences(), work, Progress(quiet=True))
+    run = new_run(src, recipe, model, docs or sequences(), work)
     stream = embedded(run)
     model.load_block(0)
     return LoadedBlock(run, stream, 0, run.goals(model.targets(0)), {})
@@ -97,7 +98,7 @@ def quantized(
     src = Checkpoint(folder)
     items: dict[str, Item] = {}
     commits: list[dict[str, Any]] = []
-    for item in calibrated(src, recipe, BlockRunner(src, device=device), sequences(), work, [], **options):
+    for item in calibrated(new_run(src, recipe, BlockRunner(src, device=device), sequences(), work, **options), []):
         if isinstance(item, Commit):
             commits.append(item.facts)
         else:

@@ -12,7 +12,8 @@ import torch
 
 from quantkit.calibration.backward import backward, in_fixed_order
 from quantkit.calibration.loop import calibrated
-from quantkit.checkpoint.items import Commit, Item
+from quantkit.calibration.preflight import new_run
+from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import CheckpointError
@@ -143,5 +144,6 @@ def solved(folder: Path, device: str, work: Path, **chosen: Any) -> tuple[dict[s
     model = BlockRunner(src, device=device)
     work.mkdir()
     recipe = from_mapping({"scheme": {"group_size": 32}, **chosen})
-    items = [item for item in calibrated(src, recipe, model, sequences, work, []) if not isinstance(item, Commit)]
-    return {item.name: item.value for item in items if isinstance(item, Item)}, model.fuses_attention
+    items = calibrated(new_run(src, recipe, model, sequences, work), [])
+    found = {item.name: item.value for item in items if isinstance(item, Item)}
+    return found, model.fuses_attention

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.loop import calibrated
+from quantkit.calibration.preflight import new_run
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.quantized_tensor import QuantizedTensor
@@ -135,7 +136,7 @@ def test_sequences_that_the_model_cannot_take_are_refused(three: Path, tmp_path:
         ([torch.zeros(513, dtype=torch.int64)], "513 tokens, the model takes 512"),
     ):
         with pytest.raises(RecipeError, match=says):
-            list(calibrated(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), bad, tmp_path, []))
+            new_run(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), bad, tmp_path)
 
 
 def test_a_model_that_cannot_run_block_by_block_is_refused(three: Path, tmp_path: Path) -> None:
@@ -144,7 +145,7 @@ def test_a_model_that_cannot_run_block_by_block_is_refused(three: Path, tmp_path
     (folder / "config.json").write_text(config)
     with pytest.raises(CheckpointError, match=r"layers\.3\..* is not in the checkpoint \(9 missing in all\)"):
         src = Checkpoint(folder)
-        list(calibrated(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), sequences(), tmp_path, []))
+        list(calibrated(new_run(src, from_mapping(COARSE), BlockRunner(src, device="cpu"), sequences(), tmp_path), []))
 
 
 def test_cross_attention_is_rounded_and_the_report_says_why(folders: dict[str, Path], tmp_path: Path) -> None:
@@ -172,7 +173,7 @@ def test_gptq_beats_rounding_on_a_trained_model(shared: Path, tmp_path: Path) ->
     for method in ("gptq", "rtn"):
         src = Checkpoint(folder)
         recipe = from_mapping({"method": method, "clip": "search", "metric": "block"})
-        run = calibrated(src, recipe, BlockRunner(src, device="cpu"), drawn, tmp_path, [])
+        run = calibrated(new_run(src, recipe, BlockRunner(src, device="cpu"), drawn, tmp_path), [])
         found[method] = [item.facts for item in run if isinstance(item, Item) and item.facts]
     total = {method: sum(facts["loss"] for facts in layers) for method, layers in found.items()}
     assert total["gptq"] < 0.85 * total["rtn"]

@@ -9,6 +9,7 @@ import torch
 
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.calibration.loop import calibrated
+from quantkit.calibration.preflight import new_run
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.writer import CheckpointWriter
@@ -72,7 +73,7 @@ def test_a_stop_between_snapshot_and_commit_loses_one_block_only(
     partial.mkdir()
     writer = CheckpointWriter(partial, src, LAYOUTS[recipe.layout])
     writer.identify({"recipe": recipe.sha256()}, lambda before, now: None)
-    for item in calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), partial, writer.done):
+    for item in calibrated(new_run(src, recipe, BlockRunner(src, device="cpu"), sequences(), partial), writer.done):
         if isinstance(item, Item):
             writer.add(item)
         elif item.facts["block"] == 1:  # its snapshot is written, its commit is not

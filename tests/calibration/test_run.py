@@ -13,6 +13,7 @@ from torch import Tensor
 from quantkit.calibration import budget
 from quantkit.calibration.groups import find_groups
 from quantkit.calibration.loop import calibrated
+from quantkit.calibration.preflight import new_run
 from quantkit.calibration.stages.hessians import collect
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.reader import Checkpoint
@@ -48,7 +49,7 @@ def test_a_block_that_is_called_alone_gives_the_same_bits(
         model = BlockRunner(src, device="cpu")
         calls = []
         model.text.register_forward_pre_hook(lambda *_, calls=calls: calls.append(1))
-        items = calibrated(src, recipe, model, docs, tmp_path, [])
+        items = calibrated(new_run(src, recipe, model, docs, tmp_path), [])
         found.append(digests({item.name: item for item in items if isinstance(item, Item)}))
         forwards.append(len(calls))
     assert found[0] == found[1] and len(found[0]) > 4
@@ -76,14 +77,15 @@ def test_a_gpu_without_memory_takes_fewer_documents_at_a_time_and_says_so(
     found = []
     for most in (160, 40):
         fits(most)
-        items = calibrated(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path, [], progress=Progress())
+        model = BlockRunner(src, device="cpu")
+        items = calibrated(new_run(src, recipe, model, docs, tmp_path, progress=Progress()), [])
         found.append(digests({item.name: item for item in items if isinstance(item, Item)}))
     said = capsys.readouterr().err
     assert found[0] == found[1]
     assert "for 160 tokens at a time, 80 are tried" in said and "for 80 tokens at a time, 40 are tried" in said
     fits(10)
     with pytest.raises(QuantkitError, match=r"layers\.0: .* a document of 20 tokens: use a smaller --max-length"):
-        list(calibrated(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path, []))
+        list(calibrated(new_run(src, recipe, BlockRunner(src, device="cpu"), docs, tmp_path), []))
 
 
 def test_activations_beyond_the_budget_give_the_same_bits(three: Path, tmp_path: Path) -> None:

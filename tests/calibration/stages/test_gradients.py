@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.calibration.loop import new_run
+from quantkit.calibration.preflight import new_run
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.gradients import measure
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models import block_runner
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.whole_model import load_dense_model
-from quantkit.progress import Progress
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import distance
 from tests.tiny_models import write_model
@@ -46,7 +45,7 @@ def start(folder: Path, work: Path, docs: Sequence[Tensor] | None = None, **chan
     """Return a run of the unquantized model, and the input of the first block."""
     src = Checkpoint(folder)
     recipe = from_mapping({**AWARE, **changes})
-    run = new_run(src, recipe, BlockRunner(src, device="cpu"), docs or sequences(4), work, Progress(quiet=True))
+    run = new_run(src, recipe, BlockRunner(src, device="cpu"), docs or sequences(4), work)
     return run, embedded(run, kind="unquantized-")
 
 

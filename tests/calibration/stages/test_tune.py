@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.loop import calibrated
+from quantkit.calibration.preflight import new_run
 from quantkit.calibration.stages import tune
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.reader import Checkpoint
@@ -45,7 +46,7 @@ def sequences(count: int = 9) -> list[Tensor]:
 
 def tuned(folder: Path, recipe: Recipe, work: Path, **options: Any) -> dict[str, Item]:
     src = Checkpoint(folder)
-    found = calibrated(src, recipe, BlockRunner(src, device="cpu"), sequences(), work, [], **options)
+    found = calibrated(new_run(src, recipe, BlockRunner(src, device="cpu"), sequences(), work, **options), [])
     return {item.name: item for item in found if not isinstance(item, Commit)}
 
 
@@ -188,9 +189,8 @@ def test_refusals(mapping: dict[str, Any], says: str) -> None:
 
 def test_too_few_sequences_are_refused(three: Path, tmp_path: Path) -> None:
     src = Checkpoint(three)
-    run = calibrated(src, from_mapping(TUNED), BlockRunner(src, device="cpu"), sequences(7), tmp_path, [])
     with pytest.raises(RecipeError, match="holds out one of 8 calibration sequences, and there are 7"):
-        next(iter(run))
+        new_run(src, from_mapping(TUNED), BlockRunner(src, device="cpu"), sequences(7), tmp_path)
 
 
 def test_outputs_that_are_not_finite_end_the_run(three: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
