@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -301,12 +301,10 @@ def test_a_path_that_is_no_folder_never_reaches_the_network(
     assert "\n" not in str(caught.value) and calls == []
 
 
-def test_a_hub_id_without_a_network_is_one_line(tmp_path: Path) -> None:
-    code = "from quantkit.checkpoint.resolve import resolve; resolve('nobody/no-model-of-this-name')"
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path), "PYTHONPATH": os.getcwd()}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("quantkit.errors.CheckpointError: nobody/no-model-of-this-name: no folder here")
+def test_a_hub_id_without_a_network_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"^nobody/no-model-of-this-name: no folder here.*$"):
+        resolve("nobody/no-model-of-this-name")
 
 
 def test_a_folder_has_no_revision(tmp_path: Path) -> None:
