@@ -33,6 +33,7 @@ test: setup
 # The tests of an edit-run loop.
 FAST := tests/core tests/io tests/checkpoint tests/layouts tests/text/test_sequences.py tests/recipes/test_recipe.py
 FAST += $(addprefix --ignore=tests/layouts/test_,compatibility.py configs.py loads_elsewhere.py)
+FAST += --ignore=tests/checkpoint/test_low_bit_sources.py
 fast: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not gpu" -n 2 --dist worksteal $(FAST)
 
