@@ -21,7 +21,6 @@ import quantkit.api
 from quantkit.cli.commands import quantkit as group
 from quantkit.cli.options import CALIBRATION
 from quantkit.cli.parsing import Command
-from quantkit.errors import in_python
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.verification import Verification
@@ -280,8 +279,13 @@ def _effects(command: str) -> dict[str, str]:
     """Find the help text of each keyword: of options of the command, and of keys."""
     options = [option for option in group.commands[command].params if isinstance(option, click.Option)]
     keys = [*(pruning_keys() if command == "prune" else keys_of(RecipeKeys)), *keys_of(RunOptions)]
-    found = {str(option.name): in_python(option.help or "") for option in options}
+    found = {str(option.name): _with_keywords(option.help or "") for option in options}
     return found | {key.keyword: re.sub(r"OUT([.*a-z-]*)", r"`out\1`", key.help_text) for key in keys}
+
+
+def _with_keywords(text: str) -> str:
+    """Name the keywords of the options in a help text."""
+    return re.sub(r"(?<![\w-])--(?!help-all)([a-z][a-z-]*)", lambda found: found[1].replace("-", "_"), text)
 
 
 def _contexts(above: click.Context) -> Iterator[click.Context]:

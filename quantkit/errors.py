@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -34,8 +34,6 @@ EXHAUSTED = (
 #: The recipe's keys by keyword, of the settings that the command line has as `--set KEY=VALUE` alone. The schema of the
 #: recipe fills this table.
 KEYS: dict[str, str] = {}
-#: Spells sentences of rooms whose errors are not data yet.
-LEGACY: list[Callable[[str], str]] = []
 #: Options whose name on the command line is not that of the keyword: those of an output, and of switches that are off.
 OUT, OFF = {"out": "-o"}, {"asym": "--sym", "signed": "--unsigned"}
 
@@ -47,23 +45,25 @@ class Words(str):
     """
 
     parts: tuple[Any, ...]
-    python: str
 
     def __new__(cls: type[_Words], *parts: object) -> _Words:
-        return cls._made(parts, _joined(map(_shell, parts)), _joined(map(in_python, parts)))
-
-    @classmethod
-    def _made(cls: type[_Words], parts: tuple[object, ...], shell: str, python: str) -> _Words:
-        words = super().__new__(cls, shell)
-        words.parts, words.python = parts, python
+        unspelled = super().__new__(cls)
+        unspelled.parts = parts
+        words = super().__new__(cls, unspelled.spelled())
+        words.parts = parts
         return words
+
+    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickle and copy
+        return self.parts
 
     def spelled(self) -> str:
         """Spell it for the command line anew: a constant may be older than the recipe's `KEYS`."""
         return _joined(map(_shell, self.parts))
 
-    def __getnewargs__(self) -> tuple[Any, ...]:  # for pickle and copy
-        return self.parts
+    @property
+    def python(self) -> str:
+        """The text as the API has it."""
+        return _joined(map(in_python, self.parts))
 
 
 class Option(Words):
@@ -72,10 +72,6 @@ class Option(Words):
     `Option("window", 9)` is `--window 9` or `window=9`. `Option("check", False)` is `--no-check` or `check=False`.
     `Option("window")` is the name alone. Several values are alternatives. A placeholder is `Words("FILE")`.
     """
-
-    def __new__(cls, name: str, *values: object) -> Option:
-        python = f"{name}={' or '.join(map(_literal, values))}" if values else name
-        return cls._made((name, *values), cls.shell(name, *values), python)
 
     @property
     def name(self) -> str:
@@ -88,16 +84,15 @@ class Option(Words):
         return self.parts[1:]
 
     def spelled(self) -> str:
-        return self.shell(*self.parts)
+        flag = self.name.replace("_", "-")
+        if self.values and self.values[0] is False:
+            return OFF.get(self.name, f"--no-{flag}")
+        values = " or ".join(_quoted(value) for value in self.values if value is not True)
+        return f"{OUT.get(self.name, f'--{flag}')} {values}".rstrip()
 
-    @staticmethod
-    def shell(name: str, *values: object) -> str:
-        """Spell the option for the command line."""
-        flag = name.replace("_", "-")
-        if values and values[0] is False:
-            return OFF.get(name, f"--no-{flag}")
-        texts = [_quoted(value) for value in values if value is not True]
-        return " ".join([OUT.get(name, f"--{flag}"), *([" or ".join(texts)] if texts else [])])
+    @property
+    def python(self) -> str:
+        return f"{self.name}={' or '.join(map(_literal, self.values))}" if self.values else self.name
 
 
 class Setting(Option):
@@ -106,36 +101,28 @@ class Setting(Option):
     `Setting("damp", 0.02)` is `--set gptq.damp=0.02` or, in Python, `damp=0.02`.
     """
 
-    @staticmethod
-    def shell(name: str, *values: object) -> str:
-        """Spell the setting for the command line."""
-        if name not in KEYS:
-            return Option.shell(name, *values)
-        texts = (str(value).lower() if isinstance(value, bool) else _quoted(value) for value in values)
-        return f"--set {KEYS[name]}={' or '.join(texts)}" if values else f"--set {KEYS[name]}"
+    def spelled(self) -> str:
+        if self.name not in KEYS:
+            return super().spelled()
+        values = (str(value).lower() if isinstance(value, bool) else _quoted(value) for value in self.values)
+        return f"--set {KEYS[self.name]}{'=' if self.values else ''}{' or '.join(values)}"
 
 
 class Command(Words):
     """A command with its arguments and options, and the call that does the same: `quantkit eval ppl`, `eval_ppl`."""
 
-    def __new__(cls, name: str, *arguments: object) -> Command:
-        call = f"({', '.join(map(_literal, arguments))})" if arguments else ""
-        shell, function = cls.shell(name, *arguments), name.replace(" ", "_")
-        return cls._made((name, *arguments), shell, f"quantkit.{function}{call}")
-
     def spelled(self) -> str:
-        return self.shell(*self.parts)
+        return " ".join(["quantkit", self.parts[0], *map(_quoted, self.parts[1:])])
 
-    @staticmethod
-    def shell(name: str, *arguments: object) -> str:
-        """Spell the command line."""
-        return " ".join(["quantkit", name, *map(_quoted, arguments)])
+    @property
+    def python(self) -> str:
+        call = f"({', '.join(map(_literal, self.parts[1:]))})" if self.parts[1:] else ""
+        return f"quantkit.{self.parts[0].replace(' ', '_')}{call}"
 
 
 def in_python(text: object) -> str:
     """Spell a text for a Python caller: keywords instead of options."""
-    python = text.python if isinstance(text, Words) else str(text)
-    return LEGACY[0](python) if LEGACY else python
+    return text.python if isinstance(text, Words) else str(text)
 
 
 def _shell(text: object) -> str:
@@ -186,7 +173,7 @@ class QuantkitError(Exception):
         return Words(*subject, self.rule, *([":", *ways[1:]] if ways else ()))
 
     def __str__(self) -> str:
-        return in_python(self.typed) if self.for_python else self.typed
+        return self.typed.python if self.for_python else self.typed
 
     def to_python(self) -> None:
         """Let this error, and those behind it, name keywords instead of options; `typed` stays."""

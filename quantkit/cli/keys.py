@@ -70,7 +70,7 @@ def _option(key: Key, default: Any = None) -> Callable[[Function], Function]:
     flag = f"--{key.keyword.replace('_', '-')}"
     settings: dict[str, Any] = {"help": key.help_text, "default": default}
     if key.is_switch and default is None:
-        flag = f"{flag}/{Option.shell(key.keyword, False)}"
+        flag = f"{flag}/{Option(key.keyword, False)}"
     elif key.is_switch:
         settings |= {"is_flag": True, "help": f"{key.help}."}
     elif key.values:

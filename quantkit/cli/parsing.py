@@ -32,7 +32,7 @@ def moved(keys: Iterable[Key]) -> dict[str, str]:
     for key in keys:
         for value in (True, False) if key.is_switch else (Words("VALUE"),):
             if key.level == "all":
-                found[Option.shell(key.keyword, value).split()[0]] = Setting.shell(key.keyword, value)
+                found[Option(key.keyword, value).split()[0]] = Setting(key.keyword, value)
     return found
 
 
