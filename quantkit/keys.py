@@ -142,7 +142,11 @@ class Key:
         """The values that the key takes, in words."""
         free = [part for part in _parts(self.type) if get_origin(part) is not Literal]
         words = [*map(_described, free if not self.choices else [])]
-        named = [f"one of {', '.join(self.values)}"] if len(self.values) > 1 else list(self.values)
+        named = (
+            [f"one of {', '.join(self.values)}"]
+            if len(self.values) > 1
+            else [f"{v!r} in quotes" if ":" in v else v for v in self.values]
+        )
         return " or ".join([*named, *filter(None, dict.fromkeys(words))])
 
 

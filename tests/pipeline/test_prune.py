@@ -187,7 +187,7 @@ def test_recipes_of_2_4_round_trip_and_mistakes_are_named() -> None:
     wanda = from_mapping({"overrides": {"up_proj": "int4:g64:24"}, "method": "rtn", "prune": "wanda"})
     assert wanda.calibrated and from_mapping(wanda.to_mapping()) == wanda
     assert not from_mapping({"scheme": {"sparsity": "2:4"}, "method": "rtn"}).calibrated
-    with pytest.raises(RecipeError, match="quoted"):
+    with pytest.raises(RecipeError, match="use '2:4' in quotes"):
         from_mapping({"scheme": {"sparsity": 124}})  # YAML reads 2:4 as 124
     for slip in ({"method": "taylor"}, {"gptq": {"damp": 0.0}}, {"gptq": {"descent": 1}}, {"layout": "marlin"}):
         with pytest.raises(RecipeError):
