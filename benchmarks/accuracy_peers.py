@@ -26,6 +26,7 @@ from benchmarks.accuracy import INT4_ABSMAX, PUBLISHED, REFINED, UNQUANTIZED, sa
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.windows import ROWS, window_logits, windows
 from quantkit.models.whole_model import load_dense_model
+from quantkit.pipeline.distill import distill
 from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, merge
@@ -54,17 +55,19 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "refined, output-aware": merge(BEST, {"output_aware": True}),
     "refined, tune 50": merge(BEST, {"tune": 50}),
     "refined, tune 200": merge(BEST, {"tune": 200}),
-    "refined, tune 200, distill 100": merge(BEST, {"tune": 200, "distill": 100}),
+    "refined, tune 200, distill 100": merge(BEST, {"tune": 200}),
     "int4-best": merge(BEST, {"output_aware": True, "tune": 50}),
     "int4-tuned": TUNED,
-    "int4-tuned, distill 100": merge(TUNED, {"distill": 100}),
-    "int4-tuned, distill 100, codes": merge(TUNED, {"distill": 100, "distill_codes": True}),
+    "int4-tuned, distill 100": TUNED,
+    "int4-tuned, distill 100, codes": TUNED,
     "fp6": FP6,
     "fp6, output-aware, tune 50": merge(FP6, {"output_aware": True, "tune": 50}),
     "fp6, output-aware, tune 200": merge(FP6, {"output_aware": True, "tune": 200}),
     "2:4": SPARSE,
     "2:4, output-aware, tune 200": merge(SPARSE, {"output_aware": True, "tune": 200}),
 }
+#: Name -> whether codes learn too, of the rows whose folder is distilled in 100 steps.
+DISTILLED = {name: "codes" in name for name in RECIPES if "distill" in name}
 #: Columns of a run, from `peer.json` or from `run`.
 FACTS = ("version", "seconds", "cpu_seconds", "device", "torch")
 KEY = ("model", "name", "seed")
@@ -127,7 +130,12 @@ def run(args: argparse.Namespace, name: str, seed: int, out: Path) -> dict[str, 
         "lengths": "fixed",
     }
     started, used = time.perf_counter(), time.process_time()
-    quantize(args.model, out, from_mapping(merge(RECIPES[name], {"calibration": calibration})), device=args.device)
+    recipe = from_mapping(merge(RECIPES[name], {"calibration": calibration}))
+    made = out.with_name("undistilled") if name in DISTILLED else out
+    quantize(args.model, made, recipe, device=args.device)
+    if name in DISTILLED:
+        options = {"steps": 100, "codes": DISTILLED[name]}
+        distill(made, out, args.model, recipe.calibration, device=args.device, **options)
     return {
         "version": quantkit.__version__,
         "seconds": round(time.perf_counter() - started, 1),

@@ -19,6 +19,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation.divergence import kld
 from quantkit.evaluation.perplexity import perplexity
 from quantkit.models.whole_model import load_dense_model
+from quantkit.pipeline.distill import distill
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.recipe import from_mapping, merge
 from quantkit.text.tokenizer import load_tokenizer
@@ -31,11 +32,7 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "fp6 gptq": {"scheme": {"format": "fp6"}, "method": "gptq", **SEARCH},
     "2:4 + int4": {"scheme": {"format": "int4", "sparsity": "2:4"}},
 }
-TUNING: dict[str, Mapping[str, Any]] = {
-    "": {},
-    "scales, norms": {"distill_codes": False},
-    "scales, norms, codes": {"distill_codes": True},
-}
+TUNING = ("", "scales, norms", "scales, norms, codes")
 
 
 def main() -> None:
@@ -63,14 +60,16 @@ def main() -> None:
 def measure(args: argparse.Namespace, name: str, tuned: str) -> dict[str, Any]:
     """Quantize by one recipe, evaluate, and return the row."""
     calibration = {"data": args.calib, "samples": args.samples, "max_length": args.window}
-    mapping = merge(RECIPES[name], {"calibration": calibration})
-    if tuned:
-        mapping = merge(mapping, {"distill": args.steps, **TUNING[tuned]})
+    recipe = from_mapping(merge(RECIPES[name], {"calibration": calibration}))
     words = load_tokenizer(args.model)
     reference = load_dense_model(Checkpoint(args.model), dtype=torch.float32)
     with tempfile.TemporaryDirectory() as folder:
-        report = quantize(args.model, Path(folder) / "out", from_mapping(mapping), device=args.device)
-        model = load_dense_model(Checkpoint(Path(folder) / "out"), dtype=torch.float32)
+        out = Path(folder) / "out"
+        report = quantize(args.model, out, recipe, device=args.device)
+        if tuned:
+            before, out, learned = out, Path(folder) / "tuned", {"steps": args.steps, "codes": "codes" in tuned}
+            report = distill(before, out, args.model, recipe.calibration, device=args.device, **learned)
+        model = load_dense_model(Checkpoint(out), dtype=torch.float32)
     row: dict[str, Any] = {"distillation": report.get("distillation"), "phases": report["phases"]}
     row |= {"peak_memory": report["totals"]["peak_memory"], "threads": torch.get_num_threads()}
     for path in args.text:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from quantkit.version import __version__
 
 if TYPE_CHECKING:
-    from quantkit.api import convert, eval_kld, eval_ppl, load, pack, plan, prune, push, quantize, verify
+    from quantkit.api import convert, distill, eval_kld, eval_ppl, load, pack, plan, prune, push, quantize, verify
     from quantkit.errors import QuantkitError
     from quantkit.inference.transformers_plugin import register
     from quantkit.recipes.recipe import Recipe
@@ -22,6 +22,7 @@ __all__ = [
     "Recipe",
     "__version__",
     "convert",
+    "distill",
     "eval_kld",
     "eval_ppl",
     "load",
@@ -41,6 +42,7 @@ _HOME = {
     "prune": "quantkit.api",
     "pack": "quantkit.api",
     "convert": "quantkit.api",
+    "distill": "quantkit.api",
     "verify": "quantkit.api",
     "eval_ppl": "quantkit.api",
     "eval_kld": "quantkit.api",

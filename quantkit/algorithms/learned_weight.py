@@ -18,7 +18,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 
 #: The farthest that a position starts from its code. Many codes of GPTQ are not those nearest to their weights, because
 #: they make up for others: nearer to the half, the noise of a few steps would undo that.
-_INSIDE = 0.3
+INSIDE = 0.3
 
 
 class LearnedWeight:
@@ -93,7 +93,7 @@ class LearnedWeight:
         below = values[above - 1]
         places = above - 1 + (exact.view(source.shape) - below) / (values[above] - below)
         start = torch.searchsorted(values, fmt.decode(self._start.codes)).float()
-        return torch.minimum(torch.maximum(places, start - _INSIDE), start + _INSIDE)
+        return torch.minimum(torch.maximum(places, start - INSIDE), start + INSIDE)
 
 
 class LearnedVector:

@@ -21,35 +21,25 @@ from quantkit.text.tokenizer import check_tokens
 
 def check_sequences(recipe: Recipe, model: BlockRunner, sequences: Sequence[Tensor]) -> None:
     """Raise an error for calibration sequences that the model or a stage of the recipe cannot run on."""
-    longest = max((len(s) for s in sequences), default=0)
-    if not longest:
+    if not any(map(len, sequences)):
         method = [Setting("method", "magnitude")] if recipe.layout is None else [Setting("method", "rtn")]
         clip = [] if recipe.layout is None else [Setting("clip", "none")]
         raise RecipeError("no calibration sequences", "give calibration data", Words("use", *method, *clip))
-    if recipe.distill:
-        _check_distill(model, sequences)
+    check_text(model, sequences)
+    for stage in stages_of(recipe):
+        stage.check(sequences)
+
+
+def check_text(model: BlockRunner, sequences: Sequence[Tensor]) -> None:
+    """Raise an error for calibration sequences that the model cannot run on."""
+    longest = max(map(len, sequences))
     if longest > model.max_length:
         raise RecipeError(
             f"a calibration sequence has {longest} tokens, the model takes {model.max_length}",
             Words("use", Setting("max_length", model.max_length)),
         )
-    for stage in stages_of(recipe):
-        stage.check(sequences)
     embeddings = model.text.get_input_embeddings().get_parameter("weight")
     check_tokens(max(int(s.max()) for s in sequences), len(embeddings))
-
-
-def _check_distill(model: BlockRunner, sequences: Sequence[Tensor]) -> None:
-    if len(sequences) < 2:
-        raise RecipeError(
-            Words(Setting("distill"), "holds out one calibration sequence, and there is one"),
-            Words("use more", Setting("samples"), "or text"),
-        )
-    if model.text.get_output_embeddings() is None:
-        raise RecipeError(
-            f"{type(model.text).__name__} computes no distribution of tokens from text alone",
-            Words("drop", Setting("distill")),
-        )
 
 
 def split_documents(lengths: Sequence[int], count: int) -> list[range]:

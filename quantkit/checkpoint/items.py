@@ -36,7 +36,3 @@ class Commit(NamedTuple):
 
     facts: dict[str, Any]
     late: Callable[[], dict[str, Any]] | None = None
-
-
-class Final(NamedTuple):
-    """Say that the items so far are drafts: the next commit replaces all of them."""

@@ -38,8 +38,7 @@ class CheckpointWriter:
     On a folder with a journal it continues after the last commit: `done` has the lines of all commits, the first
     `resumed` of them those of earlier runs. Files that no commit lists are deleted. `left_out` are the files of the
     source that do not go along. `expected` are the names of all tensors, if known: space for them is reserved in each
-    file's header. With `drafts`, commits up to `begin_final` are drafts, which later work reads and the next commit
-    replaces as a whole. CheckpointError if a committed file is not what the journal says.
+    file's header. CheckpointError if a committed file is not what the journal says.
     """
 
     def __init__(
@@ -50,7 +49,6 @@ class CheckpointWriter:
         *,
         max_shard_bytes: int = SHARD_BYTES,
         expected: Iterable[str] = (),
-        drafts: bool = False,
     ) -> None:
         if max_shard_bytes < 1:
             raise RecipeError(
@@ -63,8 +61,7 @@ class CheckpointWriter:
         self._identity = lines[0] if lines else None
         self.done = lines[1:]
         self.resumed = len(self.done)
-        self._drafting = drafts and all(line.get("draft") for line in self.done)
-        self._written = {name for line in self.lines() for name in line["items"]}
+        self._written = {name for line in self.done for name in line["items"]}
         # Listed now, so that a bad link does not stop a finished run.
         self._companions, self.left_out = companions_of(like)
         self._file: SafetensorsWriter | None = None
@@ -82,32 +79,23 @@ class CheckpointWriter:
                     subject=partial / name,
                 )
 
-    def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of the commits that count: drafts do until another commit replaces them."""
-        return [line for line in self.done if not line.get("draft")] or self.done
-
-    def begin_final(self) -> None:
-        """Let the commits so far be drafts, and the next one replace them."""
-        self.commit({})
-        self._drafting, self._written = False, set()
-
     def items_done(self) -> set[str]:
         """Return the logical names of all committed tensors."""
         return set(self._written)
 
     def hashes(self) -> dict[str, str]:
         """Return file name -> hash of the committed shards."""
-        return {name: digest for line in self.lines() for name, digest in line["files"].items()}
+        return {name: digest for line in self.done for name, digest in line["files"].items()}
 
     @property
     def bytes_written(self) -> int:
         """The bytes of all committed tensors."""
-        return sum(line["bytes"] for line in self.lines())
+        return sum(line["bytes"] for line in self.done)
 
     @property
     def packed_bytes(self) -> int:
         """The bytes of the committed tensors that packed weights consist of."""
-        return sum(line["packed_bytes"] for line in self.lines())
+        return sum(line["packed_bytes"] for line in self.done)
 
     def identify(self, identity: dict[str, Any], difference: Compare) -> None:
         """Record the settings on which the run depends.
@@ -139,12 +127,8 @@ class CheckpointWriter:
         self._close_file()
         sizes = {"bytes": self._bytes, "packed_bytes": self._packed_bytes}
         line = {"files": self._files, "items": list(self._pending), "facts": facts, **sizes}
-        line |= {"draft": True} if self._drafting else {}
-        replaced = self.hashes()
         append_journal(self._journal, line)
         self.done.append(json.loads(json.dumps(line)))
-        for name in replaced.keys() - self.hashes().keys():
-            files.remove(self.partial / name)
         self._written.update(self._pending)
         self._start_unit()
 
@@ -200,10 +184,8 @@ class CheckpointWriter:
         if file is not None and _is_full(file.size, name, size, self.max_shard_bytes):
             self._close_file()
         if self._file is None:
-            committed = [line for line in self.done if bool(line.get("draft")) == self._drafting]
-            number = sum(len(line["files"]) for line in committed) + len(self._files) + 1
-            path = self.partial / (f"draft-{_shard_name(number)}" if self._drafting else _shard_name(number))
-            self._file = SafetensorsWriter(path, self._header_bytes)
+            number = sum(len(line["files"]) for line in self.done) + len(self._files) + 1
+            self._file = SafetensorsWriter(self.partial / _shard_name(number), self._header_bytes)
         return self._file
 
     def _close_file(self) -> None:

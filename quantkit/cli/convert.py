@@ -1,9 +1,9 @@
-"""The commands that rewrite a quantized checkpoint: pack, convert."""
+"""The commands that rewrite a quantized checkpoint: pack, convert, distill."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,13 @@ import click
 
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
+from quantkit.cli.keys import recipe_options
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.push import pushed, pushing_options
+from quantkit.keys import keys_of
 from quantkit.progress import Progress
+from quantkit.recipes.schema import RecipeKeys
 
 if TYPE_CHECKING:
     from quantkit.layouts.compatibility import Conversion
@@ -98,6 +101,46 @@ def convert(
     with pushed(out, asked, progress):
         report = api.convert(pair, checkpoint, out, progress=progress, **asked).report
         emit(show.as_json(report) if as_json else show.report(report, progress))
+
+
+#: The keys of the text that `distill` learns from.
+_TEXT = [
+    replace(key, level="shown") if key.keyword == "seed" else key
+    for key in keys_of(RecipeKeys)
+    if key.path[0] == "calibration" and key.keyword != "moe_calibration"
+]
+
+
+@command("distill", "quantkit distill ./model-int4 --against ./model -o ./model-tuned", keys=_TEXT)
+@options.checkpoint
+@section(
+    "Basic",
+    click.option("--against", metavar="MODEL", required=True, help="The unquantized model, a folder or a hub id."),
+    options.out(),
+    options.device,
+)
+@recipe_options(_TEXT, "calibration.lengths=fixed")
+@section(
+    "Method",
+    click.option("--steps", type=click.IntRange(min=1), default=200, metavar="N", help="Steps by gradient [200]."),
+    click.option("--codes", is_flag=True, help="Move codes too, for 20 bytes more of each weight."),
+)
+@section("Output", options.overwrite)
+@section("Advanced", options.source)
+def distill(
+    checkpoint: Path, out: Path, against: str, as_json: bool, progress: Progress, settings: Any, **asked: Any
+) -> None:
+    """Tune scales and norms of CHECKPOINT against the unquantized model.
+
+    Both models must fit in memory."""
+    from quantkit import api
+    from quantkit.pipeline.distill import distill as distill_folder
+    from quantkit.recipes.recipe import from_pairs
+
+    text = {key.keyword: asked.pop(key.keyword) for key in _TEXT if key.level == "shown"}
+    calib = api.build_recipe(settings=from_pairs(settings, _TEXT), **text).calibration
+    report = distill_folder(checkpoint, out, against, calib, progress=progress, **asked)
+    emit(show.as_json(report) if as_json else show.report(report, progress))
 
 
 def _use_one_thread_an_operation(asked: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ _MORE: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe_options(keys: Sequence[Key]) -> Callable[[Function], Function]:
+def recipe_options(keys: Sequence[Key], like: str = "gptq.damp=0.02") -> Callable[[Function], Function]:
     """Make the options of the keys that `--help` shows, and `--set` for all others."""
     setting = click.option(
         "--set",
@@ -42,7 +42,7 @@ def recipe_options(keys: Sequence[Key]) -> Callable[[Function], Function]:
         multiple=True,
         metavar="KEY=VALUE",
         shell_complete=completers.settings(keys),
-        help="Any key of a recipe, like gptq.damp=0.02; --help-all lists them; repeatable.",
+        help=f"Any key of a recipe, like {like}; --help-all lists them; repeatable.",
     )
     return combined(*(_option(key) for key in keys if key.level == "shown"), in_section("Basic", setting))
 

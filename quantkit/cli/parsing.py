@@ -28,7 +28,8 @@ CUTOFF = 0.75
 
 def moved(keys: Iterable[Key]) -> dict[str, str]:
     """Return what an option of former versions is now, by its name."""
-    found = {"--dry-run": "quantkit plan"} if keys else {}
+    distill = "quantkit distill OUT --against MODEL"
+    found = {"--dry-run": "quantkit plan", "--distill": distill, "--distill-codes": distill} if keys else {}
     for key in keys:
         for value in (True, False) if key.is_switch else (Words("VALUE"),):
             if key.level == "all":

@@ -31,6 +31,7 @@ from quantkit.errors import CheckpointError, Command, Words, require_known
 from quantkit.io import hashing
 from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
+from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.publish import finish, write
@@ -70,7 +71,13 @@ def pack(
     progress = progress or Progress(quiet=True)
     clock = Clock(torch.device("cpu"))
     with clock.phase("prepare"):
-        src = _packed_source(checkpoint, layout, expect)
+        src, given = packed_source(checkpoint)
+        if expect is not None and given.family != LAYOUTS[expect].family:
+            raise CheckpointError(
+                f"is in the {given.NAME} layout, not {expect}",
+                f"say {given.NAME}-to-{layout}",
+                subject=checkpoint,
+            )
         planned = plan_pack(src, LAYOUTS[layout], out=Path(out), pad=pad, requantize=requantize)
         planned.require()
         require_complete_source(src)
@@ -87,9 +94,9 @@ def pack(
             like=src,
             layout=LAYOUTS[layout],
             max_shard_bytes=max_shard_size,
-            expected=_expected(src, planned),
+            expected=expected_names(src, planned),
         )
-        report = _heading(checkpoint, before, base, planned, schemes, known)
+        report = heading_after("pack", checkpoint, before, base, planned, schemes, known)
         # A signal that raised while this thread waits for another could leave a lock taken.
         with progress.loop(), _hashed_behind(src, digests(known_files)) as hashes:
             names = src.logical()
@@ -187,7 +194,7 @@ def _batches(sized: Iterable[tuple[int, str]]) -> Iterator[tuple[int, list[str]]
         yield total, batch
 
 
-def _expected(src: Checkpoint, planned: Plan) -> Iterator[str]:
+def expected_names(src: Checkpoint, planned: Plan) -> Iterator[str]:
     """Yield the name of every tensor that the plan expects in the result."""
     rows = {f"{row.module}.weight": row for row in planned.quantized}
     for name in src.logical():
@@ -267,21 +274,17 @@ def _loss(lost: Mapping[str, Mapping[str, Any]], of: int, event: str, worst_key:
     return f"{len(lost)} of {of} linears {event}, mean {mean:.4g}, worst {worst:.4g} ({name})"
 
 
-def _packed_source(checkpoint: str | Path, layout: str, expect: str | None) -> Checkpoint:
-    src = Checkpoint(Path(checkpoint))
+def packed_source(checkpoint: str | Path, trust_remote_code: bool = False) -> tuple[Checkpoint, Layout]:
+    """Open a quantized checkpoint, and name its layout; CheckpointError for another one."""
+    src = Checkpoint(Path(checkpoint), trust_remote_code)
     if src.layout is None:
         held = f"holds {src.low_bit} weights, a source" if src.low_bit else "holds no quantized weights"
         raise CheckpointError(held, Words("use", Command("quantize"), "first"), subject=checkpoint)
-    if expect is not None and src.layout.family != LAYOUTS[expect].family:
-        raise CheckpointError(
-            f"is in the {src.layout.NAME} layout, not {expect}",
-            f"say {src.layout.NAME}-to-{layout}",
-            subject=checkpoint,
-        )
-    return src
+    return src, src.layout
 
 
-def _heading(
+def heading_after(
+    command: str,
     checkpoint: str | Path,
     before: Mapping[str, Any],
     base: Mapping[str, Any],
@@ -293,7 +296,7 @@ def _heading(
     carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype", "evaluation")
     return {
         **{key: before[key] for key in carried if key in before},
-        **heading("pack", name_of(checkpoint), None, {}, base),
+        **heading(command, name_of(checkpoint), None, {}, base),
         "layout": planned.layout,
         "scheme": schemes.default.label,
         "dense": list(schemes.ignore),

@@ -1,10 +1,8 @@
-"""End-to-end tuning: scales and norms of a quantized model, and codes if asked, learn from the unquantized model.
+"""`distill`: scales and norms of a quantized folder, and codes if asked, learn from the unquantized model.
 
-All tensors are quantized first, and committed as drafts. This stage reads them back, with the whole model in memory.
-Each step lowers the KL divergence of next-token distributions from those of the unquantized model on some calibration
-sequences. Every eighth sequence is held out, and the step that is best on these is written (ALGORITHMS 8.2).
-
-The stage is one commit: after a stop it begins anew from the drafts, and comes to the same bytes.
+Both models are in memory. Each step lowers the KL divergence of next-token distributions from those of the unquantized
+model on some calibration sequences. Every eighth sequence is held out, and the step that is best on these is written
+into a new folder (ALGORITHMS 8.2).
 """
 
 from __future__ import annotations
@@ -23,21 +21,35 @@ from quantkit.algorithms.deviation import relative_error
 from quantkit.algorithms.learned_weight import LearnedVector, LearnedWeight
 from quantkit.algorithms.rtn import scale_facts
 from quantkit.calibration.backward import backward, explaining, in_fixed_order
-from quantkit.calibration.preflight import new_run
-from quantkit.calibration.resume import committed
-from quantkit.calibration.run import Run
-from quantkit.checkpoint.items import Commit, Final, Item
+from quantkit.calibration.preflight import check_text
+from quantkit.checkpoint.items import Item
+from quantkit.checkpoint.origin import name_of, origin
+from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import load as load_report
 from quantkit.checkpoint.report import untuned
+from quantkit.checkpoint.resolve import resolve
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.errors import NumericError, Setting, Words
+from quantkit.core.work_queue import WorkQueue
+from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting, Words
+from quantkit.io.staging import staging
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import compute_dtype
 from quantkit.models.meta_model import get_tensor
-from quantkit.progress import Progress
-from quantkit.recipes.recipe import Recipe
+from quantkit.pipeline.convert import expected_names, heading_after, packed_source, schemes_of
+from quantkit.pipeline.opening import require_complete_source
+from quantkit.pipeline.publish import finish, write
+from quantkit.pipeline.quantize import READERS, calibration_text
+from quantkit.planning.memory import tuning_memory
+from quantkit.planning.plan import plan_pack
+from quantkit.progress import Clock, Progress
+from quantkit.recipes.calibration_options import Calib
+from quantkit.text.sequences import Calibration
 
-INSTEAD = Words("drop", Setting("distill"))
+INSTEAD = "keep the folder as it is"
+#: The steps by default.
+STEPS = 200
 #: One of so many sequences is held out, at least one.
 HELD_OUT = 8
 #: Sequences of a step.
@@ -55,66 +67,172 @@ BETAS = (0.9, 0.95)
 ROWS = 1024
 
 
-def distilled(
-    src: Checkpoint,
-    recipe: Recipe,
-    model: BlockRunner,
-    sequences: Sequence[Tensor],
-    work: Path,
-    done: Sequence[Mapping[str, Any]],
+def distill(
+    folder: str | Path,
+    out: str | Path,
+    against: str | Path,
+    calib: Calib,
     *,
+    steps: int = STEPS,
+    codes: bool = False,
+    device: str = "auto",
+    overwrite: bool = False,
+    revision: str | None = None,
+    trust_remote_code: bool = False,
     progress: Progress | None = None,
-) -> Iterator[Item | Commit | Final]:
-    """Yield every tensor of a dense checkpoint again, with what was learned from `sequences` (int64 `[t]`).
+) -> dict[str, Any]:
+    """Let a quantized folder learn from the unquantized model `against`, into a new folder `out`; return its report.
 
-    `work` is the run's folder with the drafts, `done` its journal lines. Nothing is yielded if they go past the drafts.
-    Facts of an item are those of its draft. Losses are not computed anew, and become those of untuned codes
-    (`untuned_loss`). The facts of the commit have `distillation`, which is what `tune` returns.
-
-    Raises as `tune`.
+    `calib` names the text. `codes` lets codes learn too. Everything else is as for `quantkit.distill`.
     """
-    if not all(line.get("draft") for line in done):
-        return
-    run = new_run(src, recipe, model, sequences, work, progress=progress)
-    with run.clock.phase("load"):
-        model.load_whole()
-        student = Student(run, recipe.distill_codes, done)
-    with run.clock.phase("distill"):
-        found = student.tune(sequences, recipe.distill, recipe.calibration.seed)
-    layers = {layer["name"]: layer for line in done for layer in line.get("facts", {}).get("layers", [])}
-    yield Final()
-    for name in src.names():
-        linear = name.removesuffix(".weight")
-        if name in student.norms:
-            yield Item(name, student.norms[name].record().cpu())
-        elif linear != name and linear in student.weights:
-            record = student.weights[linear].record()
-            yield Item(name, record, _facts(layers[linear], model.weights.source(linear), record))
+    if steps < 1:
+        raise RecipeError(f"steps is {steps}", "use 50 to 200 steps")
+    progress = progress or Progress(quiet=True)
+    clock = Clock(torch.device("cpu"))
+    with clock.phase("prepare"):
+        src, layout = packed_source(folder, trust_remote_code)
+        teacher = _unquantized(against, revision, trust_remote_code)
+        planned = plan_pack(src, layout, out=Path(out))
+        planned.require()
+        for checkpoint in (src, teacher):
+            require_complete_source(checkpoint, trust_remote_code)
+        model = BlockRunner(teacher, device=device, trust_remote_code=trust_remote_code)
+        _require_same_model(src, model)
+        tuned = {module: src.size(module) for module in src.modules()}
+        tuning_memory(teacher, model.linears, tuned, calib.max_length, codes, model.device.type).require()
+    before, known = load_report(src.path), list(src.notices)
+    base, unread = (before["base"], []) if before.get("base") else origin(src, folder, None)
+    recorded = {layer["name"]: layer for layer in before.get("layers", [])}
+    src.notices += unread
+    with staging(Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append) as partial:
+        writer = CheckpointWriter(partial, like=src, layout=layout, expected=expected_names(src, planned))
+        schemes = schemes_of(src, planned)
+        report = heading_after("distill", folder, before, base, planned, schemes, known)
+        report.pop("evaluation", None)  # its figures are those of other values
+        with progress.loop():
+            with clock.phase("hash"):
+                readers = READERS[model.device.type]
+                report["source"]["files"], edited = source_hashes(src, readers, check=progress.check)
+            with clock.phase("load"):
+                text = calibration_text(calib, teacher, model, progress)
+                _require_usable(text, model)
+                model.load_whole()
+                student = Student(src, model, codes, progress)
+            sequences = [tokens.to(model.device) for tokens in text.sequences]
+            with clock.phase("distill"):
+                found = student.tune(sequences, steps, calib.seed)
+            read = {key: text.facts[key] for key in ("source", "seed", "max_length", "sha256")}
+            report["distillation"] = {**found, "against": name_of(against), **read}
+            items = clock.around("distill", student.items(recorded))
+            report["layers"] = write(items, writer, src, report, clock, WorkQueue(model.device, beside=False))
+        src.require_unchanged()  # so the hashes are those of what was read
+        for line in (late := [*edited, *(line for line in src.notices if line not in known)]):
+            progress.note(line)
+        report["notices"] = list(dict.fromkeys([*report["notices"], *late, *text.warnings, *text.notices]))
+        return finish(
+            writer,
+            src,
+            partial,
+            Path(out),
+            schemes,
+            report,
+            planned.share,
+            clock,
+            overwrite,
+            trust_remote_code=trust_remote_code,
+        )
+
+
+def _unquantized(model: str | Path, revision: str | None, trust_remote_code: bool) -> Checkpoint:
+    found = Checkpoint(resolve(str(model), revision), trust_remote_code)
+    if found.layout is not None:
+        raise CheckpointError(f"is quantized itself ({found.layout.NAME})", "give the unquantized model", subject=model)
+    return found
+
+
+def _require_same_model(src: Checkpoint, model: BlockRunner) -> None:
+    """Raise CheckpointError if a folder is not the model quantized: by the shapes of linears, and all other tensors.
+
+    Norms may have other values, because a folder can learn twice.
+    """
+    theirs, norms, packed = model.src, model.norms(), {f"{module}.weight" for module in src.modules()}
+    names = set(theirs.names())
+    for name in src.logical():
+        if name in packed:
+            module = name.removesuffix(".weight")
+            n, k = model.linears.get(module, (0, 0))
+            same = src.true_shape(name) in ((n, k), (n, src.scheme(module).padded_k(k)))
+        elif name in norms:
+            same = src.shape(name) == theirs.shape(name)
         else:
-            yield Item(name, src.get(name))
-    yield Commit({"distillation": found, "phases": run.clock.take()})
+            same = name in names and _equal(src.get(name), theirs.as_stored(name, theirs.get(name)))
+        if not same:
+            raise CheckpointError(
+                f"differs from that of {theirs.path.name}", "give the model that was quantized", subject=name
+            )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and bool((a == b).all())
+
+
+def _require_usable(text: Calibration, model: BlockRunner) -> None:
+    """Raise an error for a text or a model that nothing can be learned from."""
+    if len(text.sequences) < 2:
+        raise RecipeError(
+            "one calibration sequence is held out, and there is one",
+            Words("use more", Setting("samples"), "or text"),
+        )
+    if model.text.get_output_embeddings() is None:
+        raise CheckpointError(
+            f"{type(model.text).__name__} computes no distribution of tokens from text alone", INSTEAD
+        )
+    check_text(model, text.sequences)
 
 
 class Student:
-    """A quantized model that learns: `weights` and `norms` by their names in the checkpoint.
+    """A quantized folder that learns: `weights` and `norms` by their names in the checkpoint.
 
-    It shares all other parameters with the unquantized model, which the run's BlockRunner holds. On a CPU with AMX,
-    products of both models are computed in bfloat16.
+    It shares all other parameters with the unquantized model, which is loaded as a whole. On a CPU with AMX, products
+    of both models are computed in bfloat16.
     """
 
-    def __init__(self, run: Run, codes: bool, done: Sequence[Mapping[str, Any]]) -> None:
-        self._model, self._progress, self._codes = run.model, run.progress, codes
+    def __init__(self, src: Checkpoint, model: BlockRunner, codes: bool, progress: Progress) -> None:
+        self._src, self._model, self._progress, self._codes = src, model, progress, codes
         self.weights: dict[str, LearnedWeight] = {}
-        for linear, record in committed(run, run.model.linears, done):
-            assert isinstance(record, QuantizedTensor)
-            place = _on(record, self._model.device)
-            source = _padded(self._model.weights.source(linear), place.shape) if codes else None
-            self.weights[linear] = LearnedWeight(place, run.src.dtype_of_model, source)
-        self._paths = run.model.norms()
-        self.norms = {name: LearnedVector(run.src.get(name).to(self._model.device)) for name in self._paths}
-        device = self._model.device
-        fast = device.type == "cpu" and compute_dtype(torch.bfloat16, device) == torch.bfloat16
-        self._mixed = fast and self._model.dtype == torch.float32
+        packed = set(src.modules())
+        for linear in (linear for linear in model.linears if linear in packed):
+            progress.check()
+            place = _on(src.quantized(linear), model.device)
+            source = _padded(model.weights.source(linear), place.shape) if codes else None
+            self.weights[linear] = LearnedWeight(place, src.dtype_of_model, source)
+        there = set(src.names())
+        self._paths = {name: path for name, path in model.norms().items() if name in there}
+        self.norms = {name: LearnedVector(src.get(name).to(model.device)) for name in self._paths}
+        fast = model.device.type == "cpu" and compute_dtype(torch.bfloat16, model.device) == torch.bfloat16
+        self._mixed = fast and model.dtype == torch.float32
+
+    def items(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
+        """Yield every tensor of the folder, with what was learned; `recorded` has the facts of layers until now."""
+        for name in self._src.logical():
+            self._progress.check()
+            linear = name.removesuffix(".weight")
+            if name in self.norms:
+                yield Item(name, self.norms[name].record().cpu())
+            elif linear != name and linear in self.weights:
+                yield Item(name, record := self.weights[linear].record(), self._facts(linear, record, recorded))
+            else:
+                yield Item(name, self._src.get(name))
+
+    def _facts(self, linear: str, record: QuantizedTensor, recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        """Update the facts of a layer; its losses are not computed anew, and become those of untuned codes."""
+        weight, counts = self._model.weights.source(linear), scale_facts(record)
+        if "zeros" in counts:  # not those of padding
+            counts["zeros"] -= record.codes.numel() - weight.numel()
+        n, k = weight.shape
+        true = {"true_shape": [n, k]} if self._src.is_padded(linear) else {}
+        error = relative_error(weight, record.dequantize()[:n, :k])
+        return {**untuned(recorded.get(linear, {})), **true, **counts, "relative_error": error}
 
     def tune(self, sequences: Sequence[Tensor], steps: int, seed: int) -> dict[str, Any]:
         """Learn for `steps` steps, and go back to the best one by the held-out sequences; return facts.
@@ -206,7 +324,7 @@ class Student:
             total = total + (p.exp() * (p - q)).sum()
         if not bool(total.isfinite()):
             raise NumericError(
-                "the divergence from the unquantized model is not finite", Words("drop", Setting("distill"))
+                "the divergence from the unquantized model is not finite", Words("give other", Setting("calib"))
             )
         return total
 
@@ -242,13 +360,3 @@ def _on(record: QuantizedTensor, device: torch.device) -> QuantizedTensor:
 
 def _padded(weight: Tensor, shape: tuple[int, int]) -> Tensor:
     return pad(weight, (0, shape[1] - weight.shape[1], 0, shape[0] - weight.shape[0]))
-
-
-def _facts(before: Mapping[str, Any], weight: Tensor, record: QuantizedTensor) -> dict[str, Any]:
-    """Return the facts of a draft's layer, those that tuning changes anew."""
-    counts = scale_facts(record)
-    if "zeros" in counts:  # not those of padding
-        counts["zeros"] -= record.codes.numel() - weight.numel()
-    n, k = weight.shape
-    error = relative_error(weight, record.dequantize()[:n, :k])
-    return {**untuned(before), **counts, "relative_error": error}

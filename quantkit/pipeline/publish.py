@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from quantkit.algorithms.numerics import check_finite
-from quantkit.checkpoint.items import Commit, Final, Item, Packed
+from quantkit.checkpoint.items import Commit, Item, Packed
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, SEAL, added_up, digest, peak_memory, phases, seal
@@ -40,7 +40,7 @@ Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
 
 
 def write(
-    items: Iterable[Item | Commit | Final],
+    items: Iterable[Item | Commit],
     writer: CheckpointWriter,
     src: Checkpoint,
     report: Mapping[str, Any],
@@ -64,9 +64,6 @@ def write(
                 queue.put(begin)
             for item in items:
                 with clock.phase("write"):
-                    if isinstance(item, Final):
-                        queue.put(writer.begin_final)
-                        continue
                     if isinstance(item, Commit):
                         queue.put(partial(_commit, writer, item, clock.take(), layers))
                         queue.end_unit()
@@ -119,7 +116,7 @@ def _leave_report(writer: CheckpointWriter, report: Mapping[str, Any], error: Ex
 
 
 def _layers(writer: CheckpointWriter) -> list[dict[str, Any]]:
-    return [layer for line in writer.lines() for layer in line.get("facts", {}).get("layers", [])]
+    return [layer for line in writer.done for layer in line.get("facts", {}).get("layers", [])]
 
 
 def _layer(item: Item, writer: CheckpointWriter) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ from quantkit.calibration.budget import BESIDE, gradient_documents
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import check_sequences, new_run, split_documents
 from quantkit.calibration.uncalibrated import solve_uncalibrated
-from quantkit.checkpoint.items import Commit, Final, Item
+from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
 from quantkit.checkpoint.reader import Checkpoint
@@ -40,7 +40,6 @@ from quantkit.io.staging import check_staging, is_complete, staging
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
-from quantkit.pipeline.distill import distilled
 from quantkit.pipeline.opening import require_complete_source, require_right_weights
 from quantkit.pipeline.publish import Measure, finish, publish_complete, write
 from quantkit.planning.memory import GRADIENTS
@@ -48,6 +47,7 @@ from quantkit.planning.output_files import disk_peak, output_files, report_bytes
 from quantkit.planning.plan import Plan, disk_problem, plan_quantize
 from quantkit.planning.serving import find_gpu, serving
 from quantkit.progress import Clock, Progress, Recorder
+from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.goals import Goal, changes, label
 from quantkit.recipes.identity import difference, identity
 from quantkit.recipes.patterns import require_effect
@@ -187,8 +187,7 @@ def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptio
             f"{count} processes were started, and this recipe uses no activations",
             "start one, without torchrun or accelerate launch",
         )
-    distilled_too = recipe.distill > 0
-    stages = {"tune": recipe.tune, "output_aware": recipe.output_aware, "distill": distilled_too}
+    stages = {"tune": recipe.tune, "output_aware": recipe.output_aware}
     tuning = next((name for name, used in stages.items() if used), None)
     if count > 1 and tuning:
         raise RecipeError(
@@ -206,7 +205,9 @@ def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptio
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.path)
     if before is not None and run.resume and is_complete(before):
         return job, recipe, Calibration([], {})  # only the last step is left
-    text = _calibration(job, recipe, run.progress)
+    text = Calibration([], {})
+    if recipe.calibrated:
+        text = calibration_text(recipe.calibration, job.src, job.model, run.progress)
     if recipe.calibrated:
         check_sequences(recipe, job.model, text.sequences)
     if text.facts.get("source") == PACKAGED:
@@ -228,7 +229,7 @@ def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptio
         stores = (activations, activations if recipe.tune else gradients, gradients)
         mapped = sum(size for size in stores if run.act_budget is not None and size > count * run.act_budget)
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
-        parts = disk_peak(job.plan, activations, len(job.model.blocks), mapped, distilled_too, gradients)
+        parts = disk_peak(job.plan, activations, len(job.model.blocks), mapped, gradients)
         largest = max(parts, key=lambda part: parts[part])
         most = sum(parts.values()) - there
         problem = disk_problem(job.plan, out, most, parts[GRADIENTS] if largest == GRADIENTS else 0)
@@ -341,8 +342,7 @@ def _quantize(
             here.broadcast(None)
             same = [without_paths(asked), without_paths(with_packaged_text(asked))]
             return publish_complete(partial, out, same, src, run.overwrite)
-        tuned = recipe.distill > 0
-        writer = CheckpointWriter(partial, like=src, layout=recipe.output_layout, drafts=tuned)
+        writer = CheckpointWriter(partial, like=src, layout=recipe.output_layout)
         report = {
             **heading(command, name_of(model), revision, {}, base),
             **_known(job, recipe),
@@ -364,14 +364,14 @@ def _quantize(
             writer.identify(identity(report), difference)
 
         # A run that is resumed must first know that it is the same run.
-        beside = BESIDE[kind] and not tuned  # tuning reads what was written
+        beside = BESIDE[kind]
         hashes_beside = finite and beside
         if not hashes_beside:
             with progress.loop(), clock.phase("hash"):
                 begin()
         if run.resume and not writer.done:
             progress.note("there is nothing to resume: the run begins at its start")
-        items: Iterable[Item | Commit | Final]
+        items: Iterable[Item | Commit]
         if recipe.calibrated:
             here.broadcast(_Led(recipe, text.sequences, partial, writer.done))
             begun = new_run(
@@ -386,9 +386,6 @@ def _quantize(
                 ranks=here,
             )
             items = calibrated(begun, writer.done)
-            if tuned:
-                again = distilled(src, recipe, job.model, text.sequences, partial, writer.done, progress=progress)
-                items = chain(items, again)
         else:
             items = clock.around("solve", streamed(src, recipe, job.chosen, writer.items_done(), progress))
         queue = WorkQueue(job.model.device, beside)
@@ -396,8 +393,6 @@ def _quantize(
         with progress.loop() if queue.beside else nullcontext():
             report["layers"] = write(items, writer, src, report, clock, queue, begin if hashes_beside else None)
         report |= _ranks_of(writer.done)
-        for line in writer.lines():
-            report |= {key: value for key, value in line["facts"].items() if key == "distillation"}
         return finish(
             writer,
             src,
@@ -501,19 +496,16 @@ def _revision(src: Checkpoint, asked: str | None) -> str | None:
     return src.path.name if src.path.parent.name == "snapshots" else asked
 
 
-def _calibration(job: _Job, recipe: Recipe, progress: Progress | None) -> Calibration:
-    """Draw the calibration sequences, none if the recipe needs none; say what the user should know of them.
+def calibration_text(calib: Calib, src: Checkpoint, model: BlockRunner, progress: Progress | None) -> Calibration:
+    """Draw the calibration sequences for a model by the tokenizer of `src`; say what the user should know of them.
 
     Without `progress` nothing is said: a plan lists it.
     """
-    if not recipe.calibrated:
-        return Calibration([], {})
-    calib = recipe.calibration
     text = draw_calibration(
         calib.data,
-        load_tokenizer(job.src.path),
+        load_tokenizer(src.path),
         samples=calib.samples,
-        max_length=min(calib.max_length, job.model.max_length),
+        max_length=min(calib.max_length, model.max_length),
         seed=calib.seed,
         lengths=calib.lengths,
         text_column=calib.text_column,

@@ -183,7 +183,7 @@ class Memory:
                         f"the whole model, unquantized and quantized, takes {_gb(self.least_vram)} of GPU memory,",
                         self._there(there),
                     ),
-                    Words("drop", Setting("distill"), ", use", Option("device", "cpu")),
+                    Words("use", Option("device", "cpu")),
                     "a GPU with more memory",
                 )
             raise QuantkitError(
@@ -196,8 +196,6 @@ class Memory:
 
     def _smaller(self) -> str:
         """Name the option that makes the largest part of the RAM smaller, if there is one."""
-        if WHOLE in self.ram:
-            return Words("drop", Setting("distill"), "or")
         ways = {
             ACTIVATIONS: Words("use a smaller", Option("act_budget"), "or"),
             DOCUMENT: Words("use a smaller", Setting("max_length"), "or"),
@@ -220,8 +218,6 @@ class Memory:
 
     def _way_out(self) -> str:
         """Name the option that makes the largest part of the GPU memory smaller."""
-        if WHOLE in self.vram:
-            return Words("drop", Setting("distill"), ", or use a GPU with more memory")
         largest = max(self.vram, key=lambda part: self.vram[part])
         ways = {
             DOCUMENT: Words("use a smaller", Setting("max_length")),
@@ -341,22 +337,23 @@ def tuning_memory(
     src: Checkpoint,
     linears: Mapping[str, tuple[int, int]],
     quantized: Mapping[str, tuple[int, int]],
-    recipe: Recipe,
+    longest: int,
+    codes: bool,
     device: str | None = None,
 ) -> Memory:
-    """Estimate the peak of tuning the `quantized` ones of a model's `linears` from end to end.
+    """Estimate the peak of distilling the `quantized` ones of a model's `linears`, on documents of `longest` tokens.
 
-    In memory are the whole model, the quantized one, and what one document leaves for the backward pass.
+    In memory are the whole model, the quantized one, and what one document leaves for the backward pass. `codes` says
+    whether codes are learned.
     """
     here = torch.cuda.is_available()
     cuda = here if device in (None, "auto") else str(device).startswith("cuda")
     width = compute_dtype(src.dtype_of_model, torch.device("cuda" if cuda else "cpu")).itemsize
-    longest = recipe.calibration.max_length
     tokens = min(longest, _stated(src, "max_position_embeddings") or longest)
     shared = sum(n * k for name, (n, k) in linears.items() if f"{name}.weight" not in src.names())
     whole = width * (sum(prod(src.shape(name)) for name in src.names()) + shared)
     # Of each weight its dense form, the gradient of that, and its code; one weight at a time is decoded.
-    each = 2 * width + 1 + (LEARNED if recipe.distill_codes else 0)
+    each = 2 * width + 1 + (LEARNED if codes else 0)
     student = each * sum(n * k for n, k in quantized.values())
     computed = width if cuda else compute_dtype(torch.bfloat16, torch.device("cpu")).itemsize
     heads = _stated(src, "num_attention_heads") or 1

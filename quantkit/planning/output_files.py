@@ -48,17 +48,14 @@ def output_files(
 ) -> Output:
     """Return the exact bytes of every file of an output but report and model card.
 
-    `units` are the tensors of the source by commit; if they are drafts, one commit writes them all once more. `layout`
-    and `schemes` are None for a dense output.
+    `units` are the tensors of the source by commit. `layout` and `schemes` are None for a dense output.
     """
     rows = {f"{row.module}.weight": row for row in planned.quantized}
     written = [
         {key: size for name in unit for key, size in _tensors(src, layout, name, rows.get(name)).items()}
         for unit in units
     ]
-    tuned = recipe.distill > 0
-    whole = {key: size for name in src.names() for key, size in _tensors(src, layout, name, rows.get(name)).items()}
-    shards = planned_shards([whole] if tuned else written)
+    shards = planned_shards(written)
     weight_map = {name: file for file, (_, names) in shards.items() for name in names}
     true_shapes = {row.module: row.shape if row.padded else None for row in rows.values()}
     recipe, beside = without_paths(recipe), companions_of(src).texts
@@ -88,20 +85,17 @@ def report_bytes(src: Checkpoint, planned: Plan) -> int:
     return REPORT_BYTES + LINEAR_BYTES * len(planned.quantized) + 2 * names + others + 4 * lines
 
 
-def disk_peak(
-    planned: Plan, activations: int, blocks: int, mapped: int, drafts: bool, gradients: int
-) -> dict[str, int]:
+def disk_peak(planned: Plan, activations: int, blocks: int, mapped: int, gradients: int) -> dict[str, int]:
     """Return the bytes that a run has on the disk when it has most, by part.
 
     `activations` are the bytes of all hidden states, 0 without calibration. Two of their snapshots stay until the end,
-    and a third is there while the older one is replaced. `mapped` are the bytes of stores that are files. With
-    `drafts`, the tensors are there twice at the end. `gradients` are the bytes of one block's, 0 without any; they too
-    stay until the end.
+    and a third is there while the older one is replaced. `mapped` are the bytes of stores that are files.
+    `gradients` are the bytes of one block's, 0 without any; they too stay until the end.
     """
     saved = max(0, blocks - 1)
     written, kept = max(
         (planned.before_last, min(saved, 3) * activations),  # at the last snapshot
-        (planned.total * (2 if drafts else 1), min(saved, 2) * activations),  # at the end
+        (planned.total, min(saved, 2) * activations),  # at the end
         key=sum,
     )
     return {"output": written, "activations": kept + mapped, GRADIENTS: blocks * gradients}

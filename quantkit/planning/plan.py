@@ -38,7 +38,7 @@ from quantkit.kernels import MATMULS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import Target, broken_rule, candidates, nearest, target
 from quantkit.models.decoder import decoder_weights, largest_others, share_of
-from quantkit.planning.memory import Memory, calibrated_memory, streamed_memory, tuning_memory
+from quantkit.planning.memory import Memory, calibrated_memory, streamed_memory
 from quantkit.planning.misfits import Misfit, ways_out
 from quantkit.planning.rows import Row
 from quantkit.planning.serving import Serving
@@ -243,8 +243,6 @@ def plan_quantize(
         memory = calibrated_memory(src, sizes, recipe, device, act_budget, gpu_memory)
     else:
         memory = streamed_memory(src, quantized)
-    if recipe.distill:
-        memory = replace(memory, others=(*memory.others, tuning_memory(src, sizes, quantized, recipe, device)))
     memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
         _assemble(src, layout, recipe.scheme, rows, misfits, memory, out), decoder=decoder_weights(src, inside)

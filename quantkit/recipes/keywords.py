@@ -40,8 +40,6 @@ class RecipeKeywords(TypedDict, total=False):
     output_aware: bool | None
     tune: int | None
     true_sequential: bool | None
-    distill: int | None
-    distill_codes: bool | None
     calib: str | Path | Iterable[str | Path] | None
     samples: int | None
     max_length: int | None

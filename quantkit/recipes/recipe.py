@@ -29,7 +29,7 @@ from quantkit.models.experts import ROUTER
 from quantkit.names import Method, Rule
 from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.goals import Goal, is_sparse, treat_alike
-from quantkit.recipes.schema import RecipeKeys, pruning_keys
+from quantkit.recipes.schema import RecipeKeys, pruning_keys, refuse_gone
 from quantkit.text.sources import name_of_text
 
 _COMPARE = Words("compare with", Command("quantize", Option("print_recipe", True)))
@@ -50,7 +50,7 @@ class Recipe(RecipeKeys):
     def calibrated(self) -> bool:
         """Whether activations are needed: by GPTQ, a scale search that uses the Hessian, wanda's mask, or tuning."""
         searched = self.clip == "search" and self.metric != "mse"
-        return self.factored or searched or self.prune == "wanda" or self.distill > 0
+        return self.factored or searched or self.prune == "wanda"
 
     @property
     def factored(self) -> bool:
@@ -189,6 +189,7 @@ def pruning_from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe
 
 def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Recipe:
     """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong value."""
+    refuse_gone(mapping)
     asked = read(mapping, keys_of(kind))
     scheme = _scheme(**asked.pop("scheme", {}))
     integer = not scheme.format.is_float
@@ -238,12 +239,6 @@ def _check(recipe: Recipe) -> None:
         )
     for each in recipe.schemes:
         check_signed(each, recipe.signed)
-    if recipe.distill_codes and not recipe.distill:
-        raise RecipeError(
-            Words(Setting("distill_codes"), "is for", Setting("distill"), ", which is off"),
-            Words("add", Setting("distill", 200)),
-            Words("drop", Setting("distill_codes")),
-        )
 
 
 def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Rule | None:
@@ -301,6 +296,7 @@ def from_pairs(pairs: Iterable[str], keys: Iterable[Key]) -> dict[str, Any]:
         if not equals:
             raise RecipeError(f"--set {pair} has no value", "write it like --set gptq.damp=0.02")
         if name not in known:
+            refuse_gone([name])
             meant = [key.name for key in known.values() if name in (key.keyword, key.path[-1])]
             near = [*meant, *get_close_matches(name, known, 1)][:1]
             raise RecipeError(f"unknown key {name!r}", f"use {near[0]}" if near else "--help-all lists all keys")

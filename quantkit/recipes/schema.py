@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from quantkit import errors
 from quantkit.algorithms.options import Options
+from quantkit.errors import Command, Option, RecipeError, Words
 from quantkit.keys import Count, Key, Positive, key, keys_of, section
 from quantkit.names import FORMATS, LAYOUTS, Clip, Method, Metric, Rule
 from quantkit.recipes.calibration_options import Calib
@@ -128,20 +130,6 @@ class RecipeKeys:
         pruning=True,
         when="`false` to save a part of the forward passes.",
     )
-    distill: Count = key(
-        "Steps that tune scales and norms of the whole model, which must fit in memory, at the end",
-        default=0,
-        may_lack=True,
-        more="See [algorithms.md](algorithms.md) 8.2. Both models are in memory; `plan` says how much that is.",
-        when="50 to 200 for accuracy, if the memory suffices.",
-    )
-    distill_codes: bool = key(
-        "Let distill move codes too",
-        default=False,
-        may_lack=True,
-        more="It takes 20 bytes more for each weight.",
-        when="`true` with `distill` for 2:4, and for the least loss.",
-    )
     calibration: Calib = section("The text that calibrates.", Calib, heading="Calibration", pruning=True)
     layout: str | None = key(
         "Layout to write",
@@ -195,6 +183,13 @@ def pruning_keys(declared: type = RecipeKeys) -> list[Key]:
     found = [each for each in keys_of(declared) if each.pruning]
     rule: Any = {"help": "Which two of four weights stay", "usual": "sparsegpt", "more": ""}
     return [each if each.pruning is True else replace(each, type=each.pruning, **rule) for each in found]
+
+
+def refuse_gone(names: Iterable[str]) -> None:
+    """Raise RecipeError for a key of former versions that is a command now."""
+    for name in set(names) & {"distill", "distill_codes"}:
+        now = Command("distill", Words("OUT"), Option("against", Words("MODEL")))
+        raise RecipeError(f"{name} is no key of a recipe", Words("use", now, "afterwards"))
 
 
 # Messages name these as `--set KEY=VALUE`.

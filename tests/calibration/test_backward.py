@@ -119,7 +119,7 @@ def test_a_tuned_run_on_a_gpu_has_the_same_bits_again_by_flash_attention(tmp_pat
     for number in range(2):
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found.append(solved(folder, "cuda", tmp_path / str(number), tune=4, output_aware=True, distill=0))
+            found.append(solved(folder, "cuda", tmp_path / str(number), tune=4, output_aware=True))
     (first, fused), (second, _) = found
     assert fused and first.keys() == second.keys()
     for name, value in first.items():

@@ -26,7 +26,7 @@ from quantkit.io.journal import JOURNAL, read_journal
 from quantkit.io.model_folder import INDEX, SMALL, companions
 from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import RESERVED
-from quantkit.io.staging import is_complete, publish, staging
+from quantkit.io.staging import is_complete, staging
 from quantkit.layouts import LAYOUTS, quantkit_key
 from quantkit.layouts.schemes import Schemes
 from tests.checkpoint.samples import copy_all, dense_folder, keys_that_differ
@@ -279,47 +279,6 @@ def test_a_kill_at_every_operation_then_resume_gives_the_same_bytes(tmp_path: Pa
             copy_all(source, out, source.layout, resume=True)
         assert state(out) == expected, step
         assert len(list(tmp_path.iterdir())) == 3, step
-        files.remove(out)
-
-
-def with_drafts(source: Checkpoint, out: Path, resume: bool = False) -> None:
-    """Write every item as a draft, then all of them anew, in a commit of several shards."""
-    with staging(out, resume=resume, source=source.path) as partial:
-        if is_complete(partial):
-            return publish(partial, out)
-        writer = CheckpointWriter(partial, source, source.layout, max_shard_bytes=4096, drafts=True)
-        writer.identify({"version": 1}, keys_that_differ)
-        if all(line.get("draft") for line in writer.done):
-            done = writer.items_done()
-            for item in source.items():
-                if item.name not in done:
-                    writer.add(item)
-                    writer.commit({"draft of": item.name})
-            drafts = set(writer.hashes())
-            writer.begin_final()
-            for item in source.items():
-                writer.add(item)
-            assert all((partial / name).exists() for name in drafts), "the final items are read from them"
-            writer.commit({"final": True})
-            assert not drafts & set(writer.hashes()) and len(writer.hashes()) > 1
-        writer.finish(source.config, lambda: {})
-        publish(partial, out)
-
-
-def test_drafts_are_replaced_as_a_whole_wherever_a_run_is_killed(tmp_path: Path) -> None:
-    source = Checkpoint(packed_folder(tmp_path / "m", "gptq")[0])
-    steps = count(lambda: with_drafts(source, tmp_path / "reference"))
-    expected = state(tmp_path / "reference")
-    assert not any(name.startswith("draft") for name in expected) and "model-00002.safetensors" in expected
-    index = json.loads(expected["model.safetensors.index.json"])
-    assert index["metadata"]["total_size"] == sum(map(source.nbytes, source.names())), "drafts are not counted"
-    for step in range(1, steps + 1):
-        out = tmp_path / "out"
-        with faults(killer(step)), pytest.raises(Killed):
-            with_drafts(source, out)
-        if not out.exists():
-            with_drafts(source, out, resume=True)
-        assert state(out) == expected, step
         files.remove(out)
 
 

@@ -13,7 +13,6 @@ TEXT = "--data calib.txt --window 32"
 PRINTED = (
     f"quantize model -o out {RTN}",
     f"quantize model -o out {CALIB} -q",
-    f"quantize model -o out --set distill=1 {CALIB} -q",
     f"quantize odd -o out --set pad=true --group-size channel --layout marlin {RTN}",
     f"quantize model -o out --prune 2:4 --layout marlin24 {RTN}",
     "prune model -o out --method magnitude -q",
@@ -23,6 +22,7 @@ PRINTED = (
     "pack int4 --layout tcfpx --requantize -o out -q",
     "convert compressed-tensors-to-gptq int4 -o out -q",
     "convert --list",
+    "distill int4 --against model -o out --steps 1 --calib calib.txt --samples 16 --max-length 64 -q",
     f"plan model {RTN}",
     f"plan model --target vllm --gpu h100 --gpu-memory 80GB {CALIB} -q",
     f"plan odd --set pad=true --layout marlin --group-size channel {RTN}",

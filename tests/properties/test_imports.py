@@ -98,8 +98,8 @@ def test_the_start_imports_nothing_heavy(code: str, unwanted: set[str]) -> None:
 def test_the_public_names_exist() -> None:
     import quantkit
 
-    functions = {"plan", "quantize", "prune", "pack", "convert", "push", "verify", "load", "eval_ppl", "eval_kld"}
-    functions.add("register")
+    functions = {"plan", "quantize", "prune", "pack", "convert", "distill", "push", "verify", "load"}
+    functions |= {"eval_ppl", "eval_kld", "register"}
     assert set(quantkit.__all__) == functions | {"Recipe", "QuantkitError", "__version__"}
     assert set(quantkit.__all__) <= set(dir(quantkit))  # notebooks complete these
     assert all(callable(getattr(quantkit, name)) for name in functions)
