@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import os
 import platform
-import re
 import shutil
 import sys
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from quantkit.cli.checks import Check, optional_package, required_package
 from quantkit.errors import reason
 from quantkit.version import __version__
 
@@ -38,17 +37,6 @@ REQUIRED = {
     "typing-extensions": "4.10",
     "xxhash": "3.0",
 }
-
-
-@dataclass(frozen=True)
-class Check:
-    """One line of the diagnosis. `ok` is None if the thing is missing and nothing here needs it."""
-
-    name: str
-    found: str | None
-    needs: str
-    ok: bool | None
-    fix: str | None = None
 
 
 def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
@@ -90,23 +78,6 @@ def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
     }
 
 
-def at_least(version: str, lowest: str) -> bool:
-    """Compare the leading numbers of two versions (`2.13.0+cpu` is 2.13.0): is the first one as high or higher?"""
-    return _numbers(version) >= _numbers(lowest)
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
-
-
-def installed_version(package: str) -> str | None:
-    """Find the version of an installed package, None if there is none."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _python() -> Check:
     low, high = (".".join(map(str, version)) for version in PYTHON)
     ok = PYTHON[0] <= sys.version_info[:2] < PYTHON[1]
@@ -114,21 +85,8 @@ def _python() -> Check:
     return Check("python", platform.python_version(), f">={low},<{high}", ok, fix)
 
 
-def required_package(name: str, lowest: str) -> Check:
-    found = installed_version(name)
-    ok = found is not None and at_least(found, lowest)
-    return Check(name, found, f">={lowest}", ok, None if ok else f"pip install --upgrade '{name}>={lowest}'")
-
-
 def _broken(error: ImportError | OSError) -> Check:
     """Report a package that is installed but does not load."""
     name = (getattr(error, "name", None) or "torch").partition(".")[0].replace("_", "-")
     fix = f"pip install --force-reinstall --no-cache-dir {name if name in REQUIRED else 'torch'}"
     return Check(name, f"does not load: {reason(error)}", "a package that loads", False, fix)
-
-
-def optional_package(name: str, lowest: str, why: str, target: str) -> Check:
-    found = installed_version(name)
-    ok = None if found is None else at_least(found, lowest)
-    wanted = target if "[" in target else f"{target}>={lowest}"
-    return Check(name, found, f">={lowest} {why}", ok, None if ok else f"pip install --upgrade '{wanted}'")

@@ -14,6 +14,7 @@ import torch
 
 from quantkit import kernels
 from quantkit.cli import diagnosis, gpu_diagnosis
+from quantkit.cli.checks import at_least, optional_package, required_package
 from quantkit.cli.doctor import format_diagnosis
 from quantkit.kernels import toolchain
 
@@ -50,12 +51,12 @@ def test_this_environment_is_complete() -> None:
 
 
 def test_a_missing_or_old_package_has_a_fix() -> None:
-    missing = diagnosis.required_package("no-such-package-here", "1.2")
+    missing = required_package("no-such-package-here", "1.2")
     assert (missing.ok, missing.found) == (False, None)
     assert missing.fix == "pip install --upgrade 'no-such-package-here>=1.2'"
-    old = diagnosis.required_package("torch", "999.0")
+    old = required_package("torch", "999.0")
     assert old.ok is False and old.fix == "pip install --upgrade 'torch>=999.0'"
-    assert diagnosis.optional_package("no-such-package-here", "1", "for x", "quantkit[cuda13]").fix == (
+    assert optional_package("no-such-package-here", "1", "for x", "quantkit[cuda13]").fix == (
         "pip install --upgrade 'quantkit[cuda13]'"
     )
 
@@ -74,7 +75,7 @@ def test_a_missing_or_old_package_has_a_fix() -> None:
     ],
 )
 def test_versions_are_compared_as_numbers(version: str, lowest: str, enough: bool) -> None:
-    assert diagnosis.at_least(version, lowest) is enough
+    assert at_least(version, lowest) is enough
 
 
 @pytest.mark.parametrize(

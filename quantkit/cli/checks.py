@@ -1,0 +1,50 @@
+"""Checks of installed packages, the lines of a diagnosis."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from importlib import metadata
+
+
+@dataclass(frozen=True)
+class Check:
+    """One line of the diagnosis. `ok` is None if the thing is missing and nothing here needs it."""
+
+    name: str
+    found: str | None
+    needs: str
+    ok: bool | None
+    fix: str | None = None
+
+
+def required_package(name: str, lowest: str) -> Check:
+    """Check a package that quantkit needs."""
+    found = installed_version(name)
+    ok = found is not None and at_least(found, lowest)
+    return Check(name, found, f">={lowest}", ok, None if ok else f"pip install --upgrade '{name}>={lowest}'")
+
+
+def optional_package(name: str, lowest: str, why: str, target: str) -> Check:
+    """Check a package that some uses need; `why` names them, `target` is what to install."""
+    found = installed_version(name)
+    ok = None if found is None else at_least(found, lowest)
+    wanted = target if "[" in target else f"{target}>={lowest}"
+    return Check(name, found, f">={lowest} {why}", ok, None if ok else f"pip install --upgrade '{wanted}'")
+
+
+def at_least(version: str, lowest: str) -> bool:
+    """Compare the leading numbers of two versions (`2.13.0+cpu` is 2.13.0): is the first one as high or higher?"""
+    return _numbers(version) >= _numbers(lowest)
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0])[:3])
+
+
+def installed_version(package: str) -> str | None:
+    """Find the version of an installed package, None if there is none."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
