@@ -31,10 +31,10 @@ from quantkit.cli.launch import joined, silence_others
 from quantkit.cli.show import table
 from quantkit.core.ranks import ranks
 from quantkit.io.journal import JOURNAL, read_journal
-from quantkit.models.devices import device_of
+from quantkit.models.devices import CUDA_DEVICE, device_of
 from quantkit.models.meta_model import skeleton
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.planning.memory import CUDA_DEVICE, OTHERS, Memory
+from quantkit.planning.memory import OTHERS, Memory
 from quantkit.progress import Progress
 from quantkit.recipes.goals import label
 from quantkit.recipes.recipe import Recipe

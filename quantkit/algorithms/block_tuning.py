@@ -23,6 +23,9 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 BOUND = 1.0
 #: Least and largest factor of a scale.
 FACTORS = (0.5, 1.5)
+#: Bytes for each weight: latent value, mean square, step, dequantized weight, its gradient, the same in bfloat16, the
+#: best codes so far, and the source.
+TUNING_BYTES = 28
 #: A latent value starts inside its code's interval, whose half is 0.5 steps.
 _INSIDE = 0.49
 _DECAY = 0.95

@@ -22,6 +22,9 @@ from quantkit.errors import NumericError, Setting, Words
 
 _LEAST_DAMP_FLOAT32 = 1e-3  # below it a float32 factor loses its digits (ALGORITHMS 5.1)
 
+#: float32 matrices `[k, k]` in `factorize`, by the dtype of factors: the sum, H, its copy, scratch, the factor.
+_MATRICES = {torch.float32: 5, torch.float64: 8}
+
 
 @dataclass(frozen=True, eq=False)
 class Factor:
@@ -42,6 +45,11 @@ class Factor:
     def unit(self, dtype: torch.dtype) -> Tensor:
         """Return `V`: `R` with each column divided by its diagonal, `[k, k]`. The sweep needs nothing else."""
         return (self.r / self.r.diagonal()).to(dtype)
+
+
+def factor_bytes(k: int, dtype: torch.dtype) -> int:
+    """Compute the bytes of matrices `[k, k]` in `factorize`, the Hessian's sum included; factors have `dtype`."""
+    return _MATRICES[dtype] * 4 * k * k
 
 
 def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:

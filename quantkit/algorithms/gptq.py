@@ -5,7 +5,7 @@ Rows never interact. Linears that share an input are therefore solved as one tal
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import coordinate_descent, rtn
-from quantkit.algorithms.cholesky import Factor, factorize
+from quantkit.algorithms.cholesky import Factor, factor_bytes, factorize
 from quantkit.algorithms.grid import encode
 from quantkit.algorithms.hessian import check_size, row_losses
 from quantkit.algorithms.numerics import check_weight, working_dtype
 from quantkit.algorithms.options import Options
-from quantkit.algorithms.scale_search import GroupError, choose_scales, group_errors
+from quantkit.algorithms.scale_search import GroupError, choose_scales, group_errors, search_bytes
 from quantkit.algorithms.sparsegpt import survivors, sweep_pattern
 from quantkit.algorithms.sweep import sweep
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
@@ -27,6 +27,13 @@ from quantkit.errors import NumericError
 
 #: Up to this magnitude a weight's scale, and its largest code times the scale, fit in float16.
 TALLEST = 60000.0
+
+#: float32 matrices `[k, k]` while rows are solved, by the dtype of factors: the sum, H, its factor, that of the sweep,
+#: and H for the losses.
+SQUARES = {torch.float32: 4, torch.float64: 7}
+#: float32 matrices `[rows, k]` meanwhile, by device: weights, targets, errors, both results, the search's scratch. The
+#: kernels of a GPU need no more than 4 (benchmarks/gpu/quantize_llama2-70b_3.csv).
+_ROWS = {"cpu": 11, "cuda": 4}
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +86,21 @@ def quantize(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor
     swept = sweep(weight, scheme, factor, options, None if scales_by_group else grid)
     refined = coordinate_descent.refine(weight, swept, h, descent=options.descent, refit=options.refit)
     return _guarded(weight, refined, plain, h, factor)
+
+
+def step_bytes(
+    k: int, rows: int, group_sizes: Iterable[int | None], dtype: torch.dtype, device: str
+) -> list[tuple[int, int]]:
+    """List the bytes of matrices `[k, k]`, and of copies of the rows, in each step of `quantize`.
+
+    Factors have `dtype`. `group_sizes` are those whose scales are searched by the metric `block`.
+    """
+    square, copy = 4 * k * k, 4 * k * rows
+    return [
+        (factor_bytes(k, dtype), copy),
+        ((2 + dtype.itemsize // 4) * square + search_bytes(k, group_sizes), 2 * copy),
+        (SQUARES[dtype] * square, _ROWS[device] * copy),
+    ]
 
 
 def join(parts: Sequence[Solution]) -> Solution:

@@ -64,6 +64,16 @@ class Hessian:
         self._chunk: Tensor | None = None
         self._filled = 0
 
+    @staticmethod
+    def bytes(k: int) -> int:
+        """Compute the bytes of a sum `[k, k]`, without its chunk of tokens."""
+        return 4 * k * k
+
+    @staticmethod
+    def chunk_bytes(k: int, device: str = "cpu", itemsize: int = 4) -> int:
+        """Compute the bytes of a chunk of tokens: in float32, on a GPU a long one with `itemsize` bytes a number."""
+        return (itemsize * LONG_CHUNK if device == "cuda" else 4 * CHUNK) * k
+
     def add(self, x: Tensor) -> None:
         """Add the tokens of `x` `[..., k]`, any float dtype; NumericError, with counts, if any entry is not finite.
 

@@ -19,6 +19,8 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 #: The farthest that a position starts from its code. Many codes of GPTQ are not those nearest to their weights, because
 #: they make up for others: nearer to the half, the noise of a few steps would undo that.
 INSIDE = 0.3
+#: Bytes for each weight whose code is learned: position, gradient, both moments of Adam, and the best position.
+LEARNED = 20
 
 
 class LearnedWeight:

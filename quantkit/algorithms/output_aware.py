@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.gptq import TALLEST, Solution, join, split
+from quantkit.algorithms.gptq import SQUARES, TALLEST, Solution, join, split
 from quantkit.algorithms.hessian import row_losses
 from quantkit.algorithms.numerics import factor_dtype, working_dtype
 from quantkit.algorithms.rtn import scale_facts
@@ -27,6 +27,22 @@ DAMP = 0.02
 _STEPS, _LEAST_ROWS = 32, 16
 #: The least diagonal of `H_out` relative to the mean one: an output without any gradient does not count.
 _LEAST = 1e-6
+
+#: float32 matrices `[n, n]` while a Hessian of outputs is factored, by the dtype of factors: the sorted one, its
+#: factor, that in order, and its float32 form.
+_MATRICES = {torch.float32: 3, torch.float64: 7}
+#: float32 matrices `[rows, k]` meanwhile: weights and sorted weights, codes, errors.
+_SORTED = 3
+#: The same while losses are compared: also the new codes, and of the largest weight its error, products and their sum
+#: in float64.
+_COMPARED = 10
+
+
+def step_bytes(k: int, outputs: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
+    """List the bytes of matrices `[k, k]` and `[n, n]`, and of copies of all rows, in each step of `refine`."""
+    rows = 4 * k * sum(outputs)
+    squares = 4 * (SQUARES[dtype] * k * k + sum(n * n for n in outputs))
+    return [(squares + 4 * _MATRICES[dtype] * max(outputs) ** 2, _SORTED * rows), (squares, _COMPARED * rows)]
 
 
 def refine(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import torch
@@ -39,6 +39,7 @@ WIDEST_BLOCK = 4096  # a wider group is judged by blocks of _BLOCK columns on it
 _BLOCK = 128
 _TEMPORARIES = 4  # arrays of candidates times groups that a search by a kernel holds
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32
+_MATRICES = 7  # float32 matrices of blocks of H while they are factored: the blocks, and three in float64
 _BATCH = 16  # blocks of columns that one batched product judges on a GPU
 
 
@@ -166,6 +167,14 @@ def group_errors(
         TriangularError([(a - first, factors[a]) for a in range(first, first + g, size)])
         for first in range(0, groups * g, g)
     ]
+
+
+def search_bytes(k: int, group_sizes: Iterable[int | None]) -> int:
+    """Compute the bytes of the blocks of H `[k, k]` that the metric `block` factors, for the widest group."""
+    wide = max((size or WIDEST_BLOCK for size in group_sizes), default=0)
+    if wide >= WIDEST_BLOCK:
+        wide = k if k <= WIDEST_BLOCK else 0
+    return _MATRICES * 4 * k * wide
 
 
 class TriangularError:

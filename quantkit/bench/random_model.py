@@ -33,8 +33,8 @@ from quantkit.io import config_checks, files, json_files
 from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, expressions, read_config
 from quantkit.layouts.schemes import Schemes
+from quantkit.models.devices import CUDA_DEVICE
 from quantkit.models.meta_model import skeleton
-from quantkit.planning.memory import CUDA_DEVICE
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import matches
 

@@ -57,6 +57,11 @@ class Activations:
         self._passed: list[tuple[Tensor, ...]] = [()] * len(self.rows)
         self._mapped: list[int | None] = [None] * len(self.rows)
 
+    @staticmethod
+    def bytes(tokens: int, hidden: int, itemsize: int) -> int:
+        """Compute the bytes of the hidden states of some tokens."""
+        return tokens * hidden * itemsize
+
     def get(self, number: int) -> State:
         """Read the state of a document; its hidden state is a view."""
         start = self._starts[number]

@@ -22,6 +22,16 @@ from quantkit.progress import Progress
 T = TypeVar("T")
 
 
+def backward_bytes(outputs: int, heads: int, longest: int, itemsize: int, device: str) -> tuple[int, int]:
+    """Compute the bytes that one pass holds for its gradient, and those of attention scores.
+
+    The former are four float32 numbers for each token and output of a block's linears. Scores count where a GPU has no
+    flash attention, so that attention is computed by plain products.
+    """
+    tokens = max(longest, TUNED_AT_ONCE[device])
+    return 16 * tokens * outputs, 2 * itemsize * heads * tokens * longest if device == "cuda" else 0
+
+
 def parts(stream: Stream, block: int, numbers: Sequence[int] | None = None) -> Iterator[Sequence[int]]:
     """Divide documents, all without `numbers`, into those that one pass with gradients takes."""
     chosen = range(len(stream.sequences)) if numbers is None else numbers

@@ -1,14 +1,9 @@
-"""The policy of memory: how many tokens run together, and how much is held, summed, solved and saved at a time.
-
-Planning adds up its estimates from the same numbers.
-"""
+"""The policy of memory: how many tokens run together, and how much is held, summed, solved and saved at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
-
-from quantkit.algorithms.hessian import CHUNK
 
 T = TypeVar("T")
 
@@ -41,9 +36,9 @@ def gradient_documents(lengths: Iterable[int]) -> int:
     return count
 
 
-def hessian_bytes(k: int) -> int:
-    """Compute the bytes that summing the Hessian `[k, k]` of an expert takes, its chunk of tokens included."""
-    return 4 * k * (k + CHUNK)
+def gradient_tokens(total: int, longest: int) -> int:
+    """Bound the tokens of `gradient_documents`, of `total` tokens in documents of at most `longest`."""
+    return min(total, GRADIENT_TOKENS + longest)
 
 
 def stays_on_gpu(size: int, free: int | None) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.algorithms.hessian import Hessian
 from quantkit.calibration import budget
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages.base import Group, LoadedBlock, Task
@@ -39,8 +40,8 @@ def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
 
 def _divided(run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, Any]]) -> Iterator[list[Task]]:
     """Divide groups into tasks whose Hessians fit `HESSIAN_BYTES`; the linears of a group have the same facts."""
-    linears = run.model.linears
-    size = {group: budget.hessian_bytes(linears[group.linears[0]][1]) for group in groups}
+    width = {group: run.model.linears[group.linears[0]][1] for group in groups}
+    size = {group: Hessian.bytes(k) + Hessian.chunk_bytes(k) for group, k in width.items()}
     for some in budget.divide(groups, size.__getitem__, budget.HESSIAN_BYTES):
         yield [Task(group, {name: facts.get(name, {}) for name in group.linears}) for group in some]
 

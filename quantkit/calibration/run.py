@@ -73,6 +73,11 @@ class Stream:
         self.activations = activations
         self.at_once = TOKENS_AT_ONCE[run.model.device.type]
 
+    @staticmethod
+    def bytes(outputs: int, longest: int, itemsize: int, device: str) -> int:
+        """Compute the bytes of the documents that run together: about two copies of a block's `outputs`."""
+        return 2 * itemsize * max(longest, TOKENS_AT_ONCE[device]) * outputs
+
     def documents(self) -> Iterator[tuple[int, Tensor, State]]:
         """Yield number, tokens `[t]` and the stored state of every document."""
         for number, tokens in enumerate(self.sequences):

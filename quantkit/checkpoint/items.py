@@ -10,6 +10,9 @@ from torch import Tensor
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 
+#: Bytes for each quantized weight that waits to be written: a byte of codes, and the packed ones.
+WAITING_BYTES = 2
+
 
 class Packed(NamedTuple):
     """Hold a quantized weight `[n, k]` as a layout stores it (suffix -> tensor), and the digest of its record."""

@@ -14,6 +14,10 @@ from torch import Tensor
 from quantkit.models.matching import MatchedModel
 from quantkit.models.meta_model import float32_states, get_tensor, put_tensor
 
+#: Pinned memory that a block read ahead takes, as a multiple of its bytes: torch makes tensors of 2^n bytes there, and
+#: keeps them.
+PINNED = 4 / 3
+
 
 class BlockWeights:
     """Load weights of a matched model from its checkpoint to a device, in the model's dtype, and free them."""

@@ -8,6 +8,20 @@ import torch
 
 from quantkit.errors import Option, RecipeError, Words
 
+_MIB = 2**20
+#: Bytes that the CUDA runtime and its libraries add on the device.
+CUDA_DEVICE = 800 * _MIB
+#: Bytes of Python, torch, transformers and datasets imported, and the skeleton of the model (measured: 540 MB); those
+#: that a torch built for CUDA adds where nothing is computed on a GPU (measured: 360 MB of its libraries), and where
+#: something is; what gradients and optimizers import, and what the heap keeps of small matrices.
+_PROGRAM, _CUDA_BUILD, _CUDA_HOST, _TRAINING = 600 * _MIB, 400 * _MIB, 1700 * _MIB, 100 * _MIB
+
+
+def program_bytes(cuda: bool, training: bool = False) -> int:
+    """Compute the bytes of RAM of Python and its libraries in a run that computes on a GPU or not."""
+    libraries = _CUDA_HOST if cuda else _CUDA_BUILD if torch.version.cuda else 0
+    return _PROGRAM + libraries + (_TRAINING if training else 0)
+
 
 def device_of(name: str) -> torch.device:
     """Return the device called `auto`, `cpu`, `cuda` or `cuda:1`; RecipeError if this machine does not have it."""

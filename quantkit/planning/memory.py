@@ -1,97 +1,55 @@
-"""Estimate the peak memory of a run, by part, from shapes alone.
+"""Add up the peak memory of a run, by part, from shapes alone.
 
 A calibrated run peaks in its largest block. In memory are then the block's weights, the calibration activations, one
-Hessian with its factor, and the solver's copies of the rows that share that Hessian. The constants count arrays that
-exist at the same time, in the step of the solver that takes most. They come from measured runs and are rounded up: the
-estimate should never be too low.
+Hessian with its factor, and the solver's copies of the rows that share that Hessian. Each part states its bytes in the
+step that takes most, from measured runs and rounded up: the estimate should never be too low.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK
+from quantkit.algorithms.block_tuning import TUNING_BYTES
+from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.learned_weight import LEARNED
 from quantkit.algorithms.numerics import factor_dtype
-from quantkit.algorithms.scale_search import WIDEST_BLOCK
-from quantkit.calibration.budget import (
-    GRADIENT_TOKENS,
-    HESSIAN_BYTES,
-    SAVED_BLOCKS,
-    TOKENS_AT_ONCE,
-    TUNED_AT_ONCE,
-    hessian_bytes,
-    stays_on_gpu,
-)
+from quantkit.algorithms.rtn import ROUNDING_BYTES
+from quantkit.calibration.activations import Activations
+from quantkit.calibration.backward import backward_bytes
+from quantkit.calibration.budget import SAVED_BLOCKS, gradient_tokens, stays_on_gpu
+from quantkit.calibration.run import Stream
+from quantkit.calibration.stages.gradients import DRAWING_BYTES
+from quantkit.calibration.stages.hessians import Hessians
+from quantkit.calibration.stages.solve import Solve
+from quantkit.checkpoint.items import WAITING_BYTES
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.memory_limits import free_memory, memory_limits
 from quantkit.core.ranks import ranks
 from quantkit.core.work_queue import MOST_BYTES
 from quantkit.errors import Option, QuantkitError, Setting, Words
-from quantkit.models.devices import compute_dtype
+from quantkit.models.block_weights import PINNED
+from quantkit.models.devices import CUDA_DEVICE, compute_dtype, program_bytes
 from quantkit.models.families import BLOCK, EXPERT, TOWER
 from quantkit.recipes.recipe import Recipe
 
-MIB = 2**20
-#: Python, torch, transformers and datasets imported, and the skeleton of the model (measured: 540 MB).
-PROGRAM = 600 * MIB
-#: Bytes that a torch built for CUDA adds where nothing is computed on a GPU (measured: 360 MB of its libraries).
-CUDA_BUILD = 400 * MIB
-#: Bytes that the CUDA runtime and its libraries add, on the host and on the device.
-CUDA_HOST, CUDA_DEVICE = 1700 * MIB, 800 * MIB
-#: Pinned memory that the block read ahead takes, as a multiple of its bytes: torch makes tensors of 2^n bytes there.
-PINNED = 4 / 3
-#: Bytes for each weight of the largest linear while it is rounded, packed or unpacked: the source, its float32 copy,
-#: the scale search's scratch, the codes, the words (measured: 11.4).
-STREAMED = 12
-#: float32 matrices `[k, k]` while a Hessian is factored, by the dtype of factors: the sum, H, its copy, scratch, the
-#: factor.
-FACTORED = {torch.float32: 5, torch.float64: 8}
-#: The same while rows are solved: the sum, H, its factor, that of the sweep, and H for the losses.
-KEPT = {torch.float32: 4, torch.float64: 7}
-#: float32 matrices of blocks of H that the scale search factors: the blocks, and three in float64.
-SEARCHED = 7
-#: float32 matrices `[rows, k]` while rows are solved: weights, targets, errors, both results, the search's scratch.
-#: The kernels of a GPU need no more than 4 (benchmarks/gpu/quantize_llama2-70b_3.csv).
-SOLVED = {"cpu": 11, "cuda": 4}
-#: Bytes for each weight of a block while it is tuned: latent values, mean squares, steps, the dequantized weight, its
-#: gradient, and the same in bfloat16; the best codes so far; the source.
-TUNED = 28
-#: float32 numbers for each token and output feature of a block's linears that are held for its gradient.
-BACKWARD = 4
 #: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
 DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
 #: The parts that only output gradients have: all of them, a block's file that is read, the matrices of a block.
 GRADIENTS, READ, OUTPUTS = "output gradients", "file of gradients", "Hessians of outputs"
-#: float32 matrices `[n, n]` while the Hessian of a linear's outputs is factored, by the dtype of factors: the sorted
-#: one, its factor, that in order, and its float32 form.
-OUTPUTS_FACTORED = {torch.float32: 3, torch.float64: 7}
-#: float32 matrices `[rows, k]` meanwhile: weights and sorted weights, codes, errors.
-SORTED = 3
-#: The same while the losses of output-aware rows are compared: also the new codes, and of the largest weight its error,
-#: products and their sum in float64.
-REFINED = 10
-#: float32 copies of the logits of one document while tokens are drawn and their gradient is made.
-DRAWN = 4
 #: The copy of activations on a GPU that is being saved.
 SAVING = "activations that are saved"
-#: Bytes for each weight of the blocks that wait to be written: a byte of codes, and the packed ones.
-WAITING_BYTES = 2
 #: The processes that share a run on this machine, but this one.
 OTHERS = "other processes"
 #: The second store of activations, if blocks are tuned or errors are weighed by gradients.
 UNQUANTIZED = "activations of the unquantized model"
-#: What torch imports for gradients and optimizers beside the program, and what the heap keeps of small matrices.
-TRAINING = 100 * MIB
 #: The parts that only tuning from end to end has.
 WHOLE, STUDENT = "whole model", "quantized model"
-#: Bytes for each weight whose code is learned: position, gradient, both moments of Adam, and the best position.
-LEARNED = 20
 #: float32 copies of the logits of one document while two models are compared and the gradient is made.
 LOGITS = 10
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
@@ -230,12 +188,42 @@ def streamed_memory(src: Checkpoint, linears: Mapping[str, tuple[int, int]]) -> 
     """Estimate the peak of rounding to nearest or repacking: one tensor is in memory at a time."""
     copied = max((prod(src.shape(name)) * src.dtype(name).itemsize for name in src.names()), default=0)
     largest = max((n * k for n, k in linears.values()), default=0)
-    return Memory({"program": _program(), "largest weight": max(STREAMED * largest, 2 * copied)})
+    return Memory({"program": program_bytes(cuda=False), "largest weight": max(ROUNDING_BYTES * largest, 2 * copied)})
 
 
-def _program() -> int:
-    """Return the bytes of Python and its libraries in a run on a CPU."""
-    return PROGRAM + (CUDA_BUILD if torch.version.cuda else 0)
+class _Sizes:
+    """Hold the sizes of a calibrated run: `width` bytes a number, blocks by path, and documents of equal length.
+
+    The number of tokens is an upper bound, because documents may be shorter than the maximum.
+    """
+
+    def __init__(
+        self, src: Checkpoint, linears: Mapping[str, tuple[int, int]], recipe: Recipe, device: str | None
+    ) -> None:
+        self.here = torch.cuda.is_available()
+        self.cuda = self.here if device in (None, "auto") else str(device).startswith("cuda")
+        self.kind = "cuda" if self.cuda else "cpu"
+        self.width = compute_dtype(src.dtype_of_model, torch.device(self.kind)).itemsize
+        self.factors = factor_dtype(torch.device("cuda")) if self.cuda and self.here else torch.float64
+        self.linears = {module: shape for module, shape in linears.items() if BLOCK.match(module)}
+        self.blocks = _in_blocks({name: prod(src.shape(name)) for name in src.names()})
+        self.block = self.width * max(self.blocks.values(), default=0)
+        self.outputs = self.most(lambda n, _: n)
+        self.outside = [self.width * prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)]
+        asked = recipe.calibration.max_length
+        self.longest = min(asked, _stated(src, "max_position_embeddings") or asked)
+        self.heads, self.vocabulary = _stated(src, "num_attention_heads") or 1, _stated(src, "vocab_size") or 0
+        self.hidden = _stated(src, "hidden_size") or max((min(n, k) for n, k in self.linears.values()), default=0)
+        self.ranks = ranks().count
+        # A rank may have one document more than another.
+        documents = recipe.calibration.samples // self.ranks + (self.ranks > 1)
+        self.activations = Activations.bytes(documents * self.longest, self.hidden, self.width)
+        tokens = gradient_tokens(documents * self.longest, self.longest) if recipe.output_aware else 0
+        self.gradients = Activations.bytes(tokens, self.hidden, self.width)
+
+    def most(self, count: Callable[[int, int], int]) -> int:
+        """Add up the counts of linears `[n, k]` in each block; return the largest sum."""
+        return max(_in_blocks({module: count(*shape) for module, shape in self.linears.items()}).values(), default=0)
 
 
 def calibrated_memory(
@@ -248,89 +236,78 @@ def calibrated_memory(
 ) -> Memory:
     """Estimate the peak of a run with activations, on `device` (None: as `auto` chooses).
 
-    The number of tokens is an upper bound, because documents may be shorter than the maximum. `gpu_memory` are the
-    bytes of a GPU that is not here.
+    `gpu_memory` are the bytes of a GPU that is not here.
     """
-    here = torch.cuda.is_available()
-    cuda = here if device in (None, "auto") else str(device).startswith("cuda")
-    width = compute_dtype(src.dtype_of_model, torch.device("cuda" if cuda else "cpu")).itemsize
-    inside = {module: (n, k) for module, (n, k) in linears.items() if BLOCK.match(module)}
-    sequence = min(
-        recipe.calibration.max_length, _stated(src, "max_position_embeddings") or recipe.calibration.max_length
-    )
-    hidden = _stated(src, "hidden_size") or max((min(n, k) for n, k in inside.values()), default=0)
-    count = ranks().count
-    documents = recipe.calibration.samples // count + (count > 1)  # a rank may have one more than another
-    activations = documents * sequence * hidden * width
-    kind = "cuda" if cuda else "cpu"
-    tokens = max(sequence, TOKENS_AT_ONCE[kind])
-    dtype = factor_dtype(torch.device("cuda")) if cuda and here else torch.float64
-    solve = {
-        "block": width * max(_blocks(src).values(), default=0),
-        **_solving(inside, recipe, dtype, SOLVED[kind]),
-        # A rank has those of its own documents, and the sums over all ranks that it will solve.
-        "Hessians of experts": min(HESSIAN_BYTES, _of_experts(inside)) * (count + (count > 1)) // count,
-        # While a document runs, a block holds about two copies of its linears' outputs.
-        DOCUMENT: 2 * width * tokens * max(_outputs(inside).values(), default=0),
-    }
-    if cuda:
-        solve["chunk of a Hessian"] = width * LONG_CHUNK * max((k for _, k in inside.values()), default=0)
-        # The allocator gives a document's memory to the solver.
-        solve[DOCUMENT] = max(0, solve[DOCUMENT] - solve["Hessian and factor"] - solve["rows being solved"])
-    # What the tokens of one backward pass leave for it.
-    joined, widest = max(sequence, TUNED_AT_ONCE[kind]), max(_outputs(inside).values(), default=0)
-    backward = BACKWARD * 4 * joined * widest
-    gradients = hidden * width * min(documents * sequence, GRADIENT_TOKENS + sequence) if recipe.output_aware else 0
-    if gradients:
-        solve[OUTPUTS] = 4 * max(_in_blocks({name: n * n for name, (n, _) in inside.items()}).values(), default=0)
-    if recipe.tune:
-        tuning = TUNED * max(_weights(inside).values(), default=0) + max(backward, gradients)
-        solving = sum(size for part, size in solve.items() if part != "block")  # it has ended by then
-        solve["tuning"] = max(0, tuning - solving)
-    # The embeddings are in memory only before the first block is solved.
-    outside = [width * prod(src.shape(name)) for name in src.names() if not BLOCK.match(name)]
-    solve["embeddings, before the blocks"] = max(0, max(outside, default=0) - sum(solve.values()))
-    if cuda and gpu_memory is None and here:
+    sizes = _Sizes(src, linears, recipe, device)
+    if sizes.cuda and gpu_memory is None and sizes.here:
         gpu_memory = torch.cuda.mem_get_info()[0]
-
-    training = TRAINING if gradients else 0
 
     def stage(stores: Mapping[str, int], parts: Mapping[str, int]) -> Memory:
         """Return the estimate of a stage with some stores of activations, and parts where it computes."""
         in_ram = {part: size if act_budget is None else min(size, act_budget) for part, size in stores.items()}
-        if not cuda:
-            return Memory({"program": _program() + training, **in_ram, **parts}, token_bytes=hidden * width)
+        host = {"program": program_bytes(sizes.cuda, training=sizes.gradients > 0), **in_ram}
+        token_bytes = sizes.hidden * sizes.width
+        if not sizes.cuda:
+            return Memory({**host, **parts}, token_bytes=token_bytes)
         fit = (part for part, size in stores.items() if in_ram[part] == size and stays_on_gpu(size, gpu_memory))
         on_gpu = {part: stores[part] for part in fit}
-        host = {"program": PROGRAM + training + CUDA_HOST, **in_ram, **dict.fromkeys(on_gpu, 0)}
-        host |= {READ: parts[READ]} if READ in parts else {}
-        return Memory(host, {"CUDA": CUDA_DEVICE, **parts, **on_gpu}, token_bytes=hidden * width)
+        host |= {**dict.fromkeys(on_gpu, 0), **({READ: parts[READ]} if READ in parts else {})}
+        return Memory(host, {"CUDA": CUDA_DEVICE, **parts, **on_gpu}, token_bytes=token_bytes)
 
-    stores, others = {ACTIVATIONS: activations}, tuple[Memory, ...]()
-    if recipe.tune or gradients:
-        stores[UNQUANTIZED] = activations if recipe.tune else gradients
-    if gradients:
-        both = {UNQUANTIZED: gradients, GRADIENTS: gradients}
-        logits = DRAWN * 4 * sequence * (_stated(src, "vocab_size") or 0)
-        # Where a GPU has no flash attention, attention is computed by plain products.
-        scores = 2 * width * (_stated(src, "num_attention_heads") or 1) * joined * sequence if cuda else 0
-        block = {"block": solve["block"], READ: gradients, "backward pass": backward + scores}
-        sums = solve[OUTPUTS] + (width * LONG_CHUNK if cuda else 4 * CHUNK) * widest
-        head = {"output head": max(outside, default=0), DOCUMENT: logits}
-        others = (stage(both, head), stage(both, block), stage(stores, {**block, OUTPUTS: sums}))
-    found = replace(stage(stores, solve), others=others)
-    if not cuda:
+    stores = {ACTIVATIONS: sizes.activations}
+    if recipe.tune or sizes.gradients:
+        stores[UNQUANTIZED] = sizes.activations if recipe.tune else sizes.gradients
+    others = tuple(stage(*parts) for parts in _of_gradients(sizes, stores)) if sizes.gradients else ()
+    found = replace(stage(stores, _of_solving(sizes, recipe)), others=others)
+    if not sizes.cuda:
         return found
-    largest = max(_blocks(src).values(), default=0)
-    saved = ACTIVATIONS in found.vram and len(_blocks(src)) > SAVED_BLOCKS[kind]
-    vram = {**found.vram, **({SAVING: activations} if saved else {}), WAITING: min(MOST_BYTES, WAITING_BYTES * largest)}
-    host = {
-        **found.ram,
-        "loading": round(PINNED * solve["block"]),  # the next one is read ahead; torch keeps what it has pinned
-        WAITING: min(MOST_BYTES, sum(outside)),  # the tensors outside the blocks, behind the last one
-    }
-    least = width * max((size for block, size in _blocks(src).items() if not TOWER.search(block)), default=0)
+    saved = ACTIVATIONS in found.vram and len(sizes.blocks) > SAVED_BLOCKS[sizes.kind]
+    waiting = min(MOST_BYTES, WAITING_BYTES * max(sizes.blocks.values(), default=0))
+    vram = {**found.vram, **({SAVING: sizes.activations} if saved else {}), WAITING: waiting}
+    # The next block is read ahead. The tensors outside the blocks wait behind the last one.
+    loading = round(PINNED * sizes.block)
+    host = {**found.ram, "loading": loading, WAITING: min(MOST_BYTES, sum(sizes.outside))}
+    least = sizes.width * max((size for block, size in sizes.blocks.items() if not TOWER.search(block)), default=0)
     return replace(found, ram=host, vram=vram, least_vram=least)
+
+
+def _of_solving(sizes: _Sizes, recipe: Recipe) -> dict[str, int]:
+    """Add up the parts while a block is solved and tuned."""
+    width, linears = sizes.width, sizes.linears
+    squares, rows = Solve.bytes(_sharing(linears), recipe, sizes.factors, sizes.kind)
+    parts = {
+        "block": sizes.block,
+        "Hessian and factor": squares,
+        "rows being solved": rows,
+        "Hessians of experts": Hessians.bytes(_of_experts(linears), sizes.ranks),
+        DOCUMENT: Stream.bytes(sizes.outputs, sizes.longest, width, sizes.kind),
+    }
+    if sizes.cuda:
+        channels = max((k for _, k in linears.values()), default=0)
+        parts["chunk of a Hessian"] = Hessian.chunk_bytes(channels, sizes.kind, width)
+        # The allocator gives a document's memory to the solver.
+        parts[DOCUMENT] = max(0, parts[DOCUMENT] - squares - rows)
+    if sizes.gradients:
+        parts[OUTPUTS] = sizes.most(lambda n, _: Hessian.bytes(n))
+    if recipe.tune:
+        backward, _ = backward_bytes(sizes.outputs, sizes.heads, sizes.longest, width, sizes.kind)
+        tuning = TUNING_BYTES * sizes.most(lambda n, k: n * k) + max(backward, sizes.gradients)
+        # Solving has ended by then.
+        parts["tuning"] = max(0, tuning - (sum(parts.values()) - sizes.block))
+    # The embeddings are in memory only before the first block is solved.
+    before = max(sizes.outside, default=0) - sum(parts.values())
+    return {**parts, "embeddings, before the blocks": max(0, before)}
+
+
+def _of_gradients(sizes: _Sizes, stores: dict[str, int]) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """List stores and parts of drawing tokens, of going back through a block, and of the Hessians of its outputs."""
+    held = {UNQUANTIZED: sizes.gradients, GRADIENTS: sizes.gradients}
+    backward = sum(backward_bytes(sizes.outputs, sizes.heads, sizes.longest, sizes.width, sizes.kind))
+    block = {"block": sizes.block, READ: sizes.gradients, "backward pass": backward}
+    chunk = Hessian.chunk_bytes(sizes.outputs, sizes.kind, sizes.width)
+    sums = sizes.most(lambda n, _: Hessian.bytes(n)) + chunk
+    head = {"output head": max(sizes.outside, default=0), DOCUMENT: DRAWING_BYTES * sizes.longest * sizes.vocabulary}
+    return [(held, head), (held, block), (stores, {**block, OUTPUTS: sums})]
 
 
 def tuning_memory(
@@ -357,17 +334,17 @@ def tuning_memory(
     student = each * sum(n * k for n, k in quantized.values())
     computed = width if cuda else compute_dtype(torch.bfloat16, torch.device("cpu")).itemsize
     heads = _stated(src, "num_attention_heads") or 1
-    scores = 2 * width * heads * tokens * len(_blocks(src)) if cuda else 0
+    scores = 2 * width * heads * tokens * len(_in_blocks({name: 1 for name in src.names()})) if cuda else 0
     # Inputs and outputs of linears, and what norms, activations and attention hold.
     token = 3 * computed * sum(n + k for n, k in linears.values()) + scores
     parts = {
         WHOLE: whole,
-        STUDENT: student + STREAMED * max((n * k for n, k in quantized.values()), default=0),
+        STUDENT: student + ROUNDING_BYTES * max((n * k for n, k in quantized.values()), default=0),
         DOCUMENT: tokens * (token + 4 * LOGITS * (_stated(src, "vocab_size") or 0)),
     }
     if not cuda:
-        return Memory({"program": _program() + TRAINING, **parts})
-    host = {"program": PROGRAM + TRAINING + CUDA_HOST}
+        return Memory({"program": program_bytes(cuda, training=True), **parts})
+    host = {"program": program_bytes(cuda, training=True)}
     return Memory(host, {"CUDA": CUDA_DEVICE, **parts}, least_vram=whole + student)
 
 
@@ -378,52 +355,12 @@ def _stated(src: Checkpoint, key: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _blocks(src: Checkpoint) -> dict[str, int]:
-    """Return block path -> the number of its parameters."""
-    found: dict[str, int] = {}
-    for name in src.names():
-        if block := BLOCK.match(name):
-            found[block[1]] = found.get(block[1], 0) + prod(src.shape(name))
-    return found
-
-
-def _solving(linears: Mapping[str, tuple[int, int]], recipe: Recipe, dtype: torch.dtype, solved: int) -> dict[str, int]:
-    """Return the bytes of the solver, by part, in the step that takes most.
-
-    Factors have `dtype`; `solved` float32 matrices `[rows, k]` are in memory while rows are solved.
-    """
-    searched = recipe.clip == "search" and recipe.metric == "block"
-    wide = max(scheme.group_size or WIDEST_BLOCK for scheme in recipe.schemes) if searched else 0
-    most = {"Hessian and factor": 0, "rows being solved": 0}
-    for (_, k), outputs in _sharing(linears).items():
-        square, rows = 4 * k * k, 4 * k * sum(outputs)
-        blocks = SEARCHED * 4 * k * wide if wide < WIDEST_BLOCK else SEARCHED * square if k <= WIDEST_BLOCK else 0
-        for squares, copies in (
-            (FACTORED[dtype] * square, rows),
-            ((2 + dtype.itemsize // 4) * square + blocks, 2 * rows),
-            (KEPT[dtype] * square, solved * rows),
-            *(_refining(KEPT[dtype] * square, rows, outputs, dtype) if recipe.output_aware else ()),
-        ):
-            if squares + copies > sum(most.values()):
-                most = {"Hessian and factor": squares, "rows being solved": copies}
-    return most
-
-
-def _refining(squares: int, rows: int, outputs: Sequence[int], dtype: torch.dtype) -> list[tuple[int, int]]:
-    """Return the bytes of matrices, and of copies of `rows`, in each step that solves rows by Hessians of `outputs`."""
-    factors = squares + 4 * sum(n * n for n in outputs)
-    return [
-        (factors + 4 * OUTPUTS_FACTORED[dtype] * max(outputs) ** 2, SORTED * rows),
-        (factors, REFINED * rows),
-    ]
-
-
-def _sharing(linears: Mapping[str, tuple[int, int]]) -> dict[tuple[str, int], list[int]]:
-    """Return the outputs of linears that may share one Hessian, as an upper bound: those of one parent with equal k."""
+def _sharing(linears: Mapping[str, tuple[int, int]]) -> list[tuple[int, list[int]]]:
+    """List k and the outputs of linears that may share one Hessian: as an upper bound, those of one parent."""
     found: dict[tuple[str, int], list[int]] = {}
     for module, (n, k) in linears.items():
         found.setdefault((module.rpartition(".")[0], k), []).append(n)
-    return found
+    return [(k, outputs) for (_, k), outputs in found.items()]
 
 
 def _of_experts(linears: Mapping[str, tuple[int, int]]) -> int:
@@ -431,27 +368,16 @@ def _of_experts(linears: Mapping[str, tuple[int, int]]) -> int:
     groups = {(found[1], found[2], k) for module, (_, k) in linears.items() if (found := EXPERT.match(module))}
     sizes: Counter[tuple[str, int]] = Counter()
     for layer, _, k in groups:
-        sizes[layer, k] += hessian_bytes(k)
+        sizes[layer, k] += Hessian.bytes(k) + Hessian.chunk_bytes(k)
     return max(sizes.values(), default=0)
-
-
-def _weights(linears: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Return block path -> the number of weights of all its linears."""
-    return _in_blocks({module: n * k for module, (n, k) in linears.items()})
-
-
-def _outputs(linears: Mapping[str, tuple[int, int]]) -> dict[str, int]:
-    """Return block path -> the output features of all its linears."""
-    return _in_blocks({module: n for module, (n, _) in linears.items()})
 
 
 def _in_blocks(counts: Mapping[str, int]) -> dict[str, int]:
     """Add up counts of linears by the path of their block."""
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for module, count in counts.items():
-        block = BLOCK.match(module)
-        if block is not None:
-            found[block[1]] = found.get(block[1], 0) + count
+        if block := BLOCK.match(module):
+            found[block[1]] += count
     return found
 
 

@@ -36,6 +36,8 @@ from quantkit.models.block_runner import BlockRunner
 #: Added to the diagonal of the Fisher information of a block's outputs, relative to the mean diagonal, where it weighs
 #: their errors.
 DAMP = 1.0
+#: Bytes for each logit of one document while tokens are drawn and their gradient is made: four float32 copies.
+DRAWING_BYTES = 16
 _INDEX = "activations-gradients.json"
 INSTEAD = Words("use", Setting("output_aware", False))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
+from quantkit.calibration.budget import HESSIAN_BYTES
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages.base import Group, LoadedBlock, Stage, Task
 from quantkit.errors import NumericError, about
@@ -19,6 +20,14 @@ class Hessians(Stage):
 
     An expert that sees fewer tokens than it has input channels is starved: its task is removed.
     """
+
+    @staticmethod
+    def bytes(of_experts: int, ranks: int) -> int:
+        """Compute the bytes of Hessians of experts on each of some ranks, given those of a layer's experts together.
+
+        A rank has those of its own documents, and the sums over all ranks that it will solve.
+        """
+        return min(HESSIAN_BYTES, of_experts) * (ranks + (ranks > 1)) // ranks
 
     def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
         """Sum the Hessians of some tasks in one pass."""

@@ -49,6 +49,22 @@ class Solve(Stage):
     def __init__(self, gradients: Gradients | None) -> None:
         self._gradients = gradients
 
+    @staticmethod
+    def bytes(
+        groups: Iterable[tuple[int, Sequence[int]]], recipe: Recipe, dtype: torch.dtype, device: str
+    ) -> tuple[int, int]:
+        """Compute the bytes of Hessians with their factors, and of rows, in the step that takes most.
+
+        `groups` have the input channels and the outputs of linears that share a Hessian. Factors have `dtype`.
+        """
+        searches = recipe.clip == "search" and recipe.metric == "block"
+        sizes = [scheme.group_size for scheme in recipe.schemes] if searches else []
+        steps = [(0, 0)]
+        for k, outputs in groups:
+            steps += gptq.step_bytes(k, sum(outputs), sizes, dtype, device)
+            steps += output_aware.step_bytes(k, outputs, dtype) if recipe.output_aware else []
+        return max(steps, key=sum)
+
     def enter(self, block: LoadedBlock) -> None:
         """Solve the linears that text alone never calls."""
         for name, why in block.uncalled.items():
