@@ -27,6 +27,7 @@ REQUIRED = {
     "filelock": "3.13",
     "huggingface-hub": "1.0",
     "jinja2": "3.1",
+    "msgspec": "0.19",
     "numpy": "1.26",
     "PyYAML": "6.0",
     "regex": "2024.4",
