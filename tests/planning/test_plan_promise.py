@@ -195,7 +195,7 @@ def test_a_plan_reads_no_weight(
     def read(*args: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr(Checkpoint, "_read", read)
+    monkeypatch.setattr(Checkpoint, "get", read)
     monkeypatch.setattr(BlockRunner, "load_block", read)
     args = (small_llama, "-o", tmp_path / "out", *GPTQ, "--calib", calib, "--target", "vllm", "--gpu", "h100")
     found = json.loads(call("plan", *args, "--json").stdout)
