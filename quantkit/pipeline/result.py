@@ -15,7 +15,8 @@ from quantkit.reporting.notebook import Shown
 class Result(Shown, Mapping[str, Any]):
     """The folder `path` that a run wrote, and its `report`, which is the content of quantkit_report.json.
 
-    A result is a mapping of the report too: `result["totals"]`. `notices` are the report's, with options as keywords.
+    A result is a mapping of the report too: `result["totals"]`. `notices` are the report's.
+    Those of this run name options as keywords. Those of its source stay as the source's report has them.
     `print` shows the closing table of the command line.
     """
 

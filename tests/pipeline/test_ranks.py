@@ -254,7 +254,7 @@ def test_an_error_behind_the_last_exchange_ends_all(line: tuple[object, ...], wh
         (("quantize", "model", "-o", "out", "--calib", "text", "--samples", "1"), "1 calibration sequences for 2"),
         (
             ("quantize", "model", "-o", "out", "--calib", "text", "--set", "output_aware=true"),
-            "--output-aware has the documents of",
+            "--set output_aware has the documents of",
         ),
         (("quantize", "model", "-o", "out", "--calib", "text", "--nothing"), "No such option"),
     ],

@@ -179,7 +179,7 @@ def test_the_gradient_of_a_block_is_that_of_the_plain_model(three: Path, monkeyp
     [
         ({"tune": 8, "method": "rtn"}, "--set tune starts from the codes of gptq, the method is rtn"),
         ({"tune": -1}, "tune is -1"),
-        ({"tune": True}, "must be of type int"),
+        ({"tune": True}, "tune is True: use an integer"),
     ],
 )
 def test_refusals(mapping: dict[str, Any], says: str) -> None:
