@@ -31,10 +31,10 @@ EXHAUSTED = (
     *("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "Cannot allocate memory"),
     *("failed to map segment", "std::bad_alloc"),
 )
-#: The recipe's keys by keyword, of the settings that the command line has as `--set KEY=VALUE` alone. The schema of the
+#: The recipe's keys by keyword, for settings that the command line has only as `--set KEY=VALUE`. The schema of the
 #: recipe fills this table.
 KEYS: dict[str, str] = {}
-#: Options whose name on the command line is not that of the keyword: those of an output, and of switches that are off.
+#: Options with another name than their keyword: options of an output, and switches that are off.
 OUT, OFF = {"out": "-o"}, {"asym": "--sym", "signed": "--unsigned"}
 
 
@@ -70,7 +70,7 @@ class Option(Words):
     """An option of a command, and the keyword of the function that does the same.
 
     `Option("window", 9)` is `--window 9` or `window=9`. `Option("check", False)` is `--no-check` or `check=False`.
-    `Option("window")` is the name alone. Several values are alternatives. A placeholder is `Words("FILE")`.
+    `Option("window")` is only the name. Several values are alternatives. A placeholder is `Words("FILE")`.
     """
 
     @property

@@ -1,4 +1,4 @@
-"""How a command is asked to end: between two items of a loop."""
+"""Requests to end a command between two items of a loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Stop:
             raise reason
 
     def check(self) -> None:
-        """Raise what was requested, if anything was."""
+        """Raise the requested exception, if there is one."""
         if self._reason is not None:
             raise self._reason
 

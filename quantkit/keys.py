@@ -32,11 +32,11 @@ class Key:
     """One option, and how each surface spells it.
 
     `help` is a phrase for the command line; the page of recipes goes on with `more`, and `when` says when to change it.
-    `usual` describes a default that depends on other keys. `keyword` is the name in Python and of a flag, if it is not
-    that of the key. `negated` says that the keyword is the opposite of the key. `form` is the type in a file, and
-    `typed` the annotation of the keyword, if they are not that of the field. A key that `may_lack` is left out of a
+    `usual` describes a default that depends on other keys. `keyword` is the name in Python and of a flag, if it differs
+    from the key's. `negated` says that the keyword is the opposite of the key. `form` is the type in a file, and
+    `typed` the annotation of the keyword, if they differ from the field's. A key that `may_lack` is left out of a
     file while it has its default. `pruning` says that `prune` has it too, or with which type. A run may be resumed with
-    another value if the key `may_change`. `table` is the `module:variable` of which `choices` are the usual keys: a
+    another value if the key `may_change`. `choices` are the usual keys of the `module:variable` named by `table`: a
     program may have registered more there. `keys_of` fills in `path`, `type` and `default`, which is `...` for
     a key that has none.
     """
@@ -156,7 +156,7 @@ def key(help: str, *, default: Any = MISSING, **about: Any) -> Any:
 
 
 def section(help: str, kind: type, heading: str = "", pruning: bool = False) -> Any:
-    """Declare a field whose value has keys of its own: those that the dataclass `kind` declares.
+    """Declare a field with keys of its own, the fields of the dataclass `kind`.
 
     `heading` and `pruning` are for all of them.
     """
@@ -254,7 +254,7 @@ def _type(declared: type, name: str) -> Any:
 
 
 def _parts(kind: Any) -> tuple[Any, ...]:
-    """Return the members of a union, or the type alone."""
+    """Return the members of a union, or only the type."""
     return get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
 
 

@@ -19,7 +19,7 @@ R = TypeVar("R")
 
 
 def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Make a function of the Python API: keywords in its signature, and errors in Python's terms.
+    """Make a function of the Python API: its signature lists the keywords, and its errors name them.
 
     Keywords that are an unpacked TypedDict have the `given` defaults, or those of the functions `like`, or else None.
     """

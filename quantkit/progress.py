@@ -1,4 +1,4 @@
-"""What a user sees while waiting: bars, notes and warnings, all on stderr, so that stdout holds results only.
+"""Bars, notes and warnings for a waiting user, all on stderr, so that stdout holds only results.
 
 And the seconds that were waited, by phase.
 """
@@ -60,16 +60,16 @@ class Progress:
         self._stop.check()
 
     def check(self) -> None:
-        """End the loop that runs, if a signal asked for it: to be called within long items of a bar."""
+        """End the current loop if a signal requested it. Call this within long items of a bar."""
         self._stop.check()
 
     def detail(self, text: str) -> None:
-        """Say what only a curious user wants to know (-v)."""
+        """Print details (-v)."""
         if self.verbose and not self.quiet:
             _say(text)
 
     def note(self, text: str) -> None:
-        """Say what a user should know, unless they asked for quiet (-q)."""
+        """Print a note, unless the user asked for quiet (-q)."""
         if not self.quiet:
             _say(text)
 
@@ -86,7 +86,7 @@ class Recorder(Progress):
         self.warnings: list[str] = []
 
     def warn(self, text: str) -> None:
-        """Record what a user must know."""
+        """Record a warning."""
         self.warnings.append(text)
 
     def take(self) -> list[str]:
@@ -138,7 +138,7 @@ class Reporter(Progress):
 class Clock:
     """Seconds spent in each phase of work on a device; an inner phase pauses the outer one.
 
-    A GPU is waited for at the end of an outermost phase alone. Between phases it records events.
+    Only the end of an outermost phase waits for a GPU. Between phases it records events.
     """
 
     device: torch.device
@@ -158,7 +158,7 @@ class Clock:
             self._switch(outer)
 
     def around(self, name: str, items: Iterable[_T]) -> Iterator[_T]:
-        """Yield the items, and count the time that each takes to come as a phase."""
+        """Yield the items, and count the time spent waiting for them as a phase."""
         waiting = iter(items)
         while True:
             with self.phase(name):

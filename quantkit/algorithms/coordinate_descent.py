@@ -33,7 +33,8 @@ _RIDGE = 1e-8
 class Refined(NamedTuple):
     """Hold a refined weight, what changed by row `[n]`, and the losses by row, float64 `[n]`.
 
-    `changes` has what was asked for: `descent_changed` counts codes, `refit_rows` marks new scales. `loss` is None if
+    `changes` has an entry for each requested step: `descent_changed` counts codes, `refit_rows` marks new scales.
+    `loss` is None if
     nothing was.
     """
 

@@ -29,8 +29,8 @@ def relative_error(weight: Tensor, value: QuantizedTensor | Tensor) -> float:
 def zeroed(weight: Tensor, tensor: QuantizedTensor) -> dict[str, int]:
     """Count weights `[n, k]` that became 0 because others of their group are far larger; {} if there are none.
 
-    Counted are those below 2^-20 of the largest, in groups where they are an eighth or more of the weights that are not
-    zero. Single small weights among normal ones are no event.
+    Weights below 2^-20 of the largest are counted, in groups where they are at least an eighth of the nonzero weights.
+    Single small weights among normal ones are no event.
     """
     columns = tensor.codes.shape[1]  # padded, so that the last group is whole
     count = 0

@@ -40,9 +40,9 @@ _ROWS = {"cpu": 11, "cuda": 4}
 class Solution:
     """Hold a quantized weight and its losses by row: `d H d^T` with the undamped H, float64 `[n]`.
 
-    `loss` is that of `tensor`, `rtn_loss` that of plain rounding with scales by the same rule, `norm` that of the
-    weight itself. `guard_rows` bool `[n]` marks rows for which plain rounding was better and was taken. `changes`
-    counts by row `[n]` what `coordinate_descent.refine` changed in the other rows. `facts` has their sums.
+    `loss` is the loss of `tensor`, `rtn_loss` the loss of plain rounding with scales by the same rule, and `norm` the
+    loss of a zero weight. `guard_rows` bool `[n]` marks rows for which plain rounding was better and was taken.
+    `changes` counts the changes of `coordinate_descent.refine` in the other rows, by row `[n]`. `facts` has their sums.
     """
 
     tensor: QuantizedTensor
@@ -60,7 +60,7 @@ def quantize(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, factor
     `factor`, from `factorize` with the same `h`, options and sparsity, saves a factorisation. No row is worse than
     plain rounding (for a 2:4 weight: under the same mask), measured with the undamped `h`.
 
-    Raises what `rtn.quantize` and `factorize` raise. With `on_unsolvable="rtn"`, a Hessian that cannot be factored
+    Raises the errors of `rtn.quantize` and `factorize`. With `on_unsolvable="rtn"`, a Hessian that cannot be factored
     gives plain rounding, and the facts say so.
     """
     check_weight(weight)

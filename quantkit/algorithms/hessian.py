@@ -131,8 +131,8 @@ class Hessian:
         """Add the tokens that another rank has summed, to be called in the order of the ranks.
 
         Its full chunks are added as a sum: the cap of its own first chunk has judged them. Its last tokens continue the
-        unfinished chunk here, so that a Hessian of few tokens does not depend on the number of ranks. The sum of the
-        first part becomes that of this Hessian.
+        unfinished chunk here, so that a Hessian of few tokens does not depend on the number of ranks. This Hessian
+        takes over the tensor of the first part and adds to it.
         """
         if part.total is not None:
             self._sum = self._sum.add_(part.total) if self.tokens else part.total
@@ -187,7 +187,7 @@ class Hessian:
         return len(tail.aside) + tail.late
 
     def _parts(self) -> tuple[Tensor, _Extreme]:
-        """Return the lower triangle of the sum of all ordinary tokens, and the extreme ones."""
+        """Return the lower triangle of the sum over ordinary tokens, and the extreme tokens."""
         if not self.tokens:
             raise NumericError("no calibration token reached this linear", "add calibration text", "leave it dense")
         total = self._sum.clone()
@@ -219,7 +219,8 @@ class Hessian:
 class Part(NamedTuple):
     """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, those set aside, and the last tokens.
 
-    `total` float32 `[k, k]`, of which the lower triangle counts, is None without a full chunk. `aside` `[e, k]` and
+    `total` is float32 `[k, k]`, and only its lower triangle is used. It is None without a full chunk. `aside` `[e, k]`
+    and
     `last` `[t, k]` are None if there are none. `late` counts the extreme tokens that were scaled down at once.
     """
 
@@ -256,7 +257,7 @@ class Cap(NamedTuple):
         kept = extreme & (before + extreme.cumsum(0) <= _ASIDE)
         factors = torch.where(kept, 0, torch.where(extreme, self.median / norms, 1)).unsqueeze(-1)
         if EVERY_TOKEN[x.device.type]:
-            # The extreme ones come first. What lies behind their number is overwritten, or never read.
+            # The extreme ones come first. Rows behind their number are overwritten, or never read.
             rows = extreme.int().sort(descending=True, stable=True).indices[:_ASIDE]
         else:
             rows = extreme.nonzero().flatten()

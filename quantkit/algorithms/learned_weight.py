@@ -26,9 +26,9 @@ LEARNED = 20
 class LearnedWeight:
     """A quantized weight `[n, k]` with float32 parameters in the place of its scales and, if asked, its codes.
 
-    `factors` `[n, g]` are logarithms: a scale is that of the start times `exp(factor)`, and keeps its sign. `positions`
+    `factors` `[n, g]` are logarithms: a scale is its start value times `exp(factor)`, and keeps its sign. `positions`
     `[n, k]` count the format's values in order, and the nearest whole number is the code; None leaves all codes fixed.
-    Zero codes of a 2:4 weight stay zero. Until a parameter changes, the values are those of the record.
+    Zero codes of a 2:4 weight stay zero. Until a parameter changes, the values equal the record's.
 
     `stored` is the dtype of the source's weights, as for `grid.stored_scale`. `source` `[n, k]` is the unquantized
     weight, if codes are learned: positions start as near to it as the codes allow.
@@ -67,7 +67,7 @@ class LearnedWeight:
         return QuantizedTensor(self._start.scheme, self._codes(), scales, self._start.zeros)
 
     def _half(self, scales: Tensor) -> Tensor:
-        """Round scales to values that can be stored, and whose products with codes float16 holds."""
+        """Round scales to storable values that do not overflow float16 when multiplied by codes."""
         return half_precision(scales.clamp(-self._limit, self._limit), self._stored)
 
     def _codes(self) -> Tensor:

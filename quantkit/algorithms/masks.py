@@ -13,7 +13,7 @@ from quantkit.names import Rule
 def fixed_mask(weight: Tensor, rule: Rule, h: Tensor | None) -> Tensor:
     """Return the mask bool `[n, k]` of `weight` by `rule`: magnitude, or wanda with the Hessian `h` `[k, k]`.
 
-    RecipeError for what `check_fixed` refuses, and for wanda without a Hessian. NumericError if every channel is dead.
+    RecipeError as `check_fixed`, and for wanda without a Hessian. NumericError if every channel is dead.
     """
     check_fixed(rule)
     if rule == "wanda" and h is None:

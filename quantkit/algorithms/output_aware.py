@@ -100,7 +100,7 @@ class _Rows:
         self._parts: list[Solution] = []
 
     def target(self, step: int) -> Tensor:
-        """Return what the rows of a step should be, so that they make up for the errors of earlier ones."""
+        """Compute target rows for a step, so that they make up for the errors of earlier rows."""
         a, b = self.bounds[step]
         rows = self._weight[a:b]
         if not a:

@@ -40,7 +40,7 @@ def quantize(
     negative scales. A weight of a 2:4 scheme is first pruned by the mask that `fixed_mask` makes for `prune`.
 
     NumericError if the weight is not finite, or if dequantized weights overflow float16. LayoutError if the group size
-    does not divide k. RecipeError for what `check_signed` and `fixed_mask` refuse.
+    does not divide k. RecipeError as `check_signed` and `fixed_mask`.
     """
     check_weight(weight)
     if hessian is not None:

@@ -54,7 +54,7 @@ def choose_scales(
     """Return the grid `[n, groups]` of a weight `[n, k]`.
 
     `errors` has one function per group; None stands for plain `mse`. `stored` is the dtype of the original weight, if
-    `weight` has another. Raises what `check_signed` and `fit_scales` raise.
+    `weight` has another. Raises the errors of `check_signed` and `fit_scales`.
     """
     check_signed(scheme, signed)
     n, k = weight.shape
@@ -119,7 +119,8 @@ def _errors(x: Tensor, scales: Tensor, zeros: Tensor | None, fmt: Format, error:
     if isinstance(error, KernelErrors):
         return kernels.search_errors(x, scales, zeros, error.factors, fmt)
     errors = torch.empty_like(scales)
-    # On a GPU many candidates at once, since each call starts several kernels; on a CPU what its cache holds.
+    # A GPU takes many candidates at once, because each call starts several kernels. A CPU takes as many as its cache
+    # holds.
     step = 1 if x.device.type == "cpu" else max(1, _GPU_ENTRIES // x.numel())
     for i in range(0, len(scales), step):
         candidates = scales[i : i + step].unsqueeze(-1)
@@ -218,7 +219,7 @@ class TriangularError:
         return torch.stack(found).sum(0)
 
     def by_panels(self, delta: Tensor) -> Tensor:
-        """Return the errors from products with upper triangles alone."""
+        """Compute the errors from products with upper triangles only."""
         parts = [(delta[:, a:b] @ panel).square_().sum(-1) for a, b, panel in self._panels]
         return torch.stack(parts).sum(0)
 

@@ -20,8 +20,9 @@ def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = N
     """Return `weight` `[n, k]` with at most two non-zero values per quad, by the rule of `options`, in its dtype.
 
     sparsegpt moves the survivors so that outputs change least on the calibration tokens behind `h` `[k, k]`. `factor`
-    is that of `factorize` with `sparse`, and saves a factorisation. NumericError for a weight that is not finite, for
-    a survivor that overflows the dtype, and for what `factorize` refuses.
+    is the result of `factorize` with `sparse`, if it is known already. NumericError for a weight that is not finite,
+    for a
+    survivor that overflows the dtype, and as `factorize`.
     """
     check_weight(weight)
     if options.prune != "sparsegpt":

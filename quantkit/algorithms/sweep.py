@@ -51,7 +51,7 @@ class Pattern(NamedTuple):
         return Pattern(self.mask[a:b], *(None if x is None else x[a:b] for x in (self.r, self.ahead)))
 
     def begin(self, q: int, t: Tensor, w: Tensor) -> None:
-        """Choose the two entries of the quad at `q` whose removal costs most, from targets and weights `[4, n]`."""
+        """Choose the two entries to keep in the quad at `q`, from targets and weights `[4, n]`."""
         if self.r is not None and self.ahead is not None:
             quad = slice(q, q + QUAD)
             self.mask[quad] = best_two(torch.addmm(self.r[quad] * w, self.ahead[quad], t - w).abs_())

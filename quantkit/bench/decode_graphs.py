@@ -30,7 +30,7 @@ ATTENTION = "quantkit"
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 #: Heads in a batch from which attention in one kernel is faster: about two for each multiprocessor of an H200.
 MANY_HEADS = 256
-#: Most pieces of a vocabulary, each of which one block searches for the likeliest token.
+#: The most pieces of a vocabulary. One block searches each piece for the likeliest token.
 MAX_PIECES = 256
 
 

@@ -51,7 +51,8 @@ ROUNDS, LONG_S = 3, 1.0
 class Pace:
     """One timing: seconds of a prompt and of a step for a batch, and bytes on the GPU.
 
-    `held_bytes` are those of the weights, `peak_bytes` the most in use. `multiplied_by` names the kernel or the
+    `held_bytes` is the size of the weights, `peak_bytes` the most memory in use. `multiplied_by` names the kernel or
+    the
     fallback, `sizes` are the expected bytes.
     """
 

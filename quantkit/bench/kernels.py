@@ -59,7 +59,7 @@ def kernels(
 ) -> Bench:
     """Time the kernels of `layouts` on every layer with every number of tokens; no `schemes` stands for the defaults.
 
-    `dtype` is that of the activations, float16 or bfloat16. Before anything is timed, LayoutError for a shape or a
+    `dtype` is the dtype of the activations, float16 or bfloat16. Before anything is timed, LayoutError for a shape or a
     scheme that a layout cannot hold, and KernelError without a GPU or CuPy. KernelError for a product outside the
     bounds of `proof.mismatch`, and if the GPU's memory does not suffice.
     """
@@ -189,7 +189,7 @@ def _time_weight(
 def _unquantized(n: int, k: int, dtype: torch.dtype, where: torch.device) -> Tensor:
     """Make a dense weight `[n, k]` of normal numbers.
 
-    Dequantized weights, or weights of which half are zeros, draw less power, and cuBLAS would be faster with them.
+    Dequantized or half-zero weights draw less power, so cuBLAS would be faster with them.
     """
     random = torch.Generator(where).manual_seed(1)
     return torch.randn(n, k, device=where, generator=random).mul_(0.02).to(dtype)

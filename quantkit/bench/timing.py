@@ -26,7 +26,7 @@ ROUNDS = 9
 REST = 4.0
 #: No launch takes less.
 SHORTEST_US = 2.0
-#: Size of the square product, and bytes of the copy, whose speeds make the floor.
+#: The floor is measured with a square product of this size and a copy of this many bytes.
 SQUARE, COPIED = 8192, 1 << 30
 
 
@@ -47,7 +47,7 @@ def copies(size: int, l2: int) -> int:
 def repetitions(least: float, seen: float, count: int) -> tuple[int, int]:
     """Compute the calls of a graph and the rounds: all of `count` copies equally often, within the budget.
 
-    `least` is the floor of a call in microseconds, `seen` the time of one that was launched alone.
+    `least` is the floor of a call in microseconds, `seen` the time of a call launched by itself.
     """
     cycles = max(1, math.ceil(GRAPH_US / (count * max(least, SHORTEST_US))))
     calls = max(1, min(cycles * count, int(BUDGET_US / seen)))

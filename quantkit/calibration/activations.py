@@ -27,8 +27,8 @@ class Activations:
 
     `hidden` `[T, h]`, or `[T, streams, h]`, concatenates the hidden states of all documents; `rows` has the length of
     each. It is on `device` where that is a GPU with space for it, else in RAM. Tensors that blocks pass on beside it
-    are stored in RAM for each document. What exceeds `budget` bytes is in files in `work`, whose names have `kind`. Of
-    several ranks, each holds its own documents, and `rank` is in the names of its files.
+    are stored in RAM for each document. Activations beyond `budget` bytes are in files in `work`, with `kind` in their
+    names. With several ranks, each holds its own documents, and its files have `rank` in their names.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Activations:
         return State(self.hidden[start : start + len(numbers) * rows].unflatten(0, (len(numbers), rows)))
 
     def put(self, number: int, state: State) -> None:
-        """Replace the state of a document, whose number of rows stays."""
+        """Replace the state of a document; the number of rows must not change."""
         self.get(number).hidden.copy_(state.hidden)
         self._put_passed(number, state.passed)
 
@@ -108,7 +108,7 @@ class Activations:
         self._passed[number], self._mapped[number] = places, turn
 
     def copied(self, device: torch.device) -> Activations | None:
-        """Copy what is in the memory of `device`, so that `save` may write it while this one changes.
+        """Copy the activations in the memory of `device`, so that `save` may write them while these change.
 
         None if a part of it is elsewhere, or there is no memory for a copy.
         """
@@ -167,7 +167,7 @@ class Activations:
         return made
 
     def _fill(self, first: int, inside: Sequence[int], parity: int, saved_by: int, part: dict[str, Any]) -> None:
-        """Take the documents `inside` a rank's part of a snapshot, whose first document has the number `first` here."""
+        """Take the documents `inside` a rank's part of a snapshot; its first document has the number `first` here."""
         dtype = getattr(torch, part["dtype"])
         found = files.load_tensor(_file(self.work, f"{parity}", saved_by), tuple(part["shape"]), dtype, part["hash"])
         begin, end = sum(part["rows"][: inside[0]]), sum(part["rows"][: inside[-1] + 1])

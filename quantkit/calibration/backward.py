@@ -33,7 +33,7 @@ def backward_bytes(outputs: int, heads: int, longest: int, itemsize: int, device
 
 
 def parts(stream: Stream, block: int, numbers: Sequence[int] | None = None) -> Iterator[Sequence[int]]:
-    """Divide documents, all without `numbers`, into those that one pass with gradients takes."""
+    """Divide documents, all without `numbers`, into batches for one pass with gradients."""
     chosen = range(len(stream.sequences)) if numbers is None else numbers
     return stream.batches(block, chosen, TUNED_AT_ONCE[stream.model.device.type])
 
@@ -94,7 +94,7 @@ def gradient(model: BlockRunner, output: Tensor, by: Tensor, of: Tensor) -> Tens
 
 @contextmanager
 def explaining(model: BlockRunner, instead: str) -> Iterator[None]:
-    """Turn an exception of the model's own code, which may write over what a gradient needs, into a CheckpointError."""
+    """Turn exceptions of the model's own code, which may overwrite saved tensors, into a CheckpointError."""
     try:
         yield
     except Exception as error:
@@ -106,9 +106,9 @@ def explaining(model: BlockRunner, instead: str) -> Iterator[None]:
 
 @contextmanager
 def _settings(model: BlockRunner) -> Iterator[None]:
-    """Let torch choose algorithms on a GPU whose gradients are the same in each run; its settings are restored.
+    """Let torch use only algorithms with reproducible gradients on a GPU, and restore its settings.
 
-    Of the fused kernels for attention only flash attention has such a gradient, if torch may refuse all others.
+    Flash attention is the only fused attention kernel with such a gradient.
     """
     if model.device.type != "cuda":
         yield

@@ -15,7 +15,7 @@ from quantkit.calibration.stages.base import Group, LoadedBlock, Task
 
 
 def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
-    """Yield the groups of a loaded block, as many at a time as have no order and as memory allows.
+    """Yield independent groups of a loaded block, as many at a time as memory allows.
 
     The caller solves them, and puts the solved linears into the block, before it takes the next ones. An expert that
     the caller names as starved comes again, with all tokens of the layer.
@@ -39,7 +39,7 @@ def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
 
 
 def _divided(run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, Any]]) -> Iterator[list[Task]]:
-    """Divide groups into tasks whose Hessians fit `HESSIAN_BYTES`; the linears of a group have the same facts."""
+    """Divide groups into tasks with Hessians of at most `HESSIAN_BYTES`; the linears of a group have the same facts."""
     width = {group: run.model.linears[group.linears[0]][1] for group in groups}
     size = {group: Hessian.bytes(k) + Hessian.chunk_bytes(k) for group, k in width.items()}
     for some in budget.divide(groups, size.__getitem__, budget.HESSIAN_BYTES):
@@ -69,7 +69,7 @@ def find_groups(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
 
 
 def _seen_here(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
-    """Group those of `targets` that the documents of this rank call."""
+    """Group the `targets` that the documents of this rank call."""
     groups: list[Group] = []
     waiting, model = set(targets), block.run.model
     for _, tokens, state in block.stream.documents():

@@ -33,10 +33,10 @@ def calibrated(run: Run, done: Sequence[Mapping[str, Any]]) -> Iterator[Item | C
     """Yield every tensor of a dense checkpoint once, its linears quantized or pruned.
 
     Each block is followed by a Commit; the tensors outside the blocks come last. `done` has the journal lines of an
-    interrupted run to continue. Facts of an item are those of its stages; facts of a commit are block, phases,
+    interrupted run to continue. The stages add the facts of an item; the facts of a commit are block, phases,
     activations, form and ranks. If the run writes beside the computing, activations may come late.
 
-    Each of several ranks computes a part, and the first one alone yields tensors.
+    Each of several ranks computes a part, and only the first one yields tensors.
 
     RecipeError for a tied linear that is not skipped. NumericError for unusable activations, Hessians or weights.
     CheckpointError for a model that cannot run block by block.
@@ -91,7 +91,7 @@ def _work(block: LoadedBlock, stages: Sequence[Stage]) -> None:
 
 
 def _commit(run: Run, stream: Stream, index: int) -> Commit:
-    """Save the activations after a block, and print what other ranks had to say; make the commit of the block."""
+    """Save the activations after a block, print the notes of other ranks, and make the commit of the block."""
     saved, late = resume.save(run, stream, index)
     form = run.model.forms.get(index)
     _print_warnings(run)
@@ -100,7 +100,7 @@ def _commit(run: Run, stream: Stream, index: int) -> Commit:
 
 
 def _print_warnings(run: Run) -> None:
-    """Let the first rank print what the others had to say since the last call."""
+    """Let the first rank print the notes of the other ranks since the last call."""
     said = run.progress.take() if isinstance(run.progress, Recorder) else []
     told = run.ranks.exchange(said)
     for rank, warnings in enumerate(told) if run.ranks.first else ():

@@ -24,7 +24,7 @@ from quantkit.io.safetensors_header import read_header
 def save(
     run: Run, stream: Stream, block: int
 ) -> tuple[list[dict[str, Any]] | None, Callable[[], dict[str, Any]] | None]:
-    """Save what a block has passed on, if it is the turn of the block and not the last one.
+    """Save the activations after a block, if a snapshot is due and the block is not the last.
 
     Two snapshots alternate, so that the one of the last commit stays while another is written. The result has the facts
     of each rank's part, or the function that saves a copy.
@@ -94,7 +94,7 @@ def _parity(run: Run, block: int) -> int:
 def committed(
     run: Run, linears: Iterable[str], done: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
-    """Yield those of `linears` that were solved, read back from the files in the journal."""
+    """Yield the solved ones among `linears`, read back from the files in the journal."""
     layout = run.recipe.output_layout
     paths = [run.work / name for line in done for name in line.get("files", {})]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}

@@ -85,7 +85,7 @@ class Stream:
             yield number, tokens, self.activations.get(number)
 
     def batches(self, block: int, numbers: Sequence[int], at_once: int) -> Iterator[Sequence[int]]:
-        """Divide documents, in order, into those that one pass takes: neighbours of equal length, where possible.
+        """Divide documents, in order, into batches for one pass: neighbours of equal length, where possible.
 
         They have at most `at_once` tokens together, unless a single one is longer. The order of tokens in each Hessian
         stays.
@@ -102,7 +102,7 @@ class Stream:
             first = end
 
     def forwards(self, block: int, first: int = 0) -> Iterator[Sequence[int]]:
-        """Divide the documents from `first` on into those that one forward takes."""
+        """Divide the documents from `first` on into batches for one forward pass."""
         yield from self.batches(block, range(first, len(self.sequences)), self.at_once)
 
     def run(self, block: int, numbers: Sequence[int]) -> State | None:
@@ -121,7 +121,7 @@ class Stream:
                 self.run_fewer(block)
 
     def _replace(self, block: int, done: int) -> int:
-        """Replace the states behind the first `done` until a GPU has no memory left; count those then done."""
+        """Replace the states behind the first `done` until a GPU has no memory left; return the new count."""
         try:
             for numbers in self.forwards(block, done):
                 out = self.run(block, numbers)
@@ -130,7 +130,7 @@ class Stream:
                     self.activations.put_batch(numbers, out)
                     done = numbers[-1] + 1
                     continue
-                for number in numbers:  # what is passed on is stored for each document
+                for number in numbers:  # hidden states are stored by document
                     out = out if len(numbers) == 1 else self.run(block, [number])
                     assert out is not None
                     self.activations.put(number, out)
@@ -140,7 +140,7 @@ class Stream:
         return done
 
     def run_fewer(self, block: int) -> None:
-        """Let fewer documents run together, as a GPU ran out of memory; QuantkitError if they run alone already."""
+        """Run fewer documents together after a GPU ran out of memory; QuantkitError if only one ran."""
         longest, path = max(map(len, self.sequences)), self.model.blocks[block]
         if self.at_once < 2 * longest:
             raise QuantkitError(

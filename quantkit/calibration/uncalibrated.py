@@ -48,7 +48,7 @@ def _pruned(linear: str, weight: Tensor) -> Item:
 
 
 def solved_width(goal: Goal, k: int, recipe: Recipe) -> int:
-    """Count the columns in which a weight `[n, k]` is solved: with padding, those of whole groups and quads."""
+    """Count the columns of a weight `[n, k]` while it is solved: padded to whole groups and quads."""
     return goal.padded_k(k) if recipe.pad and isinstance(goal, Scheme) else k
 
 

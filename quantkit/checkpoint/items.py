@@ -34,7 +34,7 @@ class Item(NamedTuple):
 class Commit(NamedTuple):
     """Ask the writer to make all items so far durable; `facts` go into the journal.
 
-    `late` are facts that the writer asks for just before: those of a snapshot that it then writes.
+    `late` returns facts that are known only just before the write, such as those of a snapshot.
     """
 
     facts: dict[str, Any]

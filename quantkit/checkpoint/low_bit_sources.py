@@ -34,7 +34,7 @@ from quantkit.layouts import validation
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
-#: Dtypes of scales; E8M0, an exponent alone, is stored as float8 or as a plain byte.
+#: Dtypes of scales; E8M0, a bare exponent, is stored as float8 or as a plain byte.
 SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
 #: Names of scales behind `X.` of a weight `X.weight`, or behind `X_` of a tensor `X` of several experts.
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale", "qscale_weight")
@@ -61,7 +61,7 @@ class LowBit(NamedTuple):
 
 
 def find(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> LowBit | None:
-    """Find the low-bit weights of a source whose `quantization_config` is `stated`; None if it is of another method.
+    """Find the low-bit weights of a source by its `quantization_config`, `stated`; None for other methods.
 
     CheckpointError for a weight without its scale or a scale without its weight, for wrong shapes and dtypes, and for
     a configuration that cannot be read. Values are checked when they are read.

@@ -93,7 +93,7 @@ class Companions(NamedTuple):
 
 def companions_of(src: Checkpoint) -> Companions:
     """List the files of a source that go along; CheckpointError for a link out of the folder."""
-    # A config that still names code was read with --trust-remote-code, and opens with that code alone.
+    # A config that still names code was read with --trust-remote-code, and opens only with that code.
     code = any(key == "auto_map" for key, _ in entries(src.config, src.path))
     names, left_out = model_folder.companions(src.path, [path.name for path in src.files()], code)
     return Companions({name: without_local_paths(src.path, name) for name in names}, left_out)

@@ -21,7 +21,7 @@ PACKED = (torch.int32, torch.int16, torch.uint8, torch.float8_e4m3fn)
 def find_packed(src: StoredTensors, layout: Layout, schemes: Schemes) -> dict[str, dict[str, str]]:
     """Map each packed module to suffix -> stored name of its tensors, in file order.
 
-    CheckpointError for a tensor whose module is incomplete, stored twice, stated to be dense, or of another layout.
+    CheckpointError if a module is incomplete, stored twice, listed as dense, or of another layout.
     """
     found: dict[str, dict[str, str]] = {}
     for name in src.names():

@@ -66,10 +66,10 @@ def digests(known: Mapping[str, Recorded]) -> dict[str, object]:
 
 
 def require_unchanged(src: Checkpoint, sources: Mapping[str, str], known: Mapping[str, Recorded]) -> list[str]:
-    """Raise CheckpointError for a weight file that is not what was recorded; `sources` has the files' hashes.
+    """Raise CheckpointError for a weight file with another hash than recorded; `sources` has the files' hashes.
 
     A weight file without a recorded hash must have the digests that its own metadata states. Other files may have been
-    edited on purpose: a line is returned for each that is not what was recorded.
+    edited on purpose: returns a line for each that changed.
     """
     for name, path in src.sources().items():
         if not name.endswith(".safetensors"):

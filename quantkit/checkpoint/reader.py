@@ -39,7 +39,7 @@ class Checkpoint(StoredTensors):
 
     `path` is the real folder. `stated` is its `quantization_config`; `layout` and `schemes` are its meaning, None for a
     dense model. `low_bit` is the form of weights that are dequantized on reading, None if there are none: such a model
-    counts as dense. `source_bytes` are the bytes of all tensors in the files. `notices` list what was ignored. `config`
+    counts as dense. `source_bytes` are the bytes of all tensors in the files. `notices` list ignored entries. `config`
     takes the place of config.json in a folder that has none yet.
     CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
     """
@@ -205,7 +205,7 @@ class Checkpoint(StoredTensors):
 
     @property
     def dtype_of_model(self) -> torch.dtype:
-        """The dtype that config.json states, or without one that of the largest float tensor."""
+        """The dtype in config.json; if there is none, the dtype of the largest float tensor."""
         stated = self.config.get("dtype") or self.config.get("torch_dtype")
         for dtype in FLOATS:
             if stated in (dtype_name(dtype), str(dtype)):
@@ -229,7 +229,7 @@ class Checkpoint(StoredTensors):
         """Find the quantization config, None for a dense model, and the file that states it."""
         stated = self.config.get(QUANTIZATION)
         text = self.config.get("text_config")
-        if stated is None and isinstance(text, dict):  # some wrappers state there what the language model has
+        if stated is None and isinstance(text, dict):  # some wrappers state the language model's dtype there
             stated = text.get(QUANTIZATION)
         if stated is not None and not isinstance(stated, dict):
             raise CheckpointError(

@@ -130,7 +130,7 @@ def added_up(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def digest(report: Mapping[str, Any]) -> str:
-    """Return the SHA-256 of what a report says about bytes: every hash, name, shape, count and setting.
+    """Compute the SHA-256 of a report's facts about bytes: every hash, name, shape, count and setting.
 
     Times, memory and machine differ from run to run. The last digits of figures depend on the number of threads.
     """

@@ -38,7 +38,7 @@ class CheckpointWriter:
     On a folder with a journal it continues after the last commit: `done` has the lines of all commits, the first
     `resumed` of them those of earlier runs. Files that no commit lists are deleted. `left_out` are the files of the
     source that do not go along. `expected` are the names of all tensors, if known: space for them is reserved in each
-    file's header. CheckpointError if a committed file is not what the journal says.
+    file's header. CheckpointError if a committed file differs from the journal.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class CheckpointWriter:
     ) -> dict[str, str]:
         """Write index, companions of the source, side file, `extra` files and last config.json; name -> hash.
 
-        `extra` is called when the folder has all that a reader opens, except config.json. `sealed` is given the hash of
-        every file and returns what is written just before config.json.
+        `extra` is called when the folder has all that a reader opens, except config.json. `sealed` gets the hash of
+        every file and returns the files to write just before config.json.
         """
         self.commit({})
         written = self.hashes()
@@ -224,7 +224,7 @@ def texts_beside(
 def planned_shards(units: Iterable[Mapping[str, int]]) -> dict[str, tuple[int, list[str]]]:
     """Return the bytes and the tensors of each file that a CheckpointWriter makes of `units`, by the file's name.
 
-    A unit is what one commit writes: tensor name -> bytes, in order.
+    One commit writes a unit: tensor name -> bytes, in order.
     """
     found: dict[str, tuple[int, list[str]]] = {}
     for unit in units:

@@ -1,4 +1,4 @@
-"""The memory that this process may use in all: what is free, and the limits of its cgroup and of the shell."""
+"""The memory that this process may use in all: free memory, and the limits of its cgroup and of the shell."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TORCH, OTHERS = 1.25, 220 * 2**20
 
 @dataclass(frozen=True)
 class Limit:
-    """Hold the bytes that this process may use in all, what it has already included, the cause, and what raises it."""
+    """Hold the bytes that this process may use, those in use included, the cause of the limit, and how to raise it."""
 
     room: int
     cause: str
@@ -51,7 +51,7 @@ def memory_limits(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgro
 
 
 def free_memory(proc: Path = Path("/proc"), *, swap: bool = False) -> int | None:
-    """Return the bytes of RAM available, with `swap` those of swap too; None if the system does not report them."""
+    """Return the available bytes of RAM, with `swap` of both RAM and swap; None if the system does not report them."""
     try:
         with open(proc / "meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
@@ -106,7 +106,7 @@ def _own_pages(proc: Path) -> _Pages:
 
 
 def _cgroup_limits(proc: Path, cgroups: Path, resident: int) -> Iterator[Limit]:
-    """Yield the limit of the control group of this process and those of the groups around it."""
+    """Yield the limits of this process's control group and of its parent groups."""
     try:
         lines = [line.split(":", 2) for line in (proc / "self/cgroup").read_text().splitlines()]
     except OSError:

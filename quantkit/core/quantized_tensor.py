@@ -133,7 +133,7 @@ class Digest:
 
 
 def _pieces(tensor: Tensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in order, those of a GPU in pieces that are copied to the CPU."""
+    """Yield the bytes of a tensor in order; a tensor on a GPU is copied to the CPU in pieces."""
     if tensor.device.type == "cpu":
         yield raw_bytes(tensor).numpy().data
         return

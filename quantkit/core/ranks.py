@@ -87,7 +87,7 @@ class Ranks:
         return slice(first, end)
 
     def exchange(self, value: T) -> list[T]:
-        """Exchange values without tensors: all ranks get those of all, in the order of the ranks."""
+        """Exchange values without tensors: each rank gets the values of all, in rank order."""
         if self.count == 1:
             return [value]
         with self.progress.loop():
@@ -109,14 +109,14 @@ class Ranks:
             return cast(T, value if self.rank == source else _put_together(form, tensors))
 
     def gather(self, value: T) -> list[T]:
-        """Exchange values that may hold tensors: all ranks get those of all, in the order of the ranks."""
+        """Exchange values that may hold tensors: each rank gets the values of all, in rank order."""
         with closing(self.gather_each([value], [None])) as gathered:
             return [each for values in gathered for each in values or ()]
 
     def gather_each(
         self, values: Sequence[T], owners: Sequence[int | None]
     ) -> Generator[Iterator[T] | None, None, None]:
-        """Yield for each value an iterator over those of all ranks in their order, on the rank that owns it.
+        """Yield for each value an iterator over all ranks' values in rank order, on the rank that owns it.
 
         It must be used up before the next one is taken. An owner None means all ranks; the others get None. The caller
         closes the generator.
@@ -153,7 +153,7 @@ class Ranks:
     def together(self, progress: Progress | None = None) -> Iterator[None]:
         """End the block on every rank at one time, or with the error of the first rank that fails in it.
 
-        `progress` lets signals wait.
+        `progress` defers signals.
         """
         if self.count == 1:
             yield
@@ -298,7 +298,7 @@ def _is_told(error: BaseException) -> bool:
 class _Pickler(pickle.Pickler):
     """Pickle a value without its tensors, which are put into `tensors` and become contiguous.
 
-    A class made inside a function would be freed by the garbage collector alone, much later, and the tensors with it.
+    Only the garbage collector would free a class made inside a function, much later, and its tensors with it.
     """
 
     def __init__(self, file: io.BytesIO) -> None:

@@ -31,7 +31,7 @@ def one_thread(device: torch.device) -> Iterator[int]:
 def side_by_side(device: torch.device, tasks: Sequence[Callable[[], T]]) -> list[T]:
     """Run tasks, on a CPU as many at once as torch uses threads; return their results in order.
 
-    Of several exceptions, that of the first task is raised, after all tasks that have begun are done.
+    If several tasks fail, the exception of the first is raised, after all started tasks are done.
     """
     with one_thread(device) as threads:
         if device.type != "cpu" or min(threads, len(tasks)) < 2:

@@ -1,4 +1,4 @@
-"""Work that one thread does beside the computing, in the order in which it was asked for."""
+"""Work that one thread does in the background, in the order of the calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-#: The most bytes of data whose tasks wait, unless a single task has more.
+#: The most bytes of data in waiting tasks, unless a single task has more.
 MOST_BYTES = 2 * 2**30
 #: The most units that wait, the running one included.
 MOST_UNITS = 4

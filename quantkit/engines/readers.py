@@ -53,7 +53,7 @@ def refusals(folder: Folder) -> list[str]:
 
 
 def cautions(folder: Folder) -> list[str]:
-    """Say what some readers of the layout do not take, though they open it."""
+    """Name the limits of readers that open the layout."""
     found = (say(folder) for layouts, say in CAUTIONS if folder.layout in layouts)
     return [line for line in found if line is not None]
 

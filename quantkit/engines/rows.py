@@ -1,4 +1,4 @@
-"""The types of the tables of engines: what is known of a folder, and the rows that are about it."""
+"""The types of the tables of engines: the known facts of a folder, and the rows that apply to it."""
 
 from __future__ import annotations
 
@@ -85,8 +85,9 @@ class Reader:
 class Kernel:
     """The kernel that an engine chooses for the weights that the row is about; None if the engine has none.
 
-    `capabilities` are those of the GPUs, None for any. `n_unit` and `k_unit` divide the shape of the joined weight.
-    `why` says what the engine does without a kernel.
+    `capabilities` are compute capabilities of GPUs, None for any. `n_unit` and `k_unit` divide the shape of the joined
+    weight.
+    `why` describes the engine without a kernel.
     """
 
     layouts: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""What other programs do with a packed folder: dated tables, one entry an engine.
+"""Support of packed folders by other programs: dated tables, one entry an engine.
 
 An engine's entry has its readers, the kernels that it chooses, and how it is started. A new engine is one more entry of
-`ENGINES`, a new version of one changes its entry. Each row names its source, and says what was seen or published for
-the layouts, schemes and shapes that it names. What no row covers is not known. No torch is imported here, because the
+`ENGINES`, a new version of one changes its entry. Each row names its source, and the behaviour seen or published for
+some layouts, schemes and shapes. A case without a row is unknown. No torch is imported here, because the
 command line takes its choices from this module.
 """
 

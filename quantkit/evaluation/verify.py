@@ -139,7 +139,7 @@ def verify_files(folder: Path) -> tuple[list[str], list[str]]:
 
 
 def extra_files(folder: Path, recorded: Mapping[str, Any]) -> list[str]:
-    """List what a folder has and its report lacks, without hidden files, card and proof; nothing without a report."""
+    """List files that the report lacks, without hidden files, card and proof; nothing without a report."""
     if not recorded:
         return []
     listed = {*recorded.get("files", {}), *UNLISTED}

@@ -45,7 +45,7 @@ class FusedLinear(SharedProduct, nn.Module):
         return self.is_fused
 
     def fuse(self) -> bool:
-        """Stack the packed weights and free those of the parts; returns False if the parts differ in more than n."""
+        """Stack the packed weights and free the parts' own; returns False if the parts differ in more than n."""
         first, unit = self.parts[0], LAYOUTS[self.parts[0].layout].STACKING_UNIT
         if unit is None or any(part.n % unit or _fusion_key(part) != _fusion_key(first) for part in self.parts):
             return False
@@ -76,7 +76,7 @@ class FusedLinear(SharedProduct, nn.Module):
         return {suffix: self.get_parameter(suffix).detach() for suffix in self.suffixes}
 
     def packed_part(self, index: int) -> dict[str, Tensor]:
-        """Copy the packed tensors of one part out of the stacked ones, by suffix."""
+        """Slice the packed tensors of one part out of the stack, by suffix."""
         start = self.starts[index]
         rows = range(start, start + self.sizes[index][0])
         return LAYOUTS[self.layout].cut(self.scheme, self.packed(), self.n, rows)
@@ -116,7 +116,7 @@ def fuse_linears(model: nn.Module) -> None:
 
 
 def sibling_linears(model: nn.Module) -> Iterator[list[PackedLinear]]:
-    """Yield groups of two or more packed linears whose names say that they get the same input tensor.
+    """Yield groups of two or more packed linears that, by their names, share an input tensor.
 
     Cross attention is left out, because its queries come from another tensor than its keys and values.
     """

@@ -33,7 +33,7 @@ class PackedLinear(nn.Module):
     """An `nn.Linear` whose packed tensors are frozen parameters under the layout's own names.
 
     `n` and `k` are the stored sizes, padding included; `out_features` and `in_features` are the true ones. Casts such
-    as `.half()` change the bias alone; `weight` decodes to `dense_dtype`. A move from a CPU to a GPU repacks the weight
+    as `.half()` change only the bias; `weight` decodes to `dense_dtype`. A move from a CPU to a GPU repacks the weight
     for a kernel. It has no gradient.
 
     A layer that is fused with its siblings is part `index` of `fused`, a `FusedLinear` that owns all their tensors.

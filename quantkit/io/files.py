@@ -32,7 +32,7 @@ FAULT: Callable[[str, Path], None] | None = None
 CHUNK = 64 * 2**20
 #: What a system call answers on a file system that does not have it, as some network mounts.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
-#: Flags that not every system has.
+#: Flags of `os.open` that some systems lack.
 _BINARY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 _NO_LINKS = getattr(os, "O_NOFOLLOW", 0)
 
@@ -111,7 +111,7 @@ def mapped_tensor(path: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Ten
 
 
 def open_regular(path: Path) -> FileIO:
-    """Open a regular file for reading; CheckpointError for links, folders, FIFOs, devices and what cannot be read."""
+    """Open a regular file for reading; CheckpointError for links, folders, FIFOs, devices and unreadable files."""
     with guarded(path):
         # Looked at before it is opened: opening a FIFO or a device can block or have effects.
         file: FileIO | None = None

@@ -15,7 +15,7 @@ JOURNAL = "journal.jsonl"
 
 
 def append_journal(path: Path, line: dict[str, Any]) -> None:
-    """Append one line to a journal and make it durable; first cut off what a crash left of an unfinished line."""
+    """Append one line to a journal and make it durable; first cut off an unfinished line that a crash left."""
     text = json.dumps(line)
     data = f'{{"sha256": "{hashlib.sha256(text.encode()).hexdigest()}", "line": {text}}}\n'.encode()
     with files.guarded(path, needed=len(data)), files.open_for_update(path) as file:

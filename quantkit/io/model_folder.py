@@ -24,7 +24,7 @@ RECIPE = "quantkit_recipe.yaml"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 #: A folder that transformers reads chat templates from.
 TEMPLATES = "additional_chat_templates"
-#: Hashes of a source's files, which are not those of an output.
+#: Hashes of a source's files, which do not apply to an output.
 SUMS = "SHA256SUMS"
 #: Files beside config.json in which early folders state their quantization -> method, and a key that identifies it.
 SIDE_FILES = {
@@ -132,7 +132,7 @@ def _is_opened(name: str) -> bool:
 def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """List the weight files of a model folder in order, and the index's tensor -> file, None without an index.
 
-    `listing` has the folder's file names, sorted; what is left out is told in `notices`. CheckpointError unless there
+    `listing` has the folder's file names, sorted; `notices` name files left out. CheckpointError unless there
     is exactly one reading of the folder: one index, or one file of weights (RELIABILITY 2).
     """
     found = [n for n in listing if n.endswith(".safetensors") and not n.startswith(("consolidated", "adapter_"))]

@@ -56,7 +56,7 @@ class FileSize:
 
 
 class SafetensorsWriter:
-    """Streams one safetensors file, whose bytes so far are `size`.
+    """Streams one safetensors file; `size` is its bytes so far.
 
     Tensors lie gap-free in the order of `add`, but for those whose size is no multiple of 8 bytes: readers need every
     tensor aligned to its dtype, so these come last, by their dtypes' sizes, and are in memory until then.

@@ -84,7 +84,7 @@ def check_staging(
 ) -> Path | None:
     """Raise the CheckpointError with which `staging` would refuse `out`, and write nothing.
 
-    Returns the partial folder of an interrupted run whose work would be continued or discarded, None without one.
+    Returns the partial folder of an interrupted run, which would be continued or discarded; None without one.
     """
     with files.guarded(out):
         _check_target(out, overwrite, source)
@@ -119,7 +119,7 @@ def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
         files.sync_folder(partial)
         files.remove(partial / LOCK)
         files.remove(partial / SOFT_LOCK)
-        files.sync_folder(partial)  # else a power cut could keep the new name and the lock in it
+        files.sync_folder(partial)  # else a power cut could leave the lock file in the renamed folder
         if os.path.lexists(out):
             # No portable call swaps two folders: between these two renames, and only there, OUT does not exist.
             # A run killed in this gap leaves the old folder beside it, and the next one puts it back.

@@ -25,7 +25,7 @@ LAUNCHERS: dict[str, Launcher] = {
 }
 #: layout name -> matmul(x, tensors, scheme, n, k, bias=None, out=None) -> [m, n] of the dtype of x
 MATMULS: dict[str, Callable[..., Tensor]] = {layout: launcher.matmul for layout, launcher in LAUNCHERS.items()}
-#: As `MATMULS`, by the naive kernel, which judges the other; `out` may also be float32.
+#: Like `MATMULS`, with the naive kernel as a reference; `out` may also be float32.
 JUDGES: dict[str, Callable[..., Tensor]] = {layout: launcher.naive for layout, launcher in LAUNCHERS.items()}
 
 

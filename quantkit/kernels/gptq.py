@@ -49,7 +49,7 @@ class Columns(NamedTuple):
     group_of: Tensor
 
     def part(self, a: int, b: int) -> Columns:
-        """Return those of the columns from `a` to `b`."""
+        """Return the part for the columns from `a` to `b`."""
         return self._replace(group_of=self.group_of[a:b])
 
 

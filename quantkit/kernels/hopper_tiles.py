@@ -79,7 +79,7 @@ def rare_tiles(tiles: Iterable[HopperTile]) -> tuple[HopperTile, ...]:
 
 @dataclass(frozen=True, eq=False)
 class HopperTiles:
-    """The tiles of one group size or format, and what the choice of one depends on.
+    """The tiles of one group size or format, and the inputs of the choice of a tile.
 
     A stage takes `stage_bytes_per_weight` of shared memory for each weight, rounded up to `stage_alignment`. The
     estimate assumes that `read_bytes_per_weight` come from memory. Tiles of `several_tokens` or more are also tried
@@ -171,8 +171,8 @@ def launch_sizes(choice: HopperTiles, tile: HopperTile, m: int, n: int, k: int, 
 def fit_clusters(tiles: Iterable[HopperTile], m: int, n: int, k: int, sms: int) -> list[HopperTile]:
     """Select the tiles that a product may use, and replace MAX_CLUSTER by the largest size that fits.
 
-    Each block of a cluster needs a step along k. Large clusters must all be resident at once: others would wait for
-    these to end, which about doubles the time.
+    Each block of a cluster needs a step along k. Large clusters must all be resident at once. A second wave of clusters
+    about doubles the time.
     """
     found, steps = [], ceil(k, K_STEP)
     for tile in tiles:

@@ -76,7 +76,7 @@ class Launcher:
         """Multiply activations `[m, k]` with a packed weight `[n, k]`; returns `[m, n]` of the dtype of `x`.
 
         The Hopper kernel is used where it can be, unless `portable`; `tile` overrides the choice of its tile. Sums are
-        float32, in an order that depends on the shapes and the device alone. `workspace` explains the limits on streams
+        float32, in an order that depends only on the shapes and the device. `workspace` explains the limits on streams
         and CUDA graphs. KernelError for operands that cannot be multiplied.
         """
         on_hopper = not portable and loader.is_hopper(x.device)

@@ -1,7 +1,7 @@
 """Compile CUDA sources with NVRTC when they are first needed, cache the binaries on disk, and load them through CuPy.
 
 Only this file imports CuPy, and only inside functions. A source is compiled for the exact architecture of the device;
-the wheel holds sources alone. Kernels run on torch's current stream and memory, so CuPy allocates nothing.
+the wheel holds only sources. Kernels run on torch's current stream and memory, so CuPy allocates nothing.
 """
 
 from __future__ import annotations

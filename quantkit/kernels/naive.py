@@ -13,7 +13,7 @@ from torch import Tensor
 from quantkit.kernels import loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check
 
-#: Threads of a block, each with one of as many neighbouring outputs.
+#: Threads of a block; each computes one output, its neighbour the next.
 THREADS = 64
 
 
@@ -37,7 +37,7 @@ class NaiveKernel:
     def multiply(
         self, weight: Weight, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor | None, out: Tensor | None
     ) -> Tensor:
-        """Check the operands and launch; see `contract.check` for what is refused, and for the result `[m, n]`."""
+        """Check the operands and launch; see `contract.check` for the errors and the result `[m, n]`."""
         out = check(weight, x, tensors, bias, out)
         packed = [tensors[suffix] for suffix in weight.tensors]
         arguments = [*packed, x, bias, out, weight.n, weight.k, *weight.group_argument]

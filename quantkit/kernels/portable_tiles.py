@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 THREADS = 256
-#: Fragments of a warp whose sums are in shared memory at the same time.
+#: The number of a warp's fragments with sums in shared memory at the same time.
 FRAGMENTS_AT_ONCE = 4
 #: Bytes of shared memory that CUDA reserves in each block.
 RESERVED = 1024
@@ -40,7 +40,7 @@ class PortableTile:
 
     @property
     def m(self) -> int:
-        """Tokens of a tile."""
+        """Tokens per tile."""
         return 8 * self.fragments * self.wm
 
     @property

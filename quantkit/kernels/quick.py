@@ -87,7 +87,7 @@ def _hopper(group: int) -> HopperKernel:
 
 
 NAIVE = NaiveKernel("quick_naive")
-#: A stage has codes, and for groups of at least 32 scales and zero points, each twice.
+#: A stage has codes, and scales and zero points if groups have at least 32 columns. Each is held twice.
 PORTABLE = PortableKernel("quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32))
 HOPPER: dict[int | None, HopperKernel] = {group: _hopper(group) for group in HOPPER_GROUPS}
 

@@ -44,7 +44,7 @@ class Reads:
 
 
 def _state(tensor: Tensor) -> tuple[int, int] | None:
-    """Read the version and address, one of which changes with every write; None for inference tensors."""
+    """Read the version and address: every write changes one of them. None for inference tensors."""
     return None if tensor.is_inference() else (tensor._version, tensor.data_ptr())
 
 

@@ -31,7 +31,7 @@ OnRows = Callable[[int, Tensor], None]
 class Arrangement:
     """A permutation of a matrix given by axis names.
 
-    The first axis of the rows and of the columns has no size: it takes what the others leave. `reverse` names axes in
+    The first axis of the rows and of the columns has no size: it follows from the other sizes. `reverse` names axes in
     descending order; for packed codes they must lie within a word.
     """
 
@@ -141,7 +141,7 @@ class _Split:
     outer: list[int]
 
     def check(self, words: Tensor) -> None:
-        """Raise LayoutError unless the number of `words` is that of the matrix."""
+        """Raise LayoutError unless the number of `words` fits the matrix."""
         if words.numel() * 32 != prod(self.sizes) * self.bits:
             rows = len(self.order.rows.split())
             n, k = prod(self.sizes[:rows]), prod(self.sizes[rows:])
@@ -211,9 +211,9 @@ def _inverse(permutation: list[int]) -> list[int]:
 
 
 def _copy_words(target: Tensor, source: Tensor) -> None:
-    """Copy int32 words between views of one shape, of which one at least has its last axis contiguous.
+    """Copy int32 words between views of one shape; at least one has a contiguous last axis.
 
-    On a CPU the other's last axis is copied in runs of up to RUN words, through a buffer in the other's order. Single
+    On a CPU the other view's last axis is copied in runs of up to RUN words, through a buffer in its order. Single
     words, in either order, would miss the cache, and numpy is quicker than torch at copies with strides.
     """
     run, packing = gcd(target.shape[-1], RUN), target.stride(-1) == 1
@@ -224,7 +224,7 @@ def _copy_words(target: Tensor, source: Tensor) -> None:
     unit, words = np.dtype((np.void, 4 * run)), np.dtype((np.int32, (run,)))
     to, of = (view.unflatten(-1, (view.shape[-1] // run, run)).numpy() for view in (target, source))
     if packing:
-        runs = np.empty_like(of[..., 0], unit)  # with the axes of `of` in their order in memory
+        runs = np.empty_like(of[..., 0], unit)  # the axes of `of`, in memory order
         for i in range(run):
             runs.view(words)[..., i] = of[..., i]
         to.view(unit)[..., 0] = runs
@@ -273,7 +273,7 @@ def _integer(bits: int) -> torch.dtype:
 
 
 def _lanes(stride: int, width: int) -> torch.dtype:
-    """Choose the integer to join parts in: those that share bytes are joined eight at a time if possible."""
+    """Choose the integer type to join parts in: parts that share bytes are joined eight at a time if possible."""
     return _integer(width) if width >= 8 or stride % 8 else torch.int64
 
 

@@ -1,7 +1,7 @@
 """AWQ checkpoints in the GEMM packing: eight neighbouring outputs a word, interleaved (docs/layouts.md 2).
 
-Zero points are always stored, as they are: those of a symmetric weight are all 8, and its config too has `zero_point`.
-One scale per row is read by vLLM alone; AutoAWQ's own packing fails on it.
+Zero points are always stored, without an offset. For a symmetric weight they are all 8, and `zero_point` is true.
+Only vLLM reads one scale per row; AutoAWQ's own packing fails on it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORDS = Arrangement("N h:4 o:2", "K", "K N o h")
 
 
 class Awq(Layout):
-    """AWQ in the GEMM packing. The reference writer takes multiples of 32 only; readers take what `check` takes."""
+    """AWQ in the GEMM packing. The reference writer takes only multiples of 32; `check` has the rule of the readers."""
 
     NAME = "awq"
     QUANT_METHODS = ("awq",)

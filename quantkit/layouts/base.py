@@ -67,7 +67,7 @@ class Layout(ABC):
     """
 
     NAME: ClassVar[str]
-    #: The layout of which this one is a variant; `convert A-to-B` takes its name for both.
+    #: The layout that this one varies; `convert A-to-B` takes its name for both.
     VARIANT_OF: ClassVar[str | None] = None
     #: Each `quant_method` of the configs that `read_config` reads.
     QUANT_METHODS: ClassVar[tuple[str, ...]]
@@ -77,7 +77,7 @@ class Layout(ABC):
     TENSORS: ClassVar[tuple[str, ...]]
     #: Suffixes that a file may leave out.
     OPTIONAL: ClassVar[tuple[str, ...]] = ()
-    #: The suffix whose presence marks a module as packed in this layout.
+    #: A tensor with this suffix marks a module as packed in this layout.
     MARKER: ClassVar[str]
     #: The file beside config.json, or None where no reader looks for one.
     SIDE_FILE: ClassVar[SideFile | None] = None
@@ -85,7 +85,7 @@ class Layout(ABC):
     TITLE: ClassVar[str]
     MULTIPLES: ClassVar[tuple[int, int]]
     WAY_OUT: ClassVar[str] = Words(validation.USUAL, ", or", Setting("skip"), "the weight")
-    #: The multiple that `n` of each weight must be to be stacked, so that none shares a tile. None: not stacked.
+    #: Weights can be stacked if each `n` is a multiple of this: then no two share a tile. None: not stacked.
     STACKING_UNIT: ClassVar[int | None] = None
     #: Conditions under which another layout holds the contents of a file: on integers, and on floats.
     INTEGERS_IF: ClassVar[str | None] = None
@@ -157,7 +157,7 @@ class Layout(ABC):
             self.check_scheme(scheme)
 
     def check_tensors(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> tuple[int, int]:
-        """Compute `(n, k)` of a stored weight; raise LayoutError unless dtypes and shapes are those of `stored`."""
+        """Compute `(n, k)` of a stored weight; raise LayoutError unless dtypes and shapes agree with `stored`."""
         n, k = self.size({name: tuple(tensor.shape) for name, tensor in tensors.items()}, scheme)
         self.check(scheme, n, k)
         validation.match(tensors, self.stored(scheme, n, k), self.OPTIONAL)

@@ -183,8 +183,8 @@ class CompressedTensors(Layout):
     def read_config(self, config: Mapping[str, Any]) -> Schemes | None:
         """Read the schemes of a compressed-tensors config; None for another method or format `marlin-24`.
 
-        CheckpointError for what the record cannot hold: other widths, quantized activations, transforms, and FP8 values
-        that quantkit did not write.
+        CheckpointError for other widths, quantized activations, transforms, and FP8 values that quantkit did not write:
+        the record cannot hold them.
         """
         if config.get("quant_method") != METHOD or config.get("format") == MARLIN24:
             return None
@@ -212,7 +212,7 @@ class CompressedTensors(Layout):
 
 
 def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
-    """Read the INT4 schemes of a config whose groups have the format `packed`; CheckpointError as `read_config`."""
+    """Read the INT4 schemes of the groups with the format `packed`; CheckpointError as `read_config`."""
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         if validation.entry(config, key, dict, type(None), default=None):
             raise CheckpointError(

@@ -156,5 +156,5 @@ def _unit(bits: int) -> torch.dtype:
 
 
 def _low_lanes(width: int, lane: int) -> int:
-    """Set the lowest `width` bits of every second lane of an int64, in which lanes have `lane` bits."""
+    """Set the lowest `width` bits of every second lane of an int64 with lanes of `lane` bits."""
     return sum(((1 << width) - 1) << at for at in range(0, 64, 2 * lane))

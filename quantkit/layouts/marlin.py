@@ -95,7 +95,7 @@ def check_group_size(title: str, scheme: Scheme) -> None:
 
 
 def gptq_config(schemes: Schemes, checkpoint_format: str) -> dict[str, Any]:
-    """Make the entries that both MARLIN layouts share: those of a GPTQ config."""
+    """Make the entries that both MARLIN layouts share with a GPTQ config."""
     return {
         "quant_method": "gptq",
         "bits": 4,

@@ -1,6 +1,6 @@
 """QUICK: AWQ's weights in the order of a kernel that needs no shared memory for them (docs/layouts.md 8).
 
-The words are those of MARLIN in another order, which depends on `n`. Scales and zero points are stored twice.
+The words are MARLIN's in another order, which depends on `n`. Scales and zero points are stored twice.
 """
 
 from __future__ import annotations

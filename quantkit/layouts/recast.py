@@ -1,6 +1,6 @@
 """Recast a record: the same values in another scheme or shape, for a layout that does not hold its own.
 
-`target` chooses scheme and shape from headers alone. `recast` changes the data; values stay the same bit for bit, or it
+`target` chooses scheme and shape from headers only. `recast` changes the data; values stay the same bit for bit, or it
 names the place that forbids it (docs/layouts.md 11). Nothing is rounded here; `nearest` only chooses the scheme to
 round to.
 """
@@ -40,7 +40,7 @@ def broken_rule(layout: Layout, scheme: Scheme, n: int, k: int) -> str | None:
 
 
 def target(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> Target | None:
-    """Choose the scheme and shape, with the fewest changes, in which a layout holds an `[n, k]` weight of a scheme.
+    """Choose the nearest scheme and shape that a layout can hold for an `[n, k]` weight of a scheme.
 
     None if there is none. Whether the data allow it is found by `recast`. With `pad` the shape may be larger if none
     fits as it is (`padded_shape`).
@@ -51,8 +51,8 @@ def target(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False)
 def nearest(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> Target | None:
     """Choose the scheme to round a decoded weight to if `target` or the data refuse: lossy, and only on request.
 
-    The format stays if the layout holds it. Groups of 128 are preferred to smaller ones, and those to one scale per
-    row.
+    The format stays if the layout holds it. Groups of 128 are preferred to smaller groups, and any group to one scale
+    per row.
     """
     own = scheme.format
     formats = sorted(FORMATS.values(), key=lambda f: (f != own, f.is_float != own.is_float, -f.bits))
@@ -67,7 +67,7 @@ def nearest(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False
 
 
 def fitting(layout: Layout, scheme: Scheme, n: int, k: int, *, pad: bool = False) -> tuple[int, int] | None:
-    """Give the shape in which a layout holds an `[n, k]` weight, larger only with `pad`; None if there is none."""
+    """Give the shape of an `[n, k]` weight in a layout, larger only with `pad`; None if there is none."""
     if broken_rule(layout, scheme, n, k) is None:
         return n, k
     return padded_shape(layout, scheme, n, k) if pad else None

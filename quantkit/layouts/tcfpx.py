@@ -127,7 +127,7 @@ class TcFpx(Layout):
 
 
 def planes(words: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Split flat words of codes of `bits` into the plane of their high bits and that of their low four."""
+    """Split flat words of codes of `bits` into two planes: the high bits and the low four."""
     high = len(words) * (bits - 4) // bits
     return words[:high], words[high:]
 

@@ -31,8 +31,9 @@ from quantkit.models.replay import CALLS_BYTES, Replay
 class BlockRunner(MatchedModel):
     """Run the language model of a dense checkpoint block by block.
 
-    `weights`: those in memory. `dtype`: of weights and activations, see `compute_dtype`. `forms`: number of a block
-    that has run -> the form of what it passes on. `fuses_attention`: whether gradients may come from a GPU's fused
+    `weights`: the weights in memory. `dtype`: of weights and activations, see `compute_dtype`. `forms`: number of a
+    block
+    that has run -> the form of its outputs. `fuses_attention`: whether gradients may come from a GPU's fused
     kernels for attention.
 
     CheckpointError as for `MatchedModel`, RecipeError for an unknown device.
@@ -78,7 +79,7 @@ class BlockRunner(MatchedModel):
     def embed(self, tokens: Tensor) -> State:
         """Return the input of the first block for one document's tokens, int64 `[t]`.
 
-        CheckpointError, here and from `run`, if the model's own code does not run on tokens alone, block by block.
+        CheckpointError, here and from `run`, if the model's own code does not run block by block, given only tokens.
         """
         entering = self._enter(0, tokens, None)
         assert entering is not None
@@ -158,10 +159,10 @@ class BlockRunner(MatchedModel):
         return self._interception.batch_comes_first and not self.forms.get(index - 1, {}).get("left")
 
     def run(self, index: int, tokens: Tensor, state: State, key: Hashable = None) -> State | None:
-        """Run a loaded block on one document, tokens int64 `[t]`, and return what it passes on.
+        """Run a loaded block on one document, tokens int64 `[t]`, and return its outputs.
 
-        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`. The next runs with the same
-        `key`, which names tokens and state, may call the block alone, with the masks and tables of the first run.
+        Or on a batch, tokens `[b, t]` and hidden states `[b, t, h]`, if it `takes_batches`. `key` names tokens and
+        state. Later runs with the same key may call only the block, with the masks and tables of the first run.
 
         `forms` gets its form. Returns None if a watcher stopped it. CheckpointError if the block needs something of an
         earlier block that was not stored.
@@ -209,7 +210,7 @@ class BlockRunner(MatchedModel):
         return {"input_ids": torch.atleast_2d(tokens.to(self.device)), "use_cache": False}
 
     def _passed_on(self, index: int, state: State, wide: bool = False) -> Passed:
-        """Copy what enters a block to the device; the model may change it. With `wide`, float16 becomes float32."""
+        """Copy the inputs of a block to the device; the model may change them. With `wide`, float16 becomes float32."""
         form = self.forms[index - 1] if index else {"returned": None, "left": {}}
         passed = unpack(state, form, self.device)
         wide = wide and self.dtype == torch.float16
@@ -261,7 +262,7 @@ class BlockRunner(MatchedModel):
         except NotReached:
             what = "the model's forward never reached this block"
             raise CheckpointError(what, "skip its linears", subject=self.blocks[index]) from None
-        except Exception as error:  # an image may be missing, or what an earlier block left for later ones
+        except Exception as error:  # an image may be missing, or a value that an earlier block left for later ones
             if isinstance(error, QuantkitError | torch.OutOfMemoryError | Needed) or _is_ours(error):
                 raise
             kind = type(self.text).__name__

@@ -1,4 +1,4 @@
-"""The weights of a model that are in memory: those of one block, and those outside the blocks while they are needed."""
+"""The weights of a model in memory: one block, and the modules outside the blocks while they are needed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class BlockWeights:
                 put_tensor(module, name, buffer.to(self._device))
 
     def load_head(self) -> None:
-        """Load what is behind the blocks; `load_before_blocks` has loaded the rest."""
+        """Load the modules behind the blocks; `load_before_blocks` has loaded the rest."""
         self._load(lambda state: not state.startswith(self._inside) and self._is_absent(state))
 
     def load_whole(self) -> None:

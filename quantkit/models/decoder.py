@@ -1,4 +1,4 @@
-"""The weights of a model's decoder, from tensor names and headers alone."""
+"""The weights of a model's decoder, from tensor names and headers only."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from quantkit.models.families import TOWER
 def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> dict[str, int]:
     """Return name -> elements of each tensor of two or more dimensions in the decoder's blocks, named as in `logical`.
 
-    `inside` names the tensors of the blocks, as a model tells them. Without it, the blocks are the numbered list that
-    holds most elements, of those that are not named as a tower.
+    `inside` names the tensors of the blocks, as a model tells them. Without it, the blocks are the largest numbered
+    list, by elements, that is not named as a tower.
     """
     shapes = {name: src.true_shape(name) for name in src.logical()}
     sizes = {name: prod(shape) for name, shape in shapes.items() if len(shape) > 1}
@@ -36,7 +36,7 @@ def share_of(weights: Mapping[str, int], modules: Collection[str]) -> float | No
 
 
 def largest_others(weights: Mapping[str, int], modules: Collection[str]) -> list[tuple[str, float]]:
-    """Return the weights outside `modules`, those of all blocks together: name of the first, and share of the whole."""
+    """Return the weights outside `modules`, summed over all blocks: name of the first, and share of the whole."""
     total, inside = sum(weights.values()), {f"{module}.weight" for module in modules}
     groups: dict[str, str] = {}
     found: Counter[str] = Counter()

@@ -15,8 +15,8 @@ from typing import Literal
 class ExpertClass:
     """Describe a class of fused experts that differs from those of transformers' `use_experts_implementation`.
 
-    `call`: how it is called, a key of `unfused_experts.CALLS`. `parameters`: name -> the roles whose rows it holds.
-    `transposed`: the parameters whose matrices are `[k, n]`. `count`: the attribute with the number of experts, if
+    `call`: how it is called, a key of `unfused_experts.CALLS`. `parameters`: name -> the roles that its rows hold.
+    `transposed`: the parameters with matrices `[k, n]`. `count`: the attribute with the number of experts, if
     parameters are matrices with the rows of one expert below those of another.
     """
 
@@ -84,7 +84,7 @@ ROUTERS = re.compile(r"\.(\w*router\w*|gate|wg)(\.|$)")
 HEAD = "lm_head"
 #: Linears of state spaces that are never called: the model multiplies by their weight itself.
 NEVER_CALLED = ("dt_proj",)
-#: Parts of a text model that text alone never calls -> the words for them.
+#: Parts of a text model that a text-only pass never calls -> the words for them.
 UNCALLED = {
     re.compile(r"\.(encoder_attn|crossattention|cross_attn)\."): "cross attention",
     re.compile(r"\.vision_moe\."): "vision experts",

@@ -28,7 +28,7 @@ class Stop(Exception):
 
 
 class NotReached(Exception):
-    """Say that the model's forward ended before it called a block."""
+    """Make the error of a forward that ended before it called a block."""
 
 
 @dataclass
@@ -51,7 +51,7 @@ class _Pass:
 
 
 class Interception:
-    """Take the place of the forward of each of a model's `blocks`. Without a pass they run as they are.
+    """Replace the forward of each of a model's `blocks`. Without a pass they run as they are.
 
     `batch_comes_first`: whether the last document that entered a block did so as `[1, t, h]`.
     """
@@ -72,7 +72,7 @@ class Interception:
         enters_only: bool = False,
         recorder: Recorder | None = None,
     ) -> Passed | None:
-        """Call the model's `forward`, in which block `at` runs on the `passed` values; return its output.
+        """Call the model's `forward` with block `at` running on the `passed` values; return the block's output.
 
         With `enters_only` the block does not run, and its input is returned. None if a watcher stopped the block.
         NotReached if the forward ends without it. Needed if the block takes a value that was not stored.
@@ -87,7 +87,7 @@ class Interception:
         raise NotReached
 
     def run_behind(self, forward: Callable[[], T], last: int, passed: Passed) -> T:
-        """Call the model's `forward`, in which none of the `last` blocks runs, and return its result."""
+        """Call the model's `forward` without running the `last` blocks, and return its result."""
         self._pass = _Pass(last, passed)
         try:
             return forward()

@@ -103,14 +103,14 @@ class MatchedModel:
         }
 
     def why_uncalled(self, linear: str) -> str | None:
-        """Give the reason why text alone never calls a linear; None if it may."""
+        """Give the reason why a text-only pass never calls a linear; None if it may."""
         owner = self.experts[linear].owner if linear in self.experts else ""
         places = f".{self.paths[linear]}. .{owner}."  # experts may be stored under another path than their owner's
         part = next((words for pattern, words in UNCALLED.items() if pattern.search(places)), None)
         return None if part is None else f"text alone never calls {part}"
 
     def run_on_all_tokens(self, experts: Iterable[Expert]) -> None:
-        """Let these experts, and no others, also run on tokens that are routed elsewhere."""
+        """Let only these experts also run on tokens that are routed elsewhere."""
         chosen: dict[str, set[int]] = {}
         for expert in experts:
             chosen.setdefault(expert.owner, set()).add(expert.number)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Configured(Protocol):
-    """Describe a model to build: a checkpoint, or a config.json alone; `path` is for messages."""
+    """Describe a model to build: a checkpoint, or only a config.json; `path` is for messages."""
 
     @property
     def path(self) -> Path: ...
@@ -69,7 +69,7 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
 def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: bool) -> Any:
     """Return the auto class of transformers that builds the model: for causal LMs, or for models of text and images.
 
-    It is the one whose class config.json names; CheckpointError if none knows the model type.
+    config.json names its class; CheckpointError if no class knows the model type.
     """
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
 
@@ -157,7 +157,7 @@ def find_towers(module: nn.Module) -> tuple[str, ...]:
 
 
 def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
-    """Return the path of the outermost model around the blocks whose forward runs on tokens alone; "" for the whole.
+    """Return the path of the outermost model around the blocks that needs only tokens; "" for the whole.
 
     It embeds tokens as the whole model does. The whole is returned, too, if there is none.
     """
@@ -203,7 +203,7 @@ def find_blocks(module: nn.Module) -> list[str]:
 
 
 def lists_beside(module: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Return the lists of as many modules with linears beside the list of blocks, if both hold parts of layers.
+    """Return the module lists that run parallel to the blocks, with linears, if both hold parts of layers.
 
     XLM keeps attention and feed-forward of its layers in two lists, and adds and normalizes between them.
     """

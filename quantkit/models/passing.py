@@ -38,7 +38,7 @@ class Passed(NamedTuple):
 
 
 class Needed(Exception):
-    """Say that the model uses the value `number` of those that a block returned after its hidden state."""
+    """Record that the model uses a block's return value `number`, counted after the hidden state."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -72,9 +72,9 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def pack(passed: Passed, unused: frozenset[int]) -> tuple[State, Form]:
-    """Split what a block passes on into tensors and their form, without the returned values that are `unused`.
+    """Split a block's outputs into tensors and their form, without the returned values that are `unused`.
 
-    CheckpointError for a value of a type that has no form.
+    CheckpointError for a value of an unsupported type.
     """
     found: list[Tensor] = []
     returned: list[Any] | None = None

@@ -21,7 +21,7 @@ _HIDDEN = object()
 
 
 class Call(NamedTuple):
-    """Hold the arguments of a call of a block, and the shape in which it takes its hidden state."""
+    """Hold the arguments of a call of a block, and the shape of its hidden state."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -52,7 +52,7 @@ class Replay:
         return self._calls.get(key)
 
     def clear(self) -> None:
-        """Forget all calls, as those of another block follow."""
+        """Forget all calls, because another block follows."""
         self._calls.clear()
 
     @contextmanager
@@ -65,7 +65,8 @@ class Replay:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Iterator[None]:
-        """Record the call made inside, if it can be made again. `version` is that of the hidden state before the pass.
+        """Record the call made inside, if it can be made again. `version` is the hidden state's version before the
+        pass.
 
         A call that a watcher ends counts too. One that changes its arguments in place does not.
         """

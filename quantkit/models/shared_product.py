@@ -1,4 +1,4 @@
-"""One product for several parts: linears whose rows are slices of one weight and that get the same input tensor.
+"""One product for several linears that are row slices of one weight and get the same input tensor.
 
 At each call the input tensor decides. The first part that gets a tensor computes the product with all rows, and caches
 it for the others. A part that gets another tensor computes a new product, again with all rows, which is correct but
@@ -20,7 +20,7 @@ from quantkit.kernels import driver
 class CachedProduct(NamedTuple):
     """The product `y` with the tensor behind the weak reference `x`, for the parts that have not read it.
 
-    `version` is that of `x` when `y` was computed, see `_version`.
+    `version` is the version of `x` when `y` was computed, see `_version`.
     """
 
     x: Callable[[], Tensor | None]
@@ -48,7 +48,7 @@ class SharedProduct:
         return self._traced_product(x, index) if torch.compiler.is_compiling() else self._cached_product(x, index)
 
     def forget_products(self) -> None:
-        """Drop what is cached."""
+        """Drop the cached product."""
         self.cached = self.traced = None
 
     def _cached_product(self, x: Tensor, index: int) -> Tensor:

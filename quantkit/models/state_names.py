@@ -29,8 +29,8 @@ Places = Callable[[str], tuple[tuple[str, ...], bool]]
 class Merged(NamedTuple):
     """Hold states that transformers computes from stored tensors, such as one convolution from three.
 
-    `convert` takes the tensors of `names`, in their order, and returns them by state. `patterns` tell transformers'
-    rule from others.
+    `convert` takes the tensors of `names`, in their order, and returns them by state. `patterns` identify transformers'
+    rule.
     """
 
     states: tuple[str, ...]
@@ -161,7 +161,7 @@ def _merged(rules: _Rules, state: str, by_pattern: dict[str, list[str]]) -> Merg
 
 
 def rows_of(merged: Merged, shape: Callable[[str], tuple[int, ...]]) -> dict[str, tuple[Rows, ...]] | None:
-    """Return the stored rows of which each state consists, in order; None if states are no such slices.
+    """Return the stored rows that make up each state, in order; None if states are not slices of rows.
 
     It is seen on an example: tensors of two columns that hold their own positions. `shape` gives stored shapes: `[n]`,
     `[n, k]` or `[experts, n, k]`. Every stored row is in one state, once.

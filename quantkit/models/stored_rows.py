@@ -64,7 +64,7 @@ class _Place(NamedTuple):
 def follow_storage(model: PreTrainedModel, src: Checkpoint, merged: Sequence[Merged]) -> dict[str, StoredLinear]:
     """Replace linears that transformers makes of rows of stored matrices; return path -> new linear in the model.
 
-    `merged` is that of the model's `match` with `src`. A rule of transformers is followed wherever it applies, or
+    `merged` comes from the model's `match` with `src`. A rule of transformers is followed wherever it applies, or
     nowhere. It must have a linear in the language model. Biases must be split or stacked as their weights.
     """
     decoder, _ = language_model(model)

@@ -14,7 +14,8 @@ BIAS = "_bias"
 class Fused(NamedTuple):
     """Describe fused experts: their number, `(n, k)` of each role, and the roles that each parameter holds.
 
-    `turned` has the parameters whose matrices are `[k, n]`. With `interleaved`, rows of gate and up take turns. `call`
+    `turned` has the parameters with transposed matrices, `[k, n]`. With `interleaved`, rows of gate and up take turns.
+    `call`
     is a key of CALLS.
     """
 
@@ -39,8 +40,8 @@ class UnfusedExperts(nn.Module):
 
     Each of `singles` holds an expert's linears under their `leaves` (role -> name). The caller adds them to the model
     at `home` (path, number of the first), which may be another module's place. Everything else of the fused module
-    stays: its activation, limits, norms. Experts in `on_all_tokens` are also run on tokens that are routed elsewhere,
-    whose result is dropped: calibration watches their input. The arguments of the call are those of transformers'
+    stays: its activation, limits, norms. Experts in `on_all_tokens` also run on tokens that are routed elsewhere, so
+    that calibration sees them. Those results are dropped. It is called with the arguments of transformers'
     `use_experts_implementation`.
     """
 

@@ -39,7 +39,7 @@ from quantkit.pipeline.repack import Repacker
 from quantkit.planning.plan import Plan, plan_pack
 from quantkit.progress import Clock, Progress
 
-#: Bytes of weights, read and packed, that are in memory at a time; a larger weight is alone.
+#: Bytes of weights, read and packed, in memory at a time; a larger weight is processed by itself.
 BUDGET = 256 * 2**20
 #: Bytes of small tensors that a worker takes at a time: handing each over costs as much as packing 10,000 codes.
 BATCH = 4 * 2**20
@@ -106,13 +106,13 @@ def pack(
                 layers = write(clock.around("pack", items), writer, src, report, clock, queue)
             with clock.phase("hash"):
                 report["layers"], report["source"]["files"] = layers, hashes()
-        src.require_unchanged()  # so these are the hashes of what was read
+        src.require_unchanged()  # so these are the hashes of the bytes read
         src.notices += require_unchanged(src, report["source"]["files"], known_files)
         for line in [line for line in src.notices if line not in known]:  # found in the data or on the disk
             progress.note(line)
         for line in (lost := _losses(layers, recorded)):
             progress.warn(line)
-        if lost:  # then the figures are those of other values
+        if lost:  # then the figures describe other values
             report.pop("evaluation", None)
         report["notices"] = list(dict.fromkeys([*report["notices"], *src.notices, *lost]))
         report["same_values"] = len(layers) - len(
@@ -132,7 +132,8 @@ def repacked(
 ) -> Generator[Item, None, None]:
     """Yield the tensors `names` of `src.logical()`, in that order, packed weights as `planned`.
 
-    `recorded` has the facts of each linear from the source's report. Errors of a weight are raised in its turn:
+    `recorded` has the facts of each linear from the source's report. The errors of a weight are raised when its item is
+    yielded:
     LayoutError for data that the layout does not hold, CheckpointError for damaged data.
     """
     repacker = Repacker(src, planned, recorded, requantize, requantize_scales)
@@ -163,7 +164,7 @@ def repacked(
 def _hashed_behind(src: Checkpoint, recorded: Mapping[str, object]) -> Iterator[Callable[[], dict[str, str]]]:
     """Hash the source's files in a thread; yield a function that waits for file name -> hash.
 
-    Files are hashed in their order, so the thread also brings into the page cache what the workers read next.
+    Files are hashed in order, so the thread also brings the workers' next bytes into the page cache.
     """
     with ThreadPoolExecutor(1, "quantkit-hash") as pool:
         found = {

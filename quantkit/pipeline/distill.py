@@ -63,7 +63,7 @@ SCALE_RATE, NORM_RATE = 2e-3, 1e-3
 #: from moves than their noise costs.
 CODE_TRAVEL, SPARSE_TRAVEL = 0.9, 3.6
 BETAS = (0.9, 0.95)
-#: Rows of logits whose divergence is computed at a time.
+#: Rows of logits for one call that computes the divergence.
 ROWS = 1024
 
 
@@ -108,7 +108,7 @@ def distill(
         writer = CheckpointWriter(partial, like=src, layout=layout, expected=expected_names(src, planned))
         schemes = schemes_of(src, planned)
         report = heading_after("distill", folder, before, base, planned, schemes, known)
-        report.pop("evaluation", None)  # its figures are those of other values
+        report.pop("evaluation", None)  # its figures describe other values
         with progress.loop():
             with clock.phase("hash"):
                 readers = READERS[model.device.type]
@@ -125,7 +125,7 @@ def distill(
             report["distillation"] = {**found, "against": name_of(against), **read}
             items = clock.around("distill", student.items(recorded))
             report["layers"] = write(items, writer, src, report, clock, WorkQueue(model.device, beside=False))
-        src.require_unchanged()  # so the hashes are those of what was read
+        src.require_unchanged()  # so the hashes are of the bytes read
         for line in (late := [*edited, *(line for line in src.notices if line not in known)]):
             progress.note(line)
         report["notices"] = list(dict.fromkeys([*report["notices"], *late, *text.warnings, *text.notices]))
@@ -213,7 +213,7 @@ class Student:
         self._mixed = fast and model.dtype == torch.float32
 
     def items(self, recorded: Mapping[str, Mapping[str, Any]]) -> Iterator[Item]:
-        """Yield every tensor of the folder, with what was learned; `recorded` has the facts of layers until now."""
+        """Yield every tensor of the folder, learned ones updated; `recorded` has the earlier facts of layers."""
         for name in self._src.logical():
             self._progress.check()
             linear = name.removesuffix(".weight")
@@ -227,7 +227,7 @@ class Student:
     def _facts(self, linear: str, record: QuantizedTensor, recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         """Update the facts of a layer; its losses are not computed anew, and become those of untuned codes."""
         weight, counts = self._model.weights.source(linear), scale_facts(record)
-        if "zeros" in counts:  # not those of padding
+        if "zeros" in counts:  # padding does not count
             counts["zeros"] -= record.codes.numel() - weight.numel()
         n, k = weight.shape
         true = {"true_shape": [n, k]} if self._src.is_padded(linear) else {}

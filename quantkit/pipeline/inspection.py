@@ -1,4 +1,4 @@
-"""Facts of any checkpoint, from its headers alone (`inspect`)."""
+"""Facts of any checkpoint, from its headers only (`inspect`)."""
 
 from __future__ import annotations
 

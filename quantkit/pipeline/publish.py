@@ -205,9 +205,9 @@ def finish(
 
 
 def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], float]:
-    """Return the seconds of each phase and in all, with those of the runs that this one continues.
+    """Return the seconds of each phase and in all, including the runs that this one continues.
 
-    The phase `other` is what no phase of this run claims, so the phases add up to the total.
+    The phase `other` has the remaining time of this run, so the phases add up to the total.
     """
     before = phases(writer.done[: writer.resumed])
     claimed = added_up([phases(writer.done[writer.resumed :]), clock.take()])

@@ -1,6 +1,7 @@
 """Upload a verified folder to the hub.
 
-Large files go first. The hub knows them by their hash, so a second attempt sends what is missing. One commit at the end
+Large files go first. The hub knows them by their hash, so a second attempt sends only missing files. One commit at the
+end
 makes the whole model visible.
 """
 

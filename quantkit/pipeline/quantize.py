@@ -59,12 +59,12 @@ from quantkit.text.tokenizer import load_tokenizer
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
 COMMIT_BYTES = 2 * 2**30
-#: Files of the source that are hashed at a time: one where the cores are those that compute.
+#: Files of the source that are hashed at a time: one on a CPU, where the same cores compute.
 READERS = {"cpu": 1, "cuda": 8}
 
 
 class _Led(NamedTuple):
-    """Hold what the first rank of a calibrated run tells the others."""
+    """Hold the values that the first rank of a calibrated run sends to the others."""
 
     recipe: Recipe
     sequences: Sequence[Tensor]
@@ -275,7 +275,7 @@ def quantize(
 
 
 def _on(device: str, here: Ranks) -> AbstractContextManager[object]:
-    """Return a block in which the GPU of a rank is torch's current one, so that no rank takes memory of another's."""
+    """Return a context that makes the rank's GPU torch's current one, so that no rank allocates on another's."""
     if here.count == 1 or device_of(device).type == "cpu":
         return nullcontext()
     return torch.cuda.device(device)
@@ -455,7 +455,7 @@ def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
 
 
 def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | None]) -> list[str]:
-    """List what stays dense by default, and the settings of the recipe that have no effect on this model."""
+    """List linears that stay dense by default, and recipe settings without effect on this model."""
     found = list(model.notices)
     reasons: dict[str, list[str]] = {}
     for name, reason in model.kept_dense.items():
@@ -497,7 +497,7 @@ def _revision(src: Checkpoint, asked: str | None) -> str | None:
 
 
 def calibration_text(calib: Calib, src: Checkpoint, model: BlockRunner, progress: Progress | None) -> Calibration:
-    """Draw the calibration sequences for a model by the tokenizer of `src`; say what the user should know of them.
+    """Draw the calibration sequences for a model by the tokenizer of `src`, and warn of doubtful ones.
 
     Without `progress` nothing is said: a plan lists it.
     """
@@ -521,7 +521,7 @@ def calibration_text(calib: Calib, src: Checkpoint, model: BlockRunner, progress
 
 
 def with_packaged_text(recipe: Recipe) -> Recipe:
-    """Return the recipe of a run whose text was replaced by the packaged one; one that chose its text stays."""
+    """Return the recipe with the packaged text in place of a default one that was replaced."""
     calib = recipe.calibration
     return recipe if calib.chosen else replace(recipe, calibration=replace(calib, data=PACKAGED))
 
@@ -543,6 +543,6 @@ def _known(job: _Job, recipe: Recipe) -> dict[str, Any]:
 
 
 def _known_identity(job: _Job, recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect the part of a run's identity for which no weight is read."""
+    """Collect the part of a run's identity that needs no weights."""
     report = {**heading("", "", None, {}), **_known(job, recipe), "calibration": facts}
     return {key: value for key, value in identity(report).items() if key != "source"}

@@ -166,7 +166,7 @@ def _checked_digest(name: str, q: QuantizedTensor, recorded: str | None) -> str:
 
 
 def _trusted_labels(src: Checkpoint) -> list[str]:
-    """Give a notice where only a label says what the zero points in the data mean."""
+    """Give a notice if only a label determines the meaning of the zero points."""
     assert src.layout is not None
     doubt = src.layout.ZEROS_IN_DOUBT
     if doubt is None or all(src.scheme(module).symmetric for module in src.modules()):
@@ -219,7 +219,7 @@ def _rounded(
 
 
 def _rows_lost(name: str, q: QuantizedTensor) -> list[str]:
-    """Give a notice of FPx rows whose tiny scale was rounded to zero."""
+    """Give a notice of FPx rows with a tiny scale that was rounded to zero."""
     rows = (q.scales == 0).all(1).nonzero().flatten()
     if not q.scheme.format.is_float or not len(rows):
         return []

@@ -1,1 +1,1 @@
-"""The plan: bytes of every file, memory, disk, misfit shapes and kernels, from config and headers alone."""
+"""The plan: bytes of every file, memory, disk, misfit shapes and kernels, from config and headers only."""

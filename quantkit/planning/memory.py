@@ -1,4 +1,4 @@
-"""Add up the peak memory of a run, by part, from shapes alone.
+"""Add up the peak memory of a run, by part, from shapes only.
 
 A calibrated run peaks in its largest block. In memory are then the block's weights, the calibration activations, one
 Hessian with its factor, and the solver's copies of the rows that share that Hessian. Each part states its bytes in the
@@ -60,7 +60,7 @@ CERTAINLY_NEEDED = 0.6
 class Memory:
     """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`).
 
-    `least_vram` are the bytes that the GPU needs without any doubt. `token_bytes` are those of one token's hidden
+    `least_vram` are the bytes that the GPU needs without any doubt. `token_bytes` is the size of one token's hidden
     state. `gpu_memory` is the memory of a GPU that is not here; None asks the one that is. `others` are the estimates
     of the run's other stages: one stage has the memory at a time.
     """
@@ -92,7 +92,7 @@ class Memory:
         return found
 
     def notices(self) -> list[str]:
-        """Return a warning for each kind of memory of which the run may need more than is free."""
+        """Return a warning for each kind of memory that may not suffice for the run."""
         if self.others:
             return self._peak().notices()
         found = []
@@ -153,7 +153,7 @@ class Memory:
             )
 
     def _smaller(self) -> str:
-        """Name the option that makes the largest part of the RAM smaller, if there is one."""
+        """Name the option that reduces the largest part of the RAM, if there is one."""
         ways = {
             ACTIVATIONS: Words("use a smaller", Option("act_budget"), "or"),
             DOCUMENT: Words("use a smaller", Setting("max_length"), "or"),
@@ -318,9 +318,9 @@ def tuning_memory(
     codes: bool,
     device: str | None = None,
 ) -> Memory:
-    """Estimate the peak of distilling the `quantized` ones of a model's `linears`, on documents of `longest` tokens.
+    """Estimate the peak of distilling a model's `quantized` linears, on documents of `longest` tokens.
 
-    In memory are the whole model, the quantized one, and what one document leaves for the backward pass. `codes` says
+    Memory holds the whole model, the quantized one, and one document's tensors for the backward pass. `codes` says
     whether codes are learned.
     """
     here = torch.cuda.is_available()
@@ -329,13 +329,13 @@ def tuning_memory(
     tokens = min(longest, _stated(src, "max_position_embeddings") or longest)
     shared = sum(n * k for name, (n, k) in linears.items() if f"{name}.weight" not in src.names())
     whole = width * (sum(prod(src.shape(name)) for name in src.names()) + shared)
-    # Of each weight its dense form, the gradient of that, and its code; one weight at a time is decoded.
+    # Each weight has a dense form, its gradient, and codes; one weight at a time is decoded.
     each = 2 * width + 1 + (LEARNED if codes else 0)
     student = each * sum(n * k for n, k in quantized.values())
     computed = width if cuda else compute_dtype(torch.bfloat16, torch.device("cpu")).itemsize
     heads = _stated(src, "num_attention_heads") or 1
     scores = 2 * width * heads * tokens * len(_in_blocks({name: 1 for name in src.names()})) if cuda else 0
-    # Inputs and outputs of linears, and what norms, activations and attention hold.
+    # Inputs and outputs of linears, and the saved tensors of norms, activations and attention.
     token = 3 * computed * sum(n + k for n, k in linears.values()) + scores
     parts = {
         WHOLE: whole,
@@ -356,7 +356,7 @@ def _stated(src: Checkpoint, key: str) -> int | None:
 
 
 def _sharing(linears: Mapping[str, tuple[int, int]]) -> list[tuple[int, list[int]]]:
-    """List k and the outputs of linears that may share one Hessian: as an upper bound, those of one parent."""
+    """List k and the outputs of linears that may share one Hessian; as an upper bound, all linears of one parent."""
     found: dict[tuple[str, int], list[int]] = {}
     for module, (n, k) in linears.items():
         found.setdefault((module.rpartition(".")[0], k), []).append(n)
@@ -364,7 +364,7 @@ def _sharing(linears: Mapping[str, tuple[int, int]]) -> list[tuple[int, list[int
 
 
 def _of_experts(linears: Mapping[str, tuple[int, int]]) -> int:
-    """Return the bytes of the Hessians of all experts of one layer, for the inputs of one projection."""
+    """Compute the bytes of one layer's Hessians: one for each expert, for the inputs of one projection."""
     groups = {(found[1], found[2], k) for module, (_, k) in linears.items() if (found := EXPERT.match(module))}
     sizes: Counter[tuple[str, int]] = Counter()
     for layer, _, k in groups:

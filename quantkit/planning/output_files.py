@@ -1,7 +1,7 @@
 """The files of an output folder and their bytes, before any is written.
 
-The parts that write a folder say here what they would write: the writer its shards, the layout its side file, the
-pipeline config.json. Only report and model card hold what a run measures; of them there is an upper bound.
+The parts that write a folder predict their files here: the writer its shards, the layout its side file, the pipeline
+config.json. Only report and model card hold measured values; their size has an upper bound.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ REPORT_BYTES, LINEAR_BYTES, NAME_BYTES = 32 * 2**10, 1024, 192
 
 
 class Output(NamedTuple):
-    """The bytes of each file but report and card, and those of the tensors that the commits before the last two write.
+    """The bytes of each file but report and card, and of all tensors but those of the last two commits.
 
     The last two commits of a calibrated run are its last block and the tensors outside the blocks.
     """

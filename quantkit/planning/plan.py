@@ -217,8 +217,9 @@ def plan_quantize(
 ) -> Plan:
     """Plan to quantize or prune the `linears` (name -> `(n, k)`) of a dense checkpoint.
 
-    `goals` has the goal of each linear (None: by name in the recipe). `tied` are those that share their weight with the
-    embeddings. `inside` names the tensors of the decoder's blocks (None: by their numbers). The free disk space is that
+    `goals` has the goal of each linear (None: by name in the recipe). `tied` are the linears that share their weight
+    with the embeddings. `inside` names the tensors of the decoder's blocks (None: by their numbers). The free disk
+    space is that
     at `out`. `device` is where the run would compute (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU
     that is not here.
     """
@@ -423,7 +424,7 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: Fo
 def disk_problem(planned: Plan, out: Path | None, needed: int, gradients: int = 0) -> str | None:
     """Say that the disk of `out` is too small for `needed` bytes; None if it is not.
 
-    `gradients` are those of them that output-aware rounding takes, if they are the largest part.
+    `gradients` are the bytes of output-aware rounding, if they are the largest part.
     """
     if planned.disk_free is None or needed <= planned.disk_free:
         return None

@@ -1,7 +1,7 @@
 """Which kernel will multiply each linear of a planned output, in one program on one GPU, and which GPUs can share it.
 
 Engines join linears (`engines.joined`), and choose a kernel for the joined one. The tables of `engines` answer for
-engines, the registry in `kernels` for quantkit. What neither covers is not known.
+engines, the registry in `kernels` for quantkit. A case that neither covers is unknown.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ GPU_COUNTS = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Kind:
-    """The linears of one kind, those of all blocks together.
+    """The linears of one kind, from all blocks.
 
     `name` has N in place of the numbers, `members` are the last name parts of the linears that an engine joins.
     `shape` is `[n, k]` of the joined linear, of one expert if they are `experts`. `kernel` is None if there is none, or
@@ -178,7 +178,7 @@ def _own_kernel(
 def _splits(
     rows: Sequence[Row], layout: Layout, config: Mapping[str, Any]
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
-    """List the numbers of GPUs over which linears split evenly, and those of them that copy key and value heads.
+    """List the GPU counts that split linears evenly, and among them the counts that copy key and value heads.
 
     Each part must be a weight that the layout holds in the same scheme, so that no group of columns is cut.
     """

@@ -27,7 +27,7 @@ MOST_FILES = 3
 
 
 class Difference(NamedTuple):
-    """Hold the clause that says what differs, the options that undo it, or else the words."""
+    """Hold a difference as a clause, and the options that undo it, or else words that do."""
 
     clause: str
     options: str = ""
@@ -35,7 +35,7 @@ class Difference(NamedTuple):
 
 
 def identity(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Collect everything that decides the bytes of a run, from what its report has before the work."""
+    """Collect everything that decides the bytes of a run, from its report before the work."""
     same = {key: report[key] for key in ("quantkit", "recipe", "recipe_sha256", "device", "compute_dtype")}
     same |= {name: report["environment"][name] for name in ("torch", "transformers")}
     if report["device"] == "cpu" and report["calibration"]:

@@ -216,7 +216,7 @@ def _scheme(format: str = "int4", group_size: Any = ..., symmetric: bool = True,
 
 
 def _read_shared(asked: dict[str, Any]) -> dict[str, Any]:
-    """Make the calibration text and the patterns that stay dense of what was read."""
+    """Make the calibration text and the patterns that stay dense from the values read."""
     calib = asked.get("calibration", {})
     data = calib.get("data", Calib.data)
     if len(data) == 1:  # a list of one source

@@ -79,7 +79,7 @@ class Chart:
 
     @property
     def marked(self) -> range:
-        """The blocks whose numbers stand below the chart."""
+        """The blocks that get a number below the chart."""
         first, last = self._ends
         return range(first, last + 1, max(1, -(-(last - first) // 8)))
 
@@ -91,7 +91,7 @@ class Chart:
 
     @cached_property
     def ranges(self) -> list[Series]:
-        """The kinds of experts, each of which has a range for each block."""
+        """The kinds of experts; each has a range for each block."""
         return [line for line in self.series if line.experts]
 
     @property

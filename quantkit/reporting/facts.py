@@ -91,7 +91,7 @@ def sparsity(layers: Iterable[Mapping[str, Any]]) -> str:
 
 
 def ratios(layers: Iterable[Mapping[str, Any]], over: str = "rtn_loss") -> list[tuple[float, str]]:
-    """List (loss / `over`, name) of each layer that has both figures; `rtn_loss` is that of rounding to nearest."""
+    """List (loss / `over`, name) of each layer that has both figures; `rtn_loss` is the loss of rounding to nearest."""
     return [
         (float(layer["loss"]) / float(layer[over]), str(layer.get("name")))
         for layer in layers

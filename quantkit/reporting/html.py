@@ -126,7 +126,7 @@ def _facts(
 
 
 def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
-    """Compare quality before and after, if the run measured it, and say on what it was measured."""
+    """Compare quality before and after, if the run measured it, and name the text."""
     found = report.get("evaluation")
     if not isinstance(found, Mapping):
         return None, ""
@@ -144,7 +144,7 @@ def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
 
 
 def _charts(layers: Sequence[Layer]) -> list[Chart]:
-    """Chart the errors over the blocks, those of the outputs first."""
+    """Chart the errors over the blocks, output errors first."""
     kinds = (
         ("Output error", "How far the outputs on the calibration text moved: relative, RMS.", errors.output_error),
         ("Weight error", "How far the stored weights are from the original: relative, RMS.", errors.weight_error),

@@ -17,7 +17,7 @@ from quantkit.errors import QuantkitError
 Layer = Mapping[str, Any]
 Error = Callable[[Layer], "float | None"]
 
-#: An input channel whose RMS is this many times the median channel's is called an outlier.
+#: An input channel is an outlier if its RMS is this many times the median channel's.
 OUTLIER = 10.0
 #: Tokens of extreme norm are named as a cause beyond this share; ordinary linears have none.
 CAPPED = 0.01
@@ -49,7 +49,7 @@ def output_error(layer: Layer) -> float | None:
 
 
 def leading_error(layers: Iterable[Layer]) -> Error:
-    """Choose the error that ranks the linears: that of the outputs if at least half of the linears have it."""
+    """Choose the error that ranks the linears: the output error if at least half of them have it."""
     found = list(layers)
     return output_error if 2 * sum(output_error(layer) is not None for layer in found) >= len(found) else weight_error
 
@@ -91,7 +91,7 @@ def _is_shape(shape: Any) -> bool:
 
 
 def causes(layer: Layer, most_bits: float | None = None) -> list[str]:
-    """List the recorded reasons for the error of a linear; `most_bits` are those of the model's widest scheme."""
+    """List the recorded reasons for the error of a linear; `most_bits` is the width of the model's widest scheme."""
     found = [_fallback(layer, key, words) for key, words in _FALLBACKS.items()]
     found += [_few_tokens(layer), _outlier(layer), _capped(layer), _damping(layer)]
     found += [_counted(layer, key, words) for key, words in _COUNTED.items()]

@@ -69,7 +69,7 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
             subject=where,
         )
     texts = [message["content"].strip() for message in messages]
-    # Templates of image-text models may read lists of parts alone, and write nothing for a string.
+    # Templates of image-text models may read only lists of parts, and write nothing for a string.
     in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
     for form in (list(messages), in_parts):
         try:

@@ -27,7 +27,7 @@ class Group:
 class Task:
     """Hold a group that is to be solved, its Hessian, facts for the report, and the rank that solves it.
 
-    The Hessian is that of all documents once it is summed, and None on a rank that does not solve the group. An `owner`
+    Once summed, the Hessian covers all documents. It is None on a rank that does not solve the group. An `owner`
     None means that all ranks solve some rows each.
     """
 
@@ -39,9 +39,10 @@ class Task:
 
 @dataclass
 class LoadedBlock:
-    """Hold a block in memory: its number, the `stream` that enters it, its goals, and what is solved by tensor name.
+    """Hold a block in memory: its number, the `stream` that enters it, its goals, and solved weights by tensor name.
 
-    `uncalled` gives the reason why text alone never calls a linear. `starved` does for each expert that too few tokens
+    `uncalled` gives the reason why a text-only pass never calls a linear. `starved` does for each expert that too few
+    tokens
     were routed to; the loop then makes tasks of all tokens for it.
     """
 
@@ -68,20 +69,20 @@ class LoadedBlock:
 class Stage:
     """A part of a calibrated run. The loop calls each step of all stages, in their order; by default a step is empty.
 
-    A stage may hold what later stages of the same run read.
+    A stage may hold state for later stages of the same run.
     """
 
     def check(self, sequences: Sequence[Tensor]) -> None:
         """Raise RecipeError for calibration sequences that the stage cannot work with."""
 
     def start(self, run: Run, finished: int) -> None:
-        """Begin a run, of which a stopped one has `finished` blocks; no block is loaded."""
+        """Begin a run after `finished` blocks of a stopped one; no block is loaded."""
 
     def enter(self, block: LoadedBlock) -> None:
         """Work on a loaded block before any of its linears is solved."""
 
     def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
-        """Work on groups that do not depend on each other, and whose Hessians fit into memory together.
+        """Work on independent groups; their Hessians fit into memory together.
 
         A stage may remove tasks from the list.
         """

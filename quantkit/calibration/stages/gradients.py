@@ -1,9 +1,10 @@
-"""How strongly the model's likelihood depends on what each block passes on, and on each output of its linears.
+"""How strongly the model's likelihood depends on each block's hidden states, and on the outputs of its linears.
 
 The unquantized model runs on some calibration documents, and draws the next token of every position from its own
 distribution. The gradients of the log likelihood of these tokens are a sample of the Fisher information (ALGORITHMS
 8.3). One block is in memory at a time. The hidden states that enter each block are saved on the way forward. On the way
-back the gradients take their place. A block alone, with its saved gradients, gives those of its linears' outputs.
+back the gradients take their place. The gradients of its linears' outputs then need only this block and its saved
+gradients.
 
 A run that is resumed reads the saved gradients, or computes them again to the same bits.
 """
@@ -43,7 +44,7 @@ INSTEAD = Words("use", Setting("output_aware", False))
 
 
 class Gradients(Stage):
-    """Measure the gradients of the unquantized model; `hessians` are those of the outputs of a block's linears."""
+    """Measure the gradients of the unquantized model; `hessians` weigh the outputs of a block's linears."""
 
     found: OutputGradients
 
@@ -52,7 +53,7 @@ class Gradients(Stage):
         self.hessians: Mapping[str, Tensor] = {}
 
     def start(self, run: Run, finished: int) -> None:
-        """Run the unquantized model forward and back, or read what a stopped run has saved."""
+        """Run the unquantized model forward and back, or read the gradients of a stopped run."""
         count = gradient_documents(map(len, run.sequences))
         self.found = measure(run, embedded(run, count, "unquantized-"), resumed=finished > 0)
 
@@ -69,7 +70,7 @@ class Gradients(Stage):
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """The gradients by what each block passes on, `[T, h]` of the first `documents`, in files of the run's folder."""
+    """Gradients by each block's hidden states, `[T, h]` of the first `documents`, in files of the run's folder."""
 
     work: Path
     model: BlockRunner
@@ -79,12 +80,12 @@ class OutputGradients:
     hashes: Sequence[str]
 
     def of(self, block: int) -> Tensor:
-        """Read the gradient by what a block passes on, to the device; CheckpointError if its file changed."""
+        """Read the gradient by a block's output hidden states to the device; CheckpointError if its file changed."""
         found = files.load_tensor(_file(self.work, block), self.shape, self.dtype, self.hashes[block])
         return found.to(self.model.device)
 
     def root(self, block: int) -> Tensor:
-        """Compute the matrix `[h, h]` that weighs errors of what a block passes on: `|error @ root|^2` is the loss.
+        """Compute the matrix `[h, h]` that weighs errors of hidden states: `|error @ root|^2` is the loss.
 
         It is the Cholesky factor of the Fisher information with a damped diagonal, whose mean is 1.
         """
@@ -100,7 +101,7 @@ class OutputGradients:
         return root.float()
 
     def of_linears(self, stream: Stream, block: int, linears: Iterable[str]) -> dict[str, Tensor]:
-        """Sum the Hessian `[n, n]` of the outputs of a loaded block's linears, of those that gradients reach.
+        """Sum the Hessians `[n, n]` of the outputs of a loaded block's linears that gradients reach.
 
         `stream` has the documents of the gradients, with the hidden states that enter the block.
         """
@@ -129,7 +130,7 @@ class OutputGradients:
 
 
 def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
-    """Compute and save the gradients, or read what a stopped run has saved.
+    """Compute and save the gradients, or read those of a stopped run.
 
     `stream` has the documents of the gradients, with the hidden states that enter the first block. A run that is
     `resumed` behind finished blocks has saved them.
@@ -174,7 +175,7 @@ def _saved(run: Run, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype)
 
 
 def _go_forward(run: Run, stream: Stream) -> list[str]:
-    """Run all blocks, and save what enters each but the first; list the hashes of the files."""
+    """Run all blocks, save the inputs of each but the first, and list the hashes of the files."""
     model, hashes = run.model, list[str]()
     for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks)):
         if block:
@@ -194,7 +195,7 @@ def _go_forward(run: Run, stream: Stream) -> list[str]:
 
 
 def _sample(stream: Stream, store: Activations, seed: int) -> None:
-    """Put into `store` the gradients by the hidden states behind the last block, of tokens drawn by the model."""
+    """Store the gradients by the last block's hidden states; the tokens are drawn by the model."""
     model = stream.model
     generator = torch.Generator(model.device)
     for number, tokens in enumerate(stream.sequences):
@@ -236,7 +237,7 @@ def _go_back(run: Run, stream: Stream, store: Activations, hashes: list[str]) ->
 
 
 def _carry_back(stream: Stream, block: int, store: Activations) -> None:
-    """Replace the gradients by what a loaded block passes on by those of what enters it."""
+    """Run a loaded block back: replace the gradients by its outputs with the gradients by its inputs."""
     model, behind = stream.model, store.hidden.split(store.rows)
     for part in parts(stream, block):
         with explaining(model, INSTEAD):
@@ -249,7 +250,7 @@ def _carry_back(stream: Stream, block: int, store: Activations) -> None:
 
 @torch.enable_grad()
 def _carried(stream: Stream, block: int, part: Sequence[int], gradients: Sequence[Tensor]) -> Tensor:
-    """Compute the gradients by what enters a loaded block, of some documents, from those by what it passes on."""
+    """Compute the gradients by a loaded block's inputs from those by its outputs, for some documents."""
     device = stream.model.device
     hidden = stacked(stream.activations, part).detach().to(device, copy=True).requires_grad_()
     behind = torch.stack([gradients[number] for number in part]).to(device)

@@ -23,7 +23,7 @@ class Hessians(Stage):
 
     @staticmethod
     def bytes(of_experts: int, ranks: int) -> int:
-        """Compute the bytes of Hessians of experts on each of some ranks, given those of a layer's experts together.
+        """Compute the bytes of experts' Hessians on each rank from the bytes of all experts of a layer.
 
         A rank has those of its own documents, and the sums over all ranks that it will solve.
         """
@@ -56,7 +56,7 @@ def _add_up(run: Run, tasks: Sequence[Task]) -> None:
     """Choose the ranks that solve the tasks, and put the sum of the Hessians of all ranks there.
 
     Several tasks are divided over the ranks. The rows of a single one are, so that all ranks need its Hessian. The
-    order of the sum is that of the ranks.
+    parts are added in the order of the ranks.
     """
     if run.ranks.count == 1 or not tasks:
         return
@@ -82,8 +82,8 @@ def _add_up(run: Run, tasks: Sequence[Task]) -> None:
 def collect(block: LoadedBlock, groups: Sequence[Group]) -> list[Hessian]:
     """Sum the Hessian of each group's input over this rank's documents, in one pass through the loaded block.
 
-    The pass for a single group ends before its first linear runs. Where a check would wait for a GPU, all numbers are
-    checked in the end, and a second pass names what is not finite.
+    The pass for a single group ends before its first linear runs. A check of each token would wait for a GPU. So sums
+    are checked at the end, and a second pass names the linear.
     """
     checks = block.run.model.device.type == "cpu"
     while True:

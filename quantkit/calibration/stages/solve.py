@@ -41,7 +41,7 @@ _Part = TypeVar("_Part")
 
 
 class Solve(Stage):
-    """Solve each group and put it back, so that later groups and blocks are calibrated on what comes out.
+    """Solve each group and put it back, so that later groups and blocks are calibrated on its quantized outputs.
 
     `gradients` give the Hessians of outputs, for output-aware rounding.
     """
@@ -66,7 +66,7 @@ class Solve(Stage):
         return max(steps, key=sum)
 
     def enter(self, block: LoadedBlock) -> None:
-        """Solve the linears that text alone never calls."""
+        """Solve the linears that a text-only pass never calls."""
         for name, why in block.uncalled.items():
             with block.run.clock.phase("solve"):
                 weight = block.run.model.weights.source(name)
@@ -136,7 +136,7 @@ def solve(
     ranks: Ranks = ALONE,
     outputs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[Item]:
-    """Quantize or prune linears `[n, k]`, by name, whose common input gave `hessian`.
+    """Quantize or prune linears `[n, k]`, by name, that share an input and its `hessian`.
 
     GPTQ is output-aware for those whose `outputs` have a Hessian `[n, n]`, which needs one rank.
 

@@ -1,6 +1,6 @@
-"""Tune the solved linears of one block together, so that the block passes on what the unquantized model has there.
+"""Tune the solved linears of one block together towards the unquantized model's hidden states.
 
-The inputs are those that the quantized blocks before pass on. The target is the hidden state of the unquantized model
+The inputs come from the quantized blocks before it. The target is the hidden state of the unquantized model
 after the block, so a block also makes up for the errors of those before it. Output gradients, if the run has them,
 weigh the channels of the error. An eighth of the sequences is held out; the codes and scales of least error on them are
 taken, the start included (ALGORITHMS 8.1).
@@ -90,7 +90,7 @@ class Tune(Stage):
 def _tuned_item(
     item: Item, source: Tensor, start: QuantizedTensor, tuned: QuantizedTensor, common: Mapping[str, Any]
 ) -> Item:
-    """Give a solved linear its tuned value and the facts of that."""
+    """Give a solved linear its tuned value, and add the facts of tuning."""
     facts = {**(item.facts or {}), **common, "tuned_changed": int((tuned.codes != start.codes).sum())}
     facts |= {fact: count for fact, count in rtn.scale_facts(tuned).items() if fact in facts}
     facts.pop("zeroed", None)
@@ -101,7 +101,7 @@ def _tuned_item(
 
 
 class BlockTuning:
-    """The state of tuning one block towards `targets`, what the unquantized model has after it."""
+    """The state of tuning one block towards `targets`, the unquantized model's hidden states after it."""
 
     def __init__(
         self,

@@ -9,9 +9,9 @@ from quantkit.calibration.stages.base import LoadedBlock, Stage
 
 
 class Unquantized(Stage):
-    """Hold the activations of the unquantized model: those that enter a block, and after it was entered its outputs.
+    """Hold the activations of the unquantized model: the inputs of a block, and then its outputs.
 
-    Tuning needs those of all documents, gradients those of the first ones.
+    Tuning needs all documents, gradients only the first ones.
     """
 
     activations: Activations
@@ -28,7 +28,7 @@ class Unquantized(Stage):
         self.activations = stream.activations
 
     def enter(self, block: LoadedBlock) -> None:
-        """Run the documents through a block whose weights are still those of the source."""
+        """Run the documents through a block before its weights are quantized."""
         self.stream(block.run).forward(block.index)
 
     def stream(self, run: Run, count: int | None = None) -> Stream:
