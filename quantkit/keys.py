@@ -31,7 +31,7 @@ Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 class Key:
     """One option, and how each surface spells it.
 
-    `help` is a phrase for the command line; the page of recipes goes on with `more`, and `when` says when to change it.
+    `help` is a phrase for the command line. docs/recipes.md adds `more`, and in `when` the reason to change the key.
     `usual` describes a default that depends on other keys. `keyword` is the name in Python and of a flag, if it differs
     from the key's. `negated` says that the keyword is the opposite of the key. `form` is the type in a file, and
     `typed` the annotation of the keyword, if they differ from the field's. A key that `may_lack` is left out of a

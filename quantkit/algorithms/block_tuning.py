@@ -1,10 +1,10 @@
-"""Tune the codes and scales of quantized weights by the gradient of a loss that they share.
+"""Tune the codes and scales of quantized weights by the gradient of a shared loss.
 
 Each code has a latent value, and each scale a factor. The codes are those nearest to the latent values. The gradient
 passes the rounding unchanged (straight through), and moves latent values and factors, scaled by its own mean square.
-There is no momentum: it would carry codes on that the solver has fitted to each other. A weight starts at its solved
-codes: its latent values are the original weights, moved by the least that makes them round to these codes
-(ALGORITHMS 8.1).
+There is no momentum, because it would overshoot codes that the solver has fitted to each other. A weight starts at its
+solved
+codes: its latent values are the nearest ones to the original weights that round to these codes (ALGORITHMS 8.1).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ FACTORS = (0.5, 1.5)
 #: Bytes for each weight: latent value, mean square, step, dequantized weight, its gradient, the same in bfloat16, the
 #: best codes so far, and the source.
 TUNING_BYTES = 28
-#: A latent value starts inside its code's interval, whose half is 0.5 steps.
+#: A latent value starts inside its code's interval, which reaches 0.5 steps to each side.
 _INSIDE = 0.49
 _DECAY = 0.95
 _TINY = 1e-12
 
 
 class TunedWeight:
-    """Learn the codes and scales of one weight `[n, k]`, from those of `start`, which may be padded.
+    """Learn the codes and scales of one weight `[n, k]`, beginning with `start`, which may be padded.
 
     Zero points stay, and so do the zero codes of a 2:4 scheme. All arithmetic is float32.
     """
@@ -75,7 +75,7 @@ class TunedWeight:
         """Return the weight as it is quantized now."""
         start, values = self.start, self._values()
         codes = start.scheme.format.encode(values) if self._zeros is None else (values + self._zeros).to(torch.uint8)
-        # A value that stayed keeps its code, which has the sign of a zero.
+        # An unchanged value keeps its code, and with it the sign of a zero.
         codes = torch.where(values == self._start_values(), start.codes.view_as(codes), codes)
         return QuantizedTensor(start.scheme, codes.flatten(1), self._tuned_scales().to(torch.float16), start.zeros)
 
@@ -99,7 +99,7 @@ class TunedWeight:
         return values
 
     def _tuned_scales(self) -> Tensor:
-        """Return the scales as they are stored; one that would overflow keeps its start."""
+        """Return the scales as they are stored; a scale that would overflow keeps its start value."""
         zeros = None if self._zeros is None else self._zeros.squeeze(-1)
         found = stored_scale(self._scales * self._factors.value, self._stored)
         usable = (found.abs() * largest_value(self.start.scheme.format, zeros) <= LARGEST_HALF) & (self._scales != 0)
@@ -123,7 +123,7 @@ class _Moved:
 
 
 def _steps(fmt: Format, device: torch.device) -> Tensor:
-    """Return the distance of each code's value from the nearest other one, float32."""
+    """Return the distance of each code's value from its nearest neighbour, float32."""
     values = sorted(set(fmt.values))
     gaps = [b - a for a, b in pairwise(values)]
     nearest = [min(pair) for pair in zip([gaps[0], *gaps], [*gaps, gaps[-1]], strict=True)]

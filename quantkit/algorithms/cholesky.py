@@ -55,7 +55,7 @@ def factor_bytes(k: int, dtype: torch.dtype) -> int:
 def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
     """Factor the damped Hessian `h` `[k, k]`, in float64 where the device computes it fast (ALGORITHMS 5.1).
 
-    `sparse` sorts whole quads of columns, as 2:4 weights need it (ALGORITHMS 9). A failing factorisation is
+    `sparse` sorts whole quads of columns for 2:4 weights (ALGORITHMS 9). A failing factorisation is
     repeated with ten times the damping, up to 1; `rungs` records this. NumericError if that is not enough, if every
     channel is dead, if `h` is not finite or no covariance, or if `damp` is too small for float32. LayoutError if
     `sparse` and 4 does not divide k.
@@ -87,11 +87,11 @@ def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
 def factorize_blocks(blocks: Tensor, diagonals: Tensor) -> Tensor:
     """Return upper triangular float64 `R` with `R R^T = block` for `blocks` `[m, g, g]`.
 
-    A block's diagonal is taken from `diagonals` `[m, g]`. A block may be singular: 1e-7 of each channel's own diagonal
-    is added, and more only if rounding errors in the sums need it. NumericError if 1e-2 is not enough.
+    A block's diagonal is taken from `diagonals` `[m, g]`. A block may be singular, so 1e-7 of each channel's own
+    diagonal is added. Rounding errors in the sums may need more. NumericError if 1e-2 is not enough.
     """
     scale = diagonals.double().sqrt()
-    # A single block may be as wide as the weight: no copy more than the factorisation needs.
+    # A single block may be as wide as the weight, so extra copies are avoided.
     correlation = blocks.to(torch.float64, copy=True).div_(scale.unsqueeze(1)).div_(scale.unsqueeze(2))
     factors: Tensor | None = None
     left = torch.arange(len(blocks), device=blocks.device)

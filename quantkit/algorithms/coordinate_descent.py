@@ -24,14 +24,14 @@ from quantkit.kernels.gptq import Columns
 
 #: With fewer tokens per column, descent fits the noise of the calibration text (ALGORITHMS 8).
 TOKENS_PER_COLUMN = 16
-_BLOCK = 128  # columns whose slopes come from one product over the whole row
+_BLOCK = 128  # columns with slopes from one product over the whole row
 _STEP = 32  # columns corrected one by one before one product corrects the rest of their block
 _ROWS = 256  # rows whose normal equations are in memory together
 _RIDGE = 1e-8
 
 
 class Refined(NamedTuple):
-    """Hold a refined weight, what changed by row `[n]`, and the losses by row, float64 `[n]`.
+    """Hold a refined weight, its changes by row `[n]`, and its losses by row, float64 `[n]`.
 
     `changes` has an entry for each requested step: `descent_changed` counts codes, `refit_rows` marks new scales.
     `loss` is None if
@@ -74,7 +74,7 @@ def refine(weight: Tensor, tensor: QuantizedTensor, h: Tensor, *, descent: int =
 def _better(
     weight: Tensor, found: QuantizedTensor, before: QuantizedTensor, loss: Tensor, h: Tensor
 ) -> tuple[QuantizedTensor, Tensor, Tensor]:
-    """Return, row by row, the better of two tensors with equal zeros, its loss, and whether it is `found`."""
+    """Choose the better of two tensors with equal zeros by row; return it, its loss, and True where it is `found`."""
     new = row_losses(weight, found, h)
     fell = new < loss
     take = fell.unsqueeze(-1)

@@ -104,7 +104,7 @@ def step_bytes(
 
 
 def join(parts: Sequence[Solution]) -> Solution:
-    """Put solutions of some rows each, of one weight or of several, into one."""
+    """Join solutions of several row blocks, of one weight or more, into one."""
     if len(parts) == 1:
         return parts[0]
     loss, rtn_loss, norm, guard = (
@@ -117,7 +117,7 @@ def join(parts: Sequence[Solution]) -> Solution:
 
 
 def split(solution: Solution, rows: Sequence[int]) -> list[Solution]:
-    """Separate the linears, of `rows` rows each, that were solved together; ValueError if the rows do not add up."""
+    """Split a joint solution into linears of `rows` rows each; ValueError if the rows do not add up."""
     parts = []
     first = 0
     for count in rows:
@@ -140,12 +140,12 @@ def _quantize_sparse(
 ) -> Solution:
     """Choose mask and codes together, in two sweeps over one factor (ALGORITHMS 9).
 
-    The first sweep does not round: it shows how large the survivors grow, which their scales must cover. The second
-    starts from the original weight with those scales, and chooses the mask again from targets with rounding errors.
+    The first sweep does not round: it shows how large the survivors grow, so that scales can cover them. The second
+    starts from the original weight with these scales. It chooses the mask again, now with rounding errors.
     """
     pattern = sweep_pattern(weight, h, options, factor)
     moved = survivors(weight, factor, options, pattern)
-    # A row that would outgrow float16 gets scales for its original weights; the guard then judges it like any other.
+    # A row that would overflow float16 gets scales for its original weights; the row guard applies as usual.
     grown = moved.abs().amax(-1, keepdim=True) > TALLEST
     moved = torch.where(grown & (moved != 0), weight, moved)
     grid = choose_scales(moved, scheme, options.clip, errors, options.signed)
@@ -160,7 +160,7 @@ def _quantize_sparse(
 
 
 def _fallback(weight: Tensor, scheme: Scheme, h: Tensor, options: Options, reason: str) -> Solution:
-    """Round to nearest by the weights alone, because the Hessian is unusable."""
+    """Round to nearest without the Hessian, which is unusable."""
     tensor, facts = rtn.quantize(weight, scheme, clip=options.clip, signed=options.signed)
     loss = row_losses(weight, tensor, h)
     guard = torch.zeros(len(weight), dtype=torch.bool, device=weight.device)

@@ -1,7 +1,6 @@
-"""A grid is the set of values that a group's codes stand for; here weights are rounded to one.
+"""A grid is the set of values of a group's codes; this module rounds weights to it.
 
-A scale is rounded to float16 before it is used, so the scale that was judged is the scale that is stored
-(ALGORITHMS 3).
+A scale is rounded to float16 before it is used, so the search compares the scales that are stored (ALGORITHMS 3).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The Hessian of a linear: the sum of outer products of its calibration inputs.
 
-Every quantizer here minimises `delta H delta^T` for each row's error `delta` (ALGORITHMS 1 and 2). A few tokens whose
-outputs are extreme would decide that sum alone, so they are scaled down.
+Every quantizer here minimises `delta H delta^T` for each row's error `delta` (ALGORITHMS 1 and 2). A few tokens with
+extreme outputs would dominate that sum, so they are scaled down.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Hessian:
     matter (ALGORITHMS 2). `tokens` counts them. With `cap_tokens`, tokens of extreme norm are set aside until the
     weights are known. The first 4096 tokens decide which norms are extreme.
 
-    With `checks` False no call waits for a GPU, and `may_be_broken` tells in the end whether numbers were not finite.
+    With `checks` False no call waits for a GPU, and `may_be_broken` reports at the end whether numbers were not finite.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class Hessian:
     def add(self, x: Tensor) -> None:
         """Add the tokens of `x` `[..., k]`, any float dtype; NumericError, with counts, if any entry is not finite.
 
-        NumericError, too, if `k` is not that of the linear. Without checks this is the only one.
+        NumericError, too, if `k` differs from the linear's. Without checks this is the only one.
 
         Half-precision inputs on a GPU are multiplied as they are with a float32 result, all others as float32.
         """
@@ -117,7 +117,7 @@ class Hessian:
                 self._filled = 0
 
     def may_be_broken(self) -> bool:
-        """Return whether the sum of a call's numbers is not finite: one of them is not, or they are very large."""
+        """Return True if the sum of a call's numbers is not finite: one of them is not, or they are very large."""
         return bool(self._totals) and not is_finite(torch.stack(self._totals or []))
 
     def part(self) -> Part:
@@ -128,9 +128,9 @@ class Hessian:
         return Part(full, self._sum if full else None, self._cap, aside, max(0, extreme - _ASIDE), last)
 
     def absorb(self, part: Part) -> None:
-        """Add the tokens that another rank has summed, to be called in the order of the ranks.
+        """Add the sum of another rank's tokens. Call this in the order of the ranks.
 
-        Its full chunks are added as a sum: the cap of its own first chunk has judged them. Its last tokens continue the
+        Its full chunks are added as a sum, capped by its own first chunk. Its last tokens continue the
         unfinished chunk here, so that a Hessian of few tokens does not depend on the number of ranks. This Hessian
         takes over the tensor of the first part and adds to it.
         """
@@ -217,7 +217,7 @@ class Hessian:
 
 
 class Part(NamedTuple):
-    """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, those set aside, and the last tokens.
+    """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, the tokens set aside, and the last tokens.
 
     `total` is float32 `[k, k]`, and only its lower triangle is used. It is None without a full chunk. `aside` `[e, k]`
     and
@@ -233,7 +233,7 @@ class Part(NamedTuple):
 
 
 class _Extreme(NamedTuple):
-    """Hold tokens of extreme norm: those set aside, float32 `[e, k]`, the cap, and the number that came later."""
+    """Hold tokens of extreme norm: stored tokens float32 `[e, k]`, the cap, and the number of later ones."""
 
     aside: Tensor
     cap: Cap | None
@@ -249,7 +249,7 @@ class Cap(NamedTuple):
     def take_out(self, x: Tensor, aside: Tensor, before: Tensor) -> Tensor:
         """Move the extreme tokens of `x` `[t, k]` behind the `before` ones in `aside`; return how many there now are.
 
-        In `x` zeros replace them. Those that have no place are scaled down to the median norm. The last row of `aside`
+        In `x` zeros replace them. Tokens beyond its size are scaled down to the median norm. The last row of `aside`
         is scratch. On a GPU nothing waits for the number of extreme tokens.
         """
         norms = weighted_norms(x, self.magnitudes)
@@ -279,8 +279,8 @@ class Cap(NamedTuple):
 def find_cap(x: Tensor) -> Cap:
     """Return the cap that the tokens of `x` `[t, k]` imply (ALGORITHMS 2).
 
-    A channel's magnitude is its median over tokens. It is at least that of the average channel in the median token, so
-    that a channel that seldom fires makes no token extreme.
+    A channel's magnitude is its median over tokens. Each magnitude is at least the median token's average, so that a
+    channel that seldom fires makes no token extreme.
     """
     k = x.shape[1]
     average = _live_median(weighted_norms(x, torch.ones(k, device=x.device))) / k**0.5

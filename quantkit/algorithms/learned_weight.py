@@ -1,6 +1,6 @@
-"""A quantized weight whose scales, and codes if asked, are learned by gradients.
+"""A quantized weight with scales, and optionally codes, that are learned by gradients.
 
-The values that a model computes with are always those of a record: scales are rounded to float16 and positions to codes
+A model always computes with the values of a record: scales are rounded to float16 and positions to codes
 first. The gradient passes both roundings unchanged (straight-through estimator, Bengio et al. 2013).
 """
 
@@ -16,7 +16,7 @@ from quantkit.algorithms.grid import LARGEST_HALF, half_precision, largest_value
 from quantkit.core.formats import Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 
-#: The farthest that a position starts from its code. Many codes of GPTQ are not those nearest to their weights, because
+#: The farthest that a position starts from its code. Many codes of GPTQ are not the nearest to their weights, because
 #: they make up for others: nearer to the half, the noise of a few steps would undo that.
 INSIDE = 0.3
 #: Bytes for each weight whose code is learned: position, gradient, both moments of Adam, and the best position.
@@ -24,7 +24,7 @@ LEARNED = 20
 
 
 class LearnedWeight:
-    """A quantized weight `[n, k]` with float32 parameters in the place of its scales and, if asked, its codes.
+    """A quantized weight `[n, k]` with float32 parameters in place of its scales and, optionally, its codes.
 
     `factors` `[n, g]` are logarithms: a scale is its start value times `exp(factor)`, and keeps its sign. `positions`
     `[n, k]` count the format's values in order, and the nearest whole number is the code; None leaves all codes fixed.

@@ -31,7 +31,7 @@ def factor_dtype(device: torch.device) -> torch.dtype:
 
 
 def row_slices(weight: Tensor, width: int, least: int = 1) -> Iterator[slice]:
-    """Yield slices of at least `least` rows whose temporaries, `width` columns wide, fit in a CPU's cache."""
+    """Yield slices of at least `least` rows; their temporaries of `width` columns fit in a CPU's cache."""
     entries = 2**18 if weight.device.type == "cpu" else 2**26
     rows = max(least, entries // width)
     for a in range(0, len(weight), rows):
@@ -51,9 +51,9 @@ def check_weight(weight: Tensor) -> None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """Return whether a tensor of float16, bfloat16, float32 or float64 holds no NaN and no infinity.
+    """Return True if a tensor of float16, bfloat16, float32 or float64 has neither NaN nor infinity.
 
-    A CPU compares the bits of the magnitudes several times as fast as it finds them with `torch.isfinite`.
+    On a CPU, comparing the bits of the magnitudes is several times as fast as `torch.isfinite`.
     """
     bits = _BITS[tensor.itemsize]
     infinity = torch.tensor(torch.inf, dtype=tensor.dtype).view(bits).item()

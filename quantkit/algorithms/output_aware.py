@@ -1,8 +1,9 @@
 """Round a weight so that the model's likelihood changes least, not each output by itself (ALGORITHMS 8.3).
 
-Plain GPTQ minimises `tr(D H D^T)` of the error `D`, so that all outputs count alike and apart. Here the Hessian of the
+Plain GPTQ minimises `tr(D H D^T)` of the error `D`, which weighs all outputs equally and ignores their correlation.
+Here the Hessian of the
 outputs, `H_out` `[n, n]`, weighs them, as in the Kronecker-factored loss of YAQA (Tseng et al. 2025, arXiv:2505.22988):
-`tr(D H D^T H_out)`. Rows are solved by GPTQ, some at a time, and each makes up for the errors of those before it.
+`tr(D H D^T H_out)`. Rows are solved by GPTQ, some at a time, and each makes up for the errors of the rows before it.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def refine(
 ) -> list[Solution]:
     """Solve weights `[n, k]` that share the Hessian `h` `[k, k]` again, by the Hessians `[n, n]` of their outputs.
 
-    `plain` has their solutions without, and `solve` makes such a solution of any rows. A weight keeps the plain one
+    `plain` has their solutions without these Hessians; `solve` solves any rows that way. A weight keeps the plain one
     unless `tr(D h D^T H_out)` falls. Facts: `output_loss` and `plain_output_loss`, this trace of both. NumericError for
     a Hessian of outputs that cannot be factored.
     """
@@ -74,7 +75,7 @@ def refine(
 
 
 class _Rows:
-    """The rows of one weight in the order in which they are solved: those whose outputs matter most come first.
+    """The rows of one weight in the order of solving: rows with the most important outputs come first.
 
     `H_out = R R^T` with an upper triangular `R`. So the loss is the sum over rows `i` of the squares of
     `R_ii D_i + sum over j < i of R_ji D_j`: the errors of earlier rows move the target of row `i`.
@@ -108,7 +109,7 @@ class _Rows:
         carried = self._root[:a, a:b].T @ self._errors[:a]
         shift = torch.linalg.solve_triangular(self._root[a:b, a:b].T, carried, upper=False)
         moved = shift.add_(rows).to(rows.dtype)
-        # A target that its scale in float16 could not hold would end the run.
+        # A target too large for a float16 scale would end the run.
         return torch.where(moved.abs().amax(-1, keepdim=True) <= TALLEST, moved, rows)
 
     def put(self, step: int, part: Solution) -> None:
@@ -118,7 +119,7 @@ class _Rows:
         self._parts.append(part)
 
     def solution(self, weight: Tensor, h: Tensor, plain: Solution) -> Solution:
-        """Return all rows in the order of the weight, with losses by the weight itself."""
+        """Return all rows in the order of the weight, with losses against the weight itself."""
         found, place = join(self._parts), torch.argsort(self.order)
         zeros = None if found.tensor.zeros is None else found.tensor.zeros[place]
         tensor = QuantizedTensor(found.tensor.scheme, found.tensor.codes[place], found.tensor.scales[place], zeros)

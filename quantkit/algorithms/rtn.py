@@ -35,7 +35,7 @@ def quantize(
 ) -> tuple[QuantizedTensor, dict[str, Any]]:
     """Round `weight` `[n, k]` to nearest; also return the counts of `scale_facts`.
 
-    `clip="search"` searches each scale, judged by `metric`; "diag" and "block" need `hessian` `[k, k]`. FP6 and FP5
+    `clip="search"` searches each scale for the least `metric`; "diag" and "block" need `hessian` `[k, k]`. FP6 and FP5
     without search follow the published rule: codes from the unrounded scale (LAYOUTS 6.3). `signed` allows
     negative scales. A weight of a 2:4 scheme is first pruned by the mask that `fixed_mask` makes for `prune`.
 
@@ -66,7 +66,7 @@ def quantize(
 def scale_facts(tensor: QuantizedTensor) -> dict[str, Any]:
     """Count for the report: scales at the floor 2^-20, subnormal float16 scales, and scales of zero, by magnitude.
 
-    For a 2:4 weight also the codes that are zero and those that are not.
+    For a 2:4 weight, also count zero and nonzero codes.
     """
     scales = tensor.scales.abs()
     sparse: dict[str, int] = {}

@@ -35,7 +35,7 @@ from quantkit.names import Clip, Metric
 #: From rounding errors `[m, g]`, which it may overwrite, to one number per row `[m]`.
 GroupError = Callable[[Tensor], Tensor]
 
-WIDEST_BLOCK = 4096  # a wider group is judged by blocks of _BLOCK columns on its diagonal, not by its whole Hessian
+WIDEST_BLOCK = 4096  # a wider group uses only the diagonal blocks of its Hessian, _BLOCK columns each
 _BLOCK = 128
 _TEMPORARIES = 4  # arrays of candidates times groups that a search by a kernel holds
 _GPU_ENTRIES = 2**27  # of candidates times weights, 0.5 GB in float32

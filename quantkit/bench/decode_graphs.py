@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 ATTENTION = "quantkit"
 #: Arguments of attention variants that are not supported.
 UNSUPPORTED = ("softcap", "s_aux", "position_bias")
-#: Heads in a batch from which attention in one kernel is faster: about two for each multiprocessor of an H200.
+#: With at least this many heads in a batch, attention in one kernel is faster: two per multiprocessor of an H200.
 MANY_HEADS = 256
 #: The most pieces of a vocabulary. One block searches each piece for the likeliest token.
 MAX_PIECES = 256

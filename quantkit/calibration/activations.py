@@ -26,8 +26,8 @@ class Activations:
     """Hold the state of every document.
 
     `hidden` `[T, h]`, or `[T, streams, h]`, concatenates the hidden states of all documents; `rows` has the length of
-    each. It is on `device` where that is a GPU with space for it, else in RAM. Tensors that blocks pass on beside it
-    are stored in RAM for each document. Activations beyond `budget` bytes are in files in `work`, with `kind` in their
+    each. It is on `device` where that is a GPU with space for it, else in RAM. Other tensors that blocks pass on are
+    stored in RAM for each document. Activations beyond `budget` bytes are in files in `work`, with `kind` in their
     names. With several ranks, each holds its own documents, and its files have `rank` in their names.
     """
 
@@ -93,12 +93,12 @@ class Activations:
             self._in_ram -= sum(tensor.nbytes for tensor in self._passed[number])
         needed = sum(tensor.nbytes for tensor in tensors)
         if self.budget is None or self._in_ram + needed <= self.budget:
-            # A view would hold all of the tensor that it is a part of.
+            # A view would keep its whole tensor in memory.
             self._passed[number] = tuple(torch.empty(t.shape, dtype=t.dtype).copy_(t) for t in tensors)
             self._in_ram += needed
             self._mapped[number] = None
             return
-        # Two files alternate, as one of them may hold the old state that the new one was computed from.
+        # Two files alternate, because one may hold the old state while the new one is computed from it.
         turn = 1 - (self._mapped[number] or 0)
         path = _file(self.work, f"{self._kind}passed-{number}-{turn}", self.rank)
         forms = [(dtype_name(t.dtype), list(t.shape)) for t in tensors]
@@ -110,7 +110,7 @@ class Activations:
     def copied(self, device: torch.device) -> Activations | None:
         """Copy the activations in the memory of `device`, so that `save` may write them while these change.
 
-        None if a part of it is elsewhere, or there is no memory for a copy.
+        None if a part is elsewhere, or there is no memory for a copy.
         """
         in_files = self._is_mapped or any(number is not None for number in self._mapped)
         if in_files or self.hidden.device.type != device.type:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 def backward_bytes(outputs: int, heads: int, longest: int, itemsize: int, device: str) -> tuple[int, int]:
-    """Compute the bytes that one pass holds for its gradient, and those of attention scores.
+    """Compute the bytes that one pass holds for its gradient, and the bytes of attention scores.
 
     The former are four float32 numbers for each token and output of a block's linears. Scores count where a GPU has no
     flash attention, so that attention is computed by plain products.
@@ -47,9 +47,9 @@ def stacked(store: Activations, part: Sequence[int]) -> Tensor:
 def run_part(
     stream: Stream, block: int, part: Sequence[int], weights: Mapping[str, Tensor], hidden: Tensor | None = None
 ) -> Tensor:
-    """Compute the hidden states that a block passes on of some documents, with gradients for its `weights`.
+    """Compute a block's output hidden states of some documents, with gradients for its `weights`.
 
-    `hidden` takes the place of the hidden states that enter, if these need a gradient too.
+    `hidden` replaces the input hidden states, if these need a gradient too.
     """
     stream.progress.check()
     model, tokens = stream.model, [stream.sequences[number] for number in part]
@@ -62,8 +62,8 @@ def run_part(
 def in_fixed_order(model: BlockRunner, progress: Progress, task: Callable[[], T]) -> T:
     """Run a task that calls `backward` or `gradient`: on a GPU its result has the same bits each time.
 
-    The task is called again from its start if torch has no fixed order of sums for a gradient of the model. From then
-    on attention is computed by plain products, that gradient remains as torch has it, and a warning says so.
+    The task is called again from its start if torch has no fixed order of sums for a gradient of the model. Then
+    attention falls back to plain products, other gradients may vary, and a warning says so.
     """
     if model.fuses_attention:
         try:
@@ -86,7 +86,7 @@ def backward(model: BlockRunner, loss: Tensor) -> None:
 
 
 def gradient(model: BlockRunner, output: Tensor, by: Tensor, of: Tensor) -> Tensor:
-    """Compute the gradient by one tensor, given that `of` the output, in a task of `in_fixed_order`."""
+    """Compute the gradient by one tensor from the output's gradient `of`, in a task of `in_fixed_order`."""
     with _strictly(model):
         (found,) = torch.autograd.grad(output, by, of)
     return found
@@ -108,7 +108,7 @@ def explaining(model: BlockRunner, instead: str) -> Iterator[None]:
 def _settings(model: BlockRunner) -> Iterator[None]:
     """Let torch use only algorithms with reproducible gradients on a GPU, and restore its settings.
 
-    Flash attention is the only fused attention kernel with such a gradient.
+    Flash attention is the only fused attention kernel with such a gradient, in torch's deterministic mode.
     """
     if model.device.type != "cuda":
         yield
@@ -127,7 +127,7 @@ def _settings(model: BlockRunner) -> Iterator[None]:
 
 @contextmanager
 def _strictly(model: BlockRunner) -> Iterator[None]:
-    """Let torch refuse gradients without a fixed order, where flash attention needs that."""
+    """Make torch refuse gradients without a fixed order of sums, as flash attention requires."""
     if model.device.type == "cuda" and model.fuses_attention:
         with _algorithms(warn_only=False):
             yield

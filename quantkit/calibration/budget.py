@@ -7,10 +7,10 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Tokens of documents of equal length that one forward takes, by device. On a GPU these are enough to hide the launches
-#: of kernels, and as many as a chunk of a Hessian. On a CPU no sum of a document may depend on those beside it.
+#: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to hide the launches
+#: of kernels, and as many as a chunk of a Hessian. On a CPU no sum of a document may depend on other documents.
 TOKENS_AT_ONCE = {"cpu": 0, "cuda": 16384}
-#: The same where gradients are taken, as every token leaves values for the backward pass.
+#: The same with gradients: every token leaves values for the backward pass.
 TUNED_AT_ONCE = {"cpu": 0, "cuda": 8192}
 #: Output gradients come from the first documents that have this many tokens together.
 GRADIENT_TOKENS = 2**16
@@ -22,7 +22,7 @@ SOLVED_WEIGHTS = 2**28
 PART_OF_GPU = 1 / 4
 #: Activations are saved after every so many blocks. A GPU computes a few blocks again sooner than a disk takes them.
 SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
-#: Whether finished blocks are written, and the source is hashed, in a thread beside the computing.
+#: Whether finished blocks are written, and the source is hashed, in a background thread.
 BESIDE = {"cpu": False, "cuda": True}
 
 

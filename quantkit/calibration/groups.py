@@ -17,8 +17,8 @@ from quantkit.calibration.stages.base import Group, LoadedBlock, Task
 def tasks(block: LoadedBlock) -> Iterator[list[Task]]:
     """Yield independent groups of a loaded block, as many at a time as memory allows.
 
-    The caller solves them, and puts the solved linears into the block, before it takes the next ones. An expert that
-    the caller names as starved comes again, with all tokens of the layer.
+    The caller solves them, and puts the solved linears into the block, before it takes the next ones. If the caller
+    names an expert as starved, it is yielded again, with all tokens of the layer.
     """
     run, model, moe = block.run, block.run.model, block.run.recipe.calibration.moe
     if moe == "all":
@@ -49,9 +49,10 @@ def _divided(run: Run, groups: Sequence[Group], facts: Mapping[str, dict[str, An
 def find_groups(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
     """Group a loaded block's `targets` that receive the same tensor object, in order of first call.
 
-    Documents are run until every target was called: one, unless tokens choose experts that are not unfused. A target
-    that no document reaches becomes a group of its own, at the end, with those of its expert that share its input.
-    Groups that the documents of several ranks show are taken in the order of the ranks.
+    Documents are run until every target was called. One is enough, unless tokens choose experts that are not unfused.
+    Targets
+    that no document reaches become groups at the end, each with its expert's targets of the same input.
+    Groups from several ranks are merged in rank order.
     """
     groups: list[Group] = []
     waiting = set(targets)

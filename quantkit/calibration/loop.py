@@ -1,7 +1,7 @@
 """The loop over blocks that quantizes with activations.
 
 One block is in memory. Its linears are solved in groups that share an input, in the order in which the block calls
-them. Each stage of the recipe has its turn: before the groups, at each group, and after them. Solved weights replace
+them. Each stage of the recipe is called before the groups, at each group, and after them. Solved weights replace
 the original ones before the next group is calibrated (ALGORITHMS 2 and 12). The finished block turns the stored
 activations into the inputs of the next. Every finished block is a commit.
 
@@ -34,7 +34,7 @@ def calibrated(run: Run, done: Sequence[Mapping[str, Any]]) -> Iterator[Item | C
 
     Each block is followed by a Commit; the tensors outside the blocks come last. `done` has the journal lines of an
     interrupted run to continue. The stages add the facts of an item; the facts of a commit are block, phases,
-    activations, form and ranks. If the run writes beside the computing, activations may come late.
+    activations, form and ranks. If a background thread writes, the activations of a commit may follow later.
 
     Each of several ranks computes a part, and only the first one yields tensors.
 

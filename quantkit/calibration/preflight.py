@@ -43,7 +43,8 @@ def check_text(model: BlockRunner, sequences: Sequence[Tensor]) -> None:
 
 
 def split_documents(lengths: Sequence[int], count: int) -> list[range]:
-    """Divide documents of `lengths` tokens over `count` ranks: adjacent ones, at least one for each, by tokens.
+    """Divide documents of `lengths` tokens over `count` ranks into runs of about equal tokens, at least one document
+    each.
 
     RecipeError if there are fewer documents than ranks.
     """
@@ -76,8 +77,8 @@ def new_run(
 ) -> Run:
     """Begin a run on this rank's part of all `sequences`, int64 `[t]`; all ranks are given the same arguments.
 
-    `work` is the run's folder. It holds the activations after the last two blocks and, if they exceed `act_budget`
-    bytes, the current ones. Raises as `check_sequences` and `split_documents`.
+    `work` is the run's folder. Its files hold the activations after the last two blocks and, beyond `act_budget` bytes,
+    the current ones. Raises as `check_sequences` and `split_documents`.
     """
     check_sequences(recipe, model, sequences)
     mine = split_documents([len(tokens) for tokens in sequences], ranks.count)[ranks.rank]

@@ -27,8 +27,9 @@ from quantkit.recipes.recipe import Recipe
 class Run:
     """Hold what a calibrated run has for all blocks: source, model, goals and the documents of this rank.
 
-    `sequences` are token ids, int64 `[t]`; the first one has the number `first` among those of all ranks. Files of the
-    run are in `work`. With `beside`, a thread writes finished blocks while the next ones are computed.
+    `sequences` are token ids, int64 `[t]`; the first one has the number `first` among all ranks' sequences. Files of
+    the
+    run are in `work`. With `beside`, a background thread writes finished blocks.
     """
 
     src: Checkpoint
@@ -63,7 +64,8 @@ class Run:
 class Stream:
     """Documents on their way through the blocks: their `sequences`, and the `activations` that enter the next block.
 
-    Those are all that `activations` hold, or the first `count`. `at_once` is the number of tokens that run together. It
+    The documents are all of `activations`, or its first `count`. `at_once` is the number of tokens that run together.
+    It
     is halved where a GPU has no memory left.
     """
 
@@ -114,7 +116,7 @@ class Stream:
         return self.model.run(block, tokens, self.activations.get_batch(numbers), key)
 
     def forward(self, block: int) -> None:
-        """Run the loaded block on every document, and replace each state by the one that the block passes on."""
+        """Run the loaded block on every document, and replace each state by the block's output."""
         done = 0
         with self.clock.phase("forward"):
             while (done := self._replace(block, done)) < len(self.sequences):

@@ -81,7 +81,7 @@ class Sampling:
 
     @contextmanager
     def seeded(self) -> Iterator[None]:
-        """Draw from the seed inside, and leave torch's own generators as they were."""
+        """Seed torch's generators inside the block, and restore them after it."""
         with torch.random.fork_rng(range(torch.cuda.device_count())):
             torch.manual_seed(self.seed or 0)
             yield

@@ -1,6 +1,7 @@
 """Matrix products with packed weights on a GPU: compile, load and launch the CUDA sources in the folder kernels/.
 
-One module per layout (`marlin`, `marlin24`, `quick`, `tcfpx`) says which weights its kernels take, and their tiles.
+One module per layout (`marlin`, `marlin24`, `quick`, `tcfpx`) declares the weights that its kernels take, and their
+tiles.
 `naive`, `portable` and `hopper` launch the three kinds of kernel, `loader` and `driver` compile and start them, and
 `proof` compares products with the weight. Not in here: the CUDA code, and torch modules that use it (`inference`).
 Begin with `launcher`; docs/kernels.md explains the kernels themselves.
@@ -44,7 +45,7 @@ ONLY = {source: ("sm_90a",) for source in SOURCES if source.endswith("_hopper")}
 
 
 def preferred() -> list[str]:
-    """List the layouts to recast a weight to for a kernel: the one whose kernel reads the fewest bits comes first."""
+    """List the layouts with a kernel that a weight can be recast to, fewest bits per weight first."""
     return sorted(dict.fromkeys(KERNELS.values()), key=lambda layout: LAUNCHERS[layout].bits_read)
 
 

@@ -1,4 +1,4 @@
-"""Checks of a kernel's operands before anything is launched; the first problem is one line of error.
+"""Checks of a kernel's operands before anything is launched; the first problem becomes a one-line error.
 
 A kernel that read the wrong bytes would return wrong numbers. One that read past them would break the CUDA context of
 the whole process.

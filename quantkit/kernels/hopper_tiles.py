@@ -27,7 +27,7 @@ SUSTAINED_TFLOPS = 700.0
 NOT_HIDDEN = 0.1
 #: Columns of a tile -> GB/s at which weights are read.
 BANDWIDTH = {256: 4200.0, 128: 4100.0, 64: 3000.0}
-#: Share of the resident blocks that clusters of three to eight can use, since each needs one part of the device
+#: Clusters of three to eight blocks can use this share of the resident blocks: each must fit one part of the device
 #: (benchmarks/gpu/resident_clusters.csv).
 CLUSTERED = 0.84
 

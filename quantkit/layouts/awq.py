@@ -1,6 +1,7 @@
 """AWQ checkpoints in the GEMM packing: eight neighbouring outputs a word, interleaved (docs/layouts.md 2).
 
-Zero points are always stored, without an offset. For a symmetric weight they are all 8, and `zero_point` is true.
+Zero points are always stored, without an offset. They are all 8 for a symmetric weight, and its config says
+`zero_point` too.
 Only vLLM reads one scale per row; AutoAWQ's own packing fails on it.
 """
 

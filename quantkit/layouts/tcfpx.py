@@ -1,6 +1,6 @@
 """TC-FPx: FP6 and FP5 cut into bit planes, in the order of the kernel's tensor-core fragments (docs/layouts.md 7).
 
-A code's low four bits are in one plane. The bits above them, two of FP6 and one of FP5, are in another before it.
+The first plane has a code's high bits, two of FP6 and one of FP5. The second plane has its low four bits.
 Scales are the plain ones: the kernels multiply by the exponents' 2**12 or 2**14 themselves (docs/layouts.md 6.4).
 
 Names of tensors in a file are not established. Ours are `weight`, in the shape of fp6_llm, and `scales` (7.1).

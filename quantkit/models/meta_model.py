@@ -159,7 +159,7 @@ def find_towers(module: nn.Module) -> tuple[str, ...]:
 def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
     """Return the path of the outermost model around the blocks that needs only tokens; "" for the whole.
 
-    It embeds tokens as the whole model does. The whole is returned, too, if there is none.
+    It embeds tokens as the whole model does. It is also "" if there is no such model.
     """
     from transformers import PreTrainedModel
 

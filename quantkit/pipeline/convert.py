@@ -43,7 +43,7 @@ from quantkit.progress import Clock, Progress
 BUDGET = 256 * 2**20
 #: Bytes of small tensors that a worker takes at a time: handing each over costs as much as packing 10,000 codes.
 BATCH = 4 * 2**20
-#: The most workers: the thread that writes and the one that hashes keep no more than these busy.
+#: The most workers: more would wait for the writing and the hashing thread.
 MOST_WORKERS = 4
 
 

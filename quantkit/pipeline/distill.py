@@ -50,7 +50,7 @@ from quantkit.text.sequences import Calibration
 INSTEAD = "keep the folder as it is"
 #: The steps by default.
 STEPS = 200
-#: One of so many sequences is held out, at least one.
+#: One of this many sequences is held out, at least one.
 HELD_OUT = 8
 #: Sequences of a step.
 BATCH = 8
@@ -63,7 +63,7 @@ SCALE_RATE, NORM_RATE = 2e-3, 1e-3
 #: from moves than their noise costs.
 CODE_TRAVEL, SPARSE_TRAVEL = 0.9, 3.6
 BETAS = (0.9, 0.95)
-#: Rows of logits for one call that computes the divergence.
+#: Rows of logits per computation of the divergence.
 ROWS = 1024
 
 
@@ -177,7 +177,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
 
 
 def _require_usable(text: Calibration, model: BlockRunner) -> None:
-    """Raise an error for a text or a model that nothing can be learned from."""
+    """Raise an error for a text or a model that does not allow learning."""
     if len(text.sequences) < 2:
         raise RecipeError(
             "one calibration sequence is held out, and there is one",
@@ -225,7 +225,7 @@ class Student:
                 yield Item(name, self._src.get(name))
 
     def _facts(self, linear: str, record: QuantizedTensor, recorded: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """Update the facts of a layer; its losses are not computed anew, and become those of untuned codes."""
+        """Update the facts of a layer; its losses are not recomputed, but reported as losses of untuned codes."""
         weight, counts = self._model.weights.source(linear), scale_facts(record)
         if "zeros" in counts:  # padding does not count
             counts["zeros"] -= record.codes.numel() - weight.numel()
@@ -273,7 +273,7 @@ class Student:
         return {**facts, "kl_before": before, "kl_after": best}
 
     def _groups(self, steps: int) -> list[dict[str, Any]]:
-        """Return the learned parameters, in groups of one rate."""
+        """Return the learned parameters, grouped by learning rate."""
         weights = list(self.weights.values())
         positions: dict[bool, list[Tensor]] = {False: [], True: []}
         for weight in weights:
@@ -349,7 +349,7 @@ def _copies(parameters: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _schedule(step: int, steps: int) -> float:
-    """Return the part of the largest rate for a step of 1 to `steps`: it rises over a tenth, then falls as a cosine."""
+    """Return the learning rate's share of its maximum at a step of 1 to `steps`: a rise over a tenth, then a cosine."""
     return min(1.0, 10 * step / steps) * (1 + math.cos(math.pi * (step - 1) / steps)) / 2
 
 

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 OURS, THEIRS = "quantkit.load", "transformers"
-#: The reader of `engines.tables` that THEIRS is where it was tried.
+#: The reader of `engines.tables` that stands for THEIRS, once tried.
 TRIED = "transformers (with compressed-tensors)"
 
 
 class Opening(NamedTuple):
-    """Hold the readers that open a folder; others with the reason why they refuse it, or why they were not tried."""
+    """Hold the readers that open a folder. Others have a reason: they refuse it, or were not tried."""
 
     readers: tuple[str, ...]
     refused: dict[str, str]

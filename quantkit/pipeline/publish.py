@@ -52,7 +52,7 @@ def write(
 
     Tasks of `queue` write files and the journal; `begin` is the first one.
 
-    A commit records the seconds of each phase since the last one: its own, and those of `clock`.
+    A commit records the seconds of each phase since the last one, the phases of `clock` included.
 
     A run that fails leaves `report` and the layers so far beside its resumable work (RELIABILITY 1.8). NumericError
     for a tensor that is not finite, even if it is only copied.

@@ -91,11 +91,11 @@ def plan(
     gpu: str | None = None,
     **options: Unpack[RunKeywords],
 ) -> Plan:
-    """Plan what `quantize` would write, from config, headers and calibration text alone.
+    """Plan the output of `quantize` from config, headers and calibration text.
 
-    The plan has the error with which `quantize` would end before it computes anything; it is raised only where there
-    is no plan without it. Not checked are the values of weights, and hashes of files. `gpu_memory` are the bytes of a
-    GPU that is not here. `target` and `gpu` name a program and a GPU, whose kernels the plan then lists.
+    If `quantize` would refuse the run, the plan has its error. The error is raised only if no plan can be made. Values
+    of weights and hashes of files are not checked. `gpu_memory` are the bytes of a
+    GPU that is not here. `target` and `gpu` name a program and a GPU; the plan then lists their kernels.
     """
     run = RunOptions(**options)
     served_on = find_gpu(target, gpu)
@@ -151,7 +151,7 @@ def _survey(
 
 
 def _with_files(job: _Job, recipe: Recipe) -> Plan:
-    """Return the plan with the files of the output. The layout holds all weights: a config of others cannot be made."""
+    """Return the plan with the files of the output. A config can be made only if the layout holds all weights."""
     output = output_files(job.src, job.plan, recipe.output_layout, _schemes(job, recipe), recipe, _units(job, recipe))
     planned = replace(job.plan, files=output.files, before_last=output.before_last)
     return replace(planned, report_bytes=report_bytes(job.src, planned))
@@ -195,7 +195,7 @@ def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptio
             "start one",
             "drop it",
         )
-    # Before anything that takes memory itself, and any text that is downloaded.
+    # This comes before anything that takes memory, and before a text is downloaded.
     job.plan.memory.of_sequences(0, run.act_budget).require()
     layout, stated = recipe.output_layout, _schemes(job, recipe)
     if layout is not None and stated is not None:
@@ -497,7 +497,7 @@ def _revision(src: Checkpoint, asked: str | None) -> str | None:
 
 
 def calibration_text(calib: Calib, src: Checkpoint, model: BlockRunner, progress: Progress | None) -> Calibration:
-    """Draw the calibration sequences for a model by the tokenizer of `src`, and warn of doubtful ones.
+    """Draw the calibration sequences for a model by the tokenizer of `src`, with notes for the user.
 
     Without `progress` nothing is said: a plan lists it.
     """
@@ -521,7 +521,7 @@ def calibration_text(calib: Calib, src: Checkpoint, model: BlockRunner, progress
 
 
 def with_packaged_text(recipe: Recipe) -> Recipe:
-    """Return the recipe with the packaged text in place of a default one that was replaced."""
+    """Return the recipe with the packaged text, unless it chose its own text."""
     calib = recipe.calibration
     return recipe if calib.chosen else replace(recipe, calibration=replace(calib, data=PACKAGED))
 

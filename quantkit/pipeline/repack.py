@@ -28,10 +28,10 @@ from quantkit.layouts.recast import broken_rule, recast
 from quantkit.planning.plan import Plan
 from quantkit.planning.rows import Row
 
-#: Codes that are unpacked and packed at a time, about: they stay in a core's cache.
+#: About the number of codes unpacked and packed at a time, so that they stay in a core's cache.
 CODES = 2**21
 
-#: Facts of a weight's report that are no longer true once it was rounded again.
+#: Facts in a weight's report that no longer hold after it is rounded again.
 OUTDATED = (
     "relative_error",
     "zeroed",
@@ -50,8 +50,8 @@ OUTDATED = (
 class Repacker:
     """Reads weights of a checkpoint and packs them as `planned`; several threads may do so at once.
 
-    `recorded` has the facts of each linear from the source's report. `requantize` allows to round a weight again whose
-    data have no lossless way, `requantize_scales` to round scales that are no float16 values. LayoutError, naming the
+    `recorded` has the facts of each linear from the source's report. `requantize` allows rounding a weight again if no
+    lossless way exists. `requantize_scales` allows rounding scales that float16 does not hold. LayoutError, naming the
     weight, where there is no lossless way and rounding is not allowed; CheckpointError for a damaged weight.
     """
 
@@ -70,7 +70,7 @@ class Repacker:
         self._notices: dict[str, list[str]] = {}
 
     def nbytes(self, name: str) -> int:
-        """Return about the bytes that a tensor takes while it is converted: as it was read, and as it is written."""
+        """Estimate the bytes of a tensor while it is converted, as read plus as written."""
         if (module := self._modules.get(name)) is None:
             return self._src.nbytes(name)
         return 2 * sum(map(self._src.nbytes, self._src.parts(module).values()))
@@ -228,7 +228,7 @@ def _rows_lost(name: str, q: QuantizedTensor) -> list[str]:
 
 
 def _check_scales(q: QuantizedTensor) -> None:
-    """Raise CheckpointError for integers with scales of zero over other codes: only damage gives them (FPx may)."""
+    """Raise CheckpointError for integer groups with a zero scale but nonzero codes, a sign of damage (not for FPx)."""
     if q.scheme.format.is_float or not bool((q.scales == 0).any()):
         return
     n, g = q.scales.shape

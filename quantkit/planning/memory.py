@@ -1,8 +1,8 @@
 """Add up the peak memory of a run, by part, from shapes only.
 
 A calibrated run peaks in its largest block. In memory are then the block's weights, the calibration activations, one
-Hessian with its factor, and the solver's copies of the rows that share that Hessian. Each part states its bytes in the
-step that takes most, from measured runs and rounded up: the estimate should never be too low.
+Hessian with its factor, and the solver's copies of the rows that share that Hessian. Each part states its bytes in its
+largest step, from measured runs. They are rounded up, so that the estimate is never too low.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from quantkit.models.devices import CUDA_DEVICE, compute_dtype, program_bytes
 from quantkit.models.families import BLOCK, EXPERT, TOWER
 from quantkit.recipes.recipe import Recipe
 
-#: The part of the memory that grows with the length of a sequence, and the one that grows with all of their tokens.
+#: The part of the memory that grows with the longest sequence, and the part that grows with all tokens.
 DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
 #: The parts that only output gradients have: all of them, a block's file that is read, the matrices of a block.
 GRADIENTS, READ, OUTPUTS = "output gradients", "file of gradients", "Hessians of outputs"
 #: The copy of activations on a GPU that is being saved.
 SAVING = "activations that are saved"
-#: The processes that share a run on this machine, but this one.
+#: The other processes of a run on this machine.
 OTHERS = "other processes"
 #: The second store of activations, if blocks are tuned or errors are weighed by gradients.
 UNQUANTIZED = "activations of the unquantized model"
@@ -60,7 +60,7 @@ CERTAINLY_NEEDED = 0.6
 class Memory:
     """Hold the estimated peak bytes of a run, by part, on the host (`ram`) and on the GPU (`vram`).
 
-    `least_vram` are the bytes that the GPU needs without any doubt. `token_bytes` is the size of one token's hidden
+    `least_vram` is the fewest bytes that the GPU needs in any case. `token_bytes` is the size of one token's hidden
     state. `gpu_memory` is the memory of a GPU that is not here; None asks the one that is. `others` are the estimates
     of the run's other stages: one stage has the memory at a time.
     """
@@ -175,7 +175,7 @@ class Memory:
         )
 
     def _way_out(self) -> str:
-        """Name the option that makes the largest part of the GPU memory smaller."""
+        """Name the option that reduces the largest part of the GPU memory."""
         largest = max(self.vram, key=lambda part: self.vram[part])
         ways = {
             DOCUMENT: Words("use a smaller", Setting("max_length")),

@@ -11,7 +11,7 @@ from quantkit.reporting.templates import render
 class Shown:
     """A dataclass that is shown as a table in a notebook.
 
-    A subclass with more than fits on a line overrides `_shown`, and is made with `dataclass(repr=False)`.
+    A subclass with long fields overrides `_shown`, and is made with `dataclass(repr=False)`.
     """
 
     def _shown(self) -> dict[str, Any]:

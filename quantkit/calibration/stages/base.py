@@ -27,8 +27,8 @@ class Group:
 class Task:
     """Hold a group that is to be solved, its Hessian, facts for the report, and the rank that solves it.
 
-    Once summed, the Hessian covers all documents. It is None on a rank that does not solve the group. An `owner`
-    None means that all ranks solve some rows each.
+    Once summed, the Hessian covers all documents. It is None on a rank that does not solve the group. With `owner`
+    None, each rank solves some of the rows.
     """
 
     group: Group
@@ -41,9 +41,8 @@ class Task:
 class LoadedBlock:
     """Hold a block in memory: its number, the `stream` that enters it, its goals, and solved weights by tensor name.
 
-    `uncalled` gives the reason why a text-only pass never calls a linear. `starved` does for each expert that too few
-    tokens
-    were routed to; the loop then makes tasks of all tokens for it.
+    `uncalled` gives the reason why a text-only pass never calls a linear. `starved` names the experts with too few
+    tokens; the loop then makes tasks of all tokens for them.
     """
 
     run: Run

@@ -226,7 +226,7 @@ def _go_back(run: Run, stream: Stream, store: Activations, hashes: list[str]) ->
     for block in run.progress.bar(range(len(hashes) - 1, 0, -1), "gradients, backward", len(hashes) - 1):
         with run.clock.phase("load"):
             model.load_block(block)
-            hidden.copy_(  # what was read has no name, so that it is freed here
+            hidden.copy_(  # the tensor that was read has no name, so that it is freed here
                 files.load_tensor(_file(run.work, block - 1), tuple(hidden.shape), model.dtype, hashes[block - 1])
             )
         with run.clock.phase("gradients"):
@@ -260,7 +260,7 @@ def _carried(stream: Stream, block: int, part: Sequence[int], gradients: Sequenc
 
 def _empty(size: int, model: BlockRunner) -> Hessian:
     chunk = LONG_CHUNK if model.device.type == "cuda" else CHUNK
-    # It checks each call: the numbers kept for a check in the end would keep the heap between them from shrinking.
+    # It checks each call: numbers stored for a later check would fragment the heap.
     return Hessian(size, model.device, cap_tokens=False, chunk=chunk)
 
 

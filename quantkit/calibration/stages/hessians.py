@@ -25,7 +25,7 @@ class Hessians(Stage):
     def bytes(of_experts: int, ranks: int) -> int:
         """Compute the bytes of experts' Hessians on each rank from the bytes of all experts of a layer.
 
-        A rank has those of its own documents, and the sums over all ranks that it will solve.
+        A rank holds Hessians of its own documents, and the sums over all ranks that it will solve.
         """
         return min(HESSIAN_BYTES, of_experts) * (ranks + (ranks > 1)) // ranks
 
@@ -55,7 +55,7 @@ def _remove_starved(block: LoadedBlock, tasks: list[Task]) -> None:
 def _add_up(run: Run, tasks: Sequence[Task]) -> None:
     """Choose the ranks that solve the tasks, and put the sum of the Hessians of all ranks there.
 
-    Several tasks are divided over the ranks. The rows of a single one are, so that all ranks need its Hessian. The
+    Several tasks are divided over the ranks. A single task is divided by rows, so all ranks need its Hessian. The
     parts are added in the order of the ranks.
     """
     if run.ranks.count == 1 or not tasks:

@@ -1,7 +1,7 @@
 """Quantize or prune the linears of a group, given their weights and one Hessian.
 
 Weights of one scheme are solved as one tall weight: rows never interact, and the factor is the same
-(ALGORITHMS 2). An unusable Hessian is an error or, if the recipe allows it, means RTN with a warning.
+(ALGORITHMS 2). An unusable Hessian is an error, or leads to RTN with a warning if the recipe allows it.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ def solve(
 
     GPTQ is output-aware for those whose `outputs` have a Hessian `[n, n]`, which needs one rank.
 
-    Several ranks, which call this with the same arguments, solve some rows each and return the same.
+    With several ranks, all call this with the same arguments; each solves some rows, and all return the same.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
     tokens, capped_tokens (if any), channel_peak, seconds, and those of the solver. `descent_skipped` says that there
@@ -211,7 +211,7 @@ def _without_noise(
 
 
 def _channel_peak(h: Tensor) -> dict[str, float]:
-    """Divide the RMS of the largest input channel by that of the median live one, for the report."""
+    """Divide the RMS of the largest input channel by the RMS of the median live one, for the report."""
     energy = h.diagonal()
     live = energy[energy > 0]
     peak = float((live.max() / live.median()).sqrt()) if len(live) else math.nan
@@ -232,7 +232,7 @@ def _systems(
 
 
 def _widened_hessian(h: Tensor, width: int) -> Tensor:
-    """Add uncorrelated channels to a Hessian, as large as the mean one: none is dead, damping stays.
+    """Add uncorrelated channels to a Hessian, with the mean diagonal, so that none is dead and damping stays.
 
     The weights there are zero and have no error, so they change no loss and no real column.
     """

@@ -1,7 +1,7 @@
 """Tune the solved linears of one block together towards the unquantized model's hidden states.
 
 The inputs come from the quantized blocks before it. The target is the hidden state of the unquantized model
-after the block, so a block also makes up for the errors of those before it. Output gradients, if the run has them,
+after the block, so a block also makes up for the errors of earlier blocks. Output gradients, if the run has them,
 weigh the channels of the error. An eighth of the sequences is held out; the codes and scales of least error on them are
 taken, the start included (ALGORITHMS 8.1).
 """
@@ -28,13 +28,13 @@ from quantkit.checkpoint.report import untuned
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.errors import NumericError, RecipeError, Setting, Words
 
-#: One sequence of so many is held out.
+#: One of this many sequences is held out.
 HELD_OUT = 8
 #: Sequences of a step.
 BATCH = 8
-#: The largest step of a latent value in so many steps, in steps of the grid. Fewer steps are longer, by the root.
+#: The largest step of a latent value, in grid steps, for this many steps. Fewer steps are larger, by the square root.
 RATE, RATE_STEPS = 0.0025, 200
-#: Steps in which the rate rises, and how often in a run the held-out error is computed.
+#: Steps of rising rate, and the number of times that a run computes the held-out error.
 WARM_UP, CHECKS = 5, 8
 _TINY = 1e-30
 
@@ -69,7 +69,7 @@ class Tune(Stage):
 
         Facts: `untuned_error` and `tuned_error` are the squared error of the block's hidden states on held-out
         sequences, relative to their squares, before and after `tuned_step` steps. `tuned_changed` counts codes. Losses
-        are not computed anew, and become those of untuned codes (`untuned_loss`).
+        are not recomputed: they are reported as losses of untuned codes (`untuned_loss`).
         """
         solved = {name.removesuffix(".weight"): item for name, item in block.solved.items()}
         solved = {name: item for name, item in solved.items() if name not in block.uncalled}
