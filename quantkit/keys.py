@@ -73,7 +73,7 @@ class Key:
 
     @property
     def known(self) -> Collection[str]:
-        """The choices, with those that a program has registered."""
+        """The choices, including any that a program has registered."""
         module, _, variable = self.table.partition(":")
         known: Collection[str] = getattr(import_module(module), variable) if module else self.choices
         return known

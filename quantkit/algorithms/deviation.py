@@ -12,7 +12,7 @@ from quantkit.algorithms.numerics import check_weight, row_slices, working_dtype
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.threads import one_thread
 
-#: A weight is far smaller than another below this ratio.
+#: A weight counts as far smaller than another if their ratio is below this.
 FAR_SMALLER = 2.0**-20
 
 

@@ -377,7 +377,7 @@ def row_losses(weight: Tensor, tensor: QuantizedTensor | None, h: Tensor) -> Ten
 
 
 def _quadratic_forms(rows: Tensor, h: Tensor) -> Tensor:
-    """Return `d h d^T` of each of `rows` `[r, k]`; blocks of `h` above the diagonal count twice, those below never."""
+    """Return `d h d^T` of each of `rows` `[r, k]`; blocks above the diagonal count twice, blocks below it never."""
     rows = rows.to(h.dtype)
     total = rows.new_zeros(len(rows))
     width = _LOSS_WIDTH[h.device.type]

@@ -84,7 +84,7 @@ class LearnedWeight:
         return values if self._zeros is None else values.sub_(self._zeros)
 
     def _positions_near(self, source: Tensor) -> Tensor:
-        """Return the places of the source's weights between the format's values, moved to where their codes begin."""
+        """Return the source's weights as positions among the format's values, at most INSIDE from their codes."""
         fmt, (n, g) = self._start.scheme.format, self._start.scales.shape
         values = fmt.decode(self._order)
         scales = self._start.scales.float().unsqueeze(-1)

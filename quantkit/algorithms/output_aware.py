@@ -56,7 +56,8 @@ def refine(
     """Solve weights `[n, k]` that share the Hessian `h` `[k, k]` again, by the Hessians `[n, n]` of their outputs.
 
     `plain` has their solutions without these Hessians; `solve` solves any rows that way. A weight keeps the plain one
-    unless `tr(D h D^T H_out)` falls. Facts: `output_loss` and `plain_output_loss`, this trace of both. NumericError for
+    unless `tr(D h D^T H_out)` falls. Facts: `output_loss` and `plain_output_loss`, the traces of the result and of
+    `plain`. NumericError for
     a Hessian of outputs that cannot be factored.
     """
     with one_thread(h.device):

@@ -1,8 +1,8 @@
 """Time the kernels of packed weights beside cuBLAS, the speed of a copy and the floor, all in one run.
 
 Every call takes the next of several copies of the weight, which together exceed the L2 cache, so weights come from
-memory as in a model. Kernel and cuBLAS take turns. Activations are random, since zeros draw less power and raise the
-clocks; cuBLAS has weights that were never quantized. A wrong product is an error, and is not timed.
+memory as in a model. Kernel and cuBLAS take turns. Activations are random, because zeros draw less power and raise the
+clocks. cuBLAS gets unquantized weights. A wrong product is an error, and is not timed.
 """
 
 from __future__ import annotations

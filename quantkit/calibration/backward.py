@@ -25,7 +25,8 @@ T = TypeVar("T")
 def backward_bytes(outputs: int, heads: int, longest: int, itemsize: int, device: str) -> tuple[int, int]:
     """Compute the bytes that one pass holds for its gradient, and the bytes of attention scores.
 
-    The former are four float32 numbers for each token and output of a block's linears. Scores count where a GPU has no
+    The gradient needs four float32 numbers for each token and output of a block's linears. Scores count where a GPU has
+    no
     flash attention, so that attention is computed by plain products.
     """
     tokens = max(longest, TUNED_AT_ONCE[device])

@@ -20,7 +20,8 @@ HESSIAN_BYTES = 4 * 2**30
 SOLVED_WEIGHTS = 2**28
 #: Activations stay on a GPU if they take at most this part of its free memory.
 PART_OF_GPU = 1 / 4
-#: Activations are saved after every so many blocks. A GPU computes a few blocks again sooner than a disk takes them.
+#: Activations are saved after every so many blocks. On a GPU, repeating a few blocks is faster than writing them to
+#: disk.
 SAVED_BLOCKS = {"cpu": 1, "cuda": 8}
 #: Whether finished blocks are written, and the source is hashed, in a background thread.
 BESIDE = {"cpu": False, "cuda": True}

@@ -43,8 +43,7 @@ def check_text(model: BlockRunner, sequences: Sequence[Tensor]) -> None:
 
 
 def split_documents(lengths: Sequence[int], count: int) -> list[range]:
-    """Divide documents of `lengths` tokens over `count` ranks into runs of about equal tokens, at least one document
-    each.
+    """Divide documents of `lengths` tokens into adjacent ranges for `count` ranks, balanced by tokens.
 
     RecipeError if there are fewer documents than ranks.
     """

@@ -1,4 +1,4 @@
-"""Tensors that are computed from the stored ones of a checkpoint, and take their place."""
+"""Tensors that are computed from a checkpoint's stored tensors and replace them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ Compute = Callable[[Read, "int | slice | None"], Tensor]
 class Derived(NamedTuple):
     """Describe a tensor that is computed from the tensors `inputs`, which it replaces (`Checkpoint.derive`).
 
-    `compute(read, index)` returns the tensor, or an entry or a range of its first dimension. `read` gives the inputs as
-    they were before; with an index it reads only the bytes of that part. `restore` undoes it for a tensor that is
+    `compute(read, index)` returns the tensor, or an entry or a range of its first dimension. `read` gives the stored
+    inputs; with an index it reads only the bytes of that part. `restore` undoes it for a tensor that is
     written dense; without it, a dense tensor is written as it was computed.
     """
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 
-#: Bytes for each quantized weight that waits to be written: a byte of codes, and the packed ones.
+#: Bytes for each quantized weight that waits to be written: a byte of codes, and the packed bytes.
 WAITING_BYTES = 2
 
 

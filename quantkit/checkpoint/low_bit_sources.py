@@ -202,7 +202,7 @@ def _read_fp8(
 def _scaled(values: Tensor, scales: Tensor, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
     """Multiply float8 values `[n, k]` by scales in float32, and round to `dtype`.
 
-    `rows` has the row of the scales for each row of values; each of its scales is for `columns` columns.
+    `rows` maps each row of values to a row of scales; each scale covers `columns` columns.
     """
     n, k = values.shape
     out = torch.empty(n, k, dtype=dtype)
@@ -253,7 +253,7 @@ def _read_mxfp4(
 
 
 def _stacked(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int], Tensor], some: slice | None) -> Tensor:
-    """Read the matrices of experts, or of `some`, one after the other, into one tensor of the whole's `shape`."""
+    """Read the matrices of all experts, or of `some`, one by one into a tensor of `shape`."""
     experts = range(shape[0])[some or slice(None)]
     out = torch.empty(len(experts), *shape[1:], dtype=dtype)
     for place, expert in enumerate(experts):

@@ -32,8 +32,8 @@ def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[di
     """Collect the facts about a source that its outputs hand on: name, revision, hub id, licence, language, tags.
 
     `base_model` is the hub id if it is known. `relation` is "quantized" if the source itself has that id: a folder may
-    also name the model from which it was trained. Facts that the source does not state are absent. A notice tells of a
-    model card that cannot be read.
+    also name the model from which it was trained. Facts that the source does not state are absent. An unreadable model
+    card leads to a notice.
     """
     stated, notice = model_folder.front_matter(src.path)
     found: dict[str, Any] = {"name": name_of(model), "revision": revision}
@@ -85,7 +85,7 @@ def without_local_paths(folder: Path, name: str) -> bytes | None:
 
 
 class Companions(NamedTuple):
-    """Hold the files that go along with new weights, with the new text of those that change, and the others' names."""
+    """Hold the files that go along with new weights: the new text of changed files, and the names of the rest."""
 
     texts: dict[str, bytes | None]
     left_out: tuple[str, ...]

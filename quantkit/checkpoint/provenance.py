@@ -115,7 +115,7 @@ def source_hashes(
         borders = sorted({border for info in floats.values() for border in (info.start, info.end)})
         return hashing.hash_of_file(src.sources()[name], like.get(name), see, borders)
 
-    # The threads of torch would be as many again for each reader.
+    # Otherwise each reader would start as many threads of torch again.
     pool = ThreadPoolExecutor(readers, "quantkit-hash", torch.set_num_threads, (1,))
     try:
         hashes = dict(zip(src.sources(), pool.map(hash_file, src.sources()), strict=True))
@@ -135,8 +135,8 @@ def source_hashes(
 def checked(src: Checkpoint, check: bool = True) -> Iterator[None]:
     """Check a model's files while the block reads them; without `check`, do nothing.
 
-    Every file with a recorded hash must have it, and every other weight file the digests that it states. The block ends
-    with a CheckpointError if one has not, in place of an error of its own.
+    Every file with a recorded hash must have it, and every other weight file the digests that it states. If a file has
+    another hash, the block ends with a CheckpointError that replaces its own error.
     """
     if not check:
         yield
@@ -149,7 +149,7 @@ def checked(src: Checkpoint, check: bool = True) -> Iterator[None]:
             yield
         except Exception:
             for each in running:
-                each.result()  # damage explains the other error
+                each.result()  # damage is the cause of the other error
             raise
         except BaseException:
             pool.shutdown(cancel_futures=True)

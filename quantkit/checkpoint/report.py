@@ -32,7 +32,7 @@ SEAL = "seal"
 
 SCALES = ("floored", "subnormal", "zero")
 
-#: Keys of the front matter of a source's model card that hold for an output as well.
+#: Front matter keys of a source's model card that also hold for an output.
 KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "tags")
 #: Entries of `base`.
 BASE = ("name", "revision", "base_model", "relation", *KEPT)
@@ -111,7 +111,7 @@ def _valid(value: Any) -> Any:
 
 
 def untuned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a layer that was tuned, its losses named as those before it: they are not computed anew."""
+    """Return the facts of a tuned layer. Losses are not recomputed, so they are named as losses before tuning."""
     return {f"untuned_{key}" if key in ("loss", "output_loss") else key: value for key, value in facts.items()}
 
 
@@ -205,7 +205,7 @@ def _malformed(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _nested(found: Mapping[str, Any], where: str) -> Iterator[tuple[str, str]]:
-    """Yield the entries that are deeper than a list; a conversion copies them all, also those of other versions."""
+    """Yield the entries deeper than a list; a conversion copies them all, also from other versions."""
     for key, value in found.items():
         if not all(_is(_SCALAR, part) for part in (value if isinstance(value, list) else [value])):
             yield f"{where}{key}", _SCALAR

@@ -141,7 +141,7 @@ class StoredTensors:
         return {file.name: file.path for file in (*self._shards, *self._beside)}
 
     def hashes(self, recorded: Mapping[str, object] | None = None) -> dict[str, str]:
-        """Hash each of the `sources`, by the algorithm of the hash that was `recorded` of it."""
+        """Hash each of the `sources`, by the algorithm of its `recorded` hash."""
         like = recorded or {}
         return {name: hashing.hash_of_file(path, like.get(name)) for name, path in self.sources().items()}
 
@@ -164,7 +164,7 @@ def file_in(folder: Path, name: str) -> StoredFile:
 
 
 def _identity(found: os.stat_result) -> tuple[int, ...]:
-    """Return numbers that tell a file from another of its name, and from itself after a change."""
+    """Return numbers that identify a file and its version: they differ after a change or a replacement."""
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 

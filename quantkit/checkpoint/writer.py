@@ -24,11 +24,11 @@ from quantkit.io.safetensors_header import read_header
 from quantkit.io.safetensors_writer import FileSize, SafetensorsWriter, header_bytes
 from quantkit.layouts.base import Layout
 
-#: The most bytes of tensors in one file, if it is not a single one.
+#: The most bytes of tensors in one file, unless a single tensor has more.
 SHARD_BYTES = 2 * 2**30
 #: The most bytes that are reserved for one file's header.
 MOST_HEADER_BYTES = 4 * 2**20
-#: Says how a recorded identity differs from that of now; None if it does not.
+#: Describes how a recorded identity differs from the current one; None if it does not.
 Compare = Callable[[Mapping[str, Any], Mapping[str, Any]], str | None]
 
 
@@ -36,7 +36,7 @@ class CheckpointWriter:
     """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
 
     On a folder with a journal it continues after the last commit: `done` has the lines of all commits, the first
-    `resumed` of them those of earlier runs. Files that no commit lists are deleted. `left_out` are the files of the
+    `resumed` from earlier runs. Files that no commit lists are deleted. `left_out` are the files of the
     source that do not go along. `expected` are the names of all tensors, if known: space for them is reserved in each
     file's header. CheckpointError if a committed file differs from the journal.
     """

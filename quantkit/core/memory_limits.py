@@ -89,7 +89,7 @@ def require_address_space(*, computes: bool) -> None:
 
 @dataclass(frozen=True)
 class _Pages:
-    """Hold the bytes of this process: its address space, what is in RAM, and its private writable memory."""
+    """Hold the bytes of this process: its address space, its resident memory, and its private writable memory."""
 
     size: int
     resident: int

@@ -27,7 +27,7 @@ R = TypeVar("R")
 
 #: A rank may wait for another one that reads or solves. If one dies, its connections end, and nobody waits for it.
 PATIENCE = timedelta(days=7)
-#: Tensors on GPUs move when all ranks are ready for it. NCCL does not see that a process has died meanwhile.
+#: Tensors on GPUs are sent only when all ranks are ready. NCCL does not see that a process has died meanwhile.
 MOVING = timedelta(minutes=5)
 #: Divided rows begin at multiples of this, as the products on a CPU and the tiles on a GPU do.
 ROWS = 256
@@ -209,7 +209,7 @@ class Ranks:
 
     @contextmanager
     def _moving(self, forms: Iterable[_Form]) -> Iterator[None]:
-        """Let tensors move. A rank that fails meanwhile cannot tell the others: they lose it when it ends."""
+        """Let tensors move. A rank that fails meanwhile cannot report it: the others notice when it ends."""
         from torch import distributed
 
         self.lost = True

@@ -34,7 +34,7 @@ def best_two(scores: Tensor) -> Tensor:
     """Mark the two largest of each column of `scores` `[4, m]` (float), the lower index on ties, as bool `[4, m]`."""
     pairs, signs, others = _tables(scores.device, scores.dtype)
     first, second = scores.index_select(0, pairs).view(2, len(_PAIRS), -1)
-    beaten = torch.addmm(others, signs, (first >= second).to(scores.dtype))  # how many of the other three
+    beaten = torch.addmm(others, signs, (first >= second).to(scores.dtype))  # the number of the other three
     return beaten > 1.5
 
 

@@ -29,7 +29,7 @@ def one_thread(device: torch.device) -> Iterator[int]:
 
 
 def side_by_side(device: torch.device, tasks: Sequence[Callable[[], T]]) -> list[T]:
-    """Run tasks, on a CPU as many at once as torch uses threads; return their results in order.
+    """Run tasks and return their results in order; on a CPU, run as many at once as torch has threads.
 
     If several tasks fail, the exception of the first is raised, after all started tasks are done.
     """

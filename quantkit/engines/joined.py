@@ -63,7 +63,7 @@ def fused_groups(modules: Iterable[str]) -> dict[str, list[str]]:
 
 
 def asked_names(joined: str, members: list[str]) -> list[str]:
-    """List the names under which engines look a joined linear up, besides those of its members."""
+    """List the names by which engines look up a joined linear, besides its members' names."""
     if not is_expert(members[0]):
         return [joined]
     return [name for ending in EXPERTS if (name := joined + ending) not in members]

@@ -45,7 +45,7 @@ def quantization_config(
 def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
     """State the scheme of each joined linear too, if its members share one that its own name does not get.
 
-    `modules` are the quantized linears. A config of exact names does not reach the joined ones. The same holds for a
+    `modules` are the quantized linears. A config of exact names does not match joined linears. The same holds for a
     group that is dense as a whole, and for a dense linear that engines ask for by an alias.
     """
     exact = (literal(pattern) for pattern, _ in schemes.overrides)  # a linear's other names are there too

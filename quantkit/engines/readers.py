@@ -22,7 +22,7 @@ def readers_of(folder: Folder, engines: Iterable[Engine] = ENGINES) -> Iterator[
 
 
 def opened_by(folder: Folder) -> list[str]:
-    """Name the programs that open this folder; those that nobody asked are marked so."""
+    """Name the programs that open this folder; untested programs are marked so."""
     return [reader.label for reader, reasons in readers_of(folder) if not reasons]
 
 

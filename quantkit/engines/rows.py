@@ -64,7 +64,7 @@ class Trait:
 class Reader:
     """A program that opens folders of some layouts, unless they have one of the traits `refuses`.
 
-    Traits go by their names. No `layouts` stand for all. `only` is a trait without which the row says nothing. If
+    Traits are identified by name. No `layouts` stand for all. `only` is a trait without which the row says nothing. If
     `is_own`, the linears in memory are quantkit's.
     """
 

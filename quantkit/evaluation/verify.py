@@ -6,7 +6,7 @@ It answers five questions:
 2. Does every packed weight unpack, and pack again to the same bytes?
 3. Does its record have the digest that was taken at quantization?
 4. Are its codes, scales and zeros, and all dense tensors, equal to those of another checkpoint?
-5. Does a kernel on a GPU multiply with the packed bytes as with the record?
+5. Does a GPU kernel get the same products from the packed bytes as from the record?
 
 A damaged weight fails its own row, and the other weights are still checked.
 """

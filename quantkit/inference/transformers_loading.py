@@ -38,8 +38,8 @@ def refusal_by_transformers(
 ) -> str | None:
     """Open tensors with transformers' own quantizer; return the reason why it refuses, None if it opens them.
 
-    `stated` is the `quantization_config`, None for a dense folder. CheckpointError if transformers would open them with
-    weights of its own making, NotTried if its quantizer cannot run here.
+    `stated` is the `quantization_config`, None for a dense folder. CheckpointError if transformers would initialise
+    missing weights, NotTried if its quantizer cannot run here.
     """
     from transformers import __version__
     from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -75,7 +75,7 @@ def refusal_by_transformers(
 
 
 def _in_this_process() -> AbstractContextManager[None]:
-    """Keep compressed-tensors from waiting for the other processes of a process group, which do not call it."""
+    """Keep compressed-tensors from waiting for other processes of a process group: they do not call it."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_initialized()):

@@ -30,7 +30,7 @@ FAULT: Callable[[str, Path], None] | None = None
 """Called with "open", "write", "fsync", "rename", "mkdir" or "unlink" and a path, before each such operation."""
 
 CHUNK = 64 * 2**20
-#: What a system call answers on a file system that does not have it, as some network mounts.
+#: Error numbers of system calls that a file system, such as some network mounts, does not support.
 UNSUPPORTED = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK}
 #: Flags of `os.open` that some systems lack.
 _BINARY = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)

@@ -1,4 +1,4 @@
-"""Tell a hub that cannot be reached from one that refuses: the ways out differ."""
+"""Distinguish an unreachable hub from one that refuses, because the remedies differ."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ SIDE_FILES = {
     "quant_config.json": ("awq", "w_bit"),
     "hf_quant_config.json": ("modelopt", None),
 }
-#: Files of a source that an output has its own of, in lower case.
+#: Files that an output replaces with its own, in lower case.
 REPLACED = ("config.json", "readme.md", "quantkit_report.json", "verify.json", SUMS.lower(), *SIDE_FILES)
 #: Endings of the files that go along with new weights: data only, never pickles.
 DATA_SUFFIXES = (

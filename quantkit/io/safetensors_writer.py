@@ -58,8 +58,8 @@ class FileSize:
 class SafetensorsWriter:
     """Streams one safetensors file; `size` is its bytes so far.
 
-    Tensors lie gap-free in the order of `add`, but for those whose size is no multiple of 8 bytes: readers need every
-    tensor aligned to its dtype, so these come last, by their dtypes' sizes, and are in memory until then.
+    Tensors lie without gaps in the order of `add`. Readers need every tensor aligned to its dtype, so tensors of a size
+    that is not a multiple of 8 bytes come last, by dtype size. They stay in memory until then.
     """
 
     def __init__(self, path: Path, reserved: int = RESERVED) -> None:

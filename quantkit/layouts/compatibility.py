@@ -1,7 +1,7 @@
 """The table of conversions between layouts, with their conditions: `convert --list` and docs/conversions.md.
 
-It is derived from the layouts: every scheme that one holds is tried on the other with `recast.target`, and shapes with
-`check`. Only conditions on the contents of a file are stated here (docs/layouts.md 11).
+It is derived from the layouts: each scheme of one is tried on the other with `recast.target`, and shapes with `check`.
+Only conditions on the contents of a file are stated here (docs/layouts.md 11).
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ ZEROS = Arrangement("N i:8", "G", "N G i")
 
 #: Stands for an FP8 byte that is no value of the format.
 NO_CODE = 255
-#: The method in configs, and the format of it that `Marlin24CompressedTensors` reads.
+#: The method in configs, and the format that `Marlin24CompressedTensors` reads.
 METHOD, MARLIN24 = "compressed-tensors", "marlin-24"
 
 
@@ -149,8 +149,8 @@ class CompressedTensors(Layout):
         """Make the config of docs/layouts.md 9, with one config group for each scheme.
 
         The library takes the target that is a name before one that is a pattern, the first pattern in text order, and
-        a class last. `overrides` has its own order. So a name gets the scheme that `schemes` gives it, and every
-        pattern excludes the ones before it.
+        a class last. `overrides` has its own order. So each name has the same scheme as in `schemes`: every pattern
+        excludes the patterns before it.
         """
         targets: dict[Scheme, list[str]] = {schemes.default: ["Linear"]}
         before = ""

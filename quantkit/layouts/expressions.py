@@ -19,7 +19,7 @@ from quantkit.errors import CheckpointError
 
 #: The most seconds of processor time for one match, and for all matches of one config.
 SECONDS, SECONDS_IN_ALL = 1.0, 20.0
-#: The most patterns of a config, and the most characters of one pattern and of all together: compiling takes time too.
+#: The most patterns of a config, and the most characters of one pattern and of all: compiling takes time too.
 MOST, LONGEST, LONGEST_IN_ALL = 10_000, 10_000, 2**20
 #: Parts that `regex` reads as more than `re` does: named classes in a set, and braces that do not count.
 _UNLIKE = re.compile(r"\[:\^?\w+:\]|(?<!\\)\{(?!\d*,?\d*\})[^{}]*\}")
@@ -66,7 +66,7 @@ def check_amount(patterns: Iterable[str]) -> None:
 
 
 def literal(text: str) -> str | None:
-    """Give the one name that the pattern `text` matches, if it is `re.escape` of a name, else None."""
+    """Give the only name that the pattern `text` matches, if it is `re.escape` of a name; else None."""
     name = re.sub(r"\\(.)", r"\1", text)
     return name if re.escape(name) == text else None
 

@@ -73,7 +73,7 @@ class Humming(Layout):
         """Make the config of docs/layouts.md 9b; overrides go to `dynamic`.
 
         vLLM takes a plain entry of `ignore` for a part of a name, so an exact name is written as a pattern. A name
-        without dots, that of the head, stays plain: wrapper models put a prefix before it.
+        without dots, such as the head's, stays plain, because wrapper models put a prefix before it.
         """
         self.check_all(schemes)
         ignore = [f"re:^{re.escape(entry)}$" if _is_exact(entry) else entry for entry in schemes.ignore]
@@ -151,7 +151,7 @@ def _from_stream(words: Tensor, codes: Tensor, bits: int) -> None:
 
 
 def _unit(bits: int) -> torch.dtype:
-    """Choose the integer to copy `bits` bytes in: wider ones are copied faster."""
+    """Choose the integer type to copy `bits` bytes in: wider types are copied faster."""
     return torch.uint8 if bits % 2 else torch.int16
 
 

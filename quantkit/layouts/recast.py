@@ -95,8 +95,8 @@ def padded_shape(layout: Layout, scheme: Scheme, n: int, k: int) -> tuple[int, i
 def recast(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> QuantizedTensor:
     """Recast a record to `scheme` and `shape` with the same values bit for bit, and zeros past them.
 
-    A smaller shape drops rows and columns, which must be zeros. LayoutError, with a count and the first place, if the
-    data forbid it: codes that do not fit around a zero point of 8, or quads of more than two values.
+    A smaller shape drops rows and columns, which must be zeros. LayoutError, with a count and the first place, for
+    codes that do not fit around a zero point of 8, or quads of more than two values.
     """
     if scheme == q.scheme and shape == q.shape:
         return q

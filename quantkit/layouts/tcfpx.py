@@ -1,7 +1,7 @@
 """TC-FPx: FP6 and FP5 cut into bit planes, in the order of the kernel's tensor-core fragments (docs/layouts.md 7).
 
 The first plane has a code's high bits, two of FP6 and one of FP5. The second plane has its low four bits.
-Scales are the plain ones: the kernels multiply by the exponents' 2**12 or 2**14 themselves (docs/layouts.md 6.4).
+Scales are unmodified: the kernels multiply by 2**12 or 2**14 for the exponents (docs/layouts.md 6.4).
 
 Names of tensors in a file are not established. Ours are `weight`, in the shape of fp6_llm, and `scales` (7.1).
 """
@@ -78,7 +78,7 @@ class TcFpx(Layout):
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         """Make a row-wise unpacker.
 
-        `weight` may also be the same bytes as uint8 `[n, k*bits/8]`, as torchao has them, and `scales` be `[n, 1]`.
+        `weight` may also have torchao's form, the same bytes as uint8 `[n, k*bits/8]`; `scales` may be `[n, 1]`.
         """
         tensors = {**tensors, **_as_stored(tensors)}
         n, k = self.check_tensors(tensors, scheme)

@@ -86,7 +86,7 @@ def matrix(shapes: Mapping[str, tuple[int, ...]], name: str) -> tuple[int, int]:
 
 
 def codes_in_words(words: int, fmt: Format) -> int:
-    """Count the codes in 32-bit `words` of a row; raise LayoutError if they are no whole number of 32 codes."""
+    """Count the codes in 32-bit `words` of a row; raise LayoutError unless they hold a multiple of 32 codes."""
     if words % fmt.bits:
         raise LayoutError(f"{words} words a row are no multiple of {fmt.bits}, as {fmt.name} has")
     return words // fmt.bits * 32

@@ -64,7 +64,7 @@ class BlockWeights:
     def read_ahead(self, index: int) -> None:
         """Begin to read a block into RAM, beside other work, for `load_block`, which raises the errors.
 
-        For a GPU it is pinned memory, if there is any, from which `load_block` copies several times as fast.
+        For a GPU it is pinned memory, if there is any, because `load_block` copies from it several times as fast.
         """
 
         def read(name: str) -> Tensor:

@@ -14,7 +14,8 @@ from quantkit.models.families import TOWER
 def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> dict[str, int]:
     """Return name -> elements of each tensor of two or more dimensions in the decoder's blocks, named as in `logical`.
 
-    `inside` names the tensors of the blocks, as a model tells them. Without it, the blocks are the largest numbered
+    `inside` names the tensors of the blocks, as a built model knows them. Without it, the blocks are the largest
+    numbered
     list, by elements, that is not named as a tower.
     """
     shapes = {name: src.true_shape(name) for name in src.logical()}

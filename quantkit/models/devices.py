@@ -18,7 +18,7 @@ _PROGRAM, _CUDA_BUILD, _CUDA_HOST, _TRAINING = 600 * _MIB, 400 * _MIB, 1700 * _M
 
 
 def program_bytes(cuda: bool, training: bool = False) -> int:
-    """Compute the bytes of RAM of Python and its libraries in a run that computes on a GPU or not."""
+    """Compute the bytes of RAM of Python and its libraries in a run on a GPU or a CPU."""
     libraries = _CUDA_HOST if cuda else _CUDA_BUILD if torch.version.cuda else 0
     return _PROGRAM + libraries + (_TRAINING if training else 0)
 

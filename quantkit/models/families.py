@@ -1,4 +1,4 @@
-"""Facts about model families that neither config.json nor transformers' classes tell: one entry a family.
+"""Facts about model families that are not in config.json or transformers' classes: one entry a family.
 
 Most families need none: rules find their blocks, linears and experts.
 """

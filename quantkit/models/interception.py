@@ -45,7 +45,7 @@ class _Pass:
     def skip(self, index: int, entering: Tensor) -> Any:
         """Make the result of a block before `at`, which does not run."""
         assert self.passed is not None
-        # Code between blocks may change what they return in place: only the last block returns the activation.
+        # Code between blocks may change their results in place, so only the last block returns the activation.
         hidden = _like(self.passed.hidden, entering) if index + 1 == self.at else entering
         return hidden if self.passed.returned is None else (hidden, *self.passed.returned)
 

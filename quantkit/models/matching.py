@@ -44,7 +44,7 @@ FEWEST = 64
 class MatchedModel:
     """Build the model of a dense checkpoint on the meta device, and match its states with the stored tensors.
 
-    `module`: the model. `dtype`: of its weights in memory. `states`: where each of its states comes from. `blocks`:
+    `module`: the model. `dtype`: of its weights in memory. `states`: the source of each of its states. `blocks`:
     module paths of the transformer blocks, in order. `linears`: name in the checkpoint -> `(n, k)` of every linear.
     `paths`: the same names -> module paths, which differ in a few published families. `tied`: linears that share their
     weight with the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names them.
@@ -121,7 +121,7 @@ class MatchedModel:
 
 
 def _match(module: PreTrainedModel, src: Checkpoint) -> Match:
-    """Match states with stored tensors, after linears were replaced as they are stored; CheckpointError by shape."""
+    """Match states with stored tensors, once linears have their stored form; CheckpointError for another shape."""
     found = match(module, src)
     if follow_storage(module, src, found.merged):
         found = match(module, src)

@@ -30,7 +30,7 @@ class State(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """Hold the same as Python values: `hidden` by token, `returned` after it, and the entries `left` in mappings."""
+    """Hold the tensors as Python values: `hidden` by token, `returned` after it, and the entries `left` in mappings."""
 
     hidden: Tensor
     returned: list[Any] | None

@@ -41,7 +41,7 @@ class Call(NamedTuple):
 
 
 class Replay:
-    """Record calls of one block by key. Their arguments take at most `most` bytes together."""
+    """Record calls of one block by key. All their arguments take at most `most` bytes."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -82,7 +82,7 @@ class Replay:
     ) -> Call | None:
         """Describe a call; None if it cannot be made again with another hidden state.
 
-        It can if the stored hidden state enters unchanged, and everything else is a plain value or a tensor of its own.
+        It can if the block gets the stored hidden state unchanged, and all else is a plain value or a separate tensor.
         """
         hidden = passed.hidden
         entered = entering.ndim == 3 and entering.is_contiguous() and entering._version == version

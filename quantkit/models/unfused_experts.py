@@ -14,7 +14,7 @@ BIAS = "_bias"
 class Fused(NamedTuple):
     """Describe fused experts: their number, `(n, k)` of each role, and the roles that each parameter holds.
 
-    `turned` has the parameters with transposed matrices, `[k, n]`. With `interleaved`, rows of gate and up take turns.
+    `turned` has the parameters with transposed matrices, `[k, n]`. With `interleaved`, rows of gate and up alternate.
     `call`
     is a key of CALLS.
     """

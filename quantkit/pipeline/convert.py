@@ -1,7 +1,7 @@
-"""`pack` and `convert`: the values of a quantized checkpoint in another layout.
+"""`pack` and `convert`: write the values of a quantized checkpoint in another layout.
 
-A pool of workers reads and packs weights, a few at a time within a budget of memory; the caller's thread writes them in
-the order of the source; one more thread hashes the source's files.
+A pool of workers reads and packs weights within a memory budget. The caller's thread writes them in the order of the
+source. One more thread hashes the source's files.
 """
 
 from __future__ import annotations

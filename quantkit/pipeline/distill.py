@@ -58,8 +58,8 @@ BATCH = 8
 MEASURED = 8
 #: The largest steps of Adam for scales and norms, relative to their size.
 SCALE_RATE, NORM_RATE = 2e-3, 1e-3
-#: The largest steps of Adam for codes are so many codes by the number of steps, as SignRound has it: all steps in one
-#: direction, at rates that rise and fall, come to about half of it. A 2:4 weight is far from its source, and gains more
+#: Adam's largest step for codes is this number divided by the number of steps, as in SignRound. Because the rate rises
+#: and falls, all steps in one direction add up to about half of it. A 2:4 weight is far from its source, and gains more
 #: from moves than their noise costs.
 CODE_TRAVEL, SPARSE_TRAVEL = 0.9, 3.6
 BETAS = (0.9, 0.95)

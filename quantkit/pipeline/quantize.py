@@ -260,8 +260,8 @@ def quantize(
     QuantkitError is raised for anything that cannot be done. An interrupted run leaves `out.partial-*`, which `resume`
     continues. `measure` evaluates the finished folder before it is published.
 
-    The ranks of a process group that the caller has joined share a calibrated run: all of them call this alike, the
-    first one reads, writes and prints, and all return the same report or raise the same error.
+    If the caller has joined a process group, its ranks share a calibrated run. All of them call this alike, and the
+    first one reads, writes and prints. All return the same report or raise the same error.
     """
     run, here = RunOptions(**options), ranks()
     progress = run.progress or Progress(quiet=True)

@@ -52,7 +52,7 @@ class Repacker:
 
     `recorded` has the facts of each linear from the source's report. `requantize` allows rounding a weight again if no
     lossless way exists. `requantize_scales` allows rounding scales that float16 does not hold. LayoutError, naming the
-    weight, where there is no lossless way and rounding is not allowed; CheckpointError for a damaged weight.
+    weight, if there is no lossless way and rounding is not allowed; CheckpointError for a damaged weight.
     """
 
     def __init__(

@@ -96,8 +96,7 @@ def _one_change(group: list[Misfit], layout: Layout, recipe: Recipe | None, sour
 
 
 def _instead(layout: Layout, others: list[str], scheme: Scheme) -> list[str]:
-    """Suggest layouts that hold the weights: one with a kernel instead of one with a kernel, and the
-    one that is written by default."""
+    """Suggest layouts that hold the weights: one with a kernel if this one has a kernel, and the default layout."""
     kernels = [name for name in KERNELS if name in others and layout.NAME in KERNELS]
     usual = scheme.format.layout
     names = dict.fromkeys([*kernels[:1], *([usual] if usual in others else others[:1])])

@@ -98,7 +98,7 @@ class Plan(Shown):
 
     @property
     def total(self) -> int:
-        """The bytes of all files, with those that report and model card take at most."""
+        """The bytes of all files, with upper bounds for report and model card."""
         return sum(self.files.values()) + self.report_bytes
 
     @property

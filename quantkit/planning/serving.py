@@ -44,8 +44,8 @@ class Kind:
 
     `name` has N in place of the numbers, `members` are the last name parts of the linears that an engine joins.
     `shape` is `[n, k]` of the joined linear, of one expert if they are `experts`. `kernel` is None if there is none, or
-    if it is not known; `why` says more. `gpus` are the counts of `GPU_COUNTS` that split it evenly, None if that is not
-    known; `copied` are those of them for which key and value heads are copied.
+    if it is not known; `why` says more. `gpus` are the counts of `GPU_COUNTS` that split it evenly, None if unknown.
+    Among them, `copied` are the counts that copy key and value heads.
     """
 
     name: str

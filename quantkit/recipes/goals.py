@@ -25,7 +25,7 @@ def is_sparse(goal: Goal) -> bool:
 def treat_alike(goals: Mapping[str, Goal | None]) -> dict[str, Goal | None]:
     """Give all linears of a joined group its widest goal: dense (None) if one is, else the scheme with most bits.
 
-    Among schemes of as many bits, the one with more scales wins, then the one with zero points, then the first.
+    Among schemes with equal bits, more scales win, then zero points, then the first.
     """
     alike = dict(goals)
     for members in fused_groups(goals).values():

@@ -42,7 +42,7 @@ def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[s
 
 
 def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names, or their ends of as many parts as the pattern, that look most like a regular expression."""
+    """Find names similar to a regular expression, or their last parts if the pattern has fewer parts."""
     plain = re.sub(r"\\(?=\W)", "", re.sub(r"\.[*+?]|[\^$()\[\]{}|*+?]", "", pattern)).strip(".")
     depth = plain.count(".") + 1
     ends = dict.fromkeys(".".join(name.split(".")[-depth:]) for name in names)

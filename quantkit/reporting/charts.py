@@ -35,7 +35,7 @@ INSET = 3.0
 
 
 class Cell(NamedTuple):
-    """A cell of a table in the font of code, or with a `share` beside a bar of that length."""
+    """A table cell in the font of code, or with a bar of length `share`."""
 
     text: str
     share: float | None = None

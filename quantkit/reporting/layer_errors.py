@@ -55,7 +55,7 @@ def leading_error(layers: Iterable[Layer]) -> Error:
 
 
 def worst(layers: Iterable[Layer], error: Error, most: int) -> list[tuple[float, Layer]]:
-    """List the linears of the largest errors, largest first; equal ones by name."""
+    """List the linears with the largest errors, largest first; ties are sorted by name."""
     found = [(value, layer) for layer in layers if (value := error(layer)) is not None]
     return sorted(found, key=lambda item: (-item[0], str(item[1].get("name"))))[:most]
 

@@ -60,7 +60,7 @@ NAMED = {
         join="\n\n",
         lines=True,
     ),
-    # This repository has a loading script; its parquet branch holds the same rows as plain files.
+    # This repository has a loading script; its parquet branch has the same rows as data files.
     "ptb": _Named(
         "ptb-text-only/ptb_text_only",
         "sentence",

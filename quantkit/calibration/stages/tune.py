@@ -67,8 +67,8 @@ class Tune(Stage):
     def _tuned(self, block: LoadedBlock) -> list[Item]:
         """Tune the solved linears; list them anew, in the same order.
 
-        Facts: `untuned_error` and `tuned_error` are the squared error of the block's hidden states on held-out
-        sequences, relative to their squares, before and after `tuned_step` steps. `tuned_changed` counts codes. Losses
+        Facts: `untuned_error` and `tuned_error` are the held-out squared errors of the block's hidden states before and
+        after `tuned_step` steps, relative to their squares. `tuned_changed` counts codes. Losses
         are not recomputed: they are reported as losses of untuned codes (`untuned_loss`).
         """
         solved = {name.removesuffix(".weight"): item for name, item in block.solved.items()}
