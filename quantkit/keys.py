@@ -34,11 +34,11 @@ class Key:
     `help` is a phrase for the command line. docs/recipes.md adds `more`, and in `when` the reason to change the key.
     `usual` describes a default that depends on other keys. `keyword` is the name in Python and of a flag, if it differs
     from the key's. `negated` says that the keyword is the opposite of the key. `form` is the type in a file, and
-    `typed` the annotation of the keyword, if they differ from the field's. A key that `may_lack` is left out of a
-    file while it has its default. `pruning` says that `prune` has it too, or with which type. A run may be resumed with
+    `typed` the annotation of the keyword, if they differ from the field's. A key that `may_lack` is left out of a file
+    while it has its default. `pruning` says that `prune` has it too, or with which type. A run may be resumed with
     another value if the key `may_change`. `choices` are the usual keys of the `module:variable` named by `table`: a
-    program may have registered more there. `keys_of` fills in `path`, `type` and `default`, which is `...` for
-    a key that has none.
+    program may have registered more there. `keys_of` fills in `path`, `type` and `default`, which is `...` for a key
+    that has none.
     """
 
     help: str

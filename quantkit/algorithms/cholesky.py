@@ -55,10 +55,10 @@ def factor_bytes(k: int, dtype: torch.dtype) -> int:
 def factorize(h: Tensor, options: Options, sparse: bool = False) -> Factor:
     """Factor the damped Hessian `h` `[k, k]`, in float64 where the device computes it fast (ALGORITHMS 5.1).
 
-    `sparse` sorts whole quads of columns for 2:4 weights (ALGORITHMS 9). A failing factorisation is
-    repeated with ten times the damping, up to 1; `rungs` records this. NumericError if that is not enough, if every
-    channel is dead, if `h` is not finite or no covariance, or if `damp` is too small for float32. LayoutError if
-    `sparse` and 4 does not divide k.
+    `sparse` sorts whole quads of columns for 2:4 weights (ALGORITHMS 9). A failing factorisation is repeated with ten
+    times the damping, up to 1; `rungs` records this. NumericError if that is not enough, if every channel is dead, if
+    `h` is not finite or no covariance, or if `damp` is too small for float32. LayoutError if `sparse` and 4 does not
+    divide k.
     """
     dtype = factor_dtype(h.device)
     if dtype == torch.float32 and options.damp < _LEAST_DAMP_FLOAT32:

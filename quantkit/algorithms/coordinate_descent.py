@@ -34,8 +34,7 @@ class Refined(NamedTuple):
     """Hold a refined weight, its changes by row `[n]`, and its losses by row, float64 `[n]`.
 
     `changes` has an entry for each requested step: `descent_changed` counts codes, `refit_rows` marks new scales.
-    `loss` is None if
-    nothing was.
+    `loss` is None if nothing was.
     """
 
     tensor: QuantizedTensor

@@ -130,9 +130,9 @@ class Hessian:
     def absorb(self, part: Part) -> None:
         """Add the sum of another rank's tokens. Call this in the order of the ranks.
 
-        Its full chunks are added as a sum, capped by its own first chunk. Its last tokens continue the
-        unfinished chunk here, so that a Hessian of few tokens does not depend on the number of ranks. This Hessian
-        takes over the tensor of the first part and adds to it.
+        Its full chunks are added as a sum, capped by its own first chunk. Its last tokens continue the unfinished chunk
+        here, so that a Hessian of few tokens does not depend on the number of ranks. This Hessian takes over the tensor
+        of the first part and adds to it.
         """
         if part.total is not None:
             self._sum = self._sum.add_(part.total) if self.tokens else part.total
@@ -220,8 +220,7 @@ class Part(NamedTuple):
     """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, the tokens set aside, and the last tokens.
 
     `total` is float32 `[k, k]`, and only its lower triangle is used. It is None without a full chunk. `aside` `[e, k]`
-    and
-    `last` `[t, k]` are None if there are none. `late` counts the extreme tokens that were scaled down at once.
+    and `last` `[t, k]` are None if there are none. `late` counts the extreme tokens that were scaled down at once.
     """
 
     tokens: int
@@ -249,8 +248,8 @@ class Cap(NamedTuple):
     def take_out(self, x: Tensor, aside: Tensor, before: Tensor) -> Tensor:
         """Move the extreme tokens of `x` `[t, k]` behind the `before` ones in `aside`; return how many there now are.
 
-        In `x` zeros replace them. Tokens beyond its size are scaled down to the median norm. The last row of `aside`
-        is scratch. On a GPU nothing waits for the number of extreme tokens.
+        In `x` zeros replace them. Tokens beyond its size are scaled down to the median norm. The last row of `aside` is
+        scratch. On a GPU nothing waits for the number of extreme tokens.
         """
         norms = weighted_norms(x, self.magnitudes)
         extreme = norms > EXTREME * self.median

@@ -1,7 +1,7 @@
 """A quantized weight with scales, and optionally codes, that are learned by gradients.
 
-A model always computes with the values of a record: scales are rounded to float16 and positions to codes
-first. The gradient passes both roundings unchanged (straight-through estimator, Bengio et al. 2013).
+A model always computes with the values of a record: scales are rounded to float16 and positions to codes first. The
+gradient passes both roundings unchanged (straight-through estimator, Bengio et al. 2013).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Round a weight so that the model's likelihood changes least, not each output by itself (ALGORITHMS 8.3).
 
 Plain GPTQ minimises `tr(D H D^T)` of the error `D`, which weighs all outputs equally and ignores their correlation.
-Here the Hessian of the
-outputs, `H_out` `[n, n]`, weighs them, as in the Kronecker-factored loss of YAQA (Tseng et al. 2025, arXiv:2505.22988):
-`tr(D H D^T H_out)`. Rows are solved by GPTQ, some at a time, and each makes up for the errors of the rows before it.
+Here the Hessian of the outputs, `H_out` `[n, n]`, weighs them, as in the Kronecker-factored loss of YAQA (Tseng et al.
+2025, arXiv:2505.22988): `tr(D H D^T H_out)`. Rows are solved by GPTQ, some at a time, and each makes up for the errors
+of the rows before it.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def refine(
 
     `plain` has their solutions without these Hessians; `solve` solves any rows that way. A weight keeps the plain one
     unless `tr(D h D^T H_out)` falls. Facts: `output_loss` and `plain_output_loss`, the traces of the result and of
-    `plain`. NumericError for
-    a Hessian of outputs that cannot be factored.
+    `plain`. NumericError for a Hessian of outputs that cannot be factored.
     """
     with one_thread(h.device):
         rows = [_Rows(weight, output) for weight, output in zip(weights, outputs, strict=True)]

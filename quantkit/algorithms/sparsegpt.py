@@ -21,8 +21,7 @@ def prune(weight: Tensor, h: Tensor, options: Options, factor: Factor | None = N
 
     sparsegpt moves the survivors so that outputs change least on the calibration tokens behind `h` `[k, k]`. `factor`
     is the result of `factorize` with `sparse`, if it is known already. NumericError for a weight that is not finite,
-    for a
-    survivor that overflows the dtype, and as `factorize`.
+    for a survivor that overflows the dtype, and as `factorize`.
     """
     check_weight(weight)
     if options.prune != "sparsegpt":

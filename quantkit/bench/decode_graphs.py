@@ -170,8 +170,8 @@ def attention(
 
     For a single token `attention_mask` is added to the scores of each position. cuDNN's kernel has one block for each
     head. With few heads, two products and a softmax are faster. Heads that share keys are then computed as one head.
-    Query `[b, h, t, d]`, key and value `[b, g, length, d]`; returns `[b, t, h, d]`. RecipeError for attention
-    with more features, such as soft caps.
+    Query `[b, h, t, d]`, key and value `[b, g, length, d]`; returns `[b, t, h, d]`. RecipeError for attention with more
+    features, such as soft caps.
     """
     unsupported = [name for name in UNSUPPORTED if given.get(name) is not None]
     if unsupported:

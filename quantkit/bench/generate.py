@@ -52,8 +52,7 @@ class Pace:
     """One timing: seconds of a prompt and of a step for a batch, and bytes on the GPU.
 
     `held_bytes` is the size of the weights, `peak_bytes` the most memory in use. `multiplied_by` names the kernel or
-    the
-    fallback, `sizes` are the expected bytes.
+    the fallback, `sizes` are the expected bytes.
     """
 
     layout: str

@@ -26,8 +26,7 @@ def backward_bytes(outputs: int, heads: int, longest: int, itemsize: int, device
     """Compute the bytes that one pass holds for its gradient, and the bytes of attention scores.
 
     The gradient needs four float32 numbers for each token and output of a block's linears. Scores count where a GPU has
-    no
-    flash attention, so that attention is computed by plain products.
+    no flash attention, so that attention is computed by plain products.
     """
     tokens = max(longest, TUNED_AT_ONCE[device])
     return 16 * tokens * outputs, 2 * itemsize * heads * tokens * longest if device == "cuda" else 0

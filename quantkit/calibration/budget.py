@@ -7,8 +7,8 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-#: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to hide the launches
-#: of kernels, and as many as a chunk of a Hessian. On a CPU no sum of a document may depend on other documents.
+#: Tokens in one forward pass of documents of equal length, by device. On a GPU these are enough to hide the launches of
+#: kernels, and as many as a chunk of a Hessian. On a CPU no sum of a document may depend on other documents.
 TOKENS_AT_ONCE = {"cpu": 0, "cuda": 16384}
 #: The same with gradients: every token leaves values for the backward pass.
 TUNED_AT_ONCE = {"cpu": 0, "cuda": 8192}

@@ -50,9 +50,8 @@ def find_groups(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
     """Group a loaded block's `targets` that receive the same tensor object, in order of first call.
 
     Documents are run until every target was called. One is enough, unless tokens choose experts that are not unfused.
-    Targets
-    that no document reaches become groups at the end, each with its expert's targets of the same input.
-    Groups from several ranks are merged in rank order.
+    Targets that no document reaches become groups at the end, each with its expert's targets of the same input. Groups
+    from several ranks are merged in rank order.
     """
     groups: list[Group] = []
     waiting = set(targets)

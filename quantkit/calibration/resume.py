@@ -26,8 +26,8 @@ def save(
 ) -> tuple[list[dict[str, Any]] | None, Callable[[], dict[str, Any]] | None]:
     """Save the activations after a block, if a snapshot is due and the block is not the last.
 
-    Two snapshots alternate, so that the last commit's stays while another is written. The result has the facts
-    of each rank's part, or the function that saves a copy.
+    Two snapshots alternate, so that the last commit's stays while another is written. The result has the facts of each
+    rank's part, or the function that saves a copy.
     """
     model = run.model
     every = SAVED_BLOCKS[model.device.type]

@@ -28,8 +28,7 @@ class Run:
     """Hold what a calibrated run has for all blocks: source, model, goals and the documents of this rank.
 
     `sequences` are token ids, int64 `[t]`; the first one has the number `first` among all ranks' sequences. Files of
-    the
-    run are in `work`. With `beside`, a background thread writes finished blocks.
+    the run are in `work`. With `beside`, a background thread writes finished blocks.
     """
 
     src: Checkpoint
@@ -65,8 +64,7 @@ class Stream:
     """Documents on their way through the blocks: their `sequences`, and the `activations` that enter the next block.
 
     The documents are all of `activations`, or its first `count`. `at_once` is the number of tokens that run together.
-    It
-    is halved where a GPU has no memory left.
+    It is halved where a GPU has no memory left.
     """
 
     def __init__(self, run: Run, activations: Activations, count: int | None = None) -> None:

@@ -17,8 +17,8 @@ class Derived(NamedTuple):
     """Describe a tensor that is computed from the tensors `inputs`, which it replaces (`Checkpoint.derive`).
 
     `compute(read, index)` returns the tensor, or an entry or a range of its first dimension. `read` gives the stored
-    inputs; with an index it reads only the bytes of that part. `restore` undoes it for a tensor that is
-    written dense; without it, a dense tensor is written as it was computed.
+    inputs; with an index it reads only the bytes of that part. `restore` undoes it for a tensor that is written dense;
+    without it, a dense tensor is written as it was computed.
     """
 
     shape: tuple[int, ...]

@@ -40,8 +40,8 @@ class Checkpoint(StoredTensors):
     `path` is the real folder. `stated` is its `quantization_config`; `layout` and `schemes` are its meaning, None for a
     dense model. `low_bit` is the form of weights that are dequantized on reading, None if there are none: such a model
     counts as dense. `source_bytes` are the bytes of all tensors in the files. `notices` list ignored entries. `config`
-    takes the place of config.json in a folder that has none yet.
-    CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
+    takes the place of config.json in a folder that has none yet. CheckpointError for a folder that is incomplete,
+    damaged, hostile or contradictory.
     """
 
     def __init__(

@@ -36,9 +36,9 @@ class CheckpointWriter:
     """Fills a partial folder: items go to shards as they come, `commit` makes them durable, `finish` does the rest.
 
     On a folder with a journal it continues after the last commit: `done` has the lines of all commits, the first
-    `resumed` from earlier runs. Files that no commit lists are deleted. `left_out` are the files of the
-    source that do not go along. `expected` are the names of all tensors, if known: space for them is reserved in each
-    file's header. CheckpointError if a committed file differs from the journal.
+    `resumed` from earlier runs. Files that no commit lists are deleted. `left_out` are the files of the source that do
+    not go along. `expected` are the names of all tensors, if known: space for them is reserved in each file's header.
+    CheckpointError if a committed file differs from the journal.
     """
 
     def __init__(

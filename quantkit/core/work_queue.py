@@ -20,8 +20,7 @@ class WorkQueue:
 
     A task may use the tensors that the caller had made on `device` when it put the task. The first exception of a task
     drops the tasks behind it. It is raised by the next call, and at the end of the `with` block. If the block fails
-    itself,
-    the tasks that wait are finished first. If it was interrupted, they are dropped.
+    itself, the tasks that wait are finished first. If it was interrupted, they are dropped.
     """
 
     def __init__(self, device: torch.device, beside: bool) -> None:

@@ -86,8 +86,7 @@ class Kernel:
     """The kernel that an engine chooses for the weights that the row is about; None if the engine has none.
 
     `capabilities` are compute capabilities of GPUs, None for any. `n_unit` and `k_unit` divide the shape of the joined
-    weight.
-    `why` describes the engine without a kernel.
+    weight. `why` describes the engine without a kernel.
     """
 
     layouts: tuple[str, ...]

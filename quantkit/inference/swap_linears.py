@@ -1,8 +1,8 @@
 """Replaces the dense linears of a transformers model by packed ones.
 
-Everything in the headers is checked before any weight is read: each packed tensor has a place, each place has a
-tensor, and the GPUs have enough memory. What depends on the data comes after loading: a weight whose layout has no
-kernel is recast for one (layouts.md 11) on its own device, one weight at a time.
+Everything in the headers is checked before any weight is read: each packed tensor has a place, each place has a tensor,
+and the GPUs have enough memory. What depends on the data comes after loading: a weight whose layout has no kernel is
+recast for one (layouts.md 11) on its own device, one weight at a time.
 """
 
 from __future__ import annotations

@@ -132,8 +132,8 @@ def _is_opened(name: str) -> bool:
 def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[str], dict[str, str] | None]:
     """List the weight files of a model folder in order, and the index's tensor -> file, None without an index.
 
-    `listing` has the folder's file names, sorted; `notices` name files left out. CheckpointError unless there
-    is exactly one reading of the folder: one index, or one file of weights (RELIABILITY 2).
+    `listing` has the folder's file names, sorted; `notices` name files left out. CheckpointError unless there is
+    exactly one reading of the folder: one index, or one file of weights (RELIABILITY 2).
     """
     found = [n for n in listing if n.endswith(".safetensors") and not n.startswith(("consolidated", "adapter_"))]
     indexes = [n for n in listing if n.endswith(".safetensors.index.json")]

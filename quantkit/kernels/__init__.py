@@ -1,9 +1,8 @@
 """Matrix products with packed weights on a GPU: compile, load and launch the CUDA sources in the folder kernels/.
 
 One module per layout (`marlin`, `marlin24`, `quick`, `tcfpx`) declares the weights that its kernels take, and their
-tiles.
-`naive`, `portable` and `hopper` launch the three kinds of kernel, `loader` and `driver` compile and start them, and
-`proof` compares products with the weight. Not in here: the CUDA code, and torch modules that use it (`inference`).
+tiles. `naive`, `portable` and `hopper` launch the three kinds of kernel, `loader` and `driver` compile and start them,
+and `proof` compares products with the weight. Not in here: the CUDA code, and torch modules that use it (`inference`).
 Begin with `launcher`; docs/kernels.md explains the kernels themselves.
 """
 

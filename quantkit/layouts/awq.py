@@ -1,8 +1,7 @@
 """AWQ checkpoints in the GEMM packing: eight neighbouring outputs a word, interleaved (docs/layouts.md 2).
 
 Zero points are always stored, without an offset. They are all 8 for a symmetric weight, and its config says
-`zero_point` too.
-Only vLLM reads one scale per row; AutoAWQ's own packing fails on it.
+`zero_point` too. Only vLLM reads one scale per row; AutoAWQ's own packing fails on it.
 """
 
 from __future__ import annotations

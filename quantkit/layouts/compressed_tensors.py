@@ -148,8 +148,8 @@ class CompressedTensors(Layout):
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
         """Make the config of docs/layouts.md 9, with one config group for each scheme.
 
-        The library takes the target that is a name before one that is a pattern, the first pattern in text order, and
-        a class last. `overrides` has its own order. So each name has the same scheme as in `schemes`: every pattern
+        The library takes the target that is a name before one that is a pattern, the first pattern in text order, and a
+        class last. `overrides` has its own order. So each name has the same scheme as in `schemes`: every pattern
         excludes the patterns before it.
         """
         targets: dict[Scheme, list[str]] = {schemes.default: ["Linear"]}

@@ -46,8 +46,8 @@ def compress(codes: Tensor, zero: int) -> tuple[Tensor, Tensor]:
 def expand(kept: Tensor, metadata: Tensor, zero: int, out: Tensor) -> None:
     """Fill uint8 `out` `[n, k]` from kept codes `[n, k/2]` and metadata `[n, k/4]`; all other codes are `zero`.
 
-    The metadata of a file may differ from `compress` where a stored code is zero. LayoutError for metadata that
-    do not name two places in rising order.
+    The metadata of a file may differ from `compress` where a stored code is zero. LayoutError for metadata that do not
+    name two places in rising order.
     """
     wrong = (metadata & 3) >= (metadata >> 2)
     if bool(wrong.any()):

@@ -1,7 +1,7 @@
 """TC-FPx: FP6 and FP5 cut into bit planes, in the order of the kernel's tensor-core fragments (docs/layouts.md 7).
 
-The first plane has a code's high bits, two of FP6 and one of FP5. The second plane has its low four bits.
-Scales are unmodified: the kernels multiply by 2**12 or 2**14 for the exponents (docs/layouts.md 6.4).
+The first plane has a code's high bits, two of FP6 and one of FP5. The second plane has its low four bits. Scales are
+unmodified: the kernels multiply by 2**12 or 2**14 for the exponents (docs/layouts.md 6.4).
 
 Names of tensors in a file are not established. Ours are `weight`, in the shape of fp6_llm, and `scales` (7.1).
 """

@@ -32,8 +32,7 @@ class BlockRunner(MatchedModel):
     """Run the language model of a dense checkpoint block by block.
 
     `weights`: the weights in memory. `dtype`: of weights and activations, see `compute_dtype`. `forms`: number of a
-    block
-    that has run -> the form of its outputs. `fuses_attention`: whether gradients may come from a GPU's fused
+    block that has run -> the form of its outputs. `fuses_attention`: whether gradients may come from a GPU's fused
     kernels for attention.
 
     CheckpointError as for `MatchedModel`, RecipeError for an unknown device.

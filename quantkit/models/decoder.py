@@ -15,8 +15,7 @@ def decoder_weights(src: Checkpoint, inside: Collection[str] | None = None) -> d
     """Return name -> elements of each tensor of two or more dimensions in the decoder's blocks, named as in `logical`.
 
     `inside` names the tensors of the blocks, as a built model knows them. Without it, the blocks are the largest
-    numbered
-    list, by elements, that is not named as a tower.
+    numbered list, by elements, that is not named as a tower.
     """
     shapes = {name: src.true_shape(name) for name in src.logical()}
     sizes = {name: prod(shape) for name, shape in shapes.items() if len(shape) > 1}

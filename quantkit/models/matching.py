@@ -44,10 +44,10 @@ FEWEST = 64
 class MatchedModel:
     """Build the model of a dense checkpoint on the meta device, and match its states with the stored tensors.
 
-    `module`: the model. `dtype`: of its weights in memory. `states`: the source of each of its states. `blocks`:
-    module paths of the transformer blocks, in order. `linears`: name in the checkpoint -> `(n, k)` of every linear.
-    `paths`: the same names -> module paths, which differ in a few published families. `tied`: linears that share their
-    weight with the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names them.
+    `module`: the model. `dtype`: of its weights in memory. `states`: the source of each of its states. `blocks`: module
+    paths of the transformer blocks, in order. `linears`: name in the checkpoint -> `(n, k)` of every linear. `paths`:
+    the same names -> module paths, which differ in a few published families. `tied`: linears that share their weight
+    with the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names them.
     `experts`: name -> the expert that a linear belongs to. `sliced`: stored tensors that hold several experts.
     `notices`: matrices that stay dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the
     module whose forward is run, the whole model or the outermost one that runs on tokens alone; `text_path`: its path.

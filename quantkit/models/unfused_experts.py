@@ -15,8 +15,7 @@ class Fused(NamedTuple):
     """Describe fused experts: their number, `(n, k)` of each role, and the roles that each parameter holds.
 
     `turned` has the parameters with transposed matrices, `[k, n]`. With `interleaved`, rows of gate and up alternate.
-    `call`
-    is a key of CALLS.
+    `call` is a key of CALLS.
     """
 
     experts: int

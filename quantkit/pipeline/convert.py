@@ -133,8 +133,7 @@ def repacked(
     """Yield the tensors `names` of `src.logical()`, in that order, packed weights as `planned`.
 
     `recorded` has the facts of each linear from the source's report. The errors of a weight are raised when its item is
-    yielded:
-    LayoutError for data that the layout does not hold, CheckpointError for damaged data.
+    yielded: LayoutError for data that the layout does not hold, CheckpointError for damaged data.
     """
     repacker = Repacker(src, planned, recorded, requantize, requantize_scales)
     waiting: deque[tuple[int, Future[deque[Item]]]] = deque()

@@ -1,8 +1,7 @@
 """Upload a verified folder to the hub.
 
 Large files go first. The hub knows them by their hash, so a second attempt sends only missing files. One commit at the
-end
-makes the whole model visible.
+end makes the whole model visible.
 """
 
 from __future__ import annotations

@@ -94,8 +94,8 @@ def plan(
     """Plan the output of `quantize` from config, headers and calibration text.
 
     If `quantize` would refuse the run, the plan has its error. The error is raised only if no plan can be made. Values
-    of weights and hashes of files are not checked. `gpu_memory` are the bytes of a
-    GPU that is not here. `target` and `gpu` name a program and a GPU; the plan then lists their kernels.
+    of weights and hashes of files are not checked. `gpu_memory` are the bytes of a GPU that is not here. `target` and
+    `gpu` name a program and a GPU; the plan then lists their kernels.
     """
     run = RunOptions(**options)
     served_on = find_gpu(target, gpu)

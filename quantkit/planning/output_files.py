@@ -89,8 +89,8 @@ def disk_peak(planned: Plan, activations: int, blocks: int, mapped: int, gradien
     """Return the peak bytes of a run on the disk, by part.
 
     `activations` are the bytes of all hidden states, 0 without calibration. Two of their snapshots stay until the end,
-    and a third exists while the older one is replaced. `mapped` are the bytes of stores that are files.
-    `gradients` are the bytes of one block's, 0 without any; they too stay until the end.
+    and a third exists while the older one is replaced. `mapped` are the bytes of stores that are files. `gradients` are
+    the bytes of one block's, 0 without any; they too stay until the end.
     """
     saved = max(0, blocks - 1)
     written, kept = max(

@@ -219,9 +219,8 @@ def plan_quantize(
 
     `goals` has the goal of each linear (None: by name in the recipe). `tied` are the linears that share their weight
     with the embeddings. `inside` names the tensors of the decoder's blocks (None: by their numbers). The free disk
-    space is that
-    at `out`. `device` is where the run would compute (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU
-    that is not here.
+    space is that at `out`. `device` is where the run would compute (None: a GPU if there is one); `gpu_memory` are the
+    bytes of a GPU that is not here.
     """
     layout = recipe.output_layout
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals

@@ -42,10 +42,10 @@ GPU_COUNTS = (1, 2, 4, 8)
 class Kind:
     """The linears of one kind, from all blocks.
 
-    `name` has N in place of the numbers, `members` are the last name parts of the linears that an engine joins.
-    `shape` is `[n, k]` of the joined linear, of one expert if they are `experts`. `kernel` is None if there is none, or
-    if it is not known; `why` says more. `gpus` are the counts of `GPU_COUNTS` that split it evenly, None if unknown.
-    Among them, `copied` are the counts that copy key and value heads.
+    `name` has N in place of the numbers, `members` are the last name parts of the linears that an engine joins. `shape`
+    is `[n, k]` of the joined linear, of one expert if they are `experts`. `kernel` is None if there is none, or if it
+    is not known; `why` says more. `gpus` are the counts of `GPU_COUNTS` that split it evenly, None if unknown. Among
+    them, `copied` are the counts that copy key and value heads.
     """
 
     name: str

@@ -16,9 +16,8 @@ SHOWN = 3
 def require_effect(recipe: Recipe, linears: Collection[str], dense: Collection[str]) -> list[str]:
     """Raise RecipeError with a line for each skip or override that changes nothing.
 
-    `linears` names all linears, and `dense` the other matrices that stay dense, which a skip may name.
-    The default skip may match nothing, as not every model has such a linear: a remark for each such pattern is
-    returned.
+    `linears` names all linears, and `dense` the other matrices that stay dense, which a skip may name. The default skip
+    may match nothing, as not every model has such a linear: a remark for each such pattern is returned.
     """
     lines, remarks = [], []
     for pattern in recipe.skip:

@@ -37,8 +37,7 @@ Kind = Literal["data set", "hub", "packaged", "plain text", "records"]
 class _Named:
     """Describe a data set: its hub repository, text column, splits, and how evaluation joins its rows.
 
-    Texts are joined as for the published perplexities (ALGORITHMS 15). `rows` and
-    `test_rows` bound the download.
+    Texts are joined as for the published perplexities (ALGORITHMS 15). `rows` and `test_rows` bound the download.
     """
 
     repository: str

@@ -55,8 +55,8 @@ def _remove_starved(block: LoadedBlock, tasks: list[Task]) -> None:
 def _add_up(run: Run, tasks: Sequence[Task]) -> None:
     """Choose the ranks that solve the tasks, and put the sum of the Hessians of all ranks there.
 
-    Several tasks are divided over the ranks. A single task is divided by rows, so all ranks need its Hessian. The
-    parts are added in the order of the ranks.
+    Several tasks are divided over the ranks. A single task is divided by rows, so all ranks need its Hessian. The parts
+    are added in the order of the ranks.
     """
     if run.ranks.count == 1 or not tasks:
         return

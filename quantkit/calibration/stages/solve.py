@@ -1,7 +1,7 @@
 """Quantize or prune the linears of a group, given their weights and one Hessian.
 
-Weights of one scheme are solved as one tall weight: rows never interact, and the factor is the same
-(ALGORITHMS 2). An unusable Hessian is an error, or leads to RTN with a warning if the recipe allows it.
+Weights of one scheme are solved as one tall weight: rows never interact, and the factor is the same (ALGORITHMS 2). An
+unusable Hessian is an error, or leads to RTN with a warning if the recipe allows it.
 """
 
 from __future__ import annotations

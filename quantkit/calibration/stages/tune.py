@@ -1,9 +1,9 @@
 """Tune the solved linears of one block together towards the unquantized model's hidden states.
 
-The inputs come from the quantized blocks before it. The target is the hidden state of the unquantized model
-after the block, so a block also makes up for the errors of earlier blocks. Output gradients, if the run has them,
-weigh the channels of the error. An eighth of the sequences is held out; the codes and scales of least error on them are
-taken, the start included (ALGORITHMS 8.1).
+The inputs come from the quantized blocks before it. The target is the hidden state of the unquantized model after the
+block, so a block also makes up for the errors of earlier blocks. Output gradients, if the run has them, weigh the
+channels of the error. An eighth of the sequences is held out; the codes and scales of least error on them are taken,
+the start included (ALGORITHMS 8.1).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Tune(Stage):
         """Tune the solved linears; list them anew, in the same order.
 
         Facts: `untuned_error` and `tuned_error` are the held-out squared errors of the block's hidden states before and
-        after `tuned_step` steps, relative to their squares. `tuned_changed` counts codes. Losses
-        are not recomputed: they are reported as losses of untuned codes (`untuned_loss`).
+        after `tuned_step` steps, relative to their squares. `tuned_changed` counts codes. Losses are not recomputed:
+        they are reported as losses of untuned codes (`untuned_loss`).
         """
         solved = {name.removesuffix(".weight"): item for name, item in block.solved.items()}
         solved = {name: item for name, item in solved.items() if name not in block.uncalled}
