@@ -24,7 +24,7 @@ def started() -> int:
 
 
 def silence_others() -> None:
-    """Let only the first of several processes print; a traceback, which is of a bug, is printed by any."""
+    """Let only the first of several processes print, except for tracebacks of bugs."""
     if started() == 1 or os.environ["RANK"] == "0":
         return
 

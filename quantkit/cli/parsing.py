@@ -19,7 +19,7 @@ SECTIONS = ("Basic", "Calibration", "Method", "Output", "Advanced")
 OTHERS = "Other"
 #: Where a context says that help shows every option.
 EVERYTHING = "quantkit.everything"
-#: Commands of former versions, and what they are now.
+#: Commands of former versions, and their replacements.
 GONE = {"run": "quantkit quantize MODEL -o OUT --recipe RECIPE"}
 #: Least similarity of a suggestion (difflib's ratio, dashes not counted). At 0.6 words are suggested that only share
 #: some letters.
@@ -27,7 +27,7 @@ CUTOFF = 0.75
 
 
 def moved(keys: Iterable[Key]) -> dict[str, str]:
-    """Return what an option of former versions is now, by its name."""
+    """Describe the replacement of an option of former versions, by its name."""
     distill = "quantkit distill OUT --against MODEL"
     found = {"--dry-run": "quantkit plan", "--distill": distill, "--distill-codes": distill} if keys else {}
     for key in keys:

@@ -313,7 +313,7 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Read a value that `_Pickler` wrote, with its tensors beside it."""
+    """Read a value that `_Pickler` wrote; its tensors are passed separately."""
 
     def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)

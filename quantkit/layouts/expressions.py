@@ -2,7 +2,7 @@
 
 Configs and recipes are written by strangers, and `re` has no limit: `(a+)+$` takes hours on one name. The engine here
 is `regex`, which transformers requires too: it has the syntax of `re`, and a limit of time. An engine without
-backtracking would refuse lookahead, which published configs use, and our own compressed-tensors configs too.
+backtracking would refuse lookahead. Published configs use it, and so do our own compressed-tensors configs.
 """
 
 from __future__ import annotations

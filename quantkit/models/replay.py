@@ -67,8 +67,8 @@ class Replay:
     ) -> Iterator[None]:
         """Record the call made inside, if it can be made again.
 
-        `version` is the hidden state's version before the pass. A call that a watcher ends counts too. A call
-        that changes its arguments in place does not.
+        `version` is the hidden state's version before the pass. A call that a watcher ends counts too. A call that
+        changes its arguments in place does not.
         """
         call = None if key in self._calls else self._call(passed, version, entering, args, kwargs)
         try:
