@@ -540,7 +540,10 @@ def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[
     if recipe is None:
         return {}
     if isinstance(recipe, Recipe):
-        return recipe.to_mapping()
+        mapping = recipe.to_mapping()
+        if not recipe.size_stated:
+            del mapping["scheme"]["group_size"]
+        return mapping
     if isinstance(recipe, Mapping):
         return recipe
     shipped = shipped_recipes()

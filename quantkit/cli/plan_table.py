@@ -17,21 +17,19 @@ REPORT_AND_CARD = 2
 
 
 def format_plan(found: Plan, progress: Progress) -> str:
-    """Format a plan: the output, the memory, the weights that do not fit. -v lists every linear."""
+    """Format a plan that nothing refuses: the output, the memory. -v lists every linear."""
     dense = sum(row.scheme is None for row in found.rows)
     bits = f", {found.bits_per_weight:.3f} bits/weight" if found.bits_per_weight else ""
-    misfits = f", {len(found.misfits)} misfits" if found.misfits else ""
-    after = found.total if found.files else found.bytes
     line = (
-        f"plan: {len(found.quantized)} linears quantized, {dense} left dense{misfits}, {found.scheme}, {found.layout}; "
-        f"{format_bytes(found.source_bytes)} before, {format_bytes(after)} after{bits}"
+        f"plan: {len(found.quantized)} linears quantized, {dense} left dense, {found.scheme}, {found.layout}; "
+        f"{format_bytes(found.source_bytes)} before, {format_bytes(found.total)} after{bits}"
     )
     rows = [(row.module, list(row.shape), row.scheme or "dense", row.bytes) for row in found.rows]
     return show.of_level(progress, line, _plan(found), show.table(("linear", "shape", "scheme", "bytes"), rows))
 
 
 def _plan(found: Plan) -> str:
-    """Format a plan: the output, the memory, the weights that do not fit, the kernels that will serve it."""
+    """Format a plan: the output, the memory, the kernels that will serve it."""
     memory = found.memory.to_dict()
     needs = [f"{format_bytes(memory[kind])} {kind.upper()}" for kind in ("ram", "vram") if kind in memory]
     facts_ = found.to_dict()
@@ -42,11 +40,10 @@ def _plan(found: Plan) -> str:
             ("scheme", found.scheme),
             ("layout", found.layout),
             ("linears", f"{len(found.quantized)} quantized, {len(dense)} left dense"),
-            ("misfits", f"{len(found.misfits)} of them, counted as dense" if found.misfits else None),
             (
                 "output",
-                (f"{format_bytes(found.total)} in {len(found.files) + REPORT_AND_CARD} files, " if found.files else "")
-                + f"{found.bytes} bytes of tensors, source {format_bytes(found.source_bytes)}",
+                f"{format_bytes(found.total)} in {len(found.files) + REPORT_AND_CARD} files, "
+                f"{found.bytes} bytes of tensors, source {format_bytes(found.source_bytes)}",
             ),
             ("share", f"{100 * found.share:.2f} % of the decoder's weights" if found.share is not None else None),
             ("bits/weight", f"{found.bits_per_weight:.3f} with scales" if found.bits_per_weight else None),

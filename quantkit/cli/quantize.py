@@ -149,10 +149,7 @@ def _produce(
     progress: Progress,
 ) -> None:
     from quantkit import api
-    from quantkit.recipes.goals import label
 
-    layout = f", in the layout {recipe.layout}" if recipe.layout else ""
-    progress.note(f"{label(recipe.scheme)} by {recipe.method}{layout}")
     with pushed(out, publishing, progress, running["device"]):
         report = api.produce(model, out, recipe, progress=progress, **publishing, **running)
         emit(show.as_json(report) if as_json else show.report(report, progress))
@@ -171,7 +168,8 @@ def _plan(
 
     told = progress if progress.quiet else None  # the table lists all warnings, one line does not
     found = pipeline.plan(model, recipe, out=out, progress=told, **asked, **running)
-    emit(show.as_json(found.to_dict()) if as_json else format_plan(found, progress))
+    if as_json or found.refusal is None:
+        emit(show.as_json(found.to_dict()) if as_json else format_plan(found, progress))
     if found.refusal is not None:
         raise found.refusal
 

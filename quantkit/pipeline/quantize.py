@@ -42,6 +42,7 @@ from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
 from quantkit.pipeline.opening import require_complete_source, require_right_weights
 from quantkit.pipeline.publish import Measure, finish, publish_complete, write
+from quantkit.planning.group_sizes import with_group_size
 from quantkit.planning.memory import GRADIENTS
 from quantkit.planning.output_files import disk_peak, output_files, report_bytes
 from quantkit.planning.plan import Plan, disk_problem, plan_quantize
@@ -73,10 +74,11 @@ class _Led(NamedTuple):
 
 
 class _Job(NamedTuple):
-    """Hold a source, its model, the goal of each linear (None: left dense), and the plan."""
+    """Hold a source, its model, the recipe as it fits them, the goal of each linear (None: left dense), the plan."""
 
     src: Checkpoint
     model: BlockRunner
+    recipe: Recipe
     chosen: dict[str, Goal | None]
     plan: Plan
 
@@ -103,7 +105,7 @@ def plan(
     if target is not None and served_on is not None and job.plan.folder is not None:
         job = job._replace(plan=replace(job.plan, serving=serving(job.plan.rows, job.plan.folder, target, *served_on)))
     try:
-        job, _, text = _require_runnable(job, recipe, None if out is None else Path(out), run)
+        job, text = _require_runnable(job, None if out is None else Path(out), run)
     except QuantkitError as error:
         return replace(job.plan, refusal=error)
     return replace(job.plan, calibration=text.facts, remarks=(*job.plan.remarks, *text.warnings, *text.notices))
@@ -127,6 +129,9 @@ def _survey(
             Words("use", Command("quantize", Setting("prune", "2:4"))),
             subject=src.path,
         )
+    recipe, sized = with_group_size(
+        recipe, skeleton.linears, lambda each: goals_of(each, skeleton.paths, skeleton.kept_dense)
+    )
     chosen = goals_of(recipe, skeleton.paths, skeleton.kept_dense)
     names = {name for linear, path in skeleton.paths.items() for name in (linear, path)}
     unused = require_effect(recipe, sorted(names), skeleton.kept_dense)
@@ -142,24 +147,25 @@ def _survey(
         act_budget=run.act_budget,
         gpu_memory=gpu_memory,
     )
-    planned = replace(planned, remarks=(*planned.remarks, *_remarks(recipe, skeleton, chosen), *unused))
+    planned = replace(planned, remarks=(*sized, *planned.remarks, *_remarks(recipe, skeleton, chosen), *unused))
     if recipe.fused_alike:
         asked = goals_of(replace(recipe, fused_alike=False), skeleton.paths, skeleton.kept_dense)
         planned = replace(planned, remarks=(*planned.remarks, *changes(asked, chosen)))
-    job = _Job(src, skeleton, chosen, planned)
-    return job if planned.misfits else job._replace(plan=_with_files(job, recipe))
+    job = _Job(src, skeleton, recipe, chosen, planned)
+    return job if planned.misfits else job._replace(plan=_with_files(job))
 
 
-def _with_files(job: _Job, recipe: Recipe) -> Plan:
+def _with_files(job: _Job) -> Plan:
     """Return the plan with the files of the output. A config can be made only if the layout holds all weights."""
-    output = output_files(job.src, job.plan, recipe.output_layout, _schemes(job, recipe), recipe, _units(job, recipe))
+    recipe = job.recipe
+    output = output_files(job.src, job.plan, recipe.output_layout, _schemes(job), recipe, _units(job))
     planned = replace(job.plan, files=output.files, before_last=output.before_last)
     return replace(planned, report_bytes=report_bytes(job.src, planned))
 
 
-def _units(job: _Job, recipe: Recipe) -> Iterator[list[str]]:
+def _units(job: _Job) -> Iterator[list[str]]:
     """Yield the tensors of the source in the units that the run commits."""
-    if not recipe.calibrated:
+    if not job.recipe.calibrated:
         yield from _streamed_units(job.src, job.src.names())
         return
     for block in range(len(job.model.blocks)):
@@ -167,12 +173,13 @@ def _units(job: _Job, recipe: Recipe) -> Iterator[list[str]]:
     yield job.model.stored(None)
 
 
-def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptions) -> tuple[_Job, Recipe, Calibration]:
-    """Raise the first error that needs no computation; return the job, its recipe and the calibration sequences.
+def _require_runnable(job: _Job, out: Path | None, run: RunOptions) -> tuple[_Job, Calibration]:
+    """Raise the first error that needs no computation; return the job and the calibration sequences.
 
-    `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. The recipe of the output
+    `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. The recipe of the job then
     names the text that was used.
     """
+    recipe = job.recipe
     job.plan.require()
     if run.progress is not None:
         for notice in job.plan.notices:
@@ -197,14 +204,14 @@ def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptio
         )
     # This comes before anything that takes memory, and before a text is downloaded.
     job.plan.memory.of_sequences(0, run.act_budget).require()
-    layout, stated = recipe.output_layout, _schemes(job, recipe)
+    layout, stated = recipe.output_layout, _schemes(job)
     if layout is not None and stated is not None:
         require_right_weights(job.model.module, job.src, layout, stated, job.plan, run.trust_remote_code)
     before = None
     if out is not None:
         before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.path)
     if before is not None and run.resume and is_complete(before):
-        return job, recipe, Calibration([], {})  # only the last step is left
+        return job, Calibration([], {})  # only the last step is left
     text = Calibration([], {})
     if recipe.calibrated:
         text = calibration_text(recipe.calibration, job.src, job.model, run.progress)
@@ -212,7 +219,8 @@ def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptio
         check_sequences(recipe, job.model, text.sequences)
     if text.facts.get("source") == PACKAGED:
         recipe = with_packaged_text(recipe)
-        job = job._replace(plan=_with_files(job, recipe))
+        job = job._replace(recipe=recipe)
+        job = job._replace(plan=_with_files(job))
     lengths = [len(sequence) for sequence in text.sequences]
     tokens = sum(lengths)
     of_rank = max(sum(lengths[part.start : part.stop]) for part in split_documents(lengths, count))
@@ -220,7 +228,7 @@ def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptio
     memory.require()
     job = job._replace(plan=replace(job.plan, memory=memory))
     if before is not None and run.resume:
-        require_same(before, _known_identity(job, recipe, text.facts), difference)
+        require_same(before, _known_identity(job, text.facts), difference)
     if out is not None:
         activations = job.plan.memory.token_bytes * tokens
         gradients = (
@@ -235,7 +243,7 @@ def _require_runnable(job: _Job, recipe: Recipe, out: Path | None, run: RunOptio
         problem = disk_problem(job.plan, out, most, parts[GRADIENTS] if largest == GRADIENTS else 0)
         if problem is not None:
             raise CheckpointError(problem)
-    return job, recipe, text
+    return job, text
 
 
 def prune(
@@ -330,8 +338,11 @@ def _quantize(
     command = "prune" if recipe.layout is None else "quantize"
     with clock.phase("prepare"):
         job = _survey(_dense_source(model, run), recipe, out, run)
-        asked = recipe
-        job, recipe, text = _require_runnable(job, asked, out, run)
+        asked = job.recipe
+        layout = f", in the layout {asked.layout}" if asked.layout else ""
+        progress.note(f"{label(asked.scheme)} by {asked.method}{layout}")
+        job, text = _require_runnable(job, out, run)
+        recipe = job.recipe
         require_devices(job.model.device, here)
     src = job.src
     revision = _revision(src, run.revision)
@@ -345,7 +356,7 @@ def _quantize(
         writer = CheckpointWriter(partial, like=src, layout=recipe.output_layout)
         report = {
             **heading(command, name_of(model), revision, {}, base),
-            **_known(job, recipe),
+            **_known(job),
             "calibration": text.facts,
         }
         report["notices"] += [*text.warnings, *text.notices, *lacking]
@@ -398,7 +409,7 @@ def _quantize(
             src,
             partial,
             out,
-            _schemes(job, recipe),
+            _schemes(job),
             report,
             job.plan.share,
             clock,
@@ -478,17 +489,18 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
     return found
 
 
-def _schemes(job: _Job, recipe: Recipe) -> Schemes | None:
+def _schemes(job: _Job) -> Schemes | None:
     """State the checkpoint's schemes, with every exception under its exact name; None if weights stay dense.
 
     In a few families a linear has another name in the model than in the checkpoint. Public readers go by the model's.
     """
-    if not isinstance(recipe.scheme, Scheme):
+    usual = job.recipe.scheme
+    if not isinstance(usual, Scheme):
         return None
     paths = job.model.paths
     named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, paths.get(m, m)))]
-    overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != recipe.scheme)
-    return Schemes(recipe.scheme, overrides, ignore=tuple(name for name, s in named if s is None))
+    overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != usual)
+    return Schemes(usual, overrides, ignore=tuple(name for name, s in named if s is None))
 
 
 def _revision(src: Checkpoint, asked: str | None) -> str | None:
@@ -526,8 +538,9 @@ def with_packaged_text(recipe: Recipe) -> Recipe:
     return recipe if calib.chosen else replace(recipe, calibration=replace(calib, data=PACKAGED))
 
 
-def _known(job: _Job, recipe: Recipe) -> dict[str, Any]:
+def _known(job: _Job) -> dict[str, Any]:
     """Collect the report's entries that are known before the work."""
+    recipe = job.recipe
     return {
         "recipe": without_paths(recipe).to_mapping(),
         "recipe_sha256": without_paths(recipe).sha256(),
@@ -542,7 +555,7 @@ def _known(job: _Job, recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _known_identity(job: _Job, recipe: Recipe, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _known_identity(job: _Job, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the part of a run's identity that needs no weights."""
-    report = {**heading("", "", None, {}), **_known(job, recipe), "calibration": facts}
+    report = {**heading("", "", None, {}), **_known(job), "calibration": facts}
     return {key: value for key, value in identity(report).items() if key != "source"}

@@ -6,7 +6,7 @@ An option is offered only after the layouts' own `check` has accepted it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -61,7 +61,8 @@ def ways_out(
             if recipe is not None and _padding_helps(group, layout):
                 options.append(Words("add", Setting("pad", True), FILLED))
         if recipe is not None and not everything:
-            options.append(Words("leave them dense with", Setting("skip", _skip_pattern(group, schemes))))
+            pattern = skip_pattern([misfit.module for misfit in group], schemes)
+            options.append(Words("leave them dense with", Setting("skip", pattern)))
         last = "quantize the original model in another way" if recipe is None else "download or convert the model again"
         lines.append(LayoutError(f"{rule}: {_by_shape(group)}", *(options[:MOST_OPTIONS] or [last])).typed)
     return tuple(lines)
@@ -141,9 +142,8 @@ def _dense_integers(group: list[Misfit]) -> bool:
     return all(s.symmetric and not s.format.is_float and s.sparsity is None for s in schemes)
 
 
-def _skip_pattern(group: list[Misfit], schemes: Mapping[str, Goal | None]) -> str:
-    """Make a --skip pattern for exactly this group: by last name parts if these match no other linear."""
-    modules = {misfit.module for misfit in group}
+def skip_pattern(modules: Collection[str], schemes: Mapping[str, Goal | None]) -> str:
+    """Make a --skip pattern for exactly these linears: by last name parts if these match no other one."""
     leaves = sorted({module.rpartition(".")[2] for module in modules})
     same = {m for m, scheme in schemes.items() if scheme is not None and m.rpartition(".")[2] in leaves}
-    return "|".join(re.escape(name) for name in (leaves if same == modules else sorted(modules)))
+    return "|".join(re.escape(name) for name in (leaves if same == set(modules) else sorted(modules)))

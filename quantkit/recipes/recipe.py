@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,10 @@ class Recipe(RecipeKeys):
 
     `scheme` is the goal of every linear, and `layout` how its codes are stored. If the goal is 2:4 without codes, the
     weights stay dense: there is no `layout`, and `method` and `prune` are the rule that chooses the mask.
-    docs/recipes.md describes each key.
+    docs/recipes.md describes each key. A group size that was not `size_stated` gives way to one that fits the model.
     """
+
+    size_stated: bool = field(default=True, compare=False)
 
     @property
     def calibrated(self) -> bool:
@@ -191,7 +193,8 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     """Read a recipe, with the defaults of its format; RecipeError names an unknown key or a wrong value."""
     refuse_gone(mapping)
     asked = read(mapping, keys_of(kind))
-    scheme = _scheme(**asked.pop("scheme", {}))
+    form = asked.pop("scheme", {})
+    scheme = _scheme(**form)
     integer = not scheme.format.is_float
     method: Method = asked.setdefault("method", "gptq" if integer else "rtn")
     asked.setdefault("clip", "search" if integer or method == "gptq" else "none")
@@ -204,7 +207,8 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     asked["prune"] = _prune_rule(asked.get("prune"), method, schemes)
     fixed = {name: asked[name] for name in ("clip", "metric", "signed", "prune") if asked[name] is not None}
     gptq = Options(**{"descent": DESCENT if refined else 0, **asked.pop("gptq", {})}, **fixed)
-    found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **_read_shared(asked))
+    shared = _read_shared(asked)
+    found = kind(scheme=scheme, overrides=overrides, gptq=gptq, size_stated="group_size" in form, **shared)
     _check(found)
     return found
 

@@ -35,10 +35,11 @@ class SchemeKeys:
     group_size: Positive | Literal["channel"] | None = key(
         "Weights of a row that share a scale, or channel for the whole row",
         default=None,
-        usual="int4: 128, fp: channel",
+        usual="int4: 128, 64 or 32, fp: channel",
         level="shown",
         section="Basic",
         typed='int | Literal["channel"] | None',
+        more="INT4 takes the widest of 128, 64 and 32 that divides every width, with a notice.",
         when="64 or 32 for accuracy, at 0.125 or 0.375 more bits.",
     )
     symmetric: bool = key(

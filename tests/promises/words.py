@@ -158,7 +158,7 @@ ERRORS = (
     f"convert gptq-to-awq act-order {TO}",
     f"pack odd-int4 --layout marlin {TO}",
     f"quantize odd --group-size channel --layout marlin {RTN} -o out",
-    f"quantize odd {RTN} -o out",
+    f"quantize odd --group-size 128 {RTN} -o out",
     "plan odd --group-size channel --layout tcfpx --method rtn",
     f"quantize model --group-size 96 {RTN} -o out",
     f"quantize model --layout marlin --group-size 64 {RTN} -o out",
