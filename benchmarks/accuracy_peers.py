@@ -1,35 +1,41 @@
 """Judge folders of any quantizer by one protocol, and quantkit's own recipes too, on the same calibration tokens.
 
-A folder is decoded to float32. Each row has perplexity, KL divergence from the unquantized model, and top-1 agreement,
-on the first windows of each text, and the seconds that its quantizer took. The scripts in `benchmarks/peers` make the
-folders of other packages. The logits of the unquantized model are computed once and kept in `--cache`.
+A folder is decoded to float32. Each row has, on the first windows of each text, perplexity, the KL divergence from the
+unquantized model with its interval and tails, and top-1 agreement, and the seconds that its quantizer took. The scripts
+in `benchmarks/peers` make the folders of other packages. The unquantized model stays loaded and runs beside each one.
+
+Rows that the CSV has already are skipped. A failed row is printed, and the next one runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-import hashlib
 import json
-import math
+import sys
 import tempfile
 import time
-from collections.abc import Mapping
+import traceback
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 import quantkit
 from benchmarks.accuracy import INT4_ABSMAX, PUBLISHED, REFINED, UNQUANTIZED, save
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.evaluation.windows import ROWS, window_logits, windows
+from quantkit.evaluation.divergence import TokenValues, token_values
+from quantkit.evaluation.perplexity import exponential
+from quantkit.evaluation.windows import Windows, cut
+from quantkit.keys import keys_of
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.distill import distill
 from quantkit.pipeline.inspection import describe
 from quantkit.pipeline.quantize import quantize
-from quantkit.recipes.recipe import from_mapping, merge
+from quantkit.recipes.recipe import from_mapping, from_pairs, merge
+from quantkit.recipes.schema import RecipeKeys
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 DEFAULT = {"scheme": {"format": "int4"}}
@@ -71,45 +77,58 @@ DISTILLED = {name: "codes" in name for name in RECIPES if "distill" in name}
 #: Columns of a run, from `peer.json` or from `run`.
 FACTS = ("version", "seconds", "cpu_seconds", "device", "torch")
 KEY = ("model", "name", "seed")
-NO_PREFIX = torch.tensor([], dtype=torch.int64)
+#: A text of fewer windows than `FEWEST` is cut into windows of `SHORT` tokens.
+FEWEST, SHORT = 4, 256
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, required=True)
-    parser.add_argument("--text", type=Path, nargs="+", required=True, help="evaluation texts, named by their folders")
+    parser.add_argument("--text", nargs="+", required=True, metavar="NAME=FILE", help="evaluation texts")
     parser.add_argument("--folder", nargs="*", default=[], metavar="NAME=FOLDER", help="quantized folders to judge")
     parser.add_argument("--recipe", nargs="*", default=[], choices=RECIPES, help="recipes of quantkit to run and judge")
+    parser.add_argument("--set", nargs="*", default=[], metavar="KEY=VALUE", help="keys of all recipes, part of names")
+    parser.add_argument("--group-size", type=int, help="of all INT4 recipes; part of the names")
     parser.add_argument("--calib", help="calibration text of the recipes")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0], help="seeds of the calibration tokens")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--window", type=int, default=1024)
     parser.add_argument("--windows", type=int, help="judge the first windows of each text only")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--cache", type=Path, required=True, help="folder for the unquantized model's logits")
     parser.add_argument("-o", "--out", type=Path, required=True, help="CSV; rows of other models and names stay")
     args = parser.parse_args()
     if args.recipe and not args.calib:
         parser.error("--recipe needs --calib")
+    have = {tuple(row[key] for key in KEY) for row in read(args.out)}
+    reference = load_dense_model(Checkpoint(args.model), device=args.device)
+    texts = dict(read_text(args, reference, *each.partition("=")[::2]) for each in args.text)
+    failed = []
 
-    texts = {path.parent.name: windows_and_logits(args, path) for path in args.text}
+    def add(name: str, seed: int | str, make: Callable[[Path], tuple[Path, Mapping[str, Any]]]) -> None:
+        if (args.model.name, name, str(seed)) in have:
+            return
+        try:
+            with tempfile.TemporaryDirectory() as scratch:
+                folder, facts = make(Path(scratch) / "out")
+                judged = judge(reference, folder, texts, args.device)
+        except Exception:  # the other rows may well be made
+            traceback.print_exc()
+            print(f"FAILED: {name}, seed {seed}", flush=True)
+            failed.append(name)
+            return
+        row = {"model": args.model.name, "name": name, "seed": str(seed), **facts, **judged}
+        print(json.dumps(row), flush=True)
+        save([*read(args.out), row], args.out)
 
-    def add(name: str, seed: int | str, folder: Path, facts: Mapping[str, Any]) -> None:
-        row = {"model": args.model.name, "name": name, "seed": seed, **facts, **judge(args, folder, texts)}
-        print(row, flush=True)
-        rows = {tuple(row[key] for key in KEY): row for row in read(args.out)}
-        save(list({**rows, tuple(str(row[key]) for key in KEY): row}.values()), args.out)
-
-    if not args.folder and not args.recipe:
-        add(UNQUANTIZED, "", args.model, dict.fromkeys(FACTS, ""))
+    add(UNQUANTIZED, "", lambda _: (args.model, dict.fromkeys(FACTS, "")))
     for each in args.folder:
         name, _, folder = each.partition("=")
-        found = json.loads((Path(folder) / "peer.json").read_text())
-        add(name, args.seeds[0], Path(folder), {key: found[key] for key in FACTS})
+        add(name, args.seeds[0], partial(peer, Path(folder)))
     for name in args.recipe:
+        shown, recipe = changed(args, name)
         for seed in args.seeds:
-            with tempfile.TemporaryDirectory() as scratch:
-                add(name, seed, Path(scratch) / "out", run(args, name, seed, Path(scratch) / "out"))
+            add(shown, seed, partial(run, args, name, recipe, seed))
+    sys.exit(1 if failed else 0)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -120,8 +139,40 @@ def read(path: Path) -> list[dict[str, Any]]:
         return list(csv.DictReader(file))
 
 
-def run(args: argparse.Namespace, name: str, seed: int, out: Path) -> dict[str, Any]:
-    """Quantize by a recipe into `out`, on the tokens of `peers/write_tokens.py`; return version, times and device."""
+def read_text(args: argparse.Namespace, reference: Any, name: str, file: str) -> tuple[str, Windows]:
+    """Return the name and the windows of a text, short ones where it has few tokens. BOS is the tokenizer's rule."""
+    tokenizer, text = load_tokenizer(args.model), Path(file).read_text(encoding="utf-8")
+    few = len(token_ids(tokenizer, text, special=False)) < FEWEST * args.window
+    window = min(SHORT, args.window) if few else args.window
+    tokens = args.windows * window if args.windows else None
+    found = cut([reference], tokenizer, text, window=window, tokens=tokens)
+    print(f"{name}: {found.protocol}", flush=True)
+    return name, found
+
+
+def peer(folder: Path, _: Path) -> tuple[Path, dict[str, Any]]:
+    """Return a folder, and the facts of its run that a script of `benchmarks/peers` wrote."""
+    found = json.loads((folder / "peer.json").read_text())
+    return folder, {key: found[key] for key in FACTS}
+
+
+def changed(args: argparse.Namespace, name: str) -> tuple[str, dict[str, Any]]:
+    """Return a recipe as the command line changes it, and its name, which says so."""
+    recipe: dict[str, Any] = dict(RECIPES[name])
+    group = args.group_size and recipe.get("scheme", {}).get("format", "int4") == "int4"
+    if group:
+        recipe = merge(recipe, {"scheme": {"group_size": args.group_size}})
+    recipe = merge(recipe, from_pairs(args.set, keys_of(RecipeKeys)))
+    return ", ".join([f"{name} g{args.group_size}" if group else name, *args.set]), recipe
+
+
+def run(
+    args: argparse.Namespace, name: str, settings: Mapping[str, Any], seed: int, out: Path
+) -> tuple[Path, dict[str, Any]]:
+    """Quantize by a recipe into `out`, on the tokens of `peers/write_tokens.py`; return it, version, times and device.
+
+    A recipe of `DISTILLED` is distilled too.
+    """
     calibration = {
         "data": args.calib,
         "samples": args.samples,
@@ -130,13 +181,13 @@ def run(args: argparse.Namespace, name: str, seed: int, out: Path) -> dict[str, 
         "lengths": "fixed",
     }
     started, used = time.perf_counter(), time.process_time()
-    recipe = from_mapping(merge(RECIPES[name], {"calibration": calibration}))
+    recipe = from_mapping(merge({"calibration": calibration}, settings))
     made = out.with_name("undistilled") if name in DISTILLED else out
     quantize(args.model, made, recipe, device=args.device)
     if name in DISTILLED:
         options = {"steps": 100, "codes": DISTILLED[name]}
         distill(made, out, args.model, recipe.calibration, device=args.device, **options)
-    return {
+    return out, {
         "version": quantkit.__version__,
         "seconds": round(time.perf_counter() - started, 1),
         "cpu_seconds": round(time.process_time() - used, 1),
@@ -145,50 +196,35 @@ def run(args: argparse.Namespace, name: str, seed: int, out: Path) -> dict[str, 
     }
 
 
-@torch.inference_mode()
-def judge(args: argparse.Namespace, folder: Path, texts: Mapping[str, tuple[list[Tensor], Tensor]]) -> dict[str, Any]:
-    """Return the stored bits per weight of a folder and, for each text, perplexity, KL divergence and top-1 agreement.
+def judge(reference: Any, folder: Path, texts: Mapping[str, Windows], device: str) -> dict[str, Any]:
+    """Return the stored bits per weight of a folder and, for each text, the figures of `quantkit eval ppl` and `kld`.
 
-    Perplexity predicts all tokens of a window but the first, as `quantkit eval ppl` does. KL and top-1 are over all
-    positions, as in `quantkit eval kld`, with softmax in float32 and the sum in float64.
+    KL divergences are in thousandths of a nat; `_above` is the share of tokens above 0.1 nat.
     """
     src = Checkpoint(folder)
     bits = describe(src)["bits_per_weight"]
-    model = load_dense_model(src, device=args.device)
+    model = load_dense_model(src, device=device)
     row: dict[str, Any] = {"bits": "" if bits is None else round(bits, 3)}
-    for text, (parts, reference) in texts.items():
-        nll = kl = agree = 0.0
-        for number, (part, theirs) in enumerate(zip(parts, reference, strict=True)):
-            ours = window_logits(model, part, NO_PREFIX, number)
-            nll += float(torch.nn.functional.cross_entropy(ours[:-1], part[1:].to(ours.device), reduction="sum"))
-            for p, q in zip(theirs.to(ours.device).split(ROWS), ours.split(ROWS), strict=True):
-                agree += float((p.argmax(-1) == q.argmax(-1)).sum())
-                p, q = p.log_softmax(-1), q.log_softmax(-1)
-                kl += float((p.exp() * (p - q)).sum(-1, dtype=torch.float64).sum())
-        count = len(parts) * args.window
-        row[f"{text}_ppl"] = round(math.exp(nll / (count - len(parts))), 4)
-        row[f"{text}_kl_x1e3"] = round(1e3 * kl / count, 4)
-        row[f"{text}_top1"] = round(agree / count, 5)
-        row[f"{text}_tokens"] = count
+    for text, pieces in texts.items():
+        found = token_values(reference, [model], pieces)[1]
+        row |= {f"{text}_{key}": value for key, value in columns(found).items()}
     return row
 
 
-def windows_and_logits(args: argparse.Namespace, path: Path) -> tuple[list[Tensor], Tensor]:
-    """Return the windows of a text and the unquantized model's logits `[windows, tokens, v]` on them, in float32.
-
-    The logits are kept under a hash of the tokens and of the model's files.
-    """
-    tokens = token_ids(load_tokenizer(args.model), path.read_text(encoding="utf-8"), special=False)
-    parts = [part for _, part in windows(tokens, args.window, args.window, None, "", args.windows)]
-    seen = hashlib.sha256(torch.stack(parts).numpy().tobytes())
-    for file in sorted(args.model.glob("*.safetensors")):
-        seen.update(file.read_bytes())
-    kept = args.cache / f"{seen.hexdigest()[:16]}.pt"
-    if not kept.exists():
-        model = load_dense_model(Checkpoint(args.model), device=args.device)
-        args.cache.mkdir(parents=True, exist_ok=True)
-        torch.save(torch.stack([window_logits(model, part, NO_PREFIX, 0).cpu() for part in parts]), kept)
-    return parts, torch.load(kept, mmap=True)
+def columns(found: TokenValues) -> dict[str, Any]:
+    """Return the columns of one text."""
+    figures = found.figures()
+    thousandths = {
+        key.replace("kld", "kl_x1e3"): "" if figures[key] is None else round(1e3 * figures[key], 4)
+        for key in ("kld", "kld_low", "kld_high", "kld_median", "kld_p99", "kld_p999")
+    }
+    return {
+        "ppl": round(exponential(found.nll()), 4),
+        **thousandths,
+        "above": round(figures["kld_above"], 5),
+        "top1": round(figures["top1"], 5),
+        "tokens": found.kl.numel(),
+    }
 
 
 if __name__ == "__main__":

@@ -73,7 +73,7 @@ def measure(args: argparse.Namespace, name: str, tuned: str) -> dict[str, Any]:
     row: dict[str, Any] = {"distillation": report.get("distillation"), "phases": report["phases"]}
     row |= {"peak_memory": report["totals"]["peak_memory"], "threads": torch.get_num_threads()}
     for path in args.text:
-        text, options = path.read_text(encoding="utf-8"), {"window": args.window, "most": args.windows}
+        text, options = path.read_text(encoding="utf-8"), {"window": args.window, "tokens": args.window * args.windows}
         found = kld(model, reference, words, text, **options)
         before, after = (perplexity(each, words, text, **options).perplexity for each in (reference, model))
         row[path.parent.name] = {"kl_x1e3": 1e3 * found.kld, "before": before, "after": after}

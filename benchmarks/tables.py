@@ -43,19 +43,21 @@ def main() -> None:
 def peers(rows: list[dict[str, str]]) -> None:
     """Print one table a model: each quantizer's mean over seeds and, of KL divergence, the standard deviation too."""
     for model in dict.fromkeys(row["model"] for row in rows):
-        tokens = next(row["wikitext2_tokens"] for row in rows if row["model"] == model)
-        print(f"\n{model}, first {tokens} tokens of each text\n")
-        on_cpu = all(row["device"] in ("", "cpu") for row in rows if row["model"] == model)
-        seconds = "cpu_seconds" if on_cpu else "seconds"
-        columns = ["KL ×10³: WikiText-2", "PTB", "perplexity: WikiText-2", "PTB", "CPU s" if on_cpu else "s"]
-        print(f"| quantizer | version | seeds | bits | {' | '.join(columns)} |")
-        print("|---|---|---|---|---|---|---|---|---|")
-        for name in dict.fromkeys(row["name"] for row in rows if row["model"] == model):
-            same = [row for row in rows if (row["model"], row["name"]) == (model, name)]
-            kl = [_mean(same, f"{text}_kl_x1e3", 2, spread=True) for text in ("wikitext2", "ptb")]
-            perplexity = [_mean(same, f"{text}_ppl", 3) for text in ("wikitext2", "ptb")]
+        ours = [row for row in rows if row["model"] == model]
+        names = [name.removesuffix("_tokens") for name in ours[0] if name.endswith("_tokens") and ours[0][name]]
+        texts = {name: {"wikitext2": "WikiText-2", "ptb": "PTB", "c4": "C4"}.get(name, name) for name in names}
+        tokens = ", ".join(f"{ours[0][f'{name}_tokens']} of {shown}" for name, shown in texts.items())
+        print(f"\n{model}, first tokens: {tokens}\n")
+        on_cpu = all(row["device"] in ("", "cpu") for row in ours)
+        columns = [f"{shown} {figure}" for figure in ("KL ×10³", "perplexity") for shown in texts.values()]
+        print(f"| quantizer | version | seeds | bits | {' | '.join(columns)} | {'CPU s' if on_cpu else 's'} |")
+        print(f"|---|---|---|---|---|{'---|' * len(columns)}")
+        for name in dict.fromkeys(row["name"] for row in ours):
+            same = [row for row in ours if row["name"] == name]
+            kl = [_mean(same, f"{text}_kl_x1e3", 2, spread=True) for text in texts]
+            perplexity = [_mean(same, f"{text}_ppl", 3) for text in texts]
             cells = [name, same[0]["version"], str(len(same)), same[0]["bits"], *kl, *perplexity]
-            print(f"| {' | '.join([*cells, _mean(same, seconds, 0)])} |")
+            print(f"| {' | '.join([*cells, _mean(same, 'cpu_seconds' if on_cpu else 'seconds', 0)])} |")
 
 
 def _mean(rows: list[dict[str, str]], column: str, digits: int, spread: bool = False) -> str:

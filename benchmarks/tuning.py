@@ -102,11 +102,10 @@ def evaluate(args: argparse.Namespace, model: Any, reference: Any) -> dict[str, 
     words, found = load_tokenizer(args.model), {}
     for path in args.text:
         text, name = path.read_text(encoding="utf-8"), path.parent.name
-        found[f"{name}_ppl"] = round(
-            perplexity(model, words, text, window=args.window, most=args.windows).perplexity, 4
-        )
+        protocol = {"window": args.window, "tokens": args.windows and args.window * args.windows}
+        found[f"{name}_ppl"] = round(perplexity(model, words, text, **protocol).perplexity, 4)
         if reference is not None:
-            divergence = kld(model, reference, words, text, window=args.window, most=args.windows)
+            divergence = kld(model, reference, words, text, **protocol)
             found[f"{name}_kl_x1e3"] = round(1e3 * divergence.kld, 3)
     return found
 

@@ -35,7 +35,6 @@ from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.evaluation.verification import Verification
 from quantkit.evaluation.verify import EDITED, UNLISTED, verify_files
 from quantkit.evaluation.verify import verify as verify_folder
-from quantkit.evaluation.windows import default_window
 from quantkit.inference.load import load as load_model
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
@@ -559,7 +558,8 @@ def eval_ppl(
     data: str | Path = "wikitext2",
     window: int | None = None,
     stride: int | None = None,
-    bos: bool = False,
+    bos: bool | None = None,
+    tokens: int | None = None,
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -569,10 +569,11 @@ def eval_ppl(
     """Measure the perplexity of a dense or quantized checkpoint.
 
     On a GPU, kernels multiply packed weights in the model's dtype. On a CPU, weights are decoded one at a time. A dense
-    model computes in float32. `data` is the name of a data set or a file. `window` and `stride` are in tokens:
-    `window` defaults to the model's longest context, at most 2048, and `stride` to the window. With `bos`, the BOS
-    token precedes every window. `check` is as for `load`. Raises a QuantkitError for a checkpoint, text or window that
-    cannot be evaluated.
+    model computes in float32. `data` is the name of a data set or a file. Only its first `tokens` tokens are read, in
+    whole windows. `window` and `stride` are in tokens: `window` defaults to the model's longest context, at most 2048
+    and no longer than the text, and `stride` to the window. The BOS token precedes every window if the tokenizer adds
+    it to a text by itself; `bos` True or False overrides that. `check` is as for `load`. Raises a QuantkitError for a
+    checkpoint, text or window that cannot be evaluated.
 
     Example:
 
@@ -589,9 +590,8 @@ def eval_ppl(
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check, "progress": progress}
     model = load_for_evaluation(src, **options)
-    window = default_window(model) if window is None else window
-    words = load_tokenizer(src.path)
-    found = perplexity(model, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
+    protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}
+    found = perplexity(model, load_tokenizer(src.path), text, data=what, progress=progress, **protocol)
     return replace(found, weights=describe_weights(model))
 
 
@@ -600,10 +600,12 @@ def eval_kld(
     checkpoint: str | Path,
     against: str | Path,
     *,
+    versus: str | Path | None = None,
     data: str | Path = "wikitext2",
     window: int | None = None,
     stride: int | None = None,
-    bos: bool = False,
+    bos: bool | None = None,
+    tokens: int | None = None,
     device: str = "auto",
     revision: str | None = None,
     trust_remote_code: bool = False,
@@ -612,7 +614,9 @@ def eval_kld(
 ) -> Divergence:
     """Measure the KL divergence of a checkpoint's next-token distributions from those of the model `against`.
 
-    Both models are in memory together, and the tokenizer is that of `against`. Everything else is as for `eval_ppl`.
+    The result has the mean with its 95 % interval, the tails and the share of tokens with the same first choice.
+    `versus` is another checkpoint, which is compared in pairs on the same windows. All models are in memory together,
+    and the tokenizer is that of `against`. Everything else is as for `eval_ppl`.
 
     Example:
 
@@ -620,7 +624,7 @@ def eval_kld(
     import quantkit
 
     found = quantkit.eval_kld("model-int4", "model", data="evaluation.txt", window=128)
-    print(found.kld, found.top1)
+    print(found.kld, found.kld_p99, found.top1)
     ```
     """
     progress = _reporter(progress)
@@ -629,7 +633,12 @@ def eval_kld(
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
     options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check, "progress": progress}
     model, reference = load_for_evaluation(src, **options), load_for_evaluation(ref, **options)
-    window = min(default_window(model), default_window(reference)) if window is None else window
-    words = load_tokenizer(ref.path)
-    found = kld(model, reference, words, text, window=window, stride=stride, bos=bos, data=what, progress=progress)
-    return replace(found, weights=describe_weights(model))
+    protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}
+    protocol |= {"data": what, "progress": progress}
+    if versus is None:
+        found = kld(model, reference, load_tokenizer(ref.path), text, **protocol)
+        return replace(found, weights=describe_weights(model))
+    other = load_for_evaluation(Checkpoint(resolve(str(versus)), trust_remote_code), **options)
+    found = kld(model, reference, load_tokenizer(ref.path), text, versus=(str(versus), other), **protocol)
+    paired = replace(found.versus, weights=describe_weights(other)) if found.versus else None
+    return replace(found, weights=describe_weights(model), versus=paired)

@@ -29,6 +29,7 @@ protocol_options = combined(
             shell_complete=completers.texts,
             help=f"Text: {options.DATA} [wikitext2].",
         ),
+        click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Read the text's first N tokens [all]."),
         options.device,
     ),
     section(
@@ -37,7 +38,9 @@ protocol_options = combined(
             "--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."
         ),
         click.option("--stride", type=click.IntRange(min=1), help="Tokens from one window to the next [the window]."),
-        click.option("--bos/--no-bos", default=False, help="Put the BOS token in front of every window [no]."),
+        click.option(
+            "--bos/--no-bos", default=None, help="Put the BOS token in front of every window [as the tokenizer does]."
+        ),
     ),
     section("Advanced", options.source, options.no_check),
 )
@@ -121,6 +124,6 @@ def format_divergence(found: Divergence, progress: Progress) -> str:
 def _protocol(found: Perplexity | Divergence) -> str:
     return (
         f"on {found.data}: {found.windows} windows of {found.window} tokens, stride {found.stride}, "
-        f"{'BOS in front of each' if found.bos else 'no BOS'}, {found.tokens} predictions, "
+        f"{'BOS in front of each' if found.bos else 'no BOS'} ({found.bos_rule}), {found.tokens} predictions, "
         f"text of {found.text_tokens} tokens (a last short window is dropped); {found.weights}"
     )

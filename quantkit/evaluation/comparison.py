@@ -1,6 +1,7 @@
 """A model before and after it was quantized or pruned, measured on one text before the output is published.
 
-The protocol is bounded: the first windows of the text, at most `MOST_TOKENS` tokens together, no overlap, no BOS.
+The protocol is bounded: the first windows of the text, at most `MOST_TOKENS` tokens together, no overlap, BOS by the
+tokenizer's rule.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
 from quantkit.core.memory_limits import free_memory
 from quantkit.errors import CheckpointError, Command, Option, Words, about
-from quantkit.evaluation.divergence import kld
-from quantkit.evaluation.perplexity import perplexity
-from quantkit.evaluation.windows import default_window
+from quantkit.evaluation.divergence import token_values
+from quantkit.evaluation.perplexity import exponential
+from quantkit.evaluation.windows import cut
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.devices import device_of
@@ -43,7 +44,7 @@ def measurement(
 ) -> Callable[[Checkpoint], dict[str, Any]]:
     """Prepare the comparison of a model with an output: returns a function of the output.
 
-    The function returns the perplexities `before` and `after`, `kld` in nats, `top1`, and their protocol.
+    The function returns the perplexities `before` and `after`, the fields of `divergence.Figures`, and their protocol.
     CheckpointError, before any work, if the text cannot be read or is too short, or the memory does not hold both
     models.
     """
@@ -69,20 +70,15 @@ def measurement(
     def compare(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
         options: Any = {"device": device, "trust_remote_code": trust_remote_code, "progress": progress}
         reference, ours = load_for_evaluation(before, **options), load_for_evaluation(after, **options)
-        window = min(default_window(reference), length)
-        protocol: Any = {"window": window, "data": what, "progress": progress, "most": max(1, MOST_TOKENS // window)}
-        first, then = (perplexity(each, words, text, **protocol) for each in (reference, ours))
-        apart = kld(ours, reference, words, text, **protocol)
+        pieces = cut([reference, ours], words, text, tokens=MOST_TOKENS)
+        first, then = token_values(reference, [ours], pieces, progress)
         return {
-            "before": first.perplexity,
-            "after": then.perplexity,
-            "kld": apart.kld,
-            "top1": apart.top1,
+            "before": exponential(first.nll()),
+            "after": exponential(then.nll()),
+            **then.figures(),
             "data": what,
-            "window": window,
-            "windows": then.windows,
-            "tokens": then.tokens,
-            "text_tokens": length,
+            **pieces.protocol,
+            "tokens": then.losses.numel(),
             "weights": describe_weights(ours),
         }
 

@@ -1,33 +1,111 @@
-"""Kullback-Leibler divergence of a model from a reference.
+"""Kullback-Leibler divergence of models from a reference: mean with an interval, tails, and a paired comparison.
 
-It separates quantizations of one model whose perplexities differ by no more than noise.
+It separates quantizations of one model whose perplexities differ by no more than noise. A mean can hide tokens at which
+the model is lost, so the tails stand beside it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
+from torch import Tensor
+
 from quantkit.errors import CheckpointError
-from quantkit.evaluation.windows import ROWS, tokenize, window_logits, windows
+from quantkit.evaluation.perplexity import token_losses
+from quantkit.evaluation.windows import Windows, chunks, cut
 from quantkit.progress import Progress
 from quantkit.reporting.notebook import Shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+#: A token whose divergence is above so many nats counts in `kld_above`.
+FAR = 0.1
+#: Resamples of the windows that an interval is taken from, and the part of them that it holds.
+RESAMPLES, CONFIDENCE = 1000, 0.95
+
 
 @dataclass(frozen=True)
-class Divergence(Shown):
-    """`kld` is the mean of KL(reference || model) in nats over `tokens` positions.
+class TokenValues:
+    """Values of one model at each position of each window, on the CPU.
 
-    `top1` is the share of positions at which both models prefer the same token. The other fields are as in
-    `Perplexity`.
+    `kl` `[n, window]` is the divergence from the reference in nats, `losses` `[n, t]` that of each prediction in nats,
+    both float32. `same` `[n, window]` is True where the reference prefers the same token.
+    """
+
+    kl: Tensor
+    same: Tensor
+    losses: Tensor
+
+    def figures(self) -> dict[str, Any]:
+        """Summarize the divergence by the fields of `Figures`."""
+        values = self.kl.double().numpy().ravel()
+        low, high = interval(self.means()) or (None, None)
+        median, p99, p999 = np.quantile(values, (0.5, 0.99, 0.999)).tolist()
+        return {
+            "kld": float(values.mean()),
+            "top1": float(self.same.double().mean()),
+            "kld_low": low,
+            "kld_high": high,
+            "kld_median": median,
+            "kld_p99": p99,
+            "kld_p999": p999,
+            "kld_above": float((values > FAR).mean()),
+        }
+
+    def means(self) -> np.ndarray[Any, Any]:
+        """Return the mean divergence of each window, float64 `[n]`."""
+        return self.kl.double().mean(1).numpy()
+
+    def nll(self) -> float:
+        """Return the mean loss over all predictions in nats."""
+        return float(self.losses.double().sum()) / self.losses.numel()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figures(Shown):
+    """`kld` is the mean of KL(reference || model) over the tokens, in nats.
+
+    `kld_low` to `kld_high` is its 95 % interval by bootstrap over windows, None for fewer than two. `kld_median`,
+    `kld_p99` and `kld_p999` are quantiles over tokens, `kld_above` is the share of tokens above 0.1 nat. `top1` is the
+    share of positions at which both models prefer the same token.
     """
 
     kld: float
     top1: float
+    kld_low: float | None
+    kld_high: float | None
+    kld_median: float
+    kld_p99: float
+    kld_p999: float
+    kld_above: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Versus(Figures):
+    """Another model on the same windows, and by how much the first one's mean divergence is above its own.
+
+    `difference_low` to `difference_high` is the 95 % interval of the `difference`, by bootstrap over pairs of windows.
+    """
+
+    name: str
+    difference: float
+    difference_low: float | None
+    difference_high: float | None
+    weights: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Divergence(Figures):
+    """The figures of one model over `tokens` positions; the other fields are as in `Perplexity`.
+
+    `versus` has the other model of a paired comparison.
+    """
+
     tokens: int
     windows: int
     window: int
@@ -36,6 +114,8 @@ class Divergence(Shown):
     data: str
     text_tokens: int
     weights: str = ""
+    bos_rule: str = ""
+    versus: Versus | None = None
 
 
 def kld(
@@ -44,34 +124,87 @@ def kld(
     tokenizer: Callable[..., Any],
     text: str,
     *,
-    window: int,
-    stride: int | None = None,
-    bos: bool = False,
+    versus: tuple[str, PreTrainedModel] | None = None,
     data: str = "",
     progress: Progress | None = None,
-    most: int | None = None,
+    **protocol: Any,
 ) -> Divergence:
-    """Compute KL(reference || model) of the next-token distributions at every position of every window, in float64.
+    """Compare the next-token distributions of a model with a reference's at every position of every window.
 
-    Both models are in memory, and the logits of one window at a time. If windows overlap, a position counts as often as
-    it occurs. `most` is as for `perplexity`. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
+    `versus` is the name of another model and the model. `protocol` has the options of `windows.cut`. All models are in
+    memory, and the logits of one window at a time. If windows overlap, a position counts as often as it occurs, and
+    intervals are too narrow. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
     """
-    stride = window if stride is None else stride
-    tokens, prefix = tokenize(model, tokenizer, text, window, stride, bos)
-    tokenize(reference, tokenizer, text, window, stride, bos)
-    total, agree, count, used = 0.0, 0, 0, 0
-    for number, part in windows(tokens, window, stride, progress, "divergence", most):
-        ours = window_logits(model, part, prefix, number)
-        theirs = window_logits(reference, part, prefix, number).to(ours.device)
-        if ours.shape != theirs.shape:
-            raise CheckpointError(
-                f"the models have vocabularies of {ours.shape[-1]} and {theirs.shape[-1]} tokens",
-                "compare a model with the one that it was made from",
-            )
-        for p, q in zip(theirs.split(ROWS), ours.split(ROWS), strict=True):
-            p, q = (x.double().log_softmax(-1) for x in (p, q))
-            total += float((p.exp() * (p - q)).sum())
-            agree += int((p.argmax(-1) == q.argmax(-1)).sum())
-        count += len(ours)
-        used += 1
-    return Divergence(total / count, agree / count, count, used, window, stride, bos, data, len(tokens))
+    models = [model] if versus is None else [model, versus[1]]
+    pieces = cut([reference, *models], tokenizer, text, **protocol)
+    _, ours, *others = token_values(reference, models, pieces, progress)
+    other = None if versus is None else _paired(versus[0], ours, others[0])
+    facts = {**ours.figures(), **pieces.protocol, "tokens": ours.kl.numel()}
+    return Divergence(**facts, data=data, versus=other)
+
+
+def token_values(
+    reference: PreTrainedModel, models: Sequence[PreTrainedModel], pieces: Windows, progress: Progress | None = None
+) -> list[TokenValues]:
+    """Run the reference and the models on every window; return the values of the reference, then of each model.
+
+    Exponentials and products are in float32, sums over the vocabulary in float64.
+    """
+    found: list[list[tuple[Tensor, Tensor, Tensor]]] = [[] for _ in range(1 + len(models))]
+    for number, tokens in pieces.each(progress, "divergence"):
+        theirs, targets = pieces.logits(reference, number), pieces.targets(number)
+        nothing = torch.zeros(len(tokens))
+        found[0].append((nothing, nothing == 0, token_losses(theirs, targets).cpu()))
+        for values, model in zip(found[1:], models, strict=True):
+            ours = pieces.logits(model, number)
+            values.append((*_divergences(theirs, ours), token_losses(ours, targets).cpu()))
+    return [TokenValues(*map(torch.stack, zip(*values, strict=True))) for values in found]
+
+
+def _divergences(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:
+    """Return KL(theirs || ours) and whether both prefer the same token, for each row of two logits `[t, v]`."""
+    if ours.shape != theirs.shape:
+        raise CheckpointError(
+            f"the models have vocabularies of {ours.shape[-1]} and {theirs.shape[-1]} tokens",
+            "compare a model with the one that it was made from",
+        )
+    kl, same = [], []
+    for rows in chunks(theirs):
+        p, q = theirs[rows].to(ours.device).float(), ours[rows].float()
+        same.append(p.argmax(-1) == q.argmax(-1))
+        weights, total, norm = _exponentials(p)
+        apart = norm - _exponentials(q)[2]
+        kl.append(((p - q).mul_(weights).sum(-1, dtype=torch.float64) / total - apart).float())
+    return torch.cat(kl).cpu(), torch.cat(same).cpu()
+
+
+def _exponentials(logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return exp(logits - max) `[t, v]`, its sums over v, and log(sum(exp(logits))); both `[t]` in float64.
+
+    The log_softmax of float32 sums 262,144 terms in float32, and is off by 1e-5.
+    """
+    largest = logits.amax(-1, keepdim=True)
+    found = (logits - largest).exp_()
+    total = found.sum(-1, dtype=torch.float64)
+    return found, total, largest[:, 0].double() + total.log()
+
+
+def _paired(name: str, ours: TokenValues, other: TokenValues) -> Versus:
+    apart = ours.means() - other.means()
+    low, high = interval(apart) or (None, None)
+    difference = float(apart.mean())
+    return Versus(**other.figures(), name=name, difference=difference, difference_low=low, difference_high=high)
+
+
+def interval(means: np.ndarray[Any, Any]) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean of `means` `[n]` by the percentile bootstrap, None for fewer than two.
+
+    Tokens of one window depend on each other, so windows are drawn, not tokens. The same draws serve every call.
+    """
+    count = len(means)
+    if count < 2:
+        return None
+    draws = np.random.default_rng(0)
+    resampled = [means[draws.integers(count, size=count)].mean() for _ in range(RESAMPLES)]
+    low, high = np.quantile(resampled, ((1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2)).tolist()
+    return low, high

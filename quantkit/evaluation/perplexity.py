@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NumericError
-from quantkit.evaluation.windows import ROWS, tokenize, window_logits, windows
+from quantkit.evaluation.windows import chunks, cut
 from quantkit.progress import Progress
 from quantkit.reporting.notebook import Shown
 
@@ -27,7 +27,8 @@ class Perplexity(Shown):
     """`perplexity` is `exp(nll)`; `nll` is in nats per predicted token, and `tokens` counts the predictions.
 
     The text has `text_tokens` tokens and was read in `windows` windows of `window` tokens, `stride` apart. With `bos`,
-    each window had the BOS token in front. `data` names the text; `weights` says how weights were multiplied.
+    each window had the BOS token in front; `bos_rule` says why it had or had not. `data` names the text; `weights` says
+    how weights were multiplied.
     """
 
     perplexity: float
@@ -40,6 +41,7 @@ class Perplexity(Shown):
     data: str
     text_tokens: int
     weights: str = ""
+    bos_rule: str = ""
 
 
 def perplexity(
@@ -47,44 +49,39 @@ def perplexity(
     tokenizer: Callable[..., Any],
     text: str,
     *,
-    window: int,
-    stride: int | None = None,
-    bos: bool = False,
     data: str = "",
     progress: Progress | None = None,
-    most: int | None = None,
+    **protocol: Any,
 ) -> Perplexity:
     """Compute the perplexity of `model` on `text`: exp of the mean negative log-likelihood, losses in float32.
 
-    Windows of `window` tokens start every `stride` (default `window`) tokens. In each window, all tokens but the first
-    are predicted; with `bos`, the first too. If windows overlap, each after the first counts only its last `stride`
-    predictions. At most `most` windows are read. Raises as `windows.tokenize`, and NumericError for logits that are not
-    finite.
+    `protocol` has the options of `windows.cut`. In each window, all tokens but the first are predicted; with BOS, the
+    first too. If windows overlap, each after the first counts only its last `stride` predictions. Raises as
+    `windows.cut`, and NumericError for logits that are not finite.
     """
-    stride = window if stride is None else stride
-    tokens, prefix = tokenize(model, tokenizer, text, window, stride, bos)
-    total, count, used = 0.0, 0, 0
-    for number, part in windows(tokens, window, stride, progress, "perplexity", most):
-        logits = window_logits(model, part, prefix, number)
-        targets = part if bos else part[1:]
-        logits = logits[: len(targets)]
-        new = len(targets) if number == 0 else min(stride, len(targets))
-        total += _negative_log_likelihood(logits[-new:], targets[-new:].to(logits.device))
-        count += new
-        used += 1
+    pieces = cut([model], tokenizer, text, **protocol)
+    total, count = 0.0, 0
+    for number, _ in pieces.each(progress, "perplexity"):
+        losses = token_losses(pieces.logits(model, number), pieces.targets(number))
+        new = losses if number == 0 else losses[-pieces.stride :]
+        total += float(new.double().sum())
+        count += len(new)
     nll = total / count
+    return Perplexity(exponential(nll), nll, count, data=data, **pieces.protocol)
+
+
+def exponential(nll: float) -> float:
+    """Return the perplexity for a mean loss in nats; NumericError for a loss that no language model has."""
     if not nll < LARGEST_NLL:
         raise NumericError(
             f"the mean loss is {nll:.4g} nats, which is no language model's: its weights are damaged, or its dtype "
             "overflows"
         )
-    return Perplexity(math.exp(nll), nll, count, used, window, stride, bos, data, len(tokens))
+    return math.exp(nll)
 
 
-def _negative_log_likelihood(logits: Tensor, targets: Tensor) -> float:
-    """Sum the losses of all targets: each in float32, the sum in float64."""
-    losses = [
-        torch.nn.functional.cross_entropy(a.float(), b, reduction="none").double().sum()
-        for a, b in zip(logits.split(ROWS), targets.split(ROWS), strict=True)
-    ]
-    return float(torch.stack(losses).sum())
+def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the loss of each target `[t]` by the first `t` rows of `logits` `[.., v]`, in float32."""
+    logits, targets = logits[: len(targets)], targets.to(logits.device)
+    entropy = torch.nn.functional.cross_entropy
+    return torch.cat([entropy(logits[rows].float(), targets[rows], reduction="none") for rows in chunks(logits)])

@@ -6,7 +6,8 @@ The text is tokenized as one string without special tokens. A remainder shorter 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,26 +15,111 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, NumericError, Option, RecipeError, Words
 from quantkit.progress import Progress
-from quantkit.text.tokenizer import check_tokens, token_ids
+from quantkit.text.tokenizer import adds_bos, check_tokens, token_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: Published perplexities have windows of 2048 tokens, or the model's longest context if that is shorter.
 LONGEST_WINDOW = 2048
-#: Positions whose logits are processed at a time; bounds the memory for a large vocabulary.
-ROWS = 256
+#: Logits that are processed at a time; bounds the memory for a large vocabulary.
+CHUNK = 2**24
 
 
-def tokenize(
-    model: PreTrainedModel, tokenizer: Callable[..., Any], text: str, window: int, stride: int, bos: bool
-) -> tuple[Tensor, Tensor]:
-    """Tokenize a text to int64 `[t]`, and return it with the prefix of each window: the BOS token or nothing.
+@dataclass(frozen=True)
+class Windows:
+    """The windows of a text: int64 `parts` `[n, window]`, one every `stride` tokens of `text_tokens` in all.
 
-    CheckpointError if the text is shorter than a window or the tokenizer is not the model's; RecipeError for a window
-    that the model cannot take, and for `bos` without a BOS token.
+    `prefix` is what stands in front of each: the BOS token or nothing. `bos_rule` says why.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+    parts: Tensor
+    prefix: Tensor
+    stride: int
+    bos_rule: str
+    text_tokens: int
+
+    @property
+    def bos(self) -> bool:
+        return len(self.prefix) > 0
+
+    @property
+    def protocol(self) -> dict[str, Any]:
+        """Facts that belong beside every figure."""
+        count, window = self.parts.shape
+        return {
+            "windows": count,
+            "window": window,
+            "stride": self.stride,
+            "bos": self.bos,
+            "bos_rule": self.bos_rule,
+            "text_tokens": self.text_tokens,
+        }
+
+    def each(self, progress: Progress | None, label: str) -> Iterator[tuple[int, Tensor]]:
+        """Yield the number and the tokens `[window]` of each window."""
+        yield from enumerate((progress or Progress(quiet=True)).bar(self.parts, label, len(self.parts)))
+
+    def logits(self, model: PreTrainedModel, number: int) -> Tensor:
+        """Compute the logits `[window, v]` after each token of a window; with BOS, the first ones follow BOS alone.
+
+        NumericError, naming the window, for logits that are not finite.
+        """
+        tokens = self.parts[number]
+        with torch.inference_mode():
+            ids = torch.cat([self.prefix, tokens])[None].to(model.device)
+            logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, : len(tokens) if self.bos else None]
+        if not all(bool(torch.isfinite(logits[rows]).all()) for rows in chunks(logits)):
+            raise NumericError(f"window {number} gives logits that are NaN or infinite: the weights are damaged")
+        return logits
+
+    def targets(self, number: int) -> Tensor:
+        """Return the tokens that a window predicts: all but the first, or with BOS all."""
+        return self.parts[number] if self.bos else self.parts[number, 1:]
+
+
+def cut(
+    models: Sequence[PreTrainedModel],
+    tokenizer: Callable[..., Any],
+    text: str,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    bos: bool | None = None,
+    tokens: int | None = None,
+) -> Windows:
+    """Tokenize a text and cut it into windows that all models can take.
+
+    By default a window is the longest context, at most 2048 tokens and no longer than the text, the stride is the
+    window, and BOS is in front if the tokenizer adds it to a text by itself. Only the first `tokens` tokens are read.
+    CheckpointError if the text is shorter than a window or the tokenizer is not the models'; RecipeError for a window
+    that a model cannot take, and for `bos` without a BOS token.
+    """
+    first: int | None = getattr(tokenizer, "bos_token_id", None)
+    if bos and first is None:
+        raise RecipeError("the tokenizer has no BOS token", "leave the BOS option out")
+    rule = "as asked" if bos is not None else "the tokenizer's rule"
+    bos = adds_bos(tokenizer) if bos is None else bos
+    positions = min(getattr(m.config.get_text_config(), "max_position_embeddings", None) or math.inf for m in models)
+    ids = token_ids(tokenizer, text, special=False)
+    read = ids[:tokens]
+    if window is None:
+        window = int(max(2, min(LONGEST_WINDOW, positions - bos, len(read))))
+    stride = window if stride is None else stride
+    _require_fit(window, stride, positions, bos)
+    if len(read) < window:
+        raise CheckpointError(
+            f"the text has {len(read)} tokens, less than one window of {window}",
+            Words("use", Option("window", max(2, len(read))), "or a longer text"),
+        )
+    for model in models:
+        rows = model.get_input_embeddings().get_parameter("weight").shape[0]
+        check_tokens(max(int(read.max()), (first or 0) if bos else 0), rows)
+    prefix = torch.tensor([first] if bos else [], dtype=torch.int64)
+    return Windows(read.unfold(0, window, stride), prefix, stride, rule, len(ids))
+
+
+def _require_fit(window: int, stride: int, positions: float, bos: bool) -> None:
     if window < 2 or not 1 <= stride <= window:
         raise RecipeError(
             f"window {window}, stride {stride}", "use a window of 2 or more and a stride of 1 to the window"
@@ -42,46 +128,12 @@ def tokenize(
         what = f"window {window}{' and BOS' if bos else ''}"
         raise RecipeError(
             f"the model has {positions} positions",
-            Words("use", Option("window", positions - bos), "or less"),
+            Words("use", Option("window", int(positions) - bos), "or less"),
             subject=what,
         )
-    first: int | None = getattr(tokenizer, "bos_token_id", None)
-    if bos and first is None:
-        raise RecipeError("the tokenizer has no BOS token", "leave the BOS option out")
-    tokens = token_ids(tokenizer, text, special=False)
-    if len(tokens) < window:
-        raise CheckpointError(
-            f"the text has {len(tokens)} tokens, less than one window of {window}",
-            Words("use", Option("window", max(2, len(tokens))), "or a longer text"),
-        )
-    rows = model.get_input_embeddings().get_parameter("weight").shape[0]
-    check_tokens(max(int(tokens.max()), (first or 0) if bos else 0), rows)
-    return tokens, torch.tensor([first] if bos else [], dtype=torch.int64)
 
 
-def default_window(model: PreTrainedModel) -> int:
-    """Return the model's longest context in tokens, at most 2048."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    return min(positions or LONGEST_WINDOW, LONGEST_WINDOW)
-
-
-def windows(
-    tokens: Tensor, window: int, stride: int, progress: Progress | None, label: str, most: int | None = None
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield the number and the tokens `[window]` of each window, or of the first `most`."""
-    starts = range(0, len(tokens) - window + 1, stride)[:most]
-    for number, start in enumerate((progress or Progress(quiet=True)).bar(starts, label, len(starts))):
-        yield number, tokens[start : start + window]
-
-
-def window_logits(model: PreTrainedModel, tokens: Tensor, prefix: Tensor, number: int) -> Tensor:
-    """Compute the logits `[window, v]` after each token; with BOS, the first ones follow BOS alone.
-
-    NumericError, naming the window, for logits that are not finite.
-    """
-    with torch.inference_mode():
-        ids = torch.cat([prefix, tokens])[None].to(model.device)
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, : len(tokens) if len(prefix) else None]
-    if not bool(torch.isfinite(logits).all()):
-        raise NumericError(f"window {number} gives logits that are NaN or infinite: the weights are damaged")
-    return logits
+def chunks(logits: Tensor) -> Iterator[slice]:
+    """Yield slices of the rows of `[t, v]` whose working copies fit into little memory."""
+    rows = max(1, CHUNK // logits.shape[-1])
+    return (slice(start, start + rows) for start in range(0, len(logits), rows))

@@ -102,7 +102,7 @@ def test_a_run_that_fails_while_it_measures_is_resumed(
         raise MemoryError
 
     with monkeypatch.context() as patch:
-        patch.setattr(comparison, "kld", fail)
+        patch.setattr(comparison, "token_values", fail)
         said = call(*command, "--eval", text, code=1).stderr
     assert "--eval: out of memory: continue with --resume" in said and len(said.splitlines()) == 1
     assert not (tmp_path / "out").exists()

@@ -61,23 +61,53 @@ def test_every_window_begins_with_one_bos_token(model: Any, bytes_: Any) -> None
     assert found.nll == pytest.approx(float(expected.mean()), rel=1e-6)
 
 
-def test_a_tokenizer_that_adds_bos_itself_adds_none_here(model: Any, bytes_: Any) -> None:
+def with_template(template: str) -> Any:
     from tokenizers.processors import TemplateProcessing
 
-    adding = byte_tokenizer()
-    adding._tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=template, special_tokens=[("<|endoftext|>", 256)]
     )
-    assert adding("a")["input_ids"][0] == 256
-    for bos in (False, True):
-        ours = perplexity(model, adding, TEXT, window=64, bos=bos)
-        assert ours == perplexity(model, bytes_, TEXT, window=64, bos=bos)
+    return tokenizer
+
+
+@pytest.mark.parametrize(
+    ("template", "adds"), [("<|endoftext|> $A", True), ("<|endoftext|> $A <|endoftext|>", True), ("$A", False)]
+)
+@pytest.mark.parametrize("asked", [None, False, True])
+def test_bos_is_not_lost_where_the_tokenizer_adds_it(
+    asked: bool | None, template: str, adds: bool, model: Any, bytes_: Any
+) -> None:
+    found = perplexity(model, with_template(template), TEXT, window=64, bos=asked)
+    assert found.bos is (adds if asked is None else asked)
+    assert found.bos_rule == ("the tokenizer's rule" if asked is None else "as asked")
+    assert found.nll == perplexity(model, bytes_, TEXT, window=64, bos=found.bos).nll
+
+
+def test_an_end_that_is_the_bos_token_is_no_bos(model: Any) -> None:
+    assert not perplexity(model, with_template("$A <|endoftext|>"), TEXT, window=64).bos
+
+
+def test_the_default_window_leaves_a_position_for_bos(model: Any) -> None:
+    text = TEXT * 3
+    assert perplexity(model, with_template("<|endoftext|> $A"), text).window == 511
+    assert perplexity(model, with_template("$A"), text).window == 512
+
+
+@pytest.mark.parametrize(("tokens", "window", "windows"), [(200, 64, 3), (100, None, 1), (10**9, 64, 4)])
+def test_the_first_tokens_are_read_in_whole_windows(
+    tokens: int, window: int | None, windows: int, model: Any, bytes_: Any
+) -> None:
+    found = perplexity(model, bytes_, TEXT, window=window, tokens=tokens)
+    assert (found.windows, found.window, found.text_tokens) == (windows, window or 100, 300)
+    assert found.nll == perplexity(model, bytes_, TEXT[: windows * found.window], window=found.window).nll
 
 
 @pytest.mark.parametrize(
     ("options", "error", "says"),
     [
         ({"window": 301}, CheckpointError, "300 tokens, less than one window of 301"),
+        ({"window": 65, "tokens": 64}, CheckpointError, "64 tokens, less than one window of 65"),
         ({"window": 1}, RecipeError, "window 1"),
         ({"window": 64, "stride": 65}, RecipeError, "stride 65"),
         ({"window": 64, "stride": -1}, RecipeError, "stride -1"),

@@ -30,7 +30,7 @@ IMPORTERS = {
     "tokenizers": {"bench"},
     "xxhash": {"core"},
     "regex": {"layouts.expressions"},
-    "numpy": {"core", "io", "layouts"},
+    "numpy": {"evaluation.divergence", "core", "io", "layouts"},
     "click": {"cli"},
     "filelock": {"io.staging"},
     "typing_extensions": {"api", "pipeline"},
