@@ -67,7 +67,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 '''
 #: Keywords that differ from the option of their name.
 KEYWORDS = {

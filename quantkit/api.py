@@ -362,6 +362,8 @@ def distill(
     lengths: Literal["own", "fixed"] | None = None,
     text_column: str | None = None,
     split: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    skip_bad_records: int | None = None,
     device: str = "auto",
     overwrite: bool = False,
     revision: str | None = None,
@@ -387,7 +389,8 @@ def distill(
     ```
     """
     text: dict[str, Any] = {"calib": calib, "samples": samples, "max_length": max_length, "seed": seed}
-    recipe = build_recipe(**text, lengths=lengths, text_column=text_column, split=split)
+    text |= {"lengths": lengths, "text_column": text_column, "split": split}
+    recipe = build_recipe(**text, template_args=template_args, skip_bad_records=skip_bad_records)
     report = distill_folder(
         folder,
         out,

@@ -19,8 +19,11 @@ import msgspec
 
 from quantkit.errors import RecipeError
 
-#: An option of `--help`, one that `--help-all` lists, or a key of a recipe that has no keyword in Python.
-Level = Literal["shown", "all", "key"]
+#: An option of `--help`, one that `--help-all` lists, a key that is `--set KEY=VALUE` there (for options of a run: an
+#: option), or a key of a recipe that has no keyword in Python.
+Level = Literal["shown", "option", "all", "key"]
+#: Levels of the keys that have an option of their own.
+OPTIONS: tuple[Level, ...] = ("shown", "option")
 #: Numbers with bounds.
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -135,7 +138,7 @@ class Key:
             raise RecipeError(f"{self.name} is {value!r}", f"use {self.rule}") from None
         if self.choices and found is not None and found not in self.known:
             raise RecipeError(f"{self.name} is {value!r}", f"use {self.rule}")
-        return found
+        return msgspec.to_builtins(found) if isinstance(found, dict) else found  # YAML reads dates
 
     @property
     def rule(self) -> str:
@@ -268,6 +271,6 @@ def _described(kind: Any) -> str:
     if get_origin(kind) in (tuple, list):
         return "a list of texts"
     if get_origin(kind) in (dict, Mapping):
-        return "a mapping of texts"
+        return "a mapping of texts" if get_args(kind)[1:] == (str,) else "a mapping"
     names = {bool: "true or false", int: "an integer", float: "a number", str: "a text", NoneType: ""}
     return names.get(kind, str(kind))

@@ -15,7 +15,7 @@ from quantkit.cli.keys import recipe_options
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.push import pushed, pushing_options
-from quantkit.keys import keys_of
+from quantkit.keys import OPTIONS, keys_of
 from quantkit.progress import Progress
 from quantkit.recipes.schema import RecipeKeys
 
@@ -137,7 +137,7 @@ def distill(
     from quantkit.pipeline.distill import distill as distill_folder
     from quantkit.recipes.recipe import from_pairs
 
-    text = {key.keyword: asked.pop(key.keyword) for key in _TEXT if key.level == "shown"}
+    text = {key.keyword: asked.pop(key.keyword) for key in _TEXT if key.level in OPTIONS}
     calib = api.build_recipe(settings=from_pairs(settings, _TEXT), **text).calibration
     report = distill_folder(checkpoint, out, against, calib, progress=progress, **asked)
     emit(show.as_json(report) if as_json else show.report(report, progress))

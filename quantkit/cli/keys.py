@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import click
 
 from quantkit.cli import completers
-from quantkit.cli.options import CALIBRATION, Bytes, GroupSize, Override, choice
+from quantkit.cli.options import CALIBRATION, Bytes, GroupSize, Override, TemplateArguments, choice
 from quantkit.cli.parsing import Function, combined
 from quantkit.errors import Option
-from quantkit.keys import Key, keys_of
+from quantkit.keys import OPTIONS, Key, keys_of
 from quantkit.recipes.run_options import RunOptions
 
 #: What click has beside the declaration of a key, by keyword.
@@ -29,13 +30,21 @@ _MORE: dict[str, dict[str, Any]] = {
         "shell_complete": completers.texts,
         "help": f"Calibration text: {CALIBRATION} [c4]; repeatable, the weights are relative.",
     },
+    "template_args": {
+        "type": TemplateArguments(),
+        "multiple": True,
+        "callback": lambda context, option, values: dict(ChainMap(*reversed(values))) or None,
+        "metavar": "JSON|KEY=VALUE",
+        "help": "Arguments of the chat template, like enable_thinking=false; repeatable.",
+    },
+    "skip_bad_records": {"metavar": "N"},
     "act_budget": {"type": Bytes()},
     "min_share": {"metavar": "X"},
 }
 
 
 def recipe_options(keys: Sequence[Key], like: str = "gptq.damp=0.02") -> Callable[[Function], Function]:
-    """Make the options of the keys that `--help` shows, and `--set` for all others."""
+    """Make the options of the keys that have one, and `--set` for all others."""
     setting = click.option(
         "--set",
         "settings",
@@ -44,7 +53,7 @@ def recipe_options(keys: Sequence[Key], like: str = "gptq.damp=0.02") -> Callabl
         shell_complete=completers.settings(keys),
         help=f"Any key of a recipe, like {like}; --help-all lists them; repeatable.",
     )
-    return combined(*(_option(key) for key in keys if key.level == "shown"), in_section("Basic", setting))
+    return combined(*(_option(key) for key in keys if key.level in OPTIONS), in_section("Basic", setting))
 
 
 def run_options() -> Callable[[Function], Function]:

@@ -6,10 +6,12 @@ value. Modules of commands import torch, and whatever imports it, inside functio
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -70,6 +72,25 @@ class Override(click.ParamType):  # type: ignore[type-arg]
         if not (pattern and equals and scheme):
             self.fail(f"{value!r} is no override: write it like '.*down_proj=int4:g64'", param, ctx)
         return pattern, scheme
+
+
+class TemplateArguments(click.ParamType):  # type: ignore[type-arg]
+    """Arguments of a chat template: a JSON object, or one as KEY=VALUE, whose value is JSON or else a text."""
+
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> dict[str, Any]:
+        key, equals, text = str(value).partition("=")
+        if str(value).lstrip().startswith("{") or not key.isidentifier() or not equals:
+            with suppress(ValueError):
+                if isinstance(found := json.loads(value), dict):
+                    return found
+            self.fail(f"{value!r} is no JSON object: write it like enable_thinking=false", param, ctx)
+        words = {"True": True, "False": False, "None": None}  # a template would take the text False for true
+        try:
+            return {key: words[text] if text in words else json.loads(text)}
+        except ValueError:
+            return {key: text}
 
 
 def _show_everything(ctx: click.Context, param: click.Parameter, value: bool) -> None:

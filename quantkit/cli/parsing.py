@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from quantkit.errors import Option, Setting, Words
-from quantkit.keys import Key
+from quantkit.keys import OPTIONS, Key
 
 Function = Callable[..., Any]
 
@@ -97,7 +97,7 @@ class Command(click.Command):
 
     def set_keys(self) -> list[tuple[str, str]]:
         """List the keys of `--set` that have no option, with their values and help."""
-        free = [key for key in self.keys if key.level != "shown"]
+        free = [key for key in self.keys if key.level not in OPTIONS]
         return [(f"{key.name}={'|'.join(key.values) or key.kind}", key.help_text) for key in free]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:

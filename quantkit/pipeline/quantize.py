@@ -522,6 +522,8 @@ def calibration_text(calib: Calib, src: Checkpoint, model: BlockRunner, progress
         lengths=calib.lengths,
         text_column=calib.text_column,
         split=calib.split,
+        template_args=calib.template_args,
+        skip_bad_records=calib.skip_bad_records,
         may_replace=not calib.chosen,
     )
     if progress is not None:

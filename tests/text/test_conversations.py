@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from quantkit.errors import CheckpointError
-from quantkit.text.conversations import Conversation, read_conversation, render
+from quantkit.text.conversations import (
+    BrokenRecord,
+    Conversation,
+    Without,
+    names_unread,
+    read_conversation,
+    render,
+)
 from quantkit.text.tokenizer import token_ids
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer
 
-WHERE = "a.jsonl: record 3"
+WHERE = "a.jsonl: line 3"
 TALK = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "Hi?"},
@@ -38,33 +46,154 @@ def test_both_forms_of_messages_are_the_same() -> None:
 def test_text_parts_are_joined_and_others_counted() -> None:
     parts = [{"type": "text", "text": "What is "}, {"type": "image_url", "image_url": {}}, "this?", {"text": "!"}]
     found = read_conversation([{"role": "user", "content": parts}], "messages", WHERE)
-    assert (found.messages, found.dropped) == (({"role": "user", "content": "What is this?!"},), 1)
+    assert isinstance(found, Conversation)
+    assert (found.messages, found.dropped) == (({"role": "user", "content": "What is this?!"},), ("image_url",))
 
 
 def test_a_call_of_a_tool_needs_no_text_and_empty_columns_are_dropped() -> None:
     call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}], "name": None}
     found = read_conversation([*TALK, call], "messages", WHERE)
+    assert isinstance(found, Conversation)
     assert found.messages[-1] == {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}
 
 
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ([], "record 3: messages is no list of messages"),
-        ({"role": "user"}, "record 3: messages is no list of messages"),
-        (["hi"], "record 3, message 1 of messages: is no object with role and content"),
+        ({"role": "user"}, "line 3: messages is no list of messages"),
+        ("hello", "line 3: messages is no list of messages"),
+        ('[{"role": "user", "content": "', "line 3: messages is no list of messages"),
+        (["hi"], "line 3, message 1 of messages: is no object with role and content"),
         ([*TALK, {"content": "x"}], "message 4 of messages: has no role, nor from and value"),
         ([{"role": 1, "content": "x"}], "message 1 of messages: has no role"),
         ([{"from": "bing", "value": "x"}], "message 1 of messages: is from 'bing', known are human, user, gpt"),
         ([{"role": "user"}], "message 1 of messages: has no content that is text"),
-        ([{"role": "user", "content": [{"type": "image"}]}], "message 1 of messages: has no content that is text"),
-        ([{"role": "user", "content": " "}], "no message of messages has text"),
+        ([{"role": "user", "text": "Hi?"}], "message 1 of messages: has no content that is text"),
+        ([{"role": "user", "content": 7}], "message 1 of messages: has no content that is text"),
+        ([{"role": "user", "content": {"answer": 7}}], "message 1 of messages: has no content that is text"),
+        ([{"role": "user", "content": [7, {"type": "text", "text": 7}]}], "has no content that is text"),
     ],
 )
 def test_a_broken_record_is_named_with_its_rule(value: Any, says: str) -> None:
-    with pytest.raises(CheckpointError, match=says) as caught:
+    with pytest.raises(BrokenRecord, match=says) as caught:
         read_conversation(value, "messages", WHERE)
-    assert str(caught.value).startswith(WHERE) and str(caught.value).endswith("repair the record or remove it")
+    assert str(caught.value).startswith(WHERE)
+    assert str(caught.value).endswith("repair the record or remove it, or allow some with --skip-bad-records N")
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        (None, Without.NULL),
+        ("null", Without.NULL),
+        ([], Without.EMPTY),
+        ("", Without.EMPTY),
+        ("[]", Without.EMPTY),
+        ({}, Without.EMPTY),
+        ([{"role": "user", "content": " "}, {"role": "assistant", "content": None}], Without.EMPTY),
+        ([{"role": "user", "content": [{"type": "image"}]}], Without.IMAGES),
+        ([{"from": "human", "value": [{"type": "input_image", "image_url": "x"}]}], Without.IMAGES),
+    ],
+)
+def test_a_record_without_text_says_why(value: Any, why: Without) -> None:
+    assert read_conversation(value, "messages", WHERE) is why
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        json.dumps(TALK),
+        [json.dumps(message) for message in TALK],
+        {"role": [m["role"] for m in TALK], "content": [m["content"] for m in TALK]},
+        [{"role": m["role"], "content": [{"type": "input_text", "text": m["content"]}]} for m in TALK],
+        [{"role": m["role"], "content": [{"type": "output_text", "text": m["content"], "id": 1}]} for m in TALK],
+        [{"role": role, "value": m["content"]} for role, m in zip(["System", "Human", "GPT"], TALK, strict=True)],
+    ],
+)
+def test_messages_are_the_same_in_each_form_that_people_have(value: Any) -> None:
+    found = read_conversation(value, "messages", WHERE)
+    assert isinstance(found, Conversation) and (found.messages, found.dropped) == (tuple(TALK), ())
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [
+        (None, ""),
+        ({"temperature": 21.5, "ort": "Köln"}, '{"temperature": 21.5, "ort": "Köln"}'),
+        ([{"title": "a"}, {"title": "b"}], '[{"title": "a"}, {"title": "b"}]'),
+        ({"type": "error", "text": "gone"}, '{"type": "error", "text": "gone"}'),
+        ({"text": "hit", "score": 3}, '{"text": "hit", "score": 3}'),
+        (42, "42"),
+        ([{"type": "text", "text": "plain"}], "plain"),
+    ],
+)
+@pytest.mark.parametrize("role", ["tool", "tool_response", "observation"])
+def test_the_result_of_a_tool_may_be_any_value(role: str, content: Any, text: str) -> None:
+    found = read_conversation([*TALK, {"role": role, "content": content}], "messages", WHERE)
+    assert isinstance(found, Conversation) and found.messages[-1] == {"role": "tool", "content": text}
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_a_thought_needs_no_content_and_reaches_the_template(key: str, content: Any, tokenizer: Any) -> None:
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}[{{ m." + key + " }}]{% endfor %}"
+    found = read_conversation([{"role": "assistant", key: "hm", **content}], "messages", WHERE)
+    assert isinstance(found, Conversation) and render(tokenizer, found) == "[hm]"
+
+
+WITH_TOOLS = (
+    "{% if tools %}{{ tools | length }} tools {% endif %}{{ mode }}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}={{ c.function.arguments | tojson }}{% endfor %}|{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("role", ["function_call", "tool_call"])
+@pytest.mark.parametrize("form", ["text", "object", "list", "nested"])
+def test_a_call_reaches_the_template_as_it_reads_calls(role: str, form: str, tokenizer: Any) -> None:
+    call: Any = {"name": "f", "arguments": {"a": 1}}
+    call = {"type": "function", "function": call} if form == "nested" else [call] if form == "list" else call
+    value = call if form == "object" else json.dumps(call)
+    messages = [
+        {"from": "human", "value": "Hi?"},
+        {"from": role, "value": value},
+        {"from": "observation", "value": "7"},
+    ]
+    found = read_conversation(messages, "conversations", WHERE)
+    assert isinstance(found, Conversation)
+    tokenizer.chat_template = WITH_TOOLS
+    assert render(tokenizer, found) == 'user:Hi?|assistant:f={"a": 1}|tool:7|'
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert render(tokenizer, found) == f"<|endoftext|>user:Hi?\nassistant:{json.dumps(call)}\ntool:7\n"
+
+
+@pytest.mark.parametrize("as_text", [False, True])
+def test_arguments_of_a_record_reach_the_template(as_text: bool, tokenizer: Any) -> None:
+    record: dict[str, Any] = {"tools": [{"type": "function"}], "chat_template_kwargs": {"mode": "brief "}}
+    if as_text:
+        record = {key: json.dumps(value) for key, value in record.items()}
+    record |= {"messages": TALK[1:], "system": "Be kind.", "id": 7, "score": None, "documents": "none"}
+    found = read_conversation(record["messages"], "messages", WHERE, record)
+    assert isinstance(found, Conversation) and found.unread == ("id", "documents")
+    tokenizer.chat_template = WITH_TOOLS
+    written = "1 tools brief system:Be kind.|user:Hi?|assistant:Hello.|"
+    assert render(tokenizer, found, {"mode": "long "}) == written  # a record goes before the option
+    assert names_unread(tokenizer, [found], {"enable_thinking": False}) == ("enable_thinking",)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    assert names_unread(tokenizer, [found], {}) == ("tools", "mode")
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"tools": ["search"]}, "line 3: tools is no list of objects"),
+        ({"tools": '[{"type": '}, "line 3: tools is no list of objects"),
+        ({"chat_template_kwargs": "fast"}, "line 3: chat_template_kwargs is no object"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "has tokenize, which is no argument of a template"),
+    ],
+)
+def test_arguments_that_are_none_are_refused(more: Any, says: str) -> None:
+    with pytest.raises(BrokenRecord, match=says):
+        read_conversation(TALK, "messages", WHERE, {"messages": TALK, **more})
 
 
 def test_the_template_writes_special_tokens_once(tokenizer: Any) -> None:

@@ -127,9 +127,7 @@ def test_plain_text_for_a_model_that_chats_gets_a_notice(tmp_path: Path, tokeniz
     assert "has a chat template" in notice and f"({Path(text).name})" in notice and "--calib FILE.jsonl" in notice
     assert draw_calibration(text, tokenizer, **options).notices == ()
     assert draw_calibration([text, talk], chatty, **options).notices == ()
-    with pytest.raises(
-        CheckpointError, match=r"a\.jsonl: record \d: is a conversation, and the model has no chat temp"
-    ):
+    with pytest.raises(CheckpointError, match=r"a\.jsonl: line \d: is a conversation, and the model has no chat temp"):
         draw_calibration(talk, tokenizer, **options)
 
 
@@ -137,7 +135,46 @@ def test_parts_that_are_no_text_get_a_notice(tmp_path: Path, chatty: Any) -> Non
     content = [{"type": "text", "text": "What is this?"}, {"type": "image"}]
     source = write(tmp_path / "a.jsonl", json.dumps({"messages": [{"role": "user", "content": content}]}))
     (notice,) = draw_calibration(source, chatty, samples=1, max_length=64, seed=0).notices
-    assert notice == f"{Path(source).name}: 1 parts of messages are no text (images, sounds) and were left out"
+    assert notice == f"{Path(source).name}: 1 parts of messages are no text and were left out: 1 image"
+
+
+def test_what_is_not_in_the_text_is_in_a_notice(tmp_path: Path, chatty: Any) -> None:
+    talk = [{"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "x", "reasoning_content": "hm"}]
+    records = [{"messages": talk, "tools": [{"type": "function"}], "id": 7}, {"messages": None}, {"messages": []}]
+    source = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, records)))
+    options = {"samples": 1, "max_length": 64, "seed": 0}
+    found = draw_calibration(source, chatty, **options, template_args={"enable_thinking": False})
+    assert found.notices == (
+        "a.jsonl: 2 records were left out: 1 null, 1 empty",
+        "a.jsonl: the model's chat template does not read enable_thinking, tools, reasoning_content",
+        "a.jsonl: keys of records that are not given to the chat template: id",
+    )
+    assert found.facts["sources"][0]["left_out"] == 2
+    with pytest.raises(CheckpointError, match=r"2 were asked for \(.*; 2 records left out: 1 null, 1 empty\)"):
+        draw_calibration(source, chatty, **{**options, "samples": 2})
+
+
+@pytest.mark.parametrize("lengths", ["own", "fixed"])
+def test_a_record_that_the_template_refuses_counts_as_broken(lengths: Any, tmp_path: Path, chatty: Any) -> None:
+    chatty.chat_template = "{{ raise_exception('no') if 'BB' in messages[0].content }}{{ messages[0].content }}"
+    source = chats(tmp_path / "a.jsonl", [32, 32, 32])
+    options = {"samples": 2, "max_length": 32, "seed": 1, "lengths": lengths}
+    found = draw_calibration(source, chatty, **options, skip_bad_records=1)
+    assert {chatty.decode(s)[0] for s in found.sequences} == {"A", "C"}
+    assert found.notices[0] == "a.jsonl: 1 records were left out: 1 broken"
+    assert found.notices[1].endswith(" record: line 2: the model's chat template refuses it (TemplateError no)")
+    with pytest.raises(CheckpointError, match=r"line 2: the model's chat template refuses it .*--skip-bad-records N$"):
+        draw_calibration(source, chatty, **options)
+
+
+def test_arguments_of_the_template_change_the_text(tmp_path: Path, chatty: Any) -> None:
+    chatty.chat_template = "{{ 'plain' if enable_thinking is false else 'think' }}{{ messages[0].content }}"
+    record = {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"enable_thinking": True}}
+    records = [record, {"messages": record["messages"]}]
+    source = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, records)))
+    options = {"samples": 2, "max_length": 64, "seed": 0, "template_args": {"enable_thinking": False}}
+    found = draw_calibration(source, chatty, **options)
+    assert sorted(chatty.decode(s) for s in found.sequences) == ["plainx", "thinkx"]
 
 
 def test_each_source_of_a_mixture_is_drawn_as_if_alone(tmp_path: Path, tokenizer: Any) -> None:

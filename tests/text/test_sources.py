@@ -74,20 +74,23 @@ def test_an_evaluation_text_is_unchanged(tmp_path: Path) -> None:
         ("a.txt", b"", "no text"),
         ("a.txt", b" \n\n\t\n", "no text"),
         ("a.txt", b"abc\xff\xfe", "not UTF-8"),
-        ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2 is not JSON"),
-        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "record 2: has no text called text: found the keys txt; use"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', "line 2: is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n{"txt": "y"}\n', "line 2: has no text called text: found the keys txt: use"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n', "line 2: is not JSON"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": ["x"]}\n', "line 3: text is no text"),
+        ("a.jsonl", b'{"text": null}\n{"text": ""}\nnull\n{}\n', r"holds no text \(4 records: 2 null, 2 empty\)"),
         (
             "a.jsonl",
             b'{"id": 1, "body": "y"}\n',
-            "record 1: has no text, messages .*: found the keys id, body; use --set calibration.text_c",
+            "line 1: has no text, messages .*: found the keys id, body: use --set calibration.text_c",
         ),
-        ("a.jsonl", b"{}\n", "record 1: .* it has no keys; use --set calibration.text_column=NAME"),
+        ("a.jsonl", b"7\n", "line 1: .* it is no object with keys: use --set calibration.text_column=NAME"),
         ("a.json", b'[{"text": "x"}, 7]', "record 2: .* it is no object with keys"),
         ("a.json", b'[{"text": "x"}', "is not JSON"),
-        ("a.json", b'{"data": [\n1]}', "line 1 is not JSON"),
-        ("a.jsonl", b'["text"]\n', "record 1"),
-        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1 is not JSON"),
-        ("a.jsonl", b'{"text": ' + b"[" * 100_000 + b"}", "line 1 is not JSON"),
+        ("a.json", b'{"data": [\n1]}', "line 1: is not JSON"),
+        ("a.jsonl", b'["text"]\n', "line 1"),
+        ("a.jsonl", b'{"text": "\\ud800"}\n', "line 1: is not JSON"),
+        ("a.jsonl", b'{"text": ' + b"[" * 100_000 + b"}", "line 1: is not JSON"),
         ("a.jsonl", b"", "no text"),
         ("a.parquet", b"PAR1 not at all", "no parquet file"),
         ("a.csv", b"text\nx\n", "unknown kind"),
@@ -129,7 +132,7 @@ def test_a_named_column_is_read_instead(tmp_path: Path) -> None:
     found = load_documents(source, text_column="body")
     assert (found.texts, found.rule) == (["yes", "again"], "one document (body) a line")
     with pytest.raises(
-        CheckpointError, match="record 1: has no text called title: found the keys text, body; use --set cal"
+        CheckpointError, match="line 1: has no text called title: found the keys text, body: use --set cal"
     ):
         load_documents(source, text_column="title")
 
@@ -152,13 +155,81 @@ def test_records_of_messages_are_conversations(key: str, tmp_path: Path) -> None
             tuple(TALK),
             tuple(TALK[:1]),
         ]
-    with pytest.raises(CheckpointError, match=r"record 1: has no string called text: found the keys .*; rename"):
+    with pytest.raises(CheckpointError, match=r"line 1: has no string called text: found the keys .*: rename"):
         load_evaluation_text(jsonl)
+
+
+MARKED = {"utf-8": b"\xef\xbb\xbf", "utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.json", "lines.json"])
+@pytest.mark.parametrize("encoding", list(MARKED))
+def test_a_byte_order_mark_is_no_text(name: str, encoding: str, tmp_path: Path) -> None:
+    text = {"a.txt": "ünï", "a.json": '[{"text": "ünï"}]'}.get(name, '{"text": "ünï"}\n')
+    source = write(tmp_path / name, MARKED[encoding] + text.encode(encoding))
+    assert load_documents(source).texts == ["ünï"]
+    assert load_evaluation_text(source)[0] == "ünï"
+
+
+def test_files_that_were_joined_have_marks_in_between(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", '\ufeff{"text": "a"}\r\n\ufeff{"text": "b"}\r\n')
+    assert load_documents(source).texts == ["a", "b"]
+
+
+def test_a_null_text_that_evaluates_is_named_as_null(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", '{"text": "a"}\n{"text": null}\n')
+    with pytest.raises(CheckpointError, match=r"a\.jsonl: line 2: text is null: remove the record"):
+        load_evaluation_text(source)
+
+
+@pytest.mark.parametrize(
+    ("records", "texts", "why"),
+    [
+        (['{"text": "a"}', '{"text": null}', '{"text": " "}'], 1, {"null": 1, "empty": 1}),
+        (['{"text": null, "messages": null}', '{"messages": [{"role": "user", "content": "a"}]}'], 1, {"null": 1}),
+        (
+            ['{"messages": []}', '{"conversations": [{"from": "gpt", "value": "a"}]}', "{}", "null"],
+            1,
+            {"empty": 2, "null": 1},
+        ),
+    ],
+)
+def test_records_without_text_are_left_out_and_counted(
+    records: list[str], texts: int, why: dict[str, int], tmp_path: Path
+) -> None:
+    found = load_documents(write(tmp_path / "a.jsonl", "\n".join(records)))
+    assert (len(found.texts), dict(found.left_out.without), found.left_out.broken) == (texts, why, [])
+
+
+BROKEN = ['{"text": "a"}', '{"text": ', '{"text": 7}', '{"txt": "b"}', '{"text": null}', '{"text": "c"}']
+
+
+def test_broken_records_are_left_out_up_to_their_number(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.jsonl", "\n".join(BROKEN))
+    found = load_documents(source, skip_bad_records=3)
+    assert (found.texts, found.left_out.why) == (["a", "c"], "1 null, 3 broken")
+    assert found.left_out.broken[0].startswith("line 2: is not JSON")
+    for allowed, line in enumerate((2, 3, 4)):
+        with pytest.raises(CheckpointError, match=rf"a\.jsonl: line {line}: .*--skip-bad-records N$"):
+            load_documents(source, skip_bad_records=allowed)
+
+
+def test_a_table_fills_up_with_nulls_that_are_no_part_of_a_record(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    tools = [{"name": "f", "a": {"type": "int"}}, {"name": "g", "b": {"type": "str"}}]
+    talk = [{"role": "assistant", "content": None, "reasoning_content": "hm"}, TALK[1]]
+    rows = [{"messages": talk, "tools": tools[:1]}, {"messages": TALK, "tools": tools[1:]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = [text for text in load_documents(str(tmp_path / "a.parquet")).texts if isinstance(text, Conversation)]
+    assert [text.arguments for text in found] == [{"tools": tools[:1]}, {"tools": tools[1:]}]
+    assert [text.messages for text in found] == [({**talk[0], "content": ""}, TALK[1]), tuple(TALK)]
 
 
 def test_a_record_without_messages_among_conversations_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", json.dumps({"messages": TALK}) + '\n{"messages": "hello"}\n')
-    with pytest.raises(CheckpointError, match=r"a\.jsonl: record 2: messages is no list of messages: repair"):
+    with pytest.raises(CheckpointError, match=r"a\.jsonl: line 2: messages is no list of messages: repair"):
         load_documents(source)
 
 

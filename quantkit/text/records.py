@@ -1,0 +1,222 @@
+"""Records: read the rows of JSON and parquet files and of data sets, and find the text or conversation of each.
+
+Records without text are left out and counted. A broken record is refused with its number, or counted where some are
+allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import NAME, CheckpointError, Setting, Words, reason
+from quantkit.text.conversations import BrokenRecord, Conversation, Without, messages_in, read_conversation
+
+#: Keys of records that are read without --text-column, the first one that a record has.
+CONVERSATIONS = ("messages", "conversations")
+BYTE_ORDER_MARKS = {b"\xef\xbb\xbf": "utf-8-sig", b"\xff\xfe": "utf-16", b"\xfe\xff": "utf-16"}
+
+
+@dataclass
+class LeftOut:
+    """Count the records of a source that are left out: those without text, and at most `allowed` broken ones."""
+
+    allowed: int = 0
+    without: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+
+    def skip(self, error: BrokenRecord) -> None:
+        """Count a broken record; raise its error if no more are allowed."""
+        if len(self.broken) == self.allowed:
+            raise error
+        place = str(error.subject).rpartition(": ")[2]  # reports name no folder
+        self.broken.append(f"{place}: {error.rule}")
+
+    def __len__(self) -> int:
+        return self.without.total() + len(self.broken)
+
+    @property
+    def why(self) -> str:
+        """The reasons, with their numbers: `2 null, 1 broken`."""
+        broken = [f"{len(self.broken)} broken"] if self.broken else []
+        return ", ".join([*(f"{count} {why}" for why, count in self.without.items()), *broken])
+
+
+def decoded(path: Path) -> str:
+    """Return the content of a text file, UTF-8 or as its byte-order mark says, line ends unchanged."""
+    data = read_bytes(path)
+    try:
+        return data.decode(_encoding(data))
+    except UnicodeError as error:
+        at = f" (byte {error.start})" if isinstance(error, UnicodeDecodeError) else ""
+        raise CheckpointError(f"is not UTF-8 text{at}", "convert it first", subject=path) from error
+
+
+def read_bytes(path: Path) -> bytes:
+    """Return the content of a file; CheckpointError if it cannot be read."""
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"cannot be read ({error.strerror})", "check the file", subject=path) from error
+
+
+def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the records of a file, each with its place in words. A line that is no JSON is a BrokenRecord."""
+    if path.suffix.lower() == ".parquet":
+        return _parquet_rows(path)
+    data = read_bytes(path)
+    encoding = _encoding(data)
+    if encoding == "utf-16":
+        data = decoded(path).encode()
+    whole = path.suffix.lower() == ".json" and data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
+    return _json_array(path) if whole else _json_lines(path, data)  # some .json files have a record a line
+
+
+def table_rows(rows: Iterable[Any], source: object) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a table, each with its place in words.
+
+    A table has each key in every row, and null where a record lacks it, so nulls within a record are dropped.
+    """
+    for number, row in enumerate(rows, start=1):
+        yield f"{source}: row {number}", {key: _without_nulls(value) for key, value in row.items()}
+
+
+def documents(
+    rows: Iterable[tuple[str, Any]], text_column: str | None, left_out: LeftOut
+) -> tuple[list[str | Conversation], str]:
+    """Return the document of each record, all under one key, and their name in a rule.
+
+    Records that are left out are counted in `left_out`. BrokenRecord if too many are broken.
+    """
+    texts: list[str | Conversation] = []
+    key, talk = text_column or "text", False
+    for where, row in rows:
+        try:
+            if isinstance(row, BrokenRecord):
+                raise row
+            if not texts:
+                key, talk = _key(row, text_column, where)
+            found = _document(row, key, talk, where)
+        except BrokenRecord as error:
+            left_out.skip(error)
+            continue
+        if isinstance(found, Without):
+            left_out.without[found.value] += 1
+        else:
+            texts.append(found)
+    what = "conversation" if talk else "document"
+    return texts, what if key == "text" else f"{what} ({key})"
+
+
+def evaluated(where: str, row: Any) -> str:
+    """Return the text of a record that evaluates; CheckpointError if it has none."""
+    if isinstance(row, BrokenRecord):
+        raise CheckpointError(row.rule, "repair the file", subject=row.subject)
+    text = row.get("text") if isinstance(row, dict) else None
+    if not isinstance(text, str):
+        null = isinstance(row, dict) and "text" in row and text is None
+        rule, way = (
+            ("text is null", "remove the record")
+            if null
+            else (f"has no string called text: {_keys(row)}", "rename the key or column")
+        )
+        raise CheckpointError(rule, way, subject=where)
+    return text
+
+
+def _key(row: Any, text_column: str | None, where: str) -> tuple[str, bool]:
+    """Return the key under which a record has its text, and whether that is a conversation."""
+    keys = (text_column,) if text_column else ("text", *CONVERSATIONS)
+    present = [key for key in keys if key in row] if isinstance(row, dict) else []
+    for key in present:
+        value = row[key]
+        talk = key in CONVERSATIONS or (key == text_column and _is_talk(value))
+        if value not in (None, "", [], {}) and (talk or isinstance(value, str)):
+            return key, talk
+    if present or row in (None, {}):
+        return (*present, *keys)[0], False
+    named = f"text called {text_column}" if text_column else f"text, {' or '.join(CONVERSATIONS)}"
+    raise _without_key(named, row, where)
+
+
+def _is_talk(value: Any) -> bool:
+    """Return True for a list, or a text or table that holds a list of messages."""
+    found = messages_in(value)
+    return isinstance(found, list) and (isinstance(value, list) or all(isinstance(each, dict) for each in found))
+
+
+def _document(row: Any, key: str, talk: bool, where: str) -> str | Conversation | Without:
+    """Return the document of a record, or why it has none; BrokenRecord if it is none."""
+    if row in (None, {}):
+        return Without.NULL if row is None else Without.EMPTY
+    if not isinstance(row, dict) or key not in row:
+        raise _without_key(f"text called {key}", row, where)
+    value = row[key]
+    if talk:
+        return read_conversation(value, key, where, row)
+    if value is None or value in ("", [], {}):
+        return Without.NULL if value is None else Without.EMPTY
+    if not isinstance(value, str):
+        raise BrokenRecord(f"{key} is no text", where)
+    return value if value.strip() else Without.EMPTY
+
+
+def _without_key(what: str, row: Any, where: str) -> BrokenRecord:
+    return BrokenRecord(f"has no {what}: {_keys(row)}", where, Words("use", Setting("text_column", NAME)))
+
+
+def _keys(row: Any) -> str:
+    if not isinstance(row, dict):
+        return "it is no object with keys"
+    return f"found the keys {', '.join(map(str, row))[:200]}" if row else "it has no keys"
+
+
+def _encoding(data: bytes) -> str:
+    return next((name for mark, name in BYTE_ORDER_MARKS.items() if data.startswith(mark)), "utf-8")
+
+
+def _json_array(path: Path) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = json.loads(decoded(path))
+        json.dumps(rows, ensure_ascii=False).encode()  # tokenizers refuse lone surrogates
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"is not JSON ({reason(error)})", "repair the file", subject=path) from error
+    for number, row in enumerate(rows, start=1):
+        yield f"{path}: record {number}", row
+
+
+def _json_lines(path: Path, data: bytes) -> Iterator[tuple[str, Any]]:
+    for number, line in enumerate(data.split(b"\n"), start=1):
+        if line.strip():
+            where = f"{path}: line {number}"
+            try:
+                row = json.loads(line.decode("utf-8-sig"))  # files that were joined have marks in between
+                json.dumps(row, ensure_ascii=False).encode()
+            except (ValueError, RecursionError) as error:
+                row = BrokenRecord(f"is not JSON ({reason(error)})", where)
+            yield where, row
+
+
+def _parquet_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    import datasets
+
+    try:
+        yield from table_rows(
+            datasets.load_dataset("parquet", data_files=str(path), split="train", streaming=True), path
+        )
+    except Exception as error:  # the reader raises whatever its backend raises
+        raise CheckpointError(
+            f"is no parquet file that can be read ({reason(error)})", "check it", subject=path
+        ) from error
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value without the keys that are null; a message keeps a null content."""
+    if isinstance(value, dict):
+        kept = {key: each for key, each in value.items() if each is not None or key in ("content", "value")}
+        return {key: _without_nulls(each) for key, each in kept.items()}
+    return [_without_nulls(each) for each in value] if isinstance(value, list) else value
