@@ -27,13 +27,16 @@ from quantkit.errors import QuantkitError
 from quantkit.keys import Key
 from quantkit.names import LAYOUTS
 from quantkit.progress import Progress
-from quantkit.text.sources import NAMED, PACKAGED, SUFFIXES
+from quantkit.text.sources import NAMED, PACKAGED, SELF, SUFFIXES
 
 UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3, "T": 1000**4}
 BINARY_UNITS = {f"{unit}I": 1024**power for power, unit in enumerate(UNITS) if unit}
 FILES = f"a {', '.join(SUFFIXES[:-1])} or {SUFFIXES[-1]} file"
 DATA = f"{', '.join(NAMED)}, or {FILES}"
-CALIBRATION = f"{', '.join(NAMED)}, a hub data set org/name[:config], {PACKAGED}, or {FILES}, of text or conversations"
+CALIBRATION = (
+    f"{', '.join(NAMED)}, a hub data set org/name[:config], {PACKAGED}, {SELF} (written by the model), or {FILES}, of "
+    "text or conversations"
+)
 PAD = "Fill weights up with zeros to shapes that the layout holds"
 PATH = click.Path(path_type=Path)
 

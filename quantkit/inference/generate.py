@@ -14,7 +14,7 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
-from quantkit.errors import Option, RecipeError, Words, reason
+from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Words, is_out_of_memory, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.progress import Progress
@@ -155,6 +155,42 @@ def chat(
             found = _write(model, tokenizer, turn, ids, max_new_tokens, sampling, listener)
             messages.append({"role": "assistant", "content": found.text})
             yield found
+
+
+def write_rows(
+    model: PreTrainedModel,
+    first: Tensor,
+    tokens: int,
+    choose: Callable[[Tensor, Tensor], Tensor],
+    is_done: Callable[..., Tensor],
+    instead: str,
+) -> None:
+    """Continue rows of equal length, int64 `[rows, t]`, up to `tokens` tokens each, with a cache of keys and values.
+
+    `choose` gets the rows and the logits `[rows, v]` of their next tokens; it returns logits whose largest counts. Rows
+    end where `is_done` says so. CheckpointError, with the way out `instead`, for a model whose code fails.
+    """
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+
+    model.generation_config = GenerationConfig()  # the model's own would change or end the draw
+    generated: Any = model.generate
+    try:
+        with torch.inference_mode():
+            generated(
+                first,
+                attention_mask=torch.ones_like(first),
+                generation_config=GenerationConfig(
+                    max_new_tokens=tokens - first.shape[1], do_sample=False, use_cache=True
+                ),
+                logits_processor=LogitsProcessorList([choose]),
+                stopping_criteria=StoppingCriteriaList([is_done]),
+            )
+    except QuantkitError:
+        raise
+    except Exception as error:  # a model's own code can raise anything
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(f"{type(model).__name__} cannot write text ({reason(error)})", instead) from error
 
 
 def _templated(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:

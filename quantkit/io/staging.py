@@ -24,6 +24,8 @@ except ImportError:  # no POSIX system
     fcntl = None  # type: ignore[assignment]
 
 LOCK = "lock"
+#: The calibration text that the model of a run wrote, for the run to be resumed with.
+WRITTEN = "calibration-self.json"
 #: Takes the place of LOCK's own lock where the file system has none: its existence is the lock.
 SOFT_LOCK = "soft-lock"
 NO_LOCKS = "this file system has no file locks: a lock file takes their place, remove it if a run was killed"
@@ -112,7 +114,7 @@ def publish(partial: Path, out: Path, overwrite: bool = False) -> None:
         raise CheckpointError(f"{out} exists", Words("choose another folder or add", Option("overwrite", True)))
     old = _beside(out, "old")
     with files.guarded(out):
-        for path in sorted([*partial.glob("activations-*"), *partial.glob(".*.tmp")]):
+        for path in sorted([*partial.glob("activations-*"), *partial.glob(WRITTEN), *partial.glob(".*.tmp")]):
             files.remove(path)
         files.sync_folder(partial)
         files.remove(partial / JOURNAL)

@@ -41,7 +41,7 @@ from quantkit.pipeline.convert import expected_names, heading_after, packed_sour
 from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.quantize import READERS, calibration_text
-from quantkit.planning.memory import tuning_memory
+from quantkit.planning.memory import tuning_memory, writing_memory
 from quantkit.planning.plan import plan_pack
 from quantkit.progress import Clock, Progress
 from quantkit.recipes.calibration_options import Calib
@@ -100,6 +100,8 @@ def distill(
         _require_same_model(src, model)
         tuned = {module: src.size(module) for module in src.modules()}
         tuning_memory(teacher, model.linears, tuned, calib.max_length, codes, model.device.type).require()
+        if calib.is_written:
+            writing_memory(teacher, calib, model.device.type).require()
     before, known = load_report(src.path), list(src.notices)
     base, unread = (before["base"], []) if before.get("base") else origin(src, folder, None)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
@@ -114,7 +116,7 @@ def distill(
                 readers = READERS[model.device.type]
                 report["source"]["files"], edited = source_hashes(src, readers, check=progress.check)
             with clock.phase("load"):
-                text = calibration_text(calib, teacher, model, progress)
+                text = calibration_text(calib, teacher, model, progress, trust_remote_code)
                 _require_usable(text, model)
                 model.load_whole()
                 student = Student(src, model, codes, progress)

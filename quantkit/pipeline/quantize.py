@@ -23,6 +23,7 @@ from typing_extensions import Unpack
 from quantkit.calibration.budget import BESIDE, gradient_documents
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import check_sequences, new_run, split_documents
+from quantkit.calibration.self_generated import Text, expected_text, load_text, save_text, write_text
 from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.origin import name_of, origin
@@ -36,7 +37,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.work_queue import WorkQueue
 from quantkit.errors import CheckpointError, Command, Option, QuantkitError, RecipeError, Setting, Words
-from quantkit.io.staging import check_staging, is_complete, staging
+from quantkit.io.staging import WRITTEN, check_staging, is_complete, staging
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
@@ -105,10 +106,17 @@ def plan(
     if target is not None and served_on is not None and job.plan.folder is not None:
         job = job._replace(plan=replace(job.plan, serving=serving(job.plan.rows, job.plan.folder, target, *served_on)))
     try:
-        job, text = _require_runnable(job, None if out is None else Path(out), run)
+        job, text = _require_runnable(job, None if out is None else Path(out), run, is_plan=True)
     except QuantkitError as error:
         return replace(job.plan, refusal=error)
-    return replace(job.plan, calibration=text.facts, remarks=(*job.plan.remarks, *text.warnings, *text.notices))
+    facts, bounded = text.facts, []
+    if job.recipe.calibrated and job.recipe.calibration.is_written:
+        bounded = [
+            "the model writes its calibration text in the run: its tokens are counted as if all were the longest"
+        ]
+        facts = {key: value for key, value in facts.items() if key not in ("sha256", "sources")}
+    remarks = (*job.plan.remarks, *text.warnings, *text.notices, *bounded)
+    return replace(job.plan, calibration=facts, remarks=remarks)
 
 
 def _survey(
@@ -173,11 +181,11 @@ def _units(job: _Job) -> Iterator[list[str]]:
     yield job.model.stored(None)
 
 
-def _require_runnable(job: _Job, out: Path | None, run: RunOptions) -> tuple[_Job, Calibration]:
+def _require_runnable(job: _Job, out: Path | None, run: RunOptions, is_plan: bool = False) -> tuple[_Job, Calibration]:
     """Raise the first error that needs no computation; return the job and the calibration sequences.
 
     `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. The recipe of the job then
-    names the text that was used.
+    names the text that was used. Text that the model writes itself is only bounded in a plan.
     """
     recipe = job.recipe
     job.plan.require()
@@ -214,7 +222,10 @@ def _require_runnable(job: _Job, out: Path | None, run: RunOptions) -> tuple[_Jo
         return job, Calibration([], {})  # only the last step is left
     text = Calibration([], {})
     if recipe.calibrated:
-        text = calibration_text(recipe.calibration, job.src, job.model, run.progress)
+        saved = before / WRITTEN if before is not None and run.resume else None
+        text = calibration_text(
+            recipe.calibration, job.src, job.model, run.progress, run.trust_remote_code, saved=saved, is_plan=is_plan
+        )
     if recipe.calibrated:
         check_sequences(recipe, job.model, text.sequences)
     if text.facts.get("source") == PACKAGED:
@@ -353,6 +364,8 @@ def _quantize(
             here.broadcast(None)
             same = [without_paths(asked), without_paths(with_packaged_text(asked))]
             return publish_complete(partial, out, same, src, run.overwrite)
+        if recipe.calibrated and recipe.calibration.is_written:
+            save_text(partial / WRITTEN, text)
         writer = CheckpointWriter(partial, like=src, layout=recipe.output_layout)
         report = {
             **heading(command, name_of(model), revision, {}, base),
@@ -508,11 +521,29 @@ def _revision(src: Checkpoint, asked: str | None) -> str | None:
     return src.path.name if src.path.parent.name == "snapshots" else asked
 
 
-def calibration_text(calib: Calib, src: Checkpoint, model: BlockRunner, progress: Progress | None) -> Calibration:
+def calibration_text(
+    calib: Calib,
+    src: Checkpoint,
+    model: BlockRunner,
+    progress: Progress | None,
+    trust_remote_code: bool = False,
+    *,
+    saved: Path | None = None,
+    is_plan: bool = False,
+) -> Calibration:
     """Draw the calibration sequences for a model by the tokenizer of `src`, with notes for the user.
 
-    Without `progress` nothing is said: a plan lists it.
+    Without `progress` nothing is said: a plan lists it. Text of the model's own is read from `saved`, if that is there.
+    Otherwise the model writes it, except for a plan.
     """
+
+    def write(count: int) -> Text:
+        if saved is not None and saved.exists():
+            return load_text(saved)
+        if is_plan:
+            return expected_text(model, calib, count)
+        return write_text(model, calib, count, progress or Progress(quiet=True), trust_remote_code)
+
     text = draw_calibration(
         calib.data,
         load_tokenizer(src.path),
@@ -525,6 +556,7 @@ def calibration_text(calib: Calib, src: Checkpoint, model: BlockRunner, progress
         template_args=calib.template_args,
         skip_bad_records=calib.skip_bad_records,
         may_replace=not calib.chosen,
+        write=write,
     )
     if progress is not None:
         for warning in text.warnings:

@@ -24,6 +24,7 @@ from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import backward_bytes
 from quantkit.calibration.budget import SAVED_BLOCKS, gradient_tokens, stays_on_gpu
 from quantkit.calibration.run import Stream
+from quantkit.calibration.self_generated import CACHE_BYTES, INSTEAD, LOGIT_BYTES, LONGEST, SPARE
 from quantkit.calibration.stages.gradients import DRAWING_BYTES
 from quantkit.calibration.stages.hessians import Hessians
 from quantkit.calibration.stages.solve import Solve
@@ -36,6 +37,7 @@ from quantkit.errors import Option, QuantkitError, Setting, Words
 from quantkit.models.block_weights import PINNED
 from quantkit.models.devices import CUDA_DEVICE, compute_dtype, program_bytes
 from quantkit.models.families import BLOCK, EXPERT, TOWER
+from quantkit.recipes.calibration_options import Calib
 from quantkit.recipes.recipe import Recipe
 
 #: The part of the memory that grows with the longest sequence, and the part that grows with all tokens.
@@ -50,6 +52,8 @@ OTHERS = "other processes"
 UNQUANTIZED = "activations of the unquantized model"
 #: The parts that only tuning from end to end has.
 WHOLE, STUDENT = "whole model", "quantized model"
+#: The part of a model that writes its calibration text.
+AUTHOR = "whole model, to write text"
 #: float32 copies of the logits of one document while two models are compared and the gradient is made.
 LOGITS = 10
 #: A run is refused if less than this share of its estimated peak can be had. Measured runs took 0.74 to 0.93 of it.
@@ -124,8 +128,10 @@ class Memory:
 
     def require(self) -> None:
         """Raise QuantkitError if the run certainly needs more memory than it may use here, or than the GPU has."""
-        if self.others:
-            return self._peak().require()
+        for stage in (self, *self.others):
+            replace(stage, others=(), gpu_memory=self.gpu_memory)._require()
+
+    def _require(self) -> None:
         least = min(memory_limits(), key=lambda limit: limit.room, default=None)
         needed = sum(self.ram.values())
         if least is not None and least.room < CERTAINLY_NEEDED * needed:
@@ -135,6 +141,11 @@ class Memory:
             )
         there = self._gpu_memory()
         if there is not None and there < self.least_vram:
+            if AUTHOR in self.vram:
+                whole = (
+                    f"the whole model, which writes its calibration text, takes {_gb(self.least_vram)} of GPU memory,"
+                )
+                raise QuantkitError(Words(whole, self._there(there)), INSTEAD, Words("use", Option("device", "cpu")))
             if WHOLE in self.vram:
                 raise QuantkitError(
                     Words(
@@ -156,6 +167,7 @@ class Memory:
         """Name the option that reduces the largest part of the RAM, if there is one."""
         ways = {
             ACTIVATIONS: Words("use a smaller", Option("act_budget"), "or"),
+            AUTHOR: Words(INSTEAD, "or"),
             DOCUMENT: Words("use a smaller", Setting("max_length"), "or"),
             **dict.fromkeys((GRADIENTS, READ, OUTPUTS), Words("use", Setting("output_aware", False), "or")),
         }
@@ -179,6 +191,7 @@ class Memory:
         largest = max(self.vram, key=lambda part: self.vram[part])
         ways = {
             DOCUMENT: Words("use a smaller", Setting("max_length")),
+            AUTHOR: INSTEAD,
             **dict.fromkeys((GRADIENTS, READ, OUTPUTS), Words("use", Setting("output_aware", False))),
         }
         return ways.get(largest, Words("use", Option("device", "cpu"), ", or a GPU with more memory"))
@@ -258,6 +271,8 @@ def calibrated_memory(
     if recipe.tune or sizes.gradients:
         stores[UNQUANTIZED] = sizes.activations if recipe.tune else sizes.gradients
     others = tuple(stage(*parts) for parts in _of_gradients(sizes, stores)) if sizes.gradients else ()
+    if recipe.calibration.is_written:
+        others = (*others, writing_memory(src, recipe.calibration, sizes.kind))
     found = replace(stage(stores, _of_solving(sizes, recipe)), others=others)
     if not sizes.cuda:
         return found
@@ -346,6 +361,23 @@ def tuning_memory(
         return Memory({"program": program_bytes(cuda, training=True), **parts})
     host = {"program": program_bytes(cuda, training=True)}
     return Memory(host, {"CUDA": CUDA_DEVICE, **parts}, least_vram=whole + student)
+
+
+def writing_memory(src: Checkpoint, calib: Calib, device: str) -> Memory:
+    """Estimate the peak of a model that writes its calibration text, on a `device` of a kind, cpu or cuda."""
+    width = compute_dtype(src.dtype_of_model, torch.device(device)).itemsize
+    layers, hidden = len(_in_blocks({name: 1 for name in src.names()})), _stated(src, "hidden_size") or 0
+    rows = calib.samples + calib.samples // SPARE
+    row = 2 * width * layers * hidden * min(calib.max_length, LONGEST)
+    parts = {
+        AUTHOR: width * sum(prod(src.shape(name)) for name in src.names()),
+        "keys and values": max(row, min(CACHE_BYTES[device], rows * row)),
+        "logits": LOGIT_BYTES * rows * (_stated(src, "vocab_size") or 0),
+    }
+    program = {"program": program_bytes(device == "cuda")}
+    if device == "cpu":
+        return Memory({**program, **parts})
+    return Memory(program, {"CUDA": CUDA_DEVICE, **parts}, least_vram=sum(parts.values()))
 
 
 def _stated(src: Checkpoint, key: str) -> int | None:

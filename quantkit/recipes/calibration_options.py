@@ -10,6 +10,7 @@ from msgspec import Meta
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.keys import Count, Positive, check, key
 from quantkit.text.conversations import RESERVED
+from quantkit.text.sources import SELF
 
 Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
 
@@ -104,3 +105,10 @@ class Calib:
             raise RecipeError(
                 Words(Setting("template_args"), f"has {wrong[0]}, which is no argument of a chat template"), "drop it"
             )
+
+    @property
+    def is_written(self) -> bool:
+        """Whether the model writes a part of the text."""
+        return any(
+            each.partition(":")[0] == SELF for each in ([self.data] if isinstance(self.data, str) else self.data)
+        )

@@ -21,10 +21,12 @@ from torch import Tensor
 from quantkit.errors import FILE, CheckpointError, RecipeError, Setting, Words
 from quantkit.io.hub import UNREACHABLE, HubUnreachable
 from quantkit.text.conversations import BrokenRecord, Conversation, has_chat_template, names_unread, render
-from quantkit.text.sources import PACKAGED, Documents, kind_of, load_documents, name_of_text
+from quantkit.text.sources import PACKAGED, SELF, Documents, kind_of, load_documents, name_of_text
 from quantkit.text.tokenizer import token_ids
 
 Lengths = Literal["own", "fixed"]
+#: Lets the model write a number of sequences; returns them and their facts.
+Write = Callable[[int], tuple[list[Tensor], dict[str, Any]]]
 #: A weight after the last colon of a source. Nine digits: a sum of weights stays a number.
 WEIGHT = re.compile(r"\d{1,9}(?:\.\d{1,9})?|\.\d{1,9}")
 #: The most names of keys that a notice lists.
@@ -57,6 +59,7 @@ def draw_calibration(
     template_args: Mapping[str, Any] | None = None,
     skip_bad_records: int = 0,
     may_replace: bool = False,
+    write: Write | None = None,
 ) -> Calibration:
     """Draw `samples` token sequences of a source, or of a mixture, by `seed` (ALGORITHMS 2).
 
@@ -71,18 +74,31 @@ def draw_calibration(
 
     `may_replace`: the packaged text stands in for a data set if the hub cannot be reached. It is drawn as any source,
     so it too is refused if it holds too few documents or tokens. CheckpointError if a source holds too little.
+
+    `write` is called for the sequences of the source `self`, once all others are drawn.
     """
     if samples < 1 or max_length < 2:
         raise RecipeError(f"{samples} samples of at most {max_length} tokens", "use at least 1 sample and 2 tokens")
     shares = find_shares([sources] if isinstance(sources, str) else sources)
     counts = _split_samples(samples, shares)
     _refuse_idle(shares, text_column, split)
+    if SELF in shares and (write is None or (lengths == "fixed" and len(shares) == 1)):
+        rule = "no model is here to write text" if write is None else "text that the model writes has its own lengths"
+        raise RecipeError(
+            rule, "drop it", subject=Setting("calib", SELF) if write is None else Setting("lengths", lengths)
+        )
     warnings: list[str] = []
     notices: list[str] = []
     every: list[Tensor] = []
     each: list[dict[str, Any]] = []
     plain: list[str] = []
-    for source, share in shares.items():
+    for source, share in sorted(shares.items(), key=lambda item: item[0] == SELF):
+        if source == SELF and write is not None:
+            sequences, facts = write(counts[source])
+            sizes = {"sequences": len(sequences), "tokens": sum(map(len, sequences))}
+            each.append({"source": SELF, "share": float(share), **sizes, **facts, **_digest(sequences)})
+            every += sequences
+            continue
         found = _load(source, text_column, split, skip_bad_records, warnings if may_replace else None)
         name = name_of_text(found.source)
         tokens = _Tokens(found, tokenizer, template_args or {})

@@ -27,9 +27,11 @@ ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)(?::([\w.-]+))?")
 HUB_ROWS = 16384
 #: The name of the text that comes with quantkit; `calibration_text/README.md` states its origin and licence.
 PACKAGED = "packaged"
+#: The name of the text that the unquantized model writes itself.
+SELF = "self"
 PACKAGED_FILE = Path(__file__).parents[1] / "calibration_text" / "text.jsonl.gz"
 
-Kind = Literal["data set", "hub", "packaged", "plain text", "records"]
+Kind = Literal["data set", "hub", "packaged", "self", "plain text", "records"]
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ def kind_of(source: str) -> Kind:
         return "data set"
     if source == PACKAGED:
         return "packaged"
+    if source == SELF:
+        return "self"
     path = Path(source)
     if path.is_dir() or (not path.exists() and ON_HUB.fullmatch(source) and path.suffix.lower() not in SUFFIXES):
         return "hub"
