@@ -59,7 +59,7 @@ CACHE_BYTES = {"cpu": 2**30, "cuda": 8 * 2**30}
 #: Steps after which the time is estimated, and the fewest seconds that are worth a note.
 MEASURED, LONG = 16, 20
 #: Bytes of a step for each row and each entry of the vocabulary: float32 copies of the logits.
-LOGIT_BYTES = 24
+LOGIT_BYTES = 32
 INSTEAD = Words("use another", Setting("calib", FILE))
 Text = tuple[list[Tensor], dict[str, Any]]
 
@@ -202,6 +202,9 @@ def write_text(
             break
     else:
         raise QuantkitError(f"the model repeats itself in {dropped} of {dropped + len(found)} texts", INSTEAD)
+    del module
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # else the run would find the memory taken
     sequences = [torch.tensor(found[i]) for i in torch.randperm(count, generator=order).tolist()]
     rule = f"written by the model at temperature {TEMPERATURE:g}: {talks} conversations, {count - talks} plain texts"
     facts = {"rule": rule, "documents": count + dropped, "cut": sum(len(s) == longest for s in sequences)}

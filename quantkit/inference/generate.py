@@ -189,7 +189,7 @@ def write_rows(
         raise
     except Exception as error:  # a model's own code can raise anything
         if is_out_of_memory(error):
-            raise
+            raise QuantkitError("there is not enough memory for the text that the model writes", instead) from error
         raise CheckpointError(f"{type(model).__name__} cannot write text ({reason(error)})", instead) from error
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from quantkit.calibration.self_generated import Row, Turns, first_token, repeats
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, QuantkitError
 from quantkit.models.block_runner import BlockRunner
+from quantkit.models.whole_model import load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.calibration_options import Calib
 from quantkit.text.tokenizer import load_tokenizer
@@ -169,6 +172,34 @@ def test_a_model_that_cannot_write_is_refused_in_one_line(plain: BlockRunner, mo
     monkeypatch.setattr(type(plain.module), "can_generate", lambda self: False)
     with pytest.raises(CheckpointError, match="LlamaForCausalLM cannot write text: use another --calib FILE"):
         written(plain)
+
+
+def test_a_lack_of_memory_is_one_line(plain: BlockRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(type(plain.module), "generate", fail)
+    with pytest.raises(
+        QuantkitError, match="not enough memory for the text that the model writes: use another --calib"
+    ):
+        written(plain)
+
+
+def test_the_model_is_freed_when_it_has_written(plain: BlockRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    models: list[Any] = []
+
+    def load(*given: Any, **options: Any) -> Any:
+        made = load_dense_model(*given, **options)
+        models.append(weakref.ref(made))
+        return made
+
+    monkeypatch.setattr(self_generated, "load_dense_model", load)
+    gc.disable()  # a cycle would keep the weights on a GPU until some later time
+    try:
+        written(plain, 2, 4)
+        assert models[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_a_template_that_leaves_turns_out_is_refused() -> None:
