@@ -53,7 +53,7 @@ _ENTRIES = {
     **dict.fromkeys(("evaluation", "distillation"), _OBJECT),
     "layers": _OBJECTS,
     "phases": _NUMBER_BY_NAME,
-    "same_values": _NUMBER,
+    **dict.fromkeys(("same_values", "outside"), _NUMBER),
     "ranks": _COUNTS,
 }
 #: Facts of a layer, and entries of `totals`, that must be numbers.

@@ -18,8 +18,8 @@ JOINED = (
     ("w13", ("w1", "w3")),
     ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
 )
-#: A linear that is joined in the checkpoint already -> the name by which some engines ask for it (towers of GLM-4V).
-ALIASES = {"qkv": "qkv_proj"}
+#: End of a name -> the end by which some engines ask for it: joined linears of GLM-4V's towers, heads of draft layers.
+ALIASES = {"qkv": "qkv_proj", "shared_head.head": "head"}
 #: Names under which engines ask for the experts of a layer, whatever their linears are called in the checkpoint.
 EXPERTS = ("", ".0.gate_proj", ".0.up_proj", ".0.down_proj")
 #: Linears that get the same input tensor, which quantkit multiplies at once; a model may lack some names of a row.
@@ -69,7 +69,9 @@ def asked_names(joined: str, members: list[str]) -> list[str]:
     return [name for ending in EXPERTS if (name := joined + ending) not in members]
 
 
-def alias(module: str) -> str | None:
-    """Give another name by which engines ask for a linear, None if there is none."""
-    parent, dot, leaf = module.rpartition(".")
-    return f"{parent}{dot}{ALIASES[leaf]}" if leaf in ALIASES else None
+def aliases(module: str) -> list[str]:
+    """List other names by which engines ask for a dense linear, or for experts that one tensor holds."""
+    if module.endswith(".experts"):
+        return [module + ending for ending in EXPERTS if ending]
+    ends = {end: name for end, name in ALIASES.items() if f".{module}".endswith(f".{end}")}
+    return [module.removesuffix(end) + name for end, name in ends.items()]

@@ -10,7 +10,7 @@ from typing import Any
 from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
-from quantkit.engines.joined import alias, asked_names, fused_groups, joined_name
+from quantkit.engines.joined import aliases, asked_names, fused_groups, joined_name
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.base import Layout
 from quantkit.layouts.expressions import literal
@@ -60,5 +60,5 @@ def with_joined_names(schemes: Schemes, modules: Collection[str]) -> Schemes:
     for joined, members in fused_groups(schemes.ignore).items():
         if joined not in packed:
             ignore |= dict.fromkeys(asked_names(joined, members))
-    ignore |= dict.fromkeys(filter(None, map(alias, schemes.ignore)))
+    ignore |= dict.fromkeys(name for module in schemes.ignore for name in aliases(module))
     return replace(schemes, overrides=(*named, *schemes.overrides), ignore=tuple(ignore))

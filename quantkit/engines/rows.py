@@ -22,7 +22,7 @@ class Folder:
 
     `linears` has the scheme and the stored shape `[n, k]` of each quantized linear. `dense` names the other linears, or
     has patterns `re:...`. `padded` tells whether weights are filled up with zeros. `config` is config.json. `is_half`
-    tells whether the model is stored in float16.
+    tells whether the model is stored in float16. `outside` names modules that the model of transformers does not have.
     """
 
     layout: str
@@ -31,6 +31,13 @@ class Folder:
     padded: bool = False
     config: Mapping[str, Any] = field(default_factory=dict)
     is_half: bool = True
+    outside: Collection[str] = ()
+
+    @property
+    def model_types(self) -> set[Any]:
+        """The model type in config.json, and that of the language model inside a wrapper."""
+        text = self.config.get("text_config")
+        return {self.config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None}
 
     @property
     def schemes(self) -> set[Scheme]:

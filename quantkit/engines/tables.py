@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from quantkit.engines.joined import is_expert
 from quantkit.engines.rows import PUBLISHED, Engine, Folder, Kernel, Reader, Trait
 from quantkit.errors import Setting, Words
+from quantkit.models.families import HEAD_PARTS
 
 #: GPU -> its compute capability: NVIDIA's list, https://developer.nvidia.com/cuda-gpus, 2026-11-23.
 GPUS = {
@@ -34,9 +35,9 @@ def _packs(part: str, *families: str) -> Callable[[Folder], bool]:
     """Make the test whether a model of `families` has quantized linears with `part` in their names."""
 
     def holds(folder: Folder) -> bool:
-        text = folder.config.get("text_config")
-        kinds = {folder.config.get("model_type"), text.get("model_type") if isinstance(text, Mapping) else None}
-        return not kinds.isdisjoint(families) and any(part in module.split(".") for module in folder.linears)
+        return not folder.model_types.isdisjoint(families) and any(
+            part in module.split(".") for module in folder.linears
+        )
 
     return holds
 
@@ -48,6 +49,19 @@ def _part_of_a_name(folder: Folder) -> bool:
 
 def _lacks_topk_method(folder: Folder) -> bool:
     return folder.config.get("model_type") == "deepseek_v3" and folder.config.get("topk_method") != "noaux_tc"
+
+
+#: Families with draft layers whose class in vLLM 0.26.0 passes over them, by its sources of draft classes, 2026-11-25.
+_DRAFTED = (
+    *("deepseek_v3", "deepseek_v32", "ernie4_5_moe", "exaone4_5", "exaone_moe", "glm4_moe", "glm4_moe_lite"),
+    *("glm_moe_dsa", "glm_ocr", "glm_ocr_text", "hy_v3", "longcat_flash", "mimo", "mimo_v2_flash", "minimax_m3_vl"),
+    *("nemotron_h", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+)
+
+
+def _unknown_outside(folder: Folder) -> bool:
+    drafted = not folder.model_types.isdisjoint(_DRAFTED)
+    return any(not drafted or HEAD_PARTS.match(f"{module}.") for module in folder.outside)
 
 
 TRAITS = {
@@ -140,6 +154,11 @@ TRAITS = {
             or (f.config.get("model_type") == "hrm_text" and f.layout != "compressed-tensors")
         ),
     ),
+    "outside": Trait(
+        "tensors outside the model, which vLLM's class does not pass over",
+        "save the model without them, or load it with quantkit.load",
+        _unknown_outside,
+    ),
     "odd n": Trait(
         "weights whose n is neither 128 nor a multiple of 256",
         Words("use", Setting("layout", "compressed-tensors")),
@@ -156,7 +175,7 @@ _SHARED, _PUBLIC_MARLIN = ("split", "padded"), ("mixed", "dense", "padded")
 _LOADER = "the loader of vLLM 0.26.0, run on a CPU, 2026-11-23"
 _ASKED = "vLLM 0.26.0's own choice for tiny models, asked on a CPU as if this GPU were there, 2026-11-23"
 #: What vLLM's class of a model does not open, asked with docs/models.md; the layout makes no difference.
-_CLASSES = ("topk", "by heads", "mixers", "convolutions", "dense experts", "own experts", "own linears")
+_CLASSES = ("topk", "by heads", "mixers", "convolutions", "dense experts", "own experts", "own linears", "outside")
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 #: GPUs that were asked about fewer schemes.
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))

@@ -30,7 +30,8 @@ from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.models.experts import unfuse_experts
 from quantkit.models.linears import is_linear, size_of
-from quantkit.models.state_names import ignored, match, places, require_complete, spellings
+from quantkit.models.outside import require_complete, undeclared
+from quantkit.models.state_names import match, places, spellings
 from quantkit.models.stored_rows import follow_storage
 
 if TYPE_CHECKING:
@@ -44,9 +45,21 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
     """Replace linears of a skeleton of the checkpoint's model by packed ones on the meta device.
 
     Experts that the checkpoint stores one by one are unfused first, and linears stacked or split as they are stored.
-    CheckpointError if a packed weight has no linear of
-    its shape, if one of its tensors is missing, and if model and folder differ in their tensors or shapes.
+    CheckpointError if a packed weight has no linear of its shape, if one of its tensors is missing, and if model and
+    folder differ in their tensors or shapes.
     """
+    linears = _swapped(model, src)
+    check_states(model, src)
+    return linears
+
+
+def tensors_outside(model: PreTrainedModel, src: Checkpoint) -> list[str]:
+    """Do as `swap`, and return the names of stored tensors that the model does not have."""
+    _swapped(model, src)
+    return check_states(model, src)
+
+
+def _swapped(model: PreTrainedModel, src: Checkpoint) -> Linears:
     unfuse_experts(model, src, spellings(model), slices=False)
     stored = follow_storage(model, src, match(model, src).merged)
     place, modules = places(model), dict(model.named_modules())
@@ -56,6 +69,8 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
         path = state.removesuffix(".weight")
         owner, _, leaf = path.rpartition(".")
         dense = None if merged else modules.get(path)
+        if dense is None and not undeclared(model, src, [f"{module}.weight"]):
+            continue  # a packed draft layer
         if dense is None or not is_linear(dense):
             raise CheckpointError(
                 f"{module} is packed, and {type(model).__name__} in this transformers has no linear of that name",
@@ -69,7 +84,6 @@ def swap(model: PreTrainedModel, src: Checkpoint) -> Linears:
         # A head with a packed weight of its own is no longer tied to the embeddings.
         if model.all_tied_weights_keys.pop(f"{path}.weight", None) is not None:
             model.config.tie_word_embeddings = False
-    check_states(model, src)
     return linears
 
 
@@ -106,14 +120,15 @@ def _are_stored_alike(layout: Layout, scheme: Scheme, one: tuple[int, int], othe
     return False
 
 
-def check_states(model: PreTrainedModel, src: Checkpoint) -> None:
+def check_states(model: PreTrainedModel, src: Checkpoint) -> list[str]:
     """Raise CheckpointError unless the checkpoint has exactly the tensors that the model loads, in their shapes.
 
-    Packed weights were swapped before. The shapes of tensors that transformers merges or splits are not compared.
+    Returns the names of tensors that the model does not have, and that its class or config.json declares. Packed
+    weights were swapped before. The shapes of tensors that transformers merges or splits are not compared.
     """
-    states, place, old = model.state_dict(), places(model), ignored(model)
+    states, place = model.state_dict(), places(model)
     found: set[str] = set()
-    unexpected = []
+    outside = []
     for name in src.names():
         targets, merged = place(name)
         if all(target in states for target in targets):
@@ -126,13 +141,14 @@ def check_states(model: PreTrainedModel, src: Checkpoint) -> None:
                     "fetch the folder again",
                     subject=src.path,
                 )
-        elif not old(name):
-            unexpected.append(name)
+        else:
+            outside.append(name)
     for a, b in model.all_tied_weights_keys.items():
         found |= {a, b} if found & {a, b} else set()
     absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
     missing = [state for state in states if state not in found and not any(p.search(state) for p in absent)]
-    require_complete(model, src, missing, unexpected)
+    require_complete(model, src, missing, outside)
+    return outside
 
 
 def require_kernels(device: torch.device) -> None:

@@ -13,6 +13,7 @@ from quantkit.errors import CheckpointError, Setting, Words, reason
 from quantkit.inference.load import silent_transformers
 from quantkit.layouts.compressed_tensors import METHOD
 from quantkit.models.meta_model import config_of
+from quantkit.models.outside import undeclared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -34,7 +35,7 @@ class NotTried(Exception):
 
 
 def refusal_by_transformers(
-    model: type[PreTrainedModel], src: Checkpoint, stated: dict[str, Any] | None, forms: Forms, trust_remote_code: bool
+    model: PreTrainedModel, src: Checkpoint, stated: dict[str, Any] | None, forms: Forms, trust_remote_code: bool
 ) -> str | None:
     """Open tensors with transformers' own quantizer; return the reason why it refuses, None if it opens them.
 
@@ -57,14 +58,15 @@ def refusal_by_transformers(
     try:
         # compressed-tensors has bars of its own.
         with silent_transformers(), redirect_stderr(io.StringIO()), _in_this_process():
-            loaded: Any = model.from_pretrained(None, config=config, state_dict=states, **options)
+            loaded: Any = type(model).from_pretrained(None, config=config, state_dict=states, **options)
     except ImportError as error:
         raise NotTried(reason(error)) from error
     except Exception as error:  # each quantizer has its own
         return reason(error)
     _, found = loaded
     for key, what in WRONG.items():
-        for name in sorted(map(str, found[key])):
+        names = map(str, found[key])
+        for name in sorted(undeclared(model, src, names) if key == "unexpected_keys" else names):
             raise CheckpointError(
                 f"transformers {__version__} would open the output and {what} {name} ({len(found[key])} in all), "
                 "without an error",

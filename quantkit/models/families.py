@@ -95,3 +95,16 @@ TOWER = re.compile(r"vision|visual|image|audio|speech|tower|encoder|projector|re
 BLOCK = re.compile(r"(.*?\.\d+)\.")
 #: The layer and the number of the expert that a linear belongs to.
 EXPERT = re.compile(r"(.*\bexperts)\.(\d+)\.")
+#: The number of a layer in a stored name, and a name up to there.
+LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
+LAYER_START = re.compile(rf".*?{LAYER.pattern}")
+#: Stored tables that are computed today.
+COMPUTED = re.compile(r"inv_freq$|(^|\.)position_ids$")
+#: Draft layers, which guess tokens ahead: keys of config.json, those of them that count layers, and parts of names.
+DRAFT_WORDS = re.compile(r"nextn|mtp|n_predict|medusa|eagle|draft")
+DRAFT_COUNTS = re.compile(rf"(?=.*({DRAFT_WORDS.pattern})).*(layers|modules|blocks|depth|n_predict)$")
+DRAFT_PARTS = re.compile(r"(^|\.)(mtp|nextn|medusa|eagle|draft)")
+#: Heads that give a value or a class: classes and keys in config.json that speak of them, and their names.
+HEAD_CLASSES = re.compile(r"ValueHead|Reward|Classification")
+HEAD_KEYS = re.compile(r"^(num_labels|id2label|problem_type)$|(^|_)(v_head|value_head|reward)(_|$)")
+HEAD_PARTS = re.compile(r"((model|transformer)\.)?(v_head|value_head|reward_head|score|classifier)\.")

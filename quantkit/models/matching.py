@@ -27,6 +27,7 @@ from quantkit.models.meta_model import (
     skeleton,
     text_model,
 )
+from quantkit.models.outside import Outside
 from quantkit.models.state_names import Match, match, spellings
 from quantkit.models.stored_rows import follow_storage
 from quantkit.models.unfused_experts import UnfusedExperts
@@ -49,7 +50,8 @@ class MatchedModel:
     the same names -> module paths, which differ in a few published families. `tied`: linears that share their weight
     with the embeddings. `kept_dense`: name -> reason, of matrices that stay dense unless a recipe names them.
     `experts`: name -> the expert that a linear belongs to. `sliced`: stored tensors that hold several experts.
-    `notices`: matrices that stay dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the
+    `outside`: tensors that the model does not have, such as draft layers. `notices`:
+    matrices that stay dense without being skipped. `max_length`: the most tokens of a sequence. `text`: the
     module whose forward is run, the whole model or the outermost one that runs on tokens alone; `text_path`: its path.
 
     In `src`, tensors of many experts are replaced by one tensor a linear, and weights of Conv1D by their transposes.
@@ -73,8 +75,8 @@ class MatchedModel:
         self.kept_dense = _kept_dense(self.module, decoder, self.tied, self.states.stored)
         of_path = find_experts(self.module)
         self.experts = {name: of_path[path] for name, path in self.paths.items() if path in of_path}
-        if extra := self.states.unexpected:
-            self.notices.append(f"{extra[0]}: not part of the model, copied unchanged ({len(extra)} in all)")
+        self.outside = Outside.of(src, self.states.outside)
+        self.notices += self.outside.notices()
         positions = getattr(self.module.config.get_text_config(), "max_position_embeddings", None) or UNLIMITED
         self.max_length: int = positions if positions > 0 else UNLIMITED
         self.text_path = text_model(self.module, self.blocks)

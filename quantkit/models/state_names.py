@@ -7,8 +7,6 @@ base model's prefix, and which stored tensors it merges or splits. Its own rules
 from __future__ import annotations
 
 import copy
-import math
-import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,8 +14,6 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.errors import CheckpointError
-from quantkit.models.unfused_experts import UnfusedExperts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,13 +45,14 @@ class Rows(NamedTuple):
 class Match(NamedTuple):
     """Hold where each state of a model comes from.
 
-    `stored`: state -> stored name. `missing` states have no source. `unexpected` stored names have no state.
+    `stored`: state -> stored name. `missing` states have no source. `outside` are the stored
+    names without a state.
     """
 
     stored: dict[str, str]
     merged: list[Merged]
     missing: list[str]
-    unexpected: list[str]
+    outside: list[str]
 
 
 class _Rules:
@@ -120,10 +117,10 @@ def renamed(module: PreTrainedModel) -> Callable[[str], str]:
 
 def match(module: PreTrainedModel, src: Checkpoint) -> Match:
     """Match the states of a model with the tensors of a checkpoint."""
-    rules, is_ignored = _Rules(module), ignored(module)
+    rules = _Rules(module)
     states = rules.states
     stored: dict[str, str] = {}
-    unexpected: list[str] = []
+    outside: list[str] = []
     sources: dict[str, dict[str, list[str]]] = {}
     for name in src.logical():
         state, pattern = rules.state_of(name, rules.converters)
@@ -131,14 +128,14 @@ def match(module: PreTrainedModel, src: Checkpoint) -> Match:
             sources.setdefault(state, {}).setdefault(pattern, []).append(name)
         elif state in states and state not in stored:
             stored[state] = name
-        elif not is_ignored(name):
-            unexpected.append(name)
+        else:
+            outside.append(name)
     merged = [_merged(rules, state, names) for state, names in sources.items()]
     for a, b in module.all_tied_weights_keys.items():  # a tied weight may be stored once, under either name
         if (a in stored) != (b in stored):
             stored[a] = stored[b] = stored.get(a) or stored[b]
     found = {*stored, *(state for each in merged for state in each.states)}
-    return Match(stored, merged, [state for state in states if state not in found], unexpected)
+    return Match(stored, merged, [state for state in states if state not in found], outside)
 
 
 def _merged(rules: _Rules, state: str, by_pattern: dict[str, list[str]]) -> Merged:
@@ -230,35 +227,3 @@ def patterns_in_use(module: PreTrainedModel, src: Checkpoint) -> set[str]:
     rules = _Rules(module)
     found = {rules.state_of(name, rules.converters)[1] for name in src.names()}
     return {pattern for pattern in found if pattern is not None}
-
-
-def require_complete(
-    module: PreTrainedModel, src: Checkpoint, missing: Sequence[str], unexpected: Sequence[str]
-) -> None:
-    """Raise CheckpointError, naming the first, for states without a stored tensor or stored tensors without a state."""
-    extra = _without_unread_experts(module, unexpected) if unexpected else unexpected
-    for names, rule in ((missing, "is missing from the checkpoint"), (extra, "is not part of the model")):
-        if names:
-            raise CheckpointError(
-                f"{names[0]} {rule} ({len(names)} in all): the folder is not a complete {type(module).__name__}, "
-                "download or quantize it again",
-                subject=src.path,
-            )
-
-
-def _without_unread_experts(module: PreTrainedModel, names: Sequence[str]) -> list[str]:
-    """Drop the stored names of identity experts: no model reads their weights."""
-    counts = {
-        path: found.count
-        for path, found in module.named_modules()
-        if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
-    }
-    path_of = renamed(module)
-    numbered = {name: re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", path_of(name)) for name in names}
-    return [name for name, found in numbered.items() if not found or int(found[2]) < counts.get(found[1], math.inf)]
-
-
-def ignored(module: PreTrainedModel) -> Callable[[str], bool]:
-    """Return a test for stored names that the model's class ignores, such as tables that are now computed."""
-    patterns = [*(module._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
-    return lambda name: any(re.search(pattern, name) for pattern in patterns)

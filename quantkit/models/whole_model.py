@@ -12,7 +12,8 @@ from quantkit.models.devices import device_of
 from quantkit.models.experts import unfuse_experts
 from quantkit.models.linears import is_transposed
 from quantkit.models.meta_model import get_tensor, put_tensor, skeleton
-from quantkit.models.state_names import match, require_complete, spellings
+from quantkit.models.outside import require_complete
+from quantkit.models.state_names import match, spellings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,13 +24,13 @@ def load_dense_model(
 ) -> PreTrainedModel:
     """Load the whole model of a dense or quantized checkpoint, every weight decoded to `dtype`.
 
-    CheckpointError for a tensor that is missing, of another shape, or not part of the model. Tensors that the model's
-    class ignores are allowed.
+    CheckpointError for a tensor that is missing, of another shape, or not part of the model. Tensors that its class or
+    config.json declares beside it are left out.
     """
     module = skeleton(src, dtype, trust_remote_code)
     unfuse_experts(module, src, spellings(module))
-    stored, merged, missing, unexpected = match(module, src)
-    require_complete(module, src, missing, unexpected)
+    stored, merged, missing, outside = match(module, src)
+    require_complete(module, src, missing, outside)
     target = device_of(device)
 
     packed = {f"{name}.weight" for name in src.modules()}

@@ -33,6 +33,7 @@ from quantkit.io.staging import staging
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
+from quantkit.models.outside import Outside
 from quantkit.pipeline.opening import require_complete_source
 from quantkit.pipeline.publish import finish, write
 from quantkit.pipeline.repack import Repacker
@@ -78,15 +79,17 @@ def pack(
                 f"say {given.NAME}-to-{layout}",
                 subject=checkpoint,
             )
-        planned = plan_pack(src, LAYOUTS[layout], out=Path(out), pad=pad, requantize=requantize)
+        outside = require_complete_source(src)
+        options: Any = {"pad": pad, "requantize": requantize, "outside": outside.modules}
+        planned = plan_pack(src, LAYOUTS[layout], out=Path(out), **options)
         planned.require()
-        require_complete_source(src)
-    for notice in planned.notices:
+    src.notices += outside.notices()
+    for notice in [*planned.notices, *outside.notices()]:
         progress.note(notice)
     before, known_files = load_report(src.path), recorded_hashes(src)
     base, unread = (before["base"], []) if before.get("base") else origin(src, checkpoint, None)
     recorded = {layer["name"]: layer for layer in before.get("layers", [])}
-    schemes, known = schemes_of(src, planned), list(src.notices)
+    schemes, known = schemes_of(src, planned, outside), list(src.notices)
     src.notices += unread
     with staging(Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append) as partial:
         writer = CheckpointWriter(
@@ -96,7 +99,7 @@ def pack(
             max_shard_bytes=max_shard_size,
             expected=expected_names(src, planned),
         )
-        report = heading_after("pack", checkpoint, before, base, planned, schemes, known)
+        report = heading_after("pack", checkpoint, before, base, planned, schemes, known, outside)
         # A signal that raised while this thread waits for another could leave a lock taken.
         with progress.loop(), _hashed_behind(src, digests(known_files)) as hashes:
             names = src.logical()
@@ -205,8 +208,11 @@ def expected_names(src: Checkpoint, planned: Plan) -> Iterator[str]:
             yield from (f"{row.module}.{suffix}" for suffix in stored)
 
 
-def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:
-    """Map the source's schemes to the output's: by the same patterns where possible, else by exact names."""
+def schemes_of(src: Checkpoint, planned: Plan, outside: Outside) -> Schemes:
+    """Map the source's schemes to the output's: by the same patterns where possible, else by exact names.
+
+    `outside` are the tensors that the model does not have.
+    """
     assert src.schemes is not None
     now = {row.module: Scheme.parse(row.scheme) for row in planned.quantized if row.scheme is not None}
     became: dict[Scheme, set[Scheme]] = {}
@@ -214,7 +220,7 @@ def schemes_of(src: Checkpoint, planned: Plan) -> Schemes:
         became.setdefault(src.scheme(module), set()).add(scheme)
     one = {before: next(iter(after)) for before, after in became.items() if len(after) == 1}
     default, overrides = src.schemes.default, src.schemes.overrides
-    ignore = tuple(dict.fromkeys([*src.schemes.ignore, *_routers(src)]))
+    ignore = tuple(dict.fromkeys([*src.schemes.ignore, *_routers(src), *outside.dense_entries(src)]))
     if len(one) == len(became) and default in one:
         kept = tuple((pattern, one[scheme]) for pattern, scheme in overrides if scheme in one)
         stated = Schemes(one[default], kept, ignore)
@@ -291,8 +297,12 @@ def heading_after(
     planned: Plan,
     schemes: Schemes,
     notices: list[str],
+    outside: Outside,
 ) -> dict[str, Any]:
-    """Begin the report of a rewritten checkpoint; `before` is the report of its source."""
+    """Begin the report of a rewritten checkpoint; `before` is the report of its source.
+
+    `outside` are the tensors that the model does not have.
+    """
     carried = ("recipe", "recipe_sha256", "calibration", "device", "compute_dtype", "evaluation")
     return {
         **{key: before[key] for key in carried if key in before},
@@ -300,6 +310,7 @@ def heading_after(
         "layout": planned.layout,
         "scheme": schemes.default.label,
         "dense": list(schemes.ignore),
+        **outside.counted(),
         "notices": list(dict.fromkeys([*before.get("notices", []), *notices])),
         "layout_notices": list(planned.layout_remarks),
         "readers": list(planned.readers),

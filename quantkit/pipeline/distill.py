@@ -92,10 +92,10 @@ def distill(
     with clock.phase("prepare"):
         src, layout = packed_source(folder, trust_remote_code)
         teacher = _unquantized(against, revision, trust_remote_code)
-        planned = plan_pack(src, layout, out=Path(out))
+        outside = require_complete_source(src, trust_remote_code)
+        planned = plan_pack(src, layout, out=Path(out), outside=outside.modules)
         planned.require()
-        for checkpoint in (src, teacher):
-            require_complete_source(checkpoint, trust_remote_code)
+        require_complete_source(teacher, trust_remote_code)
         model = BlockRunner(teacher, device=device, trust_remote_code=trust_remote_code)
         _require_same_model(src, model)
         tuned = {module: src.size(module) for module in src.modules()}
@@ -108,8 +108,8 @@ def distill(
     src.notices += unread
     with staging(Path(out), resume=None, overwrite=overwrite, source=src.path, notice=src.notices.append) as partial:
         writer = CheckpointWriter(partial, like=src, layout=layout, expected=expected_names(src, planned))
-        schemes = schemes_of(src, planned)
-        report = heading_after("distill", folder, before, base, planned, schemes, known)
+        schemes = schemes_of(src, planned, outside)
+        report = heading_after("distill", folder, before, base, planned, schemes, known, outside)
         report.pop("evaluation", None)  # its figures describe other values
         with progress.loop():
             with clock.phase("hash"):

@@ -17,11 +17,12 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, Words
-from quantkit.inference.swap_linears import swap
+from quantkit.inference.swap_linears import swap, tensors_outside
 from quantkit.inference.transformers_loading import NotTried, refusal_by_transformers
 from quantkit.layouts.base import Layout
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.meta_model import skeleton
+from quantkit.models.outside import Outside, drafts_by_name
 from quantkit.planning.plan import Plan
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def open_folder(folder: Path, config: dict[str, Any], src: Checkpoint, trust_rem
         return Opening((), {}, dict.fromkeys((OURS, THEIRS), unbuildable))
     forms = {name: (made.dtype(name), made.shape(name)) for name in made.names()}
     try:
-        refusal = refusal_by_transformers(type(model), src, made.stated, forms, trust_remote_code)
+        refusal = refusal_by_transformers(model, src, made.stated, forms, trust_remote_code)
     except NotTried as why:
         return Opening((OURS,), {}, {THEIRS: str(why)})
     return Opening((OURS,), {THEIRS: refusal}, {}) if refusal else Opening((OURS, THEIRS), {}, {})
@@ -82,19 +83,20 @@ def require_right_weights(
         stored = layout.stored(Scheme.parse(row.scheme or ""), *row.stored)
         forms |= {f"{row.module}.{suffix}": (dtype, tuple(shape)) for suffix, (dtype, shape) in stored.items()}
     with suppress(NotTried):
-        refusal_by_transformers(type(model), src, layout.write_config(schemes), forms, trust_remote_code)
+        refusal_by_transformers(model, src, layout.write_config(schemes), forms, trust_remote_code)
 
 
-def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) -> None:
-    """Raise CheckpointError unless a source has exactly the tensors of its model, before any work.
+def require_complete_source(src: Checkpoint, trust_remote_code: bool = False) -> Outside:
+    """Raise CheckpointError unless a source has the tensors of its model and others that it declares, before any work.
 
-    A model that transformers cannot build here is not checked.
+    Returns the tensors that the model does not have. A model that transformers cannot build here is
+    not checked, and draft layers are found by their names.
     """
     try:
         model = skeleton(src, src.dtype_of_model, trust_remote_code)
     except CheckpointError:
-        return
-    swap(model, src)
+        return Outside.of(src, drafts_by_name(src))
+    return Outside.of(src, tensors_outside(model, src))
 
 
 def _require_tensors_of(src: Checkpoint, made: Checkpoint) -> None:

@@ -150,6 +150,7 @@ def _survey(
         goals=chosen,
         tied=skeleton.tied,
         inside={name for block in range(len(skeleton.blocks)) for name in skeleton.stored(block)},
+        outside=skeleton.outside.modules,
         out=None if out is None else Path(out),
         device=skeleton.device.type if gpu_memory is None else "cuda",
         act_budget=run.act_budget,
@@ -513,7 +514,8 @@ def _schemes(job: _Job) -> Schemes | None:
     paths = job.model.paths
     named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, paths.get(m, m)))]
     overrides = tuple((re.escape(name), s) for name, s in named if isinstance(s, Scheme) and s != usual)
-    return Schemes(usual, overrides, ignore=tuple(name for name, s in named if s is None))
+    dense = [*(name for name, s in named if s is None), *job.model.outside.dense_entries(job.src)]
+    return Schemes(usual, overrides, ignore=tuple(dense))
 
 
 def _revision(src: Checkpoint, asked: str | None) -> str | None:
@@ -582,7 +584,8 @@ def _known(job: _Job) -> dict[str, Any]:
         "compute_dtype": dtype_name(job.model.dtype),
         "layout": job.plan.layout,
         "scheme": label(recipe.scheme),
-        "dense": [module for module, goal in job.chosen.items() if goal is None],
+        "dense": [*(module for module, goal in job.chosen.items() if goal is None), *job.model.outside.modules],
+        **job.model.outside.counted(),
         "notices": list(job.plan.remarks),
         "layout_notices": list(job.plan.layout_remarks),
         "readers": list(job.plan.readers),

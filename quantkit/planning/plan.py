@@ -210,6 +210,7 @@ def plan_quantize(
     goals: Mapping[str, Goal | None] | None = None,
     tied: Collection[str] = (),
     inside: Collection[str] | None = None,
+    outside: Collection[str] = (),
     out: Path | None = None,
     device: str | None = None,
     act_budget: int | None = None,
@@ -218,9 +219,9 @@ def plan_quantize(
     """Plan to quantize or prune the `linears` (name -> `(n, k)`) of a dense checkpoint.
 
     `goals` has the goal of each linear (None: by name in the recipe). `tied` are the linears that share their weight
-    with the embeddings. `inside` names the tensors of the decoder's blocks (None: by their numbers). The free disk
-    space is that at `out`. `device` is where the run would compute (None: a GPU if there is one); `gpu_memory` are the
-    bytes of a GPU that is not here.
+    with the embeddings. `inside` names the tensors of the decoder's blocks (None: by their numbers), and `outside` the
+    modules that the model does not have. The free disk space is that at `out`. `device` is where the run would compute
+    (None: a GPU if there is one); `gpu_memory` are the bytes of a GPU that is not here.
     """
     layout = recipe.output_layout
     goals = {module: recipe.scheme_of(module) for module in linears} if goals is None else goals
@@ -245,7 +246,7 @@ def plan_quantize(
         memory = streamed_memory(src, quantized)
     memory = replace(memory, gpu_memory=gpu_memory)
     plan = replace(
-        _assemble(src, layout, recipe.scheme, rows, misfits, memory, out), decoder=decoder_weights(src, inside)
+        _assemble(src, layout, recipe.scheme, rows, misfits, memory, out, outside), decoder=decoder_weights(src, inside)
     )
     remarks = [ONE_SHOT] if any(goal is not None and is_sparse(goal) for goal in goals.values()) else []
     lines = ways_out(misfits, goals, layout, recipe, None)
@@ -253,12 +254,19 @@ def plan_quantize(
 
 
 def plan_pack(
-    src: Checkpoint, layout: Layout, *, out: Path | None = None, pad: bool = False, requantize: bool = False
+    src: Checkpoint,
+    layout: Layout,
+    *,
+    out: Path | None = None,
+    pad: bool = False,
+    requantize: bool = False,
+    outside: Collection[str] = (),
 ) -> Plan:
     """Plan to rewrite a quantized checkpoint in another layout, without reading its values.
 
     If the layout does not hold a weight's scheme, the weight is recast to one with the same values. If there is none,
-    `requantize` takes the nearest scheme. `pad` enlarges a shape that does not fit (LAYOUTS 11).
+    `requantize` takes the nearest scheme. `pad` enlarges a shape that does not fit (LAYOUTS 11). `outside` names
+    the modules that the model does not have.
     """
     rows, misfits = [], []
     changes: Counter[str] = Counter()
@@ -281,7 +289,8 @@ def plan_pack(
     labels = Counter(row.scheme for row in rows if row.scheme is not None)
     default = Scheme.parse(labels.most_common(1)[0][0]) if labels else src.schemes.default
     plan = replace(
-        _assemble(src, layout, default, rows, misfits, streamed_memory(src, sizes), out), decoder=decoder_weights(src)
+        _assemble(src, layout, default, rows, misfits, streamed_memory(src, sizes), out, outside),
+        decoder=decoder_weights(src),
     )
     remarks = (f"{count} of {len(rows)} linears: {change}" for change, count in changes.items())
     lines = ways_out(misfits, schemes, layout, None, src.layout)
@@ -353,13 +362,14 @@ def _assemble(
     misfits: list[Misfit],
     memory: Memory,
     out: Path | None,
+    outside: Collection[str],
 ) -> Plan:
     """Add the other tensors of the output, the remarks and the free disk space."""
     linears = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
     others = sum(src.nbytes(name) for name in src.names() if name not in linears)
     total = others + sum(row.bytes for row in rows)
     free = _free_disk(out)
-    folder = _folder(src, layout, rows) if layout else None
+    folder = replace(_folder(src, layout, rows), outside=outside) if layout else None
     return Plan(
         layout=layout.NAME if layout else DENSE,
         scheme=label(scheme),

@@ -119,7 +119,9 @@ def test_experts_beyond_the_number_are_copied_and_a_stray_tensor_is_refused(tmp_
     src = Checkpoint(families.write("longcat_flash", tmp_path / "m"))
     assert load_dense_model(src).config.zero_expert_num == 2
     (notice,) = [line for line in BlockRunner(src, device="cpu").notices if "not part of the model" in line]
-    assert notice.startswith("model.layers.0.mlp.experts.4.gate_proj.weight") and "(8 in all)" in notice
+    assert (
+        notice.startswith("model.layers.0.mlp.experts.4.gate_proj.weight") and "(8 in all, 8 of them matrices" in notice
+    )
     stored = load_file(src.path / "model.safetensors")
     save_file({**stored, "model.layers.0.mlp.experts.4.gate_proj.bias": torch.ones(8)}, tmp_path / "m.safetensors")
     shutil.move(tmp_path / "m.safetensors", src.path / "model.safetensors")

@@ -1,0 +1,210 @@
+"""Stored tensors that the model of transformers does not have, such as draft layers and heads of other tasks.
+
+Engines read some of them. They are copied if the model's class or config.json declares them, and refused otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.tensors import FLOATS
+from quantkit.errors import CheckpointError
+from quantkit.models.families import (
+    COMPUTED,
+    DRAFT_COUNTS,
+    DRAFT_PARTS,
+    DRAFT_WORDS,
+    HEAD_CLASSES,
+    HEAD_KEYS,
+    HEAD_PARTS,
+    LAYER,
+    LAYER_START,
+)
+from quantkit.models.state_names import renamed
+from quantkit.models.unfused_experts import UnfusedExperts
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Test = Callable[[str], bool]
+#: `id2label` of a model without labels of its own, as transformers wrote it until version 5.
+DEFAULT_LABELS = {"0": "LABEL_0", "1": "LABEL_1"}
+#: The most further names in an error.
+SHOWN = 3
+_WITHOUT = "save the model without them, by transformers' from_pretrained and save_pretrained"
+
+
+class Outside(NamedTuple):
+    """Hold the dense tensors that the model does not have: their names, and the modules of matrices among them.
+
+    A tensor of several experts counts as one module.
+    """
+
+    names: list[str]
+    modules: list[str]
+
+    @classmethod
+    def of(cls, src: Checkpoint, names: Iterable[str]) -> Outside:
+        """Sort the stored `names` without a place in the model; tables that are computed today do not count."""
+        packed, dense, modules = set(src.modules()), [], dict[str, None]()
+        for name in names:
+            owner, _, leaf = name.rpartition(".")
+            axes = len(src.shape(name))
+            if owner in packed or not 1 <= axes <= 3 or src.dtype(name) not in FLOATS or COMPUTED.search(name):
+                continue
+            dense.append(name)
+            if axes > 1:
+                modules[owner if leaf == "weight" or axes == 3 else name] = None
+        return cls(dense, list(modules))
+
+    def notices(self) -> list[str]:
+        """Say that the tensors are copied."""
+        names, modules = self
+        count = f"{len(names)} in all, {len(modules)} of them matrices, which stay dense"
+        return [f"{names[0]}: not part of the model, copied unchanged ({count})"] if names else []
+
+    def counted(self) -> dict[str, int]:
+        """Count the modules for the report, which says nothing about a model without any."""
+        return {"outside": len(self.modules)} if self.modules else {}
+
+    def dense_entries(self, src: Checkpoint) -> list[str]:
+        """List what a config must state as dense: the modules and patterns.
+
+        vLLM gives some draft layers the numbers after the last layer, whatever they are called in the checkpoint.
+        """
+        depth = _stated_depth(src.config)
+        deeper = {match[0]: int(match[1]) for match in map(LAYER_START.match, self.names) if match}
+        deeper = {start: number for start, number in deeper.items() if number >= depth}
+        if not deeper and not any(map(DRAFT_PARTS.search, self.modules)):
+            return self.modules
+        past = {*deeper.values()} or ({int(depth)} if depth < math.inf else set())
+        own = [name for name in src.logical() if not name.startswith(tuple(deeper))]
+        patterns = [rf".*\.layers\.{number}\..*" for number in sorted(past)]
+        return [*self.modules, *(f"re:{each}" for each in patterns if not any(re.match(each, name) for name in own))]
+
+
+def drafts_by_name(src: Checkpoint) -> list[str]:
+    """List the tensors of draft layers in a folder whose model cannot be built: by their names and config.json."""
+    depth = _stated_depth(src.config)
+    return [name for name in src.names() if DRAFT_PARTS.search(name) or _layer(name) >= depth]
+
+
+def undeclared(module: PreTrainedModel, src: Checkpoint, names: Iterable[str]) -> list[str]:
+    """List the stored names that neither the model's class nor config.json declares."""
+    tests = (_listed(module), _draft(module, src.config), _head(src.config), _unread_expert(module))
+    return [name for name in names if not any(test(name) for test in tests)]
+
+
+def require_complete(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str], outside: Sequence[str]) -> None:
+    """Raise CheckpointError for states without a stored tensor, and for tensors `outside` that nothing declares."""
+    kind = type(module).__name__
+    if missing:
+        rule = f"{_shown(missing, 'is missing from the checkpoint')}: the folder is not a complete {kind}"
+        raise CheckpointError(rule, *_for_missing(src), subject=src.path)
+    if stray := undeclared(module, src, outside):
+        rule = f"{_shown(stray, 'is not part of the model')}: neither {kind} nor config.json declares it"
+        raise CheckpointError(rule, *_for_stray(module, stray), subject=src.path)
+
+
+def _listed(module: PreTrainedModel) -> Test:
+    """Return a test for names that the model's class ignores, and for tables that are computed today."""
+    patterns = [COMPUTED, *map(re.compile, module._keys_to_ignore_on_load_unexpected or ())]
+    return lambda name: any(pattern.search(name) for pattern in patterns)
+
+
+def _draft(module: PreTrainedModel, stated: Mapping[str, Any]) -> Test:
+    """Return a test for draft layers: by name if config.json speaks of some, past the last layer if it counts them."""
+    text = module.config.get_text_config()
+    known = [*_entries(stated), *_entries(text.to_dict())]
+    speaks = any(value for key, value in known if DRAFT_WORDS.search(key))
+    count = max((_count(value) for key, value in known if DRAFT_COUNTS.search(key)), default=0)
+    depth = _depth(module)
+    return lambda name: (speaks and DRAFT_PARTS.search(name) is not None) or depth <= _layer(name) < depth + count
+
+
+def _head(stated: Mapping[str, Any]) -> Test:
+    """Return a test for heads that give a value or a class, if config.json names such a class or labels."""
+    declared = HEAD_CLASSES.search(str(stated.get("architectures"))) or any(
+        HEAD_KEYS.search(key) and value and value != DEFAULT_LABELS for key, value in _entries(stated)
+    )
+    return lambda name: bool(declared and HEAD_PARTS.match(name))
+
+
+def _unread_expert(module: PreTrainedModel) -> Test:
+    """Return a test for weights of identity experts, which no model reads."""
+    counts = {
+        path: found.count
+        for path, found in module.named_modules()
+        if isinstance(found, UnfusedExperts) and hasattr(found, "identity_expert")
+    }
+    if not counts:
+        return lambda name: False
+    path_of = renamed(module)
+
+    def test(name: str) -> bool:
+        found = re.fullmatch(r"(.+)\.(\d+)\.\w+\.weight", path_of(name))
+        return found is not None and int(found[2]) >= counts.get(found[1], math.inf)
+
+    return test
+
+
+def _for_missing(src: Checkpoint) -> list[str]:
+    stated = src.config.get("architectures")
+    named = str(stated[0]) if isinstance(stated, list) and stated else ""
+    if HEAD_CLASSES.search(named):
+        return [f"config.json names {named}, use the model that writes text"]
+    return ["mend config.json", "save the whole model again where it was made"]
+
+
+def _for_stray(module: PreTrainedModel, stray: Sequence[str]) -> list[str]:
+    """List the ways out for tensors that nothing declares, by what they look like."""
+    depth, deepest = _depth(module), max(map(_layer, stray))
+    past, ways = depth <= deepest, []
+    if past or any(map(DRAFT_PARTS.search, stray)):
+        keys = [key for key, _ in _entries(module.config.get_text_config().to_dict()) if DRAFT_COUNTS.search(key)]
+        count = deepest - depth + 1 if past else 1
+        ways.append(f'state draft layers in config.json ("{(*keys, "num_nextn_predict_layers")[0]}": {count:.0f})')
+    if past:
+        ways.append(f'count them as layers of the model ("num_hidden_layers": {deepest + 1:.0f})')
+    if any(map(HEAD_PARTS.match, stray)):
+        ways.append('declare the head in config.json ("num_labels": 1)')
+    return [*ways, _WITHOUT]
+
+
+def _depth(module: PreTrainedModel) -> float:
+    found = getattr(module.config.get_text_config(), "num_hidden_layers", math.inf)
+    return found if isinstance(found, int) else math.inf
+
+
+def _stated_depth(config: Mapping[str, Any]) -> float:
+    found = [value for key, value in _entries(config.get("text_config") or config) if key == "num_hidden_layers"]
+    return found[0] if found and type(found[0]) is int else math.inf
+
+
+def _layer(name: str) -> float:
+    """Return the number of the layer in a stored name; -1 if it has none."""
+    found = LAYER.search(name)
+    return -1 if found is None else int(found[1])
+
+
+def _entries(stated: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the entries of a configuration, and of those inside it."""
+    for key, value in stated.items():
+        yield str(key), value
+        if isinstance(value, Mapping):
+            yield from _entries(value)
+
+
+def _count(value: Any) -> int:
+    return len(value) if isinstance(value, list) else value if type(value) is int else 0
+
+
+def _shown(names: Sequence[str], what: str) -> str:
+    """Say what is wrong with the first name, and list some others."""
+    first, *others = names
+    also = f", also {', '.join(others[:SHOWN])}" if others else ""
+    return f"{first} {what} ({len(names)} in all{also}{', ...' if others[SHOWN:] else ''})"

@@ -1,0 +1,126 @@
+"""Tensors outside the model, such as draft layers and heads: stated as dense, or refused with a way out that helps."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+import quantkit
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError
+from tests.census import families
+
+DRAFT = "model.layers.2"
+
+
+def model(family: str, folder: Path, moved: dict[str, str], extra: dict[str, Tensor], **config: Any) -> Path:
+    """Write the tiny model of a family with layers copied to other names, further tensors and keys of config.json."""
+    tensors = load_file(families.write(family, folder) / "model.safetensors")
+    for old, new in moved.items():
+        tensors |= {new + name.removeprefix(old): t for name, t in tensors.items() if name.startswith(f"{old}.")}
+    tensors |= {name: tensor.bfloat16() for name, tensor in extra.items()}
+    save_file({name: t.clone() for name, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return folder
+
+
+def quantized(source: Path, out: Path, layout: str) -> Any:
+    return quantkit.quantize(source, out, method="rtn", group_size=64, layout=layout, min_share=0)
+
+
+def dense_in(folder: Path, names: list[str]) -> list[str]:
+    """Return those of `names` that the public config states as dense, as engines match them."""
+    stated = json.loads((folder / "config.json").read_text())["quantization_config"]
+    if stated["quant_method"] == "gptq":
+        tests = [re.compile(key[2:]).match for key in stated["dynamic"] if key.startswith("-:")]
+    elif stated["quant_method"] == "awq":
+        tests = [(lambda name, part=part: part in name) for part in stated["modules_to_not_convert"]]
+    else:
+        tests = [re.compile(e[3:] if e.startswith("re:") else re.escape(e) + "$").match for e in stated["ignore"]]
+    return [name for name in names if any(test(name) for test in tests)]
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a GLM-4.5 of two layers with a draft layer, at a depth that transformers does not list."""
+    extra = {f"{DRAFT}.eh_proj.weight": torch.ones(128, 256), f"{DRAFT}.shared_head.head.weight": torch.ones(384, 128)}
+    moved = {"model.layers.1": DRAFT}
+    return model("glm4_moe", tmp_path_factory.mktemp("glm") / "m", moved, extra, num_nextn_predict_layers=1)
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq", "awq"])
+def test_a_draft_layer_of_a_shallower_relative_is_stated_as_dense(layout: str, glm: Path, tmp_path: Path) -> None:
+    report = quantized(glm, tmp_path / "out", layout)
+    asked = [f"{DRAFT}.{part}" for part in ("eh_proj", "shared_head.head", "mlp.experts.3.up_proj", "self_attn.o_proj")]
+    # names of vLLM's own: of joined linears, of all experts, of the head
+    asked += [f"{DRAFT}.{part}" for part in ("self_attn.qkv_proj", "mlp.experts", "head", "mtp_block.self_attn.o_proj")]
+    assert dense_in(tmp_path / "out", asked) == asked
+    assert not dense_in(tmp_path / "out", ["model.layers.1.self_attn.o_proj", "model.layers.1.mlp.experts.0.up_proj"])
+    assert report["outside"] == 22 and "vLLM" in report["readers"]
+    assert any(line.startswith(f"{DRAFT}.eh_proj.weight: not part of the model") for line in report["notices"])
+    assert len(Checkpoint(tmp_path / "out").shape(f"{DRAFT}.self_attn.o_proj.weight")) == 2
+
+
+def test_pack_states_draft_layers_that_the_source_does_not(glm: Path, tmp_path: Path) -> None:
+    quantized(glm, tmp_path / "gptq", "gptq")
+    path = tmp_path / "gptq" / "config.json"
+    config = json.loads(path.read_text())
+    stated = config["quantization_config"]
+    stated["dynamic"] = {key: value for key, value in stated["dynamic"].items() if "layers\\.2" not in key}
+    del stated["quantkit"]
+    path.write_text(json.dumps(config))
+    (tmp_path / "gptq" / "quantkit_report.json").unlink()
+    report = quantkit.pack(tmp_path / "gptq", tmp_path / "out", "compressed-tensors")
+    asked = [f"{DRAFT}.eh_proj", f"{DRAFT}.mlp.experts", f"{DRAFT}.self_attn.qkv_proj"]
+    assert dense_in(tmp_path / "out", asked) == asked and report["outside"] == 22
+    assert any("not part of the model" in line for line in report["notices"])
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "mellum"])
+def test_experts_of_a_draft_in_one_tensor_are_stated_as_dense(family: str, tmp_path: Path) -> None:
+    experts = {"mtp.layers.0.mlp.experts.gate_up_proj": torch.ones(4, 256, 128), "mtp.fc.weight": torch.ones(128, 256)}
+    report = quantized(model(family, tmp_path / "m", {}, experts), tmp_path / "out", "compressed-tensors")
+    asked = ["mtp.fc", "mtp.layers.0.mlp.experts", "mtp.layers.0.mlp.experts.0.gate_proj"]
+    assert dense_in(tmp_path / "out", asked) == asked and report["outside"] == 2
+    assert ("vLLM" in report["readers"]) is (family != "mellum"), "vLLM has no draft of every family"
+
+
+STRAY: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
+    "v_head.summary.weight": ({"v_head.summary.bias": torch.ones(1)}, {"architectures": ["AValueHead"]}, "num_labels"),
+    "score.weight": ({}, {"num_labels": 1}, "num_labels"),
+    "model.layers.2.mlp.up_proj.weight": ({}, {"num_nextn_predict_layers": 1}, '"num_hidden_layers": 3'),
+    "mtp.fc.weight": ({"mtp.norm.weight": torch.ones(128)}, {"mtp_num_layers": 1}, '"num_nextn_predict_layers": 1'),
+}
+
+
+@pytest.mark.parametrize("name", STRAY)
+def test_a_stray_tensor_is_refused_by_name_and_copied_if_config_json_declares_it(name: str, tmp_path: Path) -> None:
+    more, declared, way = STRAY[name]
+    source = model("llama", tmp_path / "m", {}, {name: torch.ones(2, 128), **more})
+    with pytest.raises(CheckpointError, match="is not part of the model") as caught:
+        quantized(source, tmp_path / "out", "compressed-tensors")
+    text = str(caught.value)
+    assert "\n" not in text and "download" not in text and way in text and "save_pretrained" in text
+    assert not (tmp_path / "out").exists() and all(other in text for other in (name, *more))
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | declared))
+    report = quantized(source, tmp_path / "out", "compressed-tensors")
+    assert dense_in(tmp_path / "out", [name.removesuffix(".weight")]) and report["outside"] == 1
+    assert "vLLM" not in report["readers"], "its Llama has no place for the tensor"
+    with torch.no_grad():
+        assert quantkit.load(tmp_path / "out", device="cpu")(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_what_a_missing_tensor_needs_is_no_download(tmp_path: Path) -> None:
+    source = model("llama", tmp_path / "m", {}, {}, num_hidden_layers=3)
+    with pytest.raises(CheckpointError, match=r"model\.layers\.2\.\S+ is missing") as caught:
+        quantized(source, tmp_path / "out", "compressed-tensors")
+    assert "download" not in str(caught.value) and "mend config.json" in str(caught.value)
