@@ -111,7 +111,7 @@ class Alphabet(NamedTuple):
     """Hold the tokens that may be drawn: `ends` close a message or a text, `ordinary` ones are text."""
 
     ends: frozenset[int]
-    ordinary: list[int]
+    ordinary: frozenset[int]
 
 
 class Writer:
@@ -120,23 +120,26 @@ class Writer:
     def __init__(
         self, rows: Sequence[Row], alphabet: Alphabet, draws: torch.Generator, step: Callable[[], None]
     ) -> None:
-        self.rows, self._draws, self._step, self._ends = rows, draws, step, alphabet.ends
-        self._stops, self._ordinary = (
-            torch.tensor(sorted(part), dtype=torch.int64, device=draws.device) for part in alphabet
-        )
+        self.rows, self._alphabet, self._draws, self._step = rows, alphabet, draws, step
+        self._masks: list[Tensor] = []
 
     def __call__(self, tokens: Tensor, scores: Tensor) -> Tensor:
         """Return logits `[rows, v]` of 0 for each row's next token, and of -inf for all others."""
         self._step()
         if not bool(scores.amax(-1).isfinite().all()):
             raise NumericError("the model's logits are not finite, and it can draw no text from them", INSTEAD)
-        none = torch.full_like(scores, -torch.inf)
-        logits = none.index_copy(1, self._ordinary, scores[:, self._ordinary] / TEMPERATURE)
-        inside = torch.tensor([[not row.begins] for row in self.rows], device=scores.device)
-        stops = scores[:, self._stops].masked_fill(~inside, -torch.inf) / TEMPERATURE
-        drawn = torch.multinomial(logits.index_copy(1, self._stops, stops).softmax(-1), 1, generator=self._draws)
-        added = [row.add(token, self._ends) for row, token in zip(self.rows, drawn.flatten().tolist(), strict=True)]
-        return none.scatter(1, torch.tensor(added, device=scores.device)[:, None], 0.0)
+        place, count = scores.device, scores.shape[-1]
+        if not self._masks:
+            self._masks = [
+                torch.tensor([token in part for token in range(count)], device=place) for part in self._alphabet
+            ]
+        ends, ordinary = self._masks
+        inside = torch.tensor([[not row.begins] for row in self.rows], device=place)
+        logits = scores.masked_fill(~(ordinary | (ends & inside)), -torch.inf).div_(TEMPERATURE)
+        drawn = torch.multinomial(logits.softmax(-1), 1, generator=self._draws).flatten().tolist()
+        added = [row.add(token, self._alphabet.ends) for row, token in zip(self.rows, drawn, strict=True)]
+        chosen = torch.tensor(added, device=place)[:, None] == torch.arange(count, device=place)
+        return torch.where(chosen, 0.0, -torch.inf)
 
     def is_done(self, tokens: Tensor, scores: Any, **_: Any) -> Tensor:
         """Say for each row whether all rows have ended."""
@@ -176,6 +179,7 @@ def write_text(
     src = Checkpoint(model.src.path, trust_remote_code)  # that of the run presents some weights in another form
     module = load_dense_model(src, device=str(device), dtype=model.dtype, trust_remote_code=trust_remote_code)
     alphabet, first = alphabet_of(tokenizer, module, turns), first_token(tokenizer, turns)
+    ordinary = sorted(alphabet.ordinary)
     order, draws = torch.Generator().manual_seed(calib.seed), torch.Generator(device).manual_seed(calib.seed)
     talks = round(CONVERSATIONS * count) if turns else 0
     lacking, found, dropped = {True: talks, False: count - talks}, list[list[int]](), 0
@@ -183,7 +187,7 @@ def write_text(
     for _ in range(ROUNDS):
         rows = list[Row]()
         for talk in (talk for talk, lacks in lacking.items() for _ in range(lacks + lacks // SPARE)):
-            drawn = alphabet.ordinary[int(torch.randint(len(alphabet.ordinary), (), generator=order))]
+            drawn = ordinary[int(torch.randint(len(ordinary), (), generator=order))]
             rows.append(Row(turns.opening, turns) if talk and turns else Row([drawn if first is None else first], None))
         batches = [rows[i::parts] for parts in [-(-len(rows) // at_once)] for i in range(parts)]
         step = _steps(progress, len(batches) * (longest - 1), f"{count} sequences of up to {longest} tokens")
@@ -260,7 +264,7 @@ def alphabet_of(tokenizer: Any, module: PreTrainedModel, turns: Turns | None) ->
     table: Any = module.get_input_embeddings()
     known = range(min(len(tokenizer), len(table.get_parameter("weight"))))
     ends = {*(eos if isinstance(eos, list) else [eos]), tokenizer.eos_token_id, *closers} & set(known)
-    return Alphabet(frozenset(ends), [token for token in known if token not in special | ends])
+    return Alphabet(frozenset(ends), frozenset(known) - special - ends)
 
 
 def token_bytes(module: PreTrainedModel) -> int:

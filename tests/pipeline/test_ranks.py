@@ -96,6 +96,7 @@ def test_several_ranks_write_the_bytes_of_one_and_one_speaks(
         ("qwen3_moe", ("quantize", "--group-size", 64)),
         ("small", ("quantize", "--set", "true_sequential=false", "--asym")),
         ("small", ("prune",)),
+        ("small", ("quantize", "--calib", "self")),
         ("small", ("quantize", "--method", "rtn", "--set", "clip=search", "--set", "metric=block")),
     ],
 )
