@@ -149,7 +149,7 @@ def quantize(
     recipe: str | Path | Mapping[str, Any] | Recipe | None = None,
     **options: Unpack[QuantizeKeywords],
 ) -> Result:
-    """Quantize a Hugging Face causal LM (folder or hub id) into a new folder `out`.
+    """Quantize a Hugging Face causal LM (folder, hub id or GGUF file) into a new folder `out`.
 
     `recipe` is the path or shipped name of a recipe, its mapping, or a Recipe. `options` change single values of it.
     An interrupted run, or one whose `progress` raised, leaves `out.partial-*`, which `resume` continues. If the caller
@@ -217,6 +217,7 @@ def produce(
         eval,
         model,
         revision=asked.revision,
+        gguf=asked.gguf,
         device=asked.device,
         trust_remote_code=asked.trust_remote_code,
         progress=progress,

@@ -23,7 +23,7 @@ def name_of(model: str | Path) -> str:
     """Name a model for a report: by its hub id, also of a snapshot in the hub's cache, or a folder by its last name."""
     folder = Path(model)
     if not folder.is_dir():
-        return str(model)
+        return folder.name if folder.is_file() else str(model)
     real = folder.resolve()
     return model_folder.cached_id(real) or real.name
 
@@ -38,7 +38,7 @@ def origin(src: Checkpoint, model: str | Path, revision: str | None) -> tuple[di
     stated, notice = model_folder.front_matter(src.path)
     found: dict[str, Any] = {"name": name_of(model), "revision": revision}
     cached = model_folder.cached_id(src.path)
-    given = None if Path(model).is_dir() else str(model)
+    given = None if Path(model).exists() else str(model)
     ours = cached or given
     theirs = _first_id(stated.get("base_model"), src), _first_id(src.config.get("_name_or_path"), src)
     if src.layout is not None:  # the source was quantized from the model that its card names

@@ -183,7 +183,7 @@ def _require_digests(name: str, path: Path) -> None:
 
 
 def _check(src: Checkpoint, name: str, entry: Recorded | None) -> None:
-    path = model_folder.inside(src.path, name)
+    path = src.locate(name)
     try:
         with about(str(src.path)):
             if entry is None:
@@ -196,7 +196,7 @@ def _check(src: Checkpoint, name: str, entry: Recorded | None) -> None:
 
 
 def _hash(src: Checkpoint, name: str, entry: Recorded) -> str:
-    return hashing.hash_of_file(model_folder.inside(src.path, name), entry.digest)
+    return hashing.hash_of_file(src.locate(name), entry.digest)
 
 
 def _sums(folder: Path) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.checkpoint import low_bit_sources
+from quantkit.checkpoint import gguf_source, low_bit_sources
 from quantkit.checkpoint.items import Item
 from quantkit.checkpoint.packed_modules import find_packed
 from quantkit.checkpoint.stored_tensors import StoredTensors, file_in
@@ -37,11 +37,11 @@ CONFIG, QUANTIZATION = "config.json", "quantization_config"
 class Checkpoint(StoredTensors):
     """Open a folder of safetensors shards with config.json, dense or packed, and read one tensor at a time.
 
-    `path` is the real folder. `stated` is its `quantization_config`; `layout` and `schemes` are its meaning, None for a
-    dense model. `low_bit` is the form of weights that are dequantized on reading, None if there are none: such a model
-    counts as dense. `source_bytes` are the bytes of all tensors in the files. `notices` list ignored entries. `config`
-    takes the place of config.json in a folder that has none yet. CheckpointError for a folder that is incomplete,
-    damaged, hostile or contradictory.
+    `path` is the real folder; for a GGUF file it is temporary, and `home` is the file. `stated` is its
+    `quantization_config`; `layout` and `schemes` are its meaning, None for a dense model. `low_bit` is the form of
+    weights that are dequantized on reading, None if there are none: such a model counts as dense. `source_bytes` are
+    the bytes of all tensors in the files. `notices` list ignored entries. `config` takes the place of config.json in a
+    folder that has none yet. CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
     """
 
     def __init__(
@@ -61,14 +61,20 @@ class Checkpoint(StoredTensors):
         if not trust_remote_code:
             self.notices += config_checks.drop_auto_map(self.config)
         config_checks.check_config(self.config, path / CONFIG, trust_remote_code)
-        super().__init__(path, *model_folder.shards(path, listing, self.notices), beside)
+        source = gguf_source.source_of(path)
+        shards, weight_map = ([], None) if source else model_folder.shards(path, listing, self.notices)
+        super().__init__(path, shards, weight_map, beside)
         model_folder.require_inside(path, listing)
-        self.source_bytes = sum(map(self.nbytes, self.names()))
+        self.home, self.source_bytes = path, sum(map(self.nbytes, self.names()))
+        if source is not None:
+            self.supply(source.file, source.tensors)
+            self.home, self.source_bytes = source.file.path, source.nbytes
+            self.notices += source.notices
         config_checks.check_sizes(self.config, path / CONFIG, len(self.names()), self.source_bytes)
         self.layout: Layout | None = None
         self.schemes: Schemes | None = None
         self.stated, where = self._quantization_config(listing)
-        self.low_bit = self._dequantize()
+        self.low_bit = self._dequantize(None if source is None else source.form)
         if self.stated is not None and self.low_bit is None:
             self.layout, self.schemes = read_config(self.stated, self.path / where)
         self._sizes: dict[str, tuple[int, int]] = {}
@@ -213,9 +219,15 @@ class Checkpoint(StoredTensors):
         floats = [name for name in self.names() if self.dtype(name) in FLOATS]
         return self.dtype(max(floats, key=self.nbytes)) if floats else torch.float32
 
-    def _dequantize(self) -> str | None:
-        """Present the weights of a low-bit source under their dense names; return their form, None if it is no such."""
+    def _dequantize(self, supplied: str | None) -> str | None:
+        """Present the weights of a low-bit source under their dense names; return their form, None if it is no such.
+
+        `supplied` is the form of weights that already have these names.
+        """
         dtype = self.dtype_of_model
+        if supplied is not None:
+            self.notices.append(f"source weights are {supplied}, dequantized to {dtype_name(dtype)} on reading")
+            return supplied
         with about(str(self.path)):
             found = None if self.stated is None else low_bit_sources.find(self, self.stated, dtype)
         if found is None:

@@ -184,7 +184,8 @@ def _malformed(report: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield from _wrong(report, _ENTRIES, "")
     for key in ("source", "base"):
         named = report.get(key, {})
-        yield from _wrong(named, {"name": _TEXT_OR_NULL, "revision": _TEXT_OR_NULL, "files": _TEXT_BY_NAME}, f"{key}.")
+        texts = dict.fromkeys(("name", "revision", "weights"), _TEXT_OR_NULL)
+        yield from _wrong(named, {**texts, "files": _TEXT_BY_NAME}, f"{key}.")
     yield from _nested(report.get("base", {}), "base.")
     yield from _wrong(report.get("evaluation", {}), dict.fromkeys(EVALUATED, _NUMBER_OR_NULL), "evaluation.")
     yield from _nested(report.get("evaluation", {}), "evaluation.")

@@ -5,22 +5,28 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from quantkit.checkpoint.gguf_source import ENDING, open_gguf
 from quantkit.errors import CheckpointError, Option, Words, reason
-from quantkit.io import model_folder
+from quantkit.io import files, model_folder
 from quantkit.io.hub import UNREACHABLE, is_unreachable
 
 
-def resolve(model: str, revision: str | None = None) -> Path:
+def resolve(model: str, revision: str | None = None, gguf: str | None = None) -> Path:
     """Find the folder of a model: `model` itself, or a hub id's snapshot in the cache, downloaded if need be.
+
+    For a GGUF file, or a folder with one and no safetensors, it is a temporary folder (`open_gguf`). `gguf` names the
+    file of a folder.
 
     Only safetensors files and files of data at the top are downloaded. A name that looks like a path never reaches the
     network. CheckpointError if there is no such folder and the hub does not give it.
     """
     folder = Path(model)
-    if model and folder.is_dir():
+    if model and (folder.is_dir() or (folder.is_file() and folder.suffix.lower() == ENDING)):
         if revision is not None:
-            raise CheckpointError(f"{model} is a folder, which has no revisions", Words("drop", Option("revision")))
-        return folder
+            what = "folder" if folder.is_dir() else "file"
+            raise CheckpointError(f"{model} is a {what}, which has no revisions", Words("drop", Option("revision")))
+        file = _gguf_of(folder, gguf) if folder.is_dir() else folder
+        return folder if file is None else open_gguf(file)
     if folder.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1 or "\\" in model:
         what = "a file, not a folder" if folder.is_file() else "no such folder"
         raise CheckpointError(what, "check the path", subject=model or repr(model))
@@ -39,3 +45,20 @@ def resolve(model: str, revision: str | None = None) -> Path:
         else:
             why = f"the hub does not give it ({reason(error)}): check the name and the revision"
         raise CheckpointError(f"no folder here, and {why}", subject=model) from error
+
+
+def _gguf_of(folder: Path, name: str | None) -> Path | None:
+    """Find the GGUF file of a folder: the one named, or the only one beside no other weights; None if there is none."""
+    with files.guarded(folder):
+        listing = sorted(path.name for path in folder.iterdir())
+    found = [each for each in listing if each.lower().endswith(ENDING)]
+    if name is not None and name not in found:
+        raise CheckpointError(f"has no {name}: its GGUF files are {', '.join(found) or 'none'}", subject=folder)
+    if name is None and any(each.endswith((".safetensors", ".safetensors.index.json")) for each in listing):
+        return None
+    if name is None and len(found) > 1:
+        first = folder / found[0]
+        raise CheckpointError(
+            f"holds several GGUF files ({', '.join(found)})", f"give the path of one, like {first}", subject=folder
+        )
+    return folder / (name or found[0]) if found else None

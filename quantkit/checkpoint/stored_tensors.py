@@ -58,6 +58,7 @@ class StoredTensors:
         self.path = path
         self._shards: list[StoredFile] = []
         self._beside = tuple(beside)
+        self._supplied: dict[str, Path] = {}
         self._where: dict[str, _Place] = {}
         for shard_name in shards:
             self._shards.append(shard := file_in(path, shard_name))
@@ -69,6 +70,17 @@ class StoredTensors:
         absent = [name for name in weight_map or {} if name not in self._where]
         if absent:
             raise CheckpointError(f"the index lists {shown(absent[0])}, its shard has not", AGAIN, subject=path)
+
+    def supply(self, file: StoredFile, tensors: Mapping[str, Derived]) -> None:
+        """Add tensors that are computed from a weight file of another format."""
+
+        def read(name: str, index: int | slice | None) -> Tensor:
+            raise KeyError(name)
+
+        self._shards.append(file)
+        self._supplied[file.name] = file.path
+        for name, derived in tensors.items():
+            self._where[name] = _Place(derived.shape, derived.dtype, partial(derived.compute, read))
 
     def derive(self, tensors: Mapping[str, Derived], drop: Collection[str] = ()) -> None:
         """Replace stored tensors by tensors computed from them, each in the place of its first input.
@@ -148,7 +160,13 @@ class StoredTensors:
     def require_unchanged(self) -> None:
         """Raise CheckpointError if one of the `sources` changed since it was opened."""
         for file in (*self._beside, *self._shards):
-            _require_same(self.path, file, file_in(self.path, file.name).identity)
+            found = self.locate(file.name)
+            with files.guarded(found):
+                _require_same(self.path, file, _identity(os.stat(found)))
+
+    def locate(self, name: str) -> Path:
+        """Resolve a file of the folder; CheckpointError if it is missing or leads outside, unless it was supplied."""
+        return self._supplied.get(name) or inside(self.path, name)
 
     def _at(self, name: str) -> _Place:
         if name not in self._where:
@@ -181,7 +199,11 @@ def _read(folder: Path, shard: StoredFile, info: TensorInfo, index: int | slice 
         each = size // shape[0]
         start, size = start + first * each, (last - first) * each
         shape = (last - first, *shape[1:]) if isinstance(index, slice) else shape[1:]
-    with files.open_regular(shard.path) as file:
-        _require_same(folder, shard, _identity(os.fstat(file.fileno())))
-        data = files.read_exactly(file, start, size, shard.path)
-    return data.view(info.dtype).reshape(shape)
+    return read_bytes(folder, shard, start, size).view(info.dtype).reshape(shape)
+
+
+def read_bytes(folder: Path, file: StoredFile, start: int, size: int) -> Tensor:
+    """Read bytes of a file as uint8 `[size]`; CheckpointError if it changed since it was opened."""
+    with files.open_regular(file.path) as opened:
+        _require_same(folder, file, _identity(os.fstat(opened.fileno())))
+        return files.read_exactly(opened, start, size, file.path)

@@ -76,7 +76,7 @@ def quantize(
 ) -> None:
     """Quantize MODEL into OUT.
 
-    MODEL is a folder or a hub id. [Brackets] hold defaults, some of which depend on --format.
+    MODEL is a folder, a hub id or a GGUF file. [Brackets] hold defaults, some of which depend on --format.
     """
     publishing = {name: given.pop(name) for name in PUBLISHING}
     running, recipe = _split(given)

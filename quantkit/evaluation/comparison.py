@@ -38,6 +38,7 @@ def measurement(
     model: str | Path,
     *,
     revision: str | None = None,
+    gguf: str | None = None,
     device: str = "auto",
     trust_remote_code: bool = False,
     progress: Progress | None = None,
@@ -49,7 +50,7 @@ def measurement(
     models.
     """
     text, what = load_evaluation_text(data)
-    source = resolve(str(model), revision)
+    source = resolve(str(model), revision, gguf)
     src = Checkpoint(source, trust_remote_code)
     words = load_tokenizer(src.path)
     length = len(token_ids(words, text, special=False))

@@ -155,7 +155,8 @@ def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[s
         names = [SINGLE]
     if weight_map is None and (len(names) > 1 or re.search(r"-of-0*([2-9]|[1-9]\d+)\.safetensors$", names[0])):
         raise CheckpointError(f"has shards ({names[0]} ...) and no {INDEX}", AGAIN, subject=folder)
-    left = [n for n in (*pickles, *listing) if n.endswith((*PICKLES, ".safetensors")) and n not in names]
+    others = (*PICKLES, ".safetensors", ".gguf")
+    left = [n for n in (*pickles, *listing) if n.endswith(others) and n not in names]
     if left:
         notices.append(f"ignored: {', '.join(dict.fromkeys(left))}")
     return names, weight_map

@@ -28,7 +28,7 @@ def describe(src: Checkpoint) -> dict[str, Any]:
     shapes.update(f"{list(src.shape(name))} {dtype_name(src.dtype(name))}" for name in dense)
     parameters = weights + sum(prod(src.shape(name)) for name in dense)
     return {
-        "path": str(src.path),
+        "path": str(src.home),
         "model_type": src.config.get("model_type"),
         "dtype": dtype_name(src.dtype_of_model),
         "layout": src.layout.NAME if src.layout else None,

@@ -218,7 +218,7 @@ def _require_runnable(job: _Job, out: Path | None, run: RunOptions, is_plan: boo
         require_right_weights(job.model.module, job.src, layout, stated, job.plan, run.trust_remote_code)
     before = None
     if out is not None:
-        before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.path)
+        before = check_staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home)
     if before is not None and run.resume and is_complete(before):
         return job, Calibration([], {})  # only the last step is left
     text = Calibration([], {})
@@ -360,7 +360,7 @@ def _quantize(
     revision = _revision(src, run.revision)
     base, unread = origin(src, model, revision)
     lacking = unread  # of the source's card, what the file system cannot do, and files edited since they were recorded
-    with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.path, notice=lacking.append) as partial:
+    with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.home, notice=lacking.append) as partial:
         if is_complete(partial):
             here.broadcast(None)
             same = [without_paths(asked), without_paths(with_packaged_text(asked))]
@@ -373,6 +373,8 @@ def _quantize(
             **_known(job),
             "calibration": text.facts,
         }
+        if src.low_bit is not None:
+            report["source"]["weights"] = f"{src.low_bit}, dequantized"
         report["notices"] += [*text.warnings, *text.notices, *lacking]
         for notice in lacking:
             progress.note(notice)
@@ -471,7 +473,7 @@ def _streamed_units(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]
 
 
 def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
-    src = Checkpoint(resolve(str(model), run.revision), run.trust_remote_code)
+    src = Checkpoint(resolve(str(model), run.revision, run.gguf), run.trust_remote_code)
     if src.layout is not None:
         raise CheckpointError(
             f"is quantized already ({src.layout.NAME})", Words("use", Command("pack"), "or convert"), subject=model

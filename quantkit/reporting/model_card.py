@@ -94,6 +94,8 @@ def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
 
 
 def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, scheme: str) -> Iterable[tuple[str, str]]:
+    if weights := report.get("source", {}).get("weights"):
+        yield "source", str(weights)
     yield "scheme", scheme
     yield "method", facts.methods(report.get("layers", []))
     yield "layout", layout

@@ -14,8 +14,9 @@ PACKAGE = Path(__file__).resolve().parents[2] / "quantkit"
 
 #: Third-party package -> the packages or modules of quantkit that import it.
 IMPORTERS = {
-    "transformers": {"models", "inference", "bench", "io.config_checks", "text"},
-    "accelerate": {"models"},
+    "transformers": {"checkpoint.gguf_source", "models", "inference", "bench", "io.config_checks", "text"},
+    "accelerate": {"checkpoint.gguf_source", "models"},
+    "gguf": {"checkpoint.gguf_source"},
     "datasets": {"text"},
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
@@ -44,6 +45,7 @@ LATE = {
     "jinja2",
     "markupsafe",
     "accelerate",
+    "gguf",
     "huggingface_hub",
     "tokenizers",
 }

@@ -1,0 +1,306 @@
+"""GGUF files as sources: opened as a folder of their config and tokenizer, their weights dequantized on reading.
+
+transformers says how a file is read: which config and tokenizer its metadata are, which state of the model each tensor
+is, and what llama.cpp's converter did to its values. The package gguf dequantizes. Both see only files whose header was
+checked. Nothing in a file is run; a chat template is carried along, and rendered in the sandbox of transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.derived import Derived, Read
+from quantkit.checkpoint.stored_tensors import StoredFile, file_in, read_bytes
+from quantkit.errors import CheckpointError, is_out_of_memory, reason
+from quantkit.io import config_checks, files
+from quantkit.io.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from quantkit.io.json_files import dump_json, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ENDING, ORIGINAL = ".gguf", "use the model's own folder"
+#: Families whose activations are beyond float16, by the start of the architecture's name.
+BFLOAT16 = ("gemma",)
+#: Tensors that no family's processing changes, so that they are read in pieces: they are the largest.
+PLAIN = ("token_embd.weight", "output.weight")
+#: Values that are dequantized at a time.
+PIECE = 2**24
+#: Key of the metadata -> entry in front of a model card.
+FACTS = {"general.license": "license", "general.languages": "language", "general.tags": "tags"}
+
+
+class GgufSource(NamedTuple):
+    """Hold a GGUF file, the form of its weights in words, its tensors by their names in the model, and their bytes."""
+
+    file: StoredFile
+    form: str
+    tensors: dict[str, Derived]
+    nbytes: int
+    notices: tuple[str, ...]
+
+
+#: The temporary folders of this process, removed at its end: the file's path and version, and what it holds.
+_opened: dict[tuple[Path, tuple[int, ...]], tuple[TemporaryDirectory[str], Path]] = {}
+_sources: dict[Path, GgufSource] = {}
+
+
+def source_of(folder: Path) -> GgufSource | None:
+    """Return the source for which `open_gguf` made a folder, None for any other folder."""
+    return _sources.get(folder)
+
+
+def open_gguf(path: Path) -> Path:
+    """Return a temporary folder with a link to a GGUF file, and the config, tokenizer and facts in its metadata.
+
+    CheckpointError for a file that is damaged or hostile, or that transformers cannot read. Nothing is left then.
+    """
+    if find_spec("gguf") is None:
+        raise CheckpointError(
+            "is GGUF, and the package gguf is not installed", "pip install 'quantkit[gguf]'", subject=path
+        )
+    with files.guarded(path):
+        real = path.resolve(strict=True)
+    file = file_in(real.parent, real.name)._replace(name=path.name)
+    key = real, file.identity
+    if key not in _opened:
+        holder = TemporaryDirectory(prefix="quantkit-gguf-")
+        try:
+            folder = Path(os.path.realpath(holder.name)) / path.name
+            with files.guarded(folder):
+                folder.mkdir()
+                (folder / path.name).symlink_to(real)
+            source = _open(path, file, folder)
+        except BaseException:
+            holder.cleanup()
+            raise
+        _opened[key], _sources[folder] = (holder, folder), source
+    return _opened[key][1]
+
+
+def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
+    import gguf
+
+    header = read_gguf_header(file.path, {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()})
+    stated, nbytes = header.metadata, sum(tensor.nbytes for tensor in header.tensors.values())
+    architecture = stated.get("general.architecture")
+    if not isinstance(architecture, str):
+        raise CheckpointError("does not state its general.architecture", "convert the model again", subject=path)
+    if stated.get("split.count", 1) != 1:
+        raise CheckpointError(
+            f"is one of {shown(stated['split.count'])} files of a model",
+            "merge them by llama-gguf-split",
+            subject=path,
+        )
+    sizes = {key.replace("_count", "s").replace("_length", "_size"): value for key, value in stated.items()}
+    config_checks.check_sizes(sizes, path, len(header.tensors), nbytes)
+    _require_dequantizable(path, header)
+    with _refused(path, f"transformers cannot read its architecture {shown(architecture)}"):
+        from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+        config = AutoConfig.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
+        config_checks.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
+        module = _skeleton(config)
+        read = _Reading(folder, file, header, module, config)
+        tensors = read.tensors()
+    with _refused(path, "transformers cannot make a tokenizer of it"):
+        tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
+        tokenizer.save_pretrained(folder)
+    _require_template(path, getattr(tokenizer, "chat_template", None))
+    described = {**config.to_diff_dict(), "architectures": [type(module).__name__]}
+    described["dtype"] = str(read.dtype).removeprefix("torch.")
+    for key in ("_name_or_path", "_model_name_or_path", "quantization_config"):
+        described.pop(key, None)
+    files.write_atomic(folder / "config.json", dump_json(dict(sorted(described.items())), special_floats=True))
+    GenerationConfig.from_model_config(config).save_pretrained(folder)
+    front = {key: stated[name] for name, key in FACTS.items() if stated.get(name)}
+    repository = str(stated.get("general.base_model.0.repo_url", ""))
+    if repository.startswith("https://huggingface.co/"):
+        front["base_model"] = repository.removeprefix("https://huggingface.co/")
+    lines = "".join(f"{key}: {json.dumps(value)}\n" for key, value in front.items())
+    files.write_atomic(folder / "README.md", f"---\n{lines}---\n".encode())
+    form, told = _form(header)
+    return GgufSource(file, form, tensors, nbytes, tuple(told))
+
+
+class _Named(NamedTuple):
+    """Show a model to transformers' map of names without its inner modules, each of which takes a map of its own."""
+
+    module: Any
+    children: dict[str, _Named]
+
+    @property
+    def config(self) -> Any:
+        return self.module.config
+
+    def state_dict(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self.module.state_dict()
+        return found
+
+    def named_children(self) -> list[tuple[str, _Named]]:
+        return list(self.children.items())
+
+
+class _Reading:
+    """Reads the tensors of a file under their names in a model, whose parameters are on the meta device."""
+
+    def __init__(self, folder: Path, file: StoredFile, header: GgufHeader, module: Any, config: Any) -> None:
+        from transformers.modeling_gguf_pytorch_utils import (
+            TENSOR_PROCESSORS,
+            TensorProcessor,
+            get_gguf_hf_weights_map,
+        )
+
+        self.folder, self.file, self.header = folder, file, header
+        architecture = header.metadata["general.architecture"]
+        self.dtype = _dtype(header, architecture)
+        processor: Any = TENSOR_PROCESSORS.get(architecture, TensorProcessor)
+        self.processor = processor(config=config.to_dict())
+        model: Any = _Named(module, {module.base_model_prefix: _Named(module.base_model, {})})
+        self.names: dict[str, str] = get_gguf_hf_weights_map(model, self.processor)
+        self.shapes = {name: tuple(state.shape) for name, state in module.state_dict().items()}
+        self.inputs: dict[str, list[str]] = {}
+        for stored in header.tensors:  # experts are mapped without the ending of their tensor
+            name = self.names.get(stored) or self.names.get(stored.removesuffix(".weight"))
+            if name is None:
+                raise CheckpointError(f"{stored} has no place in the model as transformers reads it", ORIGINAL)
+            self.inputs.setdefault(name, []).append(stored)
+
+    def tensors(self) -> dict[str, Derived]:
+        """Describe the model's tensors that the file has; CheckpointError for one of another size than the model's."""
+        found = sorted(self.inputs)
+        for name in found:
+            held = [self.header.tensors[stored].shape for stored in self.inputs[name]]
+            if sum(map(prod, held)) != prod(self.shapes[name]):
+                raise CheckpointError(
+                    f"{self.inputs[name][0]} is {list(held[0])}, and the model has {name} {list(self.shapes[name])}",
+                    "convert the model again",
+                )
+        return {name: Derived(self.shapes[name], self.dtype, (), partial(self.compute, name)) for name in found}
+
+    def compute(self, name: str, read: Read, index: int | slice | None) -> Tensor:
+        """Dequantize a tensor, or an entry or a range of its first dimension."""
+        shape = self.shapes[name]
+        some = slice(index, index + 1) if isinstance(index, int) else index or slice(None)
+        rows = range(shape[0])[some]
+        if len(shape) < 3 and self.inputs[name][0] not in PLAIN:
+            found = self.piece(name, slice(None))[some]
+        else:
+            each = max(1, PIECE // prod(shape[1:]))
+            found = torch.empty(len(rows), *shape[1:], dtype=self.dtype)
+            for start in range(0, len(rows), each):
+                part = rows[start : start + each]
+                found[start : start + each] = self.piece(name, slice(part.start, part.stop))
+        return found[0] if isinstance(index, int) else found
+
+    def piece(self, name: str, rows: slice) -> Tensor:
+        """Dequantize some entries of the first dimension, and undo what the converter to GGUF did to them."""
+        whole = self.shapes[name]
+        expected = (len(range(whole[0])[rows]), *whole[1:])
+        held: dict[str, Any] = {"tensors": {}}
+        with _refused(self.file.path, f"{self.inputs[name][0]} cannot be read"):
+            for stored in self.inputs[name]:
+                done = self.processor.process(
+                    weights=self.dequantized(self.header.tensors[stored], rows),
+                    name=stored,
+                    tensor_key_mapping=self.names,
+                    parsed_parameters=held,
+                )
+                if done.name is not None:
+                    held["tensors"][name] = torch.tensor(done.weights)
+            values: Tensor = held["tensors"][name].to(self.dtype)
+            if values.shape != expected:
+                raise CheckpointError(f"it is {list(values.shape)}, and the model has {list(expected)}")
+        return values
+
+    def dequantized(self, tensor: GgufTensor, rows: slice) -> np.ndarray[Any, Any]:
+        import gguf
+
+        first, last, _ = rows.indices(tensor.shape[0])
+        each = tensor.nbytes // tensor.shape[0]
+        data = read_bytes(self.folder, self.file, tensor.start + first * each, (last - first) * each)
+        kind = gguf.GGMLQuantizationType(tensor.kind)
+        shape = gguf.quant_shape_to_byte_shape((last - first, *tensor.shape[1:]), kind)
+        found: np.ndarray[Any, Any] = gguf.dequantize(data.numpy().reshape(shape), kind)
+        return found
+
+
+@contextmanager
+def _refused(path: Path, what: str) -> Iterator[None]:
+    """Turn any exception of the libraries into a CheckpointError of one line."""
+    try:
+        yield
+    except CheckpointError as error:
+        error.subject = error.subject or str(path)
+        raise
+    except Exception as error:  # both raise whatever their code meets
+        if is_out_of_memory(error):
+            raise
+        raise CheckpointError(f"{what} ({reason(error)})", ORIGINAL, subject=path) from error
+
+
+def _skeleton(config: Any) -> Any:
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights():
+        return AutoModelForCausalLM.from_config(config)
+
+
+def _dtype(header: GgufHeader, architecture: str) -> torch.dtype:
+    """Return float32 for weights that are so, bfloat16 for those and for families that need its range, or float16."""
+    kinds = _kinds(header)
+    if kinds.keys() <= {"F32"}:
+        return torch.float32
+    return torch.bfloat16 if "BF16" in kinds or architecture.startswith(BFLOAT16) else torch.float16
+
+
+def _kinds(header: GgufHeader) -> Counter[str]:
+    """Count the values of the matrices of each number format."""
+    import gguf
+
+    found: Counter[str] = Counter()
+    for tensor in header.tensors.values():
+        if len(tensor.shape) > 1:
+            found[gguf.GGMLQuantizationType(tensor.kind).name] += prod(tensor.shape)
+    return found
+
+
+def _form(header: GgufHeader) -> tuple[str, list[str]]:
+    """Describe the number formats of the matrices and their bits; and a notice if these are a coarse grid."""
+    matrices = [tensor for tensor in header.tensors.values() if len(tensor.shape) > 1]
+    bits = 8 * sum(tensor.nbytes for tensor in matrices) / max(1, sum(prod(tensor.shape) for tensor in matrices))
+    told = f"the source was quantized before: its weights lie on a grid of {bits:.2f} bits, what it lost stays lost"
+    form = f"GGUF {'/'.join(kind for kind, _ in _kinds(header).most_common())} ({bits:.2f} bits a weight)"
+    return form, [told] if bits < 16 else []
+
+
+def _require_dequantizable(path: Path, header: GgufHeader) -> None:
+    import gguf
+
+    for number in dict.fromkeys(tensor.kind for tensor in header.tensors.values()):
+        kind = gguf.GGMLQuantizationType(number)
+        with _refused(path, f"the package gguf does not dequantize {kind.name}"):
+            gguf.dequantize(torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8).numpy(), kind)
+
+
+def _require_template(path: Path, templates: str | Mapping[str, str] | None) -> None:
+    """Raise CheckpointError unless each chat template parses."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    for template in templates.values() if isinstance(templates, Mapping) else [templates] if templates else []:
+        with _refused(path, "its chat template does not parse"):
+            render_jinja_template([], chat_template=template)

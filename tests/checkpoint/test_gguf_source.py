@@ -1,0 +1,353 @@
+"""GGUF sources: their tensors are those that transformers reads, their outputs those of the dense model, and a file
+that is damaged, hostile or unknown is refused in one line and leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from quantkit.api import eval_ppl, quantize
+from quantkit.checkpoint import gguf_source
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.resolve import resolve
+from quantkit.errors import CheckpointError, QuantkitError
+from quantkit.io.gguf_header import read_gguf_header
+from quantkit.pipeline.inspection import describe
+from quantkit.text.tokenizer import load_tokenizer
+from tests.gguf_files import converted, gguf, tokenizer_keys, write_file, write_gguf
+from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer
+
+RTN: dict[str, Any] = {"format": "int4", "group_size": 64, "method": "rtn"}
+BLOCKS = {int(kind): size for kind, size in gguf.GGML_QUANT_SIZES.items()}
+
+
+def opened(file: Path) -> Checkpoint:
+    return Checkpoint(resolve(str(file)))
+
+
+def states_by_transformers(file: Path) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).state_dict()
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_gguf("llama", tmp_path_factory.mktemp("llama"), "Q4_0")
+
+
+@pytest.mark.parametrize(
+    ("family", "kind", "dtype", "form"),
+    [
+        ("llama", "F16", torch.float16, "GGUF F16 (16.00 bits a weight)"),
+        ("llama", "Q8_0", torch.float16, "GGUF Q8_0 (8.50 bits a weight)"),
+        ("llama", "Q4_K", torch.float16, "GGUF Q4_K (4.50 bits a weight)"),
+        ("llama", "BF16", torch.bfloat16, "GGUF BF16 (16.00 bits a weight)"),
+        ("llama", "F32", torch.float32, "GGUF F32 (32.00 bits a weight)"),
+        ("qwen2", "Q4_0", torch.float16, "GGUF Q4_0 (4.50 bits a weight)"),
+        ("gemma2", "Q8_0", torch.bfloat16, "GGUF Q8_0 (8.50 bits a weight)"),
+        ("qwen3_moe", "Q8_0", torch.float16, "GGUF Q8_0 (8.50 bits a weight)"),
+    ],
+)
+def test_each_tensor_is_the_one_that_transformers_reads_rounded_once(
+    family: str, kind: str, dtype: torch.dtype, form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_source, "PIECE", 2**12)  # so that embeddings and experts are read in pieces
+    file, _ = write_gguf(family, tmp_path, kind)
+    src, states = opened(file), states_by_transformers(file)
+    assert src.low_bit == form and src.dtype_of_model == dtype
+    tied = {"lm_head.weight"} if src.config["tie_word_embeddings"] else set()
+    assert src.names() == sorted(states.keys() - tied)
+    for name in src.names():
+        expected = states[name].to(dtype)
+        found = src.get(name)
+        assert found.dtype == dtype == src.dtype(name) and tuple(found.shape) == src.shape(name)
+        assert torch.equal(found, expected), name
+        assert torch.equal(src.get(name, slice(1, 3)), expected[1:3]) and torch.equal(src.get(name, 1), expected[1])
+    assert any("grid" in line for line in src.notices) == (kind.startswith("Q"))
+
+
+def test_weights_in_float16_are_those_of_the_model_that_was_converted(tmp_path: Path) -> None:
+    file, dense = write_gguf("llama", tmp_path)
+    src, exact = opened(file), Checkpoint(dense)
+    assert sorted(src.names()) == sorted(exact.names())
+    assert all(torch.equal(src.get(name), exact.get(name)) for name in exact.names())
+    same = set(src.config) - {"transformers_version", "rms_norm_eps"}  # GGUF has the latter in float32
+    assert len(same) > 15 and {key: src.config[key] for key in same} == {key: exact.config.get(key) for key in same}
+
+
+def test_an_output_has_the_bytes_of_quantizing_the_dequantized_folder(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    src = opened(llama[0])
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    save_file({name: src.get(name) for name in src.names()}, dense / "model.safetensors")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        (dense / name).write_bytes((src.path / name).read_bytes())
+    made = quantize(llama[0], tmp_path / "a", **RTN)
+    quantize(dense, tmp_path / "b", **RTN)
+    found, expected = (load_file(tmp_path / name / "model-00001.safetensors") for name in "ab")
+    assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
+    assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
+
+    assert made["source"]["weights"] == "GGUF Q4_0 (4.50 bits a weight), dequantized"
+    assert made["source"]["name"] == "model.gguf" and "model.gguf" in made["source"]["files"]
+    assert any("a grid of 4.50 bits" in line for line in made.notices)
+    card = (tmp_path / "a" / "README.md").read_text()
+    assert "| source | GGUF Q4_0 (4.50 bits a weight), dequantized |" in card
+    assert 'license: "apache-2.0"' in card and 'base_model: "maker/model"' in card
+    assert not [f.name for f in (tmp_path / "a").iterdir() if str(src.path.parent) in f.read_text(errors="replace")]
+
+
+def test_tokenizer_and_chat_template_are_those_of_the_model(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    quantize(llama[0], tmp_path / "out", **RTN)
+    found, expected = load_tokenizer(tmp_path / "out"), byte_tokenizer()
+    text = "Sinks — and <|endoftext|> naïve tokens\n\tin 2 lines"
+    assert found(text)["input_ids"] == expected(text)["input_ids"]
+    assert found.chat_template == CHAT_TEMPLATE
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 256
+
+
+def test_perplexity_of_a_file_is_that_of_its_weights(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    src = opened(llama[0])
+    dense = tmp_path / "dense"
+    dense.mkdir()
+    save_file({name: src.get(name) for name in src.names()}, dense / "model.safetensors")
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (dense / name).write_bytes((src.path / name).read_bytes())
+    text = tmp_path / "text.txt"
+    text.write_text("A scale multiplies a block of weights. " * 20)
+    found, expected = (eval_ppl(model, data=text, window=64, device="cpu") for model in (llama[0], dense))
+    assert found.perplexity == expected.perplexity
+
+
+def test_inspect_names_the_file_and_counts_its_bytes(llama: tuple[Path, Path]) -> None:
+    found = describe(opened(llama[0]))
+    assert found["path"] == str(llama[0].resolve()) and found["bits_per_parameter"] < 4.6
+    assert found["files"] == {"model.gguf": llama[0].stat().st_size}
+
+
+def test_a_folder_gives_its_only_file_and_safetensors_come_first(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "x.gguf").write_bytes(llama[0].read_bytes())
+    assert Checkpoint(resolve(str(tmp_path))).low_bit == "GGUF Q4_0 (4.50 bits a weight)"
+    (tmp_path / "y.gguf").write_bytes(llama[0].read_bytes())
+    with pytest.raises(CheckpointError, match=r"holds several GGUF files \(x.gguf, y.gguf\): give the path of one"):
+        resolve(str(tmp_path))
+    assert quantize(tmp_path, tmp_path.parent / "named", gguf="y.gguf", **RTN)["source"]["files"].keys() >= {"y.gguf"}
+    with pytest.raises(CheckpointError, match=r"has no z.gguf: its GGUF files are x.gguf, y.gguf"):
+        resolve(str(tmp_path), gguf="z.gguf")
+    for file in llama[1].iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    src = Checkpoint(resolve(str(tmp_path)))
+    assert src.low_bit is None and "ignored: x.gguf, y.gguf" in src.notices
+
+
+def test_the_folder_of_the_file_is_not_overwritten(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "model.gguf").write_bytes(llama[0].read_bytes())
+    (tmp_path / "in" / "config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="lie in each other"):
+        quantize(tmp_path / "in" / "model.gguf", tmp_path / "in", overwrite=True, **RTN)
+    assert (tmp_path / "in" / "model.gguf").exists()
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(llama[0].read_bytes())
+    src = opened(file)
+    file.write_bytes(llama[0].read_bytes() + b"\0")
+    with pytest.raises(CheckpointError, match="changed while it was in use"):
+        src.get("lm_head.weight")
+    with pytest.raises(CheckpointError, match="changed while it was in use"):
+        src.require_unchanged()
+
+
+def test_the_missing_package_is_named_with_its_command(
+    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_source, "find_spec", lambda name: None)
+    with pytest.raises(CheckpointError, match=re.escape("pip install 'quantkit[gguf]'")):
+        quantize(llama[0], tmp_path / "out", **RTN)
+
+
+#: Case -> metadata that is added or replaced, and what the error says.
+STATED: dict[str, tuple[dict[str, Any], str]] = {
+    "an unknown family": ({"general.architecture": "quux"}, "cannot read its architecture 'quux'"),
+    "an encoder-decoder": ({"general.architecture": "t5"}, "cannot read its architecture 't5'"),
+    "one of several files": ({"split.count": 3}, "is one of 3 files of a model: merge them by llama-gguf-split"),
+    "a million layers": ({"llama.block_count": 2**20}, "is 1048576, and the weight files hold 21 tensors"),
+    "a huge width": ({"llama.embedding_length": 2**31}, "is 2147483648, and the weight files hold"),
+    "another width": ({"llama.embedding_length": 128}, "and the model has"),
+    "a layer too few": ({"llama.block_count": 1}, "blk.1.attn_q.weight has no place in the model"),
+    "a template that does not parse": ({"tokenizer.chat_template": "{% for m in"}, "its chat template does not parse"),
+    "an unknown tokenizer": ({"tokenizer.ggml.model": "quux"}, "cannot make a tokenizer of it"),
+    "no tokens": ({"tokenizer.ggml.tokens": None}, "cannot"),
+    "an alignment of 3": ({"general.alignment": 3}, "has general.alignment 3"),
+}
+
+
+@pytest.mark.parametrize("case", STATED)
+def test_metadata_that_cannot_be_are_refused_in_one_line_and_leave_nothing(
+    case: str, llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stated, words = STATED[case]
+    file = changed(llama[0], tmp_path / "model.gguf", stated)
+    refuse(file, words, tmp_path, monkeypatch)
+
+
+def changed(source: Path, file: Path, stated: dict[str, Any]) -> Path:
+    """Write a GGUF file with other metadata: entries are added in front, the old ones renamed."""
+    data = bytearray(source.read_bytes())
+    count = struct.unpack_from("<Q", data, 16)[0]
+    for key, value in stated.items():
+        at = data.find(key.encode())
+        if at >= 0:
+            data[at : at + len(key)] = b"x" * len(key.encode())
+        if value is not None:
+            form = struct.pack("<I", 4) + struct.pack("<I", value) if isinstance(value, int) else None
+            entry = text(key) + (form or struct.pack("<I", 8) + text(str(value)))
+            entry += text("pad") + struct.pack("<I", 8)
+            entry += text("p" * (-(len(entry) + 8) % 32))
+            data[24:24] = entry
+            count += 2
+    data[16:24] = struct.pack("<Q", count)
+    file.write_bytes(data)
+    return file
+
+
+def text(words: str) -> bytes:
+    return struct.pack("<Q", len(words)) + words.encode()
+
+
+def refuse(file: Path, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Require that a file is refused with these words, in one line, and that no folder is left."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    before = set(tmp_path.iterdir())
+    with pytest.raises(QuantkitError) as caught:
+        quantize(file, tmp_path / "out", **RTN)
+    assert words in str(caught.value) and "\n" not in str(caught.value), str(caught.value)
+    assert set(tmp_path.iterdir()) == before and not list(temporary.iterdir())
+
+
+def header(tensors: int = 0, keys: int = 0, version: int = 3) -> bytes:
+    return b"GGUF" + struct.pack("<IQQ", version, tensors, keys)
+
+
+def one_tensor(rank: int = 2, kind: int = 0, offset: int = 0, dims: tuple[int, ...] = (8, 4)) -> bytes:
+    info = text("a") + struct.pack(f"<I{len(dims)}QIQ", rank, *dims, kind, offset)
+    return header(tensors=1) + info + bytes(512)
+
+
+#: Case -> bytes of a file, and what the error says.
+BYTES: dict[str, tuple[bytes, str]] = {
+    "empty": (b"", "is no GGUF file"),
+    "another magic": (b"GGML" + bytes(60), "is no GGUF file"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "or big-endian"),
+    "version 1": (header(version=1), "is of GGUF version 1"),
+    "countless tensors": (header(tensors=2**60), "the limit is 100000"),
+    "countless keys": (header(keys=2**60), "the limit is 100000"),
+    "a key of an exabyte": (header(keys=1) + struct.pack("<Q", 2**60), "states a text of 1152921504606846976 bytes"),
+    "a text past the end": (header(keys=1) + text("k") + struct.pack("<IQ", 8, 1000), "is cut at byte"),
+    "a list of an exabyte": (
+        header(keys=1) + text("k") + struct.pack("<IIQ", 9, 4, 2**58),
+        "lists 288230376151711744 values",
+    ),
+    "a list past the end": (header(keys=1) + text("k") + struct.pack("<IIQ", 9, 4, 2**20), "is cut at byte"),
+    "a list of lists": (header(keys=1) + text("k") + struct.pack("<IIQ", 9, 9, 1), "lists 1 values of type 9"),
+    "an unknown type": (header(keys=1) + text("k") + struct.pack("<I", 77), "has a value of type 77"),
+    "no UTF-8": (header(keys=1) + struct.pack("<Q", 2) + b"\xff\xfe", "has a text that is not UTF-8"),
+    "a key twice": (header(keys=2) + 2 * (text("k") + struct.pack("<II", 4, 1)), "has the key 'k' twice"),
+    "no architecture": (header(), "does not state its general.architecture"),
+    "countless dimensions": (one_tensor(rank=2**31), "2147483648 dimensions"),
+    "a dimension of nothing": (one_tensor(dims=(0, 4)), "the shape [4, 0]"),
+    "an exabyte of values": (one_tensor(dims=(2**40, 2**40)), "gives 'a' the shape"),
+    "bytes past the end": (one_tensor(offset=2**40), "bytes of 'a' at"),
+    "bytes between": (one_tensor(offset=7), "bytes of 'a' at"),
+    "an unknown format": (one_tensor(kind=9999), "has number format 9999"),
+    "half a block": (one_tensor(kind=2, dims=(8, 4)), "the shape [4, 8]"),
+    "a tensor twice": (
+        header(tensors=2) + 2 * (text("a") + struct.pack("<I2QIQ", 2, 8, 4, 0, 0)) + bytes(512),
+        "has the tensor 'a' twice",
+    ),
+    "tensors in each other": (
+        header(tensors=2)
+        + b"".join(text(name) + struct.pack("<I2QIQ", 2, 8, 4, 0, 32 * i) for i, name in enumerate("ab"))
+        + bytes(512),
+        "has bytes of 'b' inside another tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_headers_that_cannot_be_are_refused_before_a_library_reads_them(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, words = BYTES[case]
+    (tmp_path / "model.gguf").write_bytes(data)
+    refuse(tmp_path / "model.gguf", words, tmp_path, monkeypatch)
+
+
+def test_a_file_that_is_cut_anywhere_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    data, file = llama[0].read_bytes(), tmp_path / "model.gguf"
+    for size in (*range(0, 4000, 161), len(data) // 2, len(data) - 64):
+        file.write_bytes(data[:size])
+        with pytest.raises(CheckpointError, match=r"cut|ends at|no GGUF"):
+            read_gguf_header(file, BLOCKS)
+
+
+def test_changed_bytes_of_a_header_are_an_error_of_one_line_or_another_header(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    data, file = llama[0].read_bytes(), tmp_path / "model.gguf"
+    chance = np.random.default_rng(0)
+    refused = 0
+    for _ in range(80):
+        bad = bytearray(data[:16384])
+        for at in chance.integers(0, len(bad), 3):
+            bad[at] = chance.integers(256)
+        file.write_bytes(bytes(bad) + data[16384:])
+        try:
+            read_gguf_header(file, BLOCKS)
+        except CheckpointError as error:
+            assert "\n" not in str(error)
+            refused += 1
+    assert refused > 5
+
+
+def test_formats_that_the_package_does_not_dequantize_and_foreign_tensors_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = one_tensor(kind=int(gguf.GGMLQuantizationType.I8))
+    keys = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    file = tmp_path / "model.gguf"
+    file.write_bytes(header(tensors=1, keys=1) + keys + data[24:])
+    refuse(file, "does not dequantize I8", tmp_path, monkeypatch)
+
+
+def test_tensors_without_a_place_and_missing_ones_are_refused_by_name(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(llama[1], dtype=torch.float32)
+    stated = {key: value for key, value in keys_of(llama[0]).items() if not key.startswith("general.architecture")}
+    weights = converted(model, "llama")
+    write_file(tmp_path / "a.gguf", "llama", stated, {**weights, "rope_factors_long.weight": np.ones(32)}, "F16")
+    with pytest.raises(CheckpointError, match=r"rope_factors_long.weight has no place in the model"):
+        opened(tmp_path / "a.gguf")
+    del weights["blk.1.ffn_up.weight"]
+    write_file(tmp_path / "b.gguf", "llama", stated, weights, "F16")
+    with pytest.raises(CheckpointError, match=r"model.layers.1.mlp.up_proj.weight"):
+        quantize(tmp_path / "b.gguf", tmp_path / "out", **RTN)
+
+
+def keys_of(file: Path) -> dict[str, Any]:
+    stated = read_gguf_header(file, BLOCKS).metadata
+    return {key: value for key, value in {**stated, **tokenizer_keys()}.items() if value is not None}
