@@ -74,7 +74,8 @@ _FACTS = {
     **dict.fromkeys(("shape", "true_shape", "rungs"), _NUMBERS),
 }
 TOTALS = ("bits_per_weight", "share", "source_bytes", "bytes", "seconds")
-EVALUATED = ("before", "after", "kld", "top1")
+KLD = ("kld", "kld_low", "kld_high", "kld_median", "kld_p99", "kld_p999", "kld_above")
+EVALUATED = ("before", "after", "top1", *KLD)
 
 
 def heading(

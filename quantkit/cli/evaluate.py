@@ -13,9 +13,10 @@ from quantkit.cli.exits import MISSED, emit, leave
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, section
 from quantkit.progress import Progress
+from quantkit.reporting import facts
 
 if TYPE_CHECKING:
-    from quantkit.evaluation.divergence import Divergence
+    from quantkit.evaluation.divergence import Divergence, Figures, Versus
     from quantkit.evaluation.perplexity import Perplexity
 
 #: The options of an evaluation: text, windows, device.
@@ -83,6 +84,12 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
         shell_complete=completers.folders,
         help="The model that CHECKPOINT was made from.",
     ),
+    click.option(
+        "--versus",
+        metavar="CHECKPOINT",
+        shell_complete=completers.folders,
+        help="Another checkpoint, compared in pairs on the same windows.",
+    ),
 )
 @protocol_options
 @section(
@@ -92,15 +99,22 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
     ),
 )
 def divergence(
-    checkpoint: str, against: str, max_kld: float | None, as_json: bool, progress: Progress, **protocol: Any
+    checkpoint: str,
+    against: str,
+    versus: str | None,
+    max_kld: float | None,
+    as_json: bool,
+    progress: Progress,
+    **protocol: Any,
 ) -> None:
     """Measure KL divergence.
 
-    How far CHECKPOINT's next-token distributions are from MODEL's, and how often both prefer the same token."""
+    How far CHECKPOINT's next-token distributions are from MODEL's: the mean with a 95 % interval by bootstrap over
+    windows, the tails, and how often both prefer the same token."""
     from quantkit import api
 
-    found = api.eval_kld(checkpoint, against, progress=progress, **protocol)
-    emit(show.as_json(asdict(found)) if as_json else format_divergence(found, progress))
+    found = api.eval_kld(checkpoint, against, versus=versus, progress=progress, **protocol)
+    emit(show.as_json(asdict(found)) if as_json else format_divergence(found, checkpoint, progress))
     if max_kld is not None and not found.kld <= max_kld:
         leave(MISSED, f"Error: KL divergence {found.kld:.6f} is above --max-kld {max_kld:g}")
 
@@ -113,12 +127,45 @@ def format_perplexity(found: Perplexity, progress: Progress) -> str:
     return show.of_level(progress, f"{figure} {protocol}", f"{figure}\n{protocol}", more)
 
 
-def format_divergence(found: Divergence, progress: Progress) -> str:
-    """Format a KL divergence and its protocol."""
-    figures = [f"KL divergence {found.kld:.6f} nats", f"top-1 agreement {100 * found.top1:.3f} %"]
-    agreed, protocol = round(found.top1 * found.tokens), _protocol(found)
+def format_divergence(found: Divergence, checkpoint: str, progress: Progress) -> str:
+    """Format a KL divergence with its tails and its protocol, beside another checkpoint's if there is one."""
+    mean, top1, protocol = f"KL divergence {found.kld:.6f} nats", f"top-1 agreement {_top1(found)}", _protocol(found)
+    agreed = round(found.top1 * found.tokens)
     more = f"{found.kld / math.log(2):.6f} bits a token; {agreed} of {found.tokens} tokens agree"
-    return show.of_level(progress, f"{', '.join(figures)} {protocol}", "\n".join([*figures, protocol]), more)
+    tails = ", ".join(map(" ".join, facts.tails(asdict(found))))
+    line, figures = f"{mean}, {top1} {protocol}", [mean, tails, top1]
+    if found.versus is not None:
+        verdict = _verdict(found.versus, checkpoint)
+        line, figures = f"{mean}; {verdict}; {top1} {protocol}", [_pair(found, found.versus, checkpoint), verdict]
+    return show.of_level(progress, line, "\n".join([*figures, protocol]), more)
+
+
+def _pair(found: Divergence, other: Versus, checkpoint: str) -> str:
+    """Tabulate the figures of two checkpoints, and the paired difference of their means."""
+    ours, theirs = (
+        {"mean": f"{each.kld:.6f}", **dict(facts.tails(asdict(each))), "top-1 agreement": _top1(each)}
+        for each in (found, other)
+    )
+    apart = {
+        "mean": f"{other.difference:+.6f}",
+        "95 % interval": facts.interval(other.difference_low, other.difference_high),
+    }
+    rows = [(label, value, theirs[label], apart.get(label, "")) for label, value in ours.items()]
+    return show.table(("KL divergence, nats", checkpoint, other.name, "difference"), rows)
+
+
+def _verdict(other: Versus, checkpoint: str) -> str:
+    """Say which of two checkpoints is nearer to the reference, if chance does not explain it."""
+    if other.difference_low is None or other.difference_high is None:
+        return "one window says nothing about chance"
+    if other.difference_low <= 0 <= other.difference_high:
+        return f"{checkpoint} and {other.name} differ by no more than chance: the interval of the difference holds 0"
+    nearer = checkpoint if other.difference < 0 else other.name
+    return f"{nearer} is nearer to the reference: the interval of the difference leaves out 0"
+
+
+def _top1(figures: Figures) -> str:
+    return f"{100 * figures.top1:.3f} %"
 
 
 def _protocol(found: Perplexity | Divergence) -> str:

@@ -107,6 +107,11 @@ def cut(
         window = int(max(2, min(LONGEST_WINDOW, positions - bos, len(read))))
     stride = window if stride is None else stride
     _require_fit(window, stride, positions, bos)
+    if len(read) < window and len(read) < len(ids):
+        raise RecipeError(
+            Words(Option("tokens", tokens), f"is less than one window of {window}"),
+            Words("use", Option("window", len(read)), "or more tokens"),
+        )
     if len(read) < window:
         raise CheckpointError(
             f"the text has {len(read)} tokens, less than one window of {window}",

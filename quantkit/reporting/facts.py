@@ -8,6 +8,7 @@ from typing import Any
 
 from quantkit.checkpoint.report import WORDS
 from quantkit.core.units import format_bytes
+from quantkit.reporting.layer_errors import number
 
 #: Meaning of each fact of a layer that is an event; closing table and model card count every one.
 EVENTS = {
@@ -149,12 +150,32 @@ def evaluation(report: Mapping[str, Any]) -> str:
     before, after, kld, top1 = (found.get(key) for key in ("before", "after", "kld", "top1"))
     if not before or not after or kld is None or top1 is None:
         return ""
+    more = ", ".join(f"{label} {value}" for label, value in tails(found))
+    rule = f" ({found['bos_rule']})" if found.get("bos_rule") else ""
     return (
         f"perplexity {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f} %), KL divergence "
-        f"{kld:.6f} nats, top-1 agreement {100 * top1:.2f} %, on {found.get('data', '?')}: the first "
-        f"{found.get('windows', '?')} windows of {found.get('window', '?')} tokens without BOS, "
-        f"{found.get('tokens', '?')} predictions; {found.get('weights', 'unknown products')}"
+        f"{kld:.6f} nats{f' ({more})' if more else ''}, top-1 agreement {100 * top1:.2f} %, on "
+        f"{found.get('data', '?')}: the first {found.get('windows', '?')} windows of {found.get('window', '?')} tokens "
+        f"{'with' if found.get('bos') else 'without'} BOS{rule}, {found.get('tokens', '?')} predictions; "
+        f"{found.get('weights', 'unknown products')}"
     )
+
+
+def tails(found: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """List the interval and the tails of a KL divergence in nats, each with its label. Older reports have none."""
+    shown = [("95 % interval", interval(found.get("kld_low"), found.get("kld_high")))]
+    for label, key in (("median", "kld_median"), ("p99", "kld_p99"), ("p99.9", "kld_p999")):
+        value = number(found.get(key))
+        shown.append((label, "" if value is None else f"{value:.6f}"))
+    above = number(found.get("kld_above"))
+    shown.append(("above 0.1 nat", "" if above is None else f"{100 * above:.3f} %"))
+    return [(label, value) for label, value in shown if value]
+
+
+def interval(low: Any, high: Any) -> str:
+    """Format an interval in nats, empty if there is none."""
+    low, high = number(low), number(high)
+    return "" if low is None or high is None else f"{low:.6f} to {high:.6f}"
 
 
 def left_out(report: Mapping[str, Any]) -> str:

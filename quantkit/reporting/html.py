@@ -136,6 +136,7 @@ def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
         rows.append(("Perplexity", f"{before:.4f}", f"{after:.4f}", f"{100 * (after / before - 1):+.2f} %"))
     if kld is not None:
         rows.append(("KL divergence, nats", "0", f"{kld:.6f}", "–"))
+        rows += [(f"KL divergence, {label}", "–", value, "–") for label, value in facts.tails(found)]
     if top1 is not None:
         rows.append(("Same first choice", "100 %", f"{100 * top1:.2f} %", "–"))
     shown = (("data", "{}"), ("windows", "{} windows"), ("window", "of {} tokens"), ("tokens", "{} predictions"))

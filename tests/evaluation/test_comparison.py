@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,12 @@ import pytest
 
 import quantkit
 from quantkit.checkpoint import report
+from quantkit.checkpoint.report import KLD
 from quantkit.errors import CheckpointError
 from quantkit.evaluation import comparison
 from tests.command_line import RTN, call, refused
 from tests.folders import TEXT
+from tests.tiny_models import byte_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +38,29 @@ def test_the_report_holds_what_the_evaluation_commands_find(small_llama: Path, t
     before, after = (quantkit.eval_ppl(each, data=str(text)) for each in (small_llama, out))
     apart = quantkit.eval_kld(out, small_llama, data=str(text))
     assert (found["before"], found["after"]) == (before.perplexity, after.perplexity)
-    assert (found["kld"], found["top1"]) == (apart.kld, apart.top1) and found["kld"] > 0
+    assert {key: found[key] for key in KLD} == {key: getattr(apart, key) for key in KLD}
+    assert found["top1"] == apart.top1 and 0 < found["kld_low"] < found["kld"] < found["kld_p999"]
     assert (found["window"], found["windows"], found["tokens"]) == (512, 2, 2 * 511)
     assert f"perplexity {before.perplexity:.4f} before" in (out / "README.md").read_text()
     assert quantkit.verify(out).ok
+
+
+def test_before_and_after_have_bos_where_the_tokenizer_adds_it(small_llama: Path, text: Path, tmp_path: Path) -> None:
+    model = Path(shutil.copytree(small_llama, tmp_path / "adding"))
+    from tokenizers.processors import TemplateProcessing
+
+    words = byte_tokenizer()
+    words.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
+    )
+    words.save_pretrained(model)
+    out = tmp_path / "out"
+    found = quantkit.quantize(model, out, method="rtn", eval=str(text))["evaluation"]
+    assert found["bos"] is True and (found["window"], found["tokens"]) == (511, 2 * 511)
+    before, after = (quantkit.eval_ppl(each, data=str(text)) for each in (model, out))
+    assert (found["before"], found["after"]) == (before.perplexity, after.perplexity)
+    assert before.perplexity != quantkit.eval_ppl(model, data=str(text), window=511, bos=False).perplexity
+    assert "with BOS (the tokenizer's rule)" in (out / "README.md").read_text()
 
 
 def test_the_evaluation_changes_no_other_file(small_llama: Path, out: Path, tmp_path: Path) -> None:
@@ -114,7 +136,7 @@ def test_an_evaluation_with_wrong_types_is_no_report(out: Path) -> None:
     import json
 
     stated = json.loads((out / report.REPORT).read_text())
-    for wrong in ([], {"kld": "low"}, {"before": {}}):
+    for wrong in ([], {"kld": "low"}, {"kld_p999": []}, {"before": {}}):
         (out.parent / report.REPORT).write_text(json.dumps({**stated, "evaluation": wrong}))
         with pytest.raises(CheckpointError, match="evaluation"):
             report.load(out.parent)

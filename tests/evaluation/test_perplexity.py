@@ -107,7 +107,7 @@ def test_the_first_tokens_are_read_in_whole_windows(
     ("options", "error", "says"),
     [
         ({"window": 301}, CheckpointError, "300 tokens, less than one window of 301"),
-        ({"window": 65, "tokens": 64}, CheckpointError, "64 tokens, less than one window of 65"),
+        ({"window": 65, "tokens": 64}, RecipeError, "--tokens 64 is less than one window of 65: use --window 64"),
         ({"window": 1}, RecipeError, "window 1"),
         ({"window": 64, "stride": 65}, RecipeError, "stride 65"),
         ({"window": 64, "stride": -1}, RecipeError, "stride -1"),

@@ -32,6 +32,7 @@ PRINTED = (
     "verify int4 --against int4 -q",
     f"eval ppl int4 {TEXT} -q",
     f"eval kld int4 --against model {TEXT} -q",
+    f"eval kld int4 --against model --versus model {TEXT} -q",
     "generate int4 abc --max-new-tokens 2 -q",
     "report int4 -q",
     "doctor",

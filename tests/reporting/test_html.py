@@ -274,8 +274,10 @@ def test_the_page_says_whether_the_folder_was_verified(
 def test_a_measured_quality_is_shown() -> None:
     assert "Quality" not in page(example())
     measured = {"data": "some text", "before": 20.0, "after": 20.5, "kld": 0.0123, "top1": 0.93, "windows": 4}
+    assert "p99.9" not in page({**example(), "evaluation": measured}), "reports of older versions have no tails"
+    measured |= {"kld_low": 0.01, "kld_high": 0.02, "kld_p999": 3.5, "kld_above": 0.012}
     found = Page(page({**example(), "evaluation": measured}))
-    for cell in ("20.0000", "20.5000", "+2.50 %", "0.012300", "93.00 %"):
+    for cell in ("20.0000", "20.5000", "+2.50 %", "0.012300", "93.00 %", "0.010000 to 0.020000", "3.500000", "1.200 %"):
         assert cell in found.all("td"), cell
     assert "some text, 4 windows" in found.all("p")
     for wrong in ("x", [], {"before": "x"}, {"before": 0, "after": 1}):

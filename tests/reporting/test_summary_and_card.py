@@ -117,7 +117,12 @@ def test_closing_table_and_card_have_the_evaluation_with_its_protocol() -> None:
     report["evaluation"] = {"before": 10.0, "after": 10.25, "kld": 0.0125, "top1": 0.94, **protocol}
     for text in (summary(report), model_card(report).split("## Evaluation")[1]):
         assert "perplexity 10.0000 before, 10.2500 after (+2.50 %), KL divergence 0.012500 nats" in text
-        assert "94.00 %, on held-out.txt (as it is): the first 16 windows of 2048 tokens without BOS" in text
+        assert "94.00 %, on held-out.txt (as it is): the first 16 windows of 2048 tokens without BOS, 32752" in text
+    report["evaluation"] |= {"kld_low": None, "kld_high": None, "kld_p999": 3.5, "kld_above": 0.012, "bos": True}
+    report["evaluation"] |= {"bos_rule": "as asked"}
+    for text in (summary(report), model_card(report).split("## Evaluation")[1]):
+        assert "0.012500 nats (p99.9 3.500000, above 0.1 nat 1.200 %), top-1" in text
+        assert "of 2048 tokens with BOS (as asked), 32752" in text
 
 
 def test_closing_table_and_card_list_what_was_left_out() -> None:
