@@ -183,7 +183,7 @@ def write_text(
     order, draws = torch.Generator().manual_seed(calib.seed), torch.Generator(device).manual_seed(calib.seed)
     talks = round(CONVERSATIONS * count) if turns else 0
     lacking, found, dropped = {True: talks, False: count - talks}, list[list[int]](), 0
-    at_once = max(1, CACHE_BYTES[device.type] // (longest * token_bytes(module)))
+    at_once = max(1, CACHE_BYTES[device.type] // (longest * token_bytes(module, len(model.blocks))))
     for _ in range(ROUNDS):
         rows = list[Row]()
         for talk in (talk for talk, lacks in lacking.items() for _ in range(lacks + lacks // SPARE)):
@@ -267,12 +267,13 @@ def alphabet_of(tokenizer: Any, module: PreTrainedModel, turns: Turns | None) ->
     return Alphabet(frozenset(ends), frozenset(known) - special - ends)
 
 
-def token_bytes(module: PreTrainedModel) -> int:
-    """Compute the bytes of keys and values of one token, at most."""
+def token_bytes(module: PreTrainedModel, layers: int) -> int:
+    """Compute the bytes of keys and values of one token; those of a hidden state's width where heads are not stated."""
     config: Any = module.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    width = heads * (getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    return 2 * int(config.num_hidden_layers * width) * module.dtype.itemsize
+    stated = (getattr(config, name, None) for name in ("num_key_value_heads", "head_dim"))
+    heads, width = (value if type(value) is int else 0 for value in stated)
+    table: Any = module.get_input_embeddings()
+    return 2 * layers * (heads * width or table.get_parameter("weight").shape[1]) * module.dtype.itemsize
 
 
 def repeats(tokens: Sequence[int]) -> bool:

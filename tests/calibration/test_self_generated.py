@@ -21,6 +21,7 @@ from quantkit.models.whole_model import load_dense_model
 from quantkit.progress import Progress
 from quantkit.recipes.calibration_options import Calib
 from quantkit.text.tokenizer import load_tokenizer
+from tests.census import families
 from tests.tiny_models import CHAT_TEMPLATE, byte_tokenizer, write_model
 
 BOS = 256
@@ -145,9 +146,9 @@ def test_batches_follow_each_other(plain: BlockRunner, monkeypatch: pytest.Monke
     assert len({tuple(tokens) for tokens in written(plain, 3, 8)}) == 3
 
 
-@pytest.mark.parametrize("family", ["opt", "gemma2", "gpt2", "mixtral", "nemotron_h"])
+@pytest.mark.parametrize("family", ["opt", "gemma2", "gpt2", "mixtral", "nemotron_h", "mamba", "gemma3", "fuyu"])
 def test_other_families_write_too(family: str, tmp_path: Path) -> None:
-    model = BlockRunner(Checkpoint(write_model(family, tmp_path / "model")), device="cpu")
+    model = BlockRunner(Checkpoint(families.write(family, tmp_path / "model")), device="cpu")
     assert [len(tokens) for tokens in written(model, 2, 6)] == [6, 6]
 
 
