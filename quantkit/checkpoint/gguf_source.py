@@ -37,8 +37,10 @@ ENDING, ORIGINAL = ".gguf", "use the model's own folder"
 BFLOAT16 = ("gemma",)
 #: Tensors that no family's processing changes, so that they are read in pieces: they are the largest.
 PLAIN = ("token_embd.weight", "output.weight")
+#: The tensor that divides the frequencies of rotary positions, which transformers' reader leaves out.
+FACTORS = "rope_freqs.weight"
 #: Values that are dequantized at a time.
-PIECE = 2**24
+PIECE = 2**22
 #: Key of the metadata -> entry in front of a model card.
 FACTS = {"general.license": "license", "general.languages": "language", "general.tags": "tags"}
 
@@ -113,6 +115,8 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
 
         config = AutoConfig.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
         config_checks.check_sizes(config.to_dict(), path, len(header.tensors), nbytes)
+        if (factors := header.tensors.pop(FACTORS, None)) is not None:
+            _scale_positions(config, read_bytes(folder, file, factors.start, factors.nbytes).view(torch.float32))
         module = _skeleton(config)
         read = _Reading(folder, file, header, module, config)
         tensors = read.tensors()
@@ -220,8 +224,8 @@ class _Reading:
                     parsed_parameters=held,
                 )
                 if done.name is not None:
-                    held["tensors"][name] = torch.tensor(done.weights)
-            values: Tensor = held["tensors"][name].to(self.dtype)
+                    held["tensors"][name] = torch.as_tensor(done.weights)
+            values: Tensor = held["tensors"][name].to(self.dtype).contiguous()
             if values.shape != expected:
                 raise CheckpointError(f"it is {list(values.shape)}, and the model has {list(expected)}")
         return values
@@ -229,12 +233,14 @@ class _Reading:
     def dequantized(self, tensor: GgufTensor, rows: slice) -> np.ndarray[Any, Any]:
         import gguf
 
-        first, last, _ = rows.indices(tensor.shape[0])
-        each = tensor.nbytes // tensor.shape[0]
-        data = read_bytes(self.folder, self.file, tensor.start + first * each, (last - first) * each)
-        kind = gguf.GGMLQuantizationType(tensor.kind)
-        shape = gguf.quant_shape_to_byte_shape((last - first, *tensor.shape[1:]), kind)
-        found: np.ndarray[Any, Any] = gguf.dequantize(data.numpy().reshape(shape), kind)
+        kind, wanted = gguf.GGMLQuantizationType(tensor.kind), range(tensor.shape[0])[rows]
+        found: np.ndarray[Any, Any] = torch.empty(len(wanted), *tensor.shape[1:]).numpy()
+        each, size = max(1, PIECE // prod(tensor.shape[1:])), tensor.nbytes // tensor.shape[0]
+        for start in range(0, len(wanted), each):
+            part = wanted[start : start + each]
+            data = read_bytes(self.folder, self.file, tensor.start + part.start * size, len(part) * size)
+            shape = gguf.quant_shape_to_byte_shape((len(part), *tensor.shape[1:]), kind)
+            found[start : start + each] = gguf.dequantize(data.numpy().reshape(shape), kind)
         return found
 
 
@@ -250,6 +256,21 @@ def _refused(path: Path, what: str) -> Iterator[None]:
         if is_out_of_memory(error):
             raise
         raise CheckpointError(f"{what} ({reason(error)})", ORIGINAL, subject=path) from error
+
+
+def _scale_positions(config: Any, factors: Tensor) -> None:
+    """State in a config the scaling of Llama 3.1 and later that has these factors; CheckpointError for other ones."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    def frequencies(factor: float) -> Tensor:
+        scaling = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "rope_type": "llama3"}
+        config.rope_parameters = {**config.rope_parameters, **scaling, "original_max_position_embeddings": 8192}
+        found: Tensor = ROPE_INIT_FUNCTIONS["llama3"](config, torch.device("cpu"))[0]
+        return found
+
+    expected = frequencies(1.0) / frequencies(float(factors.max()))
+    if expected.shape != factors.shape or not torch.allclose(expected, factors, rtol=1e-4):
+        raise CheckpointError(f"{FACTORS} has other factors than Llama 3", ORIGINAL)
 
 
 def _skeleton(config: Any) -> Any:

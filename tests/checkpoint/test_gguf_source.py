@@ -337,7 +337,7 @@ def test_tensors_without_a_place_and_missing_ones_are_refused_by_name(llama: tup
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(llama[1], dtype=torch.float32)
-    stated = {key: value for key, value in keys_of(llama[0]).items() if not key.startswith("general.architecture")}
+    stated = keys_of(llama[0])
     weights = converted(model, "llama")
     write_file(tmp_path / "a.gguf", "llama", stated, {**weights, "rope_factors_long.weight": np.ones(32)}, "F16")
     with pytest.raises(CheckpointError, match=r"rope_factors_long.weight has no place in the model"):
@@ -350,4 +350,48 @@ def test_tensors_without_a_place_and_missing_ones_are_refused_by_name(llama: tup
 
 def keys_of(file: Path) -> dict[str, Any]:
     stated = read_gguf_header(file, BLOCKS).metadata
-    return {key: value for key, value in {**stated, **tokenizer_keys()}.items() if value is not None}
+    found = {**stated, **tokenizer_keys(), "general.architecture": None}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def test_the_scaled_positions_of_llama_3_are_kept_and_other_factors_refused(
+    llama: tuple[Path, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    weights = converted(AutoModelForCausalLM.from_pretrained(llama[1], dtype=torch.float32), "llama")
+    # By the formula of the model card of Llama 3.1, for heads of 64 and a base of 500,000.
+    factors = np.float32([*[1.0] * 15, 1.5534146, 2.6945296, 5.2573266, *[8.0] * 14])
+    stated = {**keys_of(llama[0]), "llama.rope.freq_base": 5e5}
+    write_file(tmp_path / "a.gguf", "llama", stated, {**weights, "rope_freqs.weight": factors}, "F16")
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    expected = {"rope_theta": 5e5, "rope_type": "llama3", **scaling}
+    assert opened(tmp_path / "a.gguf").config["rope_parameters"] == expected
+    write_file(tmp_path / "b.gguf", "llama", stated, {**weights, "rope_freqs.weight": factors + 1}, "F16")
+    with pytest.raises(CheckpointError, match=r"rope_freqs.weight has other factors than Llama 3"):
+        opened(tmp_path / "b.gguf")
+
+
+def test_a_stopped_run_continues_to_the_same_bytes_and_not_with_another_file(
+    llama: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("quantkit.pipeline.quantize.COMMIT_BYTES", 1)
+    file = tmp_path / "model.gguf"
+    file.write_bytes(llama[0].read_bytes())
+
+    def stop(event: Any) -> None:
+        if event.done >= 5:
+            raise RuntimeError("stopped")
+
+    for name in ("a", "b"):
+        with pytest.raises(RuntimeError, match="stopped"):
+            quantize(file, tmp_path / name, progress=stop, **RTN)
+    found = quantize(file, tmp_path / "a", resume=True, **RTN)["files"]
+    whole = quantize(file, tmp_path / "c", **RTN)["files"]
+    weights = [name for name in whole if name.endswith(".safetensors")]
+    assert weights and [found[name] for name in weights] == [whole[name] for name in weights]
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(CheckpointError, match=r"was begun with other settings, of the source model.gguf"):
+        quantize(file, tmp_path / "b", resume=True, **RTN)
