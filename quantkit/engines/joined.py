@@ -1,22 +1,49 @@
-"""Linears by the last part of their names: which ones engines join, split over GPUs, or feed the same input.
+"""Linears by their names: which ones engines join, keep dense, split over GPUs, or feed the same input.
 
 Engines look a joined linear up in the public config under its own name. So the members of a group must have one scheme,
-or all be dense. Names and members were asked of vLLM 0.26.0 on 2026-11-23: of its model classes
-(`packed_modules_mapping`), and of its loader by folders that it took or refused.
+or all be dense. Names and members were asked of vLLM 0.26.0: on 2026-11-23 of its loader, by folders that it took or
+refused, and on 2026-11-26 of its model classes (`packed_modules_mapping`). tests/census/vllm_linears.json has their
+answers for each family that vLLM builds, and a test compares.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from typing import NamedTuple
 
-#: The name of the joined linear, and its members.
+#: The name of the joined linear, and its members. The first row that has a member counts; a row may name the parent.
 JOINED = (
+    (
+        "linear_attn.in_proj_qkvg",
+        ("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.g_proj"),
+    ),
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("gate_up_proj", ("gate_proj", "up_proj")),
     ("gate_up_proj", ("c_fc_0", "c_fc_1")),
     ("w13", ("w1", "w3")),
     ("fused_qkv_a_proj", ("q_a_proj", "kv_a_proj_with_mqa")),
+    ("in_proj_qkvz", ("in_proj_qkv", "in_proj_z")),
+    ("in_proj_ba", ("in_proj_b", "in_proj_a")),
+)
+
+
+class NeverQuantized(NamedTuple):
+    """Name linears that vLLM's classes of some families make without a quantization, by a pattern of their names."""
+
+    words: str
+    families: tuple[str, ...]
+    pattern: str
+
+
+#: Linears that vLLM keeps dense, whatever the config says.
+NEVER_QUANTIZED = (
+    NeverQuantized("Mamba-1 mixers", ("jamba", "mamba", "falcon_mamba"), r".*\.(mamba|mixer)\..*"),
+    NeverQuantized("projections of short convolutions", ("lfm2_moe",), r".*\.conv\..*"),
+    NeverQuantized("all experts", ("flex_olmo",), r".*\.experts\..*"),
+    NeverQuantized(
+        "an indexer's wk and weights_proj", ("deepseek_v32", "glm_moe_dsa"), r".*\.indexer\.(wk|weights_proj)"
+    ),
 )
 #: End of a name -> the end by which some engines ask for it: joined linears of GLM-4V's towers, heads of draft layers.
 ALIASES = {"qkv": "qkv_proj", "shared_head.head": "head"}
@@ -44,8 +71,11 @@ def joined_name(module: str) -> str | None:
     """Give the name of the linear that engines join `module` into, None if they leave it by itself."""
     if (expert := _EXPERT.fullmatch(module)) is not None:
         return expert[1]
-    parent, dot, leaf = module.rpartition(".")
-    return f"{parent}{dot}{_JOINED_BY_LEAF[leaf]}" if leaf in _JOINED_BY_LEAF else None
+    for parts in (2, 1):
+        leaf = ".".join(module.split(".")[-parts:])
+        if leaf in _JOINED_BY_LEAF:
+            return module.removesuffix(leaf) + _JOINED_BY_LEAF[leaf]
+    return None
 
 
 def is_expert(module: str) -> bool:

@@ -8,9 +8,10 @@ takes its choices from this module.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
-from quantkit.engines.joined import is_expert
+from quantkit.engines.joined import NEVER_QUANTIZED, NeverQuantized, is_expert
 from quantkit.engines.rows import PUBLISHED, Engine, Folder, Kernel, Reader, Trait
 from quantkit.errors import Setting, Words
 from quantkit.models.families import HEAD_PARTS
@@ -40,6 +41,12 @@ def _packs(part: str, *families: str) -> Callable[[Folder], bool]:
         )
 
     return holds
+
+
+def _matches(never: NeverQuantized) -> Callable[[Folder], bool]:
+    """Make the test whether linears that vLLM never quantizes are quantized."""
+    pattern = re.compile(never.pattern)
+    return lambda f: not f.model_types.isdisjoint(never.families) and any(map(pattern.fullmatch, f.linears))
 
 
 def _part_of_a_name(folder: Folder) -> bool:
@@ -74,6 +81,11 @@ TRAITS = {
         "zero points, as long as weights stay compressed",
         "load it with CompressedTensorsConfig(dequantize=True)",
         lambda f: any(not s.symmetric for s in f.schemes),
+    ),
+    "zeros of experts": Trait(
+        "experts with zero points, which transformers' experts do not decode",
+        Words("quantize with", Setting("asym", False), ", or use", Setting("layout", "awq")),
+        lambda f: any(is_expert(module) and not scheme.symmetric for module, (scheme, _) in f.linears.items()),
     ),
     "sizes": Trait(
         "several group sizes with zero points",
@@ -126,21 +138,14 @@ TRAITS = {
         Words("leave them dense with", Setting("skip", ".*query_key_value")),
         _packs("query_key_value", "bloom", "gpt_neox"),
     ),
-    "mixers": Trait(
-        "Mamba-1 mixers, which vLLM keeps dense",
-        Words("leave them dense too with", Setting("skip", ".*\\.(mamba|mixer)\\..*")),
-        lambda f: _packs("mamba", "jamba")(f) or _packs("mixer", "mamba", "falcon_mamba")(f),
-    ),
-    "convolutions": Trait(
-        "short convolutions, whose projections vLLM's class of this model keeps dense",
-        Words("leave them dense too with", Setting("skip", ".*\\.conv\\..*")),
-        _packs("conv", "lfm2_moe"),
-    ),
-    "dense experts": Trait(
-        "experts, which vLLM's class of this model keeps dense",
-        Words("leave them dense too with", Setting("skip", ".*\\.experts\\..*")),
-        _packs("experts", "flex_olmo"),
-    ),
+    **{
+        each.words: Trait(
+            f"{each.words}, which vLLM's class of this model keeps dense",
+            Words("leave them dense too with", Setting("skip", each.pattern)),
+            _matches(each),
+        )
+        for each in NEVER_QUANTIZED
+    },
     "own experts": Trait(
         "experts whose packed tensors vLLM's class of this model does not take",
         "load it with quantkit.load",
@@ -175,7 +180,7 @@ _SHARED, _PUBLIC_MARLIN = ("split", "padded"), ("mixed", "dense", "padded")
 _LOADER = "the loader of vLLM 0.26.0, run on a CPU, 2026-11-23"
 _ASKED = "vLLM 0.26.0's own choice for tiny models, asked on a CPU as if this GPU were there, 2026-11-23"
 #: What vLLM's class of a model does not open, asked with docs/models.md; the layout makes no difference.
-_CLASSES = ("topk", "by heads", "mixers", "convolutions", "dense experts", "own experts", "own linears", "outside")
+_CLASSES = ("topk", "by heads", *(each.words for each in NEVER_QUANTIZED), "own experts", "own linears", "outside")
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 #: GPUs that were asked about fewer schemes.
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
@@ -269,7 +274,13 @@ TRANSFORMERS = Engine(
     "transformers",
     readers=(
         Reader(_PLAIN, ("compressed-tensors",), ("zeros", "padded"), _ELSEWHERE),
-        Reader(_DEQUANTIZED, ("compressed-tensors",), ("sizes", "padded"), _ELSEWHERE, only="asymmetric"),
+        Reader(
+            _DEQUANTIZED,
+            ("compressed-tensors",),
+            ("zeros of experts", "sizes", "padded"),
+            _ELSEWHERE,
+            only="asymmetric",
+        ),
         Reader(_THROUGH, ("gptq",), ("padded",), PUBLISHED),
         Reader(_THROUGH, ("awq",), ("mixed", "part", "channel", "padded"), PUBLISHED),
         Reader(_REGISTERED, ("humming", "tcfpx"), (), OWN, is_own=True),

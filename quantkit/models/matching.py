@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError
 from quantkit.models.experts import ROUTER, Expert, find_experts, find_routers, unfuse_experts
-from quantkit.models.families import HEAD, NEVER_CALLED, UNCALLED
+from quantkit.models.families import HEAD, INDEXER, NEVER_CALLED, UNCALLED
 from quantkit.models.linears import is_linear, replace_transposed, size_of
 from quantkit.models.meta_model import (
     find_blocks,
@@ -173,6 +173,8 @@ def _kept_dense(module: PreTrainedModel, decoder: str, tied: set[str], stored: d
             kept[name] = "its weight is shared"
         elif (decoder and not path.startswith(f"{decoder}.")) or path.startswith(towers):
             kept[name] = "outside the language model"
+        elif INDEXER.search(name):
+            kept[name] = "engines join it with others of its indexer, and keep them dense"
         elif min(size_of(found)) < FEWEST:
             kept[name] = f"fewer than {FEWEST} inputs or outputs"
         elif path.rpartition(".")[2] in NEVER_CALLED:

@@ -25,6 +25,7 @@ from quantkit.io.json_files import load_json
 from quantkit.layouts import LAYOUTS, read_config
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, Opening, open_folder
+from tests.census import families
 from tests.command_line import RTN, call, refused
 from tests.layouts.samples import HELD, write_folder
 from tests.tiny_models import write_model
@@ -243,6 +244,31 @@ def test_a_reader_that_refuses_is_not_on_the_card(tmp_path: Path) -> None:
     assert report["opened_by"] == [OURS] and THEIRS in report["not_opened_by"]
     card = (tmp_path / "out" / "README.md").read_text()
     assert TRIED not in card and "vLLM" in card
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe", "mixtral"])
+def test_transformers_opens_zero_points_as_the_report_says(family: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors", reason="needs the compressed-tensors library, which is not installed")
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    model = families.write(family, tmp_path / "model")
+    report = quantkit.quantize(model, tmp_path / "out", method="rtn", group_size=64, asym=True)
+    named = [reader for reader in report["readers"] if "dequantize=True" in reader]
+    assert bool(named) is (family == "llama")
+    if named:
+        how = CompressedTensorsConfig(dequantize=True)
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out", quantization_config=how)
+        assert loaded(torch.arange(8)[None]).logits.isfinite().all()
+
+
+def test_an_indexer_stays_dense_where_engines_join_it(tmp_path: Path) -> None:
+    model = families.write("deepseek_v32", tmp_path / "model")
+    report = quantkit.quantize(model, tmp_path / "out", method="rtn", group_size=64)
+    wk = "model.layers.0.self_attn.indexer.wk"
+    assert wk in report["dense"] and "vLLM" in report["readers"]
+    assert any(line.startswith(f"{wk}: left dense, engines join it") for line in report["notices"])
+    forced = quantkit.quantize(model, tmp_path / "forced", method="rtn", group_size=64, override={".*wk": "int4:g32"})
+    assert wk not in forced["dense"] and "vLLM" not in forced["readers"]
 
 
 def test_report_table_and_card_name_the_readers(int4: Path) -> None:

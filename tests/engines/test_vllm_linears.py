@@ -1,0 +1,94 @@
+"""The tables of joined and of never quantized linears say what vLLM's own model classes say, for each family."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.core.scheme import Scheme
+from quantkit.engines.joined import NEVER_QUANTIZED, fused_groups
+from quantkit.engines.readers import opened_by, refusals
+from quantkit.engines.rows import Folder
+from quantkit.models.families import ROUTERS, TOWER
+
+ANSWERS: dict[str, Any] = json.loads(
+    (Path(__file__).parents[1] / "census/vllm_linears.json").read_text(encoding="utf-8")
+)["families"]
+#: vLLM's name of a linear -> that of the checkpoint, where they differ.
+STORED = {"short_conv": "conv", "wk_weights_proj": "wk"}
+#: What quantkit does not quantize by default: no linears, and those with one output.
+NO_LINEARS = re.compile(r"\.(conv1d|conv|shared_expert_gate)$")
+INT4 = Scheme.parse("int4:g64")
+
+
+def parent_of(joined: str) -> str:
+    """Name the module of a joined linear; two are called alike, and only the mapping tells them apart."""
+    return "model.layers.0.linear_attn" if joined.startswith("in_proj") else "model.layers.0.part"
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_vllm_joins_what_the_table_joins(family: str) -> None:
+    for joined, members in ANSWERS[family]["joined"].items():
+        if joined == "kv_proj":
+            continue  # of an encoder-decoder's cross attention, which quantkit refuses
+        parent = parent_of(joined)
+        modules = [f"{parent}.{member}" for member in members]
+        assert fused_groups(modules) == {f"{parent}.{joined}": modules}, "vLLM joins them"
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_linears_that_vllm_never_quantizes_are_in_the_table(family: str) -> None:
+    """Routers and towers are dense by default, and nothing else may be missing."""
+    listed = [re.compile(row.pattern) for row in NEVER_QUANTIZED if family in row.families]
+    for name in ANSWERS[family]["dense"]:
+        stored = ".".join(STORED.get(part, part) for part in name.split("."))
+        default = ROUTERS.search(f".{stored}") or TOWER.search(stored) or NO_LINEARS.search(stored)
+        assert default or any(each.fullmatch(stored) for each in listed), f"vLLM keeps {name} dense"
+
+
+def test_no_row_is_about_linears_that_vllm_quantizes() -> None:
+    for row in NEVER_QUANTIZED:
+        for family in {*row.families} & ANSWERS.keys() if row.words != "all experts" else ():  # no linears in vLLM
+            names = [".".join(STORED.get(p, p) for p in name.split(".")) for name in ANSWERS[family]["dense"]]
+            assert any(map(re.compile(row.pattern).fullmatch, names)), family
+
+
+@pytest.mark.parametrize(
+    ("family", "apart"),
+    [
+        ("qwen3_next", ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")),
+        ("qwen3_5", ("linear_attn.in_proj_b", "linear_attn.in_proj_a")),
+        ("olmo_hybrid", ("linear_attn.g_proj", "linear_attn.q_proj")),
+    ],
+)
+def test_vllm_is_not_named_where_joined_linears_are_treated_apart(family: str, apart: tuple[str, str]) -> None:
+    packed, dense = (f"model.layers.0.{part}" for part in apart)
+    folder = Folder(
+        "compressed-tensors", {packed: (INT4, (256, 256))}, ["lm_head", dense], config={"model_type": family}
+    )
+    assert "vLLM" not in opened_by(folder)
+    assert any("--set fused_alike=true" in line for line in refusals(folder))
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])
+def test_vllm_is_not_named_for_a_quantized_indexer(family: str) -> None:
+    module = "model.layers.0.self_attn.indexer.wk"
+    for config in ({"model_type": family}, {"model_type": "wrapper", "text_config": {"model_type": family}}):
+        folder = Folder("compressed-tensors", {module: (INT4, (128, 256))}, ["lm_head"], config=config)
+        assert "vLLM" not in opened_by(folder)
+        assert any("indexer" in line and "--skip" in line for line in refusals(folder))
+
+
+def test_experts_with_zero_points_name_no_reader_that_refuses_them() -> None:
+    asym = Scheme.parse("int4:g64:asym")
+    expert, attention = "model.layers.0.mlp.experts.0.up_proj", "model.layers.0.self_attn.o_proj"
+    folders = {m: Folder("compressed-tensors", {m: (asym, (256, 256))}, ["lm_head"]) for m in (expert, attention)}
+    named = {module: opened_by(folder) for module, folder in folders.items()}
+    assert not any("dequantize=True" in reader for reader in named[expert]) and "vLLM" in named[expert]
+    assert any("dequantize=True" in reader for reader in named[attention])
+    lines = refusals(folders[expert])
+    assert any("--sym" in line and "awq" in line for line in lines)
