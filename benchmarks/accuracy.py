@@ -37,7 +37,7 @@ PUBLISHED = {
 }
 SEARCH = {"clip": "search", "metric": "block"}
 REFINED = {"gptq": {"descent": 3, "refit": True}}
-TUNED = {**REFINED, "output_aware": True, "tune": 200}
+TUNED = {**REFINED, "output_aware": True, "tune": 400}
 UNQUANTIZED = "unquantized"
 OWN_LENGTHS = {"calibration": {"lengths": "own"}}
 
@@ -66,9 +66,9 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "+ signed scales": signed,
         "+ descent 3 = default": merge(signed, {"gptq": {"descent": 3}}),
         "+ refit": merge(signed, REFINED),
-        "+ output-aware rounding": merge(signed, {**REFINED, "output_aware": True}),
-        "+ 50 steps of tuning = int4-best": merge(signed, {**TUNED, "tune": 50}),
-        "+ 150 steps more = int4-tuned": merge(signed, TUNED),
+        "+ 200 steps of tuning": merge(signed, {**REFINED, "tune": 200}),
+        "+ gradients that weigh its error = int4-best": merge(signed, {**TUNED, "tune": 200}),
+        "+ 200 steps more = int4-tuned": merge(signed, TUNED),
         "static act-order without search": merge(static, {"clip": "none"}),
         "marlin paper (damping 0.1)": merge(own, {"gptq": {"damp": 0.1}, "true_sequential": True}),
         "int4 gptq channel": merge(static, {"scheme": {"group_size": "channel"}}),

@@ -42,7 +42,7 @@ DEFAULT = {"scheme": {"format": "int4"}}
 PLAIN = merge(DEFAULT, {"signed": False, "gptq": {"descent": 0}})
 SIGNED = merge(PLAIN, {"signed": True})
 BEST = merge(SIGNED, REFINED)
-TUNED = merge(BEST, {"output_aware": True, "tune": 200})
+TUNED = merge(BEST, {"output_aware": True, "tune": 400})
 FP6 = merge({"scheme": {"format": "fp6"}, "method": "gptq"}, REFINED)
 SPARSE = merge(DEFAULT, {"scheme": {"sparsity": "2:4"}, "signed": True, **REFINED})
 #: Name -> recipe of quantkit. A new row is a line here.
@@ -58,11 +58,10 @@ RECIPES: dict[str, Mapping[str, Any]] = {
     "signed, descent 1": merge(SIGNED, {"gptq": {"descent": 1}}),
     "default": DEFAULT,  # signed, descent 3
     "refined": BEST,  # the default with refit
-    "refined, output-aware": merge(BEST, {"output_aware": True}),
     "refined, tune 50": merge(BEST, {"tune": 50}),
     "refined, tune 200": merge(BEST, {"tune": 200}),
     "refined, tune 200, distill 100": merge(BEST, {"tune": 200}),
-    "int4-best": merge(BEST, {"output_aware": True, "tune": 50}),
+    "int4-best": merge(BEST, {"output_aware": True, "tune": 200}),
     "int4-tuned": TUNED,
     "int4-tuned, distill 100": TUNED,
     "int4-tuned, distill 100, codes": TUNED,

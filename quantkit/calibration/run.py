@@ -63,13 +63,12 @@ class Run:
 class Stream:
     """Documents on their way through the blocks: their `sequences`, and the `activations` that enter the next block.
 
-    The documents are all of `activations`, or its first `count`. `at_once` is the number of tokens that run together.
-    It is halved where a GPU has no memory left.
+    `at_once` is the number of tokens that run together. It is halved where a GPU has no memory left.
     """
 
-    def __init__(self, run: Run, activations: Activations, count: int | None = None) -> None:
+    def __init__(self, run: Run, activations: Activations) -> None:
         self.model, self.progress, self.clock = run.model, run.progress, run.clock
-        self.sequences = run.sequences[: len(activations.rows) if count is None else count]
+        self.sequences = run.sequences[: len(activations.rows)]
         self.activations = activations
         self.at_once = TOKENS_AT_ONCE[run.model.device.type]
 

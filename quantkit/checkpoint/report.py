@@ -59,9 +59,8 @@ _ENTRIES = {
 #: Facts of a layer, and entries of `totals`, that must be numbers.
 COUNTS = ("zeros", "kept", "dead_columns", "guard_rows", "zeroed", *(f"{s}_scales" for s in SCALES))
 SCALE_ERRORS = ("rounded_scales", "scale_error", "mean_scale_error")
-TUNING = ("untuned_loss", "untuned_output_loss", "untuned_error", "tuned_error", "tuned_step", "tuned_changed")
-OUTPUT_AWARE = ("output_loss", "plain_output_loss")
-NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *OUTPUT_AWARE, *COUNTS, *SCALE_ERRORS, *TUNING)
+TUNING = ("untuned_loss", "untuned_error", "tuned_error", "tuned_step", "tuned_changed")
+NUMBERS = ("relative_error", "loss", "rtn_loss", "norm", *COUNTS, *SCALE_ERRORS, *TUNING)
 #: Entries, at any depth, that differ from run to run or from machine to machine; `profile` is of older versions.
 VOLATILE = (
     *("environment", "phases", "profile", "peak_memory", "seconds", "opened_by", "not_opened_by", "not_tried"),
@@ -112,8 +111,8 @@ def _valid(value: Any) -> Any:
 
 
 def untuned(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the facts of a tuned layer. Losses are not recomputed, so they are named as losses before tuning."""
-    return {f"untuned_{key}" if key in ("loss", "output_loss") else key: value for key, value in facts.items()}
+    """Return the facts of a tuned layer. The loss is not recomputed, so it is named as the loss before tuning."""
+    return {"untuned_loss" if key == "loss" else key: value for key, value in facts.items()}
 
 
 def phases(done: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from quantkit.errors import CheckpointError, QuantkitError, about, reason
 from quantkit.models.block_weights import BlockWeights
 from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.families import family_of
-from quantkit.models.interception import Interception, NotReached, watching, watching_gradients
+from quantkit.models.interception import Interception, NotReached, watching
 from quantkit.models.matching import MatchedModel
 from quantkit.models.meta_model import lists_beside
 from quantkit.models.passing import USE_RTN, Form, Needed, Passed, State, Unused, pack, tensors_in, unpack
@@ -194,16 +194,7 @@ class BlockRunner(MatchedModel):
 
     def watching(self, linears: Iterable[str], see: Callable[[str, Tensor], bool]) -> AbstractContextManager[None]:
         """Call `see(linear, input [..., k])` before each of `linears` runs; the run stops when `see` returns True."""
-        return watching(self._modules(linears), see)
-
-    def watching_gradients(
-        self, linears: Iterable[str], see: Callable[[str, Tensor], None]
-    ) -> AbstractContextManager[None]:
-        """Call `see(linear, gradient [..., n])` when a backward pass reaches the output of one of `linears`."""
-        return watching_gradients(self._modules(linears), see)
-
-    def _modules(self, linears: Iterable[str]) -> dict[str, nn.Module]:
-        return {linear: self.module.get_submodule(self.paths[linear]) for linear in linears}
+        return watching({linear: self.module.get_submodule(self.paths[linear]) for linear in linears}, see)
 
     def _asked(self, tokens: Tensor) -> dict[str, Any]:
         return {"input_ids": torch.atleast_2d(tokens.to(self.device)), "use_cache": False}

@@ -7,14 +7,13 @@ that block, an exception ends the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from quantkit.models.passing import Needed, Passed, Unused, tensors_in
 
@@ -146,30 +145,9 @@ def watching(linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], bool
         if see(name, args[0] if args else kwargs["input"]):
             raise Stop
 
-    with _removed(
-        module.register_forward_pre_hook(partial(hook, name), with_kwargs=True) for name, module in linears.items()
-    ):
-        yield
-
-
-@contextmanager
-def watching_gradients(linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], None]) -> Iterator[None]:
-    """Call `see(name, gradient [..., n])` when a backward pass reaches the output of a linear."""
-
-    def hook(name: str, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(partial(see, name))
-
-    with _removed(module.register_forward_hook(partial(hook, name)) for name, module in linears.items()):
-        yield
-
-
-@contextmanager
-def _removed(handles: Iterable[RemovableHandle]) -> Iterator[None]:
-    """Remove hooks after the block."""
     with ExitStack() as stack:
-        for handle in handles:
-            stack.callback(handle.remove)
+        for name, module in linears.items():
+            stack.callback(module.register_forward_pre_hook(partial(hook, name), with_kwargs=True).remove)
         yield
 
 

@@ -203,11 +203,9 @@ def _require_runnable(job: _Job, out: Path | None, run: RunOptions, is_plan: boo
             f"{count} processes were started, and this recipe uses no activations",
             "start one, without torchrun or accelerate launch",
         )
-    stages = {"tune": recipe.tune, "output_aware": recipe.output_aware}
-    tuning = next((name for name, used in stages.items() if used), None)
-    if count > 1 and tuning:
+    if count > 1 and recipe.tune:
         raise RecipeError(
-            Words(f"{count} processes were started, and", Setting(tuning), "has the documents of one"),
+            Words(f"{count} processes were started, and", Setting("tune"), "has the documents of one"),
             "start one",
             "drop it",
         )
@@ -246,7 +244,7 @@ def _require_runnable(job: _Job, out: Path | None, run: RunOptions, is_plan: boo
         gradients = (
             job.plan.memory.token_bytes * sum(lengths[: gradient_documents(lengths)]) if recipe.output_aware else 0
         )
-        stores = (activations, activations if recipe.tune else gradients, gradients)
+        stores = (activations, activations if recipe.tune else 0, gradients)
         mapped = sum(size for size in stores if run.act_budget is not None and size > count * run.act_budget)
         there = sum(path.stat().st_size for path in before.iterdir()) if before is not None else 0
         parts = disk_peak(job.plan, activations, len(job.model.blocks), mapped, gradients)

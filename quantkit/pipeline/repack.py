@@ -18,7 +18,7 @@ from quantkit.algorithms import rtn
 from quantkit.algorithms.deviation import relative_error, zeroed
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.reader import Checkpoint
-from quantkit.checkpoint.report import OUTPUT_AWARE, REPORT
+from quantkit.checkpoint.report import REPORT
 from quantkit.core.quantized_tensor import Digest, QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, Option, QuantkitError, Setting, Words, about
@@ -38,7 +38,6 @@ OUTDATED = (
     "loss",
     "rtn_loss",
     "norm",
-    *OUTPUT_AWARE,
     "guard_rows",
     "rungs",
     "reason",

@@ -42,13 +42,13 @@ from quantkit.recipes.recipe import Recipe
 
 #: The part of the memory that grows with the longest sequence, and the part that grows with all tokens.
 DOCUMENT, ACTIVATIONS, WAITING = "one document", "activations", "waiting to be written"
-#: The parts that only output gradients have: all of them, a block's file that is read, the matrices of a block.
-GRADIENTS, READ, OUTPUTS = "output gradients", "file of gradients", "Hessians of outputs"
+#: The parts that only output gradients have: all of them, and a block's file that is read.
+GRADIENTS, READ = "output gradients", "file of gradients"
 #: The copy of activations on a GPU that is being saved.
 SAVING = "activations that are saved"
 #: The other processes of a run on this machine.
 OTHERS = "other processes"
-#: The second store of activations, if blocks are tuned or errors are weighed by gradients.
+#: The second store of activations, if blocks are tuned.
 UNQUANTIZED = "activations of the unquantized model"
 #: The parts that only tuning from end to end has.
 WHOLE, STUDENT = "whole model", "quantized model"
@@ -169,7 +169,7 @@ class Memory:
             ACTIVATIONS: Words("use a smaller", Option("act_budget"), "or"),
             AUTHOR: Words(INSTEAD, "or"),
             DOCUMENT: Words("use a smaller", Setting("max_length"), "or"),
-            **dict.fromkeys((GRADIENTS, READ, OUTPUTS), Words("use", Setting("output_aware", False), "or")),
+            **dict.fromkeys((GRADIENTS, READ), Words("use", Setting("output_aware", False), "or")),
         }
         return ways.get(max(self.ram, key=lambda part: self.ram[part]), "")
 
@@ -192,7 +192,7 @@ class Memory:
         ways = {
             DOCUMENT: Words("use a smaller", Setting("max_length")),
             AUTHOR: INSTEAD,
-            **dict.fromkeys((GRADIENTS, READ, OUTPUTS), Words("use", Setting("output_aware", False))),
+            **dict.fromkeys((GRADIENTS, READ), Words("use", Setting("output_aware", False))),
         }
         return ways.get(largest, Words("use", Option("device", "cpu"), ", or a GPU with more memory"))
 
@@ -268,9 +268,9 @@ def calibrated_memory(
         return Memory(host, {"CUDA": CUDA_DEVICE, **parts, **on_gpu}, token_bytes=token_bytes)
 
     stores = {ACTIVATIONS: sizes.activations}
-    if recipe.tune or sizes.gradients:
-        stores[UNQUANTIZED] = sizes.activations if recipe.tune else sizes.gradients
-    others = tuple(stage(*parts) for parts in _of_gradients(sizes, stores)) if sizes.gradients else ()
+    if recipe.tune:
+        stores[UNQUANTIZED] = sizes.activations
+    others = tuple(stage(*parts) for parts in _of_gradients(sizes)) if sizes.gradients else ()
     if recipe.calibration.is_written:
         others = (*others, writing_memory(src, recipe.calibration, sizes.kind))
     found = replace(stage(stores, _of_solving(sizes, recipe)), others=others)
@@ -302,8 +302,6 @@ def _of_solving(sizes: _Sizes, recipe: Recipe) -> dict[str, int]:
         parts["chunk of a Hessian"] = Hessian.chunk_bytes(channels, sizes.kind, width)
         # The allocator gives a document's memory to the solver.
         parts[DOCUMENT] = max(0, parts[DOCUMENT] - squares - rows)
-    if sizes.gradients:
-        parts[OUTPUTS] = sizes.most(lambda n, _: Hessian.bytes(n))
     if recipe.tune:
         backward, _ = backward_bytes(sizes.outputs, sizes.heads, sizes.longest, width, sizes.kind)
         tuning = TUNING_BYTES * sizes.most(lambda n, k: n * k) + max(backward, sizes.gradients)
@@ -314,15 +312,13 @@ def _of_solving(sizes: _Sizes, recipe: Recipe) -> dict[str, int]:
     return {**parts, "embeddings, before the blocks": max(0, before)}
 
 
-def _of_gradients(sizes: _Sizes, stores: dict[str, int]) -> list[tuple[dict[str, int], dict[str, int]]]:
-    """List stores and parts of drawing tokens, of going back through a block, and of the Hessians of its outputs."""
+def _of_gradients(sizes: _Sizes) -> list[tuple[dict[str, int], dict[str, int]]]:
+    """List stores and parts of drawing tokens, and of going back through a block."""
     held = {UNQUANTIZED: sizes.gradients, GRADIENTS: sizes.gradients}
     backward = sum(backward_bytes(sizes.outputs, sizes.heads, sizes.longest, sizes.width, sizes.kind))
     block = {"block": sizes.block, READ: sizes.gradients, "backward pass": backward}
-    chunk = Hessian.chunk_bytes(sizes.outputs, sizes.kind, sizes.width)
-    sums = sizes.most(lambda n, _: Hessian.bytes(n)) + chunk
     head = {"output head": max(sizes.outside, default=0), DOCUMENT: DRAWING_BYTES * sizes.longest * sizes.vocabulary}
-    return [(held, head), (held, block), (stores, {**block, OUTPUTS: sums})]
+    return [(held, head), (held, block)]
 
 
 def tuning_memory(
@@ -387,12 +383,12 @@ def _stated(src: Checkpoint, key: str) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _sharing(linears: Mapping[str, tuple[int, int]]) -> list[tuple[int, list[int]]]:
-    """List k and the outputs of linears that may share one Hessian; as an upper bound, all linears of one parent."""
-    found: dict[tuple[str, int], list[int]] = {}
+def _sharing(linears: Mapping[str, tuple[int, int]]) -> list[tuple[int, int]]:
+    """List k and the rows of linears that may share one Hessian; as an upper bound, all linears of one parent."""
+    found: Counter[tuple[str, int]] = Counter()
     for module, (n, k) in linears.items():
-        found.setdefault((module.rpartition(".")[0], k), []).append(n)
-    return [(k, outputs) for (_, k), outputs in found.items()]
+        found[module.rpartition(".")[0], k] += n
+    return [(k, rows) for (_, k), rows in found.items()]
 
 
 def _of_experts(linears: Mapping[str, tuple[int, int]]) -> int:

@@ -433,7 +433,7 @@ def _layout_remarks(src: Checkpoint, layout: Layout, rows: list[Row], folder: Fo
 def disk_problem(planned: Plan, out: Path | None, needed: int, gradients: int = 0) -> str | None:
     """Say that the disk of `out` is too small for `needed` bytes; None if it is not.
 
-    `gradients` are the bytes of output-aware rounding, if they are the largest part.
+    `gradients` are the bytes of gradients, if they are the largest part.
     """
     if planned.disk_free is None or needed <= planned.disk_free:
         return None

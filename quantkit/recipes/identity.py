@@ -41,7 +41,7 @@ def identity(report: Mapping[str, Any]) -> dict[str, Any]:
     if report["device"] == "cpu" and report["calibration"]:
         # The libraries that compute a model's forward may share out a sum among the threads (RELIABILITY 1.4).
         same[THREADS] = report["environment"]["threads"]
-        if any(report["recipe"].get(key) for key in ("tune", "output_aware")):
+        if report["recipe"].get("tune"):
             same[PRODUCTS] = "bfloat16" if is_fast_in_bfloat16(torch.device("cpu")) else "float32"
     elif report["calibration"]:
         same[SOLVER] = "kernels" if gptq.runs_on(torch.device("cuda")) else "torch"

@@ -234,12 +234,18 @@ def _check(recipe: Recipe) -> None:
     """Raise RecipeError for keys that contradict each other."""
     method, gptq = recipe.method, recipe.gptq
     refining = [name for name in ("refit", "descent") if getattr(gptq, name)]
-    refining += [name for name in ("tune", "output_aware") if getattr(recipe, name)]
+    refining += ["tune"] if recipe.tune else []
     if method != "gptq" and refining:
         raise RecipeError(
             Words(Setting(refining[0]), f"starts from the codes of gptq, the method is {method}"),
             Words("use", Setting("method", "gptq")),
             "drop it",
+        )
+    if recipe.output_aware and not recipe.tune:
+        raise RecipeError(
+            Words(Setting("output_aware"), "weighs the error of", Setting("tune")),
+            Words("add", Setting("tune", 200)),
+            Words("use", Setting("output_aware", False)),
         )
     for each in recipe.schemes:
         check_signed(each, recipe.signed)

@@ -112,10 +112,11 @@ class RecipeKeys:
     )
     gptq: Options = section("Damping, column order and what follows the sweep.", Options)
     output_aware: bool = key(
-        "Weigh the errors of gptq and of tuning by gradients of the model's likelihood",
+        "Weigh the error of tune by gradients of the model's likelihood",
         default=False,
         may_lack=True,
-        more="See [algorithms.md](algorithms.md) 8.3. For models whose blocks pass on nothing but a hidden state.",
+        more="Needs `tune`. See [algorithms.md](algorithms.md) 8.3. For models whose blocks pass on nothing but a "
+        "hidden state.",
         when="`true` for accuracy, if a forward and a backward pass over 65,536 tokens are affordable.",
     )
     tune: Count = key(

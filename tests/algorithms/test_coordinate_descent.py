@@ -293,7 +293,7 @@ def test_recipes_refuse_wrong_refinements() -> None:
             build_recipe(method="rtn", **options)
     best = build_recipe("int4-best")
     assert build_recipe() == build_recipe(signed=True, descent=3)
-    assert build_recipe(refit=True, output_aware=True, tune=50) == best and best.gptq.signed
+    assert build_recipe(refit=True, output_aware=True, tune=200) == best and best.gptq.signed
     assert from_mapping(best.to_mapping()) == best
 
 

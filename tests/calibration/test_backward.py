@@ -97,7 +97,7 @@ def test_torch_may_refuse_gradients_only_where_flash_attention_needs_it() -> Non
     assert strict == [False, True, False, False]
 
 
-@pytest.mark.parametrize("chosen", [{"tune": 2}, {"output_aware": True}], ids=["tune", "output-aware"])
+@pytest.mark.parametrize("chosen", [{"tune": 2}, {"tune": 2, "output_aware": True}], ids=["tune", "output-aware"])
 def test_a_model_whose_code_has_no_gradient_is_refused_in_one_line(
     chosen: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

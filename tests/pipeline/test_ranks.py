@@ -254,8 +254,8 @@ def test_an_error_behind_the_last_exchange_ends_all(line: tuple[object, ...], wh
         (("quantize", "model", "-o", "out", "--method", "rtn"), "this recipe uses no activations"),
         (("quantize", "model", "-o", "out", "--calib", "text", "--samples", "1"), "1 calibration sequences for 2"),
         (
-            ("quantize", "model", "-o", "out", "--calib", "text", "--set", "output_aware=true"),
-            "--set output_aware has the documents of",
+            ("quantize", "model", "-o", "out", "--calib", "text", "--set", "tune=2"),
+            "--set tune has the documents of",
         ),
         (("quantize", "model", "-o", "out", "--calib", "text", "--nothing"), "No such option"),
     ],

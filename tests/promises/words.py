@@ -59,6 +59,7 @@ ERRORS = (
     f"quantize model --set prune=magnitude {TO}",
     f"quantize model --set gptq.descent=2 --method rtn {TO}",
     f"quantize model --set tune=2 --method rtn {TO}",
+    f"quantize model --set output_aware=true {TO}",
     f"quantize model --set tune=2 --calib calib.txt --samples 7 --max-length 32 {TO}",
     f"quantize model --set distill=2 {TO}",
     f"quantize model --distill 2 {TO}",

@@ -42,7 +42,7 @@ RUNS: list[tuple[dict[str, Any], str]] = [
     (WIDE, f"--calib TEXT {LONG}"),
     (WIDE, f"--calib TEXT {LONG} --act-budget 1MB"),
     (WIDE, f"--calib TEXT {SHORT} --prune 2:4 --layout marlin24"),
-    (SMALL, f"--calib TEXT {LONG} --set output_aware=true"),
+    (SMALL, f"--calib TEXT {LONG} --set tune=2 --set output_aware=true"),
 ]
 
 

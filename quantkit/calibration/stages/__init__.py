@@ -13,8 +13,8 @@ from quantkit.recipes.recipe import Recipe
 
 def stages_of(recipe: Recipe) -> list[Stage]:
     """Compose the stages of a recipe, in the order in which they work."""
-    unquantized = Unquantized() if recipe.tune or recipe.output_aware else None
-    gradients = Gradients(unquantized) if unquantized and recipe.output_aware else None
-    tune = Tune(recipe.tune, unquantized, gradients) if unquantized and recipe.tune else None
-    found: list[Stage | None] = [gradients, unquantized, Hessians(), Solve(gradients), tune]
-    return [stage for stage in found if stage is not None]
+    if not recipe.tune:
+        return [Hessians(), Solve()]
+    unquantized, gradients = Unquantized(), Gradients() if recipe.output_aware else None
+    tune = Tune(recipe.tune, unquantized, gradients)
+    return [*([gradients] if gradients else []), unquantized, Hessians(), Solve(), tune]

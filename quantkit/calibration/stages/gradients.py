@@ -1,10 +1,9 @@
-"""How strongly the model's likelihood depends on each block's hidden states, and on the outputs of its linears.
+"""How strongly the model's likelihood depends on each block's hidden states.
 
 The unquantized model runs on some calibration documents, and draws the next token of every position from its own
 distribution. The gradients of the log likelihood of these tokens are a sample of the Fisher information (ALGORITHMS
 8.3). One block is in memory at a time. The hidden states that enter each block are saved on the way forward. On the way
-back the gradients take their place. The gradients of its linears' outputs then need only this block and its saved
-gradients.
+back the gradients take their place.
 
 A run that is resumed reads the saved gradients, or computes them again to the same bits.
 """
@@ -12,7 +11,7 @@ A run that is resumed reads the saved gradients, or computes them again to the s
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,7 @@ from quantkit.calibration.activations import Activations
 from quantkit.calibration.backward import explaining, gradient, in_fixed_order, parts, run_part, stacked
 from quantkit.calibration.budget import gradient_documents
 from quantkit.calibration.run import Run, Stream, embedded
-from quantkit.calibration.stages.base import LoadedBlock, Stage
-from quantkit.calibration.stages.unquantized import Unquantized
+from quantkit.calibration.stages.base import Stage
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError, NumericError, RecipeError, Setting, Words
 from quantkit.io import files
@@ -44,37 +42,22 @@ INSTEAD = Words("use", Setting("output_aware", False))
 
 
 class Gradients(Stage):
-    """Measure the gradients of the unquantized model; `hessians` weigh the outputs of a block's linears."""
+    """Measure the gradients of the unquantized model, which weigh the error of tuning."""
 
     found: OutputGradients
-
-    def __init__(self, unquantized: Unquantized) -> None:
-        self._unquantized = unquantized
-        self.hessians: Mapping[str, Tensor] = {}
 
     def start(self, run: Run, finished: int) -> None:
         """Run the unquantized model forward and back, or read the gradients of a stopped run."""
         count = gradient_documents(map(len, run.sequences))
         self.found = measure(run, embedded(run, count, "unquantized-"), resumed=finished > 0)
 
-    def enter(self, block: LoadedBlock) -> None:
-        """Sum the Hessians of outputs, `[n, n]`."""
-        with block.run.clock.phase("gradients"):
-            stream = self._unquantized.stream(block.run, self.found.documents)
-            self.hessians = self.found.of_linears(stream, block.index, block.goals)
-
-    def leave(self, block: LoadedBlock) -> None:
-        """Free the Hessians."""
-        self.hessians = {}
-
 
 @dataclass(frozen=True)
 class OutputGradients:
-    """Gradients by each block's hidden states, `[T, h]` of the first `documents`, in files of the run's folder."""
+    """Gradients by each block's hidden states, `[T, h]` of the first documents, in files of the run's folder."""
 
     work: Path
     model: BlockRunner
-    documents: int
     shape: tuple[int, ...]
     dtype: torch.dtype
     hashes: Sequence[str]
@@ -99,34 +82,6 @@ class OutputGradients:
         found.div_(mean * (1 + DAMP)).diagonal().add_(DAMP / (1 + DAMP))
         root: Tensor = torch.linalg.cholesky(found)
         return root.float()
-
-    def of_linears(self, stream: Stream, block: int, linears: Iterable[str]) -> dict[str, Tensor]:
-        """Sum the Hessians `[n, n]` of the outputs of a loaded block's linears that gradients reach.
-
-        `stream` has the documents of the gradients, with the hidden states that enter the block.
-        """
-        model = stream.model
-
-        def summed() -> dict[str, Hessian]:
-            sums: dict[str, Hessian] = {}
-
-            def see(linear: str, found: Tensor) -> None:
-                if linear not in sums:
-                    sums[linear] = _empty(found.shape[-1], model)
-                try:
-                    sums[linear].add(found)
-                except NumericError as error:
-                    raise NumericError("its outputs have no finite gradient", INSTEAD, subject=linear) from error
-
-            with model.watching_gradients(linears, see):
-                for part in parts(stream, block):
-                    _carried(stream, block, part, behind)
-            return sums
-
-        behind = self.of(block).split(stream.activations.rows[: len(stream.sequences)])
-        with explaining(model, INSTEAD):
-            sums = in_fixed_order(model, stream.progress, summed)
-        return {name: sums.pop(name).matrix() for name in list(sums)}  # each sum is freed
 
 
 def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
@@ -159,14 +114,14 @@ def measure(run: Run, stream: Stream, resumed: bool = False) -> OutputGradients:
     _go_back(run, stream, store, hashes)
     index = {"shape": list(shape), "dtype": dtype_name(dtype), "hashes": hashes}
     files.write_atomic(run.work / _INDEX, json.dumps(index).encode())
-    return OutputGradients(run.work, model, len(rows), shape, dtype, hashes)
+    return OutputGradients(run.work, model, shape, dtype, hashes)
 
 
 def _saved(run: Run, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype) -> OutputGradients | None:
     """Read the gradients that a stopped run has saved; None if a part is missing or changed."""
     try:
         index: Any = json.loads((run.work / _INDEX).read_text())
-        found = OutputGradients(run.work, run.model, len(stream.sequences), shape, dtype, index["hashes"])
+        found = OutputGradients(run.work, run.model, shape, dtype, index["hashes"])
         for block in range(len(found.hashes)):
             files.load_tensor(_file(run.work, block), shape, dtype, found.hashes[block])
     except (OSError, ValueError, KeyError, TypeError, CheckpointError):

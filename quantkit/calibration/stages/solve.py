@@ -11,20 +11,18 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
-from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-from quantkit.algorithms import coordinate_descent, gptq, output_aware, rtn, sparsegpt
+from quantkit.algorithms import coordinate_descent, gptq, rtn, sparsegpt
 from quantkit.algorithms.cholesky import Factor, factorize
 from quantkit.algorithms.deviation import total, widened
 from quantkit.algorithms.hessian import Hessian, row_losses
 from quantkit.algorithms.numerics import check_weight
 from quantkit.calibration import budget
 from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
-from quantkit.calibration.stages.gradients import Gradients
 from quantkit.calibration.uncalibrated import counts_of_pruned, solve_uncalibrated, solved_width, stored_item
 from quantkit.checkpoint.items import Item
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
@@ -41,29 +39,18 @@ _Part = TypeVar("_Part")
 
 
 class Solve(Stage):
-    """Solve each group and put it back, so that later groups and blocks are calibrated on its quantized outputs.
-
-    `gradients` give the Hessians of outputs, for output-aware rounding.
-    """
-
-    def __init__(self, gradients: Gradients | None) -> None:
-        self._gradients = gradients
+    """Solve each group and put it back, so that later groups and blocks are calibrated on its quantized outputs."""
 
     @staticmethod
-    def bytes(
-        groups: Iterable[tuple[int, Sequence[int]]], recipe: Recipe, dtype: torch.dtype, device: str
-    ) -> tuple[int, int]:
+    def bytes(groups: Iterable[tuple[int, int]], recipe: Recipe, dtype: torch.dtype, device: str) -> tuple[int, int]:
         """Compute the bytes of Hessians with their factors, and of rows, in the step that takes most.
 
-        `groups` have the input channels and the outputs of linears that share a Hessian. Factors have `dtype`.
+        `groups` have the input channels and the rows of all linears that share a Hessian. Factors have `dtype`.
         """
         searches = recipe.clip == "search" and recipe.metric == "block"
         sizes = [scheme.group_size for scheme in recipe.schemes] if searches else []
-        steps = [(0, 0)]
-        for k, outputs in groups:
-            steps += gptq.step_bytes(k, sum(outputs), sizes, dtype, device)
-            steps += output_aware.step_bytes(k, outputs, dtype) if recipe.output_aware else []
-        return max(steps, key=sum)
+        steps = (step for k, rows in groups for step in gptq.step_bytes(k, rows, sizes, dtype, device))
+        return max(steps, key=sum, default=(0, 0))
 
     def enter(self, block: LoadedBlock) -> None:
         """Solve the linears that a text-only pass never calls."""
@@ -104,13 +91,12 @@ class Solve(Stage):
         run, items = block.run, list[Item]()
         assert task.hessian is not None
         ranks = run.ranks if task.owner is None else ALONE
-        outputs = self._gradients.hessians if self._gradients else {}
         sizes = {name: prod(run.model.linears[name]) for name in task.group.linears}
         for part in budget.divide(sizes, sizes.__getitem__, budget.SOLVED_WEIGHTS):
             with run.clock.phase("solve"):
                 weights = {name: run.model.weights.source(name) for name in part}
                 goals = {name: block.goals[name] for name in part}
-                items += solve(weights, goals, task.hessian, run.recipe, progress, ranks, outputs)
+                items += solve(weights, goals, task.hessian, run.recipe, progress, ranks)
         return items
 
 
@@ -134,11 +120,8 @@ def solve(
     recipe: Recipe,
     progress: Progress,
     ranks: Ranks = ALONE,
-    outputs: Mapping[str, Tensor] = MappingProxyType({}),
 ) -> list[Item]:
     """Quantize or prune linears `[n, k]`, by name, that share an input and its `hessian`.
-
-    GPTQ is output-aware for those whose `outputs` have a Hessian `[n, n]`, which needs one rank.
 
     With several ranks, all call this with the same arguments; each solves some rows, and all return the same.
 
@@ -174,7 +157,7 @@ def solve(
         width = solved_width(goal, k, recipe)
         system = systems[is_sparse(goal), width]
         wide = {name: widened(w, width) for name, w in chosen.items()}
-        solved = _solve_alike(wide, goal, system, recipe, ranks, outputs)
+        solved = _solve_alike(wide, goal, system, recipe, ranks)
         seconds = (time.perf_counter() - started) / sum(len(w) for w in chosen.values())
         for (name, weight), (tensor, facts) in zip(chosen.items(), solved, strict=True):
             common = {**sums, **skipped, "seconds": seconds * len(weight)}
@@ -255,40 +238,20 @@ def _factor(names: str, h: Tensor, recipe: Recipe, sparse: bool, progress: Progr
     return factor
 
 
-def _solve_alike(
-    weights: Mapping[str, Tensor],
-    goal: Goal,
-    system: _System,
-    recipe: Recipe,
-    ranks: Ranks,
-    outputs: Mapping[str, Tensor],
-) -> Solved:
+def _solve_alike(weights: Mapping[str, Tensor], goal: Goal, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
     """Solve weights of one dtype with one goal, by the method of the recipe."""
     if not isinstance(goal, Scheme):
         return _prune(weights, system, recipe, ranks)
     if recipe.factored:
-        return _gptq(weights, goal, system, recipe, ranks, outputs)
+        return _gptq(weights, goal, system, recipe, ranks)
     return _rtn(weights, goal, system.h, recipe, ranks)
 
 
-def _gptq(
-    weights: Mapping[str, Tensor],
-    scheme: Scheme,
-    system: _System,
-    recipe: Recipe,
-    ranks: Ranks,
-    outputs: Mapping[str, Tensor],
-) -> Solved:
+def _gptq(weights: Mapping[str, Tensor], scheme: Scheme, system: _System, recipe: Recipe, ranks: Ranks) -> Solved:
     def solve_rows(weight: Tensor) -> gptq.Solution:
         return gptq.quantize(weight, scheme, system.h, recipe.gptq, system.factor)
 
     parts = gptq.split(gptq.join(_as_one(weights, solve_rows, ranks)), [len(w) for w in weights.values()])
-    named = dict(zip(weights, parts, strict=True))
-    again = [name for name in weights if name in outputs] if system.factor is not None else []
-    if again:
-        plain, seen = [named[name] for name in again], [outputs[name] for name in again]
-        found = output_aware.refine([weights[name] for name in again], plain, seen, system.h, solve_rows)
-        named |= zip(again, found, strict=True)
     return [
         (
             part.tensor,
@@ -300,7 +263,7 @@ def _gptq(
                 **part.facts,
             },
         )
-        for part in named.values()
+        for part in parts
     ]
 
 

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from quantkit.calibration.activations import Activations
-from quantkit.calibration.budget import gradient_documents
 from quantkit.calibration.run import Run, Stream, embedded
 from quantkit.calibration.stages.base import LoadedBlock, Stage
 
 
 class Unquantized(Stage):
-    """Hold the activations of the unquantized model: the inputs of a block, and then its outputs.
-
-    Tuning needs all documents, gradients only the first ones.
-    """
+    """Hold the activations of the unquantized model: the inputs of a block, and then its outputs."""
 
     activations: Activations
 
     def start(self, run: Run, finished: int) -> None:
         """Run the documents through the finished blocks."""
-        count = None if run.recipe.tune else gradient_documents(map(len, run.sequences))
-        stream = embedded(run, count, "unquantized-")
+        stream = embedded(run, kind="unquantized-")
         for index in range(finished):
             with run.clock.phase("load"):
                 run.model.load_block(index)
@@ -29,8 +24,5 @@ class Unquantized(Stage):
 
     def enter(self, block: LoadedBlock) -> None:
         """Run the documents through a block before its weights are quantized."""
-        self.stream(block.run).forward(block.index)
-
-    def stream(self, run: Run, count: int | None = None) -> Stream:
-        """Stream all documents, or the first `count`; a GPU without memory for a block may have it for the next."""
-        return Stream(run, self.activations, count)
+        # A GPU without memory for a block may have it for the next, so each block has a new stream.
+        Stream(block.run, self.activations).forward(block.index)
