@@ -62,7 +62,7 @@ def diagnose(folder: Path = Path(".")) -> dict[str, Any]:
         optional_package(
             "compressed-tensors", "0.15", "for transformers to load our default INT4 output", "compressed-tensors"
         ),
-        optional_package("gguf", "0.17", "to quantize GGUF files", "gguf"),
+        optional_package("gguf", "0.18", "to quantize GGUF files", "gguf"),
     ]
     return {
         "quantkit": __version__,
