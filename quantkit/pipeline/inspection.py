@@ -27,6 +27,7 @@ def describe(src: Checkpoint) -> dict[str, Any]:
     shapes = Counter(f"[{n}, {k}]{padded[module]} {scheme.label}" for module, (scheme, (n, k)) in modules.items())
     shapes.update(f"{list(src.shape(name))} {dtype_name(src.dtype(name))}" for name in dense)
     parameters = weights + sum(prod(src.shape(name)) for name in dense)
+    kind = "Hugging Face folders" if src.home == src.path else "GGUF"
     return {
         "path": str(src.home),
         "model_type": src.config.get("model_type"),
@@ -48,7 +49,7 @@ def describe(src: Checkpoint) -> dict[str, Any]:
         },
         "shapes": dict(shapes),
         "files": {path.name: path.stat().st_size for path in src.files()},
-        "readers": ", ".join(_readers(src)) if src.layout else "anything that reads Hugging Face folders",
+        "readers": ", ".join(_readers(src)) if src.layout else f"anything that reads {kind}",
         "notices": list(src.notices),
     }
 

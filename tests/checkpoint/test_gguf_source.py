@@ -131,6 +131,7 @@ def test_perplexity_of_a_file_is_that_of_its_weights(llama: tuple[Path, Path], t
 def test_inspect_names_the_file_and_counts_its_bytes(llama: tuple[Path, Path]) -> None:
     found = describe(opened(llama[0]))
     assert found["path"] == str(llama[0].resolve()) and found["bits_per_parameter"] < 4.6
+    assert found["readers"] == "anything that reads GGUF"
     assert found["files"] == {"model.gguf": llama[0].stat().st_size}
 
 
