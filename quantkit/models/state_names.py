@@ -177,7 +177,9 @@ def rows_of(merged: Merged, shape: Callable[[str], tuple[int, ...]]) -> dict[str
     seen: list[Tensor] = []
     for state in merged.states:
         position = made.get(state)
-        if position is None or position.ndim != axes:
+        if not isinstance(position, Tensor) or (position.dtype, position.ndim) != (positions.dtype, axes):
+            return None  # the rule computes with the weights
+        if not position.numel():
             return None
         first = (position if axes == 1 else position.reshape(-1, *position.shape[-2:])[0, :, 0]) // 2
         inside = len(first) and 0 <= int(first.min()) <= int(first.max()) < sum(heights)
