@@ -73,6 +73,7 @@ from typing import Any, Literal, TypedDict
 KEYWORDS = {
     "act_budget": "Bytes of calibration activations kept in RAM; more go to disk [all].",
     "calib": f"Calibration text, or a list of texts, each with `:WEIGHT` behind it or not: {CALIBRATION} [c4].",
+    "probe": "Measure a part of a long run to estimate its duration.",
     "gpu_memory": "Plan for a GPU with so many bytes of memory, which need not be here.",
     "max_shard_size": "Most bytes of one weight file [2 GiB].",
     "min_share": "Raise a ThresholdError if the share of the decoder's weights that change is below it [0.9].",

@@ -58,7 +58,7 @@ from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 
 #: The keywords of `plan` alone.
-PLANNING = ("gpu_memory", "target", "gpu")
+PLANNING = ("gpu_memory", "target", "gpu", "probe")
 
 
 class PublishKeywords(TypedDict, total=False):
@@ -88,6 +88,7 @@ class PlanKeywords(RecipeKeywords, Settings, total=False):
     gpu_memory: int | None
     target: str | None
     gpu: str | None
+    probe: bool
 
 
 class PackKeywords(TypedDict, total=False):
@@ -101,7 +102,7 @@ class PackKeywords(TypedDict, total=False):
     progress: Progress | Listener | None
 
 
-@api_function(RunOptions)
+@api_function(RunOptions, probe=True)
 def plan(
     model: str | Path,
     *,
@@ -114,6 +115,7 @@ def plan(
     The keywords are those of `quantize`. The plan has the exact bytes of every file, an estimate of the memory, and
     every weight that does not fit. Its `refusal` is the error that `quantize` would raise, or None. `gpu_memory` has
     the bytes of a GPU that is not here. `target` and `gpu` name a program and a GPU: the plan then lists its kernels.
+    Unless `probe` is False, the first blocks of a long run are measured to estimate its `duration`.
 
     Example:
 
@@ -127,7 +129,7 @@ def plan(
     ```
     """
     run, _, recipe_options = _split(options)
-    asked = {name: recipe_options.pop(name) for name in PLANNING if name in recipe_options}
+    asked = {"probe": True, **{name: recipe_options.pop(name) for name in PLANNING if name in recipe_options}}
     found = pipeline.plan(model, build_recipe(recipe, **recipe_options), out=out, **asked, **run)
     if found.refusal is not None:
         found.refusal.to_python()

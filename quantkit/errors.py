@@ -222,6 +222,11 @@ class ThresholdError(QuantkitError):
     exit_code = 4
 
 
+def more_samples(samples: int, tokens: int, needed: int) -> Words:
+    """Say how many calibration sequences to use for `needed` tokens, with a tenth to spare: `samples` gave `tokens`."""
+    return Words("use", Setting("samples", -(-11 * samples * needed // (10 * tokens))))
+
+
 def require_known(kind: str, value: object, names: Collection[str]) -> None:
     """Raise a RecipeError that lists the names of a kind, if `value` is none of them."""
     if value not in tuple(names):

@@ -38,10 +38,9 @@ class Key:
     `usual` describes a default that depends on other keys. `keyword` is the name in Python and of a flag, if it differs
     from the key's. `negated` says that the keyword is the opposite of the key. `form` is the type in a file, and
     `typed` the annotation of the keyword, if they differ from the field's. A key that `may_lack` is left out of a file
-    while it has its default. `pruning` says that `prune` has it too, or with which type. A run may be resumed with
-    another value if the key `may_change`. `choices` are the usual keys of the `module:variable` named by `table`: a
-    program may have registered more there. `keys_of` fills in `path`, `type` and `default`, which is `...` for a key
-    that has none.
+    while it has its default. `pruning` says that `prune` has it too, or with which type. `choices` are the
+    usual keys of the `module:variable` named by `table`: a program may have registered more there. `keys_of` fills in
+    `path`, `type` and `default`, which is `...` for a key that has none.
     """
 
     help: str
@@ -58,7 +57,6 @@ class Key:
     table: str = ""
     may_lack: bool = False
     pruning: Any = False
-    may_change: bool = False
     path: tuple[str, ...] = ()
     type: Any = None
     default: Any = ...

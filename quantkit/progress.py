@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     import torch
 
 _T = TypeVar("_T")
+#: Seconds before a bar or its lines appear.
+DELAY = 2
 
 
 class Progress:
@@ -36,16 +38,21 @@ class Progress:
         self.verbose = verbose
         self._stop = stop or Stop()
 
-    def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None) -> Any:
-        """Return a bar: an iterator over `work`, or for a number of steps an object with `update(n)` and `close()`."""
+    def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = "") -> Any:
+        """Return a bar: an iterator over `work`, or for a number of steps an object with `update(n)` and `close()`.
+
+        Without a terminal there is a line for each item, if items are named by `each`, such as "block".
+        """
         steps = work if isinstance(work, int) else total
+        if each and total and not isinstance(work, int) and not self.quiet and not sys.stderr.isatty():
+            work = _lines(work, label, total, each)
         bar = _bar_class()(
             None if isinstance(work, int) else work,
             total=steps,
             desc=label,
             file=sys.stderr,
             disable=self.quiet or not sys.stderr.isatty(),
-            delay=2,
+            delay=DELAY,
             leave=False,
             ncols=_columns(),
             nrows=20,  # else tqdm asks the terminal, and draws nothing where that has no size
@@ -115,7 +122,7 @@ class Reporter(Progress):
         super().__init__(quiet=True)
         self._listener = listener
 
-    def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None) -> Any:
+    def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = "") -> Any:
         """Return an iterator over `work` that tells the listener of each item; a number of steps has no listener."""
         if isinstance(work, int) or self._listener is None:
             return super().bar(work, label, total)
@@ -227,6 +234,24 @@ def _columns() -> int:
     except (OSError, ValueError):
         columns = 0
     return max(1, (columns or shutil.get_terminal_size().columns) - 1)
+
+
+def _lines(work: Iterable[_T], label: str, total: int, each: str) -> Iterator[_T]:
+    """Yield the items, and say after each one, from the third second on, how long it took and how much is left."""
+    begun = before = time.perf_counter()
+    for done, item in enumerate(work, 1):
+        yield item
+        del item  # its memory is free while the next one is made
+        now = time.perf_counter()
+        left = f", about {_rough((now - begun) / done * (total - done))} left" if done < total else ""
+        if now - begun > DELAY:
+            _say(f"{label}: {each} {done}/{total}, {now - before:.1f} s{left}")
+        before = now
+
+
+def _rough(seconds: float) -> str:
+    unit, size = ("s", 1) if seconds < 100 else ("min", 60) if seconds < 6000 else ("h", 3600)
+    return f"{seconds / size:.0f} {unit}"
 
 
 def _say(text: str) -> None:

@@ -48,7 +48,7 @@ def test_no_message_spells_an_option_itself() -> None:
 
 
 def test_options_are_keywords_and_commands_are_functions() -> None:
-    keywords = {"print_recipe"} | {
+    keywords = {
         key for name in quantkit.__all__ if callable(function := getattr(quantkit, name)) for key in keys(function)
     }
     wrong, seen = [], 0

@@ -29,7 +29,9 @@ from quantkit.progress import Recorder
 REST = "rest"
 
 
-def calibrated(run: Run, done: Sequence[Mapping[str, Any]]) -> Iterator[Item | Commit]:
+def calibrated(
+    run: Run, done: Sequence[Mapping[str, Any]], before_solving: Stage | None = None
+) -> Iterator[Item | Commit]:
     """Yield every tensor of a dense checkpoint once, its linears quantized or pruned.
 
     Each block is followed by a Commit; the tensors outside the blocks come last. `done` has the journal lines of an
@@ -49,11 +51,11 @@ def calibrated(run: Run, done: Sequence[Mapping[str, Any]]) -> Iterator[Item | C
     last = len(run.model.blocks)
     if len(finished) < last:
         gptq.load_beside(run.model.device)
-        stages = stages_of(run.recipe)
+        stages = stages_of(run.recipe, before_solving)
         for stage in stages:
             stage.start(run, len(finished))
         stream = resume.resume(run, finished, done)
-        for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished)):
+        for block in run.progress.bar(range(len(finished), last), "calibrate", last - len(finished), "block"):
             yield from _block(run, stream, stages, block)
             yield _commit(run, stream, block)
     if len(facts) == len(finished):

@@ -14,6 +14,7 @@ from torch import Tensor
 from quantkit.calibration.activations import Activations
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.calibration.run import Run, Stream, embedded
+from quantkit.checkpoint.shards import committed_files
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, Words, about
@@ -96,7 +97,7 @@ def committed(
 ) -> Iterator[tuple[str, QuantizedTensor | Tensor]]:
     """Yield the solved ones among `linears`, read back from the files in the journal."""
     layout = run.recipe.output_layout
-    paths = [run.work / name for line in done for name in line.get("files", {})]
+    paths = [run.work / name for name in committed_files(done)]
     where = {name: (path, info) for path in paths for name, info in read_header(path)[0].items()}
     for linear, goal in run.goals(linears).items():
         parts: dict[str, Tensor] = {}

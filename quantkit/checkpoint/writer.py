@@ -12,20 +12,19 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.checkpoint import shards
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
-from quantkit.errors import CheckpointError, Option, RecipeError, Setting, Words, about
+from quantkit.errors import CheckpointError, RecipeError, Setting, Words, about
 from quantkit.io import files, hashing
 from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import dump_json
 from quantkit.io.model_folder import INDEX, inside
 from quantkit.io.safetensors_header import read_header
-from quantkit.io.safetensors_writer import FileSize, SafetensorsWriter, header_bytes
+from quantkit.io.safetensors_writer import SafetensorsWriter, header_bytes
 from quantkit.layouts.base import Layout
 
-#: The most bytes of tensors in one file, unless a single tensor has more.
-SHARD_BYTES = 2 * 2**30
 #: The most bytes that are reserved for one file's header.
 MOST_HEADER_BYTES = 4 * 2**20
 #: Describes how a recorded identity differs from the current one; None if it does not.
@@ -47,7 +46,7 @@ class CheckpointWriter:
         like: Checkpoint,
         layout: Layout | None,
         *,
-        max_shard_bytes: int = SHARD_BYTES,
+        max_shard_bytes: int = shards.SHARD_BYTES,
         expected: Iterable[str] = (),
     ) -> None:
         if max_shard_bytes < 1:
@@ -67,25 +66,22 @@ class CheckpointWriter:
         self._file: SafetensorsWriter | None = None
         self._start_unit()
         files.remove(partial / CONFIG)  # until the last step the folder must not look like a model
+        self._rename()
         committed = self.hashes()
         for path in sorted(partial.glob("*.safetensors")):
             if path.name not in committed:
                 files.remove(path)
         for name, digest in committed.items():
             if hashing.hash_of_file(partial / name, digest) != digest:
-                raise CheckpointError(
-                    "changed since it was written",
-                    Words("start over with", Option("overwrite", True)),
-                    subject=partial / name,
-                )
+                raise shards.changed(partial / name)
 
     def items_done(self) -> set[str]:
         """Return the logical names of all committed tensors."""
         return set(self._written)
 
     def hashes(self) -> dict[str, str]:
-        """Return file name -> hash of the committed shards."""
-        return {name: digest for line in self.done for name, digest in line["files"].items()}
+        """Return file name -> hash of the committed shards, in the order of their tensors."""
+        return shards.committed_files(self.done)
 
     @property
     def bytes_written(self) -> int:
@@ -126,11 +122,45 @@ class CheckpointWriter:
             return
         self._close_file()
         sizes = {"bytes": self._bytes, "packed_bytes": self._packed_bytes}
-        line = {"files": self._files, "items": list(self._pending), "facts": facts, **sizes}
-        append_journal(self._journal, line)
-        self.done.append(json.loads(json.dumps(line)))
+        self._record({"files": self._files, "items": list(self._pending), "facts": facts, **sizes})
         self._written.update(self._pending)
         self._start_unit()
+
+    def arrange(self) -> None:
+        """Commit, join small files, and give all files their final names.
+
+        A stopped run does the rest when it is resumed: files go only when the journal has those in their place.
+        """
+        self.commit({})
+        names = list(self.hashes())
+        sizes = [shards.tensor_bytes(read_header(self.partial / name)[0]) for name in names]
+        for group in shards.groups(sizes, self.max_shard_bytes):
+            if len(group) > 1:
+                old, new = [names[i] for i in group], self._next_name()
+                self._replace(old, {new: shards.join([self.partial / name for name in old], self.partial / new)})
+                for name in old:
+                    files.remove(self.partial / name)
+        found = self.hashes()
+        names = shards.final_names(len(found))
+        if names != list(found):
+            self._replace(list(found), dict(zip(names, found.values(), strict=True)))
+            self._rename()
+
+    def _replace(self, old: list[str], new: dict[str, str]) -> None:
+        self._record({"files": new, "items": [], "facts": {}, "bytes": 0, "packed_bytes": 0, "replaced": old})
+
+    def _record(self, line: dict[str, Any]) -> None:
+        append_journal(self._journal, line)
+        self.done.append(json.loads(json.dumps(line)))
+
+    def _rename(self) -> None:
+        """Give files the names that the journal has for them."""
+        moved = {old: new for old, new in shards.renamings(self.done).items() if (self.partial / old).is_file()}
+        for old, new in moved.items():
+            with files.guarded(self.partial / new):
+                files.rename(self.partial / old, self.partial / new)
+        if moved:
+            files.sync_folder(self.partial)
 
     def finish(
         self,
@@ -143,7 +173,7 @@ class CheckpointWriter:
         `extra` is called when the folder has all that a reader opens, except config.json. `sealed` gets the hash of
         every file and returns the files to write just before config.json.
         """
-        self.commit({})
+        self.arrange()
         written = self.hashes()
         weight_map = {name: file for file in written for name in read_header(self.partial / file)[0]}
         texts = texts_beside(weight_map, self.bytes_written, self.layout, config)
@@ -181,12 +211,14 @@ class CheckpointWriter:
 
     def _file_for(self, name: str, size: int) -> SafetensorsWriter:
         file = self._file
-        if file is not None and _is_full(file.size, name, size, self.max_shard_bytes):
+        if file is not None and shards.is_full(file.size, name, size, self.max_shard_bytes):
             self._close_file()
         if self._file is None:
-            number = sum(len(line["files"]) for line in self.done) + len(self._files) + 1
-            self._file = SafetensorsWriter(self.partial / _shard_name(number), self._header_bytes)
+            self._file = SafetensorsWriter(self.partial / self._next_name(), self._header_bytes)
         return self._file
+
+    def _next_name(self) -> str:
+        return f"model-{sum(len(line['files']) for line in self.done) + len(self._files) + 1:05}.safetensors"
 
     def _close_file(self) -> None:
         if self._file is not None:
@@ -219,30 +251,3 @@ def texts_beside(
         name, contents = layout.SIDE_FILE
         texts[name] = dump_json(contents(config["quantization_config"]))
     return texts
-
-
-def planned_shards(units: Iterable[Mapping[str, int]]) -> dict[str, tuple[int, list[str]]]:
-    """Return the bytes and the tensors of each file that a CheckpointWriter makes of `units`, by the file's name.
-
-    One commit writes a unit: tensor name -> bytes, in order.
-    """
-    found: dict[str, tuple[int, list[str]]] = {}
-    for unit in units:
-        files_: list[tuple[FileSize, list[str]]] = []
-        for name, size in unit.items():
-            if not files_ or _is_full(files_[-1][0], name, size, SHARD_BYTES):
-                files_.append((FileSize(), []))
-            files_[-1][0].add(name, size)
-            files_[-1][1].append(name)
-        for counted, names in files_:
-            found[_shard_name(len(found) + 1)] = counted.total, names
-    return found
-
-
-def _is_full(file: FileSize, name: str, size: int, most: int) -> bool:
-    """Return True if a tensor begins a new file."""
-    return not file.fits(name) or 0 < file.tensors > most - size
-
-
-def _shard_name(number: int) -> str:
-    return f"model-{number:05}.safetensors"

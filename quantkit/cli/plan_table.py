@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from quantkit.cli import show
-from quantkit.core.units import format_bytes
+from quantkit.core.units import format_bytes, format_range
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -53,6 +53,7 @@ def _plan(found: Plan) -> str:
                 if calibration
                 else None,
             ),
+            ("duration", f"{format_range(*found.duration)}, by a probe of one block" if found.duration else None),
             ("peak memory", f"about {' and '.join(needs)}"),
             ("disk free", format_bytes(found.disk_free) if found.disk_free else None),
             ("loads in", facts_["readers"]),

@@ -119,11 +119,15 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
     click.option(
         "--gpu-memory", type=options.Bytes(), help="Memory of the GPU that will quantize, if it is not here, like 80GB."
     ),
+    click.option(
+        "--probe/--no-probe", default=True, help="Measure a part of a long run to estimate its duration [probe]."
+    ),
 )
 @run_options()
 def plan(
     model: str,
     out: Path | None,
+    probe: bool,
     gpu_memory: int | None,
     target: str | None,
     gpu: str | None,
@@ -133,10 +137,9 @@ def plan(
 ) -> None:
     """Say what quantize would do, and end with its exit code.
 
-    Exact bytes of the output, memory, and everything that quantize would refuse before it computes. No weight is
-    read."""
+    Exact bytes of the output, memory, duration, and everything that quantize would refuse before it computes."""
     running, recipe = _split(given)
-    _plan(model, out, recipe, running, as_json, progress, gpu_memory=gpu_memory, target=target, gpu=gpu)
+    _plan(model, out, recipe, running, as_json, progress, gpu_memory=gpu_memory, target=target, gpu=gpu, probe=probe)
 
 
 def _produce(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import ceil, floor
+
 
 def format_bytes(count: float) -> str:
     """Format a number of bytes as short text in decimal units."""
@@ -18,6 +20,16 @@ def format_seconds(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def format_range(low: float, high: float | None) -> str:
+    """Format an estimated duration as short text, such as "about 3 to 5 min"; without `high` it is more than `low`."""
+    longest = high or low
+    unit, seconds = ("s", 1) if longest < 100 else ("min", 60) if longest < 6000 else ("h", 3600)
+    if high is None:
+        return f"more than {max(1, floor(low / seconds))} {unit}"
+    first, last = max(1, floor(low / seconds)), max(1, ceil(high / seconds))
+    return f"about {first} to {last} {unit}" if first < last else f"about {last} {unit}"
 
 
 def format_percent(ratio: float) -> str:

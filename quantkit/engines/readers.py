@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from quantkit.core.scheme import Scheme
 from quantkit.engines.rows import UNTRIED, Engine, Folder, Reader
-from quantkit.engines.tables import CAUTIONS, ENGINES, TRAITS
+from quantkit.engines.tables import CAUTIONS, CHAT_PROMPT, ENGINES, TEXT_PROMPT, TRAITS
 from quantkit.errors import Words
 
 
@@ -26,10 +26,16 @@ def opened_by(folder: Folder) -> list[str]:
     return [reader.label for reader, reasons in readers_of(folder) if not reasons]
 
 
-def use_of(reader: str) -> tuple[str, str, str] | None:
-    """Find a title, a language and the commands by which a reader, as `opened_by` names it, opens FOLDER."""
+def use_of(reader: str, chats: bool = False) -> tuple[str, str, str] | None:
+    """Find a title, a language and the commands by which a reader, as `opened_by` names it, opens FOLDER.
+
+    The model `chats` if it has a chat template.
+    """
     name = reader.removesuffix(UNTRIED)
-    return next((engine.uses[name] for engine in ENGINES if name in engine.uses), None)
+    found = next((engine.uses[name] for engine in ENGINES if name in engine.uses), None)
+    if found is None or not chats:
+        return found
+    return *found[:2], found[2].replace(TEXT_PROMPT, CHAT_PROMPT)
 
 
 def refusals(folder: Folder) -> list[str]:

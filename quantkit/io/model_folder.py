@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import stat
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -57,6 +59,14 @@ TOKENIZERS = ("tokenizer*", "*.model", "*.tiktoken", "vocab*", "merges*", "tekke
 #: Where the hub's cache keeps the repository ORG/NAME.
 CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def has_chat_template(folder: Path) -> bool:
+    """Return True if the files of a tokenizer hold a chat template."""
+    stated = None
+    with suppress(OSError, ValueError, RecursionError, AttributeError):
+        stated = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8")).get("chat_template")
+    return bool(stated) or (folder / "chat_template.jinja").is_file()
 
 
 class Companions(NamedTuple):

@@ -72,8 +72,11 @@ class SafetensorsWriter:
             self._file = files.create(path)
         self._file.seek(reserved)
 
-    def add(self, name: str, tensor: Tensor) -> None:
-        """Append a tensor; CheckpointError for a second one of its name, an unknown dtype or a full header."""
+    def add(self, name: str, tensor: Tensor) -> str:
+        """Append a tensor and return its digest.
+
+        CheckpointError for a second one of its name, an unknown dtype or a full header.
+        """
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(
                 f"safetensors files here do not hold {tensor.dtype}", "convert it first", subject=name
@@ -90,6 +93,7 @@ class SafetensorsWriter:
             self._last[name] = bytes(data)
         else:
             files.write(self._file, data, self.path)
+        return self._digests[name]
 
     def close(self) -> str:
         """Write the header, make the file durable and return its hash."""

@@ -49,6 +49,15 @@ class BlockRunner(MatchedModel):
         self._interception = Interception([self.module.get_submodule(path) for path in self.blocks])
         self._replay = Replay(CALLS_BYTES[self.device.type])
 
+    def keep_first(self, count: int) -> None:
+        """Drop all blocks but the first, for a probe; nothing, if the model holds them in several lists."""
+        lists = {path.rpartition(".")[0] for path in self.blocks}
+        if len(lists) == 1:
+            parent, _, name = next(iter(lists)).rpartition(".")
+            blocks = [self.module.get_submodule(path) for path in self.blocks[:count]]
+            setattr(self.module.get_submodule(parent), name, nn.ModuleList(blocks))
+            self.blocks = self.blocks[:count]
+
     def prepare(self, *, embeddings: bool) -> None:
         """Load the weights that run before the blocks; without `embeddings`, they are freed as by `drop_embeddings`.
 

@@ -23,7 +23,8 @@ from quantkit.checkpoint.provenance import digests, recorded_hashes, require_unc
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import heading
 from quantkit.checkpoint.report import load as load_report
-from quantkit.checkpoint.writer import SHARD_BYTES, CheckpointWriter
+from quantkit.checkpoint.shards import SHARD_BYTES
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.core.scheme import Scheme
 from quantkit.core.work_queue import WorkQueue
 from quantkit.engines.joined import is_expert

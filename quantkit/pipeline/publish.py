@@ -6,6 +6,8 @@ An output folder appears complete or not at all. A run that fails leaves its res
 from __future__ import annotations
 
 import copy
+import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
@@ -27,7 +29,8 @@ from quantkit.engines.output_config import output_config
 from quantkit.errors import CheckpointError, Option, QuantkitError, Words, about
 from quantkit.io import files
 from quantkit.io.json_files import dump_json, without_folders
-from quantkit.io.model_folder import RECIPE
+from quantkit.io.model_folder import RECIPE, has_chat_template
+from quantkit.io.safetensors_header import read_header
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts.schemes import Schemes
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
@@ -37,6 +40,8 @@ from quantkit.reporting.model_card import model_card
 
 #: Measures a finished folder that is not published yet: perplexity and KL divergence.
 Measure: TypeAlias = Callable[[Checkpoint], dict[str, Any]]
+#: The most kinds of dense tensors that a report names as the largest.
+MOST_KINDS = 3
 
 
 def write(
@@ -152,6 +157,8 @@ def finish(
     `share` is the part of the decoder's weights that changed. A folder that a reader would open wrongly is not
     published; see `open_folder` for its CheckpointError. `clock` has run since the command began.
     """
+    with clock.phase("write"):
+        writer.arrange()
     layout = writer.layout
     true = {layer["name"]: layer.get("true_shape") for layer in report["layers"]}
     config = output_config(src, layout, schemes, true, report.get("recipe_sha256"))
@@ -162,6 +169,7 @@ def finish(
         "bytes": sum((partial / name).stat().st_size for name in writer.hashes()),
         "source_bytes": sum(path.stat().st_size for path in src.files()),
         "bits_per_weight": 8 * writer.packed_bytes / weights if weights and layout else None,
+        **({} if layout is None else _dense(partial, writer.hashes(), report)),
     }
 
     names = {src.path: src.path.name, **dict.fromkeys((partial, partial.resolve(), out.absolute()), out.name)}
@@ -186,7 +194,7 @@ def finish(
             report["readers"] = [reader for reader in report.get("readers", []) if reader != TRIED]
         if not opening.readers:
             report["notices"].append(f"the output could not be opened here: {opening.untried[OURS]}")
-        report["left_out"] = list(writer.left_out)
+        report["left_out"], report["chat_template"] = list(writer.left_out), has_chat_template(partial)
         if measure is not None:
             try:
                 with clock.phase("evaluate"):
@@ -202,6 +210,26 @@ def finish(
     writer.finish(config, described, sealed)
     publish_folder(partial, out, overwrite=overwrite)
     return report
+
+
+def _dense(partial: Path, files_: Iterable[str], report: Mapping[str, Any]) -> dict[str, Any]:
+    """Add up the bytes of the tensors that stay dense, and name the largest kinds: the same tensor of all blocks."""
+    packed = {layer["name"] for layer in report["layers"]}
+    stored = {name: info for file in files_ for name, info in read_header(partial / file)[0].items()}
+    dense = {name: info for name, info in stored.items() if name.rpartition(".")[0] not in packed}
+    sizes = Counter[str]()
+    for name, info in dense.items():
+        sizes[re.sub(r"\.\d+\.", ".N.", name).removesuffix(".weight")] += info.end - info.start
+    total, most = sum(sizes.values()), sizes.most_common(MOST_KINDS)
+    widths = Counter[int]()
+    for info in dense.values():
+        widths[8 * info.dtype.itemsize] += info.end - info.start
+    return {
+        "dense_bytes": total,
+        "dense_bits": widths.most_common(1)[0][0] if widths else None,
+        "dense_largest": {name: size for name, size in most if size >= total / 10},
+        "tied_head": any(f"{name}.weight" not in stored for name in report.get("dense", ())),
+    }
 
 
 def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], float]:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import groupby
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ from typing_extensions import Unpack
 from quantkit.calibration.budget import BESIDE, gradient_documents
 from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import check_sequences, new_run, split_documents
+from quantkit.calibration.probe import Duration, is_worth_a_probe
+from quantkit.calibration.probe import probe as probe_run
 from quantkit.calibration.self_generated import Text, expected_text, load_text, save_text, write_text
 from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Item
@@ -92,13 +95,15 @@ def plan(
     gpu_memory: int | None = None,
     target: str | None = None,
     gpu: str | None = None,
+    probe: bool = False,
     **options: Unpack[RunKeywords],
 ) -> Plan:
     """Plan the output of `quantize` from config, headers and calibration text.
 
     If `quantize` would refuse the run, the plan has its error. The error is raised only if no plan can be made. Values
     of weights and hashes of files are not checked. `gpu_memory` are the bytes of a GPU that is not here. `target` and
-    `gpu` name a program and a GPU; the plan then lists their kernels.
+    `gpu` name a program and a GPU; the plan then lists their kernels. With `probe`, a part of a long run is measured to
+    estimate its duration.
     """
     run = RunOptions(**options)
     served_on = find_gpu(target, gpu)
@@ -112,11 +117,40 @@ def plan(
     facts, bounded = text.facts, []
     if job.recipe.calibrated and job.recipe.calibration.is_written:
         bounded = [
-            "the model writes its calibration text in the run: its tokens are counted as if all were the longest"
+            "the model writes its calibration text in the run: its tokens are counted as if all were the longest, and "
+            "no duration is known"
         ]
         facts = {key: value for key, value in facts.items() if key not in ("sha256", "sources")}
-    remarks = (*job.plan.remarks, *text.warnings, *text.notices, *bounded)
-    return replace(job.plan, calibration=facts, remarks=remarks)
+    measured = probe and gpu_memory is None and not bounded
+    duration, why = _duration(job, text, run) if measured else (None, [])
+    return replace(
+        job.plan,
+        calibration=facts,
+        remarks=(*job.plan.remarks, *text.warnings, *text.notices, *bounded, *why),
+        duration=None if duration is None else (duration.low, duration.high),
+    )
+
+
+def _duration(job: _Job, text: Calibration, run: RunOptions) -> tuple[Duration | None, list[str]]:
+    """Estimate the duration of a run by a probe, if it is long; else, or if the probe fails, None and the reason."""
+    weights = sum(prod(row.shape) for row in job.plan.quantized)
+    if job.recipe.calibrated and not text.sequences:  # only the last step is left
+        return None, []
+    if not is_worth_a_probe(job.recipe, weights, text.sequences, job.model.device.type):
+        return None, []
+    try:
+        found = probe_run(
+            job.src,
+            job.recipe,
+            job.chosen,
+            text.sequences,
+            device=run.device,
+            trust_remote_code=run.trust_remote_code,
+            progress=run.progress or Progress(quiet=True),
+        )
+    except QuantkitError as error:
+        return None, [Words("the duration is not known, a probe of one block failed:", error.typed)]
+    return found, []
 
 
 def _survey(
@@ -168,7 +202,7 @@ def _with_files(job: _Job) -> Plan:
     """Return the plan with the files of the output. A config can be made only if the layout holds all weights."""
     recipe = job.recipe
     output = output_files(job.src, job.plan, recipe.output_layout, _schemes(job), recipe, _units(job))
-    planned = replace(job.plan, files=output.files, before_last=output.before_last)
+    planned = replace(job.plan, files=output.files, before_last=output.before_last, joined=output.joined)
     return replace(planned, report_bytes=report_bytes(job.src, planned))
 
 
@@ -354,6 +388,11 @@ def _quantize(
         job, text = _require_runnable(job, out, run)
         recipe = job.recipe
         require_devices(job.model.device, here)
+    if not progress.quiet and not run.resume and here.count == 1:
+        with clock.phase("probe"):
+            duration, why = _duration(job, text, run)
+        for line in [f"{duration}, by a probe of one block"] if duration else why:
+            progress.note(line)
     src = job.src
     revision = _revision(src, run.revision)
     base, unread = origin(src, model, revision)

@@ -93,7 +93,7 @@ class Repacker:
         if self._requantize_scales:
             before = {**before, **_round_scales(self._src, module, tensors)}
         row = self._rows[module]
-        if (same := self._by_rows(tensors, before.get("digest"), row, notices)) is not None:
+        if (same := self.by_rows(tensors, before.get("digest"), row, notices)) is not None:
             return Item(name, same, {key: value for key, value in before.items() if key != "true_shape"})
         q = self._src.record(module, tensors, notices)
         tensors.clear()
@@ -104,7 +104,7 @@ class Repacker:
             digest = digest if value is q else value.digest()
             return Item(name, Packed(value.scheme, value.shape, self._layout.pack(value), digest), facts)
 
-    def _by_rows(
+    def by_rows(
         self, tensors: Mapping[str, Tensor], recorded: str | None, row: Row, notices: list[str]
     ) -> Packed | None:
         """Pack a weight a few rows at a time, so that its codes stay in the cache.

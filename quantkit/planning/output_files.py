@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
-from quantkit.checkpoint.writer import planned_shards, texts_beside
+from quantkit.checkpoint.shards import planned_shards
+from quantkit.checkpoint.writer import texts_beside
 from quantkit.core.scheme import Scheme
 from quantkit.engines.output_config import output_config
 from quantkit.io.json_files import dump_json
@@ -29,13 +30,15 @@ REPORT_BYTES, LINEAR_BYTES, NAME_BYTES = 32 * 2**10, 1024, 192
 
 
 class Output(NamedTuple):
-    """The bytes of each file but report and card, and of all tensors but those of the last two commits.
+    """The bytes of each file but report and card, of all tensors but those of the last two commits, and of a join.
 
-    The last two commits of a calibrated run are its last block and the tensors outside the blocks.
+    The last two commits of a calibrated run are its last block and the tensors outside the blocks. While small files
+    are joined, the largest weight file may be there twice.
     """
 
     files: dict[str, int]
     before_last: int
+    joined: int
 
 
 def output_files(
@@ -73,7 +76,8 @@ def output_files(
         },
         **{name: len(text) for name, text in texts.items()},
     }
-    return Output(files, sum(sum(unit.values()) for unit in written[:-2]))
+    largest = max(size for size, _ in shards.values()) if len(shards) < len(written) else 0
+    return Output(files, sum(sum(unit.values()) for unit in written[:-2]), largest)
 
 
 def report_bytes(src: Checkpoint, planned: Plan) -> int:
@@ -95,7 +99,7 @@ def disk_peak(planned: Plan, activations: int, blocks: int, mapped: int, gradien
     saved = max(0, blocks - 1)
     written, kept = max(
         (planned.before_last, min(saved, 3) * activations),  # at the last snapshot
-        (planned.total, min(saved, 2) * activations),  # at the end
+        (planned.total + planned.joined, min(saved, 2) * activations),  # at the end
         key=sum,
     )
     return {"output": written, "activations": kept + mapped, GRADIENTS: blocks * gradients}

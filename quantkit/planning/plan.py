@@ -68,9 +68,11 @@ class Plan(Shown):
 
     Of `quantize` alone: `files` has the exact bytes of every file but report and model card, which together take at
     most `report_bytes`; it is empty if there are misfits. `before_last` are the bytes of tensors written before the
-    last block. `calibration` are the facts of the sequences. `refusal` is the error with which `quantize` would end
-    before it computes anything. `folder` has the facts on which readers depend, and `serving` the kernels of the
-    program that was asked about. `for_python` spells the options in notices and errors as keywords.
+    last block, and `joined` those of a file that is made of smaller ones. `calibration` are the facts of the sequences.
+    `refusal` is the error with which `quantize` would end before it computes anything. `folder` has the facts on which
+    readers depend, and `serving` the kernels of the program that was asked about. `duration` are the least and the most
+    seconds by a measured probe; the most is None if they are only known to be more. `for_python` spells the options in
+    notices and errors as keywords.
     """
 
     layout: str
@@ -90,10 +92,12 @@ class Plan(Shown):
     files: Mapping[str, int] = field(default_factory=dict)
     report_bytes: int = 0
     before_last: int = 0
+    joined: int = 0
     calibration: Mapping[str, Any] = field(default_factory=dict)
     refusal: QuantkitError | None = None
     folder: Folder | None = None
     serving: Serving | None = None
+    duration: tuple[float, float | None] | None = None
     for_python: bool = False
 
     @property
@@ -197,6 +201,7 @@ class Plan(Shown):
             else {"exit_code": self.refusal.exit_code, "message": str(self.refusal)},
             "calibration": dict(self.calibration) or None,
             "serving": None if self.serving is None else self.serving.to_dict(),
+            "duration": None if self.duration is None else {"low": self.duration[0], "high": self.duration[1]},
             "notices": self.notices,
             "linears": [asdict(row) for row in self.rows],
         }

@@ -110,7 +110,7 @@ def _recipes(before: Mapping[str, Any], now: Mapping[str, Any], keys: Sequence[K
         was, is_now = old.get(path, usual), new.get(path, usual)
         if key.is_switch:  # older recipes lack some
             was, is_now = bool(was) != key.negated, bool(is_now) != key.negated
-        if was == is_now or key.may_change or (path == ("prune",) and (path in old) != (path in new)):
+        if was == is_now or (path == ("prune",) and (path in old) != (path in new)):
             continue  # the rule for 2:4 masks comes and goes with 2:4
         name = key.name if key.level == "key" else key.keyword.replace("_", "-")
         yield Difference(_was(name, shown(was), shown(is_now)), *_undone(key, was))

@@ -20,7 +20,7 @@ from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import check_signed
 from quantkit.core.formats import FORMATS
 from quantkit.core.scheme import Scheme
-from quantkit.errors import Command, Option, RecipeError, Setting, Words, reason
+from quantkit.errors import RecipeError, Setting, Words, reason
 from quantkit.keys import Key, keys_of, read, section_at
 from quantkit.layouts import LAYOUTS, expressions
 from quantkit.layouts.base import Layout
@@ -32,7 +32,7 @@ from quantkit.recipes.goals import Goal, is_sparse, treat_alike
 from quantkit.recipes.schema import RecipeKeys, pruning_keys, refuse_gone
 from quantkit.text.sources import name_of_text
 
-_COMPARE = Words("compare with", Command("quantize", Option("print_recipe", True)))
+_COMPARE = "compare with the quantkit_recipe.yaml of an output folder"
 #: Passes of descent where they are the default.
 DESCENT = 3
 

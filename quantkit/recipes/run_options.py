@@ -31,14 +31,12 @@ class RunOptions:
         default=False,
         level="shown",
         section="Output",
-        may_change=True,
     )
     overwrite: bool = key(
         "Replace OUT when the new folder is complete",
         default=False,
         level="shown",
         section="Output",
-        may_change=True,
     )
     trust_remote_code: bool = key("Run Python code that comes with the model", default=False, section="Advanced")
     act_budget: Count | None = key(
@@ -46,13 +44,11 @@ class RunOptions:
         default=None,
         usual="all",
         section="Advanced",
-        may_change=True,
     )
     min_share: Fraction = key(
         "Leave with exit code 4 if the share of the decoder's weights that change is below it",
         default=0.9,
         section="Output",
-        may_change=True,
     )
     progress: Progress | None = None
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from fractions import Fraction
 from typing import Any
 
 from quantkit.checkpoint.report import WORDS
 from quantkit.core.units import format_bytes
+from quantkit.errors import Words, more_samples
 from quantkit.reporting.layer_errors import number
 
 #: Meaning of each fact of a layer that is an event; closing table and model card count every one.
@@ -26,6 +29,9 @@ EVENTS = {
     "zeroed": "have weights that became 0, below 2^-20 of the largest of their group",
     "zero_scales": "have rows whose stored scale is 0",
 }
+#: Tokens for each input channel of a linear without which a step is skipped; the fact counts both.
+NEEDED = {"descent_skipped": 16, "few_routed": 1}
+_COUNTED = re.compile(r"(\d+) tokens for (\d+) input channels")
 
 
 def schemes(report: Mapping[str, Any]) -> str:
@@ -49,6 +55,16 @@ def sizes(totals: Mapping[str, Any]) -> str:
     bits, before, after = (totals.get(key) for key in ("bits_per_weight", "source_bytes", "bytes"))
     parts = [f"{format_bytes(before)} before, {format_bytes(after)} after"] if before and after else []
     return ", ".join([*parts, *([f"{bits:.3f} bits per quantized weight with scales"] if bits else [])])
+
+
+def dense(totals: Mapping[str, Any]) -> str:
+    """Describe the tensors that stay dense, the largest by name, empty if the report does not know."""
+    size, bits, largest = (totals.get(key) for key in ("dense_bytes", "dense_bits", "dense_largest"))
+    if not isinstance(size, int) or not size or not isinstance(largest, Mapping):
+        return ""
+    named = [f"{name} {format_bytes(count)}" for name, count in largest.items() if isinstance(count, int)]
+    tied = ["the head is tied to it"] if totals.get("tied_head") else []
+    return f"{format_bytes(size)} of it, in {bits} bits: {', '.join([*named, *tied])}"
 
 
 def share(report: Mapping[str, Any]) -> str:
@@ -196,8 +212,20 @@ def events(report: Mapping[str, Any]) -> list[str]:
         hit = [layer for layer in layers if _count(fact, layer.get(fact))]
         if hit:
             total = hit[0][fact] if fact in WORDS else sum(_count(fact, layer[fact]) for layer in hit)
-            found.append(f"{len(hit)} of {len(layers)} linears {meaning}: {total}, first {hit[0]['name']}")
+            line = f"{len(hit)} of {len(layers)} linears {meaning}: {total}, first {hit[0]['name']}"
+            found.append(Words(line, *_way_out(fact, hit, report.get("calibration") or {})))
     return found
+
+
+def _way_out(fact: str, hit: Iterable[Mapping[str, Any]], calibration: Mapping[str, Any]) -> list[str]:
+    """Say which number of samples lets every linear have the step that it missed, if a report tells."""
+    counted = [_COUNTED.match(str(layer[fact])) for layer in hit] if fact in NEEDED else []
+    ratios = [Fraction(NEEDED[fact] * int(each[2]), int(each[1])) for each in counted if each and int(each[1])]
+    sequences = calibration.get("sequences")
+    if not ratios or not isinstance(sequences, int):
+        return []
+    most = max(ratios)
+    return [":", more_samples(sequences, most.denominator, most.numerator)]
 
 
 def _count(fact: str, value: Any) -> int:

@@ -86,7 +86,7 @@ def _is_words(value: Any) -> bool:
 def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
     """Write the commands of the readers that open this folder; a pruned model opens as any dense one."""
     readers = ["transformers (with compressed-tensors)"] if pruned else map(str, report.get("readers", []))
-    found = [use for reader in readers if (use := use_of(reader)) is not None]
+    found = [use for reader in readers if (use := use_of(reader, report.get("chat_template") is True)) is not None]
     lines = ["", "## Use it"] if found else []
     for title, language, text in found:
         lines += ["", f"With {'transformers' if pruned else title}:", "", f"```{language}", text, "```"]
@@ -106,6 +106,8 @@ def _facts(report: Mapping[str, Any], totals: Mapping[str, Any], layout: str, sc
     if opened := facts.openings(report):
         yield "opened by", opened
     yield "size", facts.sizes(totals)
+    if stays := facts.dense(totals):
+        yield "dense", stays
     if share := facts.share(report):
         yield "share", share
     sparse = facts.sparsity(report.get("layers", []))

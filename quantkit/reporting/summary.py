@@ -21,6 +21,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ),
         facts.same_values(report),
         ("size", facts.sizes(totals)),
+        ("dense", facts.dense(totals)),
         ("share", facts.share(report)),
         ("opened by", facts.openings(report)),
         ("loads in", ", ".join(map(str, report.get("readers", [])))),

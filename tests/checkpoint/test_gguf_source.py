@@ -93,7 +93,7 @@ def test_an_output_has_the_bytes_of_quantizing_the_dequantized_folder(llama: tup
         (dense / name).write_bytes((src.path / name).read_bytes())
     made = quantize(llama[0], tmp_path / "a", **RTN)
     quantize(dense, tmp_path / "b", **RTN)
-    found, expected = (load_file(tmp_path / name / "model-00001.safetensors") for name in "ab")
+    found, expected = (load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in "ab")
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert (tmp_path / "a" / "config.json").read_bytes() == (tmp_path / "b" / "config.json").read_bytes()
 

@@ -393,7 +393,7 @@ def test_quantizing_a_low_bit_folder_gives_the_bytes_of_quantizing_the_dense_one
     recipe = from_mapping(RTN)
     assert [row for row in plan(low, recipe).rows] == [row for row in plan(exact, recipe).rows]
     reports = [quantize(folder, tmp_path / folder.name, recipe, min_share=0) for folder in (low, exact)]
-    found, expected = (load_file(tmp_path / name / "model-00001.safetensors") for name in ("low", "exact"))
+    found, expected = (load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("low", "exact"))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("low", "exact")]
     assert configs[0] == configs[1] and configs[0]["quantization_config"]["quant_method"] == "gptq"
@@ -411,7 +411,7 @@ def test_gptq_of_a_low_bit_folder_gives_the_codes_of_the_dense_one(
     recipe = from_mapping({**RTN, "method": "gptq", "calibration": calibration})
     for folder in request.getfixturevalue(model):
         quantize(folder, tmp_path / folder.name, recipe, min_share=0)
-    found, expected = (load_file(tmp_path / name / "model-00001.safetensors") for name in ("low", "exact"))
+    found, expected = (load_file(tmp_path / name / "model-00001-of-00001.safetensors") for name in ("low", "exact"))
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
 
 
@@ -420,7 +420,8 @@ def test_a_pruned_low_bit_folder_is_dense_and_says_nothing_else(llama: Path, tmp
     asked = pruning_from_mapping({"method": "magnitude", "skip": ["lm_head"]})
     for folder in (low, exact):
         prune(folder, tmp_path / f"pruned-{folder.name}", asked, min_share=0)
-    found, expected = (load_file(tmp_path / f"pruned-{n}" / "model-00001.safetensors") for n in ("low", "exact"))
+    pruned = (tmp_path / f"pruned-{name}" for name in ("low", "exact"))
+    found, expected = (load_file(folder / "model-00001-of-00001.safetensors") for folder in pruned)
     assert found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in found)
     assert "quantization_config" not in json.loads((tmp_path / "pruned-low" / "config.json").read_text())
 

@@ -108,10 +108,10 @@ def test_a_report_comes_before_a_list_and_what_neither_states_is_hashed_all_the_
     small_llama: Path, tmp_path: Path
 ) -> None:
     folder = reported(small_llama, tmp_path)
-    (folder / SUMS).write_text(f"{'0' * 64} *./model-00001.safetensors\n{'A' * 64}  other.safetensors\n")
+    (folder / SUMS).write_text(f"{'0' * 64} *./model-00001-of-00001.safetensors\n{'A' * 64}  other.safetensors\n")
     src = Checkpoint(folder)
     known = recorded_hashes(src)
-    assert known["model-00001.safetensors"].by == f"{REPORT} lists" and "other.safetensors" not in known
+    assert known["model-00001-of-00001.safetensors"].by == f"{REPORT} lists" and "other.safetensors" not in known
     assert source_hashes(src)[0] == {name: hash_of_file(path) for name, path in src.sources().items()}
     (folder / REPORT).unlink()
     with pytest.raises(CheckpointError, match=rf"{SUMS} lists, .*: restore it, or mend {SUMS}"):

@@ -156,7 +156,7 @@ def test_a_copied_model_is_the_same_model(tmp_path: Path, family: str) -> None:
     assert copy.logical() and set(copy.names()) == set(source.names())
     for name in source.names():
         assert torch.equal(copy.get(name).view(torch.uint8), source.get(name).view(torch.uint8))
-    assert len(copy.files()) > 3
+    assert len(copy.files()) >= 3
     assert hashes == {p.name: hashing.hash_of_file(p) for p in (tmp_path / "out").iterdir()}
     before, after = (AutoModelForCausalLM.from_pretrained(f).state_dict() for f in (folder, tmp_path / "out"))
     assert before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
@@ -247,13 +247,13 @@ def test_shards_stay_below_their_limit(tmp_path: Path) -> None:
     assert total == sum(p.stat().st_size - RESERVED for p in (tmp_path / "out").glob("*.safetensors"))
 
 
-def test_a_thousand_small_tensors_fill_several_headers(tmp_path: Path) -> None:
+def test_a_thousand_small_tensors_are_joined_under_one_long_header(tmp_path: Path) -> None:
     (tmp_path / "m").mkdir()
     (tmp_path / "m" / "config.json").write_text("{}")
     save_file({f"t{i}": torch.full((2,), float(i)) for i in range(1000)}, tmp_path / "m" / "model.safetensors")
     copy_all(Checkpoint(tmp_path / "m"), tmp_path / "out", every=10**6)
     copy = Checkpoint(tmp_path / "out")
-    assert len(copy.files()) > 1 and all(copy.get(f"t{i}").tolist() == [i, i] for i in range(1000))
+    assert len(copy.files()) == 1 and all(copy.get(f"t{i}").tolist() == [i, i] for i in range(1000))
 
 
 def test_a_weight_that_the_layout_cannot_hold_is_named(tmp_path: Path) -> None:

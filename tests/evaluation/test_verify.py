@@ -291,8 +291,8 @@ def test_other_dtypes_and_zero_points_of_another_program_give_notices(copy: Any)
     [
         {"../model/config.json": "0"},
         {"/etc/passwd": "0"},
-        {"model-00001.safetensors": 5},
-        {"model-00001.safetensors": None},
+        {"model-00001-of-00001.safetensors": 5},
+        {"model-00001-of-00001.safetensors": None},
         {"": "0"},
         {".": "0"},
         {"a\nb": "0"},

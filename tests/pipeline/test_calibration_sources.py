@@ -114,7 +114,7 @@ def test_the_packaged_text_is_used_loudly(small_llama: Path, tmp_path: Path) -> 
     assert any(says in notice for notice in found["notices"]) and says in (out / "README.md").read_text()
     assert (found["calibration"]["source"], found["recipe"]["calibration"]["data"]) == ("packaged", "packaged")
     call("quantize", small_llama, "-o", again, "--recipe", out / "quantkit_recipe.yaml", "-q")
-    same = ("quantkit_recipe.yaml", "model-00001.safetensors")
+    same = ("quantkit_recipe.yaml", "model-00001-of-00001.safetensors")
     assert all((out / name).read_bytes() == (again / name).read_bytes() for name in same)
 
 

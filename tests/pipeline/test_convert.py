@@ -356,7 +356,7 @@ def test_a_weight_that_passes_some_rows_at_a_time_is_the_same(
     with monkeypatch.context() as patch:
         patch.delattr(Checkpoint, "record")  # which takes all rows
         call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "c", "-q")
-    monkeypatch.setattr(repack.Repacker, "_by_rows", lambda *args: None)
+    monkeypatch.setattr(repack.Repacker, "by_rows", lambda *args: None)
     call("pack", tmp_path / "a", "--layout", target, "-o", tmp_path / "d", "-q")
     assert tensors(tmp_path / "b") == tensors(tmp_path / "c") == tensors(tmp_path / "d")
     texts = [json.loads((tmp_path / name / REPORT).read_text())["layers"] for name in "bcd"]

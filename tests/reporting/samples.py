@@ -44,7 +44,7 @@ def example() -> dict[str, Any]:
         "readers": ["quantkit.load"],
         "notices": ["something was left as it is"],
         "phases": {"forward": 1.5, "solve": 2.25},
-        "files": {"model-00001.safetensors": "0" * 64},
+        "files": {"model-00001-of-00001.safetensors": "0" * 64},
         "totals": {
             "bits_per_weight": 4.125,
             "bytes": 2_700_000,

@@ -295,7 +295,7 @@ def test_notices_calibration_versions_and_digests_are_there() -> None:
         assert notice in found.all("li"), notice
     for fact in ("one document a row", "2048", "2.99"):
         assert fact in found.all("dd"), fact
-    for digest in [report["files"]["model-00001.safetensors"], report["layers"][0]["digest"]]:
+    for digest in [report["files"]["model-00001-of-00001.safetensors"], report["layers"][0]["digest"]]:
         assert digest in found.all("span")
     assert any("f" * 64 in text for text in found.all("p"))
 

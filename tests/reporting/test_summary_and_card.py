@@ -45,6 +45,33 @@ def test_closing_table_and_card_count_every_event(fact: str) -> None:
         assert f"1 of 2 linears {EVENTS[fact]}: {counted}, first a.k_proj" in text
 
 
+@pytest.mark.parametrize(("fact", "samples"), [("descent_skipped", 97), ("few_routed", 7)])
+def test_a_step_that_was_skipped_names_the_samples_that_it_needs(fact: str, samples: int) -> None:
+    """Eight sequences gave the worst of them 750 tokens; a tenth is to spare."""
+    report = example()
+    report["layers"][0][fact] = "1000 tokens for 512 input channels"
+    report["layers"][1][fact] = "750 tokens for 512 input channels"
+    assert f"first a.q_proj: use --samples {samples}" in " ".join(summary(report).split())
+    report["layers"][1][fact] = "0 tokens for 512 input channels"
+    report["calibration"] = {}
+    assert "--samples" not in summary(report)
+
+
+def test_what_stays_dense_is_named_with_the_head_that_is_tied_to_it() -> None:
+    report = example()
+    assert "\ndense " not in summary(report)
+    report["totals"] |= {"dense_bytes": 335_000_000, "dense_bits": 16, "tied_head": True}
+    report["totals"]["dense_largest"] = {"model.embed_tokens": 334_000_000}
+    says = "335.0 MB of it, in 16 bits: model.embed_tokens 334.0 MB, the head is tied to it"
+    assert f"dense         {says}" in summary(report) and f"| dense | {says} |" in model_card(report)
+
+
+def test_the_card_of_a_model_with_a_chat_template_shows_a_chat() -> None:
+    plain, chat = model_card(example()), model_card({**example(), "chat_template": True})
+    assert "The capital of France is" in plain and "apply_chat_template" not in plain
+    assert "The capital of France is" not in chat and "tokenizer.apply_chat_template(messages" in chat
+
+
 def test_linears_of_several_schemes_are_counted_in_the_first_line() -> None:
     report = example()
     report["layers"][1]["scheme"] = "fp6:channel"

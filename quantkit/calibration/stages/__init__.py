@@ -11,10 +11,11 @@ from quantkit.calibration.stages.unquantized import Unquantized
 from quantkit.recipes.recipe import Recipe
 
 
-def stages_of(recipe: Recipe) -> list[Stage]:
-    """Compose the stages of a recipe, in the order in which they work."""
+def stages_of(recipe: Recipe, before_solving: Stage | None = None) -> list[Stage]:
+    """Compose the stages of a recipe, in the order in which they work, and one more between Hessians and solving."""
+    solving = [Hessians(), *([before_solving] if before_solving else []), Solve()]
     if not recipe.tune:
-        return [Hessians(), Solve()]
+        return solving
     unquantized, gradients = Unquantized(), Gradients() if recipe.output_aware else None
     tune = Tune(recipe.tune, unquantized, gradients)
-    return [*([gradients] if gradients else []), unquantized, Hessians(), Solve(), tune]
+    return [*([gradients] if gradients else []), unquantized, *solving, tune]

@@ -132,7 +132,7 @@ def _saved(run: Run, stream: Stream, shape: tuple[int, ...], dtype: torch.dtype)
 def _go_forward(run: Run, stream: Stream) -> list[str]:
     """Run all blocks, save the inputs of each but the first, and list the hashes of the files."""
     model, hashes = run.model, list[str]()
-    for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks)):
+    for block in run.progress.bar(range(len(model.blocks)), "gradients, forward", len(model.blocks), "block"):
         if block:
             with run.clock.phase("save"):
                 hashes.append(files.save_tensor(_file(run.work, block - 1), stream.activations.hidden))
@@ -178,7 +178,7 @@ def _drawn(model: BlockRunner, tokens: Tensor, hidden: Tensor, generator: torch.
 def _go_back(run: Run, stream: Stream, store: Activations, hashes: list[str]) -> None:
     """Carry the gradients from the last block back to the second one, and save them in place of hidden states."""
     model, hidden = run.model, stream.activations.hidden
-    for block in run.progress.bar(range(len(hashes) - 1, 0, -1), "gradients, backward", len(hashes) - 1):
+    for block in run.progress.bar(range(len(hashes) - 1, 0, -1), "gradients, backward", len(hashes) - 1, "block"):
         with run.clock.phase("load"):
             model.load_block(block)
             hidden.copy_(  # the tensor that was read has no name, so that it is freed here

@@ -28,7 +28,7 @@ from quantkit.checkpoint.items import Item
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.ranks import ALONE, Ranks
 from quantkit.core.scheme import Scheme
-from quantkit.errors import NumericError, Setting, Words, about
+from quantkit.errors import NumericError, Setting, Words, about, more_samples
 from quantkit.progress import Progress, Recorder
 from quantkit.recipes.goals import Goal, is_sparse
 from quantkit.recipes.recipe import Recipe
@@ -140,7 +140,8 @@ def solve(
     if not hessian.tokens:
         return _unreached(names, weights, goals, recipe, progress)
     if hessian.tokens < k / 8:
-        progress.warn(f"{names}: only {hessian.tokens} tokens calibrate {k} input channels")
+        few = f"{names}: only {hessian.tokens} tokens calibrate {k} input channels:"
+        progress.warn(Words(few, more_samples(recipe.calibration.samples, hessian.tokens, k)))
     recipe, skipped = _without_noise(names, k, hessian.tokens, recipe, progress)
     with about(names):
         hessian.check_size(k)
@@ -188,8 +189,8 @@ def _without_noise(
     few = f"{tokens} tokens for {k} input channels"
     least = coordinate_descent.TOKENS_PER_COLUMN
     if not recipe.descends_by_default:  # else the closing table counts these linears
-        rule = f"{names}: no descent: {few} are fewer than {least} each; give more"
-        progress.warn(Words(rule, Setting("samples")))
+        rule = f"{names}: no descent: {few} are fewer than {least} each:"
+        progress.warn(Words(rule, more_samples(recipe.calibration.samples, tokens, least * k)))
     return replace(recipe, gptq=replace(recipe.gptq, descent=0)), {"descent_skipped": few}
 
 

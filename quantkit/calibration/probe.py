@@ -1,0 +1,209 @@
+"""How long a run will take, from a short measured probe: the run itself on its first blocks and some of its documents.
+
+Solving a block does not depend on the number of documents, all else grows with their tokens. The truth depends on what
+else the machine does, so a range is stated.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil, prod
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.calibration.budget import gradient_documents
+from quantkit.calibration.loop import calibrated
+from quantkit.calibration.preflight import new_run
+from quantkit.calibration.stages.base import LoadedBlock, Stage, Task
+from quantkit.calibration.stages.tune import BATCH, CHECKS, HELD_OUT
+from quantkit.calibration.uncalibrated import solve_uncalibrated
+from quantkit.checkpoint.items import Commit
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.units import format_range
+from quantkit.models.block_runner import BlockRunner
+from quantkit.progress import Progress, Recorder
+from quantkit.recipes.goals import Goal
+from quantkit.recipes.recipe import Recipe
+
+#: Blocks of a probe. The second is measured: it is neither slow like the first, nor without a successor like the last.
+BLOCKS = 3
+#: Tokens of a probe without tuning, which needs some whole documents.
+TOKENS = 4096
+#: Seconds after which a probe ends.
+MOST_SECONDS = 60.0
+#: The range that is stated, relative to the estimate.
+SPREAD = 0.7, 1.5
+#: Seconds of each run, and bytes of the source a second, for hashing, writing and opening.
+FIXED, BYTES_A_SECOND = 3.0, 3e8
+#: Products of weights and tokens below which a run takes less time than it is worth to be probed.
+SMALL = {"cpu": 5e10, "cuda": 1e14}
+#: The same for runs without text, in weights.
+FEW_WEIGHTS = 5e7
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Hold the range of seconds that a run will take; `high` is None if the probe was stopped."""
+
+    low: float
+    high: float | None
+
+    def __str__(self) -> str:
+        return format_range(self.low, self.high)
+
+
+def is_worth_a_probe(recipe: Recipe, weights: int, sequences: Sequence[Tensor], device: str) -> bool:
+    """Return True for a run on so many `weights` that takes more than some seconds."""
+    if not recipe.calibrated:
+        return weights >= FEW_WEIGHTS
+    lengths = [len(tokens) for tokens in sequences]
+    tuned = 3 * recipe.tune * BATCH * sum(lengths) / max(1, len(lengths))
+    return weights * (sum(lengths) + tuned) >= SMALL[device]
+
+
+def probe(
+    src: Checkpoint,
+    recipe: Recipe,
+    goals: Mapping[str, Goal | None],
+    sequences: Sequence[Tensor],
+    *,
+    device: str,
+    trust_remote_code: bool,
+    progress: Progress,
+) -> Duration:
+    """Measure a small part of a run and estimate the seconds of the whole; the run itself stays as it is.
+
+    `goals` has the goal of each linear, and `sequences` are int64 `[t]`. Raises as the run would.
+    """
+    watch = _Watch(progress)
+    fixed = FIXED + src.source_bytes / BYTES_A_SECOND
+    if not recipe.calibrated:
+        seconds = _rounding(src, recipe, goals)
+        return Duration(*(part * (fixed + seconds) for part in SPREAD))
+    model = BlockRunner(src, device=device, trust_remote_code=trust_remote_code)
+    blocks = len(model.blocks)
+    model.keep_first(BLOCKS)
+    try:
+        seconds = _calibrating(src, recipe, model, blocks, sequences, watch)
+    except _Late:
+        return Duration(fixed + MOST_SECONDS * blocks / BLOCKS, None)
+    return Duration(*(part * (fixed + seconds) for part in SPREAD))
+
+
+def _rounding(src: Checkpoint, recipe: Recipe, goals: Mapping[str, Goal | None]) -> float:
+    """Estimate the seconds of a run without text from its smallest linear, which is solved twice."""
+    sizes = {name: prod(src.shape(f"{name}.weight")) for name, goal in goals.items() if goal is not None}
+    name = min(sizes, key=lambda name: sizes[name])
+    goal, seconds = goals[name], 0.0
+    assert goal is not None
+    for _ in range(2):
+        begun = time.perf_counter()
+        solve_uncalibrated(name, src.get(f"{name}.weight"), goal, recipe)
+        seconds = time.perf_counter() - begun
+    return seconds * sum(sizes.values()) / sizes[name]
+
+
+def _calibrating(
+    src: Checkpoint, recipe: Recipe, model: BlockRunner, blocks: int, sequences: Sequence[Tensor], watch: _Watch
+) -> float:
+    lengths = [len(tokens) for tokens in sequences]
+    some = _typical(sequences, HELD_OUT if recipe.tune else ceil(TOKENS * len(lengths) / sum(lengths)))
+    times = sum(lengths) / sum(map(len, some))
+    with tempfile.TemporaryDirectory() as work:
+        run = new_run(src, replace(recipe, tune=min(recipe.tune, 1)), model, some, Path(work), progress=watch)
+        steps = calibrated(run, [], _Enlarge(times))
+        commits: list[dict[str, float]] = [item.facts["phases"] for item in _until(steps, min(2, len(model.blocks)))]
+    first, each = commits[0], commits[-1]
+    grows = times * sum(each.get(phase, 0.0) for phase in ("forward", "hessian", "save"))
+    tuned = each.get("tune", 0.0) * _passes(lengths, recipe.tune) / _passes(list(map(len, some)), 1)
+    of_blocks = blocks * (each.get("load", 0.0) + each.get("solve", 0.0) + grows + tuned)
+    return of_blocks + _gradients(blocks, first, watch) * _share(lengths, list(map(len, some)))
+
+
+def _gradients(blocks: int, first: Mapping[str, float], watch: _Watch) -> float:
+    """Estimate the seconds of output gradients of the probe's documents through all blocks."""
+    forward, back = watch.mean("gradients, forward"), watch.mean("gradients, backward")
+    sampling = first.get("gradients", 0.0) - watch.total("gradients, backward")
+    return blocks * (forward + back) + max(0.0, sampling)
+
+
+def _share(lengths: Sequence[int], some: Sequence[int]) -> float:
+    """Divide the tokens of all gradients by those of the probe."""
+    return sum(lengths[: gradient_documents(lengths)]) / sum(some[: gradient_documents(some)])
+
+
+def _passes(lengths: Sequence[int], steps: int) -> float:
+    """Count the tokens of forward passes, three for one with gradients, that tune a block in so many steps."""
+    held_out = sum(lengths[HELD_OUT - 1 :: HELD_OUT])
+    trained = len(lengths) - len(lengths) // HELD_OUT
+    batch = min(BATCH, trained) * sum(lengths) / len(lengths)
+    return (1 + min(CHECKS, steps)) * held_out + 3 * steps * batch
+
+
+def _typical(sequences: Sequence[Tensor], count: int) -> list[Tensor]:
+    """Choose documents of all lengths."""
+    by_length = sorted(sequences, key=len)
+    count = min(count, len(by_length))
+    return [by_length[(2 * i + 1) * len(by_length) // (2 * count)] for i in range(count)]
+
+
+def _until(items: Iterable[Any], commits: int) -> Iterator[Commit]:
+    """Yield the first commits; the tensors between them are dropped."""
+    for item in items:
+        if isinstance(item, Commit):
+            yield item
+            commits -= 1
+            if not commits:
+                return
+
+
+class _Enlarge(Stage):
+    """Let Hessians count the tokens of the whole run, so that no step is skipped that the run will take."""
+
+    def __init__(self, times: float) -> None:
+        self._times = times
+
+    def work(self, block: LoadedBlock, tasks: list[Task]) -> None:
+        for task in tasks:
+            if task.hessian is not None:
+                task.hessian.tokens = round(task.hessian.tokens * self._times)
+
+
+class _Late(Exception):
+    """The probe took too long."""
+
+
+class _Watch(Recorder):
+    """Progress that prints nothing, measures the items of each bar, and ends a probe that takes too long."""
+
+    def __init__(self, like: Progress) -> None:
+        super().__init__(like)
+        self._seconds: dict[str, list[float]] = {}
+        self._end = time.perf_counter() + MOST_SECONDS
+
+    def bar(self, work: Iterable[Any] | int, label: str, total: int | None = None, each: str = "") -> Any:
+        return super().bar(work if isinstance(work, int) else self._measured(work, label), label, total)
+
+    def check(self) -> None:
+        super().check()
+        if time.perf_counter() > self._end:
+            raise _Late
+
+    def _measured(self, work: Iterable[Any], label: str) -> Iterator[Any]:
+        for item in work:
+            begun = time.perf_counter()
+            yield item
+            self._seconds.setdefault(label, []).append(time.perf_counter() - begun)
+
+    def total(self, label: str) -> float:
+        """Add up the seconds of a bar."""
+        return sum(self._seconds.get(label, []))
+
+    def mean(self, label: str) -> float:
+        """Return the mean seconds of an item, 0 without one."""
+        return self.total(label) / max(1, len(self._seconds.get(label, [])))

@@ -1,0 +1,96 @@
+"""The estimate of a run's duration comes from the run itself, leaves it as it is, and never fails it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.calibration import probe
+from quantkit.core.units import format_range
+from quantkit.pipeline import quantize
+from quantkit.progress import Progress
+from quantkit.recipes.recipe import from_mapping
+from tests.command_line import RTN, call
+from tests.promises.model import TEXT, write_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("probe")
+    (folder / "text.txt").write_text(TEXT)
+    return write_model(folder / "model", num_hidden_layers=4)
+
+
+@pytest.fixture
+def always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every run be worth a probe."""
+    monkeypatch.setattr(probe, "SMALL", {"cpu": 0, "cuda": 0})
+    monkeypatch.setattr(probe, "FEW_WEIGHTS", 0)
+
+
+@pytest.mark.parametrize("asked", [{}, {"tune": 2}, {"tune": 2, "output_aware": True}, {"method": "rtn"}], ids=str)
+@pytest.mark.usefixtures("always")
+def test_every_kind_of_run_is_estimated(asked: dict[str, Any], model: Path) -> None:
+    text = {"calibration": {"data": str(model.parent / "text.txt"), "samples": 16, "max_length": 32}}
+    planned = quantize.plan(model, from_mapping({**text, **asked}), probe=True, device="cpu")
+    assert planned.duration is not None and planned.duration[1] is not None, planned.notices
+    assert probe.FIXED * probe.SPREAD[0] < planned.duration[0] < planned.duration[1] < 600
+
+
+@pytest.mark.usefixtures("always")
+def test_a_probe_changes_no_byte_and_is_left_out_where_nobody_reads(model: Path, tmp_path: Path) -> None:
+    args = (model, "--calib", model.parent / "text.txt", "--samples", 4, "--max-length", 32)
+    told = call("quantize", *args, "-o", tmp_path / "told").stderr
+    assert "by a probe of one block" in told
+    quiet = call("quantize", *args, "-o", tmp_path / "quiet", "-q").stderr
+    assert "probe" not in quiet
+    for path in (tmp_path / "told").glob("*.safetensors"):
+        assert path.read_bytes() == (tmp_path / "quiet" / path.name).read_bytes()
+
+
+@pytest.mark.usefixtures("always")
+def test_a_probe_that_takes_too_long_is_stopped_and_says_the_least(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "MOST_SECONDS", 0.0)
+    args = ("plan", model, "--calib", model.parent / "text.txt", "--samples", 4, "--max-length", 32)
+    assert "duration       more than" in call(*args).stdout
+    assert "duration" not in call(*args, "--no-probe").stdout
+
+
+@pytest.mark.usefixtures("always")
+def test_weights_that_are_broken_do_not_fail_a_plan(tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    for path in folder.glob("*.safetensors"):
+        data = path.read_bytes()
+        first = 8 + int.from_bytes(data[:8], "little")
+        path.write_bytes(data[:first] + b"\xff" * (len(data) - first))  # NaN
+    found = call("plan", folder, *RTN).stdout
+    assert "the duration is not known, a probe of one block failed:" in found and "NaN" in found
+
+
+def test_short_runs_have_no_probe(model: Path) -> None:
+    assert "duration" not in call("plan", model, *RTN).stdout
+
+
+def test_lines_without_a_terminal_say_what_is_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quantkit.progress.DELAY", 0)
+    assert list(Progress().bar(range(3), "calibrate", 3, "block")) == [0, 1, 2]
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(",")[0] for line in lines] == [f"calibrate: block {i}/3" for i in (1, 2, 3)]
+    assert lines[0].endswith("about 0 s left") and "left" not in lines[2]
+    list(Progress(quiet=True).bar(range(3), "calibrate", 3, "block"))
+    list(Progress().bar(range(3), "pack", 3))
+    assert capsys.readouterr().err == ""
+
+
+def test_ranges_are_round_and_in_one_unit() -> None:
+    assert format_range(24.3, 61.2) == "about 24 to 62 s"
+    assert format_range(190, 290) == "about 3 to 5 min"
+    assert format_range(7000, 9000) == "about 1 to 3 h"
+    assert format_range(0.2, 0.4) == "about 1 s"
+    assert format_range(700, None) == "more than 11 min"
