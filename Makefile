@@ -7,6 +7,7 @@
 #   make reliability  the attacks of docs/reliability.md, section 4, under ten minutes on two cores; reliability-nightly: all of them
 #   make docs   write the generated pages
 #   make census write docs/models.md: which model families work; VLLM=SCRIPT asks vLLM too (tests/census/engine.py)
+#   make real   two real models by each recipe: make, quantize, judge, verify, chat; REAL has options, such as REAL='--only rtn default'
 #   make gpu    GPU tests and benchmarks; writes benchmarks/gpu/
 # PYTHON chooses the interpreter (3.10 to 3.14), VENV where the environment lies.
 PYTHON ?= python3
@@ -14,7 +15,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.complete
 
-.PHONY: setup demo fast test lint docs census check gpu reliability reliability-nightly
+.PHONY: setup demo fast test lint docs census check real gpu reliability reliability-nightly
 
 setup: $(STAMP)
 
@@ -62,6 +63,10 @@ reliability: setup
 reliability-nightly: setup
 	$(BIN)/python -m tests.reliability --column nightly -o benchmarks/reliability.json
 	$(BIN)/python -m tests.reliability.page benchmarks/reliability.json docs/reliability.md
+
+# Downloads some 600 MB, the models and the texts, and wants a GPU: benchmarks/README.md says how to run it without a network.
+real: setup
+	$(BIN)/python -m benchmarks.real $(REAL)
 
 # GPU tests and benchmarks, with the Python that has a CUDA build of torch: make gpu PYTHON=python3 REFERENCE=...
 gpu:
