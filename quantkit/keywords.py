@@ -9,10 +9,12 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from types import NoneType, SimpleNamespace, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from quantkit.errors import QuantkitError
+from quantkit.io.paths import at_home
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +35,7 @@ def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         signature = _spelled_out(function, defaults)
         kinds = {name: _classes(parameter.annotation) for name, parameter in signature.parameters.items()}
+        named, paths = list(kinds), {name for name, classes in kinds.items() if Path in classes}
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -41,8 +44,11 @@ def api_function(*like: Callable[..., Any], **given: Any) -> Callable[[Callable[
                     raise TypeError(_unexpected(function.__name__, name, list(signature.parameters)))
                 if not isinstance(value, kinds[name]):
                     raise TypeError(_mistyped(function.__name__, name, kinds[name], value))
+            values: Any = [at_home(value) if name in paths else value for name, value in zip(named, args, strict=False)]
+            values += args[len(named) :]
+            options: Any = {name: at_home(value) if name in paths else value for name, value in kwargs.items()}
             try:
-                return function(*args, **kwargs)
+                return function(*values, **options)
             except QuantkitError as error:
                 error.to_python()
                 raise

@@ -32,6 +32,8 @@ from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.validation import DAMAGED
 
 CONFIG, QUANTIZATION = "config.json", "quantization_config"
+#: Dtypes of weights that are not quantized, and of counters and masks beside them.
+_DENSE = (*FLOATS, torch.float64, torch.int64, torch.bool)
 
 
 class Checkpoint(StoredTensors):
@@ -76,7 +78,11 @@ class Checkpoint(StoredTensors):
         self.stated, where = self._quantization_config(listing)
         self.low_bit = self._dequantize(None if source is None else source.form)
         if self.stated is not None and self.low_bit is None:
-            self.layout, self.schemes = read_config(self.stated, self.path / where)
+            try:
+                self.layout, self.schemes = read_config(self.stated, self.path / where)
+            except CheckpointError:
+                self.require_quantized(shown(self.stated.get("quant_method")), where)
+                raise
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, dict[str, str]] = {}
         if self.layout is not None and self.schemes is not None:
@@ -251,8 +257,16 @@ class Checkpoint(StoredTensors):
             if stated is None and name in listing:
                 found = json_files.load_json(inside(self.path, name))
                 if key is None or key in found:
+                    self.require_quantized(method, name)
                     return {"quant_method": method, **found}, name
         return stated, CONFIG
+
+    def require_quantized(self, method: str, where: str) -> None:
+        """Raise CheckpointError if the file `where` states a quantization, and all matrices are dense."""
+        if all(self.dtype(name) in _DENSE or len(self.shape(name)) < 2 for name in self.names()):
+            what = f"{QUANTIZATION} from {CONFIG}" if where == CONFIG else where
+            rule = f"{where} states weights quantized by {method}, and all weights are dense"
+            raise CheckpointError(rule, f"remove {what}, which is out of date", subject=self.path)
 
     def _true_shapes(self) -> dict[str, tuple[int, int]]:
         """Return the true shapes that the `quantkit` key states; CheckpointError for one that cannot be."""

@@ -9,6 +9,7 @@ from quantkit.checkpoint.gguf_source import ENDING, open_gguf
 from quantkit.errors import CheckpointError, Option, Words, reason
 from quantkit.io import files, model_folder
 from quantkit.io.hub import UNREACHABLE, is_unreachable
+from quantkit.io.paths import at_home
 
 
 def resolve(model: str, revision: str | None = None, gguf: str | None = None) -> Path:
@@ -20,6 +21,7 @@ def resolve(model: str, revision: str | None = None, gguf: str | None = None) ->
     Only safetensors files and files of data at the top are downloaded. A name that looks like a path never reaches the
     network. CheckpointError if there is no such folder and the hub does not give it.
     """
+    model = at_home(model)
     folder = Path(model)
     if model and (folder.is_dir() or (folder.is_file() and folder.suffix.lower() == ENDING)):
         if revision is not None:

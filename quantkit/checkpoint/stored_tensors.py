@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.checkpoint.derived import Derived
+from quantkit.core.tensors import FLOATS
 from quantkit.errors import CheckpointError
 from quantkit.io import files, hashing
 from quantkit.io.json_files import AGAIN, shown
@@ -44,9 +45,12 @@ class _Place(NamedTuple):
 class StoredTensors:
     """Read the tensors of the weight files `shards` in the folder `path`, a real path.
 
-    `weight_map` is the index, tensor -> file. `beside` are other files that must not change. CheckpointError for a
-    damaged header, or an index that says something else than the files.
+    `weight_map` is the index, tensor -> file. `beside` are other files that must not change. An output stores dense
+    floats as `written_dtype`; None: as they are. CheckpointError for a damaged header, or an index that says something
+    else than the files.
     """
+
+    written_dtype: torch.dtype | None = None
 
     def __init__(
         self,
@@ -107,9 +111,20 @@ class StoredTensors:
         return name in self._where and self._where[name].restore is not None
 
     def as_stored(self, name: str, tensor: Tensor) -> Tensor:
-        """Give a dense tensor the form in which the source stores it."""
+        """Give a dense tensor the form in which an output stores it: that of the source, but for `written_dtype`."""
         restore = self._where[name].restore if name in self._where else None
-        return tensor if restore is None else restore(tensor)
+        tensor = tensor if restore is None else restore(tensor)
+        cast = self.written_dtype is not None and tensor.dtype in FLOATS
+        return tensor.to(self.written_dtype) if cast else tensor
+
+    def written(self, name: str) -> torch.dtype:
+        """Return the dtype in which an output stores a dense tensor."""
+        dtype = self.dtype(name)
+        return self.written_dtype if self.written_dtype is not None and dtype in FLOATS else dtype
+
+    def bytes_written(self, name: str) -> int:
+        """Count the bytes of a dense tensor in an output."""
+        return prod(self.shape(name)) * self.written(name).itemsize
 
     def names(self) -> list[str]:
         """List the tensors' names, in the order of the shards' names and of the bytes in them."""

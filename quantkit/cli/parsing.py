@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from quantkit.errors import Option, Setting, Words
+from quantkit.io.paths import at_home
 from quantkit.keys import OPTIONS, Key
 
 Function = Callable[..., Any]
@@ -102,7 +103,9 @@ class Command(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
-            return super().parse_args(ctx, args)
+            rest = super().parse_args(ctx, args)
+            ctx.params |= {name: at_home(value) for name, value in ctx.params.items() if name != "prompt"}
+            return rest
         except click.NoSuchOption as error:
             now = moved(self.keys).get(error.option_name)
             if now is not None:

@@ -10,6 +10,7 @@ from typing import Any
 from quantkit.checkpoint.origin import without_paths
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import dtype_name
 from quantkit.engines.joined import aliases, asked_names, fused_groups, joined_name
 from quantkit.layouts import quantkit_key
 from quantkit.layouts.base import Layout
@@ -27,6 +28,10 @@ def output_config(
 ) -> dict[str, Any]:
     """Make the config.json of an output; `true_shapes` has every changed linear, with its shape if it is padded."""
     config: dict[str, Any] = without_paths(src.dense_config(), src.path)
+    if src.written_dtype is not None:
+        for part in (config, *config.values()):  # the parts of an image-text model state theirs too
+            if isinstance(part, dict):
+                part |= {key: dtype_name(src.written_dtype) for key in ("dtype", "torch_dtype") if key in part}
     if layout is not None and schemes is not None:
         padded = tuple((name, (shape[0], shape[1])) for name, shape in true_shapes.items() if shape)
         schemes = replace(schemes, padded=padded)

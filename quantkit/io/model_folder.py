@@ -49,8 +49,10 @@ DOWNLOADED = (
 )
 #: Tokenizers of Mistral's own format have a version after their ending, like `tokenizer.model.v3`.
 VERSIONED = re.compile(r"tokenizer\.model\.v\w+")
-#: Describes weights in Mistral's own format, which are left out too.
-FOREIGN = ("params.json",)
+#: Describes an adapter. With PEFT, transformers opens the base model that it names, not the weights beside it.
+ADAPTER = "adapter_config.json"
+#: Describe weights that are left out too: those of an adapter, and in Mistral's own format.
+FOREIGN = (ADAPTER, "params.json")
 #: The most bytes of a model card that are read for its front matter.
 CARD_LIMIT = 2**16
 #: The most bytes of a file that goes along, unless it belongs to a tokenizer.
@@ -169,6 +171,8 @@ def shards(folder: Path, listing: list[str], notices: list[str]) -> tuple[list[s
     left = [n for n in (*pickles, *listing) if n.endswith(others) and n not in names]
     if left:
         notices.append(f"ignored: {', '.join(dict.fromkeys(left))}")
+    if any(name.lower() == ADAPTER for name in listing):
+        notices.append(f"{ADAPTER}: an adapter that is not merged into the weights is left out; merge it to have it")
     return names, weight_map
 
 

@@ -24,7 +24,7 @@ from quantkit.models.families import (
     LAYER,
     LAYER_START,
 )
-from quantkit.models.state_names import renamed
+from quantkit.models.state_names import head_state, renamed
 from quantkit.models.unfused_experts import UnfusedExperts
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ def require_complete(module: PreTrainedModel, src: Checkpoint, missing: Sequence
     kind = type(module).__name__
     if missing:
         rule = f"{_shown(missing, 'is missing from the checkpoint')}: the folder is not a complete {kind}"
-        raise CheckpointError(rule, *_for_missing(src), subject=src.path)
+        raise CheckpointError(rule, *_for_missing(module, src, missing), subject=src.path)
     if stray := undeclared(module, src, outside):
         rule = f"{_shown(stray, 'is not part of the model')}: neither {kind} nor config.json declares it"
         raise CheckpointError(rule, *_for_stray(module, stray), subject=src.path)
@@ -152,12 +152,14 @@ def _unread_expert(module: PreTrainedModel) -> Test:
     return test
 
 
-def _for_missing(src: Checkpoint) -> list[str]:
+def _for_missing(module: PreTrainedModel, src: Checkpoint, missing: Sequence[str]) -> list[str]:
     stated = src.config.get("architectures")
     named = str(stated[0]) if isinstance(stated, list) and stated else ""
     if HEAD_CLASSES.search(named):
         return [f"config.json names {named}, use the model that writes text"]
-    return ["mend config.json", "save the whole model again where it was made"]
+    flag = 'set "tie_word_embeddings": true in config.json if the embeddings are the head'
+    mend = flag if list(missing) == [head_state(module)] else "mend config.json"
+    return [mend, "save the whole model again where it was made"]
 
 
 def _for_stray(module: PreTrainedModel, stray: Sequence[str]) -> list[str]:

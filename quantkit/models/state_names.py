@@ -7,19 +7,22 @@ base model's prefix, and which stored tensors it merges or splits. Its own rules
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.errors import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 #: Stored name -> the states that transformers makes of it, and whether it merges or splits tensors to do so.
 Places = Callable[[str], tuple[tuple[str, ...], bool]]
+#: Rows of two matrices that are compared at a time.
+ROWS = 4096
 
 
 class Merged(NamedTuple):
@@ -229,3 +232,27 @@ def patterns_in_use(module: PreTrainedModel, src: Checkpoint) -> set[str]:
     rules = _Rules(module)
     found = {rules.state_of(name, rules.converters)[1] for name in src.names()}
     return {pattern for pattern in found if pattern is not None}
+
+
+def head_state(module: PreTrainedModel) -> str | None:
+    """Return the state that is the weight of the output head, None if the model has no head."""
+    head = module.get_output_embeddings()
+    return next((f"{path}.weight" for path, found in module.named_modules() if found is head), None) if head else None
+
+
+def require_tied(module: PreTrainedModel, src: Checkpoint, stored: Mapping[str, str]) -> None:
+    """Raise CheckpointError if a head and embeddings that the configuration ties are both stored, and differ.
+
+    Some readers take the one, some the other. `stored` maps state to stored name; the values of both are read.
+    """
+    head = head_state(module)
+    tied = next(((a, b) for a, b in module.all_tied_weights_keys.items() if head in (a, b)), ())
+    names = list(dict.fromkeys(stored[state] for state in tied if state in stored))
+    parts = [slice(at, at + ROWS) for at in range(0, src.shape(names[0])[0], ROWS)] if len(names) == 2 else []
+    if any(not torch.equal(*(src.get(name, part).float() for name in names)) for part in parts):
+        raise CheckpointError(
+            f"{names[0]} and {names[1]} differ, and the configuration has tie_word_embeddings: true",
+            "set it to false in config.json",
+            "remove the one that is wrong",
+            subject=src.path,
+        )

@@ -167,7 +167,8 @@ def _require_same_model(src: Checkpoint, model: BlockRunner) -> None:
         elif name in norms:
             same = src.shape(name) == theirs.shape(name)
         else:
-            same = name in names and _equal(src.get(name), theirs.as_stored(name, theirs.get(name)))
+            own = src.get(name)  # its dtype may be that of `dense_dtype`
+            same = name in names and _equal(own, theirs.as_stored(name, theirs.get(name)).to(own.dtype))
         if not same:
             raise CheckpointError(
                 f"differs from that of {theirs.path.name}", "give the model that was quantized", subject=name

@@ -77,7 +77,10 @@ def write(
                     if isinstance(item.value, Tensor):
                         with about(item.name):
                             check_finite(item.value)
-                        item = item._replace(value=src.as_stored(item.name, item.value))
+                            stored = src.as_stored(item.name, item.value)
+                            if src.written_dtype is not None:
+                                check_finite(stored)
+                            item = item._replace(value=stored)
                     tensors = writer.pack(item)
                     codes = [item.value.codes] if isinstance(item.value, QuantizedTensor) else []
                     size = sum(tensor.nbytes for tensor in (*tensors.values(), *codes))

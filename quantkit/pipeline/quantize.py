@@ -31,7 +31,7 @@ from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.origin import name_of, origin
 from quantkit.checkpoint.provenance import source_hashes
-from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.reader import CONFIG, Checkpoint
 from quantkit.checkpoint.report import heading
 from quantkit.checkpoint.resolve import resolve
 from quantkit.checkpoint.writer import CheckpointWriter, require_same
@@ -44,6 +44,7 @@ from quantkit.io.staging import WRITTEN, check_staging, is_complete, staging
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
+from quantkit.models.state_names import require_tied
 from quantkit.pipeline.opening import require_complete_source, require_right_weights
 from quantkit.pipeline.publish import Measure, finish, publish_complete, write
 from quantkit.planning.group_sizes import with_group_size
@@ -107,7 +108,7 @@ def plan(
     """
     run = RunOptions(**options)
     served_on = find_gpu(target, gpu)
-    job = _survey(_dense_source(model, run), recipe, out, run, gpu_memory)
+    job = _survey(_dense_source(model, run, recipe), recipe, out, run, gpu_memory)
     if target is not None and served_on is not None and job.plan.folder is not None:
         job = job._replace(plan=replace(job.plan, serving=serving(job.plan.rows, job.plan.folder, target, *served_on)))
     try:
@@ -381,12 +382,13 @@ def _quantize(
     clock, here = Clock(torch.device("cpu")), ranks()
     command = "prune" if recipe.layout is None else "quantize"
     with clock.phase("prepare"):
-        job = _survey(_dense_source(model, run), recipe, out, run)
+        job = _survey(_dense_source(model, run, recipe), recipe, out, run)
         asked = job.recipe
         layout = f", in the layout {asked.layout}" if asked.layout else ""
         progress.note(f"{label(asked.scheme)} by {asked.method}{layout}")
         job, text = _require_runnable(job, out, run)
         recipe = job.recipe
+        require_tied(job.model.module, job.src, job.model.states.stored)
         require_devices(job.model.device, here)
     if not progress.quiet and not run.resume and here.count == 1:
         with clock.phase("probe"):
@@ -509,9 +511,12 @@ def _streamed_units(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]
         yield unit
 
 
-def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
+def _dense_source(model: str | Path, run: RunOptions, recipe: Recipe | None = None) -> Checkpoint:
     src = Checkpoint(resolve(str(model), run.revision, run.gguf), run.trust_remote_code)
+    if recipe is not None and recipe.dense_dtype is not None:
+        src.written_dtype = getattr(torch, recipe.dense_dtype)
     if src.layout is not None:
+        src.require_quantized(src.layout.NAME, CONFIG)
         raise CheckpointError(
             f"is quantized already ({src.layout.NAME})", Words("use", Command("pack"), "or convert"), subject=model
         )
@@ -521,6 +526,17 @@ def _dense_source(model: str | Path, run: RunOptions) -> Checkpoint:
 def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | None]) -> list[str]:
     """List linears that stay dense by default, and recipe settings without effect on this model."""
     found = list(model.notices)
+    wide = [name for name in model.src.names() if model.src.written(name) == torch.float32]
+    if not isinstance(recipe.scheme, Scheme) or model.src.dtype_of_model != torch.float32:
+        wide = []
+    dense = sum(model.src.nbytes(name) for name in wide if chosen.get(name.removesuffix(".weight")) is None)
+    if dense:
+        found.append(
+            Words(
+                f"dense tensors stay float32 like the source ({dense / 1e9:.3g} GB); to halve them, use",
+                Setting("dense_dtype", "bfloat16"),
+            )
+        )
     reasons: dict[str, list[str]] = {}
     for name, reason in model.kept_dense.items():
         if chosen[name] is None:

@@ -108,6 +108,6 @@ def disk_peak(planned: Plan, activations: int, blocks: int, mapped: int, gradien
 def _tensors(src: Checkpoint, layout: Layout | None, name: str, row: Row | None) -> Mapping[str, int]:
     """Return the bytes of each tensor that a tensor of the source becomes."""
     if row is None or layout is None or row.scheme is None:
-        return {name: src.nbytes(name)}
+        return {name: src.bytes_written(name)}
     stored = layout.stored(Scheme.parse(row.scheme), *row.stored)
     return {f"{row.module}.{suffix}": dtype.itemsize * prod(shape) for suffix, (dtype, shape) in stored.items()}

@@ -308,7 +308,7 @@ def _row(
     src: Checkpoint, recipe: Recipe, module: str, shape: tuple[int, int], goal: Goal | None, in_source: bool
 ) -> Row:
     """Return the row of a linear with its goal, or of one that stays dense (None)."""
-    dense = src.nbytes(f"{module}.weight") if in_source else 0
+    dense = src.bytes_written(f"{module}.weight") if in_source else 0
     if goal is None:
         return Row(module, shape, None, dense)
     stored = stored_shape(recipe, goal, *shape)
@@ -371,7 +371,7 @@ def _assemble(
 ) -> Plan:
     """Add the other tensors of the output, the remarks and the free disk space."""
     linears = {row.module + ".weight" for row in rows} | {name for m in src.modules() for name in src.parts(m).values()}
-    others = sum(src.nbytes(name) for name in src.names() if name not in linears)
+    others = sum(src.bytes_written(name) for name in src.names() if name not in linears)
     total = others + sum(row.bytes for row in rows)
     free = _free_disk(out)
     folder = replace(_folder(src, layout, rows), outside=outside) if layout else None
@@ -417,7 +417,7 @@ def _folder(src: Checkpoint, layout: Layout, rows: list[Row]) -> Folder:
         stored = (name.removesuffix(".weight") for name in src.names() if name.endswith(".weight"))
         dense |= dict.fromkeys(src.schemes.ignore)
         dense |= dict.fromkeys(name for name in stored if joined_name(name) and name not in linears)
-    is_half = src.dtype_of_model == torch.float16
+    is_half = (src.written_dtype or src.dtype_of_model) == torch.float16
     return Folder(layout.NAME, linears, tuple(dense), any(row.padded for row in rows), src.config, is_half)
 
 

@@ -52,6 +52,7 @@ class RecipeKeywords(TypedDict, total=False):
     template_args: Mapping[str, Any] | None
     skip_bad_records: int | None
     layout: str | None
+    dense_dtype: Literal["bfloat16", "float16"] | None
     pad: bool | None
     fused_alike: bool | None
     skip: str | Iterable[str] | None

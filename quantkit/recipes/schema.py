@@ -143,6 +143,16 @@ class RecipeKeys:
         table="quantkit.layouts:LAYOUTS",
         when="To match the engine. `pack` changes it later without loss.",
     )
+    dense_dtype: Literal["bfloat16", "float16"] | None = key(
+        "Store dense tensors in this dtype",
+        default=None,
+        usual="the source's",
+        level="option",
+        section="Output",
+        may_lack=True,
+        more="Linears are quantized from the source's own values.",
+        when="`bfloat16` for a float32 source: embeddings, head and norms take half the space.",
+    )
     pad: bool = key(
         "Fill weights up with zeros to shapes that the layout holds",
         default=False,

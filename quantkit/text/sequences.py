@@ -20,6 +20,7 @@ from torch import Tensor
 
 from quantkit.errors import FILE, CheckpointError, RecipeError, Setting, Words
 from quantkit.io.hub import UNREACHABLE, HubUnreachable
+from quantkit.io.paths import at_home
 from quantkit.text.conversations import BrokenRecord, Conversation, has_chat_template, names_unread, render
 from quantkit.text.sources import PACKAGED, SELF, Documents, kind_of, load_documents, name_of_text
 from quantkit.text.tokenizer import token_ids
@@ -79,7 +80,7 @@ def draw_calibration(
     """
     if samples < 1 or max_length < 2:
         raise RecipeError(f"{samples} samples of at most {max_length} tokens", "use at least 1 sample and 2 tokens")
-    shares = find_shares([sources] if isinstance(sources, str) else sources)
+    shares = find_shares(map(at_home, [sources] if isinstance(sources, str) else sources))
     counts = _split_samples(samples, shares)
     _refuse_idle(shares, text_column, split)
     if SELF in shares and (write is None or (lengths == "fixed" and len(shares) == 1)):

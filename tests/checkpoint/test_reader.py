@@ -205,8 +205,8 @@ SABOTAGE = {
     "no config": "config.json is missing",
     "config links out": "link out",
     "config of a stranger's code": "--trust-remote-code",
-    "unknown quantization": "weights quantized by 'hqq' are not read: give the original model",
-    "unknown quantization beside config.json": "weights quantized by 'modelopt' are not read",
+    "unknown quantization": "remove quantization_config from config.json, which is out of date",
+    "unknown quantization beside config.json": "remove hf_quant_config.json, which is out of date",
     "quantization no object": "quantization_config",
 }
 

@@ -1,0 +1,210 @@
+"""Files and flags beside the weights: adapters, stale configs, float32 tensors, tied heads, and paths with `~`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import quantkit
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import REPORT
+from quantkit.errors import CheckpointError, NumericError, QuantkitError
+from quantkit.pipeline.convert import pack
+from quantkit.pipeline.quantize import plan, quantize
+from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
+from tests.command_line import call
+from tests.faults import Killed, faults, memory_path
+from tests.folders import TEXT, gptq, tensors
+from tests.tiny_models import write_model
+
+tmp_path = memory_path
+RTN = {"scheme": {"format": "int4"}, "method": "rtn"}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model("llama", tmp_path / "model", torch.float32, num_hidden_layers=1)
+
+
+def report_of(folder: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / REPORT).read_text())
+    return found
+
+
+def change(folder: Path, **config: object) -> dict[str, torch.Tensor]:
+    """Change config.json; return the tensors of a folder, whose weight files are removed."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    found: dict[str, torch.Tensor] = {}
+    for file in sorted(folder.glob("*.safetensors*")):
+        found |= load_file(file) if file.suffix == ".safetensors" else {}
+        file.unlink()
+    return found
+
+
+def put(folder: Path, found: dict[str, torch.Tensor]) -> None:
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("command", "weights"),
+    [("quantize", "adapter_model.safetensors"), ("quantize", None), ("prune", "adapter_model.bin"), ("pack", None)],
+)
+def test_an_adapter_is_left_out_with_its_config(command: str, weights: str | None, model: Path, tmp_path: Path) -> None:
+    source = model
+    if command == "pack":
+        quantize(model, source := tmp_path / "int4", from_mapping(RTN))
+    (source / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "org/base"}')
+    if weights is not None and weights.endswith("bin"):
+        (source / weights).write_bytes(b"pickle")
+    elif weights is not None:
+        save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, source / weights)
+    out = tmp_path / "out"
+    if command == "pack":
+        pack(source, out, "gptq")
+    else:
+        recipe = from_mapping(RTN) if command == "quantize" else pruning_from_mapping({"method": "magnitude"})
+        quantize(source, out, recipe)
+    report = report_of(out)
+    assert list(out.glob("adapter*")) == []
+    assert set(report["left_out"]) == {"adapter_config.json", *([weights] if weights else [])}
+    if command != "pack":
+        assert sum("adapter_config.json: an adapter that is not merged" in line for line in report["notices"]) == 1
+
+
+GPTQ = {"bits": 4, "group_size": 128, "sym": True, "desc_act": False}
+STALE = {
+    "quantize_config.json": GPTQ,
+    "quant_config.json": {"w_bit": 4, "q_group_size": 128, "zero_point": True, "version": "GEMM"},
+    "hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}},
+}
+
+
+@pytest.mark.parametrize("name", list(STALE))
+def test_a_stale_file_beside_dense_weights_is_named(name: str, model: Path, tmp_path: Path) -> None:
+    (model / name).write_text(json.dumps(STALE[name]))
+    for run in (lambda: plan(model, from_mapping(RTN)), lambda: Checkpoint(model)):
+        with pytest.raises(CheckpointError, match=rf"{name} states .*dense: remove {name}, which is out of date$"):
+            run()
+
+
+@pytest.mark.parametrize("stated", [{"quant_method": "gptq", **GPTQ}, {"quant_method": "modelopt"}])
+def test_a_stale_section_of_the_config_is_named(stated: dict[str, Any], model: Path) -> None:
+    put(model, change(model, quantization_config=stated))
+    with pytest.raises(CheckpointError, match=r"dense: remove quantization_config from config\.json, which is out of"):
+        plan(model, from_mapping(RTN))
+
+
+def test_a_side_file_of_quantized_weights_is_not_stale(model: Path, tmp_path: Path) -> None:
+    quantize(model, tmp_path / "gptq", from_mapping({**RTN, "layout": "gptq"}))
+    put(tmp_path / "gptq", change(tmp_path / "gptq"))
+    config = json.loads((tmp_path / "gptq" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "gptq" / "config.json").write_text(json.dumps(config))
+    assert Checkpoint(tmp_path / "gptq").modules()
+
+
+def test_float32_tensors_stay_with_one_notice(model: Path, tmp_path: Path) -> None:
+    quantize(model, tmp_path / "out", from_mapping(RTN))
+    (notice,) = [line for line in report_of(tmp_path / "out")["notices"] if "float32" in line]
+    assert notice.endswith("to halve them, use --dense-dtype bfloat16") and "dense tensors stay float32" in notice
+    half = write_model("llama", tmp_path / "half", torch.bfloat16, num_hidden_layers=1)
+    assert not any("float32" in line for line in plan(half, from_mapping(RTN)).notices)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_a_dense_dtype_changes_dense_tensors_alone(calibrated: bool, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "calib.txt").write_text(TEXT)
+    recipe = gptq(str(tmp_path / "calib.txt")) if calibrated else RTN
+    asked = from_mapping({**recipe, "dense_dtype": "bfloat16"})
+    planned = plan(model, asked, out=tmp_path / "bf16")
+    quantize(model, tmp_path / "f32", from_mapping(recipe))
+    quantize(model, tmp_path / "bf16", asked)
+    before, after = Checkpoint(tmp_path / "f32"), Checkpoint(tmp_path / "bf16")
+    parts = {name for module in before.modules() for name in before.parts(module).values()}
+    assert before.names() == after.names() and parts
+    for name in before.names():
+        own, found = before.get(name), after.get(name)
+        assert torch.equal(found, own if name in parts else own.bfloat16()), name
+    assert after.config["dtype"] == "bfloat16" and before.config["dtype"] == "float32"
+    for name, size in planned.files.items():
+        assert (tmp_path / "bf16" / name).stat().st_size == size, name
+    assert not any("float32" in line for line in report_of(tmp_path / "bf16")["notices"])
+    call("verify", tmp_path / "bf16")
+    pack(tmp_path / "bf16", tmp_path / "packed", "gptq")
+    call("verify", tmp_path / "packed", "--against", tmp_path / "bf16")
+
+
+def test_a_resumed_run_has_the_same_dense_dtype(model: Path, tmp_path: Path) -> None:
+    def kill(what: str, path: Path) -> None:
+        if what == "rename" and path.name.startswith("config.json"):
+            raise Killed
+
+    recipe = from_mapping({**RTN, "dense_dtype": "bfloat16"})
+    quantize(model, tmp_path / "whole", recipe)
+    with faults(kill), pytest.raises(Killed):
+        quantize(model, tmp_path / "out", recipe)
+    with pytest.raises(QuantkitError, match=r"dense-dtype was bfloat16 and is now none: use --dense-dtype bfloat16"):
+        quantize(model, tmp_path / "out", from_mapping(RTN), resume=True)
+    quantize(model, tmp_path / "out", recipe, resume=True)
+    assert tensors(tmp_path / "out") == tensors(tmp_path / "whole")
+
+
+def test_a_value_that_the_dense_dtype_lacks_is_refused(model: Path, tmp_path: Path) -> None:
+    found = change(model)
+    found["model.norm.weight"][3] = 1e6
+    put(model, found)
+    with pytest.raises(NumericError, match=r"model\.norm\.weight"):
+        quantize(model, tmp_path / "out", from_mapping({**RTN, "dense_dtype": "float16"}))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tied_head_that_differs_is_refused_by_its_flag(model: Path, tmp_path: Path) -> None:
+    found = change(model, tie_word_embeddings=True)
+    put(model, found | {"lm_head.weight": found["model.embed_tokens.weight"].clone()})
+    quantize(model, tmp_path / "same", from_mapping(RTN))
+    found["lm_head.weight"] = found["model.embed_tokens.weight"].clone()
+    found["lm_head.weight"][-1, -1] += 1
+    put(model, found)
+    says = "lm_head.weight and model.embed_tokens.weight differ, .*tie_word_embeddings: true: set it to false in config"
+    with pytest.raises(CheckpointError, match=says):
+        quantize(model, tmp_path / "out", from_mapping(RTN))
+    assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("flag", [False, None])
+def test_an_untied_model_without_a_head_is_refused_by_its_flag(flag: bool | None, model: Path) -> None:
+    found = change(model, tie_word_embeddings=False)
+    del found["lm_head.weight"]
+    put(model, found)
+    if flag is None:
+        config = json.loads((model / "config.json").read_text())
+        del config["tie_word_embeddings"]
+        (model / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=r'lm_head.weight is missing .*: set "tie_word_embeddings": true in config'
+    ):
+        plan(model, from_mapping(RTN))
+
+
+def test_a_tilde_is_the_home_folder_everywhere(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "calib.txt").write_text(TEXT)
+    (tmp_path / "few.yaml").write_text(json.dumps(gptq("~/calib.txt")))
+    call("quantize", "~/model", "--recipe", "~/few.yaml", "-o", "~/one")
+    call("quantize", "~/model", "--calib", "~/calib.txt:1", "--samples", 8, "--max-length", 128, "--out=~/two")
+    few: dict[str, Any] = {"calib": ["~/calib.txt"], "samples": 8, "max_length": 128}
+    quantkit.quantize("~/model", Path("~/three"), **few)
+    assert tensors(tmp_path / "one") == tensors(tmp_path / "two") == tensors(tmp_path / "three")
+    call("verify", "~/one", "--against", "~/two")
+    call("inspect", "~/one")
+    call("eval", "ppl", "~/one", "--data", "~/calib.txt", "--window", 64)
+    assert quantkit.verify("~/one").ok
+    quantkit.pack("~/one", layout="gptq", out="~/four")
+    shutil.rmtree(tmp_path / "four")
