@@ -270,7 +270,11 @@ def _candidates(
     if signed:
         low, high = x.aminmax(dim=-1)
         base = divide(torch.where(high > -low, -high, -low), fmt.largest)  # the extreme weight gets the code of -8
-        return stored_scale(ratios * base, stored), None
+        scales = ratios * base
+        if clip == "search":  # of weights that are all +c, -c or 0, both extremes are exact with -7 and 7
+            even = ((x.abs() == high.unsqueeze(-1)) | (x == 0)).all(-1) & (high == -low)
+            scales = torch.cat([scales, torch.where(even, divide(high, fmt.largest - 1), base).unsqueeze(0)])
+        return stored_scale(scales, stored), None
     if scheme.symmetric:
         return stored_scale(ratios * divide(x.abs().amax(-1), fmt.absmax), stored), None
     low, high = x.amin(-1).clamp_(max=0), x.amax(-1).clamp_(min=0)

@@ -31,11 +31,24 @@ def use_of(reader: str, chats: bool = False) -> tuple[str, str, str] | None:
 
     The model `chats` if it has a chat template.
     """
-    name = reader.removesuffix(UNTRIED)
-    found = next((engine.uses[name] for engine in ENGINES if name in engine.uses), None)
+    engine = engine_of(reader)
+    found = None if engine is None else engine.uses[reader.removesuffix(UNTRIED)]
     if found is None or not chats:
         return found
     return *found[:2], found[2].replace(TEXT_PROMPT, CHAT_PROMPT)
+
+
+def engine_of(reader: str) -> Engine | None:
+    """Find the engine of a reader, as `opened_by` names it; None if no commands are known for it."""
+    return next((engine for engine in ENGINES if reader.removesuffix(UNTRIED) in engine.uses), None)
+
+
+def limit_of_signed_scales(engine: Engine | None, layout: str) -> Words | None:
+    """Say in which use an engine computes wrongly with negative scales in a layout, and what helps; None if in none."""
+    limit = engine.signed if engine is not None else None
+    if limit is None or layout not in limit.layouts:
+        return None
+    return Words(f"{limit.words}:", limit.way_out, f"({limit.source})")
 
 
 def refusals(folder: Folder) -> list[str]:

@@ -116,11 +116,22 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """A use in which a program computes wrongly with folders of some layouts: in words, and how to avoid it."""
+
+    layouts: tuple[str, ...]
+    words: str
+    way_out: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Engine:
     """A program that runs packed models. The first row of `kernels` that covers a weight is the answer.
 
     `target` is its name for `plan --target`, None if it has none. `uses` maps names of readers to a title, a language
-    and the commands that open FOLDER. If it `joins`, it joins linears and splits them over GPUs.
+    and the commands that open FOLDER. If it `joins`, it joins linears and splits them over GPUs. `signed` is its limit
+    with negative scales.
     """
 
     target: str | None
@@ -128,3 +139,4 @@ class Engine:
     kernels: tuple[Kernel, ...] = ()
     uses: Mapping[str, tuple[str, str, str]] = field(default_factory=dict)
     joins: bool = False
+    signed: Limit | None = None

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 
 from quantkit.engines.joined import NEVER_QUANTIZED, NeverQuantized, is_expert
-from quantkit.engines.rows import PUBLISHED, Engine, Folder, Kernel, Reader, Trait
+from quantkit.engines.rows import PUBLISHED, Engine, Folder, Kernel, Limit, Reader, Trait
 from quantkit.errors import Setting, Words
 from quantkit.models.families import HEAD_PARTS
 
@@ -208,6 +208,12 @@ VLLM = Engine(
     ),
     uses={"vLLM": ("vLLM", "sh", "vllm serve FOLDER")},
     joins=True,
+    signed=Limit(
+        ("compressed-tensors", "gptq", "gptq-v2"),
+        "scales may be negative, which Marlin reads as large positive ones if VLLM_MARLIN_INPUT_DTYPE=int8 is set",
+        Words("for W4A8 quantize with", Setting("signed", False)),
+        "https://github.com/vllm-project/vllm/issues/48905, open; vLLM 0.26.0's scales are as it says, 2026-11-25",
+    ),
 )
 
 _EXPERTS_PULL = "https://github.com/sgl-project/sglang/pull/17137, 2026-01-15"

@@ -39,6 +39,8 @@ from quantkit.core.ranks import Ranks, ranks
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.core.work_queue import WorkQueue
+from quantkit.engines.readers import limit_of_signed_scales
+from quantkit.engines.tables import TARGETS
 from quantkit.errors import CheckpointError, Command, Option, QuantkitError, RecipeError, Setting, Words
 from quantkit.io.staging import WRITTEN, check_staging, is_complete, staging
 from quantkit.layouts.schemes import Schemes
@@ -110,7 +112,10 @@ def plan(
     served_on = find_gpu(target, gpu)
     job = _survey(_dense_source(model, run, recipe), recipe, out, run, gpu_memory)
     if target is not None and served_on is not None and job.plan.folder is not None:
-        job = job._replace(plan=replace(job.plan, serving=serving(job.plan.rows, job.plan.folder, target, *served_on)))
+        found = serving(job.plan.rows, job.plan.folder, target, *served_on)
+        limit = limit_of_signed_scales(TARGETS[target], job.plan.layout) if job.recipe.signed else None
+        remarks = (*job.plan.remarks, *([Words(f"{target}:", limit)] if limit else []))
+        job = job._replace(plan=replace(job.plan, serving=found, remarks=remarks))
     try:
         job, text = _require_runnable(job, None if out is None else Path(out), run, is_plan=True)
     except QuantkitError as error:

@@ -104,11 +104,12 @@ class RecipeKeys:
         when="`block` with `rtn`, if there is text.",
     )
     signed: bool = key(
-        "Scales with a sign, for symmetric int4",
+        "Scales with a sign, for symmetric int4; false for W4A8",
         default=False,
         usual="gptq of symmetric int4 without 2:4: on, else off",
         more="The extreme weight of a group then gets the code −8 exactly.",
-        when="`false` for an engine that refuses negative scales. `true` for accuracy with `rtn` or 2:4.",
+        when="`false` for W4A8 in vLLM (`VLLM_MARLIN_INPUT_DTYPE=int8`), which reads negative scales as positive, and "
+        "for an engine that refuses them. `true` for accuracy with `rtn` or 2:4.",
     )
     gptq: Options = section("Damping, column order and what follows the sweep.", Options)
     output_aware: bool = key(

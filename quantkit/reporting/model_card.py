@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quantkit.checkpoint.report import KEPT, REPORT
-from quantkit.engines.readers import use_of
+from quantkit.engines.readers import engine_of, limit_of_signed_scales, use_of
 from quantkit.reporting import facts
 
 #: Stands for the folder, or the repository that it is in, in every command of a card.
@@ -88,8 +88,12 @@ def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
     readers = ["transformers (with compressed-tensors)"] if pruned else map(str, report.get("readers", []))
     found = [use for reader in readers if (use := use_of(reader, report.get("chat_template") is True)) is not None]
     lines = ["", "## Use it"] if found else []
+    recipe = report.get("recipe")
+    is_signed = isinstance(recipe, Mapping) and recipe.get("signed") is True
     for title, language, text in found:
         lines += ["", f"With {'transformers' if pruned else title}:", "", f"```{language}", text, "```"]
+        if is_signed and (limit := limit_of_signed_scales(engine_of(title), str(report.get("layout")))) is not None:
+            lines += ["", _plain(f"{title}: {limit}.")]
     return lines
 
 

@@ -190,6 +190,18 @@ def test_the_extreme_of_each_group_gets_the_code_of_minus_eight(dtype: torch.dty
     assert torch.equal(negated.scales[untied], -searched.scales[untied])
 
 
+@pytest.mark.parametrize("size", [0.75, 2.0**-9, 3e3])
+def test_weights_of_one_magnitude_are_exact_with_signed_scales(size: float) -> None:
+    signs = torch.where(gauss(8, 128) > 0, 1.0, -1.0)
+    for w in (signs * size, torch.where(gauss(8, 128).abs() > 0.5, signs * size, 0.0)):  # binary, ternary
+        tensor, _ = rtn.quantize(w, Scheme.parse("int4:g32"), clip="search", signed=True)
+        assert (tensor.dequantize(torch.float32) - w).abs().max() <= size * 2**-11
+    w = gauss(8, 128).clamp(-4, 4) * size
+    w[:, ::32], w[:, 1::32] = 5 * size, -5 * size  # the same extremes, and others between them: no such candidate
+    scales = rtn.quantize(w, Scheme.parse("int4:g32"), clip="search", signed=True)[0].scales.float()
+    assert (scales.abs() <= 5 * size / 8 * (1 + 2**-10)).all()
+
+
 def test_signed_scales_at_their_limits() -> None:
     scheme = Scheme.parse("int4:channel")
     w = torch.zeros(6, 32)

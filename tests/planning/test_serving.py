@@ -113,6 +113,26 @@ def test_a_target_prints_a_table_with_its_sources(grouped: Path) -> None:
     assert "GPUs" not in call("plan", grouped, *RTN, "--target", "quantkit", "--gpu", "h100").stdout
 
 
+@pytest.mark.parametrize(
+    ("options", "target", "told"),
+    [
+        (("--set", "signed=true"), "vllm", True),
+        (("--set", "signed=true", "--layout", "gptq"), "vllm", True),
+        (("--set", "signed=true", "--layout", "marlin"), "vllm", False),
+        (("--set", "signed=true"), "quantkit", False),
+        ((), "vllm", False),
+    ],
+)
+def test_a_plan_for_vllm_says_what_negative_scales_break(
+    options: tuple[str, ...], target: str, told: bool, grouped: Path
+) -> None:
+    text = " ".join(call("plan", grouped, *RTN, "--target", target, "--gpu", "a100", *options).stdout.split())
+    assert ("VLLM_MARLIN_INPUT_DTYPE=int8" in text) == told
+    assert (
+        "for W4A8 quantize with --set signed=false (https://github.com/vllm-project/vllm/issues/48905" in text
+    ) == told
+
+
 def test_every_row_of_the_table_has_a_dated_source() -> None:
     for row in (row for engine in ENGINES for row in engine.kernels):
         assert re.search(r"20\d\d-\d\d-\d\d", row.source), row

@@ -72,6 +72,24 @@ def test_the_card_of_a_model_with_a_chat_template_shows_a_chat() -> None:
     assert "The capital of France is" not in chat and "tokenizer.apply_chat_template(messages" in chat
 
 
+@pytest.mark.parametrize("command", ["quantize", "pack"])
+@pytest.mark.parametrize(
+    ("signed", "layout", "readers", "told"),
+    [
+        (True, "compressed-tensors", ["vLLM", "SGLang"], 1),
+        (True, "gptq", ["quantkit.load", "vLLM"], 1),
+        (True, "compressed-tensors", ["SGLang"], 0),
+        (False, "compressed-tensors", ["vLLM"], 0),
+    ],
+)
+def test_a_card_says_in_which_use_negative_scales_break(
+    command: str, signed: bool, layout: str, readers: list[str], told: int
+) -> None:
+    report = {**example(), "command": command, "recipe": {"signed": signed}, "layout": layout, "readers": readers}
+    lines = [line for line in model_card(report).splitlines() if "VLLM_MARLIN_INPUT_DTYPE=int8" in line]
+    assert len(lines) == told and all("quantize with --set signed=false (https://" in line for line in lines)
+
+
 def test_linears_of_several_schemes_are_counted_in_the_first_line() -> None:
     report = example()
     report["layers"][1]["scheme"] = "fp6:channel"
