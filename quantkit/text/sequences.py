@@ -117,6 +117,8 @@ def draw_calibration(
                 Setting("calib", Words("FILE.jsonl")),
             )
         )
+    if template_args and len(plain) == len(each):
+        notices.append(Words(Setting("template_args"), "changes nothing: no source has conversations"))
     facts = {
         "source": each[0]["source"] if len(each) == 1 else ", ".join(f"{f['source']}:{f['share']:.4g}" for f in each),
         "rule": "; ".join(dict.fromkeys(f["rule"] for f in each)),

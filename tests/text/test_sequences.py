@@ -175,6 +175,8 @@ def test_arguments_of_the_template_change_the_text(tmp_path: Path, chatty: Any) 
     options = {"samples": 2, "max_length": 64, "seed": 0, "template_args": {"enable_thinking": False}}
     found = draw_calibration(source, chatty, **options)
     assert sorted(chatty.decode(s) for s in found.sequences) == ["plainx", "thinkx"]
+    idle = draw_calibration(paragraphs(tmp_path, [30, 30]), chatty, **options)
+    assert idle.notices[-1] == "--template-args changes nothing: no source has conversations"
 
 
 def test_each_source_of_a_mixture_is_drawn_as_if_alone(tmp_path: Path, tokenizer: Any) -> None:
