@@ -71,6 +71,23 @@ def _unknown_outside(folder: Folder) -> bool:
     return any(not drafted or HEAD_PARTS.match(f"{module}.") for module in folder.outside)
 
 
+#: Model types for which vLLM 0.26.0 has no class, or that are newer, as it said itself (benchmarks/census.json).
+_NO_CLASS = """
+aria_text aya_vision bailing_hybrid bamba bart beam bert bert-generation big_bird bigbird_pegasus biogpt bitnet
+blenderbot blenderbot-small blip blt camembert codegen cohere_compass cohere_compass_text cosmos3_omni cpmant
+ctrl data2vec-text deepseek_ocr2 deepseek_vl deepseek_vl_hybrid diffllama doge dots1 dots3_note dots3_note_text
+electra ernie exaone_moe flint fuyu git glm46v glmga got_ocr2 gpt_neo gpt_neox_japanese granite_docling
+granite_swa granitemoe_swa helium hy_v4 hyperclovax_vision_v2 idefics idefics2 inkling2 inkling2_text
+instructblip instructblipvideo internlm3 iquestcoder janus jetmoe kimi_k25 kolibri1 kosmos-2 kosmos-2.5 lfm3
+lfm3_vl lighton_ocr marian mbart megatron-bert minicpm_ocr minicpmv4_7 minimax minimax_m3_vl_text ministral
+mistral4 mistral_large4 mllama modernbert-decoder molmo2 moshi muse_glimmer muse_spark mvp nanochat
+nemotron_h_omni openai-gpt ovis2 pegasus persimmon phi4_multimodal phimoe pi0 plbart pp_chart2table prophetnet
+qwen2_5_omni_thinker qwen3_omni_moe_thinker recurrent_gemma reformer rembert roberta roberta-prelayernorm
+roc_bert roformer rwkv solar_open trocr unlimited_ocr vaultgemma video_llama_3 video_llava vipllava xglm xlm
+xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba zaya
+"""
+
+
 TRAITS = {
     "asymmetric": Trait(
         "zero points (asymmetric weights)",
@@ -159,6 +176,11 @@ TRAITS = {
             or (f.config.get("model_type") == "hrm_text" and f.layout != "compressed-tensors")
         ),
     ),
+    "no class": Trait(
+        "its model type, for which vLLM 0.26.0 has no class",
+        "load it with another reader",
+        lambda f: f.config.get("model_type") in _NO_CLASS.split(),
+    ),
     "outside": Trait(
         "tensors outside the model, which vLLM's class does not pass over",
         "save the model without them, or load it with quantkit.load",
@@ -180,7 +202,15 @@ _SHARED, _PUBLIC_MARLIN = ("split", "padded"), ("mixed", "dense", "padded")
 _LOADER = "the loader of vLLM 0.26.0, run on a CPU, 2026-11-23"
 _ASKED = "vLLM 0.26.0's own choice for tiny models, asked on a CPU as if this GPU were there, 2026-11-23"
 #: What vLLM's class of a model does not open, asked with docs/models.md; the layout makes no difference.
-_CLASSES = ("topk", "by heads", *(each.words for each in NEVER_QUANTIZED), "own experts", "own linears", "outside")
+_CLASSES = (
+    "topk",
+    "by heads",
+    *(each.words for each in NEVER_QUANTIZED),
+    "own experts",
+    "own linears",
+    "outside",
+    "no class",
+)
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 #: GPUs that were asked about fewer schemes.
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))

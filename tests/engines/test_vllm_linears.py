@@ -92,3 +92,13 @@ def test_experts_with_zero_points_name_no_reader_that_refuses_them() -> None:
     assert any("dequantize=True" in reader for reader in named[attention])
     lines = refusals(folders[expert])
     assert any("--sym" in line and "awq" in line for line in lines)
+
+
+def test_vllm_is_named_only_for_families_of_which_it_has_a_class() -> None:
+    """The census asked vLLM about each family; its answers decide."""
+    census = json.loads((Path(__file__).parents[2] / "benchmarks/census.json").read_text(encoding="utf-8"))["families"]
+    for row in census:
+        config = {"model_type": row["family"], "topk_method": "noaux_tc"}
+        linears = {"model.layers.0.part.down_proj": (INT4, (256, 256))}
+        named = "vLLM" in opened_by(Folder("compressed-tensors", linears, ["lm_head"], config=config))
+        assert named is (row.get("vllm") not in ("no class", "too new") and row["family"] != "blip-2"), row["family"]
