@@ -31,7 +31,7 @@ PUBLISHED = {
     **INT4_ABSMAX,
     "method": "gptq",
     "signed": False,
-    "gptq": {"act_order": "off", "damp_kind": "mean", "cap_tokens": False, "descent": 0},
+    "gptq": {"act_order": "off", "damp_kind": "mean", "first_token": 0, "descent": 0},
     "true_sequential": False,
     "calibration": {"lengths": "fixed"},
 }
@@ -48,8 +48,8 @@ def variants() -> dict[str, Mapping[str, Any]]:
     own = merge(clipped, OWN_LENGTHS)
     sequential = merge(own, {"true_sequential": True})
     diagonal = merge(sequential, {"gptq": {"damp_kind": "own"}})
-    capped = merge(diagonal, {"gptq": {"cap_tokens": True}})
-    static = merge(capped, {"gptq": {"act_order": "static"}})
+    weighed = merge(diagonal, {"gptq": {"first_token": 0.1}})
+    static = merge(weighed, {"gptq": {"act_order": "static"}})
     signed = merge(static, {"signed": True})
     return {
         "int4 rtn channel": merge(INT4_ABSMAX, {"method": "rtn", "scheme": {"group_size": "channel"}}),
@@ -61,7 +61,7 @@ def variants() -> dict[str, Mapping[str, Any]]:
         "+ own lengths": own,
         "+ true sequential": sequential,
         "+ own-diagonal damping": diagonal,
-        "+ capped tokens": capped,
+        "+ weight of first tokens": weighed,
         "+ static act-order": static,
         "+ signed scales": signed,
         "+ descent 3 = default": merge(signed, {"gptq": {"descent": 3}}),

@@ -1,4 +1,4 @@
-"""Plant outlier channels in a trained model, and measure GPTQ with and without the rule for tokens of extreme norm.
+"""Plant outlier channels in a trained model, and measure GPTQ with and without the weight of first tokens.
 
 In two blocks of the 29 M Llama, the row of `up_proj` of one hidden unit is multiplied by 1000 and the column of
 `down_proj` divided by it. The outputs stay; one input channel of `down_proj` is now extreme. Of all units these fire
@@ -60,13 +60,13 @@ def measured(model: Path, calib: Path, data: Path, seeds: int, scratch: Path) ->
     ways: list[tuple[str, Path, str, dict[str, Any], int]] = [
         ("planted", planted, scheme, {"method": "rtn", "clip": "search"}, 0) for scheme in ("int4", "fp6")
     ]
-    for seed, scheme, cap in product(range(seeds), ("int4", "fp6"), (True, False)):
-        ways.append(("planted", planted, scheme, {"method": "gptq", "gptq": {"cap_tokens": cap}}, seed))
-    ways += [("as it is", model, "int4", {"method": "gptq", "gptq": {"cap_tokens": cap}}, 0) for cap in (True, False)]
+    for seed, scheme, share in product(range(seeds), ("int4", "fp6"), (0.1, 0)):
+        ways.append(("planted", planted, scheme, {"method": "gptq", "gptq": {"first_token": share}}, seed))
+    ways += [("as it is", model, "int4", {"method": "gptq", "gptq": {"first_token": x}}, 0) for x in (0.1, 0)]
     for name, source, scheme, recipe, seed in ways:
         out = scratch / "out"
         calibration = {"calib": str(calib), "samples": SAMPLES, "max_length": WINDOW, "seed": seed}
-        report = api.quantize(
+        api.quantize(
             source,
             out,
             recipe={"scheme": {"format": scheme}, **recipe},
@@ -74,9 +74,8 @@ def measured(model: Path, calib: Path, data: Path, seeds: int, scratch: Path) ->
             **(calibration if recipe["method"] == "gptq" else {}),
         )
         found = api.eval_kld(out, source, **evaluated)
-        capped = {layer["name"]: layer["capped_tokens"] for layer in report.layers if layer.get("capped_tokens")}
         row = {"model": name, "scheme": scheme, "seed": seed, **recipe, "kld": found.kld, "top1": found.top1}
-        yield {**row, "predictions": found.tokens, "capped": capped}
+        yield {**row, "predictions": found.tokens}
         shutil.rmtree(out)
 
 

@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 STEPS = {"50 steps": 50, "200 steps": 200}
 
 
-def quantize(model: Path, tokens: Tokens, out: Path, method: str) -> None:
+def quantize(model: Path, tokens: Tokens, out: Path, method: str, group_size: int) -> None:
     job = AutoRound(
         AutoModelForCausalLM.from_pretrained(model, dtype="auto"),
         AutoTokenizer.from_pretrained(model),
         scheme="W4A16",
+        group_size=group_size,
         dataset=[{"input_ids": torch.tensor([row])} for row in tokens],
         iters=STEPS[method],
         seqlen=len(tokens[0]),

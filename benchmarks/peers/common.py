@@ -22,9 +22,9 @@ def run(
     package: str,
     description: str,
     methods: Sequence[str],
-    quantize: Callable[[Path, Tokens, Path, str], Any],
+    quantize: Callable[[Path, Tokens, Path, str, int], Any],
 ) -> None:
-    """Quantize by `quantize(model, tokens, out, method)` as the command line asks, and write `out/peer.json`.
+    """Quantize by `quantize(model, tokens, out, method, group_size)` as the command line asks; write `out/peer.json`.
 
     The seconds include loading the model and writing the folder, but not the imports nor the start of CUDA. On a
     machine that others use, `cpu_seconds` (of all threads) is the fairer measure of a run on a CPU.
@@ -34,12 +34,13 @@ def run(
     parser.add_argument("tokens", type=Path, help="calibration tokens, from write_tokens.py")
     parser.add_argument("out", type=Path, help="folder to write")
     parser.add_argument("--method", choices=methods, default=methods[0])
+    parser.add_argument("--group-size", type=int, default=128)
     args = parser.parse_args()
     tokens: Tokens = json.loads(args.tokens.read_text())
     torch.manual_seed(0)
     finish_gpu_work()
     started, used = time.perf_counter(), time.process_time()
-    quantize(args.model, tokens, args.out, args.method)
+    quantize(args.model, tokens, args.out, args.method, args.group_size)
     finish_gpu_work()
     record = {
         "name": f"{package} {args.method}",

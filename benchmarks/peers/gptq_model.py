@@ -14,9 +14,9 @@ os.cpu_count = lambda: max(4, CORES)  # on two cores its pool of loaders refuses
 from gptqmodel import GPTQModel, QuantizeConfig  # noqa: E402, after the patch
 
 
-def quantize(model: Path, tokens: Tokens, out: Path, method: str) -> None:
+def quantize(model: Path, tokens: Tokens, out: Path, method: str, group_size: int) -> None:
     data = [{"input_ids": row, "attention_mask": [1] * len(row)} for row in tokens]
-    config = QuantizeConfig(bits=4, group_size=128, sym=True)
+    config = QuantizeConfig(bits=4, group_size=group_size, sym=True)
     job = GPTQModel.load(str(model), config, device="cuda:0" if torch.cuda.is_available() else "cpu")
     job.quantize(data, batch_size=1)
     job.save(str(out))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from common import Tokens, run
@@ -13,19 +14,24 @@ from llmcompressor.modifiers.transform.awq import AWQModifier
 
 if not torch.accelerator.is_available():
     torch.Tensor.pin_memory = lambda self: self  # AWQ pins activations, which needs an accelerator
-SCHEME = {"targets": "Linear", "scheme": "W4A16", "ignore": ["lm_head"]}
 RECIPES = {
-    "gptq": lambda: [GPTQModifier(**SCHEME)],
-    "awq": lambda: [AWQModifier(), QuantizationModifier(**SCHEME)],
+    "gptq": lambda scheme: [GPTQModifier(**scheme)],
+    "awq": lambda scheme: [AWQModifier(), QuantizationModifier(**scheme)],
 }
 
 
-def quantize(model: Path, tokens: Tokens, out: Path, method: str) -> None:
+def scheme(group_size: int) -> dict[str, Any]:
+    """Return the arguments of a modifier."""
+    weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": group_size}
+    return {"config_groups": {"all": {"targets": ["Linear"], "weights": weights}}, "ignore": ["lm_head"]}
+
+
+def quantize(model: Path, tokens: Tokens, out: Path, method: str, group_size: int) -> None:
     data = Dataset.from_dict({"input_ids": tokens, "attention_mask": [[1] * len(row) for row in tokens]})
     oneshot(
         model=str(model),
         dataset=data,
-        recipe=RECIPES[method](),
+        recipe=RECIPES[method](scheme(group_size)),
         max_seq_length=len(tokens[0]),
         num_calibration_samples=len(tokens),
         shuffle_calibration_samples=False,

@@ -1,12 +1,10 @@
 """The Hessian of a linear: the sum of outer products of its calibration inputs.
 
-Every quantizer here minimises `delta H delta^T` for each row's error `delta` (ALGORITHMS 1 and 2). A few tokens with
-extreme outputs would dominate that sum, so they are scaled down.
+Every quantizer here minimises `delta H delta^T` for each row's error `delta` (ALGORITHMS 1 and 2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from functools import partial
 from typing import NamedTuple
 
@@ -15,9 +13,8 @@ from torch import Tensor
 
 from quantkit.algorithms.numerics import factor_dtype, is_finite, working_dtype
 from quantkit.core.quantized_tensor import QuantizedTensor
-from quantkit.core.threads import one_thread, side_by_side
+from quantkit.core.threads import side_by_side
 from quantkit.errors import NumericError, Option, Words
-from quantkit.kernels import gptq as kernels
 
 CHUNK = 4096  # tokens per product; fixed, so that the sum does not depend on how the tokens were batched
 LONG_CHUNK = 16384  # the same where a GPU sums few Hessians at a time: fewer products, and fewer launches to wait for
@@ -25,40 +22,21 @@ _PANELS = 8  # column blocks of a product; blocks right of the diagonal are not 
 _LEAST_WIDTH = {"cpu": 1, "cuda": 1024}  # of these blocks: narrow ones leave much of a GPU idle
 _ROWS = {"cpu": 1024, "cuda": 2048}  # rows of a weight whose losses come from one product
 _LOSS_WIDTH = {"cpu": 256, "cuda": 1024}  # column blocks of that product, as above
-EXTREME = 10.0  # a token whose norm is more than this many times the median norm is set aside
-_ASIDE = 1024  # tokens that are set aside; those that come later get the median norm at once
-_SLICE = 512  # tokens or channels for which norms and medians are computed at a time, to save memory
-EVERY_TOKEN = {"cpu": False, "cuda": True}  # whether all are scaled, as a GPU would wait for a list of some
-_SAMPLE = 1024  # beyond so many tokens, every seventh decides the medians; documents seldom have 7 or 14 tokens
-_STRIDE = 7
 _DEAD = 1e-6  # diagonal of a dead channel relative to the mean live one: enough to break ties in its favour
 
 
 class Hessian:
-    """Sum `x^T x` over tokens in float32.
+    """Sum `x^T x` over tokens in float32, each with its weight.
 
     Tokens are summed in chunks of `chunk` in the order of their arrival, so their division between calls does not
-    matter (ALGORITHMS 2). `tokens` counts them. With `cap_tokens`, tokens of extreme norm are set aside until the
-    weights are known. The first 4096 tokens decide which norms are extreme.
+    matter (ALGORITHMS 2). `tokens` counts them.
 
     With `checks` False no call waits for a GPU, and `may_be_broken` reports at the end whether numbers were not finite.
     """
 
-    def __init__(
-        self,
-        k: int,
-        device: torch.device | str,
-        *,
-        cap_tokens: bool = True,
-        checks: bool = True,
-        chunk: int = CHUNK,
-    ) -> None:
+    def __init__(self, k: int, device: torch.device | str, *, checks: bool = True, chunk: int = CHUNK) -> None:
         self.tokens = 0
         self.chunk = chunk
-        self._cap_tokens = cap_tokens
-        self._cap: Cap | None = None
-        self._aside: Tensor | None = None
-        self._extreme = torch.zeros((), dtype=torch.int64, device=device)
         self._totals: list[Tensor] | None = None if checks else []
         self._sum = torch.zeros(k, k, dtype=torch.float32, device=device)
         self._chunk: Tensor | None = None
@@ -74,12 +52,13 @@ class Hessian:
         """Compute the bytes of a chunk of tokens: in float32, on a GPU a long one with `itemsize` bytes a number."""
         return (itemsize * LONG_CHUNK if device == "cuda" else 4 * CHUNK) * k
 
-    def add(self, x: Tensor) -> None:
+    def add(self, x: Tensor, weights: Tensor | None = None) -> None:
         """Add the tokens of `x` `[..., k]`, any float dtype; NumericError, with counts, if any entry is not finite.
 
         NumericError, too, if `k` differs from the linear's. Without checks this is the only one.
 
-        Half-precision inputs on a GPU are multiplied as they are with a float32 result, all others as float32.
+        `weights`, float32, one for each token, multiply its part of the sum. Half-precision inputs on a GPU are
+        multiplied as they are with a float32 result, all others as float32.
         """
         if x.shape[-1] != len(self._sum):
             raise NumericError(
@@ -102,17 +81,17 @@ class Hessian:
             keep = x.is_cuda and x.dtype in (torch.float16, torch.bfloat16)
             self._chunk = x.new_empty(self.chunk, x.shape[1], dtype=x.dtype if keep else torch.float32)
         self.tokens += len(x)
-        while len(x):
-            taken = min(self.chunk - self._filled, len(x))
-            self._chunk[self._filled : self._filled + taken] = x[:taken]
+        factors = None if weights is None else weights.flatten().sqrt().unsqueeze(-1)
+        done = 0
+        while done < len(x):
+            taken = min(self.chunk - self._filled, len(x) - done)
+            rows = self._chunk[self._filled : self._filled + taken]
+            rows.copy_(x[done : done + taken])
+            if factors is not None:
+                rows.mul_(factors[done : done + taken])
             self._filled += taken
-            x = x[taken:]
+            done += taken
             if self._filled == self.chunk:
-                if self._cap_tokens:
-                    self._cap = self._cap or find_cap(self._chunk[:CHUNK])
-                    if self._aside is None:
-                        self._aside = empty_aside(self._chunk)
-                    self._extreme = self._cap.take_out(self._chunk, self._aside, self._extreme)
                 _add_products(self._sum, self._chunk)
                 self._filled = 0
 
@@ -122,31 +101,20 @@ class Hessian:
 
     def part(self) -> Part:
         """Return the sums so far, for `absorb` of another Hessian; they share the memory of this one."""
-        full, extreme = self.tokens - self._filled, int(self._extreme)
-        aside = self._aside[: min(extreme, _ASIDE)].float() if self._aside is not None and extreme else None
+        full = self.tokens - self._filled
         last = self._chunk[: self._filled] if self._chunk is not None and self._filled else None
-        return Part(full, self._sum if full else None, self._cap, aside, max(0, extreme - _ASIDE), last)
+        return Part(full, self._sum if full else None, last)
 
     def absorb(self, part: Part) -> None:
         """Add the sum of another rank's tokens. Call this in the order of the ranks.
 
-        Its full chunks are added as a sum, capped by its own first chunk. Its last tokens continue the unfinished chunk
-        here, so that a Hessian of few tokens does not depend on the number of ranks. This Hessian takes over the tensor
-        of the first part and adds to it.
+        Its full chunks are added as a sum. Its last tokens continue the unfinished chunk here, so that a Hessian of few
+        tokens does not depend on the number of ranks. This Hessian takes over the tensor of the first part and adds to
+        it.
         """
         if part.total is not None:
             self._sum = self._sum.add_(part.total) if self.tokens else part.total
             self.tokens += part.tokens
-            self._cap = self._cap or part.cap
-            if part.aside is not None and self._cap is not None:
-                before = int(self._extreme)
-                kept, rest = part.aside.tensor_split([max(0, _ASIDE - before)])
-                if self._aside is None:
-                    self._aside = empty_aside(kept)
-                self._aside[before : before + len(kept)] = kept
-                self._extreme = self._extreme + len(part.aside) + part.late
-                if len(rest):
-                    _add_products(self._sum, rest * self._cap.factors(rest))
         if part.last is not None:
             self.add(part.last)
 
@@ -155,167 +123,26 @@ class Hessian:
         check_size(self._sum, k)
 
     def matrix(self) -> Tensor:
-        """Return `H = (2 / T) sum x^T x`, float32 `[k, k]`, symmetric; NumericError if no token was added.
-
-        A token of extreme norm counts as a median one. `limited` judges it better, where the weights are known.
-        """
-        total, tail = self._parts()
-        return self._joined(total, tail.aside * tail.cap.factors(tail.aside) if tail.cap else tail.aside)
-
-    def limited(self, weights: Collection[Tensor]) -> tuple[Tensor, int]:
-        """Return `H` as `matrix` for linears of `weights` `[n, k]`, and the number of tokens that were scaled down.
-
-        A token of extreme norm is scaled down until its outputs are no larger than those of other tokens, by RMS
-        (ALGORITHMS 2). If they are not, it keeps its weight.
-        """
-        total, (aside, _, late) = self._parts()
-        if not len(aside):
-            return self._joined(total, aside), late
-        ordinary = total.tril()
-        ordinary += ordinary.tril(-1).T
-        energy = torch.stack([row_losses(w, None, ordinary).sum() for w in weights]).sum()
-        limit = (energy / (self.tokens - len(aside))).sqrt()
-        norms = _output_norms(aside, weights)
-        loud = norms > limit
-        aside = aside * torch.where(loud, limit / norms, 1).to(aside.dtype).unsqueeze(-1)
-        return self._joined(total, aside), late + int(loud.sum())
-
-    @property
-    def capped_tokens(self) -> int:
-        """Count the tokens whose norm is extreme."""
-        _, tail = self._last_chunk()
-        return len(tail.aside) + tail.late
-
-    def _parts(self) -> tuple[Tensor, _Extreme]:
-        """Return the lower triangle of the sum over ordinary tokens, and the extreme tokens."""
+        """Return `H = (2 / T) sum w x^T x`, float32 `[k, k]`, symmetric; NumericError if no token was added."""
         if not self.tokens:
             raise NumericError("no calibration token reached this linear", "add calibration text", "leave it dense")
         total = self._sum.clone()
-        x, extreme = self._last_chunk()
-        if len(x):
-            _add_products(total, x)
-        return total, extreme
-
-    def _last_chunk(self) -> tuple[Tensor, _Extreme]:
-        """Return a copy of the ordinary tokens of the unfinished chunk, zeros for others; and all extreme tokens."""
-        aside, extreme, cap = self._aside, self._extreme, self._cap
-        x = self._sum[:0] if self._chunk is None else self._chunk[: self._filled].clone()
-        if self._cap_tokens and len(x):
-            cap = cap or find_cap(x[:CHUNK])
-            aside = empty_aside(x) if aside is None else aside.clone()
-            extreme = cap.take_out(x, aside, extreme)
-        count = int(extreme)
-        kept = self._sum[:0] if aside is None else aside[: min(count, _ASIDE)].float()
-        return x, _Extreme(kept, cap, count - len(kept))
-
-    def _joined(self, total: Tensor, aside: Tensor) -> Tensor:
-        """Add tokens `[e, k]` to the lower triangle of a sum, in place; return the whole matrix, divided once."""
-        if len(aside):
-            _add_products(total, aside)
+        if self._chunk is not None and self._filled:
+            _add_products(total, self._chunk[: self._filled])
         lower = total.mul_(2 / self.tokens).tril_()
         return lower + lower.tril(-1).T
 
 
 class Part(NamedTuple):
-    """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, the tokens set aside, and the last tokens.
+    """Hold a part of a Hessian: the sum over `tokens` tokens of full chunks, and the last tokens.
 
-    `total` is float32 `[k, k]`, and only its lower triangle is used. It is None without a full chunk. `aside` `[e, k]`
-    and `last` `[t, k]` are None if there are none. `late` counts the extreme tokens that were scaled down at once.
+    `total` is float32 `[k, k]`, and only its lower triangle is used. It is None without a full chunk. `last` `[t, k]`,
+    already weighted, is None if there are none.
     """
 
     tokens: int
     total: Tensor | None
-    cap: Cap | None
-    aside: Tensor | None
-    late: int
     last: Tensor | None
-
-
-class _Extreme(NamedTuple):
-    """Hold tokens of extreme norm: stored tokens float32 `[e, k]`, the cap, and the number of later ones."""
-
-    aside: Tensor
-    cap: Cap | None
-    late: int
-
-
-class Cap(NamedTuple):
-    """Hold the typical magnitude of each channel, float32 `[k]`, and the median norm of a token in these units."""
-
-    magnitudes: Tensor
-    median: Tensor
-
-    def take_out(self, x: Tensor, aside: Tensor, before: Tensor) -> Tensor:
-        """Move the extreme tokens of `x` `[t, k]` behind the `before` ones in `aside`; return how many there now are.
-
-        In `x` zeros replace them. Tokens beyond its size are scaled down to the median norm. The last row of `aside` is
-        scratch. On a GPU nothing waits for the number of extreme tokens.
-        """
-        norms = weighted_norms(x, self.magnitudes)
-        extreme = norms > EXTREME * self.median
-        kept = extreme & (before + extreme.cumsum(0) <= _ASIDE)
-        factors = torch.where(kept, 0, torch.where(extreme, self.median / norms, 1)).unsqueeze(-1)
-        if EVERY_TOKEN[x.device.type]:
-            # The extreme ones come first. Rows behind their number are overwritten, or never read.
-            rows = extreme.int().sort(descending=True, stable=True).indices[:_ASIDE]
-        else:
-            rows = extreme.nonzero().flatten()
-        place = (before + torch.arange(len(rows), device=x.device)).clamp_max(_ASIDE)
-        aside.index_copy_(0, place, x[rows].to(aside.dtype))
-        if kernels.takes_tokens(x):
-            kernels.scale_tokens(x, factors.flatten())
-        elif EVERY_TOKEN[x.device.type]:
-            x *= factors
-        else:
-            x[rows] *= factors[rows]
-        return before + extreme.sum()
-
-    def factors(self, x: Tensor) -> Tensor:
-        """Return the factors `[t, 1]` that give tokens `[t, k]` the median norm."""
-        return (self.median / weighted_norms(x, self.magnitudes)).unsqueeze(-1)
-
-
-def find_cap(x: Tensor) -> Cap:
-    """Return the cap that the tokens of `x` `[t, k]` imply (ALGORITHMS 2).
-
-    A channel's magnitude is its median over tokens. Each magnitude is at least the median token's average, so that a
-    channel that seldom fires makes no token extreme.
-    """
-    k = x.shape[1]
-    average = _live_median(weighted_norms(x, torch.ones(k, device=x.device))) / k**0.5
-    sample = x[::_STRIDE] if len(x) > _SAMPLE else x
-    # `median` along an axis has no deterministic form on GPUs; `sort` has.
-    medians = [part.abs().sort(0).values[len(part) // 2] for part in sample.split(_SLICE, 1)]
-    magnitudes = torch.maximum(torch.cat(medians).float(), average)
-    return Cap(magnitudes, _live_median(weighted_norms(x, magnitudes)))
-
-
-def weighted_norms(x: Tensor, magnitudes: Tensor) -> Tensor:
-    """Return the norm of each token of `x` `[t, k]`, channels divided by their magnitudes, float32 `[t]`."""
-    if kernels.takes_tokens(x):
-        return kernels.token_norms(x, magnitudes)
-    parts = x.split(CHUNK if x.is_cuda else _SLICE)
-    return torch.cat([torch.linalg.vector_norm(part / magnitudes, dim=1) for part in parts])
-
-
-def empty_aside(x: Tensor) -> Tensor:
-    """Return memory for the tokens that are set aside from `x` `[t, k]`, and a row of scratch."""
-    return x.new_empty(_ASIDE + 1, x.shape[1])
-
-
-def _output_norms(x: Tensor, weights: Collection[Tensor]) -> Tensor:
-    """Return the norm of all outputs of each token of `x` `[e, k]`, for weights `[n, k]`, float64 `[e]`."""
-    squares = torch.zeros(len(x), dtype=torch.float64, device=x.device)
-    with one_thread(x.device):
-        for rows in (part for weight in weights for part in weight.split(_ROWS[x.device.type])):
-            squares += torch.linalg.vector_norm(x @ rows.to(x.dtype).T, dim=1, dtype=torch.float64).square()
-    return squares.sqrt()
-
-
-def _live_median(norms: Tensor) -> Tensor:
-    """Return the median norm of the tokens that are not zero, infinity if there is none."""
-    live = norms[norms > 0]
-    return live.median() if len(live) else norms.new_tensor(torch.inf)
 
 
 def _add_products(total: Tensor, x: Tensor) -> None:

@@ -19,8 +19,8 @@ class Options:
     published. `block` (columns) changes speed only. `on_unsolvable` decides whether a broken Hessian stops the run or
     falls back to RTN. `signed` allows negative scales for symmetric INT4 (ALGORITHMS 3). `descent` (passes)
     and `refit` refine the result of the sweep (ALGORITHMS 8). `prune` chooses the mask of a 2:4 weight, whose
-    scales are static in any order (ALGORITHMS 9). `cap_tokens` limits the weight of tokens of extreme norm and
-    outputs in the Hessian (ALGORITHMS 2). RecipeError for a value out of range.
+    scales are static in any order (ALGORITHMS 9). `first_token` is the weight of a document's first token in Hessians
+    of normalised inputs, in parts of the document's length (ALGORITHMS 2). RecipeError for a value out of range.
     """
 
     damp: Annotated[float, Meta(gt=0, le=1)] = key(
@@ -73,12 +73,13 @@ class Options:
         when="0 to save time. 1 to 3 for accuracy with other formats, with enough text.",
     )
     prune: Rule = "sparsegpt"
-    cap_tokens: bool = key(
-        "Scale down tokens whose norm and outputs are extreme in the Hessian",
-        default=True,
+    first_token: Annotated[float, Meta(ge=0, le=100)] = key(
+        "Weight of a document's first token in Hessians of normalised inputs, in parts of the document's length",
+        default=0.1,
         level="key",
-        more="See [algorithms.md](algorithms.md) 2. Searches and masks that use the Hessian change, too.",
-        when="`false` to reproduce published GPTQ.",
+        pruning=True,
+        more="At least 1. See [algorithms.md](algorithms.md) 2. Searches and masks that use the Hessian change, too.",
+        when="0 to reproduce published GPTQ.",
     )
 
     def __post_init__(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -57,7 +58,7 @@ def find_groups(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
     waiting = set(targets)
     for group in chain.from_iterable(block.run.ranks.exchange(_seen_here(block, targets))):
         if linears := tuple(linear for linear in group.linears if linear in waiting):
-            groups.append(Group(linears, group.once))
+            groups.append(replace(group, linears=linears))
             waiting.difference_update(linears)
     idle: dict[object, list[str]] = {}
     for linear in targets:
@@ -79,12 +80,17 @@ def _seen_here(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
             inputs.setdefault(linear, []).append(x)
             return False
 
-        with model.watching(sorted(waiting), see):
+        with model.watching(sorted(waiting), see), model.watching_norms(block.index) as normalised:
             model.run(block.index, tokens, state)
         shared: dict[tuple[int, ...], list[str]] = {}
         for linear, seen in inputs.items():
             shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
-        groups += [Group(tuple(linears), once=len(calls) == 1) for calls, linears in shared.items()]
+        for linears in shared.values():
+            calls = inputs[linears[0]]
+            whole = all(x.numel() == len(tokens) * x.shape[-1] for x in calls)
+            memory = {x.data_ptr() for x in normalised}  # the model may have changed the shape
+            normed = whole and all(x.data_ptr() in memory for x in calls)
+            groups.append(Group(tuple(linears), len(calls) == 1, normed))
         waiting.difference_update(inputs)
         if waiting <= model.experts.keys():
             break

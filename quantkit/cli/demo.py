@@ -49,7 +49,7 @@ CALIBRATED_ON, EVALUATED_ON = "calibration.jsonl", "evaluation.txt"
 RECIPES: dict[str, dict[str, Any]] = {
     "int4-rtn": {"format": "int4", "method": "rtn"},
     "int4-gptq": {"format": "int4", "method": "gptq"},
-    "fp6-rtn": {"format": "fp6", "method": "rtn"},
+    "fp6-gptq": {"format": "fp6", "method": "gptq"},
 }
 SOURCE, PACKED = "int4-gptq", "int4-gptq-marlin"
 
@@ -122,7 +122,7 @@ def _run(folder: Path, progress: Progress) -> dict[str, Any]:
         if not proof.ok:
             raise CheckpointError(f"{name}: does not verify: {proof.failures[0]}")
     rows = [_row(MODEL, "as it is", evaluation, None, progress)]
-    for name in ("int4-rtn", SOURCE, PACKED, "fp6-rtn"):
+    for name in ("int4-rtn", SOURCE, PACKED, "fp6-gptq"):
         rows.append(_row(folder / name, methods[name], evaluation, rows[0], progress))
     protocol = (
         f"perplexity on the documentation strings of {len(EVALUATION.split())} Python modules, windows and stride "

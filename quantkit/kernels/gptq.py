@@ -33,12 +33,9 @@ SWEEPS = tuple(
     if (grid, sparse) not in (("Exact", "false"), ("IntegersWithZero", "true"))
 )
 SEARCHES = tuple(f"gptq_search<{grid}, {size}>" for grid in GRIDS for size in SEARCHED)
-#: Types of tokens in the kernels, and the channels of a token that one load takes.
-HALVES, WIDTH = {torch.float16: "half", torch.bfloat16: "bfloat"}, 8
-TOKENS = tuple(f"{name}<{half}>" for name in ("gptq_norms", "gptq_scale") for half in HALVES.values())
 DESCENTS = tuple(f"gptq_descent<{grid}>" for grid in GRIDS)
 #: CUDA source -> its template instances, in the order of their use.
-SOURCES = {"gptq_tokens": TOKENS, "gptq_sweep": SWEEPS, "gptq_search": SEARCHES, "gptq_descent": DESCENTS}
+SOURCES = {"gptq_sweep": SWEEPS, "gptq_search": SEARCHES, "gptq_descent": DESCENTS}
 
 
 class Columns(NamedTuple):
@@ -136,29 +133,6 @@ def search_errors(x: Tensor, scales: Tensor, zeros: Tensor | None, r: Tensor, fm
     arguments = [x, scales, zeros, transposed, errors, grid, m // groups, groups, candidates]
     loader.launch(function, (min(blocks, needed),), (SEARCHERS,), arguments, shared=4 * g * g)
     return errors
-
-
-def takes_tokens(x: Tensor) -> bool:
-    """Return True if the kernels for tokens take `x` `[t, k]`: half precision, contiguous, k a multiple of eight."""
-    return x.dtype in HALVES and x.shape[1] % WIDTH == 0 and x.is_contiguous() and runs_on(x.device)
-
-
-def token_norms(x: Tensor, magnitudes: Tensor) -> Tensor:
-    """Return `||x / magnitudes||` of each token of `x` `[t, k]`, float32 `[t]`, for float32 `magnitudes` `[k]`."""
-    norms = torch.empty(len(x), dtype=torch.float32, device=x.device)
-    _launch_tokens("gptq_norms", x, magnitudes.contiguous(), norms)
-    return norms
-
-
-def scale_tokens(x: Tensor, factors: Tensor) -> None:
-    """Multiply each token of `x` `[t, k]` by its factor, float32 `[t]`, in place."""
-    _launch_tokens("gptq_scale", x, factors.contiguous())
-
-
-def _launch_tokens(name: str, x: Tensor, *others: Tensor) -> None:
-    if len(x):
-        function = loader.load("gptq_tokens", TOKENS, x.device).functions[f"{name}<{HALVES[x.dtype]}>"]
-        loader.launch(function, (len(x),), (THREADS,), [x, *others, x.shape[1]])
 
 
 def grid_of(fmt: Format | None, has_zeros: bool) -> tuple[str, bytes]:

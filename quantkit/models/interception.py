@@ -7,7 +7,7 @@ that block, an exception ends the forward.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -149,6 +149,20 @@ def watching(linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], bool
         for name, module in linears.items():
             stack.callback(module.register_forward_pre_hook(partial(hook, name), with_kwargs=True).remove)
         yield
+
+
+@contextmanager
+def collecting(modules: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
+    """Collect the tensors that some modules return; they stay in memory for as long as the list."""
+    found: list[Tensor] = []
+
+    def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        found.extend(tensors_in(output))
+
+    with ExitStack() as stack:
+        for module in modules:
+            stack.callback(module.register_forward_hook(hook).remove)
+        yield found
 
 
 def _batch_axis(hidden: Tensor) -> int:

@@ -99,7 +99,7 @@ class MatchedModel:
             name: state
             for state, name in stored.items()
             if counts[name] == 1
-            and "norm" in type(self.module.get_submodule(state.rpartition(".")[0])).__name__.lower()
+            and is_norm(self.module.get_submodule(state.rpartition(".")[0]))
             and len(self.src.shape(name)) == 1
             and self.src.dtype(name) in FLOATS
         }
@@ -120,6 +120,11 @@ class MatchedModel:
             module = self.module.get_submodule(owner)
             assert isinstance(module, UnfusedExperts)
             module.on_all_tokens = frozenset(chosen.get(owner, ()))
+
+
+def is_norm(module: nn.Module) -> bool:
+    """Tell a norm by the name of its class."""
+    return "norm" in type(module).__name__.lower()
 
 
 def _match(module: PreTrainedModel, src: Checkpoint) -> Match:

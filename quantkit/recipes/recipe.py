@@ -196,7 +196,7 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     form = asked.pop("scheme", {})
     scheme = _scheme(**form)
     integer = not scheme.format.is_float
-    method: Method = asked.setdefault("method", "gptq" if integer else "rtn")
+    method: Method = asked.setdefault("method", "gptq")
     asked.setdefault("clip", "search" if integer or method == "gptq" else "none")
     asked.setdefault("metric", "block" if method == "gptq" else "mse")
     asked.setdefault("layout", scheme.format.layout)

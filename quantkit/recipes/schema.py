@@ -82,14 +82,14 @@ class RecipeKeys:
     )
     method: Method | Rule = key(
         "How codes are chosen",
-        usual="int4: gptq, fp: rtn",
+        usual="gptq",
         level="shown",
         section="Basic",
         form=Method,
         pruning=Rule,
         more="`gptq` lets later columns make up for rounding errors, and needs text. `rtn` rounds each weight to "
         "nearest.",
-        when="`rtn` for speed or without text. `gptq` with FP5, where it pays.",
+        when="`rtn` for speed.",
     )
     clip: Clip = key(
         "Search for scales, or take that of the largest weight",

@@ -19,8 +19,6 @@ Error = Callable[[Layer], "float | None"]
 
 #: An input channel is an outlier if its RMS is this many times the median channel's.
 OUTLIER = 10.0
-#: Tokens of extreme norm are named as a cause beyond this share; ordinary linears have none.
-CAPPED = 0.01
 NO_CAUSE = "no cause recorded"
 
 
@@ -93,7 +91,7 @@ def _is_shape(shape: Any) -> bool:
 def causes(layer: Layer, most_bits: float | None = None) -> list[str]:
     """List the recorded reasons for the error of a linear; `most_bits` is the width of the model's widest scheme."""
     found = [_fallback(layer, key, words) for key, words in _FALLBACKS.items()]
-    found += [_few_tokens(layer), _outlier(layer), _capped(layer), _damping(layer)]
+    found += [_few_tokens(layer), _outlier(layer), _damping(layer)]
     found += [_counted(layer, key, words) for key, words in _COUNTED.items()]
     kept, zeros = number(layer.get("kept")), number(layer.get("zeros"))
     if kept is not None and zeros and kept + zeros > 0:
@@ -141,13 +139,6 @@ def _few_tokens(layer: Layer) -> str | None:
 def _outlier(layer: Layer) -> str | None:
     peak = number(layer.get("channel_peak"))
     return f"outlier channel: {peak:.0f} times the median input channel" if peak and peak >= OUTLIER else None
-
-
-def _capped(layer: Layer) -> str | None:
-    capped, tokens = number(layer.get("capped_tokens")), number(layer.get("tokens"))
-    if not capped or not tokens or capped <= CAPPED * tokens:
-        return None
-    return f"outlier tokens, scaled down in calibration: {capped:.0f} of {tokens:.0f}"
 
 
 def _damping(layer: Layer) -> str | None:

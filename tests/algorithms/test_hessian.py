@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from quantkit.algorithms import gptq, hessian
+from quantkit.algorithms import gptq
 from quantkit.algorithms.cholesky import factorize
 from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian, row_losses
 from quantkit.algorithms.options import Options
@@ -56,38 +56,26 @@ def test_hessian_of_any_dtype_is_that_of_its_float32_values(dtype: torch.dtype) 
     assert torch.equal(one.matrix(), two.matrix())
 
 
-@pytest.mark.parametrize("loud", [0, 1, 5, 700])
-def test_the_ways_of_a_gpu_give_the_same_bits(loud: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two thousand tokens of extreme norm, more than are set aside, or fewer; checked at once or in the end."""
-    x = gauss(9000, 65).float()
-    for start in (0, 4000, 8200):
-        x[start : start + loud] *= 1000
-    weights = [gauss(40, 65).float(), gauss(7, 65).float()]
-    found = []
-    for every in (False, True):
-        monkeypatch.setitem(hessian.EVERY_TOKEN, "cpu", every)
-        made = Hessian(65, "cpu", checks=not every)
-        for part in x.split(1700):
-            made.add(part)
-        assert not made.may_be_broken()
-        found.append((made.matrix(), *made.limited(weights), made.capped_tokens))
-    assert all(torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(*found, strict=True))
-    assert found[0][3] == 3 * loud
+def test_a_weighed_token_counts_as_often_as_its_weight_however_calls_are_cut() -> None:
+    x, weights = gauss(9000, 65).float(), torch.ones(9000)
+    weights[::1000] = 100
+    expected = (x.double() * weights.unsqueeze(-1)).T @ x.double() * (2 / 9000)
+    whole, cut, long = Hessian(65, "cpu"), Hessian(65, "cpu"), Hessian(65, "cpu", chunk=LONG_CHUNK)
+    whole.add(x.view(9, 1000, 65), weights.view(9, 1000))
+    long.add(x, weights)
+    for part, weighed in zip(x.split(1700), weights.split(1700), strict=True):
+        cut.add(part, weighed)
+    assert torch.equal(whole.matrix(), cut.matrix()) and whole.tokens == 9000
+    for found in (whole, long):
+        assert torch.allclose(found.matrix().double(), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_a_long_chunk_sets_the_same_tokens_aside() -> None:
-    """The cap is that of the first 4096 tokens; the sum has another order and no other difference."""
-    x = gauss(9000, 65).float()
-    x[4096:] *= 3  # other medians
-    x[::1000] *= 50
-    weights = [gauss(40, 65).float()]
-    short, long = Hessian(65, "cpu"), Hessian(65, "cpu", chunk=LONG_CHUNK)
-    for part in x.split(1700):
-        short.add(part)
-        long.add(part)
-    assert short.capped_tokens == long.capped_tokens == 9
-    (a, scaled), (b, alike) = short.limited(weights), long.limited(weights)
-    assert scaled == alike and torch.allclose(a, b, rtol=1e-5, atol=1e-5)
+def test_weights_of_one_give_the_plain_sum_bit_for_bit() -> None:
+    x = gauss(CHUNK + 700, 65).float()
+    weighed, plain = Hessian(65, "cpu"), Hessian(65, "cpu")
+    weighed.add(x, torch.ones(len(x)))
+    plain.add(x)
+    assert torch.equal(weighed.matrix(), plain.matrix())
 
 
 @pytest.mark.gpu

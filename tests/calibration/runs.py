@@ -22,7 +22,7 @@ from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe
 
 COARSE: dict[str, Any] = {"scheme": {"group_size": "channel"}, "clip": "none"}
-PLAIN_SUM: dict[str, Any] = {**COARSE, "gptq": {"cap_tokens": False}}  # its Hessians can be computed in one line
+PLAIN_SUM: dict[str, Any] = {**COARSE, "gptq": {"first_token": 0}}  # its Hessians can be computed in one line
 #: The groups that share an input, by the last part of the names, in the order in which a block calls them.
 GROUPS = {
     "llama": ["q_proj k_proj v_proj", "o_proj", "gate_proj up_proj", "down_proj"],

@@ -9,7 +9,6 @@ from torch import Tensor
 from quantkit.algorithms import scale_search
 from quantkit.algorithms.gptq import quantize
 from quantkit.algorithms.grid import round_to_codes
-from quantkit.algorithms.hessian import CHUNK, LONG_CHUNK, Hessian
 from quantkit.algorithms.options import Options
 from quantkit.algorithms.scale_search import choose_scales, group_errors
 from quantkit.algorithms.sweep import Pattern, round_block
@@ -19,10 +18,7 @@ from quantkit.kernels.gptq import (
     SEARCHED,
     Columns,
     runs_on,
-    scale_tokens,
     search_errors,
-    takes_tokens,
-    token_norms,
 )
 from tests.kernels import descents
 
@@ -165,49 +161,6 @@ def test_errors_of_candidate_scales(
     found = [search_errors(*moved("cuda", x, scales, zeros, r), FORMATS[name]) for _ in range(2)]
     assert torch.equal(*found), "two launches differ"
     torch.testing.assert_close(found[0].cpu().double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("tokens", "k"), [(1, 8), (4096, 4096), (1000, 14336), (33, 2056)])
-def test_norms_and_scaling_of_tokens(tokens: int, k: int, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(6)
-    x = (50 * torch.randn(tokens, k, generator=generator)).to("cuda", dtype)
-    units = (0.1 + torch.rand(k, generator=generator)).cuda()
-    factors = torch.tensor([1, 0, 0.37])[torch.randint(3, (tokens,), generator=generator)].cuda()
-    assert takes_tokens(x)
-    norms = token_norms(x, units)
-    assert torch.equal(norms, token_norms(x, units)), "two launches differ"
-    assert torch.allclose(norms.double(), (x.double() / units).norm(dim=1), rtol=1e-5)
-    expected = x.clone()
-    expected *= factors.unsqueeze(-1)
-    scale_tokens(x, factors)
-    assert torch.equal(x, expected)
-
-
-def test_tokens_that_torch_must_take() -> None:
-    x = torch.zeros(4, 16, device="cuda", dtype=torch.bfloat16)
-    assert takes_tokens(x)
-    assert not any(map(takes_tokens, (x.float(), x[:, :8], x[:, :9].contiguous(), x.cpu())))
-
-
-@pytest.mark.parametrize("k", [512, 513])
-def test_extreme_tokens_on_a_gpu_are_those_of_a_cpu(k: int) -> None:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(9000, k, generator=generator)
-    x[::1000] *= 50
-    x[5000:6500] *= 50  # more than are set aside
-    x, weight = x.bfloat16(), torch.randn(40, k, generator=generator)
-    found = []
-    for device in ("cpu", "cuda"):
-        made = Hessian(k, device, checks=False, chunk=LONG_CHUNK if device == "cuda" else CHUNK)
-        for part in x.to(device).split(1700):
-            made.add(part)
-        h, scaled = made.limited([weight.to(device)])
-        found.append((h.cpu(), scaled, made.capped_tokens))
-    assert found[0][2] in (1507, 1508)  # one token lies at the bound, up to rounding
-    for ours, theirs in zip(found[0][1:], found[1][1:], strict=True):
-        assert abs(ours - theirs) <= 1
-    assert torch.allclose(found[0][0], found[1][0], rtol=1e-2, atol=1e-3 * float(found[0][0].diagonal().mean()))
 
 
 @pytest.mark.parametrize("label", ["int4:g128", "int4:g64:asym", "int4:g32"])

@@ -237,4 +237,4 @@ def test_kernels_that_are_loaded_beside_other_work_leave_their_errors_to_the_lau
     for thread in threading.enumerate():
         if thread.name == "quantkit-compile":
             thread.join()
-    assert seen == [("gptq_tokens", torch.device("cuda", 1))]
+    assert seen == [("gptq_sweep", torch.device("cuda", 1))]

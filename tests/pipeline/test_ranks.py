@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from quantkit.algorithms.hessian import Hessian
+from quantkit.algorithms.hessian import CHUNK, Hessian
 from quantkit.calibration.preflight import split_documents
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import load
@@ -325,39 +325,21 @@ def test_the_memory_of_a_machine_holds_all_of_its_processes() -> None:
     assert memory.of_processes(3) == Memory({"program": 5, "activations": 10, "other processes": 30}, {"CUDA": 3})
 
 
-def inputs(tokens: int) -> torch.Tensor:
-    """Return tokens of 64 channels, every 97th of which is 50 times as large."""
-    x = torch.randn(tokens, 64, generator=torch.Generator().manual_seed(1))
-    x[::97] *= 50
-    return x
-
-
-@pytest.mark.parametrize("tokens", [[1000, 3000], [50, 0, 40]])
-def test_a_hessian_of_few_tokens_does_not_depend_on_the_ranks(tokens: list[int]) -> None:
-    x, weights = inputs(sum(tokens)), [torch.randn(8, 64, generator=torch.Generator().manual_seed(2))]
+@pytest.mark.parametrize("tokens", [[1000, 3000], [50, 0, 40], [9000, 9000]])
+def test_a_hessian_does_not_depend_on_the_ranks(tokens: list[int]) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weights = torch.randn(sum(tokens), 64, generator=generator), torch.rand(sum(tokens), generator=generator)
     one, merged = Hessian(64, "cpu"), Hessian(64, "cpu")
-    one.add(x)
-    for part in x.split(tokens):
+    one.add(x, weights)
+    for part, weighed in zip(x.split(tokens), weights.split(tokens), strict=True):
         rank = Hessian(64, "cpu")
-        rank.add(part)
+        rank.add(part, weighed)
         merged.absorb(rank.part())
-    assert torch.equal(one.matrix(), merged.matrix()) and merged.tokens == one.tokens
-    (h, capped), (expected, before) = merged.limited(weights), one.limited(weights)
-    assert torch.equal(h, expected) and capped == before > 0
-
-
-@pytest.mark.parametrize("tokens", [[9000, 9000], [3000, 12000, 3000], [60_000, 30_000]])
-def test_a_hessian_of_many_tokens_sets_the_same_ones_aside(tokens: list[int]) -> None:
-    x, weights = inputs(sum(tokens)), [torch.randn(8, 64, generator=torch.Generator().manual_seed(2))]
-    one, merged = Hessian(64, "cpu"), Hessian(64, "cpu")
-    one.add(x)
-    for part in x.split(tokens):
-        rank = Hessian(64, "cpu")
-        rank.add(part)
-        merged.absorb(rank.part())
-    assert merged.tokens == one.tokens and merged.capped_tokens == one.capped_tokens == -(-len(x) // 97)
-    (h, capped), (expected, before) = merged.limited(weights), one.limited(weights)
-    assert (h - expected).norm() < 1e-5 * expected.norm() and capped == before > 0
+    assert merged.tokens == one.tokens
+    found, expected = merged.matrix(), one.matrix()
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    if len(x) < CHUNK:
+        assert torch.equal(found, expected), "few tokens are summed in the same order"
 
 
 @pytest.mark.gpu

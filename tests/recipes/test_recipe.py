@@ -43,7 +43,7 @@ def test_round_trip_of_every_key_away_from_its_default(tmp_path: Path) -> None:
             "on_unsolvable": "rtn",
             "refit": True,
             "descent": 2,
-            "cap_tokens": False,
+            "first_token": 0.5,
         },
         "tune": 3,
         "true_sequential": False,
@@ -83,9 +83,9 @@ def test_defaults_of_each_format() -> None:
     assert int4.calibrated
     e2m3, e2m2 = (from_mapping({"scheme": {"format": name}}) for name in ("fp6-e2m3", "fp5-e2m2"))
     for recipe in (fp6, fp5, e2m3, e2m2):
-        assert (recipe.scheme.group_size, recipe.method, recipe.clip) == (None, "rtn", "none")
+        assert (recipe.scheme.group_size, recipe.method, recipe.clip) == (None, "gptq", "search")
         assert recipe.layout == ("humming" if recipe in (fp6, fp5) else "compressed-tensors")
-        assert not recipe.calibrated
+        assert recipe.calibrated and not recipe.gptq.descent and not recipe.signed
     for recipe in (int4, fp6, fp5):
         options = recipe.gptq
         assert (options.damp, options.damp_kind, options.block, options.act_order) == (0.01, "own", 128, "static")
@@ -101,8 +101,8 @@ def test_a_search_without_calibration_uses_mse() -> None:
     rtn = from_mapping({"method": "rtn"})
     assert (rtn.clip, rtn.metric, rtn.calibrated) == ("search", "mse", False)
     assert from_mapping({"method": "rtn", "metric": "diag"}).calibrated
-    fp6 = from_mapping({"scheme": {"format": "fp6"}, "method": "gptq"})
-    assert (fp6.clip, fp6.calibrated) == ("search", True)
+    fp6 = from_mapping({"scheme": {"format": "fp6"}, "method": "rtn"})
+    assert (fp6.clip, fp6.calibrated) == ("none", False)
 
 
 def test_an_unquoted_off_is_off_and_not_false() -> None:

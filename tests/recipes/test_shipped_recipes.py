@@ -24,7 +24,6 @@ SAYS = {
     "marlin-paper": ("marlin", "int4:g128"),
     "fp6-humming": ("humming", "fp6:channel"),
     "fp6-tcfpx": ("tcfpx", "fp6:channel"),
-    "fp6": ("humming", "fp6:channel"),
     "fp5-tcfpx": ("tcfpx", "fp5:channel"),
 }
 

@@ -213,7 +213,6 @@ def test_the_worst_linears_are_ranked_by_the_error_of_their_outputs() -> None:
 
 CAUSES: list[tuple[dict[str, Any], str]] = [
     ({"channel_peak": 40.4}, "outlier channel: 40 times the median input channel"),
-    ({"capped_tokens": 300}, "outlier tokens, scaled down in calibration: 300 of 9999"),
     ({"tokens": 100}, "few tokens: 100 for 512 input channels"),
     ({"rungs": [0.01, 0.1]}, "damping raised from 0.01 to 0.1"),
     ({"dead_columns": 3}, "input channels that no token reached: 3"),

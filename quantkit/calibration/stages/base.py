@@ -17,10 +17,14 @@ from quantkit.recipes.goals import Goal
 
 @dataclass(frozen=True)
 class Group:
-    """List linears that receive the same tensor, in order of first call; `once` if a document calls them once."""
+    """List linears that receive the same tensor, in order of first call.
+
+    `once`: a document calls them once. `normalised`: their input is what a norm returned, with a row for each token.
+    """
 
     linears: tuple[str, ...]
     once: bool = True
+    normalised: bool = False
 
 
 @dataclass

@@ -216,7 +216,7 @@ def _carried(stream: Stream, block: int, part: Sequence[int], gradients: Sequenc
 def _empty(size: int, model: BlockRunner) -> Hessian:
     chunk = LONG_CHUNK if model.device.type == "cuda" else CHUNK
     # It checks each call: numbers stored for a later check would fragment the heap.
-    return Hessian(size, model.device, cap_tokens=False, chunk=chunk)
+    return Hessian(size, model.device, chunk=chunk)
 
 
 def _file(work: Path, block: int) -> Path:

@@ -100,8 +100,18 @@ def new_hessian(run: Run, group: Group, checks: bool = True) -> Hessian:
     """Make an empty Hessian for the input of a group. The many experts of a layer must do with short chunks."""
     first, model = group.linears[0], run.model
     chunk = LONG_CHUNK if model.device.type == "cuda" and first not in model.experts else CHUNK
-    cap = run.recipe.gptq.cap_tokens
-    return Hessian(model.linears[first][1], model.device, cap_tokens=cap, checks=checks, chunk=chunk)
+    return Hessian(model.linears[first][1], model.device, checks=checks, chunk=chunk)
+
+
+def token_weights(block: LoadedBlock, documents: Sequence[int]) -> Tensor:
+    """Weigh the tokens of documents of equal length for Hessians of normalised inputs: float32 `[documents, t]`.
+
+    All later tokens attend to the first one, so its errors spread.
+    """
+    length = len(block.stream.sequences[documents[0]])
+    found = torch.ones(len(documents), length, device=block.run.model.device)
+    found[:, 0] = max(1.0, block.run.recipe.gptq.first_token * length)
+    return found
 
 
 def sum_once(block: LoadedBlock, groups: Sequence[Group], checks: bool) -> list[Hessian] | None:
@@ -109,20 +119,22 @@ def sum_once(block: LoadedBlock, groups: Sequence[Group], checks: bool) -> list[
     run, stream = block.run, block.stream
     hessians = {group.linears[0]: new_hessian(run, group, checks) for group in groups}
     stop = len(groups) == 1 and groups[0].once
-    document = 0
+    normalised = {group.linears[0] for group in groups if group.normalised}
+    document, weights = 0, None
 
     def see(linear: str, x: Tensor) -> bool:
         with run.clock.phase("hessian"), about(f"{linear}, calibration document {run.first + document}"):
-            hessians[linear].add(x)
+            hessians[linear].add(x, weights if linear in normalised else None)
         return stop
 
     with run.clock.phase("forward"), run.model.watching(hessians, see):
         for numbers in stream.forwards(block.index):
-            document = numbers[0]
+            document, weights = numbers[0], token_weights(block, numbers)
             try:
                 stream.run(block.index, numbers)
             except NumericError:
                 for document in numbers if len(numbers) > 1 else ():
+                    weights = token_weights(block, [document])
                     stream.run(block.index, [document])
                 raise
             except torch.OutOfMemoryError:

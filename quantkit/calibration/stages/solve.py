@@ -126,8 +126,8 @@ def solve(
     With several ranks, all call this with the same arguments; each solves some rows, and all return the same.
 
     Facts: method, relative_error, loss, rtn_loss, norm (sums over rows with the undamped Hessian, ALGORITHMS 1),
-    tokens, capped_tokens (if any), channel_peak, seconds, and those of the solver. `descent_skipped` says that there
-    were too few tokens for descent, `true_shape` that the stored weight is padded.
+    tokens, channel_peak, seconds, and those of the solver. `descent_skipped` says that there were too few tokens for
+    descent, `true_shape` that the stored weight is padded.
 
     NumericError, naming the linear, for weights that are not finite or overflow. NumericError for an unusable Hessian,
     unless the recipe says `on_unsolvable: rtn`.
@@ -145,8 +145,8 @@ def solve(
     recipe, skipped = _without_noise(names, k, hessian.tokens, recipe, progress)
     with about(names):
         hessian.check_size(k)
-    h, capped = hessian.limited(weights.values())
-    sums = {"tokens": hessian.tokens, **({"capped_tokens": capped} if capped else {}), **_channel_peak(h)}
+    h = hessian.matrix()
+    sums = {"tokens": hessian.tokens, **_channel_peak(h)}
     systems = _systems(names, h, goals.values(), recipe, progress)
     alike: dict[tuple[Goal, torch.dtype], dict[str, Tensor]] = {}
     for name, weight in weights.items():

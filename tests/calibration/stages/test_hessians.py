@@ -1,4 +1,4 @@
-"""Sums of Hessians: caps, checks, and the number of passes."""
+"""Sums of Hessians: weights of tokens, checks, and the number of passes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from quantkit.calibration.groups import find_groups
 from quantkit.calibration.run import Run
 from quantkit.calibration.stages import hessians
 from quantkit.calibration.stages.base import Group
-from quantkit.calibration.stages.hessians import collect, sum_once
+from quantkit.calibration.stages.hessians import collect, sum_once, token_weights
 from quantkit.recipes.recipe import from_mapping
 from tests.calibration.runs import (
     COARSE,
@@ -26,15 +26,15 @@ from tests.calibration.runs import (
 )
 
 
-def test_tokens_of_extreme_norm_are_capped_unless_the_recipe_says_otherwise(
-    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("quantkit.algorithms.hessian.EXTREME", 5.0)  # a tiny model has no token beyond 10
-    output = Group(("model.layers.0.self_attn.o_proj",))  # random attention averages all values but the first token's
-    blocks = [start(folders["llama"], from_mapping(recipe), tmp_path) for recipe in (COARSE, PLAIN_SUM)]
-    capped, plain = (collect(block, [output])[0] for block in blocks)
-    assert plain.capped_tokens == 0 < capped.capped_tokens <= 2 * len(sequences())
-    assert capped.matrix().trace() < plain.matrix().trace()
+def test_the_first_token_weighs_more_where_a_norm_returns_the_input(folders: dict[str, Path], tmp_path: Path) -> None:
+    block, flat = (start(folders["llama"], from_mapping(recipe), tmp_path) for recipe in (COARSE, PLAIN_SUM))
+    groups = find_groups(block, list(block.goals))
+    assert [group.normalised for group in groups] == [True, False, True, False]  # q k v, o, gate up, down
+    for group, found, plain in zip(groups, collect(block, groups), collect(flat, groups), strict=True):
+        assert torch.equal(found.matrix(), plain.matrix()) != group.normalised, group
+    weights = token_weights(block, [0])
+    tokens = len(sequences()[0])
+    assert weights.shape == (1, tokens) and weights[0, 0] == max(1, 0.1 * tokens) and (weights[0, 1:] == 1).all()
 
 
 def test_sums_that_are_checked_in_the_end_are_those_that_are_checked_at_once(three: Path, tmp_path: Path) -> None:

@@ -98,10 +98,6 @@ def test_the_largest_input_channel_is_compared_with_the_median_live_one() -> Non
     weights = {"x": torch.randn(8, 64, generator=torch.Generator().manual_seed(0))}
     (item,) = solve(weights, {"x": Scheme.parse("int4:g64")}, hessian, from_mapping({}), Progress(quiet=True))
     assert item.facts is not None and item.facts["channel_peak"] == pytest.approx(30)
-    assert "capped_tokens" not in item.facts  # a channel that is large at every token makes none extreme
-    hessian.add(200 * inputs[:3])
-    (item,) = solve(weights, {"x": Scheme.parse("int4:g64")}, hessian, from_mapping({}), Progress(quiet=True))
-    assert item.facts is not None and item.facts["capped_tokens"] == 3
 
 
 def test_a_hessian_of_another_width_names_the_linear() -> None:
