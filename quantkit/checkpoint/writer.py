@@ -147,7 +147,11 @@ class CheckpointWriter:
             self._rename()
 
     def _replace(self, old: list[str], new: dict[str, str]) -> None:
-        self._record({"files": new, "items": [], "facts": {}, "bytes": 0, "packed_bytes": 0, "replaced": old})
+        line = {"files": new, "items": [], "facts": {}, "bytes": 0, "packed_bytes": 0, "replaced": old}
+        if self._identity is None:  # a run that is never resumed: a second line would keep its work
+            self.done.append(line)
+        else:
+            self._record(line)
 
     def _record(self, line: dict[str, Any]) -> None:
         append_journal(self._journal, line)
