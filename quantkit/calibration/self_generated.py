@@ -153,7 +153,7 @@ def require_generation(model: BlockRunner) -> None:
 
 
 def expected_text(model: BlockRunner, calib: Calib, count: int) -> Text:
-    """Return stand-ins for the sequences, of the longest length, and their facts; CheckpointError as `write_text`."""
+    """Return stand-ins for the sequences, of the longest length, and their facts; CheckpointError as `draw_text`."""
     require_generation(model)
     turns_of(load_tokenizer(model.src.path), calib.template_args)
     longest = min(calib.max_length, model.max_length, LONGEST)
@@ -162,7 +162,7 @@ def expected_text(model: BlockRunner, calib: Calib, count: int) -> Text:
     return [torch.zeros(longest, dtype=torch.int64)] * count, facts
 
 
-def write_text(
+def draw_text(
     model: BlockRunner, calib: Calib, count: int, progress: Progress, trust_remote_code: bool = False
 ) -> Text:
     """Let the unquantized model write `count` sequences, int64 `[t]`; return them and their facts.

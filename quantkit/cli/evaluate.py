@@ -13,7 +13,6 @@ from quantkit.cli.exits import MISSED, emit, leave
 from quantkit.cli.options import command
 from quantkit.cli.parsing import combined, section
 from quantkit.progress import Progress
-from quantkit.reporting import facts
 
 if TYPE_CHECKING:
     from quantkit.evaluation.divergence import Divergence, Figures, Versus
@@ -129,11 +128,12 @@ def format_perplexity(found: Perplexity, progress: Progress) -> str:
 
 def format_divergence(found: Divergence, checkpoint: str, progress: Progress) -> str:
     """Format a KL divergence with its tails and its protocol, beside another checkpoint's if there is one."""
+    from quantkit.reporting.facts import tails
+
     mean, top1, protocol = f"KL divergence {found.kld:.6f} nats", f"top-1 agreement {_top1(found)}", _protocol(found)
     agreed = round(found.top1 * found.tokens)
     more = f"{found.kld / math.log(2):.6f} bits a token; {agreed} of {found.tokens} tokens agree"
-    tails = ", ".join(map(" ".join, facts.tails(asdict(found))))
-    line, figures = f"{mean}, {top1} {protocol}", [mean, tails, top1]
+    line, figures = f"{mean}, {top1} {protocol}", [mean, ", ".join(map(" ".join, tails(asdict(found)))), top1]
     if found.versus is not None:
         verdict = _verdict(found.versus, checkpoint)
         line, figures = f"{mean}; {verdict}; {top1} {protocol}", [_pair(found, found.versus, checkpoint), verdict]
@@ -142,13 +142,15 @@ def format_divergence(found: Divergence, checkpoint: str, progress: Progress) ->
 
 def _pair(found: Divergence, other: Versus, checkpoint: str) -> str:
     """Tabulate the figures of two checkpoints, and the paired difference of their means."""
+    from quantkit.reporting.facts import interval, tails
+
     ours, theirs = (
-        {"mean": f"{each.kld:.6f}", **dict(facts.tails(asdict(each))), "top-1 agreement": _top1(each)}
+        {"mean": f"{each.kld:.6f}", **dict(tails(asdict(each))), "top-1 agreement": _top1(each)}
         for each in (found, other)
     )
     apart = {
         "mean": f"{other.difference:+.6f}",
-        "95 % interval": facts.interval(other.difference_low, other.difference_high),
+        "95 % interval": interval(other.difference_low, other.difference_high),
     }
     rows = [(label, value, theirs[label], apart.get(label, "")) for label, value in ours.items()]
     return show.table(("KL divergence, nats", checkpoint, other.name, "difference"), rows)

@@ -119,9 +119,13 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
     click.option(
         "--gpu-memory", type=options.Bytes(), help="Memory of the GPU that will quantize, if it is not here, like 80GB."
     ),
+)
+@in_section(
+    "Advanced",
     click.option(
         "--probe/--no-probe", default=True, help="Measure a part of a long run to estimate its duration [probe]."
     ),
+    level="all",
 )
 @run_options()
 def plan(

@@ -161,7 +161,7 @@ def register() -> None:
     import quantkit
     from transformers import AutoModelForCausalLM
 
-    quantkit.quantize("model", "model-fp6", format="fp6")
+    quantkit.quantize("model", "model-fp6", format="fp6", method="rtn")
     quantkit.register()
     model = AutoModelForCausalLM.from_pretrained("model-fp6")
     print(model.model.layers[0].mlp)

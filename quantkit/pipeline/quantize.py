@@ -26,7 +26,7 @@ from quantkit.calibration.loop import calibrated
 from quantkit.calibration.preflight import check_sequences, new_run, split_documents
 from quantkit.calibration.probe import Duration, is_worth_a_probe
 from quantkit.calibration.probe import probe as probe_run
-from quantkit.calibration.self_generated import Text, expected_text, load_text, save_text, write_text
+from quantkit.calibration.self_generated import Text, draw_text, expected_text, load_text, save_text
 from quantkit.calibration.uncalibrated import solve_uncalibrated
 from quantkit.checkpoint.items import Commit, Item
 from quantkit.checkpoint.origin import name_of, origin
@@ -604,7 +604,7 @@ def calibration_text(
             return load_text(saved)
         if is_plan:
             return expected_text(model, calib, count)
-        return write_text(model, calib, count, progress or Progress(quiet=True), trust_remote_code)
+        return draw_text(model, calib, count, progress or Progress(quiet=True), trust_remote_code)
 
     text = draw_calibration(
         calib.data,

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.calibration import self_generated
-from quantkit.calibration.self_generated import Row, Turns, first_token, repeats, turns_of, write_text
+from quantkit.calibration.self_generated import Row, Turns, draw_text, first_token, repeats, turns_of
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, NumericError, QuantkitError
 from quantkit.models.block_runner import BlockRunner
@@ -46,7 +46,7 @@ def own(longest: int, seed: int = 0) -> Calib:
 
 
 def written(model: BlockRunner, count: int = 4, longest: int = 40, seed: int = 0) -> list[list[int]]:
-    return [s.tolist() for s in write_text(model, own(longest, seed), count, QUIET)[0]]
+    return [s.tolist() for s in draw_text(model, own(longest, seed), count, QUIET)[0]]
 
 
 def test_the_seed_alone_decides_the_tokens(chatty: BlockRunner) -> None:
@@ -63,7 +63,7 @@ def test_the_seed_alone_decides_the_tokens(chatty: BlockRunner) -> None:
 def test_texts_without_a_template_begin_with_the_first_token_and_end_where_the_model_ends_them(
     plain: BlockRunner,
 ) -> None:
-    sequences, facts = write_text(plain, own(100), 24, QUIET)
+    sequences, facts = draw_text(plain, own(100), 24, QUIET)
     for tokens in sequences:
         assert tokens[0] == BOS and 2 <= len(tokens) <= 100
         assert BOS not in tokens[1:]  # it is the end of a text, too
@@ -72,7 +72,7 @@ def test_texts_without_a_template_begin_with_the_first_token_and_end_where_the_m
 
 
 def test_half_of_the_texts_are_conversations_as_the_template_writes_them(chatty: BlockRunner) -> None:
-    sequences, facts = write_text(chatty, own(400), 9, QUIET)
+    sequences, facts = draw_text(chatty, own(400), 9, QUIET)
     tokenizer = load_tokenizer(chatty.src.path)
     texts = [tokenizer.decode(s.tolist(), errors="replace") for s in sequences]
     talks = [text for text in texts if text.startswith("<|endoftext|>user:")]
@@ -133,7 +133,7 @@ def test_loops_are_recognized() -> None:
 def test_loops_are_dropped_counted_and_drawn_again(plain: BlockRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = written(plain, 3)
     monkeypatch.setattr(self_generated, "repeats", lambda tokens: tokens == whole[0])
-    sequences, facts = write_text(plain, own(40), 3, QUIET)
+    sequences, facts = draw_text(plain, own(40), 3, QUIET)
     assert (facts["skipped"], facts["documents"], len(sequences)) == (1, 4, 3)
     assert whole[0] not in [s.tolist() for s in sequences]
     monkeypatch.setattr(self_generated, "repeats", lambda tokens: True)

@@ -50,8 +50,12 @@ def writing_calls(tree: ast.AST) -> list[str]:
     return found
 
 
+#: The modules that write for all others, and one that makes a private temporary folder, which no run publishes.
+EXEMPT = ("files.py", "journal.py", "staging.py", "gguf_source.py")
+
+
 def test_no_other_module_writes() -> None:
-    others = [p for p in PACKAGE.rglob("*.py") if p.name not in ("files.py", "journal.py", "staging.py")]
+    others = [p for p in PACKAGE.rglob("*.py") if p.name not in EXEMPT]
     assert len(others) > 10
     found = {str(p.relative_to(PACKAGE)): writing_calls(ast.parse(p.read_text())) for p in others}
     # Calls through the functions of `files` are allowed.

@@ -52,7 +52,7 @@ def test_a_resumed_run_reads_the_text_that_the_model_wrote(
     (partial,) = tmp_path.glob("out.partial-*")
     assert (partial / WRITTEN).exists()
     other = from_mapping({"calibration": {**OWN["calibration"], "seed": 1}})
-    monkeypatch.setattr(job, "write_text", forbidden)
+    monkeypatch.setattr(job, "draw_text", forbidden)
     with pytest.raises(CheckpointError, match="seed was 0 and is now 1"):
         quantize(model, tmp_path / "out", other, resume=True)
     assert plan(model, from_mapping(OWN), out=tmp_path / "out", resume=True).refusal is None
@@ -100,7 +100,7 @@ def test_distill_takes_it(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_plan_writes_no_text_but_counts_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(job, "write_text", forbidden)
+    monkeypatch.setattr(job, "draw_text", forbidden)
     found = plan(model, from_mapping(OWN))
     assert found.refusal is None and found.calibration["tokens"] == 160 and "sha256" not in found.calibration
     assert any("writes its calibration text" in notice for notice in found.notices)

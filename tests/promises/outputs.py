@@ -34,14 +34,18 @@ CONVERTED: dict[str, tuple[str, tuple[str, ...], str]] = {
     "channel": (f"quantize pruned -o channel --group-size channel {RTN}", INT4[:1] + INT4[3:7], ""),
     "g64": (f"quantize model -o g64 --group-size 64 {RTN}", INT4[:5], ""),
     "g256": (f"quantize model -o g256 --override down_proj=int4:g256 {RTN}", ("compressed-tensors", "marlin"), ""),
-    "fp6": ("quantize model -o fp6 --format fp6 --layout compressed-tensors -q", FLOATS, ""),
-    "fp5": ("quantize model -o fp5 --format fp5 --layout compressed-tensors -q", FLOATS, ""),
+    "fp6": ("quantize model -o fp6 --format fp6 --layout compressed-tensors --method rtn -q", FLOATS, ""),
+    "fp5": ("quantize model -o fp5 --format fp5 --layout compressed-tensors --method rtn -q", FLOATS, ""),
     "fp5-e2m2": (
-        "quantize model -o fp5-e2m2 --format fp5-e2m2 --layout compressed-tensors -q",
+        "quantize model -o fp5-e2m2 --format fp5-e2m2 --layout compressed-tensors --method rtn -q",
         ("compressed-tensors", "tcfpx", "humming"),
         "",
     ),
-    "fp6-e2m3": ("quantize model -o fp6-e2m3 --format fp6-e2m3 --layout tcfpx -q", ("tcfpx", "compressed-tensors"), ""),
+    "fp6-e2m3": (
+        "quantize model -o fp6-e2m3 --format fp6-e2m3 --layout tcfpx --method rtn -q",
+        ("tcfpx", "compressed-tensors"),
+        "",
+    ),
     "padded": (f"quantize odd -o padded --group-size channel {RTN}", ("compressed-tensors", "marlin", "awq"), "--pad"),
     "again": (f"quantize model -o again {RTN}", ("compressed-tensors", "marlin24", "tcfpx"), "--requantize"),
 }
@@ -50,9 +54,9 @@ MADE = {
     "prune magnitude": "prune model -o out --method magnitude -q",
     "pack to marlin": "pack int4 --layout marlin -o out -q",
     "pack in shards": "pack int4 --layout gptq -o out --max-shard-size 50K -q",
-    "quantize fp6": "quantize model -o out --format fp6 -q",
-    "quantize fp5 to tcfpx": "quantize model -o out --format fp5 --layout tcfpx -q",
-    "quantize fp5-e2m2": "quantize model -o out --format fp5-e2m2 -q",
+    "quantize fp6": "quantize model -o out --format fp6 --method rtn -q",
+    "quantize fp5 to tcfpx": "quantize model -o out --format fp5 --layout tcfpx --method rtn -q",
+    "quantize fp5-e2m2": "quantize model -o out --format fp5-e2m2 --method rtn -q",
     "quantize int4 asym": f"quantize model -o out --format int4 --asym {RTN}",
     "quantize int4 asym to awq": f"quantize model -o out --asym --layout awq {RTN}",
     "quantize int4 asym to quick": f"quantize model -o out --asym --layout quick {RTN}",
@@ -65,7 +69,7 @@ MADE = {
 }
 CALIB = "--calib calib.txt --samples 8 --max-length 64"
 RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-ROUNDING = ("fp6-humming", "fp6-tcfpx", "int4-rtn")
+ROUNDING = ("int4-rtn",)
 #: Recipes whose bytes also depend on how a CPU multiplies in bfloat16.
 UNFROZEN = ("int4-best", "int4-tuned")
 #: Outputs whose bytes depend on how this machine multiplies and factors matrices.

@@ -231,7 +231,7 @@ def spoil(work: Work) -> None:
         "dense-int4": f"quantize model -o dense-int4 {RTN}",
         "asym": f"quantize model -o asym --asym {RTN}",
         "g64": f"quantize model -o g64 --group-size 64 {RTN}",
-        "fp6": "quantize model -o fp6 --format fp6 --layout compressed-tensors -q",
+        "fp6": "quantize model -o fp6 --format fp6 --layout compressed-tensors --method rtn -q",
         "odd-int4": f"quantize odd -o odd-int4 --group-size channel {RTN}",
         "act-order": "pack dense-int4 --layout gptq -o act-order -q",
         "wide-scales": "pack dense-int4 --layout gptq -o wide-scales -q",

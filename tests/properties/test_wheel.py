@@ -105,8 +105,8 @@ def test_the_demo_measures_all_its_rows_and_keeps_its_checkpoints(installed: Pat
     found = json.loads(finished.stdout)
     dense, rtn, gptq, packed, fp6 = found["rows"]
     assert [row["layout"] for row in found["rows"]] == ["-", *["compressed-tensors"] * 2, "marlin", "humming"]
-    for row in (gptq, fp6):  # FP6 by rounding and INT4 by GPTQ are too near for an order on a short text
-        assert dense["perplexity"] < row["perplexity"] < rtn["perplexity"]
+    assert dense["perplexity"] < gptq["perplexity"] < rtn["perplexity"]
+    assert abs(fp6["change"]) < gptq["change"]  # FP6 is too near the dense model for an order on a short text
     assert packed["perplexity"] == gptq["perplexity"]  # packing changes no value
     assert 4 < packed["bits_per_weight"] < 4.2 and 6 < fp6["bits_per_weight"] < 6.1
     assert rtn["change"] == rtn["perplexity"] / dense["perplexity"] - 1
