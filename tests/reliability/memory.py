@@ -32,8 +32,8 @@ SHORT, LONG = "--samples 8 --max-length 64", "--samples 32 --max-length 512"
 RUNS: list[tuple[dict[str, Any], str]] = [
     (SMALL, "--method rtn"),
     (WIDE, f"--calib TEXT {SHORT}"),
-    (WIDE, "--format fp6"),
-    (SMALL, "--format fp6"),
+    (WIDE, "--format fp6 --method rtn"),
+    (SMALL, "--format fp6 --method rtn"),
     (SMALL, f"--calib TEXT {LONG}"),
     (SMALL, f"--calib TEXT {LONG} --prune 2:4 --layout marlin24"),
     (WIDE, "--method rtn"),

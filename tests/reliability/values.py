@@ -99,8 +99,8 @@ METHODS = (
 COMMANDS: dict[str, tuple[object, ...]] = {
     "int4 rtn": ("--method", "rtn"),
     "int4 gptq": (),
-    "fp6 rtn": ("--format", "fp6"),
-    "fp5 rtn": ("--format", "fp5"),
+    "fp6 rtn": ("--format", "fp6", "--method", "rtn"),
+    "fp5 rtn": ("--format", "fp5", "--method", "rtn"),
     "2:4 sparsegpt": ("--prune", "2:4"),
 }
 
