@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -75,22 +75,31 @@ def _seen_here(block: LoadedBlock, targets: Sequence[str]) -> list[Group]:
     waiting, model = set(targets), block.run.model
     for _, tokens, state in block.stream.documents():
         inputs: dict[str, list[Tensor]] = {}  # references, so that no two inputs share an id
+        others = set[str]()  # linears whose input is not what a norm returned, with a row for each token
 
-        def see(linear: str, x: Tensor, inputs: dict[str, list[Tensor]] = inputs) -> bool:
-            inputs.setdefault(linear, []).append(x)
-            return False
+        with model.watching_norms(block.index) as is_normalised:
 
-        with model.watching(sorted(waiting), see), model.watching_norms(block.index) as normalised:
-            model.run(block.index, tokens, state)
+            def see(
+                linear: str,
+                x: Tensor,
+                inputs: dict[str, list[Tensor]] = inputs,
+                others: set[str] = others,
+                is_normalised: Callable[[Tensor], bool] = is_normalised,
+                rows: int = len(tokens),
+            ) -> bool:
+                inputs.setdefault(linear, []).append(x)
+                if x.numel() != rows * x.shape[-1] or not is_normalised(x):
+                    others.add(linear)
+                return False
+
+            with model.watching(sorted(waiting), see):
+                model.run(block.index, tokens, state)
         shared: dict[tuple[int, ...], list[str]] = {}
         for linear, seen in inputs.items():
             shared.setdefault(tuple(id(x) for x in seen), []).append(linear)
         for linears in shared.values():
-            calls = inputs[linears[0]]
-            whole = all(x.numel() == len(tokens) * x.shape[-1] for x in calls)
-            memory = {x.data_ptr() for x in normalised}  # the model may have changed the shape
-            normed = whole and all(x.data_ptr() in memory for x in calls)
-            groups.append(Group(tuple(linears), len(calls) == 1, normed))
+            once = len(inputs[linears[0]]) == 1
+            groups.append(Group(tuple(linears), once, others.isdisjoint(linears)))
         waiting.difference_update(inputs)
         if waiting <= model.experts.keys():
             break

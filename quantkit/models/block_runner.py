@@ -21,7 +21,7 @@ from quantkit.errors import CheckpointError, QuantkitError, about, reason
 from quantkit.models.block_weights import BlockWeights
 from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat16
 from quantkit.models.families import family_of
-from quantkit.models.interception import Interception, NotReached, collecting, watching
+from quantkit.models.interception import Interception, NotReached, telling, watching
 from quantkit.models.matching import MatchedModel, is_norm
 from quantkit.models.meta_model import lists_beside
 from quantkit.models.passing import USE_RTN, Form, Needed, Passed, State, Unused, pack, tensors_in, unpack
@@ -205,10 +205,10 @@ class BlockRunner(MatchedModel):
         """Call `see(linear, input [..., k])` before each of `linears` runs; the run stops when `see` returns True."""
         return watching({linear: self.module.get_submodule(self.paths[linear]) for linear in linears}, see)
 
-    def watching_norms(self, index: int) -> AbstractContextManager[list[Tensor]]:
-        """Collect what the norms of a block return."""
+    def watching_norms(self, index: int) -> AbstractContextManager[Callable[[Tensor], bool]]:
+        """Give a function that tells, while a block runs, whether a tensor is what one of its norms returned."""
         block = self.module.get_submodule(self.blocks[index])
-        return collecting(module for module in block.modules() if is_norm(module))
+        return telling(module for module in block.modules() if is_norm(module))
 
     def _asked(self, tokens: Tensor) -> dict[str, Any]:
         return {"input_ids": torch.atleast_2d(tokens.to(self.device)), "use_cache": False}

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
+from weakref import ReferenceType, ref
 
 from torch import Tensor, nn
 
@@ -152,17 +153,25 @@ def watching(linears: Mapping[str, nn.Module], see: Callable[[str, Tensor], bool
 
 
 @contextmanager
-def collecting(modules: Iterable[nn.Module]) -> Iterator[list[Tensor]]:
-    """Collect the tensors that some modules return; they stay in memory for as long as the list."""
-    found: list[Tensor] = []
+def telling(modules: Iterable[nn.Module]) -> Iterator[Callable[[Tensor], bool]]:
+    """Give a function that tells whether a tensor is what one of some modules returned, or shares its memory.
+
+    It keeps no tensor in memory, so it is asked while the model runs.
+    """
+    returned: list[ReferenceType[Tensor]] = []
 
     def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        found.extend(tensors_in(output))
+        returned[:] = [each for each in returned if each() is not None]
+        returned.extend(map(ref, tensors_in(output)))
+
+    def tell(x: Tensor) -> bool:
+        alive = (each() for each in returned)
+        return any(each is not None and each.data_ptr() == x.data_ptr() for each in alive)
 
     with ExitStack() as stack:
         for module in modules:
             stack.callback(module.register_forward_hook(hook).remove)
-        yield found
+        yield tell
 
 
 def _batch_axis(hidden: Tensor) -> int:
