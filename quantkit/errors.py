@@ -30,6 +30,7 @@ _Words = TypeVar("_Words", bound="Words")
 EXHAUSTED = (
     *("DefaultCPUAllocator: can't allocate memory", "can't start new thread", "Cannot allocate memory"),
     *("failed to map segment", "std::bad_alloc"),
+    "error return without exception set",  # so Python calls an extension that found no memory
 )
 #: The recipe's keys by keyword, for settings that the command line has only as `--set KEY=VALUE`. The schema of the
 #: recipe fills this table.

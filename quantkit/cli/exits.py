@@ -88,7 +88,7 @@ def exits() -> Iterator[None]:
         leave(
             FAILED, f"Error: {where}{(error.strerror or 'failed').lower()}: check the path, its permissions and space"
         )
-    except (MemoryError, RuntimeError, ImportError) as error:
+    except (MemoryError, RuntimeError, ImportError, SystemError) as error:
         if not is_out_of_memory(error):
             raise
         leave(FAILED, f"Error: not enough memory or threads ({_first_line(error)}): {_smaller(error)}")

@@ -80,8 +80,9 @@ def attack(found: Run) -> None:
         single = [{"SpecialToken": end}, {"Sequence": {"id": "A", "type_id": 0}}]
         twice = {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": special}
         adding = changed_copy("adding", post_processor=twice)
-        for options in ((), ("--bos",)):
-            assert measured(*options, where=adding)["perplexity"] == measured(*options)["perplexity"]
+        # Its rule holds unless an option says otherwise, and never gives two.
+        for options, same in (((), ("--bos",)), (("--bos",), ("--bos",)), (("--no-bos",), ())):
+            assert measured(*options, where=adding)["perplexity"] == measured(*same)["perplexity"]
     with found.case("a tokenizer with tokens that the model lacks"):
         ids = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": 1}
         small = samples.model(folder / "small", blocks=1, vocab_size=64, **ids)
