@@ -233,7 +233,7 @@ def load_text(path: Path) -> Text:
 
 
 def turns_of(tokenizer: Any, arguments: Mapping[str, Any] | None = None) -> Turns | None:
-    """Return what a chat template writes around messages, None without one; CheckpointError if it cannot be told."""
+    """Find the tokens that a chat template writes around messages; None without one, or CheckpointError."""
     if not has_chat_template(tokenizer):
         return None
     marks = [f"quantkit{i}mark" for i in range(4)]
