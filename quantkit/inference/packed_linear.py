@@ -23,10 +23,11 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
+from quantkit.inference.kernel_weight import pack_for_kernel
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Stored
-from quantkit.layouts.recast import recast, target
+from quantkit.layouts.recast import recast
 
 
 class PackedLinear(nn.Module):
@@ -132,19 +133,12 @@ class PackedLinear(nn.Module):
         if self.has_kernel():
             return None
         q = self.record()
-        why = f"no kernel takes {q.scheme.label}"
-        for layout in (self.layout, *kernels.preferred()) if self.layout in kernels.MATMULS else kernels.preferred():
-            place = target(LAYOUTS[layout], q.scheme, *q.shape, pad=True)
-            if place is None:
-                continue
-            try:
-                moved = recast(q, *place)
-                self.set_packed(layout, moved.scheme, moved.shape, LAYOUTS[layout].pack(moved))
-            except LayoutError as error:
-                why = error.rule
-                continue
-            return None
-        return why
+        try:
+            found = pack_for_kernel(q, self.layout)
+        except LayoutError as error:
+            return error.rule
+        self.set_packed(found.layout, found.scheme, found.shape, found.tensors)
+        return None
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute `input [..., k] @ weight.T + bias`, `[..., n]`, in the floating dtype of `input`."""

@@ -1,0 +1,158 @@
+"""A rank's share of a linear: collect its packed tensors as an engine reads them, then pack them for a kernel.
+
+An engine joins several stored weights into one linear (queries, keys and values), or finds them joined on disk. It
+splits a linear over its ranks by rows or by columns. Layouts differ in what a slice of their tensors means, so each
+stored weight is unpacked, sliced and packed again, which changes no value. At most one linear is unpacked at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
+from quantkit.core.scheme import Scheme
+from quantkit.errors import CheckpointError, LayoutError, about
+from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel, places
+from quantkit.layouts.base import Layout
+from quantkit.layouts.recast import recast
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the weights that are joined: its name, its rows in the folder, and how many of them a rank has."""
+
+    name: str
+    total: int
+    rows: int
+
+
+@dataclass
+class JoinedWeight:
+    """The packed tensors of one linear of an engine, on `rank` of `ranks`.
+
+    `columns` are the input features of the whole linear, and those of a rank. All parts have the same `scheme`.
+    """
+
+    name: str
+    layout: Layout
+    scheme: Scheme
+    parts: Sequence[Part]
+    columns: tuple[int, int]
+    rank: int = 0
+    ranks: int = 1
+    _stored: dict[tuple[int, ...], dict[str, Tensor]] = field(default_factory=dict, init=False)
+    _packed: KernelWeight | None = field(default=None, init=False)
+
+    @property
+    def out(self) -> int:
+        """The output features of a rank."""
+        return sum(part.rows for part in self.parts)
+
+    @property
+    def stored(self) -> dict[str, torch.dtype]:
+        """The suffixes of the tensors of each stored weight, and their dtypes in the layout."""
+        n, k = sum(part.total for part in self.parts), self.scheme.padded_k(self.columns[0])
+        return {suffix: dtype for suffix, (dtype, _) in self.layout.stored(self.scheme, n, k).items()}
+
+    def check(self) -> None:
+        """Raise LayoutError unless the columns can be split, and a kernel may take a rank's share."""
+        k = self.columns[1]
+        if self.columns[0] != k and not _is_whole(self.scheme, k):
+            sizes = [str(size) for size in range(1, 9) if not self.columns[0] % size and self._splits_over(size)]
+            unit = f"groups of {self.scheme.group_size}" if self.scheme.group_size else "quads"
+            raise LayoutError(
+                f"its {self.columns[0]} columns in {unit} cannot be split over {self.ranks} GPUs",
+                f"use --tensor-parallel-size {' or '.join(sizes)}",
+                subject=self.name,
+            )
+        if next(places(self.layout.NAME, self.scheme, self.out, self.scheme.padded_k(k)), None) is None:
+            raise LayoutError(
+                f"no kernel takes {self.scheme.label} of [{self.out}, {k}]",
+                "serve the folder without --quantization quantkit",
+                subject=self.name,
+            )
+
+    def add(self, which: Sequence[int], suffix: str, tensor: Tensor) -> None:
+        """Take one packed tensor of the stored weight that has the consecutive parts `which`.
+
+        Once all tensors are there, the rank's share is packed and they are freed. CheckpointError for a second tensor
+        of one name; LayoutError for tensors that hold no such weight.
+        """
+        tensors = self._stored.setdefault(tuple(which), {})
+        if suffix in tensors or self._packed is not None:
+            raise CheckpointError(f"{self._name(which)}.{suffix} is there twice")
+        tensors[suffix] = tensor
+        covered = sorted(part for found in self._stored for part in found)
+        whole = covered == list(range(len(self.parts)))
+        if whole and all(found.keys() == self.stored.keys() for found in self._stored.values()):
+            self._packed = self._pack()
+
+    def packed(self) -> KernelWeight:
+        """Give up the packed share; CheckpointError if a tensor is missing."""
+        if self._packed is None:
+            covered = {part for which in self._stored for part in which}
+            for index, part in enumerate(self.parts):
+                if index not in covered:
+                    raise CheckpointError(f"{part.name} is not in the folder, or not packed", "fetch the folder again")
+            self._packed = self._pack()
+        found, self._packed = self._packed, None
+        return found
+
+    def _pack(self) -> KernelWeight:
+        pieces = []
+        for which in sorted(self._stored):
+            with about(self._name(which)):
+                pieces += self._cut(which, self._stored[which])
+            self._stored[which] = {}
+        self._stored = {}
+        with about(self.name):
+            return pack_for_kernel(concatenated(pieces), self.layout.NAME)
+
+    def _cut(self, which: Sequence[int], tensors: dict[str, Tensor]) -> list[QuantizedTensor]:
+        """Unpack a stored weight, and cut the rank's share out of each of its parts."""
+        q = self.layout.unpack(tensors, self.scheme)
+        n, k = sum(self.parts[part].total for part in which), self.scheme.padded_k(self.columns[0])
+        if q.shape[0] < n or q.shape[1] < k:
+            raise CheckpointError(f"it is packed from {list(q.shape)}, config.json asks for {[n, self.columns[0]]}")
+        q = recast(q, self.scheme, (n, k))
+        columns = share(*self.columns, self.rank, self.ranks) if self.columns[0] != self.columns[1] else range(k)
+        found, start = [], 0
+        for part in (self.parts[index] for index in which):
+            rows = share(part.total, part.rows, self.rank, self.ranks)
+            found.append(cut(q, range(start + rows.start, start + rows.stop), columns))
+            start += part.total
+        return found
+
+    def _splits_over(self, ranks: int) -> bool:
+        return ranks == 1 or _is_whole(self.scheme, self.columns[0] // ranks)
+
+    def _name(self, which: Sequence[int]) -> str:
+        return self.parts[which[0]].name if len(which) == 1 else self.name
+
+
+def share(total: int, size: int, rank: int, ranks: int) -> range:
+    """Give the rows or columns of a rank, `size` of `total`; neighbouring ranks share them if the parts are fewer."""
+    first = rank * (total // size) // ranks * size
+    return range(first, first + size)
+
+
+def cut(q: QuantizedTensor, rows: range, columns: range) -> QuantizedTensor:
+    """Cut rows and columns out of a record; the columns must be whole groups."""
+    n, k = q.shape
+    if len(rows) == n and len(columns) == k:
+        return q
+    size = q.scheme.group_size
+    groups = slice(columns.start // size, columns.stop // size) if size else slice(None)
+    of_rows = slice(rows.start, rows.stop)
+    codes, scales = q.codes[of_rows, columns.start : columns.stop], q.scales[of_rows, groups]
+    zeros = None if q.zeros is None else q.zeros[of_rows, groups].contiguous()
+    return QuantizedTensor(q.scheme, codes.contiguous(), scales.contiguous(), zeros)
+
+
+def _is_whole(scheme: Scheme, columns: int) -> bool:
+    """Return True if a number of columns has no part of a group, nor of a quad of 2:4."""
+    return scheme.padded_k(columns) == columns
