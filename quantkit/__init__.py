@@ -12,7 +12,20 @@ from typing import TYPE_CHECKING, Any
 from quantkit.version import __version__
 
 if TYPE_CHECKING:
-    from quantkit.api import convert, distill, eval_kld, eval_ppl, load, pack, plan, prune, push, quantize, verify
+    from quantkit.api import (
+        convert,
+        distill,
+        eval_kld,
+        eval_ppl,
+        eval_rouge,
+        load,
+        pack,
+        plan,
+        prune,
+        push,
+        quantize,
+        verify,
+    )
     from quantkit.errors import QuantkitError
     from quantkit.inference.transformers_plugin import register
     from quantkit.recipes.recipe import Recipe
@@ -25,6 +38,7 @@ __all__ = [
     "distill",
     "eval_kld",
     "eval_ppl",
+    "eval_rouge",
     "load",
     "pack",
     "plan",
@@ -46,6 +60,7 @@ _HOME = {
     "verify": "quantkit.api",
     "eval_ppl": "quantkit.api",
     "eval_kld": "quantkit.api",
+    "eval_rouge": "quantkit.api",
     "load": "quantkit.api",
     "push": "quantkit.api",
     "register": "quantkit.inference.transformers_plugin",

@@ -32,6 +32,7 @@ from quantkit.errors import (
 from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
 from quantkit.evaluation.perplexity import Perplexity, perplexity
+from quantkit.evaluation.rouge import eval_rouge as measure_rouge
 from quantkit.evaluation.verification import Verification
 from quantkit.evaluation.verify import EDITED, UNLISTED, verify_files
 from quantkit.evaluation.verify import verify as verify_folder
@@ -48,7 +49,7 @@ from quantkit.pipeline.distill import distill as distill_folder
 from quantkit.pipeline.push import Pushed, reach, upload
 from quantkit.pipeline.result import Result
 from quantkit.planning.plan import Plan
-from quantkit.progress import Listener, Progress, Reporter
+from quantkit.progress import Listener, Progress, reporter
 from quantkit.recipes import recipe as recipes
 from quantkit.recipes.keywords import PruningKeywords, RecipeKeywords, Settings
 from quantkit.recipes.recipe import Recipe
@@ -256,7 +257,7 @@ def push(
     print(quantkit.push("model-int4", "my-name/model-int4"))
     ```
     """
-    progress = _reporter(progress)
+    progress = reporter(progress)
     target = reach(repository, public=public, endpoint=endpoint, token=token)
     folder = Path(folder)
     src = Checkpoint(folder, trust_remote_code=True)  # only headers are read here
@@ -405,7 +406,7 @@ def distill(
         overwrite=overwrite,
         revision=revision,
         trust_remote_code=trust_remote_code,
-        progress=_reporter(progress),
+        progress=reporter(progress),
     )
     return _result(out, report)
 
@@ -438,7 +439,7 @@ def verify(
     ```
     """
     against = None if against is None else Path(against)
-    found = verify_folder(Path(folder), against, _reporter(progress), device, unsealed)
+    found = verify_folder(Path(folder), against, reporter(progress), device, unsealed)
     return replace(found, failures=_spelled(found.failures), notices=_spelled(found.notices))
 
 
@@ -462,12 +463,8 @@ def _spelled(lines: Iterable[str]) -> tuple[str, ...]:
     return tuple(map(in_python, lines))
 
 
-def _reporter(progress: Progress | Listener | None) -> Progress:
-    return progress if isinstance(progress, Progress) else Reporter(progress)
-
-
 def _packing(options: PackKeywords) -> dict[str, Any]:
-    return {**options, "progress": _reporter(options.get("progress"))}
+    return {**options, "progress": reporter(options.get("progress"))}
 
 
 def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, dict[str, Any]]:
@@ -475,7 +472,7 @@ def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, di
     kinds = {field.name for field in fields(RunOptions)}, PublishKeywords.__annotations__.keys()
     run, publishing = ({name: value for name, value in options.items() if name in kind} for kind in kinds)
     rest = {name: value for name, value in options.items() if name not in {*run, *publishing}}
-    run["progress"] = _reporter(run.get("progress"))
+    run["progress"] = reporter(run.get("progress"))
     return cast(RunKeywords, run), cast(PublishKeywords, publishing), rest
 
 
@@ -591,7 +588,7 @@ def eval_ppl(
     print(before.perplexity, after.perplexity)
     ```
     """
-    progress = _reporter(progress)
+    progress = reporter(progress)
     text, what = load_evaluation_text(str(data))
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check, "progress": progress}
@@ -633,7 +630,7 @@ def eval_kld(
     print(found.kld, found.kld_p99, found.top1)
     ```
     """
-    progress = _reporter(progress)
+    progress = reporter(progress)
     text, what = load_evaluation_text(str(data))
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
@@ -648,3 +645,7 @@ def eval_kld(
     found = kld(model, reference, load_tokenizer(ref.path), text, versus=(str(versus), other), **protocol)
     paired = replace(found.versus, weights=describe_weights(other)) if found.versus else None
     return replace(found, weights=describe_weights(model), versus=paired)
+
+
+#: Measure ROUGE of summaries: see `evaluation.rouge`.
+eval_rouge = api_function()(measure_rouge)

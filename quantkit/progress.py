@@ -141,6 +141,11 @@ class Reporter(Progress):
             listener(Event(label, done, total))
 
 
+def reporter(progress: Progress | Listener | None) -> Progress:
+    """Return the progress that a caller of the API gave, or one that reports to the function given."""
+    return progress if isinstance(progress, Progress) else Reporter(progress)
+
+
 @dataclass
 class Clock:
     """Seconds spent in each phase of work on a device; an inner phase pauses the outer one.

@@ -37,6 +37,8 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     calibration, evaluation = texts()
     (folder / "calibration.txt").write_text("\n\n".join(calibration), encoding="utf-8")
     (folder / "evaluation.txt").write_text(evaluation[:8_000], encoding="utf-8")
+    record = {"document": evaluation[:400], "summary": evaluation[400:500]}
+    (folder / "summaries.jsonl").write_text(f"{json.dumps(record)}\n" * 3, encoding="utf-8")
     before = Path.cwd()
     os.chdir(folder)
     yield folder

@@ -1,17 +1,17 @@
-"""The commands `eval ppl` and `eval kld`."""
+"""The group `eval`, and its commands `ppl` and `kld`."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import click
 
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import MISSED, emit, leave
 from quantkit.cli.options import command
-from quantkit.cli.parsing import combined, section
+from quantkit.cli.parsing import Commands, combined, section
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -46,12 +46,20 @@ protocol_options = combined(
 )
 
 
-@options.group("eval", "quantkit eval ppl ./Llama-3.2-1B-int4 --data wikitext2")
+#: Command -> the module and the variable that hold it.
+PLACES = {
+    "ppl": "quantkit.cli.evaluate:ppl",
+    "kld": "quantkit.cli.evaluate:divergence",
+    "rouge": "quantkit.cli.scores:rouge",
+}
+
+
+@options.group("eval", "quantkit eval ppl ./Llama-3.2-1B-int4 --data wikitext2", commands=cast(Any, Commands(PLACES)))
 def evaluate() -> None:
     """Measure how good a checkpoint is."""
 
 
-@command("ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048", evaluate)
+@command("ppl", "quantkit eval ppl ./model-int4 --data wikitext2 --window 2048")
 @click.argument("checkpoint", shell_complete=completers.folders)
 @protocol_options
 @section(
@@ -72,7 +80,7 @@ def ppl(checkpoint: str, max_perplexity: float | None, as_json: bool, progress: 
         leave(MISSED, f"Error: perplexity {found.perplexity:.4f} is above --max-perplexity {max_perplexity:g}")
 
 
-@command("kld", "quantkit eval kld ./model-int4 --against ./model --data wikitext2", evaluate)
+@command("kld", "quantkit eval kld ./model-int4 --against ./model --data wikitext2")
 @click.argument("checkpoint", shell_complete=completers.folders)
 @section(
     "Basic",

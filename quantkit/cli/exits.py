@@ -135,6 +135,8 @@ def _what_remains() -> str:
         if "resume" in context.params:
             return "the finished part is kept, the same command with --resume continues"
         return "something is left beside the output, the same command with --overwrite discards it"
+    if context and context.params.get("journal"):
+        return "the finished part is kept, the same command continues"
     return "nothing was written, run the same command again"
 
 
@@ -142,7 +144,11 @@ def _smaller(error: BaseException) -> str:
     """Name an option of the command that needs less memory, and the limits that a shell sets."""
     context = click.get_current_context(silent=True)
     ways = {} if isinstance(error, MemoryError) else {"device": "use --device cpu"}
-    ways |= {"samples": "use fewer --samples", "window": "use a smaller --window"}
+    ways |= {
+        "batch_size": "use a smaller --batch-size",
+        "samples": "use fewer --samples",
+        "window": "use a smaller --window",
+    }
     first = [way for name, way in ways.items() if context and name in context.params]
     return f"{[*first, 'free some memory'][0]}, or raise ulimit -v and -u"
 

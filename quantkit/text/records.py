@@ -6,9 +6,11 @@ allowed.
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -57,11 +59,13 @@ def decoded(path: Path) -> str:
 
 
 def read_bytes(path: Path) -> bytes:
-    """Return the content of a file; CheckpointError if it cannot be read."""
+    """Return the content of a file, a .gz file decompressed; CheckpointError if it cannot be read."""
     try:
-        return path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"cannot be read ({error.strerror})", "check the file", subject=path) from error
+        data = path.read_bytes()
+        return gzip.decompress(data) if path.suffix.lower() == ".gz" else data
+    except (OSError, EOFError, zlib.error) as error:
+        why = getattr(error, "strerror", None) or reason(error)
+        raise CheckpointError(f"cannot be read ({why})", "check the file", subject=path) from error
 
 
 def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
@@ -74,6 +78,28 @@ def file_rows(path: Path) -> Iterator[tuple[str, Any]]:
         data = decoded(path).encode()
     whole = path.suffix.lower() == ".json" and data.removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"[")
     return _json_array(path) if whole else _json_lines(path, data)  # some .json files have a record a line
+
+
+def records_with(path: Path, *shapes: Mapping[str, type]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the records of a file, each with its place in words; each has the keys and types of one of `shapes`.
+
+    CheckpointError for the first record that has not, and for a file without records.
+    """
+    known = " or ".join(", ".join(shape) for shape in shapes)
+    where = None
+    for where, row in file_rows(path):
+        _require_whole(row)
+        fits = [shape for shape in shapes if isinstance(row, dict) and shape.keys() <= row.keys()]
+        if not fits:
+            raise CheckpointError(f"needs the keys {known}: {_keys(row)}", "rename the keys", subject=where)
+        for key, kind in fits[0].items():
+            value = row[key].strip() if isinstance(row[key], str) else row[key]
+            if not isinstance(value, kind) or not value:
+                word = "text" if kind is str else "list"
+                raise CheckpointError(f"{key} is no {word}, or empty", "repair the record", subject=where)
+        yield where, row
+    if where is None:
+        raise CheckpointError("has no records", "give another file", subject=path)
 
 
 def table_rows(rows: Iterable[Any], source: object) -> Iterator[tuple[str, Any]]:
@@ -114,8 +140,7 @@ def documents(
 
 def evaluated(where: str, row: Any) -> str:
     """Return the text of a record that evaluates; CheckpointError if it has none."""
-    if isinstance(row, BrokenRecord):
-        raise CheckpointError(row.rule, "repair the file", subject=row.subject)
+    _require_whole(row)
     text = row.get("text") if isinstance(row, dict) else None
     if not isinstance(text, str):
         null = isinstance(row, dict) and "text" in row and text is None
@@ -126,6 +151,11 @@ def evaluated(where: str, row: Any) -> str:
         )
         raise CheckpointError(rule, way, subject=where)
     return text
+
+
+def _require_whole(row: Any) -> None:
+    if isinstance(row, BrokenRecord):
+        raise CheckpointError(row.rule, "repair the file", subject=row.subject)
 
 
 def _key(row: Any, text_column: str | None, where: str) -> tuple[str, bool]:

@@ -33,6 +33,7 @@ PRINTED = (
     f"eval ppl int4 {TEXT} -q",
     f"eval kld int4 --against model {TEXT} -q",
     f"eval kld int4 --against model --versus model {TEXT} -q",
+    "eval rouge int4 --data records.jsonl --max-new-tokens 2 -q",
     "generate int4 abc --max-new-tokens 2 -q",
     "report int4 -q",
     "doctor",

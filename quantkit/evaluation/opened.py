@@ -1,0 +1,53 @@
+"""What evaluations that let a model write share: the checks before any work, and the model."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.resolve import resolve
+from quantkit.errors import QuantkitError
+from quantkit.inference.load import load_for_evaluation
+from quantkit.io.hashing import hash_of
+from quantkit.models.meta_model import auto_class, config_of
+from quantkit.progress import Progress
+from quantkit.text.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint whose config and tokenizer are read, its weights not yet."""
+
+    src: Checkpoint
+    config: PretrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+
+    def load(self, device: str, trust_remote_code: bool, check: bool, progress: Progress) -> PreTrainedModel:
+        """Load the model as evaluations do."""
+        options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check}
+        return load_for_evaluation(self.src, **options, progress=progress)
+
+    def digest(self) -> str:
+        """Return a digest of the names, sizes and times of the files: the same as long as nobody writes them."""
+        stats = [(name, path.stat()) for name, path in sorted(self.src.sources().items())]
+        return hash_of(repr([self.src.path.absolute(), *((n, s.st_size, s.st_mtime_ns) for n, s in stats)]).encode())
+
+
+def open_writer(checkpoint: str | Path, revision: str | None, trust_remote_code: bool) -> Opened:
+    """Open a checkpoint without its weights; CheckpointError if it is no model that writes text."""
+    src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    config = config_of(src, trust_remote_code)
+    auto_class(src, config, trust_remote_code)
+    return Opened(src, config, load_tokenizer(src.path))
+
+
+def require_package(module: str, package: str, extra: str) -> None:
+    """Raise QuantkitError if a package that only this evaluation needs is not installed."""
+    if find_spec(module) is None:
+        raise QuantkitError(f"the package {package} is not installed", f"pip install 'quantkit[{extra}]'")
