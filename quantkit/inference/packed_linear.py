@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from quantkit import kernels
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
+from quantkit.inference.engine_linear import PREPARED, decode, handle_of, multiply
 from quantkit.inference.kernel_weight import pack_for_kernel
-from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT
+from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Stored
 from quantkit.layouts.recast import recast
@@ -221,15 +221,10 @@ def packed_linear(
     parts = dict(zip(names.split(","), tensors, strict=True))
     if has_kernel_on(layout, x.device) and _kernel_accepts(layout, scheme, n, k, parts):
         if x.dtype in ACTIVATIONS:
-            rows = _as_matrix(x, k)
-            if not len(rows):
-                return x.new_empty((*x.shape[:-1], out))
-            bias = functional.pad(bias, (0, n - out)) if bias is not None and n != out else bias
-            y = kernels.MATMULS[layout](rows, parts, _scheme(scheme), n, k, bias)
-            return (y if n == out else y[:, :out]).reshape(*x.shape[:-1], out)
+            handle = handle_of(layout, scheme, n, k, out, tuple(parts), x.dtype)
+            return multiply(PREPARED[handle], x, tensors, bias)
         _warn_dtype(x.dtype)
-    weight = LAYOUTS[layout].unpack(parts, _scheme(scheme)).dequantize(x.dtype)
-    return functional.linear(x, weight[:out, : x.shape[-1]].contiguous(), bias)
+    return decode(x, parts, bias, layout, _scheme(scheme), out)
 
 
 @packed_linear.register_fake
@@ -251,13 +246,6 @@ def _(
 def has_kernel_on(layout: str, device: torch.device) -> bool:
     """Return True if the layout has a kernel that runs on the device."""
     return kernels.missing(layout, device) is None
-
-
-def _as_matrix(x: Tensor, k: int) -> Tensor:
-    """Reshape activations for a kernel: `[m, k]` with the padding, contiguous, at an aligned address."""
-    rows = functional.pad(x, (0, k - x.shape[-1])) if x.shape[-1] != k else x
-    rows = rows.reshape(-1, k).contiguous()
-    return rows.clone() if rows.data_ptr() % ALIGNMENT else rows
 
 
 def _kernel_accepts(layout: str, scheme: str, n: int, k: int, parts: Mapping[str, Tensor]) -> bool:

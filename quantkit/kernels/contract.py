@@ -20,6 +20,8 @@ TYPES = {torch.float16: "half", torch.bfloat16: "bfloat", torch.float32: "float"
 ACTIVATIONS = (torch.float16, torch.bfloat16)
 #: Bytes that vector loads are aligned to.
 ALIGNMENT = 16
+#: The kernels find the group of an index along k by a multiplication, which is exact below this value of group * k.
+GROUP_LIMIT = 1 << 34
 
 
 @dataclass(frozen=True)
@@ -51,16 +53,11 @@ def check(weight: Weight, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor
     (except the bias) at addresses that are multiples of 16 bytes.
     """
     name, n, k = weight.layout, weight.n, weight.k
-    for letter, size, unit in (("n", n, weight.n_unit), ("k", k, weight.k_unit)):
-        if size < 1 or size % unit:
-            raise KernelError(f"the {name} kernel needs {letter} to be a multiple of {unit}, and it is {size}")
+    check_sizes(weight)
     if x.ndim != 2 or x.shape[1] != k or not 1 <= x.shape[0] < 2**31:
         raise KernelError(f"the {name} kernel takes activations [m, {k}] with m >= 1, not {list(x.shape)}")
     _check_operand(name, "activations", x, ACTIVATIONS, (x.shape[0], k), x.device)
-    for suffix, (dtype, shape) in weight.tensors.items():
-        if suffix not in tensors:
-            raise KernelError(f"the {name} kernel needs the tensor {suffix!r}, which is missing")
-        _check_operand(name, suffix, tensors[suffix], (dtype,), shape, x.device)
+    check_packed(weight, tensors, x.device)
     if bias is not None:
         _check_operand(name, "bias", bias, (x.dtype,), (n,), x.device, alignment=1)
     if out is not None:
@@ -68,6 +65,26 @@ def check(weight: Weight, x: Tensor, tensors: Mapping[str, Tensor], bias: Tensor
     if x.device.type != "cuda":  # all other operands are on the same device
         raise _not_on_a_gpu(name, "activations", x.device)
     return torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if out is None else out
+
+
+def check_sizes(weight: Weight) -> None:
+    """Raise KernelError for a weight whose n or k the kernels cannot divide, or with groups that they cannot find."""
+    for letter, size, unit in (("n", weight.n, weight.n_unit), ("k", weight.k, weight.k_unit)):
+        if size < 1 or size % unit:
+            raise KernelError(f"the {weight.layout} kernel needs {letter} to be a multiple of {unit}, and it is {size}")
+    group, k = weight.group, weight.k
+    if group is not None and group < k and group * k >= GROUP_LIMIT:
+        raise KernelError(
+            f"the {weight.layout} kernel takes groups of fewer than {GROUP_LIMIT // k} for k = {k}, not {group}"
+        )
+
+
+def check_packed(weight: Weight, tensors: Mapping[str, Tensor], device: torch.device) -> None:
+    """Raise KernelError unless the packed tensors match `weight`, and are contiguous and aligned on `device`."""
+    for suffix, (dtype, shape) in weight.tensors.items():
+        if suffix not in tensors:
+            raise KernelError(f"the {weight.layout} kernel needs the tensor {suffix!r}, which is missing")
+        _check_operand(weight.layout, suffix, tensors[suffix], (dtype,), shape, device)
 
 
 def check_same_dtype(layout: str, x: Tensor, out: Tensor) -> None:

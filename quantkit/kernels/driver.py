@@ -1,7 +1,7 @@
 """Calls to the CUDA driver: the state of torch's current stream, and launches.
 
 Launch configurations and argument buffers are cached, because the time of a launch from Python limits small products
-in eager mode.
+in eager mode. For the same reason `launch` takes arguments that are written already.
 """
 
 from __future__ import annotations
@@ -57,6 +57,9 @@ class Function:
     cupy_function: Any
     shared_limit: int = DEFAULT_SHARED
 
+    def __post_init__(self) -> None:
+        self.handle = ctypes.c_void_p(self.cupy_function.ptr)
+
 
 class StreamState(NamedTuple):
     """torch's current stream on a device, and the CUDA graph that it is captured into (0: none).
@@ -82,7 +85,11 @@ def library() -> Any:
 def stream_state(device: torch.device) -> StreamState:
     """Ask for torch's current stream on a CUDA device, and whether it is captured."""
     stream: int = torch._C._cuda_getCurrentRawStream(device.index)  # the call that torch's compiled code makes
-    return _capture_state(stream) if stream else StreamState(0, 0, True)  # the default stream cannot be captured
+    if not stream:
+        return StreamState(0, 0, True)  # the default stream cannot be captured
+    status = ctypes.c_int()
+    failed = library().cuStreamIsCapturing(ctypes.c_void_p(stream), ctypes.byref(status))
+    return _capture_state(stream) if failed or status.value != NOT_CAPTURING else StreamState(stream, 0, True)
 
 
 def _capture_state(stream: int) -> StreamState:
@@ -95,7 +102,7 @@ def _capture_state(stream: int) -> StreamState:
     else:
         failed = library().cuStreamGetCaptureInfo_v2(ctypes.c_void_p(stream), *asked, ctypes.byref(count))
     if failed or status.value == NOT_CAPTURING:
-        return StreamState(stream, 0, ask is not None and not failed)
+        return StreamState(stream, 0, not failed)
     kind = ctypes.c_int()
     follows_kernel = (
         ask is not None
@@ -110,31 +117,33 @@ def launch(
     function: Function,
     grid: tuple[int, ...],
     block: tuple[int, ...],
-    args: Sequence[Tensor | int | float | bytes | None],
+    pointers: Any,
     shared: int,
     device: torch.device,
-    cluster: int,
-    early: bool,
-) -> StreamState:
-    """Launch a function on torch's current stream, and return the state of that stream; see `loader.launch`."""
-    state = stream_state(device)
+    state: StreamState,
+    cluster: int = 0,
+    early: bool = False,
+) -> None:
+    """Launch a function on torch's current stream, whose state is `state`; see `loader.launch`.
+
+    `pointers` are those that this thread's last call of `argument_pointers` or `written_arguments` returned. `cluster`
+    is the number of blocks of a cluster (0: no clusters). An `early` launch may begin while the kernel before it still
+    runs, and its kernel must itself wait for that one's memory accesses (Hopper and newer).
+    """
     config, _ = launch_config(grid, block, shared, state.stream, cluster, early and state.early)
-    pointers = argument_pointers(args)
-    context, current = _context(device.index), ctypes.c_void_p()
-    _require(library().cuCtxGetCurrent(ctypes.byref(current)), device)
+    driver, context, current = library(), _context(device.index), ctypes.c_void_p()
+    _require(driver.cuCtxGetCurrent(ctypes.byref(current)), device)
     other = current.value != context
     if other:  # torch's current device is another, or this thread has used none so far
-        _require(library().cuCtxPushCurrent_v2(ctypes.c_void_p(context)), device)
+        _require(driver.cuCtxPushCurrent_v2(ctypes.c_void_p(context)), device)
     try:
-        handle = ctypes.c_void_p(function.cupy_function.ptr)
         if shared > function.shared_limit:
-            _require(library().cuFuncSetAttribute(handle, MAX_SHARED, shared), device)
+            _require(driver.cuFuncSetAttribute(function.handle, MAX_SHARED, shared), device)
             function.shared_limit = shared
-        _require(library().cuLaunchKernelEx(config, handle, pointers, None), device)
+        _require(driver.cuLaunchKernelEx(config, function.handle, pointers, None), device)
     finally:
         if other:
-            library().cuCtxPopCurrent_v2(ctypes.byref(current))
-    return state
+            driver.cuCtxPopCurrent_v2(ctypes.byref(current))
 
 
 def _require(failed: int, device: torch.device) -> None:
@@ -171,9 +180,15 @@ def launch_config(
 def argument_pointers(args: Sequence[Tensor | int | float | bytes | None]) -> Any:
     """Write the arguments of a launch, and return pointers to them; this thread's next launch reuses the memory."""
     values: list[Any] = [arg.data_ptr() if isinstance(arg, Tensor) else 0 if arg is None else arg for arg in args]
-    kinds = tuple(
-        [len(arg) if type(arg) is bytes else STRUCT_CODES.get(type(arg), "Q") for arg in args]  # faster from a list
-    )
+    kinds = [len(arg) if type(arg) is bytes else STRUCT_CODES.get(type(arg), "Q") for arg in args]
+    return written_arguments(tuple(kinds), values)
+
+
+def written_arguments(kinds: tuple[int | str, ...], values: Sequence[int | float | bytes]) -> Any:
+    """Write `values` as arguments, and return pointers to them; this thread's next launch reuses the memory.
+
+    `kinds` are `struct` codes, such as "Q" for a pointer, or lengths of structures in bytes.
+    """
     buffers: dict[tuple[int | str, ...], Any] = _LOCAL.__dict__.setdefault("buffers", {})
     found = buffers.get(kinds)
     if found is None:
@@ -184,7 +199,6 @@ def argument_pointers(args: Sequence[Tensor | int | float | bytes | None]) -> An
 
 
 def _argument_buffer(kinds: Sequence[int | str]) -> tuple[struct.Struct, Any, Any]:
-    """Allocate memory for arguments; `kinds` are struct codes, or lengths of structures in bytes."""
     forms = [f"<{kind}s" if isinstance(kind, int) else f"<{kind}" for kind in kinds]
     packed = struct.Struct("<" + "".join(form[1:] for form in forms))
     buffer = ctypes.create_string_buffer(packed.size)

@@ -5,29 +5,41 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantkit.kernels import loader
+from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check, check_same_dtype
-from quantkit.kernels.hopper_tiles import MAX_CLUSTER, HopperTile, HopperTiles, choose_tile, launch_sizes
+from quantkit.kernels.driver import Function
+from quantkit.kernels.hopper_tiles import (
+    MAX_CLUSTER,
+    HopperTile,
+    HopperTiles,
+    choose_tile,
+    launch_sizes,
+    representative,
+)
 from quantkit.kernels.reads import READS
-from quantkit.kernels.tensormap import tensor_map
+from quantkit.kernels.tensormap import SIZE, tensor_map
 from quantkit.kernels.workspace import workspace
+
+#: The number of the weight's tensor maps -> kinds of all arguments: maps, pointers, sizes (see `driver`).
+KINDS: dict[int, tuple[int | str, ...]] = {maps: (SIZE,) * (1 + maps) + ("Q",) * 5 + ("i4x",) * 3 for maps in (2, 3)}
 
 
 @dataclass(frozen=True, eq=False)
 class HopperKernel:
     """The kernels of kernels/`source`.cu for one group size or format, which is the template argument `variant`.
 
-    `tensor_maps(tile, words, scales, n, k)` makes the descriptors of the weight's tensors.
+    `tensor_maps(tile, words, scales, n, k)` makes the descriptors of the weight's tensors from their addresses.
     """
 
     source: str
     variant: str
     choice: HopperTiles
-    tensor_maps: Callable[[HopperTile, Sequence[Tensor], Tensor, int, int], list[bytes]]
+    tensor_maps: Callable[[HopperTile, Sequence[int], int, int, int], list[bytes]]
 
     def instance(self, dtype: torch.dtype, tile: HopperTile) -> str:
         """Build the C++ name of the instance for activations of a dtype; all clusters above two share one."""
@@ -58,27 +70,81 @@ class HopperKernel:
         """Check the operands and launch; returns `[m, n]` in the dtype of `x`. `tile` overrides the choice.
 
         KernelError for operands that cannot be multiplied. `workspace` explains the limits on streams and CUDA graphs.
-        The launch may fetch weights while the one before it still runs, if they were read before and not written since.
         """
         out = check(weight, x, tensors, bias, out)
         check_same_dtype(weight.layout, x, out)
-        (m, k), n, sms = x.shape, weight.n, multiprocessors(x.device)
-        tile = tile or choose_tile(self.choice, x.dtype, m, n, k, sms)
-        *words, scales = packed = [tensors[suffix] for suffix in weight.tensors]
-        maps = self.tensor_maps(tile, words, scales, n, k)
-        sums, counters = workspace(self.source, x.device, 2 * sms * 256 * 128, 4 * sms)
-        x_map = tensor_map(x, (m, k), (tile.tokens, 64), 2, swizzled=True)
-        instance, together = self.instance(x.dtype, tile), self.instances_by_dtype[x.dtype]
-        listed = together if instance in together else (instance,)  # a benchmark may try other tiles
-        function = loader.load(self.source, listed, x.device).functions[instance]
-        arguments = [x_map, *maps, scales, bias, out, sums, counters, m, n, k]
-        read = packed if bias is None else [*packed, bias]
-        blocks, threads, shared = launch_sizes(self.choice, tile, m, n, k, sms)
-        early = READS.valid(read)
-        state = loader.launch(function, (blocks,), (threads,), arguments, shared, cluster=tile.cluster, early=early)
-        if not state.graph:  # a captured launch has not read anything yet
-            READS.remember(read)
+        self.launch(weight, x, [tensors[suffix] for suffix in weight.tensors], bias, out, tile)
         return out
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile and load the instances of all tiles for activations of a dtype."""
+        loader.load(self.source, self.instances_by_dtype[dtype], device)
+
+    def launch(
+        self,
+        weight: Weight,
+        x: Tensor,
+        packed: Sequence[Tensor],
+        bias: Tensor | None,
+        out: Tensor,
+        tile: HopperTile | None = None,
+    ) -> None:
+        """Write the product into `out`, for operands that are checked, `packed` in the order of `weight.tensors`.
+
+        The launch may fetch weights while the one before it still runs, if they were read before and not written since.
+        """
+        (m, k), n, device = x.shape, weight.n, x.device
+        plan = _planned(self, device, x.dtype, representative(m), n, k, tile)
+        maps = plan.maps(tuple([tensor.data_ptr() for tensor in packed]))
+        x_map = tensor_map(x.data_ptr(), (m, k), plan.box, 2, True)
+        state = driver.stream_state(device)
+        sums, counters = workspace(self.source, device, state, *plan.workspace)
+        pointers = [tensor.data_ptr() for tensor in (packed[-1], out, sums, counters)]
+        pointers.insert(1, 0 if bias is None else bias.data_ptr())
+        arguments = driver.written_arguments(KINDS[len(maps)], (x_map, *maps, *pointers, m, n, k))
+        read = packed if bias is None else [*packed, bias]
+        early = READS.valid(read)
+        function, grid, block, shared, cluster = plan.launch
+        driver.launch(function, grid, block, arguments, shared, device, state, cluster, early)
+        if not (early or state.graph):  # a captured launch has not read anything yet
+            READS.remember(read)
+
+
+class _Plan(NamedTuple):
+    """The parts of a launch that do not depend on addresses.
+
+    `launch` has function, grid, block, shared bytes and cluster; `maps` makes the weight's tensor maps from addresses;
+    `box` is that of the activations' map; `workspace` counts sums and counters.
+    """
+
+    launch: tuple[Function, tuple[int], tuple[int], int, int]
+    maps: Callable[[tuple[int, ...]], list[bytes]]
+    box: tuple[int, int]
+    workspace: tuple[int, int]
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    kernel: HopperKernel, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, tile: HopperTile | None
+) -> _Plan:
+    sms = multiprocessors(device)
+    tile = tile or choose_tile(kernel.choice, dtype, m, n, k, sms)
+    instance, together = kernel.instance(dtype, tile), kernel.instances_by_dtype[dtype]
+    listed = together if instance in together else (instance,)  # a benchmark may try other tiles
+    function = loader.load(kernel.source, listed, device).functions[instance]
+    blocks, threads, shared = launch_sizes(kernel.choice, tile, m, n, k, sms)
+    launch = (function, (blocks,), (threads,), shared, tile.cluster)
+    return _Plan(launch, _maps(kernel, tile, n, k), (tile.tokens, 64), (2 * sms * 256 * 128, 4 * sms))
+
+
+@functools.cache
+def _maps(kernel: HopperKernel, tile: HopperTile, n: int, k: int) -> Callable[[tuple[int, ...]], list[bytes]]:
+    @functools.lru_cache(maxsize=1024)
+    def maps(addresses: tuple[int, ...]) -> list[bytes]:
+        *words, scales = addresses
+        return kernel.tensor_maps(tile, words, scales, n, k)
+
+    return maps
 
 
 @functools.cache

@@ -154,6 +154,14 @@ def choose_tile(choice: HopperTiles, dtype: torch.dtype, m: int, n: int, k: int,
     return min(choice.candidates(dtype, m, n, k, sms), key=lambda tile: choice.estimate(tile, m, n, k, sms))
 
 
+def representative(m: int) -> int:
+    """Return a number of tokens with the tile and the grid of m tokens, one for each 64 past the largest tile.
+
+    There only the number of tiles counts, and the candidates have 64 tokens or more.
+    """
+    return m if m <= 256 else ceil(m, 64) * 64
+
+
 @functools.lru_cache(maxsize=4096)
 def launch_sizes(choice: HopperTiles, tile: HopperTile, m: int, n: int, k: int, sms: int) -> tuple[int, int, int]:
     """Compute the number of blocks, and the threads and the bytes of shared memory of each.

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from quantkit.core.scheme import Scheme
@@ -58,7 +59,7 @@ class Launcher:
         The product has the dtype of `out`, which may be float32. KernelError for operands that cannot be multiplied.
         """
         weight = self.weight(scheme, n, k)
-        return self.kernels(scheme, n, k).naive.multiply(weight, x, self._named(tensors), bias, out)
+        return self.kernels(scheme, n, k).naive.multiply(weight, x, self.named(tensors), bias, out)
 
     def matmul(
         self,
@@ -79,13 +80,19 @@ class Launcher:
         float32, in an order that depends only on the shapes and the device. `workspace` explains the limits on streams
         and CUDA graphs. KernelError for operands that cannot be multiplied.
         """
-        on_hopper = not portable and loader.is_hopper(x.device)
         weight = self.weight(scheme, n, k)
-        kernels = self.kernels(scheme, n, k)
-        kernel = kernels.hopper if on_hopper and kernels.hopper is not None else kernels.portable
-        return kernel.multiply(weight, x, self._named(tensors), bias, out, tile)
+        kernel = self.fastest(scheme, n, k, x.device, portable)
+        return kernel.multiply(weight, x, self.named(tensors), bias, out, tile)
 
-    def _named(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    def fastest(
+        self, scheme: Scheme, n: int, k: int, device: torch.device, portable: bool = False
+    ) -> HopperKernel | PortableKernel:
+        """Choose the kernel for a weight `[n, k]` on a CUDA device: Hopper's where it can be, unless `portable`."""
+        kernels = self.kernels(scheme, n, k)
+        return kernels.portable if portable or not loader.is_hopper(device) else kernels.hopper or kernels.portable
+
+    def named(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Rename packed tensors to the names that `weight` has."""
         if not self.aliases:
             return tensors
         return {self.aliases.get(name, name): tensor for name, tensor in tensors.items()}

@@ -27,7 +27,7 @@ from torch import Tensor
 from quantkit.errors import KernelError, Option, QuantkitError, reason
 from quantkit.io import files
 from quantkit.kernels import driver
-from quantkit.kernels.driver import Function, StreamState
+from quantkit.kernels.driver import Function
 
 OPTIONS = ("--std=c++17", "--ptxas-options=-v")
 #: Compute capabilities whose special instructions (wgmma, setmaxnreg) NVRTC accepts only under the name with an a.
@@ -150,7 +150,7 @@ def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None =
     Several processes may do this at once, because entries are written atomically. A damaged entry is compiled again. If
     the folder cannot be written, one warning says so.
     """
-    path = cache_dir() / f"{name}-{arch}-{cache_key(name, instances, arch, folder)}"
+    path = _entry(name, instances, arch, folder)
     try:
         with files.open_regular(path) as file:
             return _decoded(file.read())
@@ -164,6 +164,16 @@ def cached(name: str, instances: Sequence[str], arch: str, folder: Path | None =
     return binary
 
 
+def _entry(name: str, instances: Sequence[str], arch: str, folder: Path | None = None) -> Path:
+    return cache_dir() / f"{name}-{arch}-{cache_key(name, instances, arch, folder)}"
+
+
+def uncompiled(name: str, instances: Sequence[str], device: torch.device) -> list[str]:
+    """List the instances that `load` would compile, because the disk cache has no binary of them."""
+    arch = arch_of(device)
+    return [instance for instance in instances if not _entry(name, (instance,), arch).exists()]
+
+
 @dataclass(frozen=True)
 class Loaded:
     """The kernels of a source on one device: instance -> function, and the seconds that compiling and loading took."""
@@ -175,8 +185,8 @@ class Loaded:
 def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
     """Load instances of `name`.cu on a CUDA device, once per process and device.
 
-    Each instance is compiled by itself, on all cores. KernelError for a GPU that is too old, without CuPy, and for a
-    source that does not compile or load.
+    Each instance is compiled by itself, on all cores. KernelError for a GPU that is too old, without CuPy, for a source
+    that does not compile or load, and while torch's current stream is captured.
     """
     index = torch.cuda.current_device() if device.index is None else device.index
     with _LOCK:
@@ -185,8 +195,10 @@ def load(name: str, instances: Sequence[str], device: torch.device) -> Loaded:
 
 @functools.cache
 def loaded(name: str, instances: tuple[str, ...], index: int) -> Loaded:
-    start = time.perf_counter()
-    arch = arch_of(torch.device("cuda", index))
+    start, device = time.perf_counter(), torch.device("cuda", index)
+    if driver.stream_state(device).graph:
+        raise KernelError(f"{name}.cu is first used on {device} in a capture", "call it once before the capture")
+    arch = arch_of(device)
     with ThreadPoolExecutor(min(len(instances), os.cpu_count() or 1)) as pool:  # NVRTC releases the GIL
         binaries = list(pool.map(lambda instance: cached(name, (instance,), arch), instances))
     import cupy
@@ -211,20 +223,16 @@ def launch(
     block: tuple[int, ...],
     args: Sequence[Tensor | int | float | bytes | None],
     shared: int = 0,
-    *,
-    cluster: int = 0,
-    early: bool = False,
-) -> StreamState:
+) -> None:
     """Launch a function on torch's current stream of the device that holds the tensors in `args`.
 
     Tensors arrive as pointers, None as a null pointer, int as 32 bits, float as float32, bytes as a structure. `shared`
-    is dynamic shared memory in bytes, `cluster` the number of blocks of a cluster (0: no clusters). An `early` launch
-    may begin while the kernel before it still runs, and its kernel must itself wait for that one's memory accesses
-    (Hopper and newer). Returns the state of the stream. KernelError for a launch that the driver refuses; later
-    failures appear when torch synchronises.
+    is dynamic shared memory in bytes. KernelError for a launch that the driver refuses; later failures appear when
+    torch synchronises.
     """
     device = next(arg.device for arg in args if isinstance(arg, Tensor))
-    return driver.launch(function, grid, block, args, shared, device, cluster, early)
+    pointers = driver.argument_pointers(args)
+    driver.launch(function, grid, block, pointers, shared, device, driver.stream_state(device))
 
 
 def _nvrtc() -> Any:

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
@@ -64,9 +63,7 @@ def _weight(scheme: Scheme, n: int, k: int) -> Weight:
     return Weight("marlin", tensors, n, k, n_unit=64, k_unit=16, group=scheme.group_size or k)
 
 
-def _tensor_maps(
-    group: int | None, tile: HopperTile, words: Sequence[Tensor], scales: Tensor, n: int, k: int
-) -> list[bytes]:
+def _tensor_maps(group: int | None, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int) -> list[bytes]:
     codes = tensor_map(words[0], (k // 16, n), (K_STEP // 16, tile.columns), 8)
     if group is None:
         return [codes, codes]  # the kernel reads one scale per row without a map

@@ -9,20 +9,19 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantkit.errors import KernelError
-from quantkit.kernels import loader
+from quantkit.kernels import driver, loader
 from quantkit.kernels.contract import ACTIVATIONS, TYPES, Weight, check, check_same_dtype
+from quantkit.kernels.driver import Function
 from quantkit.kernels.portable_tiles import RESERVED, THREADS, PortableTile, PortableTiles, split
 from quantkit.kernels.workspace import workspace
 
 #: Most tokens of one launch, because the kernels count units in 32 bits.
 MAX_TOKENS = 1 << 14
-#: The kernels find the group of an index along k by a multiplication, which is exact below this value of group * k.
-GROUP_LIMIT = 1 << 34
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,8 +37,13 @@ class PortableKernel:
         return f"{self.source}<{', '.join(filter(None, (TYPES[dtype], self.variant, tile.arguments)))}>"
 
     @functools.cached_property
+    def instances_by_dtype(self) -> dict[torch.dtype, tuple[str, ...]]:
+        """dtype of the activations -> the instances of all tiles, which are compiled together."""
+        return {dtype: tuple(self.instance(dtype, tile) for tile in self.choice.tiles) for dtype in ACTIVATIONS}
+
+    @property
     def instances(self) -> tuple[str, ...]:
-        return tuple(self.instance(dtype, tile) for dtype in ACTIVATIONS for tile in self.choice.tiles)
+        return sum(self.instances_by_dtype.values(), ())
 
     def multiply(
         self,
@@ -55,38 +59,62 @@ class PortableKernel:
         `tile` overrides the choice. KernelError for operands that cannot be multiplied. `workspace` explains the limits
         on streams and CUDA graphs.
         """
-        group, k = weight.group, weight.k
-        if group is not None and group < k and group * k >= GROUP_LIMIT:
-            raise KernelError(
-                f"the {weight.layout} kernel takes groups of fewer than {GROUP_LIMIT // k} for k = {k}, not {group}"
-            )
         out = check(weight, x, tensors, bias, out)
         check_same_dtype(weight.layout, x, out)
-        packed = [tensors[suffix] for suffix in weight.tensors]
-        for start in range(0, x.shape[0], MAX_TOKENS):
-            rows = slice(start, start + MAX_TOKENS)
-            self._launch(x[rows], packed, bias, out[rows], tile, weight.group_argument)
+        self.launch(weight, x, [tensors[suffix] for suffix in weight.tensors], bias, out, tile)
         return out
 
-    def _launch(
+    def load(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile and load the instances of all tiles for activations of a dtype."""
+        loader.load(self.source, self.instances_by_dtype[dtype], device)
+
+    def launch(
         self,
+        weight: Weight,
         x: Tensor,
         packed: Sequence[Tensor],
         bias: Tensor | None,
         out: Tensor,
-        tile: PortableTile | None,
-        group: Sequence[int],
+        tile: PortableTile | None = None,
     ) -> None:
-        (m, k), n = x.shape, out.shape[1]
-        sms, shared_memory = _multiprocessors(x.device)
-        tile = tile or self.choice.choose(m)
-        shared = self.choice.shared_bytes(tile)
-        resident = sms * min(tile.blocks, shared_memory // (shared + RESERVED))
-        units, blocks = split(tile, m, n, k, resident)
-        sums, arrived = workspace(self.source, x.device, *self.choice.workspace_size(sms))
-        function = loader.load(self.source, self.instances, x.device).functions[self.instance(x.dtype, tile)]
-        arguments = [*packed, x, bias, out, sums, arrived, m, n, k, units, *group]
-        loader.launch(function, (blocks,), (THREADS,), arguments, shared)
+        """Write the product into `out`, for operands that are checked, `packed` in the order of `weight.tensors`."""
+        (m, k), n, device = x.shape, weight.n, x.device
+        if m > MAX_TOKENS:
+            for start in range(0, m, MAX_TOKENS):
+                rows = slice(start, start + MAX_TOKENS)
+                self.launch(weight, x[rows], packed, bias, out[rows], tile)
+            return
+        plan = _planned(self, device, x.dtype, m, n, k, tile)
+        state = driver.stream_state(device)
+        sums, arrived = workspace(self.source, device, state, *plan.workspace)
+        given = [*packed, x, bias, out, sums, arrived]
+        pointers = [0 if tensor is None else tensor.data_ptr() for tensor in given]
+        sizes = (m, n, k, plan.units, *weight.group_argument)
+        arguments = driver.written_arguments(("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes))
+        driver.launch(plan.function, plan.grid, (THREADS,), arguments, plan.shared, device, state)
+
+
+class _Plan(NamedTuple):
+    """The parts of a launch that do not depend on addresses; `workspace` counts sums and counters."""
+
+    function: Function
+    grid: tuple[int]
+    shared: int
+    units: int
+    workspace: tuple[int, int]
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    kernel: PortableKernel, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, tile: PortableTile | None
+) -> _Plan:
+    sms, shared_memory = _multiprocessors(device)
+    tile = tile or kernel.choice.choose(m)
+    shared = kernel.choice.shared_bytes(tile)
+    units, blocks = split(tile, m, n, k, sms * min(tile.blocks, shared_memory // (shared + RESERVED)))
+    loaded = loader.load(kernel.source, kernel.instances_by_dtype[dtype], device)
+    function = loaded.functions[kernel.instance(dtype, tile)]
+    return _Plan(function, (blocks,), shared, units, kernel.choice.workspace_size(sms))
 
 
 @functools.cache

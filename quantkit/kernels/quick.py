@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
@@ -62,7 +61,7 @@ def _weight(scheme: Scheme, n: int, k: int) -> Weight:
     return Weight("quick", tensors, n, k, n_unit=128, k_unit=32, group=scheme.group_size or k)
 
 
-def _tensor_maps(group: int, tile: HopperTile, words: Sequence[Tensor], scales: Tensor, n: int, k: int) -> list[bytes]:
+def _tensor_maps(group: int, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int) -> list[bytes]:
     # A row in memory holds a quarter of the columns (docs/layouts.md, 8.2). Codes come in pieces of 128 bytes.
     codes, zeros = words
     rows, all_rows = 4 * (K_STEP // group), 4 * (k // group)

@@ -24,19 +24,19 @@ class Reads:
         torch counts a write in place in the tensor's version. `.data = ` and `module.to` change the address instead. A
         write through `.data` itself is not seen (docs/kernels.md).
         """
-        return all(self._has(tensor, _state(tensor)) for tensor in tensors)
+        for tensor in tensors:  # in each launch, so without a call for each tensor
+            before = self.seen.get(id(tensor))
+            if before is None or before[0]() is not tensor or before[1] != (tensor._version, tensor.data_ptr()):
+                return False
+        return True
 
     def remember(self, tensors: Sequence[Tensor]) -> None:
         """Record that a launch has read these tensors. Inference tensors have no version, so they are left out."""
         for tensor in tensors:
             state = _state(tensor)
-            if state is not None and not self._has(tensor, state):
+            if state is not None:
                 key = id(tensor)
                 self.seen[key] = weakref.ref(tensor, partial(self._forget, key)), state
-
-    def _has(self, tensor: Tensor, state: tuple[int, int] | None) -> bool:
-        before = self.seen.get(id(tensor))
-        return before is not None and before[0]() is tensor and before[1] == state
 
     def _forget(self, key: int, dead: object) -> None:
         if key in self.seen and self.seen[key][0] is dead:  # else the id already belongs to another tensor

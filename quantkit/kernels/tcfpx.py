@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from quantkit.core.formats import FORMATS, FP5, FP6, Format
 from quantkit.core.scheme import Scheme
@@ -85,10 +84,10 @@ def _weight(scheme: Scheme, n: int, k: int) -> Weight:
     return Weight("tcfpx", tensors, n, k, n_unit=64, k_unit=64)
 
 
-def _tensor_maps(fmt: Format, tile: HopperTile, words: Sequence[Tensor], scales: Tensor, n: int, k: int) -> list[bytes]:
+def _tensor_maps(fmt: Format, tile: HopperTile, words: Sequence[int], scales: int, n: int, k: int) -> list[bytes]:
     # In each plane 64 rows are contiguous along k, in 8-byte words. A box has at most 256 of these in a row.
     (codes,), high_bits, blocks = words, fmt.bits - 4, tile.columns // 64
-    low_plane = codes.view(-1)[n * k // 32 * high_bits :]
+    low_plane = codes + n * k // 8 * high_bits
     return [
         tensor_map(low_plane, (n // 64, k // 64, 256), (blocks, K_STEP // 64, 256), 8),
         tensor_map(codes, (n // 64, k * high_bits), (blocks, K_STEP * high_bits), 8),

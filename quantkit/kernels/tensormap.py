@@ -6,8 +6,6 @@ import ctypes
 import functools
 import math
 
-from torch import Tensor
-
 from quantkit.errors import KernelError
 from quantkit.kernels import driver
 
@@ -19,19 +17,13 @@ PLAIN, SWIZZLED = 0, 3
 SIZE, ALIGNMENT = 128, 64
 
 
-def tensor_map(
-    matrix: Tensor, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzled: bool = False
-) -> bytes:
-    """Encode the descriptor of the contiguous `matrix`, seen as `shape` of `item` bytes each, for copies of one `box`.
-
-    Elements of a box outside the matrix arrive as zeros. The descriptor is passed to a kernel by value, and is valid as
-    long as the matrix keeps its address. KernelError if the driver refuses it.
-    """
-    return _encoded(matrix.data_ptr(), shape, box, item, SWIZZLED if swizzled else PLAIN)
-
-
 @functools.lru_cache(maxsize=4096)
-def _encoded(pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzle: int) -> bytes:
+def tensor_map(pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: int, swizzled: bool = False) -> bytes:
+    """Encode the descriptor of a contiguous matrix of `shape`, `item` bytes for an element, for copies of one `box`.
+
+    `pointer` is its address on a GPU. Elements of a box outside the matrix arrive as zeros. The descriptor is passed to
+    a kernel by value, and is valid as long as the matrix keeps its address. KernelError if the driver refuses it.
+    """
     rank = len(shape)
     strides = [math.prod(shape[i:]) * item for i in range(rank - 1, 0, -1)]  # the driver counts from the last dimension
     buffer = ctypes.create_string_buffer(SIZE + ALIGNMENT)
@@ -46,7 +38,7 @@ def _encoded(pointer: int, shape: tuple[int, ...], box: tuple[int, ...], item: i
         (ctypes.c_uint32 * rank)(*reversed(box)),
         (ctypes.c_uint32 * rank)(*[1] * rank),
         0,  # not interleaved
-        swizzle,
+        SWIZZLED if swizzled else PLAIN,
         3,  # the L2 cache fetches 256 bytes
         0,  # zeros outside
     )

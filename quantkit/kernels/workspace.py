@@ -3,44 +3,74 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from threading import Lock
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
-from quantkit.kernels.driver import stream_state
+from quantkit.kernels.driver import StreamState
 
-#: (source, device, stream or None for all CUDA graphs) -> float32 sums, int32 counters.
-WORKSPACES: dict[tuple[str, torch.device, int | None], tuple[Tensor, Tensor]] = {}
+#: Captures whose streams are remembered; more are not under way at the same time.
+CAPTURES = 16
+#: Float32 sums and int32 counters.
+Workspace = tuple[Tensor, Tensor]
 
 
-def workspace(source: str, device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+@dataclass
+class Workspaces:
+    """The workspaces of one source on one device.
+
+    `streams` has one for each stream. In `captures` each stream of a CUDA graph has one of `graphs`, the first the
+    first. So branches of a graph may overlap, and all graphs share the memory.
+    """
+
+    streams: dict[int, Workspace] = field(default_factory=dict)
+    captures: dict[int, dict[int, Workspace]] = field(default_factory=dict)
+    graphs: list[Workspace] = field(default_factory=list)
+
+
+WORKSPACES: dict[tuple[str, torch.device], Workspaces] = {}
+_LOCK = Lock()
+
+
+def workspace(source: str, device: torch.device, state: StreamState, sums: int, counters: int) -> Workspace:
     """Return float32 `[sums]` and int32 `[counters]` for the current stream of a CUDA device, made on first use.
 
-    Each stream has its own workspace, so streams may overlap. All CUDA graphs of a device share one, so two graphs must
-    not be replayed at the same time. A workspace cannot be made during a capture: KernelError if the first launch of
-    `source` is captured.
+    Each stream has its own workspace, and so has each stream that is captured into one CUDA graph. So they may overlap.
+    But two graphs must not be replayed at the same time, because graphs share workspaces. None can be made during a
+    capture: KernelError if `source` is captured on more streams at once than it was launched on before.
     """
-    state = stream_state(device)
-    found = WORKSPACES.get((source, device, None if state.graph else state.stream))
+    found = WORKSPACES.get((source, device))
     if found is not None:
-        return found
-    if state.graph:
-        raise KernelError(f"the first launch of {source} on {device} is captured", "call it once before the capture")
-    for owner in (None, state.stream):
-        if (source, device, owner) not in WORKSPACES:
-            WORKSPACES[source, device, owner] = _allocate(device, sums, counters)
-    return WORKSPACES[source, device, state.stream]
+        own = found.captures.get(state.graph, {}) if state.graph else found.streams
+        if state.stream in own:
+            return own[state.stream]
+    with _LOCK:
+        found = WORKSPACES.setdefault((source, device), Workspaces())
+        if not state.graph:
+            found.graphs.append(allocate(device, sums, counters))
+            return found.streams.setdefault(state.stream, allocate(device, sums, counters))
+        own = found.captures.setdefault(state.graph, {})
+        if len(own) == len(found.graphs):
+            raise KernelError(
+                f"{source} is captured on {len(own) + 1} streams of {device} at once, and was launched on {len(own)}",
+                "call it once on each stream before the capture",
+            )
+        if len(found.captures) > CAPTURES:
+            del found.captures[next(iter(found.captures))]
+        return own.setdefault(state.stream, found.graphs[len(own)])
 
 
-def _allocate(device: torch.device, sums: int, counters: int) -> tuple[Tensor, Tensor]:
+def allocate(device: torch.device, sums: int, counters: int) -> Workspace:
     """Allocate a workspace in another thread.
 
     In the thread that warms up a compiled model, torch would take the memory from the pool of a CUDA graph, where no
     allocation may outlive the warm-up.
     """
 
-    def make() -> tuple[Tensor, Tensor]:
+    def make() -> Workspace:
         found = (
             torch.empty(sums, dtype=torch.float32, device=device),
             torch.zeros(counters, dtype=torch.int32, device=device),

@@ -128,12 +128,24 @@ def test_the_chosen_tile_exists_and_its_grid_covers_the_product(layout: str, lab
     kernel = CASES[layout].kernel(label)
     for (n, k), m, dtype in itertools.product([*LAYERS, *SMALL[layout]], (1, 7, 8, 9, 64, 300, 4096), TYPES):
         tile = chosen(layout, label, dtype, m, n, k)
-        assert kernel.instance(dtype, tile) in kernel.instances
+        assert kernel.instance(dtype, tile) in kernel.instances_by_dtype[dtype], "it would be compiled in a capture"
         grid = hopper_tiles.grid_size(tile, m, n, k, H200)
         whole = ceil(m, tile.tokens) * ceil(n, tile.columns)
         assert grid == whole * tile.cluster if tile.cluster else 1 <= grid <= max(whole, H200 * tile.resident)
         assert tile.cluster <= ceil(k, K_STEP), "a block of a cluster without a step would miss the barrier"
         assert n % tile.columns == 0 or not kernel.choice.sparse, "zeros beyond a weight are not valid metadata"
+
+
+@pytest.mark.parametrize(("layout", "label"), ALL)
+def test_many_tokens_have_the_tile_and_the_grid_of_their_representative(layout: str, label: str) -> None:
+    choice = CASES[layout].kernel(label).choice
+    for (n, k), dtype in itertools.product([LAYERS[1], LAYERS[2], *SMALL[layout]], TYPES):
+        for m in (257, 300, 320, 321, 383, 1000, 4097, 65535):
+            other = hopper_tiles.representative(m)
+            tile = chosen(layout, label, dtype, m, n, k)
+            assert chosen(layout, label, dtype, other, n, k) == tile
+            sizes = [hopper_tiles.launch_sizes(choice, tile, tokens, n, k, H200) for tokens in (m, other)]
+            assert sizes[0] == sizes[1]
 
 
 @pytest.mark.parametrize(("layout", "label"), FIRST)

@@ -136,6 +136,16 @@ def test_processes_that_start_at_once_all_get_the_binary(sources: Path) -> None:
     assert len(entries()) == 1, "left over beside the entry"
 
 
+def test_a_wait_is_only_announced_for_binaries_that_are_not_on_the_disk(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loader, "source_dir", lambda: sources)
+    monkeypatch.setattr(loader, "arch_of", lambda device: "sm_80")
+    assert loader.uncompiled("f", INSTANCES, torch.device("cuda", 0)) == [*INSTANCES]
+    loader.cached("f", INSTANCES[:1], "sm_80")
+    assert loader.uncompiled("f", INSTANCES, torch.device("cuda", 0)) == [*INSTANCES[1:]]
+
+
 def test_a_writer_that_dies_leaves_no_entry(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def killed(operation: str, path: Path) -> None:
         if operation == "rename":

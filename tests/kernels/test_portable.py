@@ -12,7 +12,7 @@ from quantkit.core.formats import FORMATS
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, portable, proof, tcfpx, workspace
+from quantkit.kernels import LAUNCHERS, driver, portable, proof, tcfpx, workspace
 from quantkit.kernels.portable import PortableTile
 from tests.kernels import products
 from tests.kernels.operands import packed, weight
@@ -215,8 +215,9 @@ def test_a_capture_cannot_make_a_workspace(gpu: None, monkeypatch: pytest.Monkey
     """Captured zeros of the counters would only be written in the first replay."""
     monkeypatch.setattr(workspace, "WORKSPACES", {})
     capture = torch.cuda.graph(torch.cuda.CUDAGraph())
-    with pytest.raises(KernelError, match="call it once before the capture"), capture:
-        workspace.workspace("any", torch.device("cuda", 0), 8, 8)
+    device = torch.device("cuda", 0)
+    with pytest.raises(KernelError, match="call it once on each stream before the capture"), capture:
+        workspace.workspace("any", device, driver.stream_state(device), 8, 8)
 
 
 @pytest.mark.gpu
