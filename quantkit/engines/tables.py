@@ -15,6 +15,7 @@ from quantkit.engines.joined import NEVER_QUANTIZED, NeverQuantized, is_expert
 from quantkit.engines.rows import PUBLISHED, Engine, Folder, Kernel, Limit, Reader, Trait
 from quantkit.errors import Setting, Words
 from quantkit.models.families import HEAD_PARTS
+from quantkit.names import KERNELS
 
 #: GPU -> its compute capability: NVIDIA's list, https://developer.nvidia.com/cuda-gpus, 2026-11-23.
 GPUS = {
@@ -140,6 +141,16 @@ TRAITS = {
         Words("quantize with", Setting("format", "int4")),
         lambda f: any(scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()),
     ),
+    "packed experts": Trait(
+        "packed experts, which quantkit's plug-in for vLLM does not serve yet",
+        Words("use", Setting("layout", "compressed-tensors")),
+        lambda f: any(map(is_expert, f.linears)),
+    ),
+    "packed head": Trait(
+        "a packed output head, which quantkit's plug-in for vLLM does not serve",
+        Words("leave it dense with", Setting("skip", ".*lm_head")),
+        lambda f: any(module.rpartition(".")[2] == "lm_head" for module in f.linears),
+    ),
     "topk": Trait(
         "a config.json without topk_method, from which vLLM infers no e_score_correction_bias",
         'add "topk_method": "noaux_tc" to config.json',
@@ -214,6 +225,9 @@ _CLASSES = (
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 #: GPUs that were asked about fewer schemes.
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
+#: vLLM with quantkit's plug-in, in the layouts of quantkit's kernels.
+PLUGIN = "vLLM with quantkit[vllm]"
+_PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-26"
 VLLM = Engine(
     "vllm",
     readers=(
@@ -221,6 +235,7 @@ VLLM = Engine(
         Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("awq",), ("mixed", "part", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", *_CLASSES), _LOADER),
+        Reader(PLUGIN, tuple(KERNELS), ("split", "packed experts", "packed head", *_CLASSES), _PLUGIN, is_own=True),
     ),
     kernels=(
         Kernel((*INTEGER, "gptq-v2"), "Machete", _ASKED, (HOPPER,), groups=(128, 64, None), n_unit=128, k_unit=64),
@@ -236,7 +251,10 @@ VLLM = Engine(
             for layout, kernel in (("compressed-tensors", "Humming for FP8"), ("humming", "Humming"))
         ),
     ),
-    uses={"vLLM": ("vLLM", "sh", "vllm serve FOLDER")},
+    uses={
+        "vLLM": ("vLLM", "sh", "vllm serve FOLDER"),
+        PLUGIN: ("vLLM, on quantkit's kernels", "sh", "pip install 'quantkit[vllm]'\nvllm serve FOLDER"),
+    },
     joins=True,
     signed=Limit(
         ("compressed-tensors", "gptq", "gptq-v2"),

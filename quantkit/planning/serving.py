@@ -149,7 +149,8 @@ def _kind(
         kernel, why = _own_kernel(folder.layout, Scheme.parse(scheme), n, k, capability)
     else:
         kernel, why, source = engine_kernel(engine, folder.layout, Scheme.parse(scheme), n, k, capability, experts)
-    gpus, copied = _splits(rows, LAYOUTS[folder.layout], folder.config) if engine.joins else (None, ())
+    layout = None if has_own_linears(folder, engine) else LAYOUTS[folder.layout]
+    gpus, copied = _splits(rows, layout, folder.config) if engine.joins else (None, ())
     return Kind(name, members, len(alike), (n, k), scheme, kernel, why, source, gpus, copied)
 
 
@@ -176,11 +177,12 @@ def _own_kernel(
 
 
 def _splits(
-    rows: Sequence[Row], layout: Layout, config: Mapping[str, Any]
+    rows: Sequence[Row], layout: Layout | None, config: Mapping[str, Any]
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...]]:
     """List the GPU counts that split linears evenly, and among them the counts that copy key and value heads.
 
-    Each part must be a weight that the layout holds in the same scheme, so that no group of columns is cut.
+    Each part must be a weight that the layout holds in the same scheme, so that no group of columns is cut. Without a
+    `layout` the parts are packed again, and padded, so that groups alone count.
     """
     text = config.get("text_config")
     stated = text if isinstance(text, Mapping) else config
@@ -190,7 +192,7 @@ def _splits(
     for count in GPU_COUNTS:
         even = True
         for row in rows:
-            leaf, (n, k) = row.module.rpartition(".")[2], row.stored
+            leaf, (n, k) = row.module.rpartition(".")[2], row.shape if layout is None else row.stored
             if leaf in (QUERIES, *KEYS_AND_VALUES, ATTENTION_OUTPUT):
                 if type(heads) is not int or type(key_heads) is not int or not heads or not key_heads:
                     return None, ()
@@ -208,8 +210,9 @@ def _splits(
             size = k if by_columns else n
             even &= not size % parts
             if even and row.scheme is not None:
-                part = (n, k // parts) if by_columns else (n // parts, k)
-                even &= broken_rule(layout, Scheme.parse(row.scheme), *part) is None
+                part, scheme = (n, k // parts) if by_columns else (n // parts, k), Scheme.parse(row.scheme)
+                whole = parts == 1 or scheme.padded_k(part[1]) == part[1]
+                even &= whole if layout is None else broken_rule(layout, scheme, *part) is None
         if even:
             found.append(count)
     return tuple(found), tuple(count for count in copied if count in found)

@@ -83,6 +83,13 @@ class QuantkitConfig(QuantizationConfig):  # type: ignore[misc]
         prefixes = hf_to_vllm_mapper.orig_to_new_prefix.items()
         self._prefixes |= {new: old for old, new in prefixes if new is not None}
 
+    @staticmethod
+    def get_checkpoint_weight_mapper() -> Any:
+        """Drop no tensor: newer vLLM drops `g_idx`, without which act-order would not be noticed."""
+        from vllm.model_executor.models.utils import WeightsMapper
+
+        return WeightsMapper()
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Make the method of a layer; None leaves it to vLLM.
 

@@ -16,7 +16,7 @@ from vllm.model_executor.parameter import BasevLLMParameter
 from quantkit import kernels
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, QuantkitError
-from quantkit.inference import packed_linear  # noqa: F401  it defines the operator
+from quantkit.inference.engine_linear import prepare
 from quantkit.serving.shards import JoinedWeight, Part
 
 #: vLLM's names of the parts of joined queries, keys and values.
@@ -89,16 +89,15 @@ class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
             delattr(layer, suffix)
         for suffix, tensor in found.tensors.items():
             layer.register_parameter(suffix, nn.Parameter(tensor, requires_grad=False))
-        layer.quantkit_layout, layer.quantkit_label = found.layout, found.scheme.label
-        layer.quantkit_suffixes, layer.quantkit_sizes = tuple(found.tensors), (weight.out, *found.shape)
+        (n, k), label = found.shape, found.scheme.label
+        layer.quantkit_layout, layer.quantkit_label, layer.quantkit_suffixes = found.layout, label, tuple(found.tensors)
+        layer.quantkit_out = weight.out
+        layer.quantkit_handle = prepare(found.layout, label, n, k, weight.out, found.tensors, layer.params_dtype)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `x [..., k] @ weight.T + bias` by the layer's kernel, `[..., out]`."""
-        suffixes, (out, n, k) = layer.quantkit_suffixes, layer.quantkit_sizes
-        tensors = [getattr(layer, suffix) for suffix in suffixes]
-        product: Tensor = torch.ops.quantkit.packed_linear(
-            x, tensors, bias, ",".join(suffixes), layer.quantkit_layout, layer.quantkit_label, out, n, k
-        )
+        tensors = [getattr(layer, suffix) for suffix in layer.quantkit_suffixes]
+        product: Tensor = torch.ops.quantkit.engine_linear(x, tensors, bias, layer.quantkit_handle, layer.quantkit_out)
         return product
 
     def _load(

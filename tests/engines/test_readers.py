@@ -12,6 +12,7 @@ from quantkit.engines.readers import opened_by, refusals
 from quantkit.engines.rows import PUBLISHED, UNTRIED, Folder
 from quantkit.engines.tables import ENGINES, TRAITS
 from quantkit.layouts import LAYOUTS
+from quantkit.names import KERNELS
 
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 MODULES = [f"model.layers.0.{part}" for part in PARTS]
@@ -107,6 +108,33 @@ def test_vllm_is_named_exactly_for_folders_that_it_opened(facts: Folder, opens: 
     assert ("vLLM" in opened_by(facts)) is opens
     refused = any(line.startswith("vLLM") or "such as vLLM" in line for line in refusals(facts))
     assert refused is (not opens and facts.layout != "marlin" and not facts.padded)
+
+
+PLUGIN = "vLLM with quantkit[vllm]"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_plug_in_is_named_for_the_layouts_of_kernels_alone(layout: str) -> None:
+    scheme = "fp6" if layout in ("humming", "tcfpx") else "int4:g128"
+    assert (PLUGIN in opened_by(folder(layout, scheme))) is (layout in KERNELS)
+
+
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        ("model.layers.0.mlp.experts.3.up_proj", "packed experts"),
+        ("lm_head", "a packed output head"),
+    ],
+)
+def test_the_plug_in_is_not_named_for_what_it_refuses(module: str, reason: str) -> None:
+    facts = folder("marlin", "int4:g128", modules=[module])
+    assert PLUGIN not in opened_by(facts)
+    assert any(line.startswith(f"{PLUGIN} will not open this folder because of {reason}") for line in refusals(facts))
+
+
+def test_the_plug_in_opens_padded_weights_and_several_schemes() -> None:
+    facts = folder("marlin", "int4:g128", {DOWN: "int4:channel", "model.layers.0.self_attn.o_proj": None}, padded=True)
+    assert PLUGIN in opened_by(facts)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -105,6 +105,16 @@ def test_splits_cut_no_head_and_no_group(grouped: Path) -> None:
     assert found["lm_head"]["gpus"] is None
 
 
+def test_vllm_with_the_plug_in_runs_quantkits_kernel_on_what_it_joins(grouped: Path, odd: Path) -> None:
+    found = kinds(grouped, "vllm", "h100", "--layout", "marlin")
+    assert (found["qkv_proj"]["kernel"], found["qkv_proj"]["shape"]) == ("marlin_hopper", [512, 256])
+    assert found["qkv_proj"]["gpus"] == [1, 2, 4]
+    assert found["down_proj"]["gpus"] == [1]  # 896 channels are seven groups
+    rows = kinds(odd, "vllm", "h100", "--format", "fp6", "--layout", "tcfpx", "--set", "pad=true")
+    assert rows["gate_up_proj"]["kernel"] == "tcfpx_hopper"
+    assert rows["gate_up_proj"]["gpus"] == rows["down_proj"]["gpus"] == [1, 2, 4, 8]  # 352 channels are padded anew
+
+
 def test_a_target_prints_a_table_with_its_sources(grouped: Path) -> None:
     text = call("plan", grouped, *RTN, "--target", "vllm", "--gpu", "h100").stdout
     assert re.search(r"vllm on h100 \(9\.0\) +count +n x k +scheme +kernel +GPUs", text)

@@ -9,9 +9,11 @@ TOOLS has `vllm_without_gpu`, which lets vLLM believe that a GPU is here; FOLDER
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import os
+import pickle
 import shutil
 import sys
 import tempfile
@@ -21,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import linear
 
@@ -41,18 +44,19 @@ SETTINGS = {
 
 
 def start(tools: str) -> None:
-    """Import vLLM as if a GPU were here, register the plug-in twice, and begin a group of one process."""
+    """Import vLLM as if a GPU were here, let it find and register the plug-in, and begin a group of one process."""
     sys.path.insert(0, tools)
     import vllm_without_gpu
 
     vllm_without_gpu.pretend()
     from vllm.config import set_current_vllm_config
     from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.plugins import load_general_plugins
 
     from quantkit.serving.vllm_plugin import register
 
-    register()
-    register()
+    load_general_plugins()
+    register()  # vLLM calls it in each process, perhaps several times
     with set_current_vllm_config(configured(FOLDERS / "experts")):  # for a group of experts too
         init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "gloo")
         initialize_model_parallel(1, 1)
@@ -95,10 +99,11 @@ def loaded(config: Any, rank: int = 0, size: int = 1) -> Any:
 def of(layer: Any) -> Tensor:
     """Decode the weight that a layer multiplies with, float32 `[out, k]`."""
     tensors = {suffix: layer.get_parameter(suffix) for suffix in layer.quantkit_suffixes}
-    out, _, _ = layer.quantkit_sizes
     left = {name for name, _ in layer.named_parameters(recurse=False)} - {*tensors, "bias"}
     assert not left, f"left behind: {left}"
-    return decoded(layer.quantkit_layout, layer.quantkit_label, tensors, out, layer.input_size_per_partition)
+    return decoded(
+        layer.quantkit_layout, layer.quantkit_label, tensors, layer.quantkit_out, layer.input_size_per_partition
+    )
 
 
 def share(folder: Path, block: str, rank: int, size: int) -> dict[str, Tensor]:
@@ -162,6 +167,37 @@ def check_each_other_layout_is_left_to_vllm() -> None:
 def check_each_other_layout_loads_if_the_user_asks() -> None:
     for name in OTHERS:
         check_model(FOLDERS / name, quantization="quantkit")
+
+
+def check_the_config_goes_to_workers_and_copies() -> None:
+    config = configured(FOLDERS / "mixed")
+
+    def check() -> None:
+        for each in (pickle.loads(pickle.dumps(config.quant_config)), copy.deepcopy(config.quant_config)):
+            assert each.scheme("model.layers.1.mlp.down_proj").label == "int4:channel"
+            assert each.is_dense("model.layers.0.self_attn.q_proj")
+
+    check()
+    loaded(config)
+    check()
+
+
+def check_a_compiled_graph_has_one_node_that_is_the_same_in_each_block() -> None:
+    model, graphs = loaded(configured(FOLDERS / "marlin")), []
+
+    def keep(graph: Any, inputs: Any) -> Any:
+        graphs.append([(node.target, node.args[3:]) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    for block in model.model.layers:
+        layer, x = block.mlp.down_proj, torch.randn(2, 512).half()
+        compiled = torch.compile(
+            lambda x, layer=layer: layer.quant_method.apply(layer, x), fullgraph=True, backend=keep
+        )
+        assert torch.equal(compiled(x), layer.quant_method.apply(layer, x))
+        torch._dynamo.reset()
+    assert graphs[0] == graphs[1] and len(graphs[0]) == 1, graphs
+    assert str(graphs[0][0][0]).startswith("quantkit.engine_linear"), graphs
 
 
 def check_registering_is_light() -> None:
@@ -269,7 +305,7 @@ def check_odd_sizes_are_padded_and_their_bias_counts_once() -> None:
         bias = torch.randn(200)
         layer.bias.weight_loader(layer.bias, bias)
         layer.quant_method.process_weights_after_loading(layer)
-    assert layer.quantkit_sizes[:2] == (200, 256)
+    assert (layer.quantkit_out, layer.qweight.shape[1] * 2) == (200, 256)
     assert layer.bias.dtype == torch.float16
     for x in (torch.randn(5, 96).half(), torch.randn(2, 3, 96).half(), torch.randn(0, 96).half()):
         expected = linear(x, q.dequantize(torch.float16), bias.half())
@@ -408,6 +444,20 @@ def check_damage_is_seen_in_one_line() -> None:
         loaded(configured(folder))
     finally:
         del os.environ["QUANTKIT_CHECK"]
+
+
+def check_act_order_is_refused_and_not_dropped() -> None:
+    def change(folder: Path) -> None:
+        src = Checkpoint(folder)
+        tensors = {name: src.get(name) for name in src.names()}
+        tensors["model.layers.1.mlp.down_proj.g_idx"] = tensors["model.layers.1.mlp.down_proj.g_idx"].flip(0)
+        next(folder.glob("*.safetensors")).unlink()
+        (folder / "quantkit_report.json").unlink()
+        (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+        save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+    line = error_of(lambda: loaded(configured(damaged("gptq", change), quantization="quantkit")))
+    assert line.startswith("model.layers.1.mlp.down_proj: g_idx is not k // group_size, act-order"), line
 
 
 def check_a_config_of_ours_that_is_malformed_is_not_another_readers() -> None:

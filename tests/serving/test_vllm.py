@@ -1,7 +1,8 @@
 """Test the plug-in against vLLM's real classes on a CPU: each test is a check of `inside_vllm`, run by vLLM's Python.
 
 $VLLM_CHECK, or `.vllm-check` beside the checkout, is an environment with vLLM's Python code, and `vllm_without_gpu` of
-../shared/tools/vllm stands in for what is compiled.
+../shared/tools/vllm stands in for what is compiled. $VLLM_RELEASE may name a folder with the Python code of another
+release, which is then imported in its place.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from tests.tiny_models import write_model
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ROOT.parent / "shared" / "tools" / "vllm"
 MODEL = ROOT.parent / "shared" / "models" / "tiny-llama-1m"
+ENTRY = """[vllm.general_plugins]
+quantkit = quantkit.serving.vllm_plugin:register
+"""
 INT4 = {"format": "int4", "group_size": 128, "method": "rtn"}
 #: Folder -> the options of `quantize` that make it of the tiny Llama.
 FOLDERS = {
@@ -56,23 +60,29 @@ def engine() -> Path:
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     python, folders = engine(), tmp_path_factory.mktemp("served")
+    path = os.environ.get("VLLM_RELEASE", "")
     for name, options in FOLDERS.items():
         quantkit.quantize(MODEL, folders / name, **options)
     for family in ("qwen2", "mixtral"):
         write_model(family, folders / f"{family}-dense")
     quantkit.quantize(folders / "qwen2-dense", folders / "qwen2", **FOLDERS["tcfpx-fp6"])
     quantkit.quantize(folders / "mixtral-dense", folders / "experts", **{**INT4, "group_size": 32}, layout="awq")
+    # vLLM finds a plug-in by its installed entry point.
+    found = tmp_path_factory.mktemp("installed") / "quantkit-0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: quantkit\nVersion: 0\n")
+    (found / "entry_points.txt").write_text(ENTRY)
     run = subprocess.run(
         [python, "-m", "tests.serving.inside_vllm", TOOLS, folders],
         cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"},
+        env={**os.environ, "PYTHONPATH": f"{path}:{ROOT}:{found.parent}", "PYTHONDONTWRITEBYTECODE": "1"},
         capture_output=True,
         text=True,
     )
     lines = [line for line in run.stdout.splitlines() if line.startswith("RESULTS ")]
     assert lines, run.stdout[-2000:] + run.stderr[-4000:]
-    found: dict[str, str | None] = json.loads(lines[0].removeprefix("RESULTS "))
-    return found
+    answers: dict[str, str | None] = json.loads(lines[0].removeprefix("RESULTS "))
+    return answers
 
 
 @pytest.mark.parametrize("check", CHECKS)
