@@ -103,7 +103,9 @@ weights again and reports the loss. It is never implied.
   it cannot hold 0.
 - **2:4.** Sparse-MARLIN keeps two of each four values along `k`, and a dense weight must have no more. The values come
   back. If a quad has fewer than two, a convention decides which positions are marked, so the marks do not come back.
-- **Act-order.** Columns whose group is not `k // group size` are not read, because other layouts cannot hold them.
+- **Act-order.** Columns whose group is not `k // group size` have no other layout. `quantize` dequantizes them.
+- **Other releases in few bits.** FP8, INT8, NVFP4 and MXFP4 folders are sources of `quantize`, not layouts
+  ([docs/layouts.md](layouts.md), section 9c).
 - **FP8 carriers.** compressed-tensors holds FP6 and FP5 as FP8 values. Each must be a value of the format.
 - **Scales.** All are float16 here. bfloat16 and float32 scales of other programs are read if float16 has them exactly;
   `--requantize-scales` rounds others, keeps the codes, and reports the loss.

@@ -176,7 +176,8 @@ def draw_text(
     turns, longest = turns_of(tokenizer, calib.template_args), min(calib.max_length, model.max_length, LONGEST)
     if turns is not None and len(turns.opening) >= longest:
         turns = None
-    src = Checkpoint(model.src.path, trust_remote_code)  # that of the run presents some weights in another form
+    # That of the run presents some weights in another form.
+    src = Checkpoint(model.src.path, trust_remote_code, dequantize=True)
     module = load_dense_model(src, device=str(device), dtype=model.dtype, trust_remote_code=trust_remote_code)
     alphabet, first = alphabet_of(tokenizer, module, turns), first_token(tokenizer, turns)
     ordinary = sorted(alphabet.ordinary)

@@ -1,55 +1,115 @@
-"""FP8 and MXFP4 weights of published models, dequantized on reading.
+"""Weights of published models in few bits, found in a folder and dequantized on reading (`low_bit_weights`).
 
-Three forms are read. Each is told by the `quant_method` of the configuration, and which tensors are quantized is told
-by the data:
+The configuration tells the form by its `quant_method`; which tensors are quantized is told by the data:
 
 - `fp8`: `X.weight` float8 with `X.weight_scale_inv` or another name of a scale, one for each block of
   `weight_block_size`, or without that for each tensor or row. Several experts in one tensor `X` have `X_scale_inv`.
-- `compressed-tensors` with 8-bit floats: `X.weight` float8 with `X.weight_scale`, one for each tensor, row, group of
-  columns or block.
 - `mxfp4`: `X_blocks` uint8 `[experts, n, k / 32, 16]` and `X_scales` uint8 `[experts, n, k / 32]`; the model's
   parameter `X` is `[experts, k, n]`.
+- `compressed-tensors`: `X.weight` or `X.weight_packed` with `X.weight_scale`; `FORMATS` lists the forms. The config
+  group that names `X` states bits and groups. Integers may have `X.weight_zero_point` and `X.weight_g_idx`.
 
-A scale multiplies, in float32; the product is rounded once to the dtype of the model. Sources: the model card and code
-of DeepSeek-V3 (blocks), the OCP Microscaling specification 1.0 (E2M1, E8M0), and the gpt-oss model card (MXFP4).
+Scales of activations and of the cache belong to no dense model. They are left out, and counted.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from quantkit.algorithms.numerics import row_slices
-from quantkit.checkpoint.derived import Derived, Read
+from quantkit.checkpoint.derived import Derived
+from quantkit.checkpoint.low_bit_weights import LowBitWeight, grid, unpack_e2m1, unpack_words
 from quantkit.checkpoint.stored_tensors import StoredTensors
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import CheckpointError
 from quantkit.io.json_files import AGAIN
 from quantkit.layouts import validation
+from quantkit.layouts.compressed_tensors import MARLIN24, in_order_of_targets
 from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
+from quantkit.layouts.expressions import Patterns
+from quantkit.layouts.schemes import Schemes
 
 FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 #: Dtypes of scales; E8M0, a bare exponent, is stored as float8 or as a plain byte.
-SCALES = (torch.float32, torch.bfloat16, torch.float16, torch.float8_e8m0fnu, torch.uint8)
+EXPONENT = (torch.float8_e8m0fnu, torch.uint8)
+FLOAT = (torch.float32, torch.bfloat16, torch.float16)
 #: Names of scales behind `X.` of a weight `X.weight`, or behind `X_` of a tensor `X` of several experts.
 WEIGHT_SCALES = ("weight_scale_inv", "weight_scale", "scale_inv", "scale", "qscale_weight")
-#: Likewise of scales of a linear's input, which a dense model does not have, and of its output and the cache.
-INPUT_SCALES = ("activation_scale", "input_scale", "input_scale_ub", "qscale_act")
-CACHE_SCALES = ("output_scale", "q_scale", "k_scale", "v_scale")
+#: The last names of tensors beside codes, which may have the dtype of codes.
+SCALE, ZERO, ORDER, DIVISOR, SHAPE = (
+    *("weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale", "weight_shape"),
+)
+PACKED = "weight_packed"
+#: Names of what belongs to a linear's input and output, and to the cache, which a dense model does not have.
+INPUT_SCALES = (
+    *("activation_scale", "input_scale", "input_scale_ub", "qscale_act"),
+    *("input_global_scale", "input_zero_point", "input_g_idx"),
+)
+CACHE_SCALES = tuple(f"{of}_{what}" for of in ("output", "q", "k", "v") for what in ("scale", "zero_point"))
 
-BLOCKS, EXPONENTS = "_blocks", "_scales"
-#: MXFP4: the weights that share a scale, and the value of each code; a byte has two codes, the first in its low bits.
-GROUP = 32
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-E2M1_PAIRS = torch.tensor([[E2M1[byte & 15], E2M1[byte >> 4]] for byte in range(256)], device="cpu")
+#: MXFP4 of gpt-oss.
+BLOCKS, EXPONENTS, GROUP = "_blocks", "_scales", 32
 
 #: Rows and columns that share a scale; None: all columns, of a row or of the tensor.
 Block = tuple[int, int] | None
+
+
+class Form(NamedTuple):
+    """Tell how codes are stored: the last name of their tensor, its dtypes, those of scales, and the bits of a code."""
+
+    title: str
+    codes: tuple[torch.dtype, ...]
+    scales: tuple[torch.dtype, ...]
+    bits: Collection[int]
+    name: str = "weight"
+    divisor: bool = False
+
+
+_FP8 = Form("FP8", FP8, (*FLOAT, *EXPONENT), (8,))
+_INT = Form("INT", (torch.int8,), FLOAT, range(2, 9))
+#: Format and type in a compressed-tensors config -> form.
+FORMATS = {
+    ("pack-quantized", "int"): Form("INT", (torch.int32,), FLOAT, (2, 4, 8), PACKED),
+    ("int-quantized", "int"): _INT,
+    ("naive-quantized", "int"): _INT,
+    ("naive-quantized", "float"): _FP8,
+    ("float-quantized", "float"): _FP8,
+    ("mxfp8-quantized", "float"): _FP8,
+    ("nvfp4-pack-quantized", "float"): Form("NVFP", (torch.uint8,), FP8[:1], (4,), PACKED, divisor=True),
+    ("mxfp4-pack-quantized", "float"): Form("MXFP", (torch.uint8,), EXPONENT, (4,), PACKED),
+}
+
+
+class Scheme(NamedTuple):
+    """Hold what a configuration says of some weights: their form, bits, and the block that shares a scale."""
+
+    form: Form
+    bits: int
+    block: Block
+    symmetric: bool = True
+    scales: tuple[str, ...] = (SCALE,)
+
+    @property
+    def title(self) -> str:
+        """The name of the form with its bits, such as INT4."""
+        return self.form.title if self.form is _FP8 else f"{self.form.title}{self.bits}"
+
+    @property
+    def codes_an_entry(self) -> int:
+        """The codes in an entry of the stored tensor."""
+        return 8 * self.form.codes[0].itemsize // self.bits if self.form.name == PACKED else 1
+
+    @property
+    def unpack(self) -> Callable[[Tensor], Tensor]:
+        """The function that turns codes into float32 values."""
+        if self.form.name != PACKED:
+            return torch.Tensor.float
+        return partial(unpack_words, self.bits) if torch.int32 in self.form.codes else unpack_e2m1
 
 
 class LowBit(NamedTuple):
@@ -58,6 +118,14 @@ class LowBit(NamedTuple):
     form: str
     tensors: dict[str, Derived]
     dropped: tuple[str, ...] = ()
+    activations: bool = False
+
+    @property
+    def left_out(self) -> str:
+        """What the dense model lacks, in words; empty if there is nothing."""
+        counted = Counter(name.rpartition(".")[2] for name in self.dropped).items()
+        parts = [", ".join(f"{count} {name}" for name, count in counted)] if counted else []
+        return " and ".join(parts + ["the rounding of activations"] * self.activations)
 
 
 def find(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> LowBit | None:
@@ -71,38 +139,87 @@ def find(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> L
         return _mxfp4(src, dtype)
     if method == "fp8":
         sizes = stated.get("weight_block_size")
-        return _fp8(src, stated, [None if sizes is None else _block(sizes, "weight_block_size")], dtype)
-    if method == COMPRESSED_TENSORS and (blocks := _float8_blocks(stated)):
-        return _fp8(src, stated, blocks, dtype)
+        block = None if sizes is None else _block(sizes, "weight_block_size")
+        only = Scheme(_FP8, 8, block, scales=WEIGHT_SCALES)
+        left_out = stated.get("activation_scheme") is not None, stated.get("kv_cache_scheme") is not None
+        return _weights(src, [only], lambda name: only, dtype, *left_out)
+    if method == COMPRESSED_TENSORS and "quantkit" not in stated:  # FP8 of quantkit carries FP6 or FP5, a layout
+        return _compressed_tensors(src, stated, dtype)
     return None
 
 
-def _float8_blocks(stated: Mapping[str, Any]) -> list[Block]:
-    """Return the blocks of a compressed-tensors config if all its groups are of 8-bit floats, else none.
+def is_variant(src: StoredTensors, schemes: Schemes) -> bool:
+    """Return True if INT4 weights of `pack-quantized` are stored otherwise than that layout can hold.
 
-    FP8 with the `quantkit` key carries FP6 or FP5, which is a layout and no source.
+    Earlier writers left out shapes, or zero points unpacked. With act-order the groups of columns are in the data.
     """
-    groups = validation.entry(stated, "config_groups", dict, type(None), default=None) or {}
-    weights = [group.get("weights") if isinstance(group, dict) else None for group in groups.values()]
-    float8 = [w for w in weights if isinstance(w, dict) and w.get("type") == "float" and w.get("num_bits") == 8]
-    if "quantkit" in stated or not weights or len(float8) < len(weights):
-        return []
+    last = {name: name.rpartition(".") for name in src.names()}
+    count = Counter(end for _, _, end in last.values())
+    if any(end == ZERO and src.dtype(name) != torch.int32 for name, (_, _, end) in last.items()):
+        return True
+    if count[PACKED] and not count[SHAPE]:
+        return True
+    for name, (module, _, end) in last.items():
+        if end == SHAPE and src.dtype(name) != torch.int64:
+            return True
+        if end == ORDER and src.dtype(name) in (torch.int32, torch.int64):
+            order = src.get(name)
+            if not torch.equal(order, torch.arange(len(order)) // (schemes.of(module).group_size or len(order))):
+                return True
+    return False
+
+
+def _compressed_tensors(src: StoredTensors, stated: Mapping[str, Any], dtype: torch.dtype) -> LowBit | None:
+    stated_groups = validation.entry(stated, "config_groups", dict, type(None), default=None) or {}
+    groups = [group for group in stated_groups.values() if isinstance(group, dict)]
+    targets: dict[str, Scheme] = {}
+    for group in groups:
+        if isinstance(weights := group.get("weights"), dict):
+            fmt = group.get("format") or stated.get("format")
+            if fmt in (MARLIN24, "dense"):
+                return None
+            targets |= dict.fromkeys(validation.strings(group, "targets"), _scheme(weights, fmt))
+    if not targets:
+        return None
     for key in ("transform_config", "sparsity_config"):
         found = validation.entry(stated, key, dict, type(None), default=None)
         if found and found.get("format") != "dense":
-            raise CheckpointError(f"FP8 weights with {key!r} are not read", validation.ORIGINAL)
-    return list(dict.fromkeys(map(_block_of_strategy, float8)))
+            title = next(iter(targets.values())).title
+            raise CheckpointError(f"{title} weights with {key!r} are not read", validation.ORIGINAL)
+    default, overrides = in_order_of_targets(targets)
+    patterns = Patterns([pattern for pattern, _ in overrides])
+
+    def scheme_of(module: str) -> Scheme:
+        place = patterns.first(module)
+        return default if place is None else overrides[place][1]
+
+    activations = any(group.get(f"{of}_activations") for group in groups for of in ("input", "output"))
+    cache = activations or stated.get("kv_cache_scheme") is not None
+    weights = _weights(src, list(dict.fromkeys(targets.values())), scheme_of, dtype, activations, cache)
+    return weights if weights.tensors else None
 
 
-def _block_of_strategy(weights: Mapping[str, Any]) -> Block:
+def _scheme(weights: Mapping[str, Any], fmt: Any) -> Scheme:
+    """Read the `weights` of a config group of format `fmt`; CheckpointError for a form that is not read."""
+    kind = validation.entry(weights, "type", str, default="int")
+    bits = validation.entry(weights, "num_bits", int, default=8)
     strategy, size = weights.get("strategy"), weights.get("group_size")
+    form = FORMATS.get((str(fmt), kind))
+    if form is None or bits not in form.bits:
+        what = f"{kind}{bits} weights of compressed-tensors in format {str(fmt)!r:.40}"
+        raise CheckpointError(f"{what} are not read", validation.ORIGINAL)
+    block: Block
     if strategy in ("tensor", "channel"):
-        return None
-    if strategy == "block":
-        return _block(weights.get("block_structure"), "block_structure")
-    if strategy == "group":
-        return _block([1, size], "group_size")
-    raise CheckpointError(f"FP8 weights of strategy {str(strategy)!r:.40} are not read", validation.ORIGINAL)
+        block = None
+    elif strategy == "block":
+        block = _block(weights.get("block_structure"), "block_structure")
+    elif strategy in ("group", "tensor_group") and (strategy == "group") != form.divisor:
+        block = _block([1, size], "group_size")
+    else:
+        name = form.title if form is _FP8 else f"{form.title}{bits}"
+        raise CheckpointError(f"{name} weights of strategy {str(strategy)!r:.40} are not read", validation.ORIGINAL)
+    symmetric = validation.entry(weights, "symmetric", bool, default=True)
+    return Scheme(form, bits, block, symmetric)
 
 
 def _block(sizes: Any, key: str) -> tuple[int, int]:
@@ -113,61 +230,134 @@ def _block(sizes: Any, key: str) -> tuple[int, int]:
     return sizes[0], sizes[1]
 
 
-def _fp8(src: StoredTensors, stated: Mapping[str, Any], blocks: list[Block], dtype: torch.dtype) -> LowBit:
+def _weights(
+    src: StoredTensors,
+    schemes: list[Scheme],
+    scheme_of: Callable[[str], Scheme],
+    dtype: torch.dtype,
+    activations: bool,
+    cache: bool,
+) -> LowBit:
+    """Find the weights of `schemes`; the source also rounds `activations`, or has scales of the `cache`."""
     names = src.names()
     stored = set(names)
+    kinds = {kind for scheme in schemes for kind in scheme.form.codes if scheme.form.name != PACKED}
     tensors: dict[str, Derived] = {}
-    forms: Counter[str] = Counter()
+    forms: dict[str, Counter[str]] = {}
     dropped: list[str] = []
     for name in names:
-        if src.dtype(name) not in FP8:
+        module, _, last = name.rpartition(".")
+        if last != PACKED and (src.dtype(name) not in kinds or last in (SCALE, ZERO, *CACHE_SCALES, *INPUT_SCALES)):
             continue
-        prefix = name.removesuffix("weight") if name.endswith(".weight") else f"{name}_"
-        scale = next((prefix + last for last in WEIGHT_SCALES if prefix + last in stored), None)
-        if scale is None:
-            raise CheckpointError(f"{name} is FP8 and has no {prefix}{WEIGHT_SCALES[0]}", AGAIN)
-        rows, columns, form = _shared_by(src, name, scale, blocks)
-        forms[form] += 1
-        compute = partial(_read_fp8, (name, scale), src.shape(name), (rows, columns), dtype)
-        tensors[name] = Derived(src.shape(name), dtype, (name, scale), compute)
-        dropped += [prefix + last for last in INPUT_SCALES if prefix + last in stored]
-    scaled = {scale for derived in tensors.values() for scale in derived.inputs}
+        prefix = f"{module}." if last in ("weight", PACKED) else f"{name}_"
+        scheme = scheme_of(prefix[:-1])
+        weight, shared = _weight(src, stored, name, prefix, scheme)
+        forms.setdefault(scheme.title, Counter())[shared] += 1
+        dense = name if last != PACKED else f"{prefix}weight"
+        if dense in tensors or (dense != name and dense in stored):
+            raise CheckpointError(f"{dense} is there twice, also as {name}", AGAIN)
+        tensors[dense] = weight.derived(dtype)
+        dropped += [prefix + end for end in INPUT_SCALES if prefix + end in stored]
+    used = {part for derived in tensors.values() for part in derived.inputs}
     for name in names:
-        if name not in scaled and name.endswith(("weight_scale_inv", "weight_scale")):
-            raise CheckpointError(f"{name} is there, the FP8 weight that it scales is not", AGAIN)
-    if stated.get("kv_cache_scheme") is not None:
+        if name not in used and name.endswith(("weight_scale_inv", SCALE, DIVISOR, PACKED)):
+            titles = " or ".join(dict.fromkeys(scheme.title for scheme in schemes))
+            raise CheckpointError(f"{name} is there, the {titles} weight that it scales is not", AGAIN)
+    if cache:
         dropped += [name for name in names if name.rpartition(".")[2] in CACHE_SCALES]
-    words = ", ".join(form for form, _ in forms.most_common())
-    return LowBit(f"FP8 ({words})" if words else "FP8", tensors, tuple(dropped))
+    words = " and ".join(f"{title} ({', '.join(w for w, _ in c.most_common())})" for title, c in forms.items())
+    return LowBit(words or schemes[0].title, tensors, tuple(dropped), activations)
 
 
-def _shared_by(src: StoredTensors, name: str, scale: str, blocks: list[Block]) -> tuple[int, int, str]:
-    """Return how many rows and columns share a scale, also in words; CheckpointError for wrong shapes and dtypes."""
-    shape, found = src.shape(name), src.shape(scale)
-    if src.dtype(scale) not in SCALES:
-        raise CheckpointError(f"{scale} has dtype {dtype_name(src.dtype(scale))}, no scale has", AGAIN)
-    if len(shape) not in (2, 3):
-        raise CheckpointError(f"{name} is FP8 of shape {list(shape)}, which is no matrix", AGAIN)
+def _weight(
+    src: StoredTensors, stored: Collection[str], name: str, prefix: str, scheme: Scheme
+) -> tuple[LowBitWeight, str]:
+    """Collect the tensors of a weight, and say what shares a scale; CheckpointError if one is missing or malformed."""
+    form = scheme.form
+    if src.dtype(name) not in form.codes:
+        raise CheckpointError(f"{name} has dtype {dtype_name(src.dtype(name))}, config.json says {scheme.title}", AGAIN)
+    scale = next((prefix + end for end in scheme.scales if prefix + end in stored), None)
+    needed = [] if scheme.symmetric else [prefix + ZERO]
+    needed += [prefix + DIVISOR] if form.divisor else []
+    missing = [part for part in needed if part not in stored]
+    if scale is None or missing:
+        absent = prefix + scheme.scales[0] if scale is None else missing[0]
+        raise CheckpointError(f"{name} is {scheme.title} and has no {absent}", AGAIN)
+    if src.dtype(scale) not in form.scales:
+        raise CheckpointError(
+            f"{scale} has dtype {dtype_name(src.dtype(scale))}, no scale of {scheme.title} has", AGAIN
+        )
+    zero, order, divisor, size = (
+        prefix + end if prefix + end in stored else None for end in (ZERO, ORDER, DIVISOR, SHAPE)
+    )
+    shape = _shape(src, name, scale, size, scheme)
+    rows, columns, words = _shared_by(src, name, scale, shape, scheme.block)
+    weight = LowBitWeight(
+        *(name, scale, shape, (rows, columns), scheme.unpack, zero, order, divisor),
+        others=() if size is None else (size,),
+    )
+    _check_parts(src, weight, scheme)
+    return weight, words if scheme.symmetric else f"{words}, zero points"
+
+
+def _shape(src: StoredTensors, name: str, scale: str, size: str | None, scheme: Scheme) -> tuple[int, ...]:
+    """Return the shape of a weight by its codes, its stored shape, or its groups: the last entry may be half full."""
+    shape, many = src.shape(name), scheme.codes_an_entry
+    if len(shape) not in (2, 3) or not all(shape):
+        raise CheckpointError(f"{name} is {scheme.title} of shape {list(shape)}, which is no matrix", AGAIN)
+    *outer, n, entries = shape
+    if size is not None and len(shape) == 2:
+        true = src.get(size).tolist() if src.shape(size) == (2,) else None
+        if true is None or true[0] != n or not (entries - 1) * many < true[1] <= entries * many:
+            raise CheckpointError(f"{size} says {true}, and {name} has shape {list(shape)}", AGAIN)
+        return n, int(true[1])
+    k, block, found = entries * many, scheme.block, src.shape(scale)
+    if block is not None and block[0] == 1 and len(found) > 1 and 0 <= k - found[-1] * block[1] < many:
+        k = found[-1] * block[1]
+    return *outer, n, k
+
+
+def _check_parts(src: StoredTensors, w: LowBitWeight, scheme: Scheme) -> None:
+    """Raise CheckpointError for zero points, groups of columns or a global scale that do not belong to a weight."""
+    rows_and_groups = grid(w.shape, *w.block)
+    *outer, rows, groups = rows_and_groups
+    if w.zero is not None:
+        packed = scheme.form.name == PACKED and src.dtype(w.zero) == torch.int32
+        asked = (*outer, -(-rows // scheme.codes_an_entry), groups) if packed else rows_and_groups
+        if _trimmed(src.shape(w.zero)) != _trimmed(asked) or (src.dtype(w.zero) == torch.int32) != packed:
+            raise CheckpointError(
+                f"{w.zero} is {dtype_name(src.dtype(w.zero))} of shape {list(src.shape(w.zero))}, its weight needs "
+                f"{list(asked)}",
+                AGAIN,
+            )
+    if w.order is not None and (src.shape(w.order) != w.shape[-1:] or src.dtype(w.order).is_floating_point):
+        raise CheckpointError(
+            f"{w.order} has shape {list(src.shape(w.order))}, its weight needs {[w.shape[-1]]}", AGAIN
+        )
+    if w.divisor is not None and _trimmed(src.shape(w.divisor)) not in ((), _trimmed(tuple(outer))):
+        raise CheckpointError(f"{w.divisor} has shape {list(src.shape(w.divisor))}, its weight needs [1]", AGAIN)
+
+
+def _shared_by(src: StoredTensors, name: str, scale: str, shape: tuple[int, ...], block: Block) -> tuple[int, int, str]:
+    """Return how many rows and columns share a scale, also in words; CheckpointError for another shape of scales."""
     *_, n, k = shape
-    whole = [(1, k, "one scale a row"), (n, k, "one scale a tensor")]
-    sizes = [size for b in blocks for size in (whole if b is None else [(*b, f"{b[0]}x{b[1]} block scales")])]
+    found, whole = src.shape(scale), [(1, k, "one scale a row"), (n, k, "one scale a tensor")]
+    sizes = whole if block is None else [(*block, _words(block))]
     fitting = {
         (min(rows, n), min(columns, k)): (rows, columns, form)
         for rows, columns, form in sizes
-        if _trimmed(_grid(shape, rows, columns)) == _trimmed(found)
+        if _trimmed(grid(shape, rows, columns)) == _trimmed(found)
     }
     if len(fitting) != 1:
-        asked = " or ".join(str(list(_grid(shape, rows, columns))) for rows, columns, _ in sizes)
+        asked = " or ".join(str(list(grid(shape, rows, columns))) for rows, columns, _ in sizes)
         raise CheckpointError(
             f"{scale} has shape {list(found)}, config.json asks for {asked} with a weight of {list(shape)}", AGAIN
         )
     return next(iter(fitting.values()))
 
 
-def _grid(shape: tuple[int, ...], rows: int, columns: int) -> tuple[int, ...]:
-    """Return the shape of the scales of a weight."""
-    *outer, n, k = shape
-    return *outer, -(-n // rows), -(-k // columns)
+def _words(block: tuple[int, int]) -> str:
+    return f"one scale for {block[1]}" if block[0] == 1 else f"{block[0]}x{block[1]} block scales"
 
 
 def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -175,41 +365,6 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
     while shape and shape[-1] == 1:
         shape = shape[:-1]
     return shape
-
-
-def _read_fp8(
-    inputs: tuple[str, str],
-    shape: tuple[int, ...],
-    block: tuple[int, int],
-    dtype: torch.dtype,
-    read: Read,
-    index: int | slice | None,
-) -> Tensor:
-    """Read and dequantize a weight, or the entry or range `index` of its experts, or of the rows of a matrix."""
-    name, scale = inputs
-    *outer, n, k = shape
-    if outer and not isinstance(index, int):
-        return _stacked(shape, dtype, partial(_read_fp8, inputs, shape, block, dtype, read), index)
-    expert = index if isinstance(index, int) and _trimmed(tuple(outer)) else None
-    scales = _as_float32(read, scale, expert).reshape(_grid((n, k), *block))
-    rows = torch.arange(n)
-    if not outer and index is not None:
-        rows = rows[index].reshape(-1)
-    values = read(name, index)
-    return _scaled(values.view(-1, k), scales, rows // block[0], block[1], dtype).view(values.shape)
-
-
-def _scaled(values: Tensor, scales: Tensor, rows: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-    """Multiply float8 values `[n, k]` by scales in float32, and round to `dtype`.
-
-    `rows` maps each row of values to a row of scales; each scale covers `columns` columns.
-    """
-    n, k = values.shape
-    out = torch.empty(n, k, dtype=dtype)
-    for some in row_slices(values, k):
-        factors = scales[rows[some]].repeat_interleave(columns, 1)[:, :k]
-        out[some] = values[some].float().mul_(factors)
-    return out
 
 
 def _mxfp4(src: StoredTensors, dtype: torch.dtype) -> LowBit:
@@ -231,42 +386,9 @@ def _mxfp4(src: StoredTensors, dtype: torch.dtype) -> LowBit:
                 AGAIN,
             )
         experts, n, groups, _ = codes
-        inputs = (weight + BLOCKS, weight + EXPONENTS)
-        shape = (experts, GROUP * groups, n)
-        tensors[weight] = Derived(shape, dtype, inputs, partial(_read_mxfp4, inputs, shape, dtype))
-    return LowBit(f"MXFP4 (one scale for {GROUP})", tensors)
-
-
-def _read_mxfp4(
-    inputs: tuple[str, str], shape: tuple[int, int, int], dtype: torch.dtype, read: Read, index: int | slice | None
-) -> Tensor:
-    """Read and dequantize all experts or a range of them, or the matrix `[k, n]` of one."""
-    if not isinstance(index, int):
-        return _stacked(shape, dtype, partial(_read_mxfp4, inputs, shape, dtype, read), index)
-    _, k, n = shape
-    codes, scales = read(inputs[0], index), _as_float32(read, inputs[1], index)
-    out = torch.empty(k, n, dtype=dtype)
-    for some in row_slices(codes, k):
-        values = E2M1_PAIRS.index_select(0, codes[some].flatten().int()).view(-1, k // GROUP, GROUP)
-        out[:, some] = values.mul_(scales[some].unsqueeze(-1)).view(-1, k).t()
-    return out
-
-
-def _stacked(shape: tuple[int, ...], dtype: torch.dtype, read: Callable[[int], Tensor], some: slice | None) -> Tensor:
-    """Read the matrices of all experts, or of `some`, one by one into a tensor of `shape`."""
-    experts = range(shape[0])[some or slice(None)]
-    out = torch.empty(len(experts), *shape[1:], dtype=dtype)
-    for place, expert in enumerate(experts):
-        out[place] = read(expert)
-    return out
-
-
-def _as_float32(read: Read, name: str, index: int | None) -> Tensor:
-    """Read scales, or a slice of them; CheckpointError if one is not finite (E8M0: a byte of 255)."""
-    scales = read(name, index)
-    scales = (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()
-    if not bool(torch.isfinite(scales).all()):
-        first = (~torch.isfinite(scales)).nonzero()[0].tolist()
-        at = first if index is None else [index, *first]
-        raise CheckpointError(f"{name} has a scale that is NaN or infinite, first at {at}", AGAIN)
-    return scales
+        stored = LowBitWeight(
+            *(weight + BLOCKS, weight + EXPONENTS, (experts, n, GROUP * groups), (1, GROUP), unpack_e2m1),
+            transposed=True,
+        )
+        tensors[weight] = stored.derived(dtype)
+    return LowBit(f"MXFP4 ({_words((1, GROUP))})", tensors)

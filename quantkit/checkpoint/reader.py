@@ -27,6 +27,7 @@ from quantkit.io.json_files import shown
 from quantkit.io.model_folder import inside
 from quantkit.layouts import read_config
 from quantkit.layouts.base import Layout, Unpacking
+from quantkit.layouts.compressed_tensors import METHOD as COMPRESSED_TENSORS
 from quantkit.layouts.recast import broken_rule, check_padding, recast
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.validation import DAMAGED
@@ -43,11 +44,17 @@ class Checkpoint(StoredTensors):
     `quantization_config`; `layout` and `schemes` are its meaning, None for a dense model. `low_bit` is the form of
     weights that are dequantized on reading, None if there are none: such a model counts as dense. `source_bytes` are
     the bytes of all tensors in the files. `notices` list ignored entries. `config` takes the place of config.json in a
-    folder that has none yet. CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
+    folder that has none yet. With `dequantize`, INT4 weights of compressed-tensors that quantkit did not write are
+    dequantized too. CheckpointError for a folder that is incomplete, damaged, hostile or contradictory.
     """
 
     def __init__(
-        self, folder: Path | str, trust_remote_code: bool = False, *, config: dict[str, Any] | None = None
+        self,
+        folder: Path | str,
+        trust_remote_code: bool = False,
+        *,
+        config: dict[str, Any] | None = None,
+        dequantize: bool = False,
     ) -> None:
         path = Path(os.path.realpath(folder))
         self.notices: list[str] = []
@@ -76,13 +83,12 @@ class Checkpoint(StoredTensors):
         self.layout: Layout | None = None
         self.schemes: Schemes | None = None
         self.stated, where = self._quantization_config(listing)
-        self.low_bit = self._dequantize(None if source is None else source.form)
-        if self.stated is not None and self.low_bit is None:
-            try:
-                self.layout, self.schemes = read_config(self.stated, self.path / where)
-            except CheckpointError:
-                self.require_quantized(shown(self.stated.get("quant_method")), where)
-                raise
+        self.low_bit: str | None = None
+        if source is not None:
+            self.low_bit = source.form
+            self.notices.append(f"source weights are {source.form}, {self._dequantized()}")
+        elif self.stated is not None:
+            self._read_quantization(self.stated, where, dequantize)
         self._sizes: dict[str, tuple[int, int]] = {}
         self._modules: dict[str, dict[str, str]] = {}
         if self.layout is not None and self.schemes is not None:
@@ -225,23 +231,33 @@ class Checkpoint(StoredTensors):
         floats = [name for name in self.names() if self.dtype(name) in FLOATS]
         return self.dtype(max(floats, key=self.nbytes)) if floats else torch.float32
 
-    def _dequantize(self, supplied: str | None) -> str | None:
-        """Present the weights of a low-bit source under their dense names; return their form, None if it is no such.
+    def _read_quantization(self, stated: dict[str, Any], where: str, dequantize: bool) -> None:
+        """Read the layout and the schemes, or present the weights of a low-bit source under their dense names."""
+        try:
+            layout, schemes = read_config(stated, self.path / where)
+        except CheckpointError:
+            if not self._dequantize(stated):
+                self.require_quantized(shown(stated.get("quant_method")), where)
+                raise
+            return
+        foreign = layout.NAME == COMPRESSED_TENSORS and "quantkit" not in stated
+        if not (foreign and (dequantize or low_bit_sources.is_variant(self, schemes)) and self._dequantize(stated)):
+            self.layout, self.schemes = layout, schemes
 
-        `supplied` is the form of weights that already have these names.
-        """
-        dtype = self.dtype_of_model
-        if supplied is not None:
-            self.notices.append(f"source weights are {supplied}, dequantized to {dtype_name(dtype)} on reading")
-            return supplied
+    def _dequantize(self, stated: dict[str, Any]) -> bool:
         with about(str(self.path)):
-            found = None if self.stated is None else low_bit_sources.find(self, self.stated, dtype)
+            found = low_bit_sources.find(self, stated, self.dtype_of_model)
         if found is None:
-            return None
+            return False
+        self.low_bit = found.form
         self.derive(found.tensors, found.dropped)
-        told = f"source weights are {found.form}, dequantized to {dtype_name(dtype)} on reading"
+        told = f"source weights are {found.form}, {self._dequantized()}"
+        told += f"; left out: {found.left_out}" if found.left_out else ""
         self.notices.append(told if found.tensors else f"{CONFIG} states {found.form}, no tensor is stored in it")
-        return found.form
+        return True
+
+    def _dequantized(self) -> str:
+        return f"dequantized to {dtype_name(self.dtype_of_model)} on reading"
 
     def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:
         """Find the quantization config, None for a dense model, and the file that states it."""

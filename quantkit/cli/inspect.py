@@ -154,7 +154,7 @@ def format_description(found: Mapping[str, Any], tensors: Iterable[Sequence[Any]
     """Format the facts that `inspect` read from the headers of a checkpoint; -v lists `tensors`."""
     bits = found["bits_per_weight"]
     line = (
-        f"{found['path']}: {found['layout'] or 'dense ' + found['dtype']}, "
+        f"{found['path']}: {_held(found)}, "
         + "".join(f"{label} ({count} linears), " for label, count in found["schemes"].items())
         + f"{found['parameters']} parameters, "
         + (f"{bits:.3f} bits/weight with scales, " if bits else "")
@@ -163,13 +163,19 @@ def format_description(found: Mapping[str, Any], tensors: Iterable[Sequence[Any]
     return show.of_level(progress, line, _description(found), show.table(("tensor", "shape", "held as"), tensors))
 
 
+def _held(found: Mapping[str, Any]) -> str:
+    """Name the layout of a checkpoint, or how a dense model is stored."""
+    low = found["dequantized_from"]
+    return str(found["layout"] or (f"{low}, read as {found['dtype']}" if low else f"dense {found['dtype']}"))
+
+
 def _description(found: Mapping[str, Any]) -> str:
     bits = found["bits_per_weight"]
     return show.facts(
         [
             ("path", found["path"]),
             ("model type", found["model_type"]),
-            ("layout", found["layout"] or f"dense {found['dtype']}"),
+            ("layout", _held(found)),
             ("schemes", ", ".join(f"{label} ({count} linears)" for label, count in found["schemes"].items())),
             ("parameters", f"{found['parameters']}, {found['quantized_weights']} of them quantized"),
             ("share", f"{100 * found['share']:.2f} % of the decoder's weights" if found["share"] else None),

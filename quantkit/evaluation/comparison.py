@@ -51,7 +51,7 @@ def measurement(
     """
     text, what = load_evaluation_text(data)
     source = resolve(str(model), revision, gguf)
-    src = Checkpoint(source, trust_remote_code)
+    src = Checkpoint(source, trust_remote_code, dequantize=True)
     words = load_tokenizer(src.path)
     length = len(token_ids(words, text, special=False))
     if length < 2:
@@ -63,7 +63,7 @@ def measurement(
     def measure(made: Checkpoint) -> dict[str, Any]:
         try:
             with about(Option("eval")):
-                return compare(Checkpoint(source, trust_remote_code), made)
+                return compare(Checkpoint(source, trust_remote_code, dequantize=True), made)
         except (MemoryError, torch.OutOfMemoryError) as error:
             ways = Words("continue with", Option("resume", True), ",", LATER)
             raise CheckpointError("out of memory", ways, subject=Option("eval")) from error

@@ -100,6 +100,7 @@ def load_for_evaluation(
 
     `check` is as for `load`.
     """
+    src = _with_its_scales(src, trust_remote_code)
     with checked(src, check):
         if src.layout is None:
             for line in src.notices:
@@ -112,6 +113,16 @@ def load_for_evaluation(
     for line in quantizer.notices:
         (progress or Progress(quiet=True)).note(line)
     return model
+
+
+def _with_its_scales(src: Checkpoint, trust_remote_code: bool) -> Checkpoint:
+    """Open a packed folder of another tool as a dense model if float16 does not hold its scales."""
+    for name in (src.parts(module).get("weight_scale") for module in src.modules()):
+        if name is not None and src.dtype(name) != torch.float16:
+            scales = src.get(name)
+            if bool((scales.half().float() != scales.float()).any()):
+                return Checkpoint(src.path, trust_remote_code, dequantize=True)
+    return src
 
 
 def _from_pretrained(

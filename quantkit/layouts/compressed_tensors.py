@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from quantkit.layouts.arrangement import Arrangement, blocks
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking, static_groups
 from quantkit.layouts.expressions import LONGEST, check_amount, literal
 from quantkit.layouts.schemes import Schemes
+
+T = TypeVar("T")
 
 CODES = Arrangement("N", "K i:8", "N K i")
 ZEROS = Arrangement("N i:8", "G", "N G i")
@@ -233,14 +235,21 @@ def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
         by_target |= dict.fromkeys(validation.strings(group, "targets"), scheme)
     if not by_target:
         raise CheckpointError("'config_groups' names no target: nothing is quantized")
-    # The library's own order: names, then patterns as text, then classes.
-    exact = [(re.escape(t), s) for t, s in sorted(by_target.items()) if t != "Linear" and not t.startswith("re:")]
+    return Schemes(*in_order_of_targets(by_target), validation.strings(config, "ignore"))
+
+
+def in_order_of_targets(by_target: Mapping[str, T]) -> tuple[T, tuple[tuple[str, T], ...]]:
+    """Return what most weights have, and pairs of a pattern and the exception that it names.
+
+    The order is the library's own: names, then patterns as text, then classes. CheckpointError for what is no pattern.
+    """
+    ordered = sorted(by_target.items(), key=lambda pair: pair[0])
+    exact = [(re.escape(t), value) for t, value in ordered if t != "Linear" and not t.startswith("re:")]
     check_amount(t[3:] for t in by_target if t.startswith("re:"))
-    patterns = [(f"(?:{t[3:]}).*", s) for t, s in sorted(by_target.items()) if t.startswith("re:")]
+    patterns = [(f"(?:{t[3:]}).*", value) for t, value in ordered if t.startswith("re:")]
     for pattern, _ in patterns:
         validation.pattern(pattern)
-    default = by_target.get("Linear", next(iter(by_target.values())))
-    return Schemes(default, (*exact, *patterns), validation.strings(config, "ignore"))
+    return by_target.get("Linear", next(iter(by_target.values()))), (*exact, *patterns)
 
 
 def _require_codes(codes: Tensor, carrier: Tensor, fmt: Format) -> None:

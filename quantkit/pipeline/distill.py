@@ -146,7 +146,7 @@ def distill(
 
 
 def _unquantized(model: str | Path, revision: str | None, trust_remote_code: bool) -> Checkpoint:
-    found = Checkpoint(resolve(str(model), revision), trust_remote_code)
+    found = Checkpoint(resolve(str(model), revision), trust_remote_code, dequantize=True)
     if found.layout is not None:
         raise CheckpointError(f"is quantized itself ({found.layout.NAME})", "give the unquantized model", subject=model)
     return found

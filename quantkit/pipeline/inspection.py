@@ -27,12 +27,15 @@ def describe(src: Checkpoint) -> dict[str, Any]:
     shapes = Counter(f"[{n}, {k}]{padded[module]} {scheme.label}" for module, (scheme, (n, k)) in modules.items())
     shapes.update(f"{list(src.shape(name))} {dtype_name(src.dtype(name))}" for name in dense)
     parameters = weights + sum(prod(src.shape(name)) for name in dense)
-    kind = "Hugging Face folders" if src.home == src.path else "GGUF"
+    kind, of_form = "Hugging Face folders", f" of {src.low_bit}" if src.low_bit else ""
+    if src.home != src.path:
+        kind, of_form = "GGUF", ""
     return {
         "path": str(src.home),
         "model_type": src.config.get("model_type"),
         "dtype": dtype_name(src.dtype_of_model),
         "layout": src.layout.NAME if src.layout else None,
+        "dequantized_from": src.low_bit,
         "schemes": dict(Counter(scheme.label for scheme, _ in modules.values())),
         "quantized_linears": len(modules),
         "padded_linears": sum(map(bool, padded.values())),
@@ -49,7 +52,7 @@ def describe(src: Checkpoint) -> dict[str, Any]:
         },
         "shapes": dict(shapes),
         "files": {path.name: path.stat().st_size for path in src.files()},
-        "readers": ", ".join(_readers(src)) if src.layout else f"anything that reads {kind}",
+        "readers": ", ".join(_readers(src)) if src.layout else f"anything that reads {kind}{of_form}",
         "notices": list(src.notices),
     }
 
