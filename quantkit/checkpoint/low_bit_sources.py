@@ -203,7 +203,9 @@ def _scheme(weights: Mapping[str, Any], fmt: Any) -> Scheme:
     """Read the `weights` of a config group of format `fmt`; CheckpointError for a form that is not read."""
     kind = validation.entry(weights, "type", str, default="int")
     bits = validation.entry(weights, "num_bits", int, default=8)
-    strategy, size = weights.get("strategy"), weights.get("group_size")
+    size = validation.entry(weights, "group_size", int, type(None), default=None)
+    unstated = "tensor" if size is None else "group" if size > 0 else "channel"  # as the library takes it
+    strategy = validation.entry(weights, "strategy", str, type(None), default=None) or unstated
     form = FORMATS.get((str(fmt), kind))
     if form is None or bits not in form.bits:
         what = f"{kind}{bits} weights of compressed-tensors in format {str(fmt)!r:.40}"
@@ -217,12 +219,14 @@ def _scheme(weights: Mapping[str, Any], fmt: Any) -> Scheme:
         block = _block([1, size], "group_size")
     else:
         name = form.title if form is _FP8 else f"{form.title}{bits}"
-        raise CheckpointError(f"{name} weights of strategy {str(strategy)!r:.40} are not read", validation.ORIGINAL)
+        raise CheckpointError(f"{name} weights of strategy {strategy!r:.40} are not read", validation.ORIGINAL)
     symmetric = validation.entry(weights, "symmetric", bool, default=True)
     return Scheme(form, bits, block, symmetric)
 
 
 def _block(sizes: Any, key: str) -> tuple[int, int]:
+    if isinstance(sizes, str):
+        sizes = [int(size) if size.isdecimal() else 0 for size in sizes.split("x")]
     if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(size) is int and size > 0 for size in sizes):
         raise CheckpointError(
             f"{key!r} is {str(sizes)!r:.60} in the quantization config: it must be two positive sizes"
@@ -244,7 +248,6 @@ def _weights(
     kinds = {kind for scheme in schemes for kind in scheme.form.codes if scheme.form.name != PACKED}
     tensors: dict[str, Derived] = {}
     forms: dict[str, Counter[str]] = {}
-    dropped: list[str] = []
     for name in names:
         module, _, last = name.rpartition(".")
         if last != PACKED and (src.dtype(name) not in kinds or last in (SCALE, ZERO, *CACHE_SCALES, *INPUT_SCALES)):
@@ -257,14 +260,13 @@ def _weights(
         if dense in tensors or (dense != name and dense in stored):
             raise CheckpointError(f"{dense} is there twice, also as {name}", AGAIN)
         tensors[dense] = weight.derived(dtype)
-        dropped += [prefix + end for end in INPUT_SCALES if prefix + end in stored]
     used = {part for derived in tensors.values() for part in derived.inputs}
     for name in names:
         if name not in used and name.endswith(("weight_scale_inv", SCALE, DIVISOR, PACKED)):
             titles = " or ".join(dict.fromkeys(scheme.title for scheme in schemes))
             raise CheckpointError(f"{name} is there, the {titles} weight that it scales is not", AGAIN)
-    if cache:
-        dropped += [name for name in names if name.rpartition(".")[2] in CACHE_SCALES]
+    ends = [f"{mark}{end}" for end in INPUT_SCALES for mark in "._"] + [f".{end}" for end in CACHE_SCALES] * cache
+    dropped = [name for name in names if name.endswith(tuple(ends))]
     words = " and ".join(f"{title} ({', '.join(w for w, _ in c.most_common())})" for title, c in forms.items())
     return LowBit(words or schemes[0].title, tensors, tuple(dropped), activations)
 

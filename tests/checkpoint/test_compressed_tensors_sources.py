@@ -301,6 +301,7 @@ def test_scales_of_activations_and_of_the_cache_are_left_out_and_counted(tmp_pat
     linears = {f"{i}.attn.{p}": random_weight(fmt, args, 8, 32, torch.bfloat16) for i in range(2) for p in "qkv"}
     tensors = {f"{name}.{end}": tensor for name, parts in linears.items() for end, tensor in parts.items()}
     tensors |= {f"{name}.input_global_scale": torch.ones(1) for name in linears}
+    tensors["0.attn.o.input_global_scale"] = torch.ones(1)  # of a linear that stayed dense
     tensors |= {f"{i}.attn.{kind}_scale": torch.ones(1) for i in range(2) for kind in "kv"}
     tensors["0.norm.weight"] = torch.ones(8)
     group = {"targets": ["Linear"], "weights": args, "input_activations": {"num_bits": 4, "type": "float"}}
@@ -308,7 +309,7 @@ def test_scales_of_activations_and_of_the_cache_are_left_out_and_counted(tmp_pat
     src = Checkpoint(folder_of(tmp_path / "m", tensors, config))
     assert sorted(src.names()) == sorted([*(f"{name}.weight" for name in linears), "0.norm.weight"])
     assert src.notices[0].endswith(
-        "left out: 6 input_global_scale, 2 k_scale, 2 v_scale and the rounding of activations"
+        "left out: 7 input_global_scale, 2 k_scale, 2 v_scale and the rounding of activations"
     )
 
 
@@ -378,11 +379,31 @@ def test_damaged_weights_are_one_line(case: str, tmp_path: Path) -> None:
     assert words in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fmt", "args"),
+    [
+        ("pack-quantized", weights(4, "group", 32)),
+        ("int-quantized", weights(8, "channel", -1)),
+        ("naive-quantized", weights(8, "tensor")),
+    ],
+)
+def test_a_strategy_that_is_not_stated_is_the_library_s(fmt: str, args: dict[str, Any], tmp_path: Path) -> None:
+    stored = random_weight(fmt, {**args, "group_size": max(args["group_size"] or 0, 0)}, 8, 64, torch.bfloat16)
+    unstated = {key: value for key, value in args.items() if key != "strategy"}
+    src = of_one(tmp_path / "m", fmt, unstated, stored)
+    assert torch.equal(src.get("x.weight"), decompressed(fmt, unstated, stored))
+
+
 UNREAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "MXFP6": (floats(6, "group", 32), "mxfp6-pack-quantized", "float6 weights of compressed-tensors in format"),
     "3 bits": (weights(3, "channel"), "pack-quantized", "int3 weights of compressed-tensors in format"),
     "2:4 packed": (weights(4, "channel"), "pack-quantized", "INT4 weights with 'sparsity_config' are not read"),
     "rotated": (weights(8, "channel"), "int-quantized", "INT8 weights with 'transform_config' are not read"),
+    "blocks of no size": (
+        floats(8, "block", block_structure="128x"),
+        "float-quantized",
+        "'block_structure' is '[128, 0]'",
+    ),
     "a strategy": (weights(8, "token"), "int-quantized", "INT8 weights of strategy 'token' are not read"),
     "NVFP4 in groups": (floats(4, "group", 16), "nvfp4-pack-quantized", "NVFP4 weights of strategy 'group'"),
 }
@@ -400,7 +421,7 @@ def test_forms_that_are_not_read_name_the_way_out(case: str, tmp_path: Path) -> 
     folder = folder_of(tmp_path / "m", tensors, config)
     with pytest.raises(CheckpointError, match=re.escape(words)) as caught:
         Checkpoint(folder, dequantize=True)
-    assert "give the original model" in str(caught.value)
+    assert "give the original model" in str(caught.value) or case == "blocks of no size"
 
 
 # ------------------------------------------------------------- whole models
