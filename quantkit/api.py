@@ -31,6 +31,7 @@ from quantkit.errors import (
 )
 from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
+from quantkit.evaluation.engine_check import verify_in_engine
 from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.evaluation.rouge import eval_rouge as measure_rouge
 from quantkit.evaluation.verification import Verification
@@ -418,12 +419,15 @@ def verify(
     progress: Progress | Listener | None = None,
     device: str = "auto",
     unsealed: bool = False,
+    engine: Literal["vllm"] | None = None,
+    engine_args: Mapping[str, Any] | None = None,
 ) -> Verification:
     """Check every file and every packed weight of a quantized checkpoint, one weight in memory at a time.
 
     `against` is a checkpoint to compare with, dense tensors included. `device` "auto" takes a GPU if it can run the
     kernels. Codes that nothing can be compared with are a failure, unless `unsealed`: there is no report, the weight
-    files state no digests, and `against` is not given.
+    files state no digests, and `against` is not given. The installed `engine` opens the folder, with `engine_args` for
+    `vllm.LLM`, and must compute the log-probabilities of the decoded model, up to rounding.
 
     CheckpointError if `folder` or `against` is no readable quantized checkpoint; a file that changed since it was
     written is a failure instead. KernelError if a kernel fails, or if a GPU asked for by name cannot run kernels.
@@ -439,7 +443,10 @@ def verify(
     ```
     """
     against = None if against is None else Path(against)
-    found = verify_folder(Path(folder), against, reporter(progress), device, unsealed)
+    if engine is None:
+        found = verify_folder(Path(folder), against, reporter(progress), device, unsealed)
+    else:
+        found = verify_in_engine(Path(folder), engine, engine_args or {}, against, reporter(progress), device, unsealed)
     return replace(found, failures=_spelled(found.failures), notices=_spelled(found.notices))
 
 

@@ -28,6 +28,9 @@ KERNELS = {"marlin": "marlin", "marlin24": "marlin24", "marlin24-ct": "marlin24"
 #: The dtypes of `kernels.contract.ACTIVATIONS`.
 ACTIVATIONS = ("float16", "bfloat16")
 
+#: Engine that `verify` asks -> the name of its package.
+SERVERS = {"vllm": "vLLM"}
+
 #: The most tokens of text that an output is measured on before it is published: 16 windows of 2048.
 MOST_TOKENS = 32768
 

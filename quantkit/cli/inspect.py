@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from quantkit.cli.exits import UNVERIFIED, emit, leave
 from quantkit.cli.options import command
 from quantkit.core.units import format_bytes
 from quantkit.errors import CheckpointError
+from quantkit.names import SERVERS
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
@@ -31,22 +33,49 @@ MOST_ROWS = 40
 )
 @options.device
 @click.option("--unsealed", is_flag=True, help="Accept codes that nothing can be compared with.")
+@click.option("--engine", type=click.Choice([*SERVERS]), help="Installed engine whose log-probabilities must be right.")
+@click.option(
+    "--engine-args", metavar="JSON", help='Further arguments of the engine: \'{"quantization": "quantkit"}\'.'
+)
 def verify(
-    checkpoint: Path, against: Path | None, device: str, unsealed: bool, as_json: bool, progress: Progress
+    checkpoint: Path,
+    against: Path | None,
+    device: str,
+    unsealed: bool,
+    engine: str | None,
+    engine_args: str | None,
+    as_json: bool,
+    progress: Progress,
 ) -> None:
     """Prove the bits of CHECKPOINT.
 
     Every packed weight is unpacked and packed again and compared with its digest in the report, and on a GPU multiplied
     by its kernels; verify.json is written into the folder. Without a report, the digests in the weight files are
-    compared."""
+    compared. With --engine the engine opens the folder and reads the packaged text; its log-probabilities must be
+    those of the decoded model, up to rounding."""
     from quantkit.evaluation import verification
+    from quantkit.evaluation.engine_check import verify_in_engine
     from quantkit.evaluation.verify import verify as verify_checkpoint
 
-    found = verify_checkpoint(checkpoint, against, progress, device, unsealed)
+    if engine is None:
+        found = verify_checkpoint(checkpoint, against, progress, device, unsealed)
+    else:
+        arguments = _mapping(engine_args)
+        found = verify_in_engine(checkpoint, engine, arguments, against, progress, device, unsealed)
     emit(show.as_json(found.to_dict()) if as_json else format_verification(found, progress))
     verification.write(found, checkpoint)
     if not found.ok:
         leave(UNVERIFIED, _failed(checkpoint, found.failures))
+
+
+def _mapping(text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}")
+    except ValueError as error:
+        raise click.UsageError(f"--engine-args: is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise click.UsageError('--engine-args: give a JSON object, such as {"quantization": "quantkit"}')
+    return found
 
 
 @command("inspect", "quantkit inspect ./model-marlin", computes=False)

@@ -33,13 +33,49 @@ class Row:
     error: float | None = None
 
 
+@dataclass(frozen=True)
+class EngineProof:
+    """The comparison with an engine: differences of log-probabilities in nats, and the largest that are allowed.
+
+    `layers` has the counts of the methods and kernels that served each kind of layer.
+    """
+
+    engine: str
+    version: str
+    dtype: str
+    tokens: int
+    mean: float
+    largest: float
+    mean_bound: float
+    largest_bound: float
+    layers: Mapping[str, Mapping[str, int]]
+
+    @property
+    def ok(self) -> bool:
+        """Whether both differences are within their bounds."""
+        return self.mean <= self.mean_bound and self.largest <= self.largest_bound
+
+    @property
+    def note(self) -> str:
+        """One line about the comparison, and about who served what."""
+        served: dict[str, list[str]] = {}
+        for kind, methods in self.layers.items():
+            served.setdefault(" or ".join(methods), []).append(kind)
+        by = "; ".join(f"{', '.join(kinds)} by {methods}" for methods, kinds in served.items())
+        return (
+            f"{self.engine} {self.version} in {self.dtype}: log-probabilities of {self.tokens} tokens differ by "
+            f"{self.mean:.2g} nats on average (bound {self.mean_bound:.2g}), by {self.largest:.2g} at most (bound "
+            f"{self.largest_bound:.2g}); {by}"
+        )
+
+
 @dataclass(frozen=True, repr=False)
 class Verification(Shown):
     """The result of `verify`: a row for each weight, the hash of each file, failures and notices as lines of text.
 
     `kernel` is the layout whose kernels multiplied on `device`, and `bound` limits their `errors`. If `kernel` is None,
     no kernel ran, and `unrun` gives the reason. The codes are `checked` if a report, digests in the weight files or
-    another checkpoint could be compared with. `seconds` has the time of each phase.
+    another checkpoint could be compared with. `seconds` has the time of each phase. `engine` is None if none was asked.
     """
 
     layout: str | None
@@ -54,6 +90,7 @@ class Verification(Shown):
     checked: bool = True
     unrun: str = "nothing could be multiplied"
     seconds: Mapping[str, float] = field(default_factory=dict)
+    engine: EngineProof | None = None
 
     @property
     def ok(self) -> bool:
@@ -77,13 +114,14 @@ class Verification(Shown):
 
     @property
     def note(self) -> str:
-        """One line about the kernels."""
+        """One line about the kernels, and the engine."""
+        asked = "" if self.engine is None else f"; {self.engine.note}"
         if self.kernel is None:
-            return f"no kernel ran, the bits alone are proved: {self.unrun}"
+            return f"no kernel ran, the bits alone are proved: {self.unrun}{asked}"
         worst = max(self.errors, default=0.0)
         return (
             f"the {self.kernel} kernels on {self.device} gave back {self.multiplied} weights exactly, products are off "
-            f"by {worst:.1e} at most (bound {self.bound:g})"
+            f"by {worst:.1e} at most (bound {self.bound:g}){asked}"
         )
 
     def _shown(self) -> dict[str, Any]:
@@ -117,6 +155,7 @@ class Verification(Shown):
             "against": self.against,
             "failures": list(self.failures),
             "notices": list(self.notices),
+            "engine": None if self.engine is None else asdict(self.engine),
             "hashes": self.files,
             "rows": [asdict(row) for row in self.rows],
         }

@@ -32,7 +32,7 @@ IMPORTERS = {
     "tokenizers": {"bench"},
     "xxhash": {"core"},
     "regex": {"layouts.expressions"},
-    "vllm": {"serving.vllm_config", "serving.vllm_linear", "serving.vllm_plugin"},
+    "vllm": {"evaluation.engine_child", "serving.vllm_config", "serving.vllm_linear", "serving.vllm_plugin"},
     "numpy": {"evaluation", "core", "io", "layouts"},
     "click": {"cli"},
     "filelock": {"io.staging"},

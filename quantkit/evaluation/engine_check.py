@@ -1,0 +1,178 @@
+"""Proof that an engine computes what a checkpoint holds: its log-probabilities beside those of the decoded model.
+
+The engine reads pieces of the packaged text and continues them, so that its kernels meet many tokens at once and few,
+in CUDA graphs. The decoded model computes the same log-probabilities in float32, and again in the engine's dtype. The
+second time shows how much rounding moves them, and bounds the engine's difference.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.tensors import dtype_name
+from quantkit.errors import KernelError, require_known
+from quantkit.evaluation.opened import require_package
+from quantkit.evaluation.perplexity import token_losses
+from quantkit.evaluation.verification import EngineProof, Verification
+from quantkit.evaluation.verify import verify
+from quantkit.models.devices import device_of
+from quantkit.models.meta_model import config_of
+from quantkit.models.whole_model import load_dense_model
+from quantkit.names import SERVERS
+from quantkit.progress import Clock, Progress
+from quantkit.text.sources import PACKAGED, load_documents
+from quantkit.text.tokenizer import adds_bos, load_tokenizer, token_ids
+
+#: Prompts, tokens of each, and tokens that the engine adds to each.
+PROMPTS, LENGTH, NEW = 8, 240, 16
+#: The engine's mean and largest difference may be so many times those of rounding, and a little more, in nats.
+#: Activations in eight bits have 2.7 to 36 times the mean (a 29 M Llama and SmolLM2-135M, bfloat16 and float16).
+MEAN, LARGEST = (2.0, 0.001), (4.0, 0.01)
+#: Documents of the packaged text that hold enough tokens, and the seconds that an engine may take.
+DOCUMENTS, LIMIT = 40, 3600
+CHILD = "import sys; from quantkit.evaluation.engine_child import main; main(sys.argv[1])"
+#: What the engine's process needs besides: the model in the process that is asked, and no report of its use.
+ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+
+
+def verify_in_engine(
+    folder: Path,
+    engine: str,
+    arguments: Mapping[str, Any],
+    against: Path | None = None,
+    progress: Progress | None = None,
+    device: str = "auto",
+    unsealed: bool = False,
+) -> Verification:
+    """Verify a folder, then compare an engine with it; an engine that does not run is a failure too.
+
+    `arguments` are further ones of `vllm.LLM`. The decoded model runs on `device`, after the engine, in float32. Raises
+    as `verify`, and QuantkitError if the engine is not installed.
+    """
+    require_known("engine", engine, SERVERS)
+    require_package(engine, SERVERS[engine], engine)
+    progress = progress or Progress(quiet=True)
+    found = verify(folder, against, progress, device, unsealed)
+    if found.failures:
+        return replace(found, notices=(*found.notices, f"{engine} was not started, because the folder failed already"))
+    src = Checkpoint(folder)
+    clock = Clock(torch.device("cpu"), dict(found.seconds))
+    try:
+        with clock.phase(engine):
+            answer = _ask(engine, arguments, folder, _prompts(src), progress)
+    except KernelError as error:
+        return replace(found, failures=(error.typed,), seconds=clock.seconds)
+    with clock.phase("decoded model"):
+        proof = _compared(engine, answer, src, device_of(device), progress)
+    failures = () if proof.ok else (f"{engine} does not compute what the folder holds: {proof.note}",)
+    return replace(found, failures=failures, engine=proof, seconds=clock.seconds)
+
+
+def _prompts(src: Checkpoint) -> list[list[int]]:
+    """Cut the packaged text into prompts of the same length, with BOS if the tokenizer adds it."""
+    tokenizer = load_tokenizer(src.path)
+    text = "\n\n".join(str(document) for document in load_documents(PACKAGED).texts[:DOCUMENTS])
+    ids = token_ids(tokenizer, text, special=False).tolist()
+    bos = [tokenizer.bos_token_id] if adds_bos(tokenizer) else []
+    positions = getattr(config_of(src, False).get_text_config(), "max_position_embeddings", None) or LENGTH + NEW
+    length = max(2, min(LENGTH, positions - NEW) - len(bos))
+    return [bos + ids[start : start + length] for start in range(0, PROMPTS * length, length)]
+
+
+def _ask(
+    engine: str, arguments: Mapping[str, Any], folder: Path, prompts: list[list[int]], progress: Progress
+) -> dict[str, Any]:
+    """Start the engine in a process of its own; KernelError with its last error if it gives no answer."""
+    request = {
+        "engine": {
+            "model": str(folder.resolve()),
+            "max_model_len": len(prompts[0]) + NEW,
+            "max_num_seqs": PROMPTS,
+            "enable_prefix_caching": False,
+            "seed": 0,
+            "gpu_memory_utilization": 0.85,  # this process may have a context there
+            **arguments,
+        },
+        "prompts": prompts,
+        "new": NEW,
+    }
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    progress.note(f"{engine} opens the folder, which may take minutes")
+    with tempfile.TemporaryDirectory(prefix="quantkit-") as place, (Path(place) / "log").open("wb") as log:
+        answer = Path(place) / "answer"
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, str(answer)],
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=os.environ | ENVIRONMENT,
+            start_new_session=True,
+        )
+        try:
+            process.communicate(json.dumps(request).encode(), timeout=LIMIT)
+        except subprocess.TimeoutExpired as error:
+            raise KernelError(f"{engine} gave no answer in {LIMIT} s") from error
+        finally:
+            with suppress(ProcessLookupError):  # with what the engine has started
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        if answer.exists():
+            return dict(json.loads(answer.read_bytes()))
+        said = (Path(place) / "log").read_text(errors="replace").strip()
+    progress.detail(said)
+    errors = [line for line in said.splitlines() if re.search(r"^\S*(Error|Exception)\b", line)] or said.splitlines()
+    raise KernelError(
+        f"{engine} ended with code {process.returncode}: {' '.join(errors[-1:])[-300:] or 'it said nothing'}",
+        "-v prints its log",
+    )
+
+
+def _compared(
+    engine: str, answer: Mapping[str, Any], src: Checkpoint, device: torch.device, progress: Progress
+) -> EngineProof:
+    """Compare the engine's log-probabilities with those of the decoded model."""
+    exact = _logprobs(src, answer["tokens"], torch.float32, device, progress)
+    rounded = _logprobs(src, answer["tokens"], getattr(torch, answer["dtype"]), device, progress)
+    asked = torch.cat([torch.tensor(each) for each in answer["logprobs"]])
+    noise, off = (rounded - exact).abs(), (asked - exact).abs()
+    return EngineProof(
+        engine,
+        answer["version"],
+        answer["dtype"],
+        len(exact),
+        float(off.mean()),
+        float(off.max()),
+        MEAN[0] * float(noise.mean()) + MEAN[1],
+        LARGEST[0] * float(noise.max()) + LARGEST[1],
+        answer["layers"],
+    )
+
+
+def _logprobs(
+    src: Checkpoint, sequences: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device, progress: Progress
+) -> Tensor:
+    """Compute the log-probability of each token but the first of each sequence, `[t]` in float32 on the CPU."""
+    model = load_dense_model(src, device=str(device), dtype=dtype)
+    found = []
+    with torch.inference_mode():
+        for tokens in progress.bar(sequences, f"decoded, {dtype_name(dtype)}", len(sequences)):
+            ids = torch.tensor(tokens, device=device)
+            logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1]
+            found.append(-token_losses(logits, ids[1:]).cpu())
+    return torch.cat(found)

@@ -1,0 +1,104 @@
+"""`verify --engine`: an engine that computes something else is caught, and one that does not run is one line."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from quantkit.evaluation import engine_check
+from quantkit.evaluation.verification import VERIFICATION, Verification
+from quantkit.pipeline import quantize
+from quantkit.recipes.recipe import from_mapping
+from tests.command_line import call, refused
+
+DEMO = Path(__file__).parents[2] / "quantkit" / "demo_model"
+Engine = Callable[[str], Verification]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("engine") / "packed"
+    quantize.quantize(DEMO, out, from_mapping({"method": "rtn", "clip": "none", "layout": "marlin"}), device="cpu")
+    return out
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Put the stand-in in the place of vLLM, here and for other processes; returns the choice of its fault."""
+    (tmp_path / "site/vllm").mkdir(parents=True)
+    shutil.copy(Path(__file__).parent / "fake_vllm.py", tmp_path / "site/vllm/__init__.py")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path / 'site'}:{Path(__file__).parents[2]}")
+    monkeypatch.setattr(engine_check, "PROMPTS", 2)
+    monkeypatch.setattr(engine_check, "LENGTH", 64)
+    monkeypatch.setattr(engine_check, "NEW", 4)
+    return lambda fault: monkeypatch.setenv("FAULT", fault)
+
+
+def test_an_engine_that_computes_the_folder_is_within_the_bound(folder: Path, stand_in: Callable[[str], None]) -> None:
+    found = engine_check.verify_in_engine(folder, "vllm", {}, device="cpu")
+    assert found.ok and found.engine is not None, found.failures
+    assert 0 < found.engine.mean <= found.engine.mean_bound < 0.2
+    assert found.engine.tokens == 2 * (64 + 4 - 1)
+    assert found.engine.layers["q_proj"] == {"StandInLinearMethod MacheteLinearKernel": 2}
+    assert "vllm 0.26.0 in bfloat16" in found.note and "by StandInLinearMethod MacheteLinearKernel" in found.note
+
+
+@pytest.mark.parametrize("fault", ["8-bit activations", "nan"])
+def test_an_engine_that_computes_something_else_is_caught(
+    fault: str, folder: Path, stand_in: Callable[[str], None]
+) -> None:
+    stand_in(fault)
+    found = engine_check.verify_in_engine(folder, "vllm", {}, device="cpu")
+    (failure,) = found.failures
+    assert failure.startswith("vllm does not compute what the folder holds: vllm 0.26.0 in bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [
+        ("dies", "code 1: ValueError: No available memory for the cache blocks: -v prints its log"),
+        ("killed", "code -6"),
+    ],
+)
+def test_an_engine_that_dies_is_a_failure_of_one_line(
+    fault: str, says: str, folder: Path, stand_in: Callable[[str], None]
+) -> None:
+    stand_in(fault)
+    found = engine_check.verify_in_engine(folder, "vllm", {}, device="cpu")
+    (failure,) = found.failures
+    assert says in failure and "\n" not in failure and found.engine is None
+
+
+def test_an_engine_that_hangs_ends(
+    folder: Path, stand_in: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_check, "LIMIT", 0.2)
+    (failure,) = engine_check.verify_in_engine(folder, "vllm", {}, device="cpu").failures
+    assert failure == "vllm gave no answer in 0.2 s"
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
+def test_without_the_engine_one_line_says_what_to_install_and_nothing_is_written(folder: Path) -> None:
+    said = refused("verify", folder, "--engine", "vllm")
+    assert "the package vLLM is not installed: pip install 'quantkit[vllm]'" in said
+    assert not (folder / VERIFICATION).exists()
+    for wrong in ("[1]", "{"):
+        assert "--engine-args" in call("verify", folder, "--engine", "vllm", "--engine-args", wrong, code=2).stderr
+
+
+def test_a_wrong_engine_is_exit_code_3_and_recorded(
+    folder: Path, tmp_path: Path, stand_in: Callable[[str], None]
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    stand_in("order")
+    arguments = ("--engine", "vllm", "--engine-args", '{"quantization": "quantkit"}', "--device", "cpu")
+    assert "vllm does not compute what the folder holds" in call("verify", copy, *arguments, code=3).stdout
+    written = json.loads((copy / VERIFICATION).read_text())
+    assert written["ok"] is False and written["engine"]["mean"] > written["engine"]["mean_bound"]
+    assert written["engine"]["layers"]["down_proj"]
