@@ -23,6 +23,7 @@ from quantkit.cli.options import CALIBRATION
 from quantkit.cli.parsing import Command
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
+from quantkit.evaluation.programs import CodeScores, PassAtK
 from quantkit.evaluation.rouge import Rouge
 from quantkit.evaluation.verification import Verification
 from quantkit.keys import Key, keys_of, sections_of
@@ -36,7 +37,7 @@ from quantkit.recipes.schema import RecipeKeys, pruning_keys
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-RESULTS = (Plan, Result, Verification, Perplexity, Divergence, Rouge, Pushed, Event)
+RESULTS = (Plan, Result, Verification, Perplexity, Divergence, Rouge, CodeScores, PassAtK, Pushed, Event)
 #: Options that every command has; the page names them once.
 SHARED = {"--json", "--quiet", "--verbose", "--help", "--help-all"}
 

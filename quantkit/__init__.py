@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from quantkit.api import (
         convert,
         distill,
+        eval_code,
         eval_kld,
         eval_ppl,
         eval_rouge,
@@ -36,6 +37,7 @@ __all__ = [
     "__version__",
     "convert",
     "distill",
+    "eval_code",
     "eval_kld",
     "eval_ppl",
     "eval_rouge",
@@ -60,6 +62,7 @@ _HOME = {
     "verify": "quantkit.api",
     "eval_ppl": "quantkit.api",
     "eval_kld": "quantkit.api",
+    "eval_code": "quantkit.api",
     "eval_rouge": "quantkit.api",
     "load": "quantkit.api",
     "push": "quantkit.api",

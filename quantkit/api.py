@@ -33,6 +33,7 @@ from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
 from quantkit.evaluation.engine_check import verify_in_engine
 from quantkit.evaluation.perplexity import Perplexity, perplexity
+from quantkit.evaluation.programs import eval_code as measure_code
 from quantkit.evaluation.rouge import eval_rouge as measure_rouge
 from quantkit.evaluation.verification import Verification
 from quantkit.evaluation.verify import EDITED, UNLISTED, verify_files
@@ -653,6 +654,9 @@ def eval_kld(
     paired = replace(found.versus, weights=describe_weights(other)) if found.versus else None
     return replace(found, weights=describe_weights(model), versus=paired)
 
+
+#: Measure pass@k of programs: see `evaluation.programs`.
+eval_code = api_function()(measure_code)
 
 #: Measure ROUGE of summaries: see `evaluation.rouge`.
 eval_rouge = api_function()(measure_rouge)

@@ -50,6 +50,7 @@ protocol_options = combined(
 PLACES = {
     "ppl": "quantkit.cli.evaluate:ppl",
     "kld": "quantkit.cli.evaluate:divergence",
+    "code": "quantkit.cli.scores:code",
     "rouge": "quantkit.cli.scores:rouge",
 }
 

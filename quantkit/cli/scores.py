@@ -14,7 +14,21 @@ from quantkit.cli.parsing import section
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
+    from quantkit.evaluation.programs import CodeScores
     from quantkit.evaluation.rouge import Rouge
+
+
+class Numbers(click.ParamType):  # type: ignore[type-arg]
+    """Whole numbers with commas between them."""
+
+    name = "n,n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        try:
+            return value if isinstance(value, tuple) else tuple(map(int, str(value).split(",")))
+        except ValueError:
+            self.fail(f"{value!r} is no list of numbers: write it like 0,1,2", param, ctx)
+
 
 _COUNT = click.IntRange(min=1)
 _limit = click.option("--limit", type=_COUNT, metavar="N", help="Read the first N records only [all].")
@@ -84,6 +98,75 @@ def format_rouge(found: Rouge, progress: Progress) -> str:
     line = ", ".join(f"{label} {value}" for label, value, _ in rows)
     text = show.table(("F-measure, %", "mean", "95 % interval"), rows)
     return show.of_level(progress, f"{line} {protocol}", f"{text}\n{protocol}")
+
+
+@command("code", "quantkit eval code ./model-int4 --data HumanEval.jsonl.gz --samples 20 --allow-code-execution")
+@click.argument("checkpoint", shell_complete=completers.folders)
+@section(
+    "Basic",
+    click.option(
+        "--data",
+        required=True,
+        metavar="FILE",
+        shell_complete=completers.files,
+        help="Problems as HumanEval or MBPP has them (.jsonl, .jsonl.gz, .json, .parquet).",
+    ),
+    click.option(
+        "--allow-code-execution", is_flag=True, help="Run the programs that the model writes, in contained processes."
+    ),
+    _limit,
+    options.device,
+)
+@section(
+    "Method",
+    click.option("--samples", type=_COUNT, default=10, metavar="N", help="Programs for each problem and seed [10]."),
+    click.option("--k", type=Numbers(), help="The k of pass@k [those of 1,10,100 that --samples allows]."),
+    click.option("--seeds", type=Numbers(), default=(0,), help="Seeds of the draws, like 0,1,2 [0]."),
+    click.option("--temperature", type=float, default=0.2, metavar="X", help="0 for the likeliest program [0.2]."),
+    click.option("--top-p", type=float, default=0.95, metavar="X", help="Draw from the likeliest tokens [0.95]."),
+    click.option("--max-new-tokens", type=_COUNT, default=512, metavar="N", help="Most tokens of a program [512]."),
+    _batch_size(16),
+    click.option("--timeout", type=click.FloatRange(min=0.1), default=5.0, metavar="S", help="Most seconds each [5]."),
+    click.option(
+        "--namespaces/--no-namespaces",
+        default=True,
+        help="Contain programs in namespaces of the kernel, or by limits alone: then they can read and delete files.",
+    ),
+)
+@_journal
+@_advanced
+def code(checkpoint: str, as_json: bool, progress: Progress, **asked: Any) -> None:
+    """Measure pass@k of programs.
+
+    CHECKPOINT writes programs for each problem, which are run with the problem's tests. pass@k is the probability that
+    one of k programs passes, estimated without bias, with its standard deviation over seeds and a 95 % interval by
+    bootstrap over problems. Each program runs without network and home folder, in an empty folder, with limits of time,
+    memory, processes and files."""
+    from quantkit import api
+
+    found = api.eval_code(checkpoint, progress=progress, **asked)
+    emit(show.as_json(asdict(found)) if as_json else format_code(found, progress))
+
+
+def format_code(found: CodeScores, progress: Progress) -> str:
+    """Format pass@k and its protocol."""
+    rows = [
+        (f"pass@{each.k}", f"{100 * each.mean:.2f}", _percent(each.std), _interval(each.low, each.high))
+        for each in found.scores
+    ]
+    protocol = (
+        f"on {found.data}: {found.problems} problems, {found.samples} samples each, seeds "
+        f"{', '.join(map(str, found.seeds))}, temperature {found.temperature:g}, top-p {found.top_p:g}, at most "
+        f"{found.max_new_tokens} new tokens, batches of {found.batch_size}; {found.timed_out} programs ran longer than "
+        f"{found.timeout:g} s{'' if found.namespaces else ', contained by limits alone'}; {found.weights}"
+    )
+    line = ", ".join(f"{label} {value} %" for label, value, *_ in rows)
+    text = show.table(("%", "mean", "std over seeds", "95 % interval"), rows)
+    return show.of_level(progress, f"{line} {protocol}", f"{text}\n{protocol}")
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.2f}"
 
 
 def _interval(low: float | None, high: float | None) -> str:

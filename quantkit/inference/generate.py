@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,6 +79,11 @@ class Sampling:
             return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         temperature = 1.0 if self.temperature is None else self.temperature
         return {"do_sample": True, "temperature": temperature, "top_p": self.top_p or 1.0, "top_k": 0}
+
+    def of_batch(self, number: int) -> Sampling:
+        """Return the same choice with a seed of its own for a batch, so that batches can be written in any order."""
+        digest = sha256(f"{self.seed or 0} {number}".encode()).digest()
+        return replace(self, seed=int.from_bytes(digest[:4], "big")) if self.draws else self  # torch reads 32 bits
 
     @contextmanager
     def seeded(self) -> Iterator[None]:

@@ -94,6 +94,7 @@ def prepare(work: Work) -> Work:
     write_model(work / "two", num_hidden_layers=2)
     write_model(work / "odd", intermediate_size=208, hidden_size=96)
     (work / "calib.txt").write_text(TEXT)
+    (work / "problems.jsonl").write_text('{"prompt": "def f(x):", "test": "def check(f): f(1)", "entry_point": "f"}')
     (work / "records.jsonl").write_text('{"document": "Rain fell.", "summary": "Rain"}\n' * 2)
     work.done("prune model -o pruned --method magnitude -q")
     return work

@@ -1,0 +1,247 @@
+"""Programs that a model writes for the problems of HumanEval and MBPP: the share that passes the problems' tests."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import CheckpointError, Option, RecipeError, Words
+from quantkit.evaluation.divergence import interval
+from quantkit.evaluation.finished import Finished
+from quantkit.evaluation.opened import open_writer
+from quantkit.evaluation.sandbox import Sandbox, Verdict
+from quantkit.inference.batches import BatchWriter, room_for_prompt
+from quantkit.inference.generate import Sampling
+from quantkit.inference.swap_linears import describe_weights
+from quantkit.io.hashing import hash_of_file
+from quantkit.progress import Listener, Progress, reporter
+from quantkit.reporting.notebook import Shown
+from quantkit.text.records import records_with
+from quantkit.text.tokenizer import token_ids
+
+#: What ends a completion: the next statement at the margin (Chen et al. 2021, section 2.2).
+STOPS = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
+#: What ends a whole solution of MBPP, which may have several functions.
+SOLUTION_STOPS = ("\nclass", "\nassert", '\n"""', "\nif", "\nprint", "\n```")
+#: Keys of HumanEval, of MBPP, and of the sanitized MBPP.
+SHAPES: tuple[dict[str, type], ...] = (
+    {"prompt": str, "test": str, "entry_point": str},
+    {"text": str, "test_list": list},
+    {"prompt": str, "test_list": list},
+)
+USUAL_K = (1, 10, 100)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a model is asked, and what stands before and after its words in the program."""
+
+    prompt: str
+    head: str
+    tests: str
+    stops: tuple[str, ...]
+
+    def program(self, completion: str) -> str:
+        return f"{self.head}{completion}\n{self.tests}"
+
+
+@dataclass(frozen=True)
+class PassAtK(Shown):
+    """The probability that one of `k` programs passes: its mean over `seeds`, and their standard deviation.
+
+    `low` to `high` is the 95 % interval by bootstrap over problems. `std` is None for one seed, the interval for one
+    problem.
+    """
+
+    k: int
+    mean: float
+    std: float | None
+    low: float | None
+    high: float | None
+    seeds: list[float]
+
+
+@dataclass(frozen=True)
+class CodeScores(Shown):
+    """pass@k of `samples` programs for each of `problems`, drawn with each of `seeds`.
+
+    `timed_out` programs ran longer than `timeout` seconds. `namespaces` says whether these contained the programs.
+    """
+
+    scores: list[PassAtK]
+    problems: int
+    samples: int
+    seeds: list[int]
+    temperature: float
+    top_p: float
+    max_new_tokens: int
+    batch_size: int
+    timeout: float
+    namespaces: bool
+    timed_out: int
+    data: str
+    weights: str = ""
+
+
+def eval_code(
+    checkpoint: str | Path,
+    *,
+    data: str | Path,
+    allow_code_execution: bool = False,
+    samples: int = 10,
+    k: Sequence[int] | None = None,
+    seeds: Sequence[int] = (0,),
+    temperature: float = 0.2,
+    top_p: float = 0.95,
+    limit: int | None = None,
+    max_new_tokens: int = 512,
+    batch_size: int = 16,
+    timeout: float = 5.0,
+    namespaces: bool = True,
+    journal: str | Path | None = None,
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    check: bool = True,
+    progress: Progress | Listener | None = None,
+) -> CodeScores:
+    """Let a checkpoint write programs for the problems of HumanEval or MBPP, run their tests, and estimate pass@k.
+
+    `data` is a file of records as these data sets have them, of which the first `limit` are read. For each of `seeds`
+    and each problem, `samples` programs are drawn. `k` defaults to those of 1, 10 and 100 that `samples` allows.
+    `temperature` 0 takes the likeliest program, which must be the only one.
+
+    Programs run only with `allow_code_execution`, each for at most `timeout` seconds and in namespaces: without network
+    and home folder, with limits of memory, processes and files. Where the kernel allows no namespaces, this is refused;
+    with `namespaces` False only the limits contain a program, which can read and delete your files.
+
+    `journal` is a file that keeps finished programs, from which the same call continues. Raises a QuantkitError, before
+    any weight is read, for problems, options or a model that cannot be evaluated.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    options = {"samples": 1, "temperature": 0.0, "max_new_tokens": 8, "limit": 1}
+    found = quantkit.eval_code("model-int4", data="problems.jsonl", allow_code_execution=True, **options)
+    print(found.scores[0].k, found.scores[0].mean)
+    ```
+    """
+    progress, data = reporter(progress), Path(data)
+    if not allow_code_execution:
+        raise RecipeError(
+            "programs that the model writes are run here, in a contained process",
+            Words("add", Option("allow_code_execution", True)),
+        )
+    draws = [_sampling(temperature, top_p, seed, samples, len(seeds)) for seed in seeds]
+    counts = [each for each in USUAL_K if each <= samples] if k is None else list(k)
+    if not seeds or not counts or not all(1 <= each <= samples for each in counts):
+        raise RecipeError(
+            f"{samples} samples and {len(seeds)} seeds give no pass@k of {counts}", Words("use more", Option("samples"))
+        )
+    problems = _problems(data, limit)
+    opened = open_writer(checkpoint, revision, trust_remote_code)
+    prompts = [token_ids(opened.tokenizer, problem.prompt, special=True) for problem in problems]
+    _require_room(max(map(len, prompts)), opened.config, max_new_tokens)
+    sandbox = Sandbox(timeout, namespaces)
+    sandbox.require()
+    about: dict[str, Any] = {"samples": samples, "seeds": list(seeds), "temperature": temperature, "top_p": top_p}
+    about |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    digests = {"model": opened.digest(), "data": hash_of_file(data), "problems": len(problems), "device": device}
+    finished = Finished(journal, {**digests, **about})
+    model = opened.load(device, trust_remote_code, check, progress)
+    wanted = [number for number in range(len(problems)) for _ in range(samples)]
+    batches = [(number, start) for number in range(len(seeds)) for start in range(0, len(wanted), batch_size)]
+    programs: list[str] = []
+    for number, start in progress.bar(batches, "programs", len(batches), each="batch"):
+        part = wanted[start : start + batch_size]
+        writer = BatchWriter(model, opened.tokenizer, max_new_tokens, draws[number].of_batch(start), problems[0].stops)
+        name = f"seed {seeds[number]}, programs {start} to {start + len(part)}"
+        texts = finished.get(name, lambda: writer.write([prompts[each] for each in part]))  # noqa: B023
+        programs += [problems[each].program(text) for each, text in zip(part, texts, strict=True)]
+    verdicts = _verdicts(programs, sandbox, progress)
+    passed = np.array([verdict == "passed" for verdict in verdicts]).reshape(len(seeds), len(problems), samples).sum(2)
+    about |= {"problems": len(problems), "timeout": timeout, "namespaces": namespaces}
+    about |= {"timed_out": verdicts.count("timed out"), "data": data.name, "weights": describe_weights(model)}
+    return CodeScores(scores=[pass_at_k(passed, samples, each) for each in counts], **about)
+
+
+def pass_at_k(passed: Any, samples: int, k: int) -> PassAtK:
+    """Estimate pass@k without bias: 1 - C(n - c, k) / C(n, k) for each problem (Chen et al. 2021, equation 1).
+
+    `passed` int `[seeds, problems]` counts the programs that passed, of `samples` each.
+    """
+    all_fail = [[math.comb(samples - c, k) / math.comb(samples, k) for c in row] for row in passed.tolist()]
+    chances = 1 - np.array(all_fail)
+    means = chances.mean(1)
+    low, high = interval(chances.mean(0)) or (None, None)
+    std = float(means.std(ddof=1)) if len(means) > 1 else None
+    return PassAtK(k, float(means.mean()), std, low, high, means.tolist())
+
+
+def _problems(data: Path, limit: int | None) -> list[Problem]:
+    """Read problems, all of one kind."""
+    found: list[Problem] = []
+    for where, row in islice(records_with(data, *SHAPES), limit):
+        found.append(_problem(row))
+        if found[-1].stops != found[0].stops:
+            raise CheckpointError("is of another data set than the first record", "give each its file", subject=where)
+    return found
+
+
+def _problem(row: dict[str, Any]) -> Problem:
+    if "entry_point" in row:
+        prompt = row["prompt"].strip()
+        return Problem(prompt, prompt, f"\n{row['test']}\ncheck({row['entry_point']})\n", STOPS)
+    tests = "\n".join(map(str, row["test_list"]))
+    imports = "\n".join(map(str, row.get("test_imports", [])))
+    prompt = f'"""\n{row.get("text", row.get("prompt"))}\n{tests}\n"""\n'
+    # The setup makes objects of the solution's classes.
+    return Problem(prompt, f"{imports}\n", f"\n{row.get('test_setup_code', '')}\n{tests}\n", SOLUTION_STOPS)
+
+
+def _require_room(longest: int, config: Any, max_new_tokens: int) -> None:
+    room = room_for_prompt(config, max_new_tokens)
+    if room is not None and longest > room:
+        raise RecipeError(
+            f"a problem has {longest} tokens, and with {max_new_tokens} new ones more than the model's "
+            f"{room + max_new_tokens} positions",
+            Words("use fewer", Option("max_new_tokens")),
+        )
+
+
+def _sampling(temperature: float, top_p: float, seed: int, samples: int, seeds: int) -> Sampling:
+    if not 0 <= seed < 2**31:
+        raise RecipeError(f"seed is {seed}", "use a number from 0 to 2^31 - 1")
+    if temperature:
+        return Sampling(temperature, top_p, seed)
+    if samples > 1 or seeds > 1:
+        raise RecipeError(
+            Words("with", Option("temperature", 0), "all programs of a problem are one"),
+            Words("use", Option("samples", 1), "and one seed"),
+        )
+    return Sampling()
+
+
+def _verdicts(programs: Sequence[str], sandbox: Sandbox, progress: Progress) -> list[Verdict]:
+    """Run each program; equal ones run once."""
+    different = list(dict.fromkeys(programs))
+    pool = ThreadPoolExecutor(len(os.sched_getaffinity(0)), "quantkit-programs")
+    try:
+        running = [pool.submit(sandbox.run, program) for program in different]
+        found = {
+            program: future.result()
+            for program, future in progress.bar(zip(different, running, strict=True), "tests", len(different))
+        }
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return [found[program] for program in programs]

@@ -1,0 +1,252 @@
+"""Programs that attack the machine are contained, and nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from quantkit.errors import QuantkitError
+from quantkit.evaluation.sandbox import Sandbox
+
+#: Programs that pass if what they try is denied, with the seconds that they may take.
+CONTAINED = {
+    "a fork bomb": """
+import os
+for _ in range(100):
+    try:
+        if os.fork() == 0:
+            while True:
+                pass
+    except OSError:
+        break
+else:
+    raise SystemError("it has 100 children")
+""",
+    "threads without end": """
+import threading, time
+try:
+    for _ in range(100):
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    raise SystemError("it has 100 threads")
+except RuntimeError:
+    pass
+""",
+    "filling the disk": """
+written = 0
+try:
+    for number in range(10_000):
+        with open(f"file{number}", "wb") as file:
+            for _ in range(64):
+                written += file.write(bytes(2**20))
+except OSError:
+    pass
+assert written < 2**27, written
+""",
+    "filling the memory": """
+try:
+    held = [bytearray(2**26) for _ in range(64)]
+    raise SystemError("it holds 4 GiB")
+except MemoryError:
+    pass
+""",
+    "reading the home folder": """
+import os
+for path in (SECRET, "/etc/passwd", "/proc/self/environ", "/sys/kernel", "/root", "/dev/sda", os.path.dirname(SECRET)):
+    try:
+        os.listdir(path) if os.path.isdir(path) else open(path).read()
+    except OSError:
+        continue
+    if path != "/root" or os.path.exists(os.path.join("/root", ".bashrc")):
+        raise SystemError(path)
+assert not set(os.environ) - {"HOME", "PATH", "PYTHONHASHSEED", "LC_CTYPE"}, os.environ
+""",
+    "opening a socket": """
+import socket
+try:
+    socket.create_connection(("127.0.0.1", PORT), 1)
+    raise SystemError("it is connected")
+except OSError:
+    pass
+""",
+    "killing its parent": """
+import os, signal
+for number in (os.getppid(), PARENT, 0, -1, -os.getpid()):
+    if number > 1:
+        try:
+            os.kill(number, signal.SIGKILL)
+            raise SystemError(number)
+        except OSError:
+            pass
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+os.kill(0, signal.SIGTERM)
+try:
+    os.kill(-1, signal.SIGKILL)
+except OSError:
+    pass
+""",
+    "writing outside": """
+import os
+for path in (SECRET, "/usr/x", "/etc/x", "/x", "/dev/x", os.path.join(os.path.dirname(os.__file__), "x")):
+    try:
+        open(path, "w").write("x")
+    except OSError:
+        continue
+    raise SystemError(path)
+open("here", "w").write("x")
+""",
+    "huge output": """
+import os, sys
+for _ in range(200):
+    print("x" * 2**20)
+    print("x" * 2**20, file=sys.stderr)
+""",
+    "flooding the verdict": """
+import os
+try:
+    for _ in range(10_000):
+        os.write(3, bytes(2**20))
+    raise SystemError("it wrote 10 GiB")
+except OSError:
+    os.ftruncate(3, 0)
+    os.lseek(3, 0, 0)
+""",
+    "importing ctypes": """
+import ctypes, os
+libc = ctypes.CDLL(None, use_errno=True)
+assert libc.setuid(0) and libc.setgid(0) and os.getuid() != 0
+for flags in (0x10000000, 0x10020000, 0x20000000, 0x40000000):
+    assert libc.unshare(flags) == -1, hex(flags)
+assert libc.mount(b"tmpfs", b"/tmp", b"tmpfs", 0, None) == -1
+assert libc.umount2(b"/usr", 2) == -1
+assert libc.chroot(b"/tmp") == -1
+assert libc.ptrace(16, PARENT, 0, 0) == -1
+assert libc.sethostname(b"x", 1) == -1
+""",
+}
+#: Programs that do not end.
+ENDLESS = {
+    "an endless loop": "while True: pass",
+    "ignoring SIGTERM": """
+import signal, time
+for number in set(signal.Signals) - {signal.SIGKILL, signal.SIGSTOP}:
+    signal.signal(number, signal.SIG_IGN)
+time.sleep(60)
+""",
+    "children that leave its session": """
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.setsid()
+        time.sleep(60)
+time.sleep(60)
+""",
+}
+
+
+def inside() -> set[str]:
+    """List the processes in a process namespace below this one."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*/status"):
+        try:
+            text = path.read_text()
+        except OSError:  # it has ended
+            continue
+        if re.search(r"^NSpid:\t\d+\t\d+", text, re.MULTILINE):
+            found.add(path.parent.name)
+    return found
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Sandbox:
+    found = Sandbox(seconds=20)
+    try:
+        found.require()
+    except QuantkitError as error:
+        pytest.skip(f"needs namespaces: {error.rule}")
+    return found
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Processes of this test end within a second."""
+    before = inside()
+    yield
+    for _ in range(100):
+        if not inside() - before:
+            return
+        time.sleep(0.01)
+    assert inside() - before == set()
+
+
+@pytest.mark.parametrize("attack", CONTAINED)
+def test_an_attack_is_denied(attack: str, sandbox: Sandbox, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("untouched")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(0)
+        known = f"SECRET, PORT, PARENT = {str(secret)!r}, {server.getsockname()[1]}, {os.getpid()}\n"
+        assert sandbox.run(known + CONTAINED[attack]) == "passed"
+        with pytest.raises(BlockingIOError):
+            server.accept()
+    assert secret.read_text() == "untouched" and os.listdir(tmp_path) == ["secret"]
+
+
+@pytest.mark.parametrize("attack", ENDLESS)
+def test_a_program_without_end_is_ended_with_its_children(attack: str, sandbox: Sandbox) -> None:
+    begun = time.monotonic()
+    assert Sandbox(seconds=1).run(ENDLESS[attack]) == "timed out"
+    assert time.monotonic() - begun < 5
+
+
+@pytest.mark.parametrize(
+    ("program", "verdict"),
+    [
+        ("assert 1 + 1 == 2", "passed"),
+        ("assert 1 + 1 == 3", "failed"),
+        ("this is no program", "failed"),
+        ("raise SystemExit(0)", "failed"),  # it ends before its tests
+        ("import os; os._exit(0)", "failed"),
+        ("import os; os.kill(os.getpid(), 9); os.abort()", "failed"),
+        ("input()", "failed"),
+        ("import numpy", "failed"),
+        ("if __name__ == '__main__': raise SystemError", "passed"),
+        ("print('passed', flush=True); assert 0", "failed"),
+        ("x = '\\ud800'", "passed"),
+        ("import math, re, collections, itertools, hashlib, heapq, random, typing, sys, decimal", "passed"),
+    ],
+)
+@pytest.mark.parametrize("namespaces", [True, False])
+def test_a_program_passes_only_at_its_end(program: str, verdict: str, namespaces: bool, sandbox: Sandbox) -> None:
+    weaker = Sandbox(seconds=20, namespaces=namespaces)
+    if not namespaces:
+        try:
+            weaker.require()
+        except QuantkitError as error:
+            pytest.skip(f"this Python cannot be run by another user: {error.rule}")
+    assert weaker.run(program) == verdict
+
+
+def test_hashes_of_texts_are_the_same_in_every_run(sandbox: Sandbox) -> None:
+    ask = [sys.executable, "-c", "print(hash('quantkit'))"]
+    here = subprocess.run(ask, env={"PYTHONHASHSEED": "0"}, capture_output=True, text=True, check=True).stdout
+    assert sandbox.run(f"assert hash('quantkit') == {here}") == "passed"
+
+
+def test_a_kernel_without_namespaces_is_refused_with_the_way_out(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = tmp_path / "script.py"
+    text = Path("quantkit/evaluation/sandbox_process.py").read_text()
+    script.write_text(text.replace("NAMESPACES = ", "NAMESPACES = 1 | "))  # a flag that no kernel knows
+    monkeypatch.setattr("quantkit.evaluation.sandbox.SCRIPT", script)
+    with pytest.raises(QuantkitError, match=r"cannot be contained here \(unshare: Invalid argument\): add --no-namesp"):
+        Sandbox().require()
