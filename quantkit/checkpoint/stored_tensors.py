@@ -46,11 +46,12 @@ class StoredTensors:
     """Read the tensors of the weight files `shards` in the folder `path`, a real path.
 
     `weight_map` is the index, tensor -> file. `beside` are other files that must not change. An output stores dense
-    floats as `written_dtype`; None: as they are. CheckpointError for a damaged header, or an index that says something
-    else than the files.
+    floats as `written_dtype`, except the tensors `never_cast`; None: as they are. CheckpointError for a damaged header,
+    or an index that says something else than the files.
     """
 
     written_dtype: torch.dtype | None = None
+    never_cast: Collection[str] = ()
 
     def __init__(
         self,
@@ -114,13 +115,14 @@ class StoredTensors:
         """Give a dense tensor the form in which an output stores it: that of the source, but for `written_dtype`."""
         restore = self._where[name].restore if name in self._where else None
         tensor = tensor if restore is None else restore(tensor)
-        cast = self.written_dtype is not None and tensor.dtype in FLOATS
+        cast = self.written_dtype is not None and tensor.dtype in FLOATS and name not in self.never_cast
         return tensor.to(self.written_dtype) if cast else tensor
 
     def written(self, name: str) -> torch.dtype:
         """Return the dtype in which an output stores a dense tensor."""
         dtype = self.dtype(name)
-        return self.written_dtype if self.written_dtype is not None and dtype in FLOATS else dtype
+        cast = dtype in FLOATS and name not in self.never_cast
+        return self.written_dtype if self.written_dtype is not None and cast else dtype
 
     def bytes_written(self, name: str) -> int:
         """Count the bytes of a dense tensor in an output."""

@@ -7,6 +7,7 @@ base model's prefix, and which stored tensors it merges or splits. Its own rules
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -238,6 +239,17 @@ def head_state(module: PreTrainedModel) -> str | None:
     """Return the state that is the weight of the output head, None if the model has no head."""
     head = module.get_output_embeddings()
     return next((f"{path}.weight" for path, found in module.named_modules() if found is head), None) if head else None
+
+
+def kept_in_float32(module: PreTrainedModel, stored: Mapping[str, str], dtype: torch.dtype) -> frozenset[str]:
+    """Return the stored names of tensors that transformers keeps in float32 where a model has a 16-bit `dtype`.
+
+    `stored` maps state to stored name. One list of a class is for float16 alone, the strict one for bfloat16 too.
+    """
+    lists = ("_keep_in_fp32_modules_strict", *(("_keep_in_fp32_modules",) if dtype == torch.float16 else ()))
+    names = [re.escape(name) for each in lists for name in getattr(module, each, None) or ()]
+    pattern = re.compile(rf"(?:^|\.)(?:{'|'.join(names)})(?:\.|$)")
+    return frozenset(name for state, name in stored.items() if names and pattern.search(state))
 
 
 def require_tied(module: PreTrainedModel, src: Checkpoint, stored: Mapping[str, str]) -> None:

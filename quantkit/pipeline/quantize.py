@@ -46,7 +46,7 @@ from quantkit.io.staging import WRITTEN, check_staging, is_complete, staging
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.block_runner import BlockRunner
 from quantkit.models.devices import device_of
-from quantkit.models.state_names import require_tied
+from quantkit.models.state_names import kept_in_float32, require_tied
 from quantkit.pipeline.opening import require_complete_source, require_right_weights
 from quantkit.pipeline.publish import Measure, finish, publish_complete, write
 from quantkit.planning.group_sizes import with_group_size
@@ -170,6 +170,8 @@ def _survey(
     # The GPU of `gpu_memory` is not here, and a plan computes nothing on it.
     device = run.device if gpu_memory is None else "cpu"
     skeleton = BlockRunner(src, device=device, trust_remote_code=run.trust_remote_code)
+    if src.written_dtype is not None:
+        src.never_cast = kept_in_float32(skeleton.module, skeleton.states.stored, src.written_dtype)
     if recipe.layout is None and skeleton.sliced:
         raise CheckpointError(
             f"{skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor for each, "
@@ -532,7 +534,9 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
     """List linears that stay dense by default, and recipe settings without effect on this model."""
     found = list(model.notices)
     wide = [name for name in model.src.names() if model.src.written(name) == torch.float32]
-    if not isinstance(recipe.scheme, Scheme) or model.src.dtype_of_model != torch.float32:
+    if recipe.dense_dtype is not None and wide:
+        found.append(f"{len(wide)} tensors stay float32, because transformers keeps them so: first {wide[0]}")
+    if not isinstance(recipe.scheme, Scheme) or model.src.dtype_of_model != torch.float32 or recipe.dense_dtype:
         wide = []
     dense = sum(model.src.nbytes(name) for name in wide if chosen.get(name.removesuffix(".weight")) is None)
     if dense:

@@ -77,4 +77,5 @@ class PruningKeywords(TypedDict, total=False):
     split: str | None
     template_args: Mapping[str, Any] | None
     skip_bad_records: int | None
+    dense_dtype: Literal["bfloat16", "float16"] | None
     skip: str | Iterable[str] | None

@@ -151,7 +151,8 @@ class RecipeKeys:
         level="option",
         section="Output",
         may_lack=True,
-        more="Linears are quantized from the source's own values.",
+        pruning=True,
+        more="Linears are quantized or pruned from the source's own values.",
         when="`bfloat16` for a float32 source: embeddings, head and norms take half the space.",
     )
     pad: bool = key(

@@ -16,7 +16,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT
 from quantkit.errors import CheckpointError, NumericError, QuantkitError
 from quantkit.pipeline.convert import pack
-from quantkit.pipeline.quantize import plan, quantize
+from quantkit.pipeline.quantize import plan, prune, quantize
 from quantkit.recipes.recipe import from_mapping, pruning_from_mapping
 from tests.command_line import call
 from tests.faults import Killed, faults, memory_path
@@ -139,6 +139,46 @@ def test_a_dense_dtype_changes_dense_tensors_alone(calibrated: bool, model: Path
     call("verify", tmp_path / "bf16")
     pack(tmp_path / "bf16", tmp_path / "packed", "gptq")
     call("verify", tmp_path / "packed", "--against", tmp_path / "bf16")
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda"])
+def test_a_dense_dtype_changes_a_pruned_model_after_the_choice(method: str, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "calib.txt").write_text(TEXT)
+    text = {"data": str(tmp_path / "calib.txt"), "samples": 4, "max_length": 64}
+    recipe = {"method": method, "skip": ["lm_head"], **({} if method == "magnitude" else {"calibration": text})}
+    prune(model, tmp_path / "f32", pruning_from_mapping(recipe))
+    prune(model, tmp_path / "bf16", pruning_from_mapping({**recipe, "dense_dtype": "bfloat16"}))
+    before, after = Checkpoint(tmp_path / "f32"), Checkpoint(tmp_path / "bf16")
+    assert before.names() == after.names() and after.config["dtype"] == "bfloat16"
+    assert all(torch.equal(after.get(name), before.get(name).bfloat16()) for name in before.names())
+    up = after.get("model.layers.0.mlp.up_proj.weight")
+    assert int((up.unflatten(1, (-1, 4)) != 0).sum(-1).max()) == 2
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_dense_dtype_spares_what_transformers_keeps_in_float32(dtype: str, tmp_path: Path) -> None:
+    source = write_model("glm4_moe", tmp_path / "model", torch.float32, num_hidden_layers=1)
+    asked = from_mapping({**RTN, "scheme": {"format": "int4", "group_size": 32}, "dense_dtype": dtype})
+    planned = plan(source, asked, out=tmp_path / "out", min_share=0)
+    quantize(source, tmp_path / "out", asked, min_share=0)
+    made, kept = Checkpoint(tmp_path / "out"), "model.layers.0.mlp.gate.e_score_correction_bias"
+    assert made.dtype(kept) == torch.float32 and torch.equal(made.get(kept), Checkpoint(source).get(kept))
+    assert made.dtype("model.norm.weight") == getattr(torch, dtype)
+    assert f"1 tensors stay float32, because transformers keeps them so: first {kept}" in planned.notices
+    for name, size in planned.files.items():
+        assert (tmp_path / "out" / name).stat().st_size == size, name
+
+
+def test_norms_that_transformers_keeps_for_float16_alone_are_cast_to_bfloat16(tmp_path: Path) -> None:
+    source = write_model("gpt_oss", tmp_path / "model", torch.float32, num_hidden_layers=1)
+    for dtype, expected in (("bfloat16", torch.bfloat16), ("float16", torch.float32)):
+        asked = from_mapping(
+            {**RTN, "scheme": {"format": "int4", "group_size": 32}, "layout": "gptq", "dense_dtype": dtype}
+        )
+        quantize(source, tmp_path / dtype, asked, min_share=0)
+        made = Checkpoint(tmp_path / dtype)
+        assert made.dtype("model.layers.0.input_layernorm.weight") == made.dtype("model.norm.weight") == expected
+        assert made.dtype("model.layers.0.self_attn.sinks") == getattr(torch, dtype)
 
 
 def test_a_resumed_run_has_the_same_dense_dtype(model: Path, tmp_path: Path) -> None:
