@@ -146,6 +146,11 @@ TRAITS = {
         Words("use", Setting("layout", "compressed-tensors")),
         lambda f: any(map(is_expert, f.linears)),
     ),
+    "rows by heads": Trait(
+        "joined queries, keys and values, whose rows vLLM's class of this model reorders while loading",
+        Words("leave them dense with", Setting("skip", ".*query_key_value")),
+        _packs("query_key_value", "falcon"),
+    ),
     "packed head": Trait(
         "a packed output head, which quantkit's plug-in for vLLM does not serve",
         Words("leave it dense with", Setting("skip", ".*lm_head")),
@@ -227,6 +232,7 @@ HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
 #: vLLM with quantkit's plug-in, in the layouts of quantkit's kernels.
 PLUGIN = "vLLM with quantkit[vllm]"
+_OF_PLUGIN = ("split", "packed experts", "packed head", "rows by heads", *_CLASSES)
 _PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-26"
 VLLM = Engine(
     "vllm",
@@ -235,7 +241,7 @@ VLLM = Engine(
         Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("awq",), ("mixed", "part", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", *_CLASSES), _LOADER),
-        Reader(PLUGIN, tuple(KERNELS), ("split", "packed experts", "packed head", *_CLASSES), _PLUGIN, is_own=True),
+        Reader(PLUGIN, tuple(KERNELS), _OF_PLUGIN, _PLUGIN, is_own=True),
     ),
     kernels=(
         Kernel((*INTEGER, "gptq-v2"), "Machete", _ASKED, (HOPPER,), groups=(128, 64, None), n_unit=128, k_unit=64),

@@ -1,18 +1,24 @@
-"""Compare a folder with its recorded hashes in the background, while an engine reads it, as `quantkit.load` does."""
+"""Compare what an engine loads with the folder: its files with their recorded hashes, its tensors with the files."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from torch import Tensor
+
 from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.core.tensors import raw_bytes
 from quantkit.errors import CheckpointError, Words
 
 #: The variable of the environment that switches the comparison off, by the value 0.
 VARIABLE = "QUANTKIT_CHECK"
+#: A tensor is compared in this many places, each of at least so many bytes.
+PLACES, BYTES = 8, 256
 
 
 class FolderCheck:
@@ -20,33 +26,57 @@ class FolderCheck:
 
     def __init__(self) -> None:
         self._model: tuple[str, str | None, str | None] | None = None
+        self._hashes = False
+        self._folder: Checkpoint | None = None
+        self._names: frozenset[str] = frozenset()
         self._running: Future[None] | None = None
 
-    def expect(self, model: str, revision: str | None, cache: str | None) -> None:
-        """Name the folder, or the hub id whose snapshot is in `cache`."""
+    def expect(self, model: str, revision: str | None, cache: str | None, hashes: bool) -> None:
+        """Name the folder, or the hub id whose snapshot is in `cache`; with `hashes` this process hashes its files."""
         if os.environ.get(VARIABLE) != "0":
-            self._model = model, revision, cache
+            self._model, self._hashes = (model, revision, cache), hashes
 
     def begin(self) -> None:
-        """Start comparing the expected model; a second call does nothing."""
-        if self._model is not None and self._running is None:
+        """Open the expected model, and start hashing its files; a second call does nothing."""
+        if self._model is None or self._folder is not None:
+            return
+        model, *where = self._model
+        self._model, folder = None, Path(model) if os.path.isdir(model) else _snapshot(model, *where)
+        if folder is None:  # other loaders of an engine read from elsewhere
+            return
+        self._folder = Checkpoint(folder, trust_remote_code=True)
+        self._names = frozenset(self._folder.names())
+        if self._hashes:
             pool = ThreadPoolExecutor(1, "quantkit-check")
-            self._running, self._model = pool.submit(_compare, *self._model), None
+            self._running = pool.submit(_compare, self._folder)
             pool.shutdown(wait=False)
 
+    def is_stored(self, names: Iterable[str], tensor: Tensor) -> bool:
+        """Return False if the folder has a tensor of one of `names`, and `tensor` is another one in a few places."""
+        name = next((name for name in names if name in self._names), None)
+        if self._folder is None or name is None:
+            return True
+        if self._folder.shape(name) != tuple(tensor.shape):
+            return False
+        rows = max(1, -(-BYTES * len(tensor) // max(1, tensor.nbytes)))
+        for start in sorted({len(tensor) * place // PLACES for place in range(PLACES)}):
+            part = slice(start, start + rows)
+            given, stored = tensor[part].cpu().contiguous(), self._folder.get(name, part)
+            if raw_bytes(given).tolist() != raw_bytes(stored).tolist():
+                return False
+        return True
+
     def require(self) -> None:
-        """Wait for the comparison; CheckpointError for a file that was changed."""
+        """Wait for the hashes; CheckpointError for a file that was changed."""
         if self._running is not None:
             self._running.result()
-            self._running = None  # an engine may copy its config
+        self._folder = self._running = None  # an engine may copy its config
+        self._names = frozenset()
 
 
-def _compare(model: str, revision: str | None, cache: str | None) -> None:
-    folder = Path(model) if os.path.isdir(model) else _snapshot(model, revision, cache)
-    if folder is None:  # other loaders of an engine read from elsewhere
-        return
+def _compare(folder: Checkpoint) -> None:
     try:
-        with checked(Checkpoint(folder, trust_remote_code=True)):
+        with checked(folder):
             pass
     except CheckpointError as error:
         error.ways_out = (*error.ways_out[:-1], Words(f"set {VARIABLE}=0 to use it as it is"))

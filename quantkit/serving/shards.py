@@ -84,7 +84,7 @@ class JoinedWeight:
         """
         tensors = self._stored.setdefault(tuple(which), {})
         if suffix in tensors or self._packed is not None:
-            raise CheckpointError(f"{self._name(which)}.{suffix} is there twice")
+            raise CheckpointError(f"{self.named(which)}.{suffix} is there twice")
         tensors[suffix] = tensor
         covered = sorted(part for found in self._stored for part in found)
         whole = covered == list(range(len(self.parts)))
@@ -102,10 +102,14 @@ class JoinedWeight:
         found, self._packed = self._packed, None
         return found
 
+    def named(self, which: Sequence[int]) -> str:
+        """Name the stored weight that has the parts `which`."""
+        return self.parts[which[0]].name if len(which) == 1 else self.name
+
     def _pack(self) -> KernelWeight:
         pieces = []
         for which in sorted(self._stored):
-            with about(self._name(which)):
+            with about(self.named(which)):
                 pieces += self._cut(which, self._stored[which])
             self._stored[which] = {}
         self._stored = {}
@@ -129,9 +133,6 @@ class JoinedWeight:
 
     def _splits_over(self, ranks: int) -> bool:
         return ranks == 1 or _is_whole(self.scheme, self.columns[0] // ranks)
-
-    def _name(self, which: Sequence[int]) -> str:
-        return self.parts[which[0]].name if len(which) == 1 else self.name
 
 
 def share(total: int, size: int, rank: int, ranks: int) -> range:

@@ -13,6 +13,7 @@ import torch
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 
 from quantkit.core.scheme import Scheme
+from quantkit.engines.joined import JOINED
 from quantkit.errors import CheckpointError
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS, read_config
@@ -111,7 +112,7 @@ class QuantkitConfig(QuantizationConfig):  # type: ignore[misc]
                 )
         elif isinstance(layer, LinearBase):
             names = self.members(prefix)
-            schemes = {name: None if self.is_dense(name) else self.scheme(name) for name in names}
+            schemes = self._schemes(prefix, names)
             if len(set(schemes.values())) > 1:
                 mixed = ", ".join(f"{name} {'dense' if s is None else s.label}" for name, s in schemes.items())
                 raise ValueError(f"vLLM joins {mixed}: quantize them alike, with --set fused_alike=true")
@@ -122,21 +123,28 @@ class QuantkitConfig(QuantizationConfig):  # type: ignore[misc]
     def members(self, prefix: str) -> list[str]:
         """Name the linears that vLLM joins into the linear `prefix`, itself if it joins none."""
         parent, _, leaf = prefix.rpartition(".")
-        return [f"{parent}.{member}".lstrip(".") for member in self.packed_modules_mapping.get(leaf, [leaf])]
+        usual = next((members for joined, members in JOINED if joined == leaf), (leaf,))  # some classes do not tell
+        return [f"{parent}.{member}".lstrip(".") for member in self.packed_modules_mapping.get(leaf, usual)]
+
+    def _schemes(self, prefix: str, names: list[str]) -> dict[str, Scheme | None]:
+        """Find the scheme of each linear that is joined, None for a dense one; on disk they may be joined too."""
+        if self.is_dense(prefix) or self.scheme(prefix) != self.schemes.default:
+            return dict.fromkeys(names, None if self.is_dense(prefix) else self.scheme(prefix))
+        return {name: None if self.is_dense(name) else self.scheme(name) for name in names}
 
     def is_dense(self, name: str) -> bool:
         """Return True if the config leaves the linear, which vLLM calls `name`, dense."""
         return any(
             each in self._dense or any(matches(f"(?:{pattern}).*", each) for pattern in self._patterns)
-            for each in self._in_folder(name)
+            for each in self.in_folder(name)
         )
 
     def scheme(self, name: str) -> Scheme:
         """Give the scheme of the linear that vLLM calls `name`."""
-        found = map(self.schemes.of, self._in_folder(name))
+        found = map(self.schemes.of, self.in_folder(name))
         return next((scheme for scheme in found if scheme != self.schemes.default), self.schemes.default)
 
-    def _in_folder(self, name: str) -> Iterator[str]:
+    def in_folder(self, name: str) -> Iterator[str]:
         """Yield the names that a linear may have in the folder: vLLM's, and those before its renaming."""
         yield name
         if name in self._stated:

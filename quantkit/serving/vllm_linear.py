@@ -15,7 +15,7 @@ from vllm.model_executor.parameter import BasevLLMParameter
 
 from quantkit import kernels
 from quantkit.core.scheme import Scheme
-from quantkit.errors import KernelError, QuantkitError
+from quantkit.errors import KernelError, LayoutError, QuantkitError, Setting, Words
 from quantkit.inference.engine_linear import prepare
 from quantkit.serving.shards import JoinedWeight, Part
 
@@ -26,11 +26,17 @@ QKV = {"q": 0, "k": 1, "v": 2}
 class QuantkitParameter(BasevLLMParameter):  # type: ignore[misc]
     """One suffix of a packed linear while it is loaded. It is empty: `weight_loader` hands each tensor on."""
 
-    def __new__(cls, dtype: torch.dtype, weight_loader: Callable[..., None]) -> Any:
+    def __new__(cls, name: str, dtype: torch.dtype, weight_loader: Callable[..., None]) -> Any:
         return super().__new__(cls, torch.empty(0, dtype=dtype))
 
-    def __init__(self, dtype: torch.dtype, weight_loader: Callable[..., None]) -> None:
+    def __init__(self, name: str, dtype: torch.dtype, weight_loader: Callable[..., None]) -> None:
         super().__init__(self.data, weight_loader)
+        self.quantkit_name = name
+
+    @property
+    def output_dim(self) -> int:
+        """Refuse the question that some of vLLM's classes ask to reorder rows: packed words have no such dimension."""
+        raise reordered(self.quantkit_name)
 
 
 class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
@@ -69,14 +75,14 @@ class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         weight.check()
         device = torch.empty(0).device
         require_kernels(device)
-        if get_world_group().local_rank == 0:  # one process of each machine compares the files
-            engine = get_current_vllm_config()
-            model = engine.model_config
-            self.config.damage.expect(model.model, model.revision, engine.load_config.download_dir)
+        engine = get_current_vllm_config()
+        model, cache = engine.model_config, engine.load_config.download_dir
+        is_first = get_world_group().local_rank == 0  # one process of each machine hashes the files
+        self.config.damage.expect(model.model, model.revision, cache, is_first)
         layer.quantkit_weight = weight
         for suffix, dtype in weight.stored.items():
             loader = partial(self._load, weight, suffix, device)
-            layer.register_parameter(suffix, QuantkitParameter(dtype, loader))
+            layer.register_parameter(suffix, QuantkitParameter(name, dtype, loader))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the loading parameters by the packed share; CheckpointError if the folder is damaged."""
@@ -107,12 +113,24 @@ class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         self.config.damage.begin()
         every = range(len(weight.parts))
         which = every if shard is None else shard if isinstance(shard, tuple) else (QKV.get(shard, shard),)
+        name = weight.named(which)
+        if not self.config.damage.is_stored((f"{each}.{suffix}" for each in self.config.in_folder(name)), tensor):
+            raise reordered(name)
         try:
             # vLLM's loaders may use the memory of a tensor again.
             weight.add(which, suffix, tensor.to(device, copy=True))
         except QuantkitError:
             self.config.damage.require()  # the better reason
             raise
+
+
+def reordered(name: str) -> LayoutError:
+    """Say that vLLM changes a weight before it hands it on, which would silently give a wrong one."""
+    return LayoutError(
+        "vLLM's class of this model reorders it while loading, which packed words do not survive",
+        Words("leave it dense with", Setting("skip", f".*{name.rpartition('.')[2]}")),
+        subject=name,
+    )
 
 
 def require_kernels(device: torch.device) -> None:

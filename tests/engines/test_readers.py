@@ -132,6 +132,14 @@ def test_the_plug_in_is_not_named_for_what_it_refuses(module: str, reason: str) 
     assert any(line.startswith(f"{PLUGIN} will not open this folder because of {reason}") for line in refusals(facts))
 
 
+def test_the_plug_in_is_not_named_for_rows_that_vllm_reorders() -> None:
+    modules = ["transformer.h.0.self_attention.query_key_value"]
+    for family in ("falcon", "bloom", "gpt_neox"):
+        facts = folder("tcfpx", "fp6", modules=modules, config={"model_type": family})
+        assert PLUGIN not in opened_by(facts)
+        assert any("reorders" in line and "query_key_value" in line for line in refusals(facts))
+
+
 def test_the_plug_in_opens_padded_weights_and_several_schemes() -> None:
     facts = folder("marlin", "int4:g128", {DOWN: "int4:channel", "model.layers.0.self_attn.o_proj": None}, padded=True)
     assert PLUGIN in opened_by(facts)

@@ -364,6 +364,28 @@ def check_linears_of_two_schemes_are_not_joined() -> None:
         assert isinstance(layer.quant_method, UnquantizedLinearMethod)
 
 
+def check_a_scheme_of_a_linear_that_is_joined_on_disk_counts() -> None:
+    with building():
+        stated = ((r"model\.layers\.0\.gate_up_proj", Scheme.parse("int4:channel")),)
+        config = config_of("marlin", "int4:g128", overrides=stated, ignore=("model.layers.0.qkv_proj",))
+        layer = layer_of("MergedColumnParallelLinear", config, 256, [256, 256], prefix="model.layers.0.gate_up_proj")
+        assert layer.quant_method.scheme.label == "int4:channel"
+        config.packed_modules_mapping = {}  # as some classes of vLLM, which join all the same
+        layer = layer_of("QKVParallelLinear", config, 256, 64, 4, 4, prefix="model.layers.1.qkv_proj")
+        assert layer.quant_method.names == [f"model.layers.1.{leaf}_proj" for leaf in "qkv"]
+        layer = layer_of("QKVParallelLinear", config, 256, 64, 4, 4, prefix="model.layers.0.qkv_proj")
+        assert not hasattr(layer, "quantkit_weight")
+
+
+def check_no_weight_is_loaded_that_vllm_reordered() -> None:
+    for family in ("bloom", "falcon"):
+        line = error_of(lambda family=family: loaded(configured(FOLDERS / family)))
+        assert line.endswith(
+            "query_key_value: vLLM's class of this model reorders it while loading, which packed words do not survive: "
+            "leave it dense with --skip '.*query_key_value'"
+        ), line
+
+
 def check_names_are_those_before_the_renaming_of_a_wrapper() -> None:
     from vllm.model_executor.models.utils import WeightsMapper
 

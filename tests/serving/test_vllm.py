@@ -16,6 +16,7 @@ import pytest
 
 import quantkit
 from quantkit.serving.vllm_plugin import untested
+from tests.census import families
 from tests.serving.inside_vllm import CHECKS
 from tests.tiny_models import write_model
 
@@ -63,9 +64,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     path = os.environ.get("VLLM_RELEASE", "")
     for name, options in FOLDERS.items():
         quantkit.quantize(MODEL, folders / name, **options)
-    for family in ("qwen2", "mixtral"):
-        write_model(family, folders / f"{family}-dense")
-    quantkit.quantize(folders / "qwen2-dense", folders / "qwen2", **FOLDERS["tcfpx-fp6"])
+    families.write("bloom", folders / "bloom-dense")
+    for family in ("qwen2", "bloom", "falcon"):
+        if family != "bloom":
+            write_model(family, folders / f"{family}-dense")
+        quantkit.quantize(folders / f"{family}-dense", folders / family, **FOLDERS["tcfpx-fp6"])
+    write_model("mixtral", folders / "mixtral-dense")
     quantkit.quantize(folders / "mixtral-dense", folders / "experts", **{**INT4, "group_size": 32}, layout="awq")
     # vLLM finds a plug-in by its installed entry point.
     found = tmp_path_factory.mktemp("installed") / "quantkit-0.dist-info"
