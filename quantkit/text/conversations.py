@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -125,17 +125,23 @@ def render(tokenizer: Any, conversation: Conversation, arguments: Mapping[str, A
         )
     given = {**(arguments or {}), **conversation.arguments}
     calls = _is_read("tool_calls", tokenizer, given)
-    messages = [_with_call(message, calls) for message in conversation.messages]
+    called = [_with_call(message, calls) for message in conversation.messages]
+    # Servers give templates the arguments of a call as an object; a few templates read JSON text alone.
+    messages, in_text = ([_with_arguments(message, form) for message in called] for form in (_parsed, _as_text))
     texts = [text for message in messages for text in _texts(message)]
-    # Templates of image-text models may read only lists of parts, and write nothing for a string.
-    in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in messages]
-    for form in (messages, in_parts):
+    refused: Exception | None = None
+    for form in (messages, in_text) if in_text != messages else (messages,):
+        # Templates of image-text models may read only lists of parts, and write nothing for a string.
+        in_parts = [{**message, "content": [{"type": "text", "text": message["content"]}]} for message in form]
         try:
-            written = str(tokenizer.apply_chat_template(form, tokenize=False, **given))
+            for shape in (form, in_parts):
+                written = str(tokenizer.apply_chat_template(shape, tokenize=False, **given))
+                if any(text in written for text in texts):
+                    return written
         except Exception as error:  # templates raise errors of jinja, and whatever their expressions raise
-            raise BrokenRecord(f"the model's chat template refuses it ({reason(error)})", where) from error
-        if any(text in written for text in texts):
-            return written
+            refused = refused or error
+    if refused is not None:
+        raise BrokenRecord(f"the model's chat template refuses it ({reason(refused)})", where) from refused
     raise CheckpointError("the model's chat template writes none of its text", "check the template", subject=where)
 
 
@@ -191,6 +197,10 @@ def _read_message(message: Any, dropped: list[str], where: str) -> dict[str, Any
     content = found.pop("content" if "content" in found else "value", None)
     if content is None and not {"content", "value"} & message.keys() and not any(map(found.get, INSTEAD)):
         raise BrokenRecord("has no content that is text", where)
+    if "tool_calls" in found:  # in tables it is JSON text
+        found["tool_calls"] = messages_in(found["tool_calls"])
+        if not isinstance(found["tool_calls"], list) or not all(isinstance(c, dict) for c in found["tool_calls"]):
+            raise BrokenRecord("has tool_calls that are no list of objects", where)
     return {"role": role or speaker, "content": _content(content, role, dropped, where), **found}
 
 
@@ -234,10 +244,14 @@ def _texts(message: Mapping[str, Any]) -> list[str]:
 
 
 def _with_call(message: dict[str, Any], structured: bool) -> dict[str, Any]:
-    """Return a message that calls tools as one of the assistant: `tool_calls` if `structured`, else its text."""
-    if message["role"] != CALL:
+    """Return a message that calls tools as one of the assistant: `tool_calls` if `structured`, else as it is.
+
+    The call is its text, or under the older key `function_call`.
+    """
+    of_content = message["role"] == CALL
+    if not of_content and ("tool_calls" in message or CALL not in message):
         return message
-    called = _parsed(message["content"])
+    called = _parsed(message["content"] if of_content else message[CALL])
     calls = []
     for each in called if isinstance(called, list) else [called]:
         function = each.get("function", each) if isinstance(each, dict) else {}
@@ -245,7 +259,26 @@ def _with_call(message: dict[str, Any], structured: bool) -> dict[str, Any]:
             return {**message, "role": "assistant"}
         arguments = function.get("arguments", function.get("parameters", {}))
         calls.append({"type": "function", "function": {"name": function["name"], "arguments": arguments}})
-    return {**message, "role": "assistant", "content": "", "tool_calls": calls}
+    kept = {key: value for key, value in message.items() if key != CALL}
+    return {**kept, "role": "assistant", "content": "" if of_content else message["content"], "tool_calls": calls}
+
+
+def _with_arguments(message: dict[str, Any], form: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its calls in another form."""
+    if "tool_calls" not in message:
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        if isinstance(function, dict) and "arguments" in function:
+            function = {**function, "arguments": form(function["arguments"])}
+            call = {**call, "function": function} if "function" in call else function
+        calls.append(call)
+    return {**message, "tool_calls": calls}
+
+
+def _as_text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _parsed(value: Any) -> Any:

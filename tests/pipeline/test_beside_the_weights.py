@@ -94,7 +94,21 @@ def test_a_stale_file_beside_dense_weights_is_named(name: str, model: Path, tmp_
             run()
 
 
-@pytest.mark.parametrize("stated", [{"quant_method": "gptq", **GPTQ}, {"quant_method": "modelopt"}])
+def compressed(fmt: str, kind: str) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": kind, "strategy": "channel"}}
+    return {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"quant_method": "gptq", **GPTQ},
+        {"quant_method": "modelopt"},
+        compressed("int-quantized", "int"),
+        compressed("float-quantized", "float"),
+        compressed("dense", "int"),
+    ],
+)
 def test_a_stale_section_of_the_config_is_named(stated: dict[str, Any], model: Path) -> None:
     put(model, change(model, quantization_config=stated))
     with pytest.raises(CheckpointError, match=r"dense: remove quantization_config from config\.json, which is out of"):

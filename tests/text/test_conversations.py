@@ -166,6 +166,37 @@ def test_a_call_reaches_the_template_as_it_reads_calls(role: str, form: str, tok
     assert render(tokenizer, found) == f"<|endoftext|>user:Hi?\nassistant:{json.dumps(call)}\ntool:7\n"
 
 
+CALLED = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"a": 1}}}
+IN_TEXT = {**CALLED, "function": {"name": "f", "arguments": '{"a": 1}'}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"tool_calls": [CALLED]},
+        {"tool_calls": [IN_TEXT]},
+        {"tool_calls": json.dumps([IN_TEXT])},
+        {"tool_calls": [json.dumps(IN_TEXT)]},
+        {"tool_calls": {"function": [IN_TEXT["function"]]}},
+        {"function_call": IN_TEXT["function"]},
+        {"function_call": json.dumps(IN_TEXT["function"])},
+    ],
+)
+def test_arguments_of_a_call_are_not_encoded_twice(more: Any, tokenizer: Any) -> None:
+    found = read_conversation([*TALK[1:2], {"role": "assistant", "content": None, **more}], "messages", WHERE)
+    assert isinstance(found, Conversation)
+    tokenizer.chat_template = WITH_TOOLS
+    assert render(tokenizer, found) == 'user:Hi?|assistant:f={"a": 1}|'
+    tokenizer.chat_template = WITH_TOOLS.replace("c.function.arguments | tojson", "'<' + c.function.arguments + '>'")
+    assert render(tokenizer, found) == 'user:Hi?|assistant:f=<{"a": 1}>|'  # a template that reads text alone
+
+
+@pytest.mark.parametrize("calls", ["f(1)", ["f"], 7, [["f"]]])
+def test_calls_that_are_no_objects_are_a_broken_record(calls: Any) -> None:
+    with pytest.raises(BrokenRecord, match="message 1 of messages: has tool_calls that are no list of objects"):
+        read_conversation([{"role": "assistant", "content": "", "tool_calls": calls}], "messages", WHERE)
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_arguments_of_a_record_reach_the_template(as_text: bool, tokenizer: Any) -> None:
     record: dict[str, Any] = {"tools": [{"type": "function"}], "chat_template_kwargs": {"mode": "brief "}}
