@@ -11,7 +11,8 @@ next one runs; the exit code is 1 then.
 
 Files in WORK that have the right SHA-256 are not made again, so a GPU machine without a network needs only these,
 joined by `cat` if they came in parts: smollm2.gguf, gemma3.gguf, texts/c4_eval.txt, texts/chat_eval.txt (SmolLM2),
-texts/chat_eval_plain.txt (Gemma), and DATA: wikitext2/train.txt, wikitext2/test.txt, ptb/test.txt.
+texts/chat_eval_plain.txt (Gemma), and DATA: wikitext2/train.txt, wikitext2/test.txt, ptb/test.txt. A folder WORK/gemma3
+of the dequantized model stands for its file, where transformers reads the file's tokenizer wrongly.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class Model:
     """A real model in memory, and the texts that judge what is made of it."""
 
     def __init__(self, args: argparse.Namespace, name: str) -> None:
-        self.args, self.name, self.source = args, name, model_file(args.work, name)
+        folder = args.work / name
+        self.args, self.name, self.source = args, name, folder if folder.is_dir() else model_file(args.work, name)
         self.device = "cpu" if args.device == "cpu" else "auto"
         folder = resolve(str(self.source))
         tokenizer = load_tokenizer(folder)

@@ -74,7 +74,7 @@ from typing import Any, Literal, TypedDict
 #: Keywords that differ from the option of their name.
 KEYWORDS = {
     "act_budget": "Bytes of calibration activations kept in RAM; more go to disk [all].",
-    "calib": f"Calibration text, or a list of texts, each with `:WEIGHT` behind it or not: {CALIBRATION} [c4].",
+    "calib": f"Calibration text, or a list of texts, each with `:WEIGHT` behind it or not: {CALIBRATION} [packaged].",
     "probe": "Measure a part of a long run to estimate its duration.",
     "gpu_memory": "Plan for a GPU with so many bytes of memory, which need not be here.",
     "max_shard_size": "Most bytes of one weight file [2 GiB].",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -39,6 +40,8 @@ BFLOAT16 = ("gemma",)
 PLAIN = ("token_embd.weight", "output.weight")
 #: The tensor that divides the frequencies of rotary positions, which transformers' reader leaves out.
 FACTORS = "rope_freqs.weight"
+#: A piece of a vocabulary that is a word, with the sign of the space before it; and the most that are tried.
+WORD, WORDS = re.compile("[▁Ġ]?[A-Za-z]{4,}"), 200
 #: Values that are dequantized at a time.
 PIECE = 2**22
 #: Key of the metadata -> entry in front of a model card.
@@ -123,6 +126,7 @@ def _open(path: Path, file: StoredFile, folder: Path) -> GgufSource:
     with _refused(path, "transformers cannot make a tokenizer of it"):
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=path.name, local_files_only=True)
         tokenizer.save_pretrained(folder)
+    require_words(path, tokenizer)
     _require_template(path, getattr(tokenizer, "chat_template", None))
     described = {**config.to_diff_dict(), "architectures": [type(module).__name__]}
     described["dtype"] = str(read.dtype).removeprefix("torch.")
@@ -316,6 +320,27 @@ def _require_dequantizable(path: Path, header: GgufHeader) -> None:
         kind = gguf.GGMLQuantizationType(number)
         with _refused(path, f"the package gguf does not dequantize {kind.name}"):
             gguf.dequantize(torch.zeros(1, gguf.GGML_QUANT_SIZES[kind][1], dtype=torch.uint8).numpy(), kind)
+
+
+def require_words(path: Path, tokenizer: Any) -> None:
+    """Raise CheckpointError for a tokenizer that splits most words of its own vocabulary.
+
+    Some releases of transformers lose the merges of a family (5.17: Gemma), and the model then reads other tokens.
+    """
+    import transformers
+
+    words = sorted(piece for piece in tokenizer.get_vocab() if WORD.fullmatch(piece))
+    some = words[:: -(-len(words) // WORDS)] if words else []
+    texts = [tokenizer.convert_tokens_to_string([word]) for word in some]
+    split = sum(len(tokenizer(text, add_special_tokens=False).input_ids) > 1 for text in texts)
+    if 2 * split > len(some):
+        raise CheckpointError(
+            f"transformers {transformers.__version__} reads its tokenizer wrongly: {split} of {len(some)} words of its "
+            "vocabulary are split",
+            "install a newer transformers",
+            ORIGINAL,
+            subject=path,
+        )
 
 
 def _require_template(path: Path, templates: str | Mapping[str, str] | None) -> None:

@@ -28,7 +28,7 @@ _MORE: dict[str, dict[str, Any]] = {
         "multiple": True,
         "metavar": "SOURCE[:WEIGHT]",
         "shell_complete": completers.texts,
-        "help": f"Calibration text: {CALIBRATION} [c4]; repeatable, the weights are relative.",
+        "help": f"Calibration text: {CALIBRATION} [packaged]; repeatable, the weights are relative.",
     },
     "template_args": {
         "type": TemplateArguments(),

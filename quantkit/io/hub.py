@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from quantkit.errors import CheckpointError
-
 UNREACHABLE = "the hub cannot be reached and nothing is cached"
 #: Classes of exceptions for a missing connection, by name: the hub's client has had three HTTP libraries, each with
 #: classes of its own.
 MISSING = {"ConnectionError", "TimeoutError", "TransportError", "LocalEntryNotFoundError"}
-
-
-class HubUnreachable(CheckpointError):
-    """A download that failed because no connection to the hub was possible, or none was allowed."""
 
 
 def is_unreachable(error: BaseException) -> bool:

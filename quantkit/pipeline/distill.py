@@ -130,7 +130,7 @@ def distill(
         src.require_unchanged()  # so the hashes are of the bytes read
         for line in (late := [*edited, *(line for line in src.notices if line not in known)]):
             progress.note(line)
-        report["notices"] = list(dict.fromkeys([*report["notices"], *late, *text.warnings, *text.notices]))
+        report["notices"] = list(dict.fromkeys([*report["notices"], *late, *text.notices]))
         return finish(
             writer,
             src,

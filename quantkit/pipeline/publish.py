@@ -247,13 +247,10 @@ def _times(writer: CheckpointWriter, clock: Clock) -> tuple[dict[str, float], fl
     return found, sum(found.values())
 
 
-def publish_complete(
-    partial: Path, out: Path, recipes: Iterable[Recipe], src: Checkpoint, overwrite: bool
-) -> dict[str, Any]:
-    """Publish the folder of a run that was stopped before its last step, if the source and one of `recipes` match."""
+def publish_complete(partial: Path, out: Path, recipe: Recipe, src: Checkpoint, overwrite: bool) -> dict[str, Any]:
+    """Publish the folder of a run that was stopped before its last step, if the source and the recipe match."""
     report = load_report(partial)
-    known = {recipe.sha256() for recipe in recipes}
-    if report.get("recipe_sha256") not in known or report["source"].get("files") != source_hashes(src)[0]:
+    if report.get("recipe_sha256") != recipe.sha256() or report["source"].get("files") != source_hashes(src)[0]:
         raise CheckpointError(
             "holds the result of another recipe or source",
             "remove it",

@@ -62,7 +62,6 @@ from quantkit.recipes.patterns import require_effect
 from quantkit.recipes.recipe import Recipe, goals_of, without_paths
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from quantkit.text.sequences import Calibration, draw_calibration
-from quantkit.text.sources import PACKAGED
 from quantkit.text.tokenizer import load_tokenizer
 
 #: Streamed work is committed to the journal in steps of about this many source bytes.
@@ -132,7 +131,7 @@ def plan(
     return replace(
         job.plan,
         calibration=facts,
-        remarks=(*job.plan.remarks, *text.warnings, *text.notices, *bounded, *why),
+        remarks=(*job.plan.remarks, *text.notices, *bounded, *why),
         duration=None if duration is None else (duration.low, duration.high),
     )
 
@@ -269,10 +268,6 @@ def _require_runnable(job: _Job, out: Path | None, run: RunOptions, is_plan: boo
         )
     if recipe.calibrated:
         check_sequences(recipe, job.model, text.sequences)
-    if text.facts.get("source") == PACKAGED:
-        recipe = with_packaged_text(recipe)
-        job = job._replace(recipe=recipe)
-        job = job._replace(plan=_with_files(job))
     lengths = [len(sequence) for sequence in text.sequences]
     tokens = sum(lengths)
     of_rank = max(sum(lengths[part.start : part.stop]) for part in split_documents(lengths, count))
@@ -409,8 +404,7 @@ def _quantize(
     with staging(out, resume=run.resume, overwrite=run.overwrite, source=src.home, notice=lacking.append) as partial:
         if is_complete(partial):
             here.broadcast(None)
-            same = [without_paths(asked), without_paths(with_packaged_text(asked))]
-            return publish_complete(partial, out, same, src, run.overwrite)
+            return publish_complete(partial, out, without_paths(asked), src, run.overwrite)
         if recipe.calibrated and recipe.calibration.is_written:
             save_text(partial / WRITTEN, text)
         writer = CheckpointWriter(partial, like=src, layout=recipe.output_layout)
@@ -421,7 +415,7 @@ def _quantize(
         }
         if src.low_bit is not None:
             report["source"]["weights"] = f"{src.low_bit}, dequantized"
-        report["notices"] += [*text.warnings, *text.notices, *lacking]
+        report["notices"] += [*text.notices, *lacking]
         for notice in lacking:
             progress.note(notice)
         # A NaN in the last block would cost the whole run.
@@ -621,21 +615,12 @@ def calibration_text(
         split=calib.split,
         template_args=calib.template_args,
         skip_bad_records=calib.skip_bad_records,
-        may_replace=not calib.chosen,
         write=write,
     )
     if progress is not None:
-        for warning in text.warnings:
-            progress.warn(warning)
         for notice in text.notices:
             progress.note(notice)
     return text
-
-
-def with_packaged_text(recipe: Recipe) -> Recipe:
-    """Return the recipe with the packaged text, unless it chose its own text."""
-    calib = recipe.calibration
-    return recipe if calib.chosen else replace(recipe, calibration=replace(calib, data=PACKAGED))
 
 
 def _known(job: _Job) -> dict[str, Any]:

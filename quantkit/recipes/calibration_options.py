@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta
@@ -10,7 +10,7 @@ from msgspec import Meta
 from quantkit.errors import RecipeError, Setting, Words
 from quantkit.keys import Count, Positive, check, key
 from quantkit.text.conversations import RESERVED
-from quantkit.text.sources import SELF
+from quantkit.text.sources import PACKAGED, SELF
 
 Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
 
@@ -19,13 +19,12 @@ Sources = Annotated[tuple[str, ...], Meta(min_length=1)]
 class Calib:
     """Name the calibration text: a data set, file or mixture, the number of sequences, their maximum length, the seed.
 
-    `data` is a source, or a tuple of them with weights (`a.jsonl:0.5`). Data that were not `chosen`, but left to the
-    default, may be replaced by the packaged text. RecipeError for a value out of range.
+    `data` is a source, or a tuple of them with weights (`a.jsonl:0.5`). RecipeError for a value out of range.
     """
 
     data: str | Sources = key(
         "Calibration text",
-        default="c4",
+        default=PACKAGED,
         level="shown",
         keyword="calib",
         typed="str | Path | Iterable[str | Path] | None",
@@ -97,7 +96,6 @@ class Calib:
         "Records without text are always left out, and counted.",
         when="For large data sets with a few faults.",
     )
-    chosen: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
         check(self, "calibration")

@@ -222,10 +222,8 @@ def _scheme(format: str = "int4", group_size: Any = ..., symmetric: bool = True,
 def _read_shared(asked: dict[str, Any]) -> dict[str, Any]:
     """Make the calibration text and the patterns that stay dense from the values read."""
     calib = asked.get("calibration", {})
-    data = calib.get("data", Calib.data)
-    if len(data) == 1:  # a list of one source
-        data = data[0]
-    calib = {**calib, "data": data, "chosen": "data" in calib}
+    if len(calib.get("data", ())) == 1:  # a list of one source
+        calib = {**calib, "data": calib["data"][0]}
     skip = tuple(map(_pattern, asked.get("skip", RecipeKeys.skip)))
     return {**asked, "calibration": Calib(**calib), "skip": skip}
 

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import FILE, CheckpointError, RecipeError, Setting, Words
-from quantkit.io.hub import UNREACHABLE, HubUnreachable
 from quantkit.io.paths import at_home
 from quantkit.text.conversations import BrokenRecord, Conversation, has_chat_template, names_unread, render
 from quantkit.text.sources import PACKAGED, SELF, Documents, kind_of, load_documents, name_of_text
@@ -38,13 +37,12 @@ MOST_NAMES = 8
 class Calibration:
     """Hold calibration sequences, int64 `[t]` each, and the facts about them for report and journal.
 
-    `notices` and `warnings` are lines about the data for the user; a warning names text that nobody asked for.
+    `notices` are lines about the data for the user.
     """
 
     sequences: list[Tensor]
     facts: dict[str, Any]
     notices: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
 
 
 def draw_calibration(
@@ -59,7 +57,6 @@ def draw_calibration(
     split: str | None = None,
     template_args: Mapping[str, Any] | None = None,
     skip_bad_records: int = 0,
-    may_replace: bool = False,
     write: Write | None = None,
 ) -> Calibration:
     """Draw `samples` token sequences of a source, or of a mixture, by `seed` (ALGORITHMS 2).
@@ -73,8 +70,7 @@ def draw_calibration(
     are arguments of the chat template for every conversation. Records without text are left out, and so are at most
     `skip_bad_records` broken ones of each source.
 
-    `may_replace`: the packaged text stands in for a data set if the hub cannot be reached. It is drawn as any source,
-    so it too is refused if it holds too few documents or tokens. CheckpointError if a source holds too little.
+    CheckpointError if a source holds too little.
 
     `write` is called for the sequences of the source `self`, once all others are drawn.
     """
@@ -88,7 +84,6 @@ def draw_calibration(
         raise RecipeError(
             rule, "drop it", subject=Setting("calib", SELF) if write is None else Setting("lengths", lengths)
         )
-    warnings: list[str] = []
     notices: list[str] = []
     every: list[Tensor] = []
     each: list[dict[str, Any]] = []
@@ -100,7 +95,7 @@ def draw_calibration(
             each.append({"source": SELF, "share": float(share), **sizes, **facts, **_digest(sequences)})
             every += sequences
             continue
-        found = _load(source, text_column, split, skip_bad_records, warnings if may_replace else None)
+        found = load_documents(source, text_column=text_column, split=split, skip_bad_records=skip_bad_records)
         name = name_of_text(found.source)
         tokens = _Tokens(found, tokenizer, template_args or {})
         sequences, facts = _draw(tokens, counts[source], max_length, seed, lengths, notices)
@@ -109,7 +104,14 @@ def draw_calibration(
         every += sequences
         if not found.conversations:
             plain.append(name)
-    if len(plain) == len(each) and has_chat_template(tokenizer):
+    if plain == [PACKAGED] and len(each) == 1:
+        notices.append(
+            Words(
+                "the text that comes with quantkit calibrates: give text like the model's use with",
+                Setting("calib", FILE),
+            )
+        )
+    elif len(plain) == len(each) and has_chat_template(tokenizer):
         notices.append(
             Words(
                 f"the model has a chat template, and plain text calibrates it ({', '.join(plain)}): conversations "
@@ -129,27 +131,7 @@ def draw_calibration(
         **_digest(every),
         "sources": each,
     }
-    return Calibration(every, facts, tuple(notices), tuple(warnings))
-
-
-def _load(
-    name: str, text_column: str | None, split: str | None, skip_bad_records: int, replaced: list[str] | None
-) -> Documents:
-    """Load a source; if the hub is not reached, the packaged text instead, with a warning in `replaced` unless None."""
-    try:
-        return load_documents(name, text_column=text_column, split=split, skip_bad_records=skip_bad_records)
-    except HubUnreachable:
-        if replaced is None:
-            raise
-    found = load_documents(PACKAGED)
-    replaced.append(
-        Words(
-            f"{name}: {UNREACHABLE}: the text that comes with quantkit calibrates instead ({len(found.texts)} "
-            "pieces of Python's documentation); give text like the model's use with",
-            Setting("calib", FILE),
-        )
-    )
-    return found
+    return Calibration(every, facts, tuple(notices))
 
 
 def find_shares(sources: Iterable[str]) -> dict[str, Fraction]:

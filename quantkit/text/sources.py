@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from quantkit.errors import FILE, NAME, CheckpointError, Option, Setting, Words, reason
-from quantkit.io.hub import UNREACHABLE, HubUnreachable, is_unreachable
+from quantkit.io.hub import UNREACHABLE, is_unreachable
 from quantkit.text.conversations import Conversation
 from quantkit.text.records import LeftOut, decoded, documents, evaluated, file_rows, table_rows
 
@@ -138,8 +138,8 @@ def load_documents(
     folder of a data set (`split`, else `train`), a file, or `packaged`. Records (.json, .jsonl, .parquet, data sets)
     have a text or a list of messages under `text_column`, else under `text`, `messages` or `conversations`. Those
     without text are left out, and so are at most `skip_bad_records` broken ones. Plain text is split at WikiText's
-    ` = Title = ` lines if it has any, else at blank lines. HubUnreachable without a connection; CheckpointError for a
-    source that is missing, empty, unreadable or broken.
+    ` = Title = ` lines if it has any, else at blank lines. CheckpointError for a source that is
+    missing, empty, unreadable or broken.
     """
     kind, undivided, left_out = kind_of(source), False, LeftOut(skip_bad_records)
     texts: list[str | Conversation]
@@ -151,7 +151,7 @@ def load_documents(
         texts = [*found]
     elif kind == "packaged":
         texts = [json.loads(line)["text"] for line in gzip.decompress(PACKAGED_FILE.read_bytes()).splitlines()]
-        rule = "quantkit's own text, Python's documentation in pieces"
+        rule = "quantkit's own text: articles, small talk and documentation in pieces"
     elif kind == "plain text":
         found, rule = _split(decoded(Path(source)))
         texts, undivided = [*found], len(found) == 1
@@ -175,7 +175,7 @@ def load_evaluation_text(source: str) -> tuple[str, str]:
 
     Data sets give their test split, rows joined as in the published figures (`c4`: the first 1100 documents of its
     first validation file). A .txt file is used unchanged; the texts of records are joined by blank lines.
-    HubUnreachable and CheckpointError as for `load_documents`.
+    CheckpointError as for `load_documents`.
     """
     if source in NAMED:
         named = NAMED[source]
@@ -255,7 +255,7 @@ def _not_loaded(source: str, error: Exception, option: str) -> CheckpointError:
     """Return the error of a data set that cannot be loaded; `option` is where this command takes a file."""
     way = Words(f"give a {', '.join(SUFFIXES)} file with", option)
     if is_unreachable(error):
-        return HubUnreachable(UNREACHABLE, way, subject=source)
+        return CheckpointError(UNREACHABLE, way, subject=source)
     name = f" (the data set {NAMED[source].repository})" if source in NAMED else ""
     return CheckpointError(
         f"cannot be loaded ({reason(error)})",

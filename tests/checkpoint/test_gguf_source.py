@@ -18,6 +18,7 @@ from quantkit.api import eval_ppl, quantize
 from quantkit.checkpoint import gguf_source
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.resolve import resolve
+from quantkit.cli.demo import MODEL
 from quantkit.errors import CheckpointError, QuantkitError
 from quantkit.io.gguf_header import read_gguf_header
 from quantkit.pipeline.inspection import describe
@@ -113,6 +114,19 @@ def test_tokenizer_and_chat_template_are_those_of_the_model(llama: tuple[Path, P
     assert found(text)["input_ids"] == expected(text)["input_ids"]
     assert found.chat_template == CHAT_TEMPLATE
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"] == 256
+
+
+def test_a_tokenizer_that_lost_its_merges_is_refused(llama: tuple[Path, Path], tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
+
+    whole = load_tokenizer(MODEL)
+    gguf_source.require_words(tmp_path, whole)
+    state = json.loads(whole.backend_tokenizer.to_str())
+    state["model"]["merges"] = []
+    broken = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(state)))
+    with pytest.raises(CheckpointError, match=r"reads its tokenizer wrongly: \d+ of \d+ words .* newer transformers"):
+        gguf_source.require_words(tmp_path, broken)
 
 
 def test_perplexity_of_a_file_is_that_of_its_weights(llama: tuple[Path, Path], tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit.algorithms import hessian
 from quantkit.calibration.budget import SAVED_BLOCKS
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.checkpoint.report import REPORT, digest
@@ -98,7 +97,6 @@ def test_on_a_gpu_what_runs_beside_and_what_runs_ahead_changes_no_byte(
         monkeypatch.setitem(job.BESIDE, "cuda", ahead)
         monkeypatch.setitem(SAVED_BLOCKS, "cuda", 1)
         monkeypatch.setitem(block_runner.CALLS_BYTES, "cuda", 2**28 if ahead else 0)
-        monkeypatch.setitem(hessian.EVERY_TOKEN, "cuda", ahead)
         quantize(small_llama, tmp_path / f"{ahead}", from_mapping(gptq(calib)), device="cuda")
     assert hashes(tmp_path / "True") == hashes(tmp_path / "False")
 

@@ -94,7 +94,7 @@ def test_it_is_a_source_of_mixtures_as_any_other(model: Path, tmp_path: Path) ->
 
 def test_distill_takes_it(model: Path, tmp_path: Path) -> None:
     quantize(model, tmp_path / "rounded", from_mapping({"method": "rtn", "clip": "none"}))
-    calib = Calib(data="self", samples=4, max_length=24, chosen=True)
+    calib = Calib(data="self", samples=4, max_length=24)
     found = distill(tmp_path / "rounded", tmp_path / "out", model, calib, steps=1, device="cpu")
     assert found["distillation"]["source"] == "self"
 

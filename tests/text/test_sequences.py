@@ -229,24 +229,12 @@ def test_a_column_or_split_without_a_use_is_refused(tmp_path: Path, tokenizer: A
         draw_calibration(source, tokenizer, **options, text_column="x")
 
 
-@pytest.fixture
-def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise ConnectionError("Couldn't reach the Hub")
-
-    monkeypatch.setattr("datasets.load_dataset", refuse)
-
-
-@pytest.mark.usefixtures("no_hub")
-def test_the_packaged_text_replaces_only_what_nobody_chose(tokenizer: Any) -> None:
+def test_the_packaged_text_says_that_it_calibrates_and_what_may_do_better(tokenizer: Any) -> None:
     options = {"samples": 3, "max_length": 64, "seed": 0}
-    with pytest.raises(CheckpointError, match=r"c4: the hub cannot be reached and nothing is cached: .* --calib FILE$"):
-        draw_calibration("c4", tokenizer, **options)
-    found = draw_calibration("c4", tokenizer, **options, may_replace=True)
-    (warning,) = found.warnings
-    assert warning.startswith("c4: the hub cannot be reached") and "--calib FILE" in warning
+    found = draw_calibration("packaged", tokenizer, **options)
     assert found.facts["source"] == "packaged"
-    asked = draw_calibration("packaged", tokenizer, **options)
-    assert (asked.facts, asked.warnings) == (found.facts, ())
+    assert [str(line) for line in found.notices] == [
+        "the text that comes with quantkit calibrates: give text like the model's use with --calib FILE"
+    ]
     with pytest.raises(CheckpointError, match=r"packaged: holds .* usable documents, 9999 were asked for"):
-        draw_calibration("c4", tokenizer, samples=9999, max_length=64, seed=0, may_replace=True)
+        draw_calibration("packaged", tokenizer, samples=9999, max_length=64, seed=0)

@@ -124,7 +124,7 @@ def test_without_a_hub_a_data_set_gives_one_line_with_this_commands_option(
     run = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=120)
     last = run.stderr.strip().splitlines()[-1]
     says = "the hub cannot be reached and nothing is cached: give a .txt, .json, .jsonl, .parquet file with"
-    assert last == f"quantkit.io.hub.HubUnreachable: {source}: {says} {option} FILE"
+    assert last == f"quantkit.errors.CheckpointError: {source}: {says} {option} FILE"
 
 
 def test_a_named_column_is_read_instead(tmp_path: Path) -> None:

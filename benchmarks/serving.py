@@ -1,0 +1,237 @@
+"""Measure vLLM's decoding speed on folders of one shape: dense, in public layouts, and in those of quantkit's kernels.
+
+`make` writes a folder with random weights, whose linears of one shape share a weight; a dense one is its config.json
+alone, which vLLM fills itself. `time` starts the engine once for each folder, in a process of its own, and appends rows
+to a CSV. A step is (seconds with 129 new tokens - seconds with 1) / 128, each the median of three runs, prompts of 32
+tokens, float16: scheduler and sampler are included. Folders may have engine arguments behind them, as
+`FOLDER@linear_backend=marlin@tensor_parallel_size=2`; `@compile` has torch.compile too, not CUDA graphs alone.
+
+Compare rows of one run on one card only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+LENGTH, NEW, RUNS = 32, 128, 3
+MARK = "ROW "
+COLUMNS = ("folder", "options", "layers", "batch", "step_ms", "tokens_per_s", "prompt_ms", "load_s", "gpu", "vllm")
+#: What vLLM may not do on a machine without a network.
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_USE_DEEP_GEMM": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # The engine in this process, and functions of ours in its workers: both to name the classes that multiply.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    maker = commands.add_parser("make", help="write a folder of random weights")
+    maker.add_argument("out", type=Path)
+    maker.add_argument("layout", help="a layout of quantkit, or dense")
+    maker.add_argument("scheme", nargs="?", help="as int4:g128")
+    maker.add_argument("--shape", default="llama3-8b", help="a shape of `quantkit bench generate` [%(default)s]")
+    maker.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
+    timer = commands.add_parser("time", help="measure folders")
+    timer.add_argument("folders", nargs="+", metavar="FOLDER[@KEY=VALUE]")
+    timer.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
+    timer.add_argument("--timeout", type=float, default=300, help="seconds of a folder [%(default)s]")
+    timer.add_argument("--logs", type=Path, help="folder for the engines' output")
+    timer.add_argument("-o", "--out", type=Path, required=True, help="CSV to append to")
+    timer.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.command == "make":
+        make(args.out, args.layout, args.scheme, args.shape, args.blocks)
+    elif args.child:
+        measure(args.folders[0], args.batch)
+    else:
+        sys.exit(0 if all([run(args, spec) for spec in args.folders]) else 1)
+
+
+def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | None) -> None:
+    """Write a folder of the shape of a Llama, packed in a layout."""
+    import torch
+    from safetensors.torch import save_file
+
+    from quantkit.bench.random_model import DENSE, random_weight
+    from quantkit.bench.workloads import CONFIGS
+    from quantkit.core.scheme import Scheme
+    from quantkit.engines.output_config import quantization_config
+    from quantkit.layouts import LAYOUTS
+    from quantkit.layouts.schemes import Schemes
+
+    config: dict[str, Any] = {**CONFIGS[shape]}
+    blocks = config["num_hidden_layers"] = blocks or config["num_hidden_layers"]
+    width, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    head = width // config["num_attention_heads"]
+    config |= {"architectures": ["LlamaForCausalLM"], "dtype": "float16", "head_dim": head, "bos_token_id": 0}
+    config |= {"eos_token_id": 1, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
+    kv = config["num_key_value_heads"] * head
+    shapes = {f"self_attn.{name}_proj": (n, width) for name, n in zip("qkvo", (width, kv, kv, width), strict=True)}
+    shapes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    out.mkdir(parents=True)
+    if layout != DENSE:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        scheme, form = Scheme.parse(label or "int4:g128"), LAYOUTS[layout]
+        modules = [f"model.layers.{block}.{name}" for block in range(blocks) for name in shapes]
+        config["quantization_config"] = quantization_config(form, Schemes(scheme, (), ("lm_head",)), modules, None)
+        packed = {size: form.pack(random_weight(scheme, *size, device)) for size in set(shapes.values())}
+        index: dict[str, str] = {}
+
+        def put(file: str, tensors: dict[str, torch.Tensor]) -> None:
+            save_file(
+                {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, out / file, {"format": "pt"}
+            )
+            index.update(dict.fromkeys(tensors, file))
+
+        def norm() -> torch.Tensor:
+            return torch.ones(width, dtype=torch.float16)
+
+        for block in range(blocks):
+            start = f"model.layers.{block}."
+            weights = {
+                f"{start}{name}.{key}": t.clone() for name, n_k in shapes.items() for key, t in packed[n_k].items()
+            }
+            norms = {f"{start}{name}_layernorm.weight": norm() for name in ("input", "post_attention")}
+            put(f"model-{block:05}.safetensors", {**weights, **norms})
+        draws = torch.Generator(device).manual_seed(0)
+        tables = [torch.randn(vocabulary, width, device=device, generator=draws).half() for _ in range(2)]
+        rest = {"model.embed_tokens.weight": tables[0], "lm_head.weight": tables[1] * width**-0.5}
+        put("model-rest.safetensors", {**rest, "model.norm.weight": norm()})
+        (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
+    (out / "config.json").write_text(json.dumps(config, indent=1))
+
+
+def run(args: argparse.Namespace, spec: str) -> bool:
+    """Measure a folder in a process of its own and append its rows; return whether it ran."""
+    command = [sys.executable, __file__, "time", spec, "--child", "-o", str(args.out), "--batch", *map(str, args.batch)]
+    try:
+        done = subprocess.run(
+            command, env={**ENVIRONMENT, **os.environ}, capture_output=True, text=True, timeout=args.timeout
+        )
+        text, code = done.stdout + done.stderr, done.returncode
+    except subprocess.TimeoutExpired as error:
+        text, code = "".join(map(_decoded, (error.stdout, error.stderr))), 1
+    if args.logs:
+        args.logs.mkdir(parents=True, exist_ok=True)
+        name = f"{Path(spec.partition('@')[0]).name}@{spec.partition('@')[2]}".replace("/", "_")
+        (args.logs / f"{name}.log").write_text(text)
+    rows = [json.loads(line[len(MARK) :]) for line in text.splitlines() if line.startswith(MARK)]
+    new = not args.out.exists()
+    with args.out.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if new:
+            writer.writeheader()
+        writer.writerows(rows)
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    if len(rows) == len(args.batch):
+        return True
+    errors = [line for line in text.splitlines() if "Error" in line] or text.splitlines()
+    print(f"FAILED: {spec} (exit code {code}): {' | '.join(errors[-3:])}", flush=True)
+    return False
+
+
+def measure(spec: str, batches: list[int]) -> None:
+    """Start the engine on a folder, and print a row for each batch size."""
+    folder, *options = spec.split("@")
+    compiled = "compile" in options
+    asked = {key: _value(value) for key, _, value in (option.partition("=") for option in options if "=" in option)}
+    import torch
+    import vllm
+
+    engine: dict[str, Any] = {
+        "model": folder,
+        "dtype": "float16",
+        "max_model_len": 512,
+        "max_num_seqs": max(batches),
+        "max_num_batched_tokens": max(2048, LENGTH * max(batches)),
+        "gpu_memory_utilization": 0.6,
+        "kv_cache_memory_bytes": 8 << 30,
+        "seed": 0,
+        "enable_prefix_caching": False,
+        "skip_tokenizer_init": True,
+        "disable_log_stats": True,
+        "compilation_config": {"cudagraph_capture_sizes": batches},
+    }
+    if not compiled:
+        engine["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+    if not any(Path(folder).glob("*.safetensors")):
+        engine["load_format"] = "dummy"
+    begun = time.perf_counter()
+    model = vllm.LLM(**{**engine, **asked})
+    load = round(time.perf_counter() - begun, 1)
+    vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    random = torch.Generator().manual_seed(1)
+    layers = ";".join(sorted(model.apply_model(served)[0]))
+
+    def seconds(prompts: list[dict[str, Any]], new: int) -> float:
+        sampling = vllm.SamplingParams(max_tokens=new, temperature=0.0, ignore_eos=True, detokenize=False)
+        begun = time.perf_counter()
+        model.generate(prompts, sampling, use_tqdm=False)
+        return time.perf_counter() - begun
+
+    for batch in batches:
+        drawn = torch.randint(10, vocabulary, (batch, LENGTH), generator=random).tolist()
+        prompts = [{"prompt_token_ids": tokens} for tokens in drawn]
+        seconds(prompts, 8)
+        short = statistics.median(seconds(prompts, 1) for _ in range(RUNS))
+        step = (statistics.median(seconds(prompts, 1 + NEW) for _ in range(RUNS)) - short) / NEW
+        row = {
+            "folder": Path(folder).name,
+            "options": "@".join(options),
+            "layers": layers,
+            "batch": batch,
+            "step_ms": round(1e3 * step, 3),
+            "tokens_per_s": round(batch / step, 1),
+            "prompt_ms": round(1e3 * short, 2),
+            "load_s": load,
+            "gpu": torch.cuda.get_device_name(),
+            "vllm": vllm.__version__,
+        }
+        print(MARK + json.dumps(row), flush=True)
+    sys.stderr.flush()
+    os._exit(0)  # an engine that is torn down in order may wait for minutes
+
+
+def served(model: Any) -> set[str]:
+    """Name the classes that multiply in the linears of a loaded model."""
+    found = set()
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if method is not None and hasattr(module, "input_size"):
+            kernel = getattr(getattr(module, "scheme", None), "kernel", None)
+            found.add(type(method).__name__ + (f"/{type(kernel).__name__}" if kernel is not None else ""))
+    return found
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _decoded(text: bytes | str | None) -> str:
+    return text.decode(errors="replace") if isinstance(text, bytes) else text or ""
+
+
+if __name__ == "__main__":
+    main()
