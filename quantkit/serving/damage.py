@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from quantkit.checkpoint.provenance import checked
@@ -61,8 +62,7 @@ class FolderCheck:
         rows = max(1, -(-BYTES * len(tensor) // max(1, tensor.nbytes)))
         for start in sorted({len(tensor) * place // PLACES for place in range(PLACES)}):
             part = slice(start, start + rows)
-            given, stored = tensor[part].cpu().contiguous(), self._folder.get(name, part)
-            if raw_bytes(given).tolist() != raw_bytes(stored).tolist():
+            if not torch.equal(raw_bytes(tensor[part].contiguous()), raw_bytes(self._folder.get(name, part))):
                 return False
         return True
 

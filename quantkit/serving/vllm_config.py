@@ -69,6 +69,10 @@ class QuantkitConfig(QuantizationConfig):  # type: ignore[misc]
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> QuantkitConfig:
         """Read a `quantization_config`; CheckpointError if it is malformed, or of a method that quantkit reads not."""
+        from vllm import envs
+
+        if envs.VLLM_BATCH_INVARIANT:
+            raise ValueError("VLLM_BATCH_INVARIANT=1: sums of quantkit's kernels depend on the batch: unset it")
         return cls(*read_config(config, "config.json"))
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -93,16 +94,17 @@ class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
         found = weight.packed()
         for suffix in weight.stored:
             delattr(layer, suffix)
-        for suffix, tensor in found.tensors.items():
-            layer.register_parameter(suffix, nn.Parameter(tensor, requires_grad=False))
+        names = {suffix: f"quantkit_{suffix}" for suffix in found.tensors}  # vLLM takes a `weight` for a dense one
+        for suffix, name in names.items():
+            layer.register_parameter(name, nn.Parameter(found.tensors[suffix], requires_grad=False))
         (n, k), label = found.shape, found.scheme.label
-        layer.quantkit_layout, layer.quantkit_label, layer.quantkit_suffixes = found.layout, label, tuple(found.tensors)
+        layer.quantkit_layout, layer.quantkit_label, layer.quantkit_names = found.layout, label, tuple(names.values())
         layer.quantkit_out = weight.out
         layer.quantkit_handle = prepare(found.layout, label, n, k, weight.out, found.tensors, layer.params_dtype)
 
     def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """Compute `x [..., k] @ weight.T + bias` by the layer's kernel, `[..., out]`."""
-        tensors = [getattr(layer, suffix) for suffix in layer.quantkit_suffixes]
+        tensors = [getattr(layer, name) for name in layer.quantkit_names]
         product: Tensor = torch.ops.quantkit.engine_linear(x, tensors, bias, layer.quantkit_handle, layer.quantkit_out)
         return product
 
@@ -133,6 +135,7 @@ def reordered(name: str) -> LayoutError:
     )
 
 
+@functools.cache
 def require_kernels(device: torch.device) -> None:
     """Raise KernelError if a GPU cannot run quantkit's kernels, or CuPy is missing."""
     if device.type == "cuda" and (problem := kernels.unusable(device)) is not None:

@@ -98,8 +98,8 @@ def loaded(config: Any, rank: int = 0, size: int = 1) -> Any:
 
 def of(layer: Any) -> Tensor:
     """Decode the weight that a layer multiplies with, float32 `[out, k]`."""
-    tensors = {suffix: layer.get_parameter(suffix) for suffix in layer.quantkit_suffixes}
-    left = {name for name, _ in layer.named_parameters(recurse=False)} - {*tensors, "bias"}
+    tensors = {name.removeprefix("quantkit_"): layer.get_parameter(name) for name in layer.quantkit_names}
+    left = {name for name, _ in layer.named_parameters(recurse=False)} - {*layer.quantkit_names, "bias"}
     assert not left, f"left behind: {left}"
     return decoded(
         layer.quantkit_layout, layer.quantkit_label, tensors, layer.quantkit_out, layer.input_size_per_partition
@@ -305,7 +305,7 @@ def check_odd_sizes_are_padded_and_their_bias_counts_once() -> None:
         bias = torch.randn(200)
         layer.bias.weight_loader(layer.bias, bias)
         layer.quant_method.process_weights_after_loading(layer)
-    assert (layer.quantkit_out, layer.qweight.shape[1] * 2) == (200, 256)
+    assert (layer.quantkit_out, layer.quantkit_qweight.shape[1] * 2) == (200, 256)
     assert layer.bias.dtype == torch.float16
     for x in (torch.randn(5, 96).half(), torch.randn(2, 3, 96).half(), torch.randn(0, 96).half()):
         expected = linear(x, q.dequantize(torch.float16), bias.half())
@@ -499,6 +499,15 @@ def check_a_missing_cupy_is_one_line_with_the_command() -> None:
     assert line.startswith("quantkit's kernels cannot run inside vLLM here: CuPy does not load (No module named"), line
     assert "pip install 'quantkit[" in line and "\n" not in line, line
     assert error_of(require_kernels, torch.device("cpu")) == "no error"
+
+
+def check_batch_invariance_is_not_promised() -> None:
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"
+    try:
+        line = error_of(configured, FOLDERS / "marlin")
+    finally:
+        del os.environ["VLLM_BATCH_INVARIANT"]
+    assert "VLLM_BATCH_INVARIANT=1: sums of quantkit's kernels depend on the batch: unset it" in line, line
 
 
 def check_a_dtype_that_no_kernel_takes_is_refused() -> None:
