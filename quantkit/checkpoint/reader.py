@@ -32,7 +32,8 @@ from quantkit.layouts.recast import broken_rule, check_padding, recast
 from quantkit.layouts.schemes import Schemes
 from quantkit.layouts.validation import DAMAGED
 
-CONFIG, QUANTIZATION = "config.json", "quantization_config"
+#: The section of config.json that states the quantization, and its name in compressed-tensors' first releases.
+CONFIG, QUANTIZATION, FORMER = "config.json", "quantization_config", "compression_config"
 #: Dtypes of weights that are not quantized, and of counters and masks beside them.
 _DENSE = (*FLOATS, torch.float64, torch.int64, torch.bool)
 
@@ -82,6 +83,7 @@ class Checkpoint(StoredTensors):
         config_checks.check_sizes(self.config, path / CONFIG, len(self.names()), self.source_bytes)
         self.layout: Layout | None = None
         self.schemes: Schemes | None = None
+        self._section = QUANTIZATION
         self.stated, where = self._quantization_config(listing)
         self.low_bit: str | None = None
         if source is not None:
@@ -261,14 +263,15 @@ class Checkpoint(StoredTensors):
 
     def _quantization_config(self, listing: list[str]) -> tuple[dict[str, Any] | None, str]:
         """Find the quantization config, None for a dense model, and the file that states it."""
+        former = self.config.pop(FORMER, None)  # beside the other name it would be a contradiction in an output
+        if former is not None and self.config.get(QUANTIZATION) is None:
+            self.config[QUANTIZATION], self._section = former, FORMER
         stated = self.config.get(QUANTIZATION)
         text = self.config.get("text_config")
         if stated is None and isinstance(text, dict):  # some wrappers state the language model's dtype there
             stated = text.get(QUANTIZATION)
         if stated is not None and not isinstance(stated, dict):
-            raise CheckpointError(
-                "quantization_config is no object", "remove it or mend it", subject=self.path / CONFIG
-            )
+            raise CheckpointError(f"{self._section} is no object", "remove it or mend it", subject=self.path / CONFIG)
         for name, (method, key) in model_folder.SIDE_FILES.items():
             if stated is None and name in listing:
                 found = json_files.load_json(inside(self.path, name))
@@ -280,7 +283,7 @@ class Checkpoint(StoredTensors):
     def require_quantized(self, method: str, where: str) -> None:
         """Raise CheckpointError if the file `where` states a quantization, and all matrices are dense."""
         if all(self.dtype(name) in _DENSE or len(self.shape(name)) < 2 for name in self.names()):
-            what = f"{QUANTIZATION} from {CONFIG}" if where == CONFIG else where
+            what = f"{self._section} from {CONFIG}" if where == CONFIG else where
             rule = f"{where} states weights quantized by {method}, and all weights are dense"
             raise CheckpointError(rule, f"remove {what}, which is out of date", subject=self.path)
 

@@ -296,6 +296,15 @@ def test_zero_points_that_are_not_packed_give_the_same_weight(tmp_path: Path) ->
     assert torch.equal(of_one(tmp_path / "m", "pack-quantized", args, stored).get("x.weight"), expected)
 
 
+def test_a_config_under_its_former_name_gives_the_same_weight(tmp_path: Path) -> None:
+    fmt, args = "int-quantized", weights(8, "channel")
+    stored = random_weight(fmt, args, 8, 64, torch.bfloat16)
+    config = config_of({"group_0": {"targets": ["Linear"], "weights": args}}, format=fmt)
+    config["compression_config"] = config.pop("quantization_config")
+    src = Checkpoint(folder_of(tmp_path / "m", {f"x.{name}": tensor for name, tensor in stored.items()}, config))
+    assert torch.equal(src.get("x.weight"), decompressed(fmt, args, stored)) and "compression_config" not in src.config
+
+
 def test_scales_of_activations_and_of_the_cache_are_left_out_and_counted(tmp_path: Path) -> None:
     fmt, args = "nvfp4-pack-quantized", floats(4, "tensor_group", 16)
     linears = {f"{i}.attn.{p}": random_weight(fmt, args, 8, 32, torch.bfloat16) for i in range(2) for p in "qkv"}

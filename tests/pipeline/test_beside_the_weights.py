@@ -115,6 +115,19 @@ def test_a_stale_section_of_the_config_is_named(stated: dict[str, Any], model: P
         plan(model, from_mapping(RTN))
 
 
+def test_a_stale_section_of_the_former_name_is_named_and_does_not_survive(model: Path, tmp_path: Path) -> None:
+    stale = compressed("int-quantized", "int")
+    put(model, change(model, compression_config=stale))
+    with pytest.raises(CheckpointError, match=r"dense: remove compression_config from config\.json, which is out of"):
+        plan(model, from_mapping(RTN))
+    quantize(write_model("llama", tmp_path / "other", num_hidden_layers=1), tmp_path / "int4", from_mapping(RTN))
+    config = json.loads((tmp_path / "int4" / "config.json").read_text())
+    (tmp_path / "int4" / "config.json").write_text(json.dumps(config | {"compression_config": stale}))
+    pack(tmp_path / "int4", tmp_path / "gptq", "gptq")
+    made = json.loads((tmp_path / "gptq" / "config.json").read_text())
+    assert "compression_config" not in made and made["quantization_config"]["quant_method"] == "gptq"
+
+
 def test_a_side_file_of_quantized_weights_is_not_stale(model: Path, tmp_path: Path) -> None:
     quantize(model, tmp_path / "gptq", from_mapping({**RTN, "layout": "gptq"}))
     put(tmp_path / "gptq", change(tmp_path / "gptq"))
