@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 from operator import attrgetter
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -74,7 +75,7 @@ def unfuse_experts(
             home = (path if path in spelled else spelled[0], 0)
             if home[0] != path and not is_free(model, home[0]):
                 continue
-            _slice(src, module, parts, found, prefix)
+            _slice(src, module, parts, found, prefix, parts.keys() - whole.get(path, {}))
             sliced += dict.fromkeys(each.name for rows in parts.values() for each in rows)
         else:
             continue
@@ -233,15 +234,27 @@ def _leaves(src: Checkpoint, home: tuple[str, int], found: dict[tuple[int, str],
     return {role: leaves[role] for role in fused.sizes}
 
 
-def _slice(src: Checkpoint, module: nn.Module, stored: dict[str, tuple[Rows, ...]], fused: Fused, prefix: str) -> None:
-    """Present parts of tensors of all experts as the weights and biases of single experts below `prefix`."""
+def _slice(
+    src: Checkpoint,
+    module: nn.Module,
+    stored: dict[str, tuple[Rows, ...]],
+    fused: Fused,
+    prefix: str,
+    converted: AbstractSet[str],
+) -> None:
+    """Present parts of tensors of all experts as the weights and biases of single experts below `prefix`.
+
+    Parameters in `converted` are some rows of the stored tensors, the others are the whole tensor.
+    """
     derived: dict[str, Derived] = {}
     for parameter, parts in stored.items():
         expected, turned = tuple(module.get_parameter(parameter).shape), set[str]()
-        weight = parameter.removesuffix(BIAS)
+        weight, used = parameter.removesuffix(BIAS), sum(len(range(r.start, r.stop, r.step)) for _, r in parts)
         for name in dict.fromkeys(each.name for each in parts):
             shape = src.shape(name)
-            need = expected if len({each.name for each in parts}) == 1 else (expected[0], shape[1], *expected[2:])
+            need = expected
+            if parameter in converted and len(shape) == 3:
+                need = (expected[0], shape[1] * expected[1] // used, *expected[2:])
             swapped = len(shape) == 3 and shape != need and (shape[0], shape[2], shape[1]) == need
             if shape != need and not swapped:
                 raise CheckpointError(

@@ -94,6 +94,7 @@ def test_an_override_cannot_quantize_a_router(folders: dict[str, Path]) -> None:
 #: family -> an expert linear as the output names it, whose stored tensor has other names, rows or shapes in memory
 STORED_OTHERWISE = {
     "inkling2_text": "model.llm.layers.1.mlp.experts.3.up_proj",
+    "inkling_mm_model": "model.llm.layers.0.mlp.shared_experts.0.up_proj",
     "inkling_text": "model.layers.0.mlp.shared_experts.0.gate_proj",
     "jetmoe": "model.layers.1.self_attention.experts.output_linear.2.linear",
     "step3p7": "model.layers.1.moe.experts.0.gate_proj",
