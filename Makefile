@@ -48,10 +48,11 @@ lint: setup
 docs: setup
 	$(BIN)/python docs/generate.py
 
-# Quantize a tiny model of every family that transformers knows, in some 15 minutes; VLLM names a script that asks vLLM,
-# in some 10 minutes more.
+# Quantize a tiny model of every family that transformers knows, in some 15 minutes. VLLM names a script that asks vLLM
+# (tests/census/vllm_folder.py), in some 20 minutes more.
 census: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.census -o benchmarks/census.json $(if $(VLLM),--vllm $(VLLM))
+	$(if $(VLLM),$(BIN)/python -m tests.census.draft_table --vllm $(VLLM) -o benchmarks/census.json)
 	$(BIN)/python -m tests.census.page benchmarks/census.json docs/models.md
 
 check: lint test

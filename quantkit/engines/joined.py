@@ -18,6 +18,7 @@ JOINED = (
         "linear_attn.in_proj_qkvg",
         ("linear_attn.q_proj", "linear_attn.k_proj", "linear_attn.v_proj", "linear_attn.g_proj"),
     ),
+    ("qkvr", ("wq_du", "wk_dv", "wv_dv", "wr_du")),
     ("qkv_proj", ("q_proj", "k_proj", "v_proj")),
     ("gate_up_proj", ("gate_proj", "up_proj")),
     ("gate_up_proj", ("c_fc_0", "c_fc_1")),

@@ -56,7 +56,8 @@ def _part_of_a_name(folder: Folder) -> bool:
 
 
 def _lacks_topk_method(folder: Folder) -> bool:
-    return folder.config.get("model_type") == "deepseek_v3" and folder.config.get("topk_method") != "noaux_tc"
+    routed = folder.config.get("model_type") in ("deepseek_v3", "deepseek_v32", "glm_moe_dsa")
+    return routed and folder.config.get("topk_method") != "noaux_tc"
 
 
 #: Families with draft layers whose class in vLLM 0.26.0 passes over them, by its sources of draft classes, 2026-11-25.
@@ -74,18 +75,19 @@ def _unknown_outside(folder: Folder) -> bool:
 
 #: Model types for which vLLM 0.26.0 has no class, or that are newer, as it said itself (benchmarks/census.json).
 _NO_CLASS = """
-aria_text aya_vision bailing_hybrid bamba bart beam bert bert-generation big_bird bigbird_pegasus biogpt bitnet
-blenderbot blenderbot-small blip blt camembert codegen cohere_compass cohere_compass_text cosmos3_omni cpmant
-ctrl data2vec-text deepseek_ocr2 deepseek_vl deepseek_vl_hybrid diffllama doge dots1 dots3_note dots3_note_text
-electra ernie exaone_moe flint fuyu git glm46v glmga got_ocr2 gpt_neo gpt_neox_japanese granite_docling
-granite_swa granitemoe_swa helium hy_v4 hyperclovax_vision_v2 idefics idefics2 inkling2 inkling2_text
-instructblip instructblipvideo internlm3 iquestcoder janus jetmoe kimi_k25 kolibri1 kosmos-2 kosmos-2.5 lfm3
-lfm3_vl lighton_ocr marian mbart megatron-bert minicpm_ocr minicpmv4_7 minimax minimax_m3_vl_text ministral
-mistral4 mistral_large4 mllama modernbert-decoder molmo2 moshi muse_glimmer muse_spark mvp nanochat
-nemotron_h_omni openai-gpt ovis2 pegasus persimmon phi4_multimodal phimoe pi0 plbart pp_chart2table prophetnet
-qwen2_5_omni_thinker qwen3_omni_moe_thinker recurrent_gemma reformer rembert roberta roberta-prelayernorm
-roc_bert roformer rwkv solar_open trocr unlimited_ocr vaultgemma video_llama_3 video_llava vipllava xglm xlm
-xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba zaya
+apertus1p5 apertus1p5_text aria_text axk2 aya_vision bailing_hybrid bamba bart beam bert bert-generation big_bird
+bigbird_pegasus biogpt bitnet blenderbot blenderbot-small blip blt camembert codegen cohere_compass
+cohere_compass_text cosmos3_omni cpmant ctrl data2vec-text deepseek_ocr2 deepseek_vl deepseek_vl_hybrid diffllama doge
+dory dots1 dots3_note dots3_note_text electra ernie exaone exaone_moe fast_vlm flint fuyu git glm46v glm5_next glmga
+got_ocr2 gpt_neo gpt_neox_japanese granite_docling granite_swa granitemoe_swa helium hy_v4 hy_v4_vl
+hyperclovax_vision_v2 idefics idefics2 inkling2 inkling2_loop inkling2_loop_text inkling2_text instructblip
+instructblipvideo internlm3 iquestcoder janus jetmoe kimi_k25 kolibri1 kosmos-2 kosmos-2.5 lara_mini lfm3 lfm3_vl
+lighton_ocr marian mbart megatron-bert minicpm_ocr minicpmv4_7 minimax minimax_m3_vl_text ministral mistral4
+mistral_large4 mllama modernbert-decoder molmo2 moshi muse_glimmer muse_spark mvp nanochat nemotron_h_omni openai-gpt
+ovis2 pegasus persimmon phi4_multimodal phimoe pi0 plbart pp_chart2table prophetnet qwen2_5_omni_thinker
+qwen3_omni_moe_thinker qwen4_exp qwen4_exp_text recurrent_gemma reformer rembert roberta roberta-prelayernorm roc_bert
+roformer rwkv sarvam_mla sarvam_moe solar_open trocr unlimited_ocr vaultgemma video_llama_3 video_llava vipllava xglm
+xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba zaya
 """
 
 
@@ -193,9 +195,14 @@ TRAITS = {
         ),
     ),
     "no class": Trait(
-        "its model type, for which vLLM 0.26.0 has no class",
+        "its model type, which vLLM 0.26.0 or its transformers does not know",
         "load it with another reader",
         lambda f: f.config.get("model_type") in _NO_CLASS.split(),
+    ),
+    "no gate": Trait(
+        "experts without a gate, whose place vLLM leaves without values in this layout",
+        Words("use", Setting("layout", "compressed-tensors")),
+        lambda f: {m.rpartition(".")[2] for m in f.linears if is_expert(m)} == {"up_proj", "down_proj"},
     ),
     "outside": Trait(
         "tensors outside the model, which vLLM's class does not pass over",
@@ -238,8 +245,8 @@ VLLM = Engine(
     "vllm",
     readers=(
         Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", *_CLASSES), _LOADER),
-        Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", *_SHARED, *_CLASSES), _LOADER),
-        Reader("vLLM", ("awq",), ("mixed", "part", *_SHARED, *_CLASSES), _LOADER),
+        Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", "no gate", *_SHARED, *_CLASSES), _LOADER),
+        Reader("vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", *_CLASSES), _LOADER),
         Reader(PLUGIN, tuple(KERNELS), _OF_PLUGIN, _PLUGIN, is_own=True),
     ),

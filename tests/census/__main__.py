@@ -23,7 +23,7 @@ from tests.census.run import METHODS, TOLERANCE, examine
 def versions() -> dict[str, str]:
     """Return today's date and the versions that decide what a census finds."""
     names = ("quantkit", "transformers", "torch", "compressed_tensors")
-    return {"date": f"{date.today()}", **{name: version(name.replace("_", "-")) for name in names}}
+    return {"date": f"{date.today()}", **{name: version(name.replace("_", "-")).partition("+")[0] for name in names}}
 
 
 def main() -> None:
@@ -33,6 +33,8 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="processes at a time [1]")
     parser.add_argument("-o", "--out", type=Path, required=True, help="JSON file with one row a family")
     parser.add_argument("--vllm", type=Path, help="script that checks folders by vLLM's loader (tests.census.engine)")
+    parser.add_argument("--keep", type=Path, help="folder in which models and outputs by RTN stay, for --vllm later")
+    parser.add_argument("--resume", action="store_true", help="leave out the families that the file has")
     parser.add_argument("--only-vllm", action="store_true", help="ask vLLM again, for the rows that the file has")
     arguments = parser.parse_args()
     if arguments.only_vllm and not arguments.vllm:
@@ -42,6 +44,9 @@ def main() -> None:
     if arguments.only_vllm:
         census = json.loads(arguments.out.read_text(encoding="utf-8"))
         known = [row["family"] for row in census["families"]]
+    if arguments.resume and arguments.out.exists():
+        census["families"] = json.loads(arguments.out.read_text(encoding="utf-8"))["families"]
+    done = set() if arguments.only_vllm else {row["family"] for row in census["families"]}
     chosen = arguments.families.split(",") if arguments.families else known
     if unknown := set(chosen) - {*known}:
         where = arguments.out if arguments.only_vllm else "the installed transformers"
@@ -49,9 +54,11 @@ def main() -> None:
     methods = METHODS if arguments.method == "both" else (arguments.method,)
     if arguments.only_vllm:
         methods = ("rtn",)
+    chosen = [family for family in chosen if family not in done]
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        kept = Path(folder) if arguments.vllm else None
-        for row in _shown(pool.map(lambda family: examine(family, methods, keep=kept), chosen), len(chosen)):
+        kept = arguments.keep or (Path(folder) if arguments.vllm else None)
+        made = [family for family in chosen if kept is None or not (kept / family).exists()]
+        for row in _shown(pool.map(lambda family: examine(family, methods, keep=kept), made), len(made)):
             if not arguments.only_vllm:
                 census["families"].append(row)
                 arguments.out.write_text(json.dumps(census, indent=1) + "\n")

@@ -49,18 +49,19 @@ def is_refusal(verdict: str | None) -> bool:
     return verdict not in (None, OK, NO_CLASS, NEWER)
 
 
-def opened(script: Path, folders: Sequence[Path], limit: float = LIMIT) -> dict[Path, str]:
+def opened(script: Path, folders: Sequence[Path], limit: float = LIMIT, options: Sequence[str] = ()) -> dict[Path, str]:
     """Return folder -> "ok", "no class", "too new" (for its transformers) or vLLM's reason, in the order of `folders`.
 
-    `script` takes folders and `--json`. It prints one object a folder, in order: `folder`, `ok`, and on failure `stage`
-    and `error`. A folder at which it ends, or that it does not answer within `limit` seconds, gets that as its reason.
-    RuntimeError if the script ends without any answer.
+    `script` takes folders, `--json` and `options`. It prints one object a folder, in order: `folder`, `ok`, and on
+    failure `stage` and `error`. A folder at which it ends, or that it does not answer within `limit` seconds, gets that
+    as its reason. RuntimeError if the script ends without any answer.
     """
     found: dict[Path, str] = {}
     waiting, settings = list(folders), os.environ | SETTINGS
     while waiting:
         with tempfile.TemporaryFile("w+") as log:
-            command = [sys.executable, str(script), "--json", "-q", "--option", "model_impl=vllm", *map(str, waiting)]
+            command = [sys.executable, str(script), "--json", "-q", "--option", "model_impl=vllm", *options]
+            command += map(str, waiting)
             with subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True, env=settings
             ) as run:

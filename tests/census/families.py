@@ -16,9 +16,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from tests.census import drafts
 from tests.tiny_models import byte_tokenizer
 
 HIDDEN, INTERMEDIATE, EXPERT, VOCABULARY, POSITIONS = 128, 256, 128, 384, 512
+#: columns that share a scale
+GROUP = 64
 END, FIRST_SPECIAL = 256, 257  # the byte tokenizer's own ids end at 256
 
 #: key of a configuration -> its value in a tiny one, where the default is a number
@@ -188,10 +191,24 @@ MLA = {"qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "qk_head_dim": 192, "v_h
 #: family -> what its tiny configuration needs besides TINY; some keys are those of released models, which engines read
 CHANGES: dict[str, Change] = {
     "bamba": _set(attn_layer_indices=[1]),
+    "apertus1p5": _set(
+        audio_config__codebook_dim=HIDDEN,
+        vision_config__codebook_size=32,
+        audio_config__codebook_size=32,
+        image_token_offset=300,
+        audio_token_offset=332,
+    ),
     "codegen": _set(n_head=4, rotary_dim=16),
+    "dory": _set(
+        num_hidden_layers=6,
+        layer_types=["sliding_attention", "mlp", "full_attention", "mlp", "sliding_attention", "mlp"],
+        **dict.fromkeys(("n_input_layers", "n_recurrent_layers", "n_output_layers"), 2),
+    ),
     "deepseek_v2": _set(num_experts_per_tok=2, first_k_dense_replace=1, n_group=1, topk_group=1, **MLA),
     "deepseek_v3": _set(topk_method="noaux_tc", **MLA),
     "axk1": _set(topk_method="noaux_tc", **MLA),
+    "deepseek_v32": _set(topk_method="noaux_tc"),
+    "glm_moe_dsa": _set(topk_method="noaux_tc"),
     "falcon": _set(ffn_hidden_size=4 * HIDDEN),
     "glm4_moe": _set(head_dim=64),
     "glm4_moe_lite": _set(
@@ -231,7 +248,7 @@ CHANGES: dict[str, Change] = {
     "qwen4_exp": _set(**{f"text_config__{key}": value for key, value in INDEXER.items()}),
     "qwen4_exp_text": _set(**INDEXER),
     "recurrent_gemma": _set(num_hidden_layers=3, num_attention_heads=4, head_dim=32),
-    "longcat_flash": _set(zero_expert_num=2),
+    "longcat_flash": _set(zero_expert_num=2, **MLA),
     "zaya": _set(num_experts_per_tok=1),
     "zamba": _set(
         num_hidden_layers=4,
@@ -247,7 +264,9 @@ CHANGES: dict[str, Change] = {
         layers_block_type=["linear_attention", "hybrid"],
         hybrid_layer_ids=[1],
     ),
-    "mimo_v2_flash": _set(head_dim=192, v_head_dim=128, num_key_value_heads=1),
+    "mimo_v2_flash": _set(
+        head_dim=192, v_head_dim=128, num_key_value_heads=1, layernorm_epsilon=1e-5, hybrid_layer_pattern=[0, 1, 0]
+    ),
     "dbrx": _set(attn_config={"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0}),
     "chameleon": _set(vocabulary_map=IMAGE_TOKENS, vq_config=SMALL_VQ),
     "emu3": _set(vocabulary_map=IMAGE_TOKENS, vq_config__base_channels=32),
@@ -324,30 +343,31 @@ def model_class(family: str) -> str:
     return found if isinstance(found, str) else found[0]
 
 
-def tiny_config(family: str) -> Any:
-    """Return the tiny configuration of a family."""
+def tiny_config(family: str, draft: bool = False) -> Any:
+    """Return the tiny configuration of a family, with a draft layer if released models have some."""
     from transformers import CONFIG_MAPPING
 
     kind = CONFIG_MAPPING[family]
     values = _defaults(kind)
     _shrink(values, iter(range(FIRST_SPECIAL, VOCABULARY)))
     CHANGES.get(family, lambda _: None)(values)
+    if draft and family in drafts.DRAFTS:
+        drafts.text_config(values)[drafts.DRAFTS[family].key] = 1
     config = kind.from_dict(values)
     if hasattr(config, "quantization_config"):  # of the released weights; the tiny ones are dense
         del config.quantization_config
     return config
 
 
-def build(family: str, seed: int = 0) -> nn.Module:
+def build(family: str, seed: int = 0, draft: bool = False) -> nn.Module:
     """Return the tiny random model of a family, in float32; the same weights on every call."""
     import transformers
 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         cls = getattr(transformers, model_class(family))
-        model: nn.Module = (
-            cls(tiny_config(family)) if hasattr(cls, "post_init") else cls._from_config(tiny_config(family))
-        )
+        config = tiny_config(family, draft)
+        model: nn.Module = cls(config) if hasattr(cls, "post_init") else cls._from_config(config)
         spread(model)
     return model.eval()
 
@@ -361,16 +381,21 @@ def spread(model: nn.Module) -> None:
             parameter.data += 0.1 * torch.randn_like(parameter)
 
 
-def write(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16) -> Path:
-    """Write the tiny model of a family, under its published names, with a byte-level tokenizer."""
+def write(family: str, folder: Path, dtype: torch.dtype = torch.bfloat16, draft: bool = False) -> Path:
+    """Write the tiny model of a family, under its published names, with a byte-level tokenizer.
+
+    With `draft`, it has a draft layer if released models have some.
+    """
     from transformers import GenerationConfig
 
-    model: Any = build(family)
+    model: Any = build(family, draft=draft)
     if getattr(model, "generation_config", None) is not None:  # its defaults name tokens beyond the tiny vocabulary
         model.generation_config = GenerationConfig(bos_token_id=END, eos_token_id=END, pad_token_id=END)
     model.to(dtype).save_pretrained(folder)
     if family in NESTED_TOWERS:
         _nest_tower(folder / "model.safetensors")
+    if draft:
+        drafts.add(family, folder)
     byte_tokenizer().save_pretrained(folder)
     return folder
 

@@ -9,7 +9,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tests.census.engine import is_refusal
+from tests.census import drafts
+from tests.census.engine import OK, is_refusal
 from tests.census.run import METHODS
 
 SHARE = 0.98
@@ -20,12 +21,13 @@ compressed-tensors {compressed_tensors}. The raw file is `benchmarks/census.json
 
 For each family of causal LMs and image-text models that transformers knows, a tiny model with random weights is
 quantized to INT4 in groups of 64, in the layout compressed-tensors, or awq where transformers would read that with
-random weights. It has two blocks, or one of each kind, of width 128. Released checkpoints of a family can differ from
-its default configuration, and no accuracy is measured here.
+random weights. It has two blocks, or one of each kind, of width 128, and a draft layer (MTP) where the configuration
+counts some or released models have some: {drafted} families. Released checkpoints of a family can differ from its
+default configuration, and no accuracy is measured here.
 
 - **RTN**, **GPTQ**: the share of the decoder's weights that is quantized. Matrices and experts of its blocks count if
-  they have 64 rows and columns. Embeddings, `lm_head`, convolutions, routers, towers and block-diagonal matrices do
-  not. The layout is named if it is not compressed-tensors.
+  they have 64 rows and columns. Embeddings, `lm_head`, convolutions, routers, towers, draft layers, block-diagonal
+  matrices and an indexer's `wk`, which engines keep dense, do not. The layout is named if it is not compressed-tensors.
 - **layouts**: those that hold every linear, in INT4 or FP6 as each layout has it.
 - **opens in**: the readers that give the same logits as transformers gives for the same values stored dense in float32:
   `quantkit.load`, and transformers with its own compressed-tensors loader. "Same" means that logits differ by at most
@@ -36,9 +38,34 @@ its default configuration, and no accuracy is measured here.
 """
 ASKED = """\
 - **vLLM**: whether vLLM {vllm} takes the output of RTN. Its configuration, model class and loader run on a CPU, with
-  transformers {vllm_transformers}; nothing is computed. "No class": vLLM has no class of its own that generates with
-  this family. "Too new": that transformers does not know the family. "Refused, dense too": vLLM refuses the dense
-  tiny model as well. Then the tiny model or this environment is the reason, and nothing is known of the output."""
+  transformers {vllm_transformers}; nothing is computed. Kinds of layers that this transformers does not know are taken
+  out of config.json before. "No class": vLLM has no class of its own that generates with this family. "Too new": that
+  transformers does not know the family. "Refused, dense too": vLLM refuses the dense tiny model as well. Then the tiny
+  model or this environment is the reason, and nothing is known of the output."""
+READERS = """## Readers that were asked
+
+| reader | version | what was asked | of | date |
+|---|---|---|---|---|
+| `quantkit.load` | {quantkit} | equal logits | each family, RTN and GPTQ | {date} |
+| transformers with compressed-tensors | {transformers}, {compressed_tensors} | equal logits | the same | {date} |
+"""
+READER_VLLM = """\
+| vLLM | {vllm}, transformers {vllm_transformers} | its loader on a CPU | each output of RTN | {vllm_date} |
+"""
+READER_DRAFTS = """\
+| vLLM, draft models | {vllm}, transformers {vllm_transformers} | its loader on a CPU | the last table | {date} |
+"""
+READERS_END = """
+SGLang and GPTQModel were not asked: reports mark them "by its documentation, not tried". {named}
+"""
+DRAFTS = """## Draft models in vLLM
+
+Tiny models with one draft layer, whose tensors stay dense, by RTN on {date}. vLLM {vllm} opens each folder on a CPU
+twice: as the target, and as the draft of speculative decoding. "ok" means that both open. Reports name vLLM only there.
+
+| family | {layouts} |
+|---|{rules}
+"""
 NOT_ASKED = "- **vLLM** was not asked."
 HEAD = "| family | class | kind | RTN | GPTQ | layouts | opens in | vLLM |\n|---|---|---|---|---|---|---|---|"
 REST = "| family | class | kind | RTN | GPTQ | opens in | vLLM | reason |\n|---|---|---|---|---|---|---|---|"
@@ -66,7 +93,9 @@ def markdown(census: dict[str, Any]) -> str:
             f"nothing is known of the other {unknown}."
         )
     engine = ASKED.format(**census["versions"]) if asked else NOT_ASKED
-    parts = [PAGE.format(**census["versions"], tolerance=census["tolerance"], engine=engine, summary=" ".join(counts))]
+    drafted = sum(bool(row["rtn"].get("outside")) and row["family"] in drafts.DRAFTS for row in built)
+    facts = {"tolerance": census["tolerance"], "engine": engine, "summary": " ".join(counts), "drafted": drafted}
+    parts = [PAGE.format(**census["versions"], **facts), _asked_readers(census, built)]
     if good:
         parts.append("## Quantized in full\n\n" + "\n".join([HEAD, *map(_good, good)]) + "\n")
     if others:
@@ -81,12 +110,53 @@ def markdown(census: dict[str, Any]) -> str:
             for row in refusals
         )
         parts.append("## Refused by vLLM\n\n" + "\n".join([REFUSED, *lines]) + "\n")
+    if "drafts" in census:
+        parts.append(_drafts(census["drafts"]))
     return "\n".join(parts)
 
 
 def is_good(result: dict[str, Any]) -> bool:
     """Return whether a method quantized a model in full, and `quantkit.load` gives equal logits."""
     return result["exit"] == 0 and result["share"] >= SHARE and result.get("load") == "equal"
+
+
+def named_wrongly(row: dict[str, Any]) -> list[str]:
+    """List the readers that the reports of a family name, and that were asked and do not open the outputs."""
+    found = []
+    for method in METHODS:
+        named, opened = row[method].get("named", []), row[method].get("transformers", "equal")
+        if "transformers (with compressed-tensors)" in named and opened != "equal":
+            found.append(f"transformers after {method.upper()}")
+    verdict = row.get("vllm", OK)
+    if "vLLM" in row["rtn"].get("named", []) and verdict != OK and not (is_refusal(verdict) and _dense_too(row)):
+        found.append("vLLM")
+    return found
+
+
+def _asked_readers(census: dict[str, Any], built: list[dict[str, Any]]) -> str:
+    """Return the table of the readers that were asked, and whether reports name others than those that open."""
+    table = READERS.format(**census["versions"])
+    if any("vllm" in row for row in built):
+        table += READER_VLLM.format(**{"vllm_date": census["versions"]["date"], **census["versions"]})
+    if "drafts" in census:
+        table += READER_DRAFTS.format(**census["drafts"])
+    wrong = [f"{row['family']} ({', '.join(found)})" for row in built if (found := named_wrongly(row))]
+    named = "No report names a reader that was asked and refuses, unless it refuses the dense model too."
+    return table + READERS_END.format(named=named if not wrong else f"Reports name wrongly: {'; '.join(wrong)}.")
+
+
+def _drafts(asked: dict[str, Any]) -> str:
+    """Return the table of draft models: "ok", or what vLLM does not open and why."""
+    layouts = list(next(iter(asked["families"].values())))
+    head = {"layouts": " | ".join(layouts), "rules": "---|" * len(layouts)}
+    lines = []
+    for family, found in asked["families"].items():
+        cells = []
+        for layout in layouts:
+            bad = [f"{kind}: {verdict}" for kind, verdict in found[layout].items() if verdict != OK]
+            cells.append(_cell("; ".join(bad)) if bad else OK)
+        lines.append(f"| {family} | {' | '.join(cells)} |")
+    return DRAFTS.format(**asked, **head) + "\n".join(lines) + "\n"
 
 
 def _good(row: dict[str, Any]) -> str:
@@ -138,7 +208,11 @@ def reason(row: dict[str, Any]) -> str:
             if result.get(key, "equal") != "equal":
                 return f"{method.upper()}: {prefix}{result[key]}"
         if result["share"] < SHARE:
-            return f"{method.upper()} leaves dense {', '.join(list(result['dense'])[:2])}"
+            names = list(result["dense"])[:2]
+            notes = (note.partition(": left dense, ") for note in result["why_dense"])
+            why = {re.sub(r"\.\d+\b", ".#", module): reason for module, _, reason in notes}
+            reasons = [reason for module, reason in why.items() if f"{module}.weight" in result["dense"]]
+            return f"{method.upper()} leaves dense {', '.join(names)}: {'; '.join(reasons)}"
     return ""
 
 

@@ -14,6 +14,7 @@ from quantkit.engines.tables import ENGINES, TRAITS
 from quantkit.layouts import LAYOUTS
 from quantkit.names import KERNELS
 
+INTEGER = ("compressed-tensors", "gptq", "awq")
 PARTS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 MODULES = [f"model.layers.0.{part}" for part in PARTS]
 EXPERTS = [f"model.layers.0.mlp.experts.{i}.{part}_proj" for i in range(2) for part in ("gate", "up", "down")]
@@ -27,6 +28,13 @@ def folder(layout: str, label: str, changes: Mapping[str, str | None] = {}, **fa
     return Folder(layout, linears, dense, **facts)
 
 
+#: the experts of two layers, and those of the first one, left dense
+TWO_LAYERS = [*EXPERTS, *(name.replace(".0.mlp", ".1.mlp") for name in EXPERTS)]
+ALL_DENSE: dict[str, str | None] = dict.fromkeys(EXPERTS)
+#: experts as Nemotron-H has them
+NO_GATES = [name for name in EXPERTS if "gate_proj" not in name]
+#: model types whose routers have a correction bias in vLLM if config.json says so
+ROUTED, NO_AUX = ("deepseek_v32", "glm_moe_dsa"), {"topk_method": "noaux_tc"}
 DOWN, Q = "model.layers.0.mlp.down_proj", "model.layers.0.self_attn.q_proj"
 #: What vLLM 0.26.0's own loader said of such folders (docs/layouts.md 10).
 ASKED = [
@@ -61,6 +69,14 @@ ASKED = [
     (folder("compressed-tensors", "int4:g128", {EXPERTS[2]: None}, modules=EXPERTS), False),
     (folder("compressed-tensors", "int4:g128", config={"model_type": "deepseek_v3"}), False),
     (folder("gptq", "int4:g128", config={"model_type": "deepseek_v3", "topk_method": "noaux_tc"}), True),
+    # asked on 2026-11-26
+    *((folder("compressed-tensors", "int4:g64", config={"model_type": t}), False) for t in ROUTED),
+    *((folder("compressed-tensors", "int4:g64", config={"model_type": t, **NO_AUX}), True) for t in ROUTED),
+    *((folder(layout, "int4:g64:asym", modules=EXPERTS), True) for layout in ("compressed-tensors", "awq")),
+    *((folder(layout, "int4:g64", ALL_DENSE, modules=TWO_LAYERS), True) for layout in ("gptq", "awq")),
+    (folder("gptq", "int4:g64", {DOWN: "int4:g32"}, config={"text_config": {"model_type": "qwen3_5_text"}}), False),
+    (folder("compressed-tensors", "int4:channel", modules=EXPERTS), True),
+    *((folder(layout, "int4:g64", modules=NO_GATES), layout == "compressed-tensors") for layout in INTEGER),
 ]
 #: family, a quantized linear of it, and whether vLLM opens the folder: what docs/models.md found of model classes
 CLASSES = [

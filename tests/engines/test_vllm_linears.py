@@ -9,11 +9,14 @@ from typing import Any
 
 import pytest
 
+import quantkit
+from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.engines.joined import NEVER_QUANTIZED, fused_groups
 from quantkit.engines.readers import opened_by, refusals
 from quantkit.engines.rows import Folder
 from quantkit.models.families import ROUTERS, TOWER
+from tests.census import families
 
 ANSWERS: dict[str, Any] = json.loads(
     (Path(__file__).parents[1] / "census/vllm_linears.json").read_text(encoding="utf-8")
@@ -63,6 +66,7 @@ def test_no_row_is_about_linears_that_vllm_quantizes() -> None:
         ("qwen3_next", ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z")),
         ("qwen3_5", ("linear_attn.in_proj_b", "linear_attn.in_proj_a")),
         ("olmo_hybrid", ("linear_attn.g_proj", "linear_attn.q_proj")),
+        ("inkling_text", ("attn.wr_du", "attn.wq_du")),
     ],
 )
 def test_vllm_is_not_named_where_joined_linears_are_treated_apart(family: str, apart: tuple[str, str]) -> None:
@@ -72,6 +76,35 @@ def test_vllm_is_not_named_where_joined_linears_are_treated_apart(family: str, a
     )
     assert "vLLM" not in opened_by(folder)
     assert any("--set fused_alike=true" in line for line in refusals(folder))
+
+
+@pytest.mark.parametrize("change", ["skip", "override"])
+@pytest.mark.parametrize(
+    ("family", "one", "other"),
+    [
+        ("qwen3_5", "model.language_model.layers.0.linear_attn.in_proj_z", "in_proj_qkv"),
+        ("deepseek_v3", "model.layers.1.self_attn.q_a_proj", "kv_a_proj_with_mqa"),
+        ("mixtral", "model.layers.0.block_sparse_moe.experts.2.w1", "w3"),
+    ],
+)
+def test_fused_alike_treats_joined_linears_alike_and_only_then_vllm_is_named(
+    family: str, one: str, other: str, change: str, tmp_path: Path
+) -> None:
+    source, pattern = families.write(family, tmp_path / "m"), re.escape(one)
+    options: dict[str, Any] = (
+        {"skip": ["lm_head", pattern]} if change == "skip" else {"override": {pattern: "int4:g32"}}
+    )
+    options |= {"method": "rtn", "group_size": 64, "layout": "compressed-tensors", "min_share": 0}
+    apart = quantkit.quantize(source, tmp_path / "apart", **options)
+    assert "vLLM" not in apart["readers"] and any("fused_alike" in line for line in apart["layout_notices"])
+    alike = quantkit.quantize(source, tmp_path / "alike", **options, fused_alike=True)
+    made = Checkpoint(tmp_path / "alike")
+    found = [made.scheme(name).label if name in made.modules() else None for name in (one, sibling(one, other))]
+    assert "vLLM" in alike["readers"] and found == [None if change == "skip" else "int4:g32"] * 2
+
+
+def sibling(module: str, leaf: str) -> str:
+    return f"{module.rpartition('.')[0]}.{leaf}"
 
 
 @pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa"])

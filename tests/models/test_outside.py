@@ -16,6 +16,7 @@ import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError
 from tests.census import families
+from tests.checkpoint.test_low_bit_sources import FINE, write_fp8
 
 DRAFT = "model.layers.2"
 
@@ -91,6 +92,50 @@ def test_experts_of_a_draft_in_one_tensor_are_stated_as_dense(family: str, tmp_p
     asked = ["mtp.fc", "mtp.layers.0.mlp.experts", "mtp.layers.0.mlp.experts.0.gate_proj"]
     assert dense_in(tmp_path / "out", asked) == asked and report["outside"] == 2
     assert ("vLLM" in report["readers"]) is (family != "mellum"), "vLLM has no draft of every family"
+
+
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq"])
+def test_a_pattern_that_also_matches_a_draft_layer_changes_only_the_model(
+    layout: str, glm: Path, tmp_path: Path
+) -> None:
+    changes: dict[str, Any] = {"override": {".*o_proj": "int4:g32"}, "group_size": 64, "min_share": 0}
+    report = quantkit.quantize(glm, tmp_path / "out", method="rtn", layout=layout, **changes)
+    made = Checkpoint(tmp_path / "out")
+    assert {made.scheme(f"model.layers.{i}.self_attn.o_proj").group_size for i in (0, 1)} == {32}
+    asked = [f"{DRAFT}.self_attn.o_proj"]
+    assert asked[0] not in made.modules() and dense_in(tmp_path / "out", asked) == asked and "vLLM" in report["readers"]
+    dynamic = list(json.loads((tmp_path / "out/config.json").read_text())["quantization_config"].get("dynamic", {}))
+    assert dynamic == sorted(dynamic, key=lambda key: key.startswith("+:")), "the first pattern that matches decides"
+
+
+def test_a_draft_layer_of_an_fp8_source_is_decoded_and_stated_as_dense(glm: Path, tmp_path: Path) -> None:
+    low, exact = write_fp8(glm, tmp_path, FINE, 32, 32)
+    report = quantized(low, tmp_path / "out", "compressed-tensors")
+    made, expected = Checkpoint(tmp_path / "out"), load_file(exact / "model.safetensors")
+    name = f"{DRAFT}.mlp.experts.1.up_proj"
+    assert report["outside"] == 22 and dense_in(tmp_path / "out", [name]) == [name]
+    assert torch.equal(made.get(f"{name}.weight"), expected[f"{name}.weight"])
+    assert not [each for each in made.names() if each.startswith(DRAFT) and "scale" in each]
+
+
+@pytest.mark.parametrize("layout", ["humming", "awq"])
+def test_a_draft_layer_inside_a_wrapper_and_in_a_file_of_its_own_is_stated(layout: str, tmp_path: Path) -> None:
+    source = families.write("glm_ocr", tmp_path / "m", draft=True)
+    tensors = load_file(source / "model.safetensors")
+    start = "model.language_model.layers.2."
+    draft = {name: tensor for name, tensor in tensors.items() if name.startswith(start)}
+    parts = {"model-1.safetensors": {n: t for n, t in tensors.items() if n not in draft}, "mtp.safetensors": draft}
+    (source / "model.safetensors").unlink()
+    for file, some in parts.items():
+        save_file(some, source / file, metadata={"format": "pt"})
+    places = {name: file for file, some in parts.items() for name in some}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    options: Any = {"format": "fp6"} if layout == "humming" else {"group_size": 64}
+    report = quantkit.quantize(source, tmp_path / "out", method="rtn", layout=layout, min_share=0, **options)
+    asked = [f"{start}{part}" for part in ("eh_proj", "self_attn.o_proj", "self_attn.qkv_proj", "mlp.gate_up_proj")]
+    asked.append("model.layers.2.mtp_block.self_attn.o_proj")  # vLLM's own name
+    assert dense_in(tmp_path / "out", asked) == asked and report["outside"] == sum(t.ndim > 1 for t in draft.values())
+    assert not dense_in(tmp_path / "out", ["model.language_model.layers.1.self_attn.o_proj"])
 
 
 STRAY: dict[str, tuple[dict[str, Tensor], dict[str, Any], str]] = {
