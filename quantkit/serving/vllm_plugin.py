@@ -9,8 +9,6 @@ import logging
 import re
 from importlib.metadata import version
 
-#: The name of the method: `--quantization quantkit`.
-METHOD = "quantkit"
 #: The first release of vLLM that was tested, and the last.
 TESTED = ((0, 26), (0, 33))
 
@@ -24,7 +22,8 @@ def register() -> None:
     try:
         from vllm.model_executor.layers.quantization import register_quantization_config
 
-        from quantkit.serving.vllm_config import QuantkitConfig
+        from quantkit.serving.engine_config import METHOD
+        from quantkit.serving.vllm_quantization import QuantkitConfig
     except (ImportError, AttributeError) as error:
         logger.warning("quantkit's plug-in does not fit this vLLM and serves nothing (%s)", error)
         return

@@ -216,7 +216,7 @@ def layer_of(kind: str, config: Any, *sizes: Any, bias: bool = False, prefix: st
 
 
 def config_of(layout: str, label: str, **schemes: Any) -> Any:
-    from quantkit.serving.vllm_config import QuantkitConfig
+    from quantkit.serving.vllm_quantization import QuantkitConfig
 
     config = QuantkitConfig(LAYOUTS[layout], Schemes(Scheme.parse(label), **schemes))
     config.packed_modules_mapping = {
@@ -493,12 +493,12 @@ def check_a_config_of_ours_that_is_malformed_is_not_another_readers() -> None:
 
 
 def check_a_missing_cupy_is_one_line_with_the_command() -> None:
-    from quantkit.serving.vllm_linear import require_kernels
+    from quantkit.serving.engine_method import require_kernels
 
-    line = error_of(require_kernels, torch.device("cuda", 0))
+    line = error_of(require_kernels, torch.device("cuda", 0), "vLLM")
     assert line.startswith("quantkit's kernels cannot run inside vLLM here: CuPy does not load (No module named"), line
     assert "pip install 'quantkit[" in line and "\n" not in line, line
-    assert error_of(require_kernels, torch.device("cpu")) == "no error"
+    assert error_of(require_kernels, torch.device("cpu"), "vLLM") == "no error"
 
 
 def check_batch_invariance_is_not_promised() -> None:

@@ -1,4 +1,4 @@
-"""A packed linear inside vLLM: its loading parameters, a rank's share packed for a kernel, and the product."""
+"""A packed linear inside an engine: its loading parameters, a rank's share packed for a kernel, and the product."""
 
 from __future__ import annotations
 
@@ -9,42 +9,38 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from vllm.config import get_current_vllm_config
-from vllm.distributed import get_world_group
-from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
-from vllm.model_executor.parameter import BasevLLMParameter
 
 from quantkit import kernels
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError, LayoutError, QuantkitError, Setting, Words
 from quantkit.inference.engine_linear import prepare
+from quantkit.serving.engine_config import EngineConfig
 from quantkit.serving.shards import JoinedWeight, Part
 
-#: vLLM's names of the parts of joined queries, keys and values.
+#: Engines' names of the parts of joined queries, keys and values.
 QKV = {"q": 0, "k": 1, "v": 2}
 
 
-class QuantkitParameter(BasevLLMParameter):  # type: ignore[misc]
-    """One suffix of a packed linear while it is loaded. It is empty: `weight_loader` hands each tensor on."""
+class PackedLinearMethod:
+    """Loads one linear, which the engine calls `prefix`, and multiplies with it: the first base of an engine's method.
 
-    def __new__(cls, name: str, dtype: torch.dtype, weight_loader: Callable[..., None]) -> Any:
-        return super().__new__(cls, torch.empty(0, dtype=dtype))
+    That has `place`, the rank and the number of ranks of a layer, `parameter`, which makes a loading parameter, and
+    `expect`, which tells `config.damage` the folder. `QKV_CLASS` is the class of joined queries, keys and values.
+    """
 
-    def __init__(self, name: str, dtype: torch.dtype, weight_loader: Callable[..., None]) -> None:
-        super().__init__(self.data, weight_loader)
-        self.quantkit_name = name
+    QKV_CLASS: Any = ()
 
-    @property
-    def output_dim(self) -> int:
-        """Refuse the question that some of vLLM's classes ask to reorder rows: packed words have no such dimension."""
-        raise reordered(self.quantkit_name)
+    def __init__(self, config: EngineConfig, scheme: Scheme, prefix: str) -> None:
+        self.config, self.scheme, self.prefix, self.names = config, scheme, prefix, config.members(prefix)
 
+    def place(self, layer: Any) -> tuple[int, int]:
+        raise NotImplementedError
 
-class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
-    """Loads one linear of vLLM, whose parts have `names` and one scheme, and multiplies with it."""
+    def parameter(self, dtype: torch.dtype, weight_loader: Callable[..., None]) -> Any:
+        raise NotImplementedError
 
-    def __init__(self, config: Any, scheme: Scheme, names: Sequence[str]) -> None:
-        self.config, self.scheme, self.names = config, scheme, names
+    def expect(self) -> None:
+        raise NotImplementedError
 
     def create_weights(
         self,
@@ -60,7 +56,7 @@ class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
 
         LayoutError if the linear cannot be split over the ranks, or no kernel takes it; KernelError if none runs here.
         """
-        name, totals = layer.prefix, _totals(layer, output_partition_sizes, output_size)
+        name, totals = self.prefix, self._totals(layer, output_partition_sizes, output_size)
         names = self.names if len(self.names) == len(totals) else [name] * len(totals)
         parts = [Part(*each) for each in zip(names, totals, output_partition_sizes, strict=True)]
         columns = input_size, input_size_per_partition
@@ -70,20 +66,16 @@ class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
             self.scheme,
             parts,
             columns,
-            layer.tp_rank,
-            layer.tp_size,
+            *self.place(layer),
         )
         weight.check()
         device = torch.empty(0).device
-        require_kernels(device)
-        engine = get_current_vllm_config()
-        model, cache = engine.model_config, engine.load_config.download_dir
-        is_first = get_world_group().local_rank == 0  # one process of each machine hashes the files
-        self.config.damage.expect(model.model, model.revision, cache, is_first)
+        require_kernels(device, self.config.ENGINE)
+        self.expect()
         layer.quantkit_weight = weight
         for suffix, dtype in weight.stored.items():
             loader = partial(self._load, weight, suffix, device)
-            layer.register_parameter(suffix, QuantkitParameter(name, dtype, loader))
+            layer.register_parameter(suffix, self.parameter(dtype, loader))
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the loading parameters by the packed share; CheckpointError if the folder is damaged."""
@@ -111,44 +103,45 @@ class QuantkitLinearMethod(LinearMethodBase):  # type: ignore[misc]
     def _load(
         self, weight: JoinedWeight, suffix: str, device: torch.device, _: Any, tensor: Tensor, shard: Any = None
     ) -> None:
-        """Take one tensor of the folder; `shard` is vLLM's name for the part, or parts, that it has."""
+        """Take one tensor of the folder; `shard` is the engine's name for the part, or parts, that it has."""
         self.config.damage.begin()
         every = range(len(weight.parts))
         which = every if shard is None else shard if isinstance(shard, tuple) else (QKV.get(shard, shard),)
         name = weight.named(which)
         if not self.config.damage.is_stored((f"{each}.{suffix}" for each in self.config.in_folder(name)), tensor):
-            raise reordered(name)
+            raise reordered(name, self.config.ENGINE)
         try:
-            # vLLM's loaders may use the memory of a tensor again.
+            # An engine's loaders may use the memory of a tensor again.
             weight.add(which, suffix, tensor.to(device, copy=True))
         except QuantkitError:
             self.config.damage.require()  # the better reason
             raise
 
+    def _totals(self, layer: Any, sizes: Sequence[int], output_size: int) -> list[int]:
+        """Give the rows of each part in the folder; `sizes` are those of a rank."""
+        if isinstance(layer, self.QKV_CLASS):
+            if len(sizes) != len(QKV):
+                raise ValueError(
+                    f"{self.prefix}: quantkit's plug-in does not know the parts of a {type(layer).__name__}"
+                )
+            heads, values = layer.total_num_kv_heads, getattr(layer, "v_head_size", layer.head_size)
+            return [layer.total_num_heads * layer.head_size, heads * layer.head_size, heads * values]
+        if len(sizes) == 1:
+            return [output_size]
+        return list(layer.output_sizes)
 
-def reordered(name: str) -> LayoutError:
-    """Say that vLLM changes a weight before it hands it on, which would silently give a wrong one."""
+
+def reordered(name: str, engine: str) -> LayoutError:
+    """Say that an engine changes a weight before it hands it on, which would silently give a wrong one."""
     return LayoutError(
-        "vLLM's class of this model reorders it while loading, which packed words do not survive",
+        f"{engine}'s class of this model reorders it while loading, which packed words do not survive",
         Words("leave it dense with", Setting("skip", f".*{name.rpartition('.')[2]}")),
         subject=name,
     )
 
 
 @functools.cache
-def require_kernels(device: torch.device) -> None:
+def require_kernels(device: torch.device, engine: str) -> None:
     """Raise KernelError if a GPU cannot run quantkit's kernels, or CuPy is missing."""
     if device.type == "cuda" and (problem := kernels.unusable(device)) is not None:
-        raise KernelError("quantkit's kernels cannot run inside vLLM here", problem)
-
-
-def _totals(layer: Any, sizes: Sequence[int], output_size: int) -> list[int]:
-    """Give the rows of each part in the folder; `sizes` are those of a rank."""
-    if isinstance(layer, QKVParallelLinear):
-        if len(sizes) != len(QKV):
-            raise ValueError(f"{layer.prefix}: quantkit's plug-in does not know the parts of a {type(layer).__name__}")
-        heads, values = layer.total_num_kv_heads, getattr(layer, "v_head_size", layer.head_size)
-        return [layer.total_num_heads * layer.head_size, heads * layer.head_size, heads * values]
-    if len(sizes) == 1:
-        return [output_size]
-    return list(layer.output_sizes)
+        raise KernelError(f"quantkit's kernels cannot run inside {engine} here", problem)

@@ -1,0 +1,48 @@
+"""A packed linear inside vLLM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_world_group
+from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
+from vllm.model_executor.parameter import BasevLLMParameter
+
+from quantkit.serving.engine_method import PackedLinearMethod, reordered
+
+
+class QuantkitParameter(BasevLLMParameter):  # type: ignore[misc]
+    """One suffix of a packed linear while it is loaded. It is empty: `weight_loader` hands each tensor on."""
+
+    def __new__(cls, name: str, dtype: torch.dtype, weight_loader: Callable[..., None]) -> Any:
+        return super().__new__(cls, torch.empty(0, dtype=dtype))
+
+    def __init__(self, name: str, dtype: torch.dtype, weight_loader: Callable[..., None]) -> None:
+        super().__init__(self.data, weight_loader)
+        self.quantkit_name = name
+
+    @property
+    def output_dim(self) -> int:
+        """Refuse the question that some of vLLM's classes ask to reorder rows: packed words have no such dimension."""
+        raise reordered(self.quantkit_name, "vLLM")
+
+
+class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignore[misc]
+    """Loads one linear of vLLM and multiplies with it."""
+
+    QKV_CLASS = QKVParallelLinear
+
+    def place(self, layer: Any) -> tuple[int, int]:
+        return layer.tp_rank, layer.tp_size
+
+    def parameter(self, dtype: torch.dtype, weight_loader: Callable[..., None]) -> Any:
+        return QuantkitParameter(self.prefix, dtype, weight_loader)
+
+    def expect(self) -> None:
+        engine = get_current_vllm_config()
+        model, cache = engine.model_config, engine.load_config.download_dir
+        is_first = get_world_group().local_rank == 0  # one process of each machine hashes the files
+        self.config.damage.expect(model.model, model.revision, cache, is_first)
