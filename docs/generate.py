@@ -25,6 +25,7 @@ from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.programs import CodeScores, PassAtK
 from quantkit.evaluation.rouge import Rouge
+from quantkit.evaluation.tasks import TaskScore, TaskScores
 from quantkit.evaluation.verification import Verification
 from quantkit.keys import Key, keys_of, sections_of
 from quantkit.layouts import compatibility
@@ -37,7 +38,20 @@ from quantkit.recipes.schema import RecipeKeys, pruning_keys
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-RESULTS = (Plan, Result, Verification, Perplexity, Divergence, Rouge, CodeScores, PassAtK, Pushed, Event)
+RESULTS = (
+    Plan,
+    Result,
+    Verification,
+    Perplexity,
+    Divergence,
+    TaskScores,
+    TaskScore,
+    CodeScores,
+    PassAtK,
+    Rouge,
+    Pushed,
+    Event,
+)
 #: Options that every command has; the page names them once.
 SHARED = {"--json", "--quiet", "--verbose", "--help", "--help-all"}
 

@@ -35,6 +35,7 @@ from quantkit.evaluation.engine_check import verify_in_engine
 from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.evaluation.programs import eval_code as measure_code
 from quantkit.evaluation.rouge import eval_rouge as measure_rouge
+from quantkit.evaluation.tasks import eval_tasks as measure_tasks
 from quantkit.evaluation.verification import Verification
 from quantkit.evaluation.verify import EDITED, UNLISTED, verify_files
 from quantkit.evaluation.verify import verify as verify_folder
@@ -657,6 +658,9 @@ def eval_kld(
 
 #: Measure pass@k of programs: see `evaluation.programs`.
 eval_code = api_function()(measure_code)
+
+#: Measure answers to tasks: see `evaluation.tasks`.
+eval_tasks = api_function()(measure_tasks)
 
 #: Measure ROUGE of summaries: see `evaluation.rouge`.
 eval_rouge = api_function()(measure_rouge)

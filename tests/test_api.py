@@ -42,6 +42,9 @@ def work(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     (folder / "summaries.jsonl").write_text(f"{json.dumps(record)}\n" * 3, encoding="utf-8")
     problem = {"prompt": "def one():", "test": "def check(one):\n    assert one() == 1", "entry_point": "one"}
     (folder / "problems.jsonl").write_text(json.dumps(problem), encoding="utf-8")
+    question = {"goal": "To read", "sol1": "open a book", "sol2": "close it", "label": 0}
+    (folder / "tasks" / "piqa").mkdir(parents=True)
+    (folder / "tasks" / "piqa" / "validation.jsonl").write_text(f"{json.dumps(question)}\n" * 4, encoding="utf-8")
     before = Path.cwd()
     os.chdir(folder)
     yield folder

@@ -52,6 +52,7 @@ PLACES = {
     "kld": "quantkit.cli.evaluate:divergence",
     "code": "quantkit.cli.scores:code",
     "rouge": "quantkit.cli.scores:rouge",
+    "tasks": "quantkit.cli.scores:tasks",
 }
 
 

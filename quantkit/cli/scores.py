@@ -16,6 +16,7 @@ from quantkit.progress import Progress
 if TYPE_CHECKING:
     from quantkit.evaluation.programs import CodeScores
     from quantkit.evaluation.rouge import Rouge
+    from quantkit.evaluation.tasks import TaskScores
 
 
 class Numbers(click.ParamType):  # type: ignore[type-arg]
@@ -98,6 +99,85 @@ def format_rouge(found: Rouge, progress: Progress) -> str:
     line = ", ".join(f"{label} {value}" for label, value, _ in rows)
     text = show.table(("F-measure, %", "mean", "95 % interval"), rows)
     return show.of_level(progress, f"{line} {protocol}", f"{text}\n{protocol}")
+
+
+@command("tasks", "quantkit eval tasks ./model-int4 --tasks arc_easy,piqa --data tasks --against ./model")
+@click.argument("checkpoint", shell_complete=completers.folders)
+@section(
+    "Basic",
+    click.option(
+        "--tasks",
+        required=True,
+        metavar="NAME,NAME",
+        help="Tasks, groups or tags of lm-eval; zeroshot is ten usual ones.",
+    ),
+    click.option(
+        "--data",
+        metavar="DIR",
+        shell_complete=completers.folders,
+        help="Folder with a folder of questions for each task [the hub].",
+    ),
+    click.option(
+        "--against",
+        metavar="CHECKPOINT",
+        shell_complete=completers.folders,
+        help="Another checkpoint, compared in pairs on the same questions.",
+    ),
+    click.option("--limit", type=_COUNT, metavar="N", help="Ask the first N questions of each task [all]."),
+    options.device,
+)
+@section(
+    "Method",
+    click.option("--shots", type=click.IntRange(min=0), metavar="N", help="Examples before a question [the task's]."),
+    click.option("--chat-template", is_flag=True, help="Ask through the model's chat template."),
+    click.option(
+        "--seed", type=click.IntRange(min=0), default=1234, metavar="N", help="Seed that chooses the examples [1234]."
+    ),
+    _batch_size(8),
+)
+@_journal
+@_advanced
+def tasks(checkpoint: str, tasks: str, against: str | None, as_json: bool, progress: Progress, **asked: Any) -> None:
+    """Measure answers to tasks.
+
+    CHECKPOINT answers the questions of lm-eval's tasks. Each metric has its standard error; --against adds the
+    difference to another checkpoint with a 95 % interval by bootstrap over the questions, in pairs. DIR has for each
+    task TASK/validation.jsonl or TASK/test.jsonl, and TASK/train.jsonl for examples, with the records of the hub's data
+    set."""
+    from quantkit import api
+
+    names = [name for name in tasks.split(",") if name]
+    found = api.eval_tasks(checkpoint, tasks=names, against=against, progress=progress, **asked)
+    emit(show.as_json(asdict(found)) if as_json else format_tasks(found, progress))
+
+
+def format_tasks(found: TaskScores, progress: Progress) -> str:
+    """Format the scores of tasks, their mean and their protocol."""
+    header = ["task", "metric", "value", "std error"]
+    rows = [(each.task, each.metric, *_value(each)) for each in found.scores]
+    rows += [("mean", "first metrics", *_value(found))] if len({each.task for each in found.scores}) > 1 else []
+    if found.against is not None:
+        header += [found.against, "difference", "95 % interval"]
+    splits = sorted({f"{each.split} ({each.shots} examples)" for each in found.scores})
+    protocol = (
+        f"on {found.data}: {', '.join(splits)}, {sum({each.task: each.questions for each in found.scores}.values())} "
+        f"questions, seed {found.seed}, batches of {found.batch_size}, {'with' if found.chat_template else 'no'} chat "
+        f"template, {found.truncated} requests cut to fit; lm-eval {found.lm_eval}; {found.weights}"
+    )
+    line = f"mean {' '.join(filter(None, _value(found)))}"
+    table = show.table(header, [row[: len(header)] for row in rows])
+    return show.of_level(progress, f"{line} {protocol}", f"{table}\n{protocol}")
+
+
+def _value(found: Any) -> tuple[str, ...]:
+    """Format a value, its error, the other's value, the difference and its interval; empty what there is not."""
+    value = getattr(found, "value", getattr(found, "mean", None))
+    other = found.against if isinstance(found.against, float) else None
+    numbers = (value, found.stderr, other, found.difference)
+    low, high = found.difference_low, found.difference_high
+    texts = ["" if number is None else f"{number:.4f}" for number in numbers]
+    texts[3] = "" if found.difference is None else f"{found.difference:+.4f}"
+    return (*texts, "" if low is None or high is None else f"{low:+.4f} to {high:+.4f}")
 
 
 @command("code", "quantkit eval code ./model-int4 --data HumanEval.jsonl.gz --samples 20 --allow-code-execution")

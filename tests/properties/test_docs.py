@@ -128,7 +128,7 @@ def test_links_lead_somewhere() -> None:
 
 @pytest.mark.parametrize(
     "line",
-    ["quantize m -o out --nonsense", "sparsify m -o out", "eval tasks m", "quantize m -o out --layout exl3", "verify"],
+    ["quantize m -o out --nonsense", "sparsify m -o out", "eval taskz m", "quantize m -o out --layout exl3", "verify"],
 )
 def test_a_wrong_command_is_found(line: str, tmp_path: Path) -> None:
     page = tmp_path / "page.md"

@@ -17,13 +17,14 @@ IMPORTERS = {
     "transformers": {"checkpoint.gguf_source", "models", "inference", "bench", "io.config_checks", "text"},
     "accelerate": {"checkpoint.gguf_source", "models"},
     "gguf": {"checkpoint.gguf_source"},
-    "datasets": {"text"},
+    "datasets": {"text", "evaluation.task_list"},
     "cupy": {"kernels"},
     "safetensors": {"checkpoint"},
     "huggingface_hub": {"checkpoint", "pipeline.push", "serving.damage"},
     "msgspec": {"keys", "algorithms.options", "recipes"},
     "yaml": {"recipes.recipe", "io.model_folder"},
     "rouge_score": {"evaluation.rouge"},
+    "lm_eval": {"evaluation.tasks", "evaluation.task_list"},
     "compressed_tensors": {"inference.transformers_loading"},
     "jinja2": {"reporting.templates"},
     "markupsafe": {"reporting"},
@@ -50,6 +51,7 @@ LATE = {
     "accelerate",
     "gguf",
     "rouge_score",
+    "lm_eval",
     "huggingface_hub",
     "tokenizers",
 }
@@ -105,7 +107,7 @@ def test_the_public_names_exist() -> None:
     import quantkit
 
     functions = {"plan", "quantize", "prune", "pack", "convert", "distill", "push", "verify", "load"}
-    functions |= {"eval_ppl", "eval_kld", "eval_rouge", "eval_code", "register"}
+    functions |= {"eval_ppl", "eval_kld", "eval_rouge", "eval_code", "eval_tasks", "register"}
     assert set(quantkit.__all__) == functions | {"Recipe", "QuantkitError", "__version__"}
     assert set(quantkit.__all__) <= set(dir(quantkit))  # notebooks complete these
     assert all(callable(getattr(quantkit, name)) for name in functions)

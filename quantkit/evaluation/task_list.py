@@ -1,0 +1,150 @@
+"""Tasks of lm-eval by name, with their questions from the hub or from a folder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from difflib import get_close_matches
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import CheckpointError, Option, RecipeError, Words, reason
+from quantkit.io.hub import UNREACHABLE, is_unreachable
+from quantkit.text.records import records_with
+
+#: Ten usual zero-shot tasks under one name.
+SUITES = {
+    "zeroshot": (
+        *("arc_challenge", "arc_easy", "boolq", "cb", "copa"),
+        *("hellaswag", "openbookqa", "piqa", "rte", "winogrande"),
+    )
+}
+#: Files of a task's folder, and the keys of lm-eval's configs that name their splits.
+SPLITS = {"train": "training_split", "validation": "validation_split", "test": "test_split"}
+_NAME = re.compile(r"""^["']?(?:task|group|tag)["']?:[ ]*["']?([^\s"'#\[{]+)""", re.MULTILINE)
+
+
+def load_tasks(names: Sequence[str], data: Path | None, limit: int | None = None) -> dict[str, Any]:
+    """Load tasks of lm-eval with their questions, by name in the order asked; groups and tags become their tasks.
+
+    Questions come from the hub, or from `data`: a folder a task, in it the files train, validation and test (.jsonl)
+    with the records of the hub's data set. Those of test are asked, without such a file those of validation. Examples
+    come from train, else from the file that is asked. Only the first `limit` questions are checked.
+
+    RecipeError for an unknown name; CheckpointError for a task without data, or with records that are not the task's,
+    and without a connection.
+    """
+    from lm_eval.tasks import TaskManager
+
+    folders = _folders()
+    wanted = list(dict.fromkeys(each for name in names for each in SUITES.get(name, (name,))))
+    if not wanted:
+        raise RecipeError("no task is named", Words("use", Option("tasks", "zeroshot")))
+    for name in wanted:
+        if name not in folders:
+            near = get_close_matches(name, [*SUITES, *folders], n=3, cutoff=0.5)
+            known = f"lm-eval has {', '.join(near)}" if near else "lm-eval's own names are `lm-eval ls tasks`"
+            raise RecipeError(f"unknown task {name!r}", known)
+    manager = TaskManager(
+        include_defaults=False, include_path=sorted({folder for name in wanted for folder in folders[name]})
+    )
+    tasks = dict.fromkeys(leaf for name in wanted for leaf in _leaves(manager.task_index, name))
+    local = {name: _local(data / name) for name in tasks} if data is not None else {}
+    return {name: _load(manager, name, local.get(name), data, limit) for name in tasks}
+
+
+@cache
+def _folders() -> dict[str, list[Path]]:
+    """Map each name of lm-eval's to the folders of its files. Its own index of them takes many seconds to build."""
+    import lm_eval.tasks
+
+    found: dict[str, list[Path]] = {}
+    for path in sorted(Path(lm_eval.tasks.__file__).parent.rglob("*.yaml")):
+        for name in _NAME.findall(path.read_text(encoding="utf-8", errors="replace")):
+            found.setdefault(name, []).append(path.parent)
+    return found
+
+
+def _leaves(index: Any, name: str) -> Iterator[str]:
+    """Yield the tasks of a name: itself, or those of a group or tag."""
+    entry = index.get(name)
+    if entry is None:
+        raise RecipeError(f"lm-eval cannot read its task {name!r}", "name others")
+    if entry.kind.name in ("GROUP", "TAG"):
+        members = sorted(entry.tags) if entry.kind.name == "TAG" else entry.cfg["task"]
+        for member in [members] if isinstance(members, str) else members:
+            if not isinstance(member, str):
+                raise RecipeError(f"{name!r} is a group that changes its tasks", "name single tasks")
+            yield from _leaves(index, member)
+    else:
+        yield name
+
+
+def _local(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Read the records of a task's folder by split; all of a file have the same keys."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for split in SPLITS:
+        path = folder / f"{split}.jsonl"
+        if path.is_file():
+            keys: dict[str, type] = {}
+            rows = found.setdefault(split, [])
+            for where, row in records_with(path, {}):
+                keys = keys or dict.fromkeys(row, object)
+                if row.keys() != keys.keys():
+                    raise CheckpointError(
+                        f"has the keys {', '.join(row)}, and the first record {', '.join(keys)}",
+                        "repair the record",
+                        subject=where,
+                    )
+                rows.append(row)
+    if not {"validation", "test"} & found.keys():
+        raise CheckpointError(
+            "has no validation.jsonl and no test.jsonl",
+            "fill it with benchmarks/task_data.py",
+            Words("leave", Option("data"), "out, to read from the hub"),
+            subject=folder,
+        )
+    return found
+
+
+def _load(
+    manager: Any, name: str, local: dict[str, list[dict[str, Any]]] | None, data: Path | None, limit: int | None
+) -> Any:
+    """Build a task, and put every question into words, so that a wrong record is found before any work."""
+    import datasets
+
+    kind = manager.task_index[name].kind.name
+    if local is not None and kind != "TASK":
+        raise RecipeError(f"{name} is a program that reads its own data", Words("leave", Option("data"), "out"))
+    changes: dict[str, Any] = {}
+    try:
+        if local is not None:
+            tables = {split: datasets.Dataset.from_list(rows) for split, rows in local.items()}
+            changes = {key: split if split in local else None for split, key in SPLITS.items()}
+            changes |= {"custom_dataset": lambda **_: datasets.DatasetDict(tables)}
+            changes |= {"fewshot_split": next(split for split in ("train", "test", "validation") if split in local)}
+        loaded = manager.load([{"group": "quantkit", "task": [{"task": name, **changes}]}])
+        task = loaded["tasks"][name]
+        for doc in islice(task.eval_docs, limit) if kind == "TASK" else ():
+            task.doc_to_text(doc)
+            target = task.doc_to_target(doc)
+            if task.OUTPUT_TYPE == "multiple_choice" and isinstance(target, int):
+                task.doc_to_choice(doc)[target]
+    except Exception as error:  # lm-eval, the hub's client and a task's own code have no common base class
+        if local is None and is_unreachable(error):
+            raise CheckpointError(
+                UNREACHABLE, Words("give a folder with", Option("data", Words("DIR"))), subject=name
+            ) from error
+        subject = name if data is None else data / name
+        raise CheckpointError(
+            f"lm-eval cannot read the questions of {name} ({reason(error)})",
+            "give records with the keys of the hub's data set" if data is not None else "check the task",
+            subject=subject,
+        ) from error
+    if getattr(task, "UNSAFE_CODE", False):
+        raise RecipeError(
+            f"{name} runs programs that the model writes, uncontained", "use quantkit eval code", subject="lm-eval"
+        )
+    return task

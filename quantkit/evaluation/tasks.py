@@ -1,0 +1,299 @@
+"""Tasks of lm-eval: the questions that a model answers rightly, beside another model's in pairs."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from quantkit.errors import Option, RecipeError, Words
+from quantkit.evaluation.divergence import interval
+from quantkit.evaluation.finished import Finished
+from quantkit.evaluation.opened import Opened, open_writer, require_package
+from quantkit.evaluation.task_list import load_tasks
+from quantkit.inference.swap_linears import describe_weights
+from quantkit.io.hashing import hash_of
+from quantkit.progress import Listener, Progress, reporter
+from quantkit.reporting.notebook import Shown
+
+#: Seed of few-shot examples, and resamples of a metric whose error has no formula; the first is lm-eval's own.
+SEED, RESAMPLES = 1234, 1000
+
+
+@dataclass(frozen=True)
+class TaskScore(Shown):
+    """One metric of one task over `questions` of a `split`, with `shots` examples before each.
+
+    `stderr` is lm-eval's standard error, None if it has none. `against` is the other checkpoint's value, and
+    `difference` how much ours is above it; `difference_low` to `difference_high` is the 95 % interval by bootstrap over
+    the questions, in pairs. They are None without another checkpoint, and for a metric that is no mean over questions.
+    """
+
+    task: str
+    metric: str
+    value: float
+    stderr: float | None
+    questions: int
+    split: str
+    shots: int
+    against: float | None = None
+    difference: float | None = None
+    difference_low: float | None = None
+    difference_high: float | None = None
+
+
+@dataclass(frozen=True)
+class TaskScores(Shown):
+    """The `scores` of all tasks, and the `mean` of the first metric of each task with its standard error.
+
+    `difference` is the mean of the differences to `against`, with its 95 % interval by the normal distribution.
+    `truncated` requests were longer than the model's context, and lost their beginning.
+    """
+
+    scores: list[TaskScore]
+    mean: float
+    stderr: float | None
+    difference: float | None
+    difference_low: float | None
+    difference_high: float | None
+    against: str | None
+    data: str
+    seed: int
+    batch_size: int
+    chat_template: bool
+    truncated: int
+    lm_eval: str
+    weights: str = ""
+
+
+def eval_tasks(
+    checkpoint: str | Path,
+    *,
+    tasks: str | Sequence[str],
+    data: str | Path | None = None,
+    against: str | Path | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    chat_template: bool = False,
+    seed: int = SEED,
+    journal: str | Path | None = None,
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    check: bool = True,
+    progress: Progress | Listener | None = None,
+) -> TaskScores:
+    """Let a checkpoint answer the questions of lm-eval's tasks, and compare it with another one in pairs.
+
+    `tasks` are names of lm-eval's, also of its groups and tags, or `zeroshot` for ten usual ones. Questions come from
+    the hub, or from the folder `data`: TASK/validation.jsonl or TASK/test.jsonl, and TASK/train.jsonl for examples.
+    The first `limit` questions of each task are asked, with `shots` examples before them, by default as many as the
+    task says. `chat_template` puts all into the model's template. `against` is a checkpoint that answers the same
+    questions; both are never in memory together. `journal` is a file that keeps finished tasks, from which the same
+    call continues. Needs `quantkit[tasks]`. Raises a QuantkitError, before any weight is read, for tasks, data or a
+    model that cannot be evaluated.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    found = quantkit.eval_tasks("model-int4", tasks="piqa", data="tasks", against="model", limit=4)
+    print(found.scores[0].value, found.scores[0].stderr, found.scores[0].difference)
+    ```
+    """
+    progress = reporter(progress)
+    require_package("lm_eval", "lm-eval", "tasks")
+    from lm_eval import __version__
+
+    folder = None if data is None else Path(data)
+    with _as_guest():
+        loaded = load_tasks([tasks] if isinstance(tasks, str) else tasks, folder, limit)
+        asked = {name: _asked(task, shots, limit) for name, task in loaded.items()}
+    opened = {"": open_writer(checkpoint, revision, trust_remote_code)}
+    if against is not None:
+        opened["against"] = open_writer(against, None, trust_remote_code)
+    for each in opened.values() if chat_template else ():
+        if not each.tokenizer.chat_template:
+            raise RecipeError(
+                "the model has no chat template", Words("drop", Option("chat_template")), subject=each.src.path
+            )
+    about = {"seed": seed, "batch_size": batch_size, "chat_template": chat_template, "lm_eval": __version__}
+    models = {which or "model": each.digest() for which, each in opened.items()}
+    finished = Finished(journal, {**models, **about, "tasks": asked, "device": device})
+    answers: dict[str, dict[str, Any]] = {}
+    for which, each in opened.items():
+        options = {"device": device, "trust_remote_code": trust_remote_code, "check": check}
+        judge = _Judge(each, loaded, {**about, "limit": limit}, options, progress)
+        answers[which] = {}
+        for name in progress.bar(list(loaded), f"{which} tasks".strip(), len(loaded), each="task"):
+            answers[which][name] = finished.get(f"{which} {name}".strip(), partial(judge.answer, name))
+    scores = [
+        score
+        for name in loaded
+        for score in _scores(name, asked[name], answers[""][name], answers.get("against", {}).get(name))
+    ]
+    return TaskScores(
+        scores=scores,
+        **_means([next(score for score in scores if score.task == name) for name in loaded]),
+        against=None if against is None else str(against),
+        data="the hub" if folder is None else folder.name,
+        truncated=sum(answer["truncated"] for answer in answers[""].values()),
+        weights=answers[""][next(iter(loaded))]["weights"],
+        **about,
+    )
+
+
+class _Judge:
+    """Answer the questions of tasks with one model, which is loaded at the first."""
+
+    def __init__(
+        self, opened: Opened, tasks: Mapping[str, Any], about: dict[str, Any], options: Any, progress: Progress
+    ) -> None:
+        self._tasks, self._about, self._progress = tasks, about, progress
+        self._model = cache(lambda: opened.load(**options, progress=progress))
+        self._tokenizer = opened.tokenizer
+
+    def answer(self, name: str) -> dict[str, Any]:
+        """Return the metrics of a task, each with its error and its values of each question, as JSON has them."""
+        from lm_eval.evaluator import evaluate
+
+        model, task, about = self._model(), self._tasks[name], self._about
+        task.set_fewshot_seed(about["seed"])
+        bar = self._progress.bar(1, name)
+        with _as_guest():
+            lm = _language_model(model, self._tokenizer, about["batch_size"], bar, self._progress)
+            results: Any = evaluate(
+                lm,
+                {"tasks": {name: task}},
+                limit=about["limit"],
+                bootstrap_iters=RESAMPLES,
+                apply_chat_template=about["chat_template"],
+                fewshot_as_multiturn=about["chat_template"],
+            )
+        bar.close()
+        found, samples = results["results"][name], results["samples"][name]
+        metrics = {}
+        for key, value in found.items():
+            metric, comma, chosen = key.partition(",")
+            if comma and not metric.endswith("_stderr") and isinstance(value, int | float):
+                values = [each.get(metric) for each in samples if each["filter"] == chosen]
+                is_mean = all(isinstance(each, int | float) for each in values) and math.isclose(
+                    math.fsum(values) / len(values), value, rel_tol=1e-6, abs_tol=1e-9
+                )
+                error = found.get(f"{metric}_stderr,{chosen}")
+                metrics[metric if chosen == "none" else key] = {
+                    "value": float(value),
+                    "stderr": float(error) if isinstance(error, int | float) and math.isfinite(error) else None,
+                    "values": [float(each) for each in values] if is_mean else None,
+                }
+        return {"metrics": metrics, "truncated": lm.truncated, "weights": describe_weights(model)}
+
+
+def _language_model(model: Any, tokenizer: Any, batch_size: int, bar: Any, progress: Progress) -> Any:
+    """Return lm-eval's model of a transformers model, which moves a bar and counts requests that are too long."""
+    from lm_eval.models.huggingface import HFLM
+
+    class Told(HFLM):  # type: ignore[misc]
+        truncated = 0
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            tokens = (len(self.tok_encode("".join(request.args))) for request in requests)
+            self.truncated += sum(count > self.max_length + 1 for count in tokens)
+            with self.told(len(requests)):
+                return super().loglikelihood(requests, disable_tqdm=True)
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            room = self.max_length - self.max_gen_toks
+            self.truncated += sum(len(self.tok_encode(request.args[0])) > room for request in requests)
+            with self.told(len(requests)):
+                return super().generate_until(requests, disable_tqdm=True)
+
+        @contextmanager
+        def told(self, count: int) -> Iterator[None]:
+            bar.total = count
+
+            def tell(module: Any, arguments: Any, named: Mapping[str, Any], output: Any) -> None:
+                progress.check()
+                bar.update(min(batch_size, bar.total - bar.n))
+
+            hook = model.register_forward_hook(tell, with_kwargs=True)
+            try:
+                yield
+            finally:
+                hook.remove()
+
+    return Told(pretrained=model, tokenizer=tokenizer, batch_size=batch_size)
+
+
+def _asked(task: Any, shots: int | None, limit: int | None) -> dict[str, Any]:
+    """Set a task's number of examples, as lm-eval does; return the facts that its result depends on."""
+    own = task.get_config("num_fewshot")
+    if own is None or (shots is not None and own != 0):
+        task.set_config("num_fewshot", shots or 0)
+    docs, given = list(task.eval_docs), task.get_config("num_fewshot")
+    if given and (known := len(list(task.fewshot_docs()))) <= given:
+        raise RecipeError(
+            f"{task.config.task} has {known} records for {given} examples", Words("use fewer", Option("shots"))
+        )
+    split = task.config.test_split if task.has_test_docs() else task.config.validation_split
+    digest = hash_of("\n".join(map(repr, docs)).encode())
+    return {"split": split, "shots": given, "questions": len(docs[:limit]), "data": digest}
+
+
+def _scores(
+    name: str, asked: dict[str, Any], answer: dict[str, Any], other: dict[str, Any] | None
+) -> Iterator[TaskScore]:
+    facts = {key: asked[key] for key in ("questions", "split", "shots")}
+    for metric, found in answer["metrics"].items():
+        beside: dict[str, Any] = {}
+        if other is not None:
+            theirs = other["metrics"][metric]
+            beside["against"] = theirs["value"]
+            if found["values"] is not None and theirs["values"] is not None:
+                apart = np.array(found["values"]) - np.array(theirs["values"])
+                low, high = interval(apart) or (None, None)
+                beside |= {"difference": float(apart.mean()), "difference_low": low, "difference_high": high}
+        yield TaskScore(name, metric, found["value"], found["stderr"], **facts, **beside)
+
+
+def _means(scores: Sequence[TaskScore]) -> dict[str, Any]:
+    """Average over tasks; errors of tasks are independent."""
+    count = len(scores)
+    errors = [score.stderr for score in scores if score.stderr is not None]
+    found: dict[str, Any] = {
+        "mean": sum(score.value for score in scores) / count,
+        "stderr": math.hypot(*errors) / count if len(errors) == count else None,
+        **dict.fromkeys(("difference", "difference_low", "difference_high")),
+    }
+    paired = [score for score in scores if score.difference is not None]
+    if len(paired) == count:
+        found["difference"] = sum(score.difference or 0.0 for score in paired) / count
+        # An interval by bootstrap is about as wide as the normal one.
+        half = math.hypot(*((s.difference_high or 0.0) - (s.difference_low or 0.0) for s in paired)) / 2 / count
+        if all(score.difference_low is not None for score in paired):
+            found |= {"difference_low": found["difference"] - half, "difference_high": found["difference"] + half}
+    return found
+
+
+@contextmanager
+def _as_guest() -> Iterator[None]:
+    """Drop the bars and log lines of lm-eval, and restore the generators that it draws from, which it shares."""
+    states = random.getstate(), np.random.get_state()
+    random.seed(0)
+    np.random.seed(0)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
