@@ -21,7 +21,15 @@ FUNCTIONS = ("plan", "quantize", "prune", "pack", "convert", "verify", "load", "
 
 
 #: Whose messages only the command line shows, or whose strings are commands of other programs.
-TYPED = ("bench/", "cli/", "engines/tables.py", "errors.py", "kernels/loader.py", "layouts/compatibility.py")
+TYPED = (
+    "bench/",
+    "cli/",
+    "engines/tables.py",
+    "errors.py",
+    "kernels/loader.py",
+    "layouts/compatibility.py",
+    "serving/",
+)
 #: Whose options are those of a command that Python does not have.
 NO_FUNCTION = ("bench/", "cli/", "inference/generate.py")
 
