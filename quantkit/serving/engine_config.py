@@ -96,7 +96,8 @@ class EngineConfig:
                     f"{prefix} is packed, which {self.ENGINE} does not serve with quantkit: quantize without it"
                 )
         elif EXPERTS.intersection(kind.__name__ for kind in type(layer).__mro__):
-            if not self.is_dense(prefix):
+            inside = tuple(f"{name}." for name in self.in_folder(prefix))
+            if not self.is_dense(prefix) and not any(entry.startswith(inside) for entry in self._dense):
                 raise ValueError(
                     f"{prefix} are packed experts, which quantkit's plug-in does not serve yet: use the layout "
                     "compressed-tensors without --quantization quantkit"

@@ -60,14 +60,7 @@ class PackedLinearMethod:
         names = self.names if len(self.names) == len(totals) else [name] * len(totals)
         parts = [Part(*each) for each in zip(names, totals, output_partition_sizes, strict=True)]
         columns = input_size, input_size_per_partition
-        weight = JoinedWeight(
-            name,
-            self.config.layout,
-            self.scheme,
-            parts,
-            columns,
-            *self.place(layer),
-        )
+        weight = JoinedWeight(name, self.config.layout, self.scheme, parts, columns, *self.place(layer))
         weight.check()
         device = torch.empty(0).device
         require_kernels(device, self.config.ENGINE)

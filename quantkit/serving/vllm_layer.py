@@ -46,3 +46,12 @@ class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignor
         model, cache = engine.model_config, engine.load_config.download_dir
         is_first = get_world_group().local_rank == 0  # one process of each machine hashes the files
         self.config.damage.expect(model.model, model.revision, cache, is_first)
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the loading parameters, as the base does; `weight` answers vLLM's questions for dtype and device.
+
+        Without it, attention with latent heads fails. It is empty, so that nothing takes it for a dense weight.
+        """
+        super().process_weights_after_loading(layer)
+        device = layer.get_parameter(layer.quantkit_names[0]).device
+        layer.weight = torch.empty(0, dtype=layer.params_dtype, device=device)

@@ -275,6 +275,19 @@ def check_joined_on_disk_as_phi_3() -> None:
             assert torch.equal(of(gate_up), torch.cat(halves)), layout
 
 
+def check_latent_attention_gets_the_decoded_weight() -> None:
+    from vllm.model_executor.layers.quantization.utils.quant_utils import get_and_maybe_dequant_weights
+
+    for layout, label, _ in PACKED:
+        q = record(label, 256, 256)
+        with building():
+            layer = layer_of("ColumnParallelLinear", config_of(layout, label), 256, 256)
+            fill(layer, layout, q)
+            layer.quant_method.process_weights_after_loading(layer)
+        assert torch.equal(get_and_maybe_dequant_weights(layer, torch.float16), q.dequantize(torch.float16)), layout
+        assert layer.weight.dtype == torch.float16
+
+
 def check_several_parts_in_one_tensor() -> None:
     q, other = record("int4:g128", 256, 256), record("int4:g128", 128, 256, 1)
     with building(1, 2):
@@ -428,15 +441,13 @@ def check_what_is_not_served_is_refused_in_one_line() -> None:
 
 
 def check_experts_that_stay_dense_are_left_to_vllm() -> None:
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.utils import initialize_model
-
-    config = configured(FOLDERS / "experts", quantization="quantkit")
-    config.quant_config.schemes = Schemes(Scheme.parse("int4:g128"), ignore=("lm_head", "re:.*experts.*"))
-    config.quant_config.__init__(config.quant_config.layout, config.quant_config.schemes)
-    with set_current_vllm_config(config), ranks():
-        model = initialize_model(config)
-    assert "UnquantizedFusedMoEMethod" in {type(getattr(m, "quant_method", None)).__name__ for m in model.modules()}
+    src = Checkpoint(FOLDERS / "experts-dense")
+    model = loaded(configured(FOLDERS / "experts-dense"))
+    methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
+    assert {"UnquantizedFusedMoEMethod", "QuantkitLinearMethod"} <= methods, methods
+    names = [f"model.layers.0.self_attn.{leaf}_proj.weight" for leaf in "qkv"]
+    weight = torch.cat([src.dense(name, torch.float32) for name in names])
+    assert torch.equal(of(model.model.layers[0].self_attn.qkv_proj), weight)
 
 
 def damaged(name: str, change: Any) -> Path:

@@ -71,6 +71,8 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         quantkit.quantize(folders / f"{family}-dense", folders / family, **FOLDERS["tcfpx-fp6"])
     write_model("mixtral", folders / "mixtral-dense")
     quantkit.quantize(folders / "mixtral-dense", folders / "experts", **{**INT4, "group_size": 32}, layout="awq")
+    dense = {**FOLDERS["tcfpx-fp6"], "skip": [".*experts.*"], "min_share": 0}
+    quantkit.quantize(folders / "mixtral-dense", folders / "experts-dense", **dense)
     # vLLM finds a plug-in by its installed entry point.
     found = tmp_path_factory.mktemp("installed") / "quantkit-0.dist-info"
     found.mkdir()
