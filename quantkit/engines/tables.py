@@ -84,7 +84,7 @@ hyperclovax_vision_v2 idefics idefics2 inkling2 inkling2_loop inkling2_loop_text
 instructblipvideo internlm3 iquestcoder janus jetmoe kimi_k25 kolibri1 kosmos-2 kosmos-2.5 lara_mini lfm3 lfm3_vl
 lighton_ocr marian mbart megatron-bert minicpm_ocr minicpmv4_7 minimax minimax_m3_vl_text ministral mistral4
 mistral_large4 mllama modernbert-decoder molmo2 moshi muse_glimmer muse_spark mvp nanochat nemotron_h_omni openai-gpt
-ovis2 pegasus persimmon phi4_multimodal phimoe pi0 plbart pp_chart2table prophetnet qwen2_5_omni_thinker
+ovis2 pegasus perception_lm persimmon phi4_multimodal phimoe pi0 plbart pp_chart2table prophetnet qwen2_5_omni_thinker
 qwen3_omni_moe_thinker qwen4_exp qwen4_exp_text recurrent_gemma reformer rembert roberta roberta-prelayernorm roc_bert
 roformer rwkv sarvam_mla sarvam_moe solar_open trocr unlimited_ocr vaultgemma video_llama_3 video_llava vipllava xglm
 xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba zaya

@@ -312,6 +312,10 @@ CHANGES: dict[str, Change] = {
         text_config__no_rope_layers=[1, 0, 1, 0],
         text_config__kv_source_layers=[0, 1, 0, 1],
     ),
+    "perception_lm": _set(
+        vision_config__architecture="vit_tiny_patch16_224",
+        vision_config__model_args={"embed_dim": HIDDEN, "depth": 1, "num_heads": 2, "img_size": 32},
+    ),
     "xmod": _set(default_language="en_XX"),
     "pi0": _set(vlm_config__text_config__num_hidden_layers=3),  # the language model is the larger one
     "reformer": _set(is_decoder=True, axial_pos_embds_dim=[64, 64], axial_pos_shape=[16, 32]),

@@ -185,10 +185,10 @@ def furthest(checks: Any, folder: str, *arguments: Any) -> dict[str, Any]:
             answers.append(checks(opened, *arguments))
             if opened == folder and (made := without_new_kinds(folder, answers[-1]["error"], place)) is not None:
                 opened = made
-                answers.append(checks(opened, *arguments))
+                answers[-1] = checks(opened, *arguments)
             if answers[-1]["ok"]:
                 break
-    best = max(reversed(answers), key=lambda answer: STAGES.index(answer["stage"]))
+    best = max(answers, key=lambda answer: STAGES.index(answer["stage"]))
     return {**best, "folder": folder, "error": best["error"] and best["error"].replace(opened, folder)}
 
 
