@@ -78,7 +78,7 @@ def _measure(
     write_model(source, short, where)
     words = min(WORDS, short.config.get("text_config", short.config).get("vocab_size", WORDS))
     draw_text(text, recipe.calibration.samples, recipe.calibration.max_length, words)
-    recipe = replace(recipe, calibration=replace(recipe.calibration, data=str(text), chosen=True))
+    recipe = replace(recipe, calibration=replace(recipe.calibration, data=str(text)))
     lines: list[dict[str, Any]] = []
 
     def see(made: Checkpoint) -> dict[str, Any]:

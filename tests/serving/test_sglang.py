@@ -1,6 +1,7 @@
 """Test the plug-in against SGLang's real classes on a CPU: each test is a check of `inside_sglang`.
 
-$SGLANG_CHECK, or `.sglang-check` beside the checkout, is a folder with SGLang's Python code and what it imports. The
+$SGLANG_CHECK, or `.sglang-check` beside the checkout, is a folder with SGLang's Python code and what it imports
+(`sglang_setup.sh` makes it). The
 Python of `test_vllm` runs it, because it has torch and transformers.
 """
 

@@ -1,9 +1,10 @@
 """Tune the solved linears of one block together towards the unquantized model's hidden states.
 
 The inputs come from the quantized blocks before it. The target is the hidden state of the unquantized model after the
-block, so a block also makes up for the errors of earlier blocks. Output gradients, if the run has them, weigh the
-channels of the error. An eighth of the sequences is held out; the codes and scales of least error on them are taken,
-the start included (ALGORITHMS 8.1).
+block, so a block also makes up for the errors of earlier blocks. The error of each token is relative to its target,
+because the next norm divides by its size, and an attention sink is a thousand times larger than other tokens. Output
+gradients, if the run has them, weigh the channels of the error. An eighth of the sequences is held out; the codes and
+scales of least error on them are taken, the start included (ALGORITHMS 8.1).
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class Tune(Stage):
         """Tune the solved linears; list them anew, in the same order.
 
         Facts: `untuned_error` and `tuned_error` are the held-out squared errors of the block's hidden states before and
-        after `tuned_step` steps, relative to their squares. `tuned_changed` counts codes. Losses are not recomputed:
-        they are reported as losses of untuned codes (`untuned_loss`).
+        after `tuned_step` steps, relative to their squares, in the mean of the tokens. `tuned_changed` counts codes.
+        Losses are not recomputed: they are reported as losses of untuned codes (`untuned_loss`).
         """
         solved = {name.removesuffix(".weight"): item for name, item in block.solved.items()}
         solved = {name: item for name, item in solved.items() if name not in block.uncalled}
@@ -124,8 +125,6 @@ class BlockTuning:
         self._trained = [number for number in numbers if number not in set(self._held_out)]
         seed = (block.run.recipe.calibration.seed + block.index) % 2**63
         self._generator = torch.Generator().manual_seed(seed)
-        squares = [float(self._targets.get(number).hidden.float().square().sum()) for number in numbers]
-        self._squares = [max(square, _TINY) for square in squares]
 
     def run(self, steps: int) -> tuple[dict[str, QuantizedTensor], dict[str, Any]]:
         """Take all steps; return the weights of least held-out error, and the facts that they share.
@@ -153,15 +152,15 @@ class BlockTuning:
                 self._weights[name].descend(gradient, rate)
 
     def _gradients(self, batch: Sequence[int]) -> dict[str, Tensor | None]:
-        """Compute the gradients of the error on some sequences, relative to the squares of their targets."""
+        """Compute the gradients of the mean error of the tokens of some sequences."""
         weights = {name: weight.dense().requires_grad_() for name, weight in self._weights.items()}
-        size = sum(self._squares[number] for number in batch)
+        size = self._tokens(batch)
         for part in parts(self._stream, self._block.index, batch):
             backward(self._model, self.error(part, weights) / size)
         return {name: weight.grad for name, weight in weights.items()}
 
     def held_out_error(self) -> float:
-        """Compute the squared error on the held-out sequences, relative to the squares of their targets."""
+        """Compute the mean error of the tokens of the held-out sequences."""
 
         def total() -> float:
             weights = {name: weight.dense() for name, weight in self._weights.items()}
@@ -170,14 +169,18 @@ class BlockTuning:
 
         with torch.no_grad():
             error = in_fixed_order(self._model, self._progress, total)
-        error /= sum(self._squares[number] for number in self._held_out)
+        error /= self._tokens(self._held_out)
         if not math.isfinite(error):
             raise NumericError("its outputs on held-out sequences are not finite", INSTEAD, subject=self._block.path)
         return error
 
     def error(self, part: Sequence[int], weights: Mapping[str, Tensor]) -> Tensor:
-        """Add up the squared errors of the hidden states of some sequences, float32."""
+        """Add up the squared errors of the tokens of some sequences, each relative to its target's square, float32."""
         found = run_part(self._stream, self._block.index, part, weights)
-        wanted = stacked(self._targets, part).to(found.device)
-        difference = found.float() - wanted.float().view_as(found)
-        return (difference if self._root is None else difference @ self._root).square().sum()
+        wanted = stacked(self._targets, part).to(found.device).float().view_as(found)
+        difference = found.float() - wanted
+        weighed = difference if self._root is None else difference @ self._root
+        return (weighed.square().sum(-1) / wanted.square().sum(-1).clamp_min(_TINY)).sum()
+
+    def _tokens(self, numbers: Sequence[int]) -> int:
+        return sum(len(self._stream.sequences[number]) for number in numbers)
