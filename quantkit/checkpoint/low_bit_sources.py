@@ -122,7 +122,7 @@ class LowBit(NamedTuple):
 
     @property
     def left_out(self) -> str:
-        """What the dense model lacks, in words; empty if there is nothing."""
+        """Say what of the source is left out of the dense model; empty if nothing is."""
         counted = Counter(name.rpartition(".")[2] for name in self.dropped).items()
         parts = [", ".join(f"{count} {name}" for name, count in counted)] if counted else []
         return " and ".join(parts + ["the rounding of activations"] * self.activations)

@@ -170,7 +170,7 @@ def format_tasks(found: TaskScores, progress: Progress) -> str:
 
 
 def _value(found: Any) -> tuple[str, ...]:
-    """Format a value, its error, the other's value, the difference and its interval; empty what there is not."""
+    """Format value, standard error, the other checkpoint's value, difference and interval; an absent one is empty."""
     value = getattr(found, "value", getattr(found, "mean", None))
     other = found.against if isinstance(found.against, float) else None
     numbers = (value, found.stderr, other, found.difference)

@@ -1,4 +1,4 @@
-"""What evaluations that let a model write share: the checks before any work, and the model."""
+"""Open and load a checkpoint for an evaluation in which the model writes text."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ USUAL_K = (1, 10, 100)
 
 @dataclass(frozen=True)
 class Problem:
-    """What a model is asked, and what stands before and after its words in the program."""
+    """The prompt of a problem. A program is `head`, the model's completion and `tests`; `stops` end the completion."""
 
     prompt: str
     head: str
@@ -166,7 +167,7 @@ def eval_code(
         part = wanted[start : start + batch_size]
         writer = BatchWriter(model, opened.tokenizer, max_new_tokens, draws[number].of_batch(start), problems[0].stops)
         name = f"seed {seeds[number]}, programs {start} to {start + len(part)}"
-        texts = finished.get(name, lambda: writer.write([prompts[each] for each in part]))  # noqa: B023
+        texts = finished.get(name, partial(writer.write, [prompts[each] for each in part]))
         programs += [problems[each].program(text) for each, text in zip(part, texts, strict=True)]
     verdicts = _verdicts(programs, sandbox, progress)
     passed = np.array([verdict == "passed" for verdict in verdicts]).reshape(len(seeds), len(problems), samples).sum(2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def eval_rouge(
     starts = range(0, len(records), batch_size)
     for start in progress.bar(starts, "summaries", len(starts), each="batch"):
         batch = [ids for ids, _ in prompts[start : start + batch_size]]
-        texts += finished.get(f"{start} to {start + len(batch)}", lambda: writer.write(batch))  # noqa: B023
+        texts += finished.get(f"{start} to {start + len(batch)}", partial(writer.write, batch))
     scores: Any = score([row["summary"] for row in records], texts)
     cut = sum(is_cut for _, is_cut in prompts)
     about |= {"records": len(records), "truncated": cut, "empty": sum(not text.strip() for text in texts)}

@@ -239,9 +239,10 @@ def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
 
 
 def in_order_of_targets(by_target: Mapping[str, T]) -> tuple[T, tuple[tuple[str, T], ...]]:
-    """Return what most weights have, and pairs of a pattern and the exception that it names.
+    """Return the value of `Linear`, which is the default, and (regular expression, value) pairs of the other targets.
 
-    The order is the library's own: names, then patterns as text, then classes. CheckpointError for what is no pattern.
+    The first match wins, in the library's order: names, then patterns as text, then classes. CheckpointError for a
+    target that is no pattern.
     """
     ordered = sorted(by_target.items(), key=lambda pair: pair[0])
     exact = [(re.escape(t), value) for t, value in ordered if t != "Linear" and not t.startswith("re:")]

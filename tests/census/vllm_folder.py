@@ -33,7 +33,7 @@ VISION = ("", ".io", ".transforms", ".transforms.v2", ".transforms.v2.functional
 
 
 class Anything:
-    """Stand for an object that is asked for and never used."""
+    """A stand-in for an object that vLLM imports and never uses here."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -7,26 +7,17 @@ release, which is then imported in its place.
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-from pathlib import Path
 
 import pytest
 
 import quantkit
 from quantkit.serving.vllm_plugin import untested
 from tests.census import families
+from tests.serving.engines import INT4, MODEL, TOOLS, answers, engine
 from tests.serving.inside_vllm import CHECKS
 from tests.tiny_models import write_model
 
-ROOT = Path(__file__).resolve().parents[2]
-TOOLS = ROOT.parent / "shared" / "tools" / "vllm"
-MODEL = ROOT.parent / "shared" / "models" / "tiny-llama-1m"
-ENTRY = """[vllm.general_plugins]
-quantkit = quantkit.serving.vllm_plugin:register
-"""
-INT4 = {"format": "int4", "group_size": 128, "method": "rtn"}
 #: Folder -> the options of `quantize` that make it of the tiny Llama.
 FOLDERS = {
     "marlin": {**INT4, "layout": "marlin"},
@@ -49,15 +40,6 @@ FOLDERS = {
 }
 
 
-def engine() -> Path:
-    """Find vLLM's Python; skip if it is not here."""
-    home = Path(os.environ.get("VLLM_CHECK") or ROOT.parent / ".vllm-check")
-    python = home / "bin" / "python"
-    if not python.exists() or not (TOOLS / "vllm_without_gpu.py").exists() or not MODEL.exists():
-        pytest.skip(f"no environment with vLLM in {home} (../shared/tools/vllm/setup.sh makes one)")
-    return python
-
-
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     python, folders = engine(), tmp_path_factory.mktemp("served")
@@ -73,22 +55,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     quantkit.quantize(folders / "mixtral-dense", folders / "experts", **{**INT4, "group_size": 32}, layout="awq")
     dense = {**FOLDERS["tcfpx-fp6"], "skip": [".*experts.*"], "min_share": 0}
     quantkit.quantize(folders / "mixtral-dense", folders / "experts-dense", **dense)
-    # vLLM finds a plug-in by its installed entry point.
-    found = tmp_path_factory.mktemp("installed") / "quantkit-0.dist-info"
-    found.mkdir()
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: quantkit\nVersion: 0\n")
-    (found / "entry_points.txt").write_text(ENTRY)
-    run = subprocess.run(
-        [python, "-m", "tests.serving.inside_vllm", TOOLS, folders],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": f"{path}:{ROOT}:{found.parent}", "PYTHONDONTWRITEBYTECODE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULTS ")]
-    assert lines, run.stdout[-2000:] + run.stderr[-4000:]
-    answers: dict[str, str | None] = json.loads(lines[0].removeprefix("RESULTS "))
-    return answers
+    group, register = "vllm.general_plugins", "quantkit.serving.vllm_plugin:register"
+    installed = tmp_path_factory.mktemp("installed")
+    return answers(python, "tests.serving.inside_vllm", [TOOLS, folders], installed, group, register, path)
 
 
 @pytest.mark.parametrize("check", CHECKS)
