@@ -3,6 +3,7 @@
 With namespaces a program sees Python and the system's libraries, read-only, and an empty folder in memory; no network,
 no other process, no home folder. Limits bound its time, the memory of each process, processes and files. Not contained:
 flaws of the kernel, and memory that belongs to no process (System V's shared memory) until the program ends.
+A program that searches its file descriptors can forge its verdict; nothing else depends on that.
 
 Without namespaces only the limits hold: a program may read and write what its user may, use the network, and leave
 processes behind. Root's programs run as another user.
