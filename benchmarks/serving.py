@@ -6,15 +6,23 @@ to a CSV. A step is (seconds with 129 new tokens - seconds with 1) / 128, each t
 tokens, float16: scheduler and sampler are included. Folders may have engine arguments behind them, as
 `FOLDER@linear_backend=marlin@tensor_parallel_size=2`; `@compile` has torch.compile too, not CUDA graphs alone.
 
+`load` sends requests of 256 tokens to the engine at random times (Poisson arrivals, the same for each folder), each for
+128 new tokens, and appends a row for each rate: TTFT is the time from a request to its first token, TPOT the time of
+each further token of it. It needs no HTTP server: requests go to the engine behind it.
+
 Compare rows of one run on one card only.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import csv
+import itertools
 import json
+import math
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -23,8 +31,14 @@ from pathlib import Path
 from typing import Any
 
 LENGTH, NEW, RUNS = 32, 128, 3
+#: Tokens of a prompt under load, and the most requests at a time.
+PROMPT, SEATS = 256, 256
 MARK = "ROW "
 COLUMNS = ("folder", "options", "layers", "batch", "step_ms", "tokens_per_s", "prompt_ms", "load_s", "gpu", "vllm")
+LOAD_COLUMNS = (
+    "folder", "options", "rate", "requests", "ttft_ms", "ttft_p99_ms", "tpot_ms", "tpot_p99_ms", "tokens_per_s",
+    "gpu", "vllm",
+)  # fmt: skip
 #: What vLLM may not do on a machine without a network.
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
@@ -50,19 +64,25 @@ def main() -> None:
     maker.add_argument("--shape", default="llama3-8b", help="a shape of `quantkit bench generate` [%(default)s]")
     maker.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     timer = commands.add_parser("time", help="measure folders")
-    timer.add_argument("folders", nargs="+", metavar="FOLDER[@KEY=VALUE]")
     timer.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
-    timer.add_argument("--timeout", type=float, default=300, help="seconds of a folder [%(default)s]")
-    timer.add_argument("--logs", type=Path, help="folder for the engines' output")
-    timer.add_argument("-o", "--out", type=Path, required=True, help="CSV to append to")
-    timer.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    loader = commands.add_parser("load", help="send requests to folders")
+    loader.add_argument("--rate", type=float, nargs="+", default=[1, 5, 10, 20], help="requests a second %(default)s")
+    loader.add_argument("--seconds", type=float, default=20, help="how long they come at each rate [%(default)s]")
+    for command in (timer, loader):
+        command.add_argument("folders", nargs="+", metavar="FOLDER[@KEY=VALUE]")
+        command.add_argument("--timeout", type=float, default=300, help="seconds of a folder [%(default)s]")
+        command.add_argument("--logs", type=Path, help="folder for the engines' output")
+        command.add_argument("-o", "--out", type=Path, required=True, help="CSV to append to")
+        command.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.command == "make":
         make(args.out, args.layout, args.scheme, args.shape, args.blocks)
-    elif args.child:
+    elif not args.child:
+        sys.exit(0 if all([run(args, spec) for spec in args.folders]) else 1)
+    elif args.command == "time":
         measure(args.folders[0], args.batch)
     else:
-        sys.exit(0 if all([run(args, spec) for spec in args.folders]) else 1)
+        asyncio.run(serve(args.folders[0], args.rate, args.seconds))
 
 
 def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | None) -> None:
@@ -121,10 +141,17 @@ def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | No
 
 def run(args: argparse.Namespace, spec: str) -> bool:
     """Measure a folder in a process of its own and append its rows; return whether it ran."""
-    command = [sys.executable, __file__, "time", spec, "--child", "-o", str(args.out), "--batch", *map(str, args.batch)]
+    timed = args.command == "time"
+    settings = ["--batch", *args.batch] if timed else ["--seconds", args.seconds, "--rate", *args.rate]
+    command = [sys.executable, __file__, args.command, spec, "--child", "-o", args.out, *settings]
+    apart = {} if timed else {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
     try:
         done = subprocess.run(
-            command, env={**ENVIRONMENT, **os.environ}, capture_output=True, text=True, timeout=args.timeout
+            [str(each) for each in command],
+            env={**ENVIRONMENT, **os.environ, **apart},
+            capture_output=True,
+            text=True,
+            timeout=args.timeout,
         )
         text, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as error:
@@ -136,50 +163,55 @@ def run(args: argparse.Namespace, spec: str) -> bool:
     rows = [json.loads(line[len(MARK) :]) for line in text.splitlines() if line.startswith(MARK)]
     new = not args.out.exists()
     with args.out.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
+        writer = csv.DictWriter(file, COLUMNS if timed else LOAD_COLUMNS)
         if new:
             writer.writeheader()
         writer.writerows(rows)
     for row in rows:
         print(json.dumps(row), flush=True)
-    if len(rows) == len(args.batch):
+    if len(rows) == len(args.batch if timed else args.rate):
         return True
     errors = [line for line in text.splitlines() if "Error" in line] or text.splitlines()
     print(f"FAILED: {spec} (exit code {code}): {' | '.join(errors[-3:])}", flush=True)
     return False
 
 
-def measure(spec: str, batches: list[int]) -> None:
-    """Start the engine on a folder, and print a row for each batch size."""
+def engine_arguments(spec: str, seats: int, tokens: int, captured: list[int]) -> dict[str, Any]:
+    """Give the engine's arguments for a folder and what stands behind it, for so many requests and tokens at a time."""
     folder, *options = spec.split("@")
-    compiled = "compile" in options
     asked = {key: _value(value) for key, _, value in (option.partition("=") for option in options if "=" in option)}
-    import torch
-    import vllm
-
     engine: dict[str, Any] = {
         "model": folder,
         "dtype": "float16",
         "max_model_len": 512,
-        "max_num_seqs": max(batches),
-        "max_num_batched_tokens": max(2048, LENGTH * max(batches)),
+        "max_num_seqs": seats,
+        "max_num_batched_tokens": tokens,
         "gpu_memory_utilization": 0.6,
         "kv_cache_memory_bytes": 8 << 30,
         "seed": 0,
         "enable_prefix_caching": False,
         "skip_tokenizer_init": True,
         "disable_log_stats": True,
-        "compilation_config": {"cudagraph_capture_sizes": batches},
+        "compilation_config": {"cudagraph_capture_sizes": captured},
     }
-    if not compiled:
+    if "compile" not in options:
         engine["compilation_config"] |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
     if not any(Path(folder).glob("*.safetensors")):
         engine["load_format"] = "dummy"
+    return {**engine, **asked}
+
+
+def measure(spec: str, batches: list[int]) -> None:
+    """Start the engine on a folder, and print a row for each batch size."""
+    folder, *options = spec.split("@")
+    import torch
+    import vllm
+
     begun = time.perf_counter()
-    model = vllm.LLM(**{**engine, **asked})
+    model = vllm.LLM(**engine_arguments(spec, max(batches), max(2048, LENGTH * max(batches)), batches))
     load = round(time.perf_counter() - begun, 1)
     vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-    random = torch.Generator().manual_seed(1)
+    draws = torch.Generator().manual_seed(1)
     layers = ";".join(sorted(model.apply_model(served)[0]))
 
     def seconds(prompts: list[dict[str, Any]], new: int) -> float:
@@ -189,7 +221,7 @@ def measure(spec: str, batches: list[int]) -> None:
         return time.perf_counter() - begun
 
     for batch in batches:
-        drawn = torch.randint(10, vocabulary, (batch, LENGTH), generator=random).tolist()
+        drawn = torch.randint(10, vocabulary, (batch, LENGTH), generator=draws).tolist()
         prompts = [{"prompt_token_ids": tokens} for tokens in drawn]
         seconds(prompts, 8)
         short = statistics.median(seconds(prompts, 1) for _ in range(RUNS))
@@ -209,6 +241,62 @@ def measure(spec: str, batches: list[int]) -> None:
         print(MARK + json.dumps(row), flush=True)
     sys.stderr.flush()
     os._exit(0)  # an engine that is torn down in order may wait for minutes
+
+
+async def serve(spec: str, rates: list[float], seconds: float) -> None:
+    """Start the engine on a folder, and print a row for each rate of requests."""
+    import torch
+    import vllm
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    folder, *options = spec.split("@")
+    captured = [1, 2, 4, *range(8, SEATS + 1, 8)]
+    engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**engine_arguments(spec, SEATS, 2048, captured)))
+    vocabulary = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
+    sampling = vllm.SamplingParams(
+        max_tokens=NEW, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.DELTA
+    )
+    draws = random.Random(0)
+
+    async def request(name: str, delay: float) -> tuple[float, float, float]:
+        prompt = {"prompt_token_ids": [draws.randrange(10, vocabulary) for _ in range(PROMPT)]}
+        await asyncio.sleep(delay)
+        times = [time.perf_counter()]
+        async for _ in engine.generate(prompt, sampling, name):
+            times.append(time.perf_counter())
+        return times[1] - times[0], (times[-1] - times[1]) / (NEW - 1), times[-1]
+
+    for at, rate in enumerate([0.0, *rates]):  # the first time only warms up
+        gaps = [draws.expovariate(rate) if rate else 0.0 for _ in range(max(8, round(rate * seconds)))]
+        begun = time.perf_counter()
+        found = await asyncio.gather(
+            *[request(f"{at}-{i}", delay) for i, delay in enumerate(itertools.accumulate(gaps))]
+        )
+        first, each = ([1e3 * one[part] for one in found] for part in (0, 1))
+        row = {
+            "folder": Path(folder).name,
+            "options": "@".join(options),
+            "rate": rate,
+            "requests": len(found),
+            "ttft_ms": round(statistics.median(first), 2),
+            "ttft_p99_ms": round(_p99(first), 2),
+            "tpot_ms": round(statistics.median(each), 3),
+            "tpot_p99_ms": round(_p99(each), 3),
+            "tokens_per_s": round(NEW * len(found) / (max(one[2] for one in found) - begun), 1),
+            "gpu": torch.cuda.get_device_name(),
+            "vllm": vllm.__version__,
+        }
+        if rate:
+            print(MARK + json.dumps(row), flush=True)
+    engine.shutdown()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+def _p99(values: list[float]) -> float:
+    return sorted(values)[math.ceil(0.99 * len(values)) - 1]
 
 
 def served(model: Any) -> set[str]:
