@@ -136,9 +136,10 @@ def _ask(
             return dict(json.loads(answer.read_bytes()))
         said = (Path(place) / "log").read_text(errors="replace").strip()
     progress.detail(said)
-    errors = [line for line in said.splitlines() if re.search(r"^\S*(Error|Exception)\b", line)] or said.splitlines()
+    lines = [re.sub(r"^\[rank\d+\]: ?", "", line) for line in said.splitlines()]  # torch marks them
+    errors = [line for line in lines if re.search(r"^\S*(Error|Exception)\b", line)] or lines
     raise KernelError(
-        f"{engine} ended with code {process.returncode}: {' '.join(errors[-1:])[-300:] or 'it said nothing'}",
+        f"{engine} ended with code {process.returncode}: {' '.join(errors[-1:])[:300] or 'it said nothing'}",
         "-v prints its log",
     )
 

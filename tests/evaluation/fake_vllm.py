@@ -6,6 +6,7 @@ Tests copy this file to `vllm/__init__.py`. The variable FAULT chooses the fault
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +39,8 @@ class SamplingParams:
 class LLM:
     def __init__(self, model: str, *, max_model_len: int, dtype: str = "auto", **others: Any) -> None:
         if FAULT == "dies":
-            raise ValueError("No available memory for the cache blocks")
+            sys.stderr.write("[rank0]: ValueError: No available memory for the cache blocks\n[rank0]:[W1] Warning: x\n")
+            os._exit(1)
         if FAULT == "killed":
             os.abort()
         print("INFO some line that an engine prints")
