@@ -78,6 +78,12 @@ DEVICE void multiply_add_sparse(
         multiply_add_sparse<0>(type, c, a, b, metadata);
 }
 
+// x + y for both numbers of a word.
+DEVICE u32 add_pair(half, u32 x, u32 y) {
+    asm("add.f16x2 %0, %0, %1;" : "+r"(x) : "r"(y));
+    return x;
+}
+
 // x * y + z for both numbers of a word.
 DEVICE u32 fma_pair(half, u32 x, u32 y, u32 z) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(x) : "r"(x), "r"(y), "r"(z));

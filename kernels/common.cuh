@@ -41,6 +41,20 @@ DEVICE void store(half *to, float x) { asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->b
 
 DEVICE void store(bfloat *to, float x) { asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(to->bits) : "f"(x)); }
 
+// Lets the next launch begin before this one has ended, if it was launched to do so. Nothing before Hopper.
+DEVICE void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Returns when the previous launch has ended, and the data it wrote can be read.
+DEVICE void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Rounds both numbers to nearest, and packs them with `low` in the low half.

@@ -151,12 +151,6 @@ DEVICE u32 load_acquire(const u32 *p) {
     return x;
 }
 
-// Lets the next launch begin before this one has ended, if it was launched to do so.
-DEVICE void let_successor_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
-
-// Returns when the previous launch has ended, and the data it wrote can be read.
-DEVICE void wait_for_predecessor() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 // Sets the registers of each thread of a warpgroup, to fewer or to more.
 template <int REGISTERS>
 DEVICE void give_registers() {

@@ -36,8 +36,8 @@ DEVICE Zero zero_of(bfloat, Masks mask, u32 word, u32 y) {
 DEVICE void decode(half type, Masks mask, u32 word, Zero zero0, Zero zero1, u32 (&a)[4]) {
     const u32 magic = 0x64006400, sixteenth = 0x2c002c00;
     u32 rest = word >> 8;
-    asm("add.f16x2 %0, %1, %2;" : "=r"(a[0]) : "r"(word & mask.low | magic), "r"(zero0.low));
-    asm("add.f16x2 %0, %1, %2;" : "=r"(a[1]) : "r"(rest & mask.low | magic), "r"(zero1.low));
+    a[0] = add_pair(type, word & mask.low | magic, zero0.low);
+    a[1] = add_pair(type, rest & mask.low | magic, zero1.low);
     a[2] = fma_pair(type, word & mask.high | magic, sixteenth, zero0.high);
     a[3] = fma_pair(type, rest & mask.high | magic, sixteenth, zero1.high);
 }

@@ -1,6 +1,6 @@
 // Dense MARLIN on sm_80 and newer (layouts.md 3): 16 bytes of a lane are its part of four operands, 64 columns.
 #include "int4.cuh"
-#include "portable.cuh"
+#include "routed.cuh"
 #include "weights.cuh"
 
 template <class X_> struct MarlinWeight {
@@ -13,6 +13,11 @@ template <class X_> struct MarlinWeight {
     const half *s;
     u32 n, k;
     Groups groups;
+
+    DEVICE MarlinWeight of(u32 expert) const {
+        const u32 scales = groups.one() ? 1 : groups.of(k);
+        return {B + (u64)expert * (k / 16) * (2 * n), s + (u64)expert * scales * n, n, k, groups};
+    }
 
     template <int BN, int BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
         const uint4 *from = (const uint4 *)B + ((u64)(k0 / 16) * (n / 2) + n0 / 2);
@@ -78,4 +83,26 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) marlin_portable(
 ) {
     using S = Tile<MarlinWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
     portable(Product<S>{{B, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
+}
+
+template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) marlin_routed(
+    const u32 *B,   // [experts, k / 16, 2n], as above
+    const half *s,  // [experts, k / group, n]
+    const X *x,     // [rows / choices, k], float16 or bfloat16: activations
+    X *y,           // [rows, n]: the products
+    float4 *parts,  // as above
+    u32 *arrived,
+    const u32 *list,       // of tiles, see routing.cuh
+    const float *weights,  // [rows]: factors of the rows of y, or null
+    u32 max_tiles,         // see routed.cuh
+    u32 choices,
+    u32 whole,
+    u32 n,
+    u32 k,
+    u32 group
+) {
+    using S = Tile<MarlinWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
+    const Product<S> product{{B, s, n, k, Groups(k, group)}, x, nullptr, y, 0};
+    routed(Routed<S>{product, list, weights, max_tiles, choices, whole}, parts, arrived);
 }

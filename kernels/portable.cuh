@@ -16,6 +16,8 @@
 //   fetch<BN, BK>     starts to copy them; data past the ends of n and k must add nothing
 //   factor(n)         the factor of the sums of row n at the end
 //   Lane::enter       begins with a group; `load` takes half of a warp's 64 of k; `load_scales` precedes `scale`
+//
+// `Rows` are those of x and y that the tokens of a tile have: consecutive ones, or those of an expert (routed.cuh).
 #pragma once
 
 #include "ampere.cuh"
@@ -116,16 +118,27 @@ struct Scales {
 // The place of a piece of 16 bytes in a row of activations, so that eight rows have no bank conflicts.
 DEVICE u32 swizzled(u32 token, u32 piece) { return piece ^ (token & 7); }
 
-// Starts the copies of a unit. Activations past the ends of m and k are zeros.
-template <class S> DEVICE void fetch(const Product<S> &p, u32 stage, u32 m0, u32 n0, u32 k0) {
+// The rows of x and y from m0 on.
+struct Consecutive {
+    u32 m0, m;
+    DEVICE bool has(u32 token) const { return token < m - m0; }
+    DEVICE u64 first() const { return m0; }
+    DEVICE u32 of_x(u32 token) const { return token; }  // counted from the first
+    DEVICE u64 of_y(u32 token) const { return m0 + token; }
+    DEVICE float weighted(u32, float sum) const { return sum; }
+};
+
+// Starts the copies of a unit. Activations of no row, and past the end of k, are zeros.
+template <class S, class Rows>
+DEVICE void fetch(const Product<S> &p, const Rows &rows, u32 stage, u32 n0, u32 k0) {
     p.weight.template fetch<S::BN, S::BK>(stage, n0, k0);
     u32 k = p.weight.k;
-    const auto *from = p.x + ((u64)m0 * k + k0);
+    const auto *from = p.x + (rows.first() * k + k0);
     for_pieces<S::BM * S::BK / 8>([&](u32 i) {
         u32 token = i / (S::BK / 8), piece = i % (S::BK / 8);
         u32 to = token * (S::BK / 8) + swizzled(token, piece);
-        bool valid = token < p.m - m0 && 8 * piece < k - k0;
-        copy_async(stage + S::X_AT + 16 * to, from + (token * k + 8 * piece), valid);
+        bool valid = rows.has(token) && 8 * piece < k - k0;
+        copy_async(stage + S::X_AT + 16 * to, from + (rows.of_x(token) * k + 8 * piece), valid);
     });
 }
 
@@ -195,22 +208,22 @@ DEVICE void multiply(
 }
 
 // Adds the products of the units `begin` to `end` of a tile, while the next STAGES - 1 are being copied.
-template <class S>
+template <class S, class Rows>
 DEVICE void accumulate(
-    const Product<S> &p, const Position<S> &at, const char *pool, u32 m0, u32 n0, u32 begin, u32 end,
+    const Product<S> &p, const Rows &rows, const Position<S> &at, const char *pool, u32 n0, u32 begin, u32 end,
     float (&sums)[4][S::FRAGMENTS][4]) {
     u32 ring = shared_address(pool);
     float part[4][S::FRAGMENTS][4] = {};
 #pragma unroll
     for (u32 i = 0; i < S::STAGES - 1; i++) {
-        if (begin + i < end) fetch(p, ring + i * S::STAGE, m0, n0, (begin + i) * S::BK);
+        if (begin + i < end) fetch(p, rows, ring + i * S::STAGE, n0, (begin + i) * S::BK);
         commit();
     }
     for (u32 i = begin, slot = 0; i < end; i++) {
         wait<S::STAGES - 2>();
         __syncthreads();
         u32 ahead = i + S::STAGES - 1, free = slot ? slot - 1 : S::STAGES - 1;
-        if (ahead < end) fetch(p, ring + free * S::STAGE, m0, n0, ahead * S::BK);
+        if (ahead < end) fetch(p, rows, ring + free * S::STAGE, n0, ahead * S::BK);
         commit();  // empty at the end, so that there is one group for each unit
         multiply(p, at, pool + slot * S::STAGE, i * S::BK, i + 1 == end, part, sums);
         slot = slot + 1 < S::STAGES ? slot + 1 : 0;
@@ -243,75 +256,92 @@ DEVICE void add(float4 &sum, float4 v) {
 }
 
 // Finishes four outputs: applies the factors of their rows and the bias, and rounds to the dtype.
-template <class S> DEVICE void finish(const Product<S> &p, u32 token, u32 n, float4 sum) {
+template <class S, class Rows>
+DEVICE void finish(const Product<S> &p, const Rows &rows, u32 token, u32 n, float4 sum) {
     using X = typename Product<S>::X;
     float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (u32 i = 0; i < 4; i++) {
         v[i] *= p.weight.factor(n + i);
         if (p.bias) v[i] += to_float(p.bias[n + i]);
+        v[i] = rows.weighted(token, v[i]);
     }
-    *(uint2 *)(p.y + (u64)token * p.weight.n + n) = uint2{pair(X{}, v[0], v[1]), pair(X{}, v[2], v[3])};
+    *(uint2 *)(p.y + rows.of_y(token) * p.weight.n + n) = uint2{pair(X{}, v[0], v[1]), pair(X{}, v[2], v[3])};
 }
 
 // Calls `use(i, row, token, n)` for every four outputs of a pass inside the product. i counts the fours in the tile,
-// and `row` is the row of their sums.
-template <class S, class Use>
-DEVICE void for_outputs(const Product<S> &p, u32 pass, u32 m0, u32 n0, Use use) {
-    const u32 fours = S::BN / 4, rows = S::BM / S::PASSES, of_warp = 8 * S::AT_ONCE;
-    for (u32 i = threadIdx.x; i < rows * fours; i += THREADS) {
+// `row` is the row of their sums, and `token` the one of the tile.
+template <class S, class Rows, class Use>
+DEVICE void for_outputs(const Product<S> &p, const Rows &rows, u32 pass, u32 n0, Use use) {
+    const u32 fours = S::BN / 4, of_pass = S::BM / S::PASSES, of_warp = 8 * S::AT_ONCE;
+    for (u32 i = threadIdx.x; i < of_pass * fours; i += THREADS) {
         u32 row = i / fours, n = n0 + i % fours * 4;
-        u32 token = m0 + (row / of_warp * S::PASSES + pass) * of_warp + row % of_warp;
-        if (token < p.m && n < p.weight.n) use(pass * rows * fours + i, row, token, n);
+        u32 token = (row / of_warp * S::PASSES + pass) * of_warp + row % of_warp;
+        if (rows.has(token) && n < p.weight.n) use(pass * of_pass * fours + i, row, token, n);
+    }
+}
+
+// The units of a tile that a block takes: `begin` to `end` of its `depth`. The grid has counted `first` units before it.
+struct Share {
+    u32 tile, first, begin, end;
+    DEVICE Share(u32 unit, u32 stop, u32 depth)
+        : tile(unit / depth), first(tile * depth), begin(unit - first), end(min(stop - first, depth)) {}
+    DEVICE u32 next() const { return first + end; }
+};
+
+// Multiplies this block's share of a tile. The last of the blocks that share the tile stores it.
+template <class S, class Rows>
+DEVICE void multiply_share(
+    const Product<S> &p, const Rows &rows, const Position<S> &at, const Share &share, u32 n0, u32 depth, u32 per,
+    float4 *parts, u32 *arrived) {
+    extern __shared__ uint4 pool[];
+    float sums[4][S::FRAGMENTS][4] = {};
+    accumulate(p, rows, at, (const char *)pool, n0, share.begin, share.end, sums);
+    const u32 first = share.first, from = first / per, to = (first + depth - 1) / per;  // the tile's blocks
+    // A block shares at most two tiles with others: the one it starts in and the one it ends in.
+    auto part = [&](u32 block) { return parts + (u64)(2 * block + (first > block * per)) * (S::BM * S::BN / 4); };
+#pragma unroll
+    for (u32 pass = 0; pass < S::PASSES; pass++) {
+        store_sums(at, sums, pass, (float *)pool);
+        __syncthreads();
+        for_outputs(p, rows, pass, n0, [&](u32 i, u32 row, u32 token, u32 n) {
+            const float4 *four = (const float4 *)((const float *)pool + row * S::ROW + (n - n0));
+            float4 sum = *four;
+            for (u32 w = 1; w < S::WK; w++) add(sum, four[w * S::BM / S::PASSES * S::ROW / 4]);
+            if (from == to)
+                finish(p, rows, token, n, sum);
+            else
+                part(blockIdx.x)[i] = sum;
+        });
+        __syncthreads();  // the sums are overwritten next
+    }
+    if (from == to) return;
+    __threadfence();
+    if (__syncthreads_or(threadIdx.x == 0 && atomicAdd(arrived + from, 1) == to - from)) {
+        __threadfence();
+        if (threadIdx.x == 0) arrived[from] = 0;  // for the next launch; no other tile uses this counter
+        for (u32 pass = 0; pass < S::PASSES; pass++) {
+            for_outputs(p, rows, pass, n0, [&](u32 i, u32, u32 token, u32 n) {
+                float4 sum = load_past_l1(part(from) + i);
+#pragma unroll 8
+                for (u32 block = from + 1; block <= to; block++) add(sum, load_past_l1(part(block) + i));
+                finish(p, rows, token, n, sum);
+            });
+        }
     }
 }
 
 // The kernel: this block's units, tile by tile.
 template <class S>
 DEVICE void portable(const Product<S> &p, float4 *parts, u32 *arrived, u32 per) {
-    extern __shared__ uint4 pool[];
     const Position<S> at;
     u32 depth = (p.weight.k + S::BK - 1) / S::BK, rows = (p.m + S::BM - 1) / S::BM;
     u32 units = depth * rows * ((p.weight.n + S::BN - 1) / S::BN);
     u32 unit = blockIdx.x * per, stop = min(unit + per, units);
     while (unit < stop) {
-        u32 tile = unit / depth, first = tile * depth, begin = unit - first, end = min(stop - first, depth);
-        u32 m0 = tile % rows * S::BM, n0 = tile / rows * S::BN;
-        unit = first + end;
-
-        float sums[4][S::FRAGMENTS][4] = {};
-        accumulate(p, at, (const char *)pool, m0, n0, begin, end, sums);
-        u32 from = first / per, to = (first + depth - 1) / per;  // the first and the last block of this tile
-        // A block shares at most two tiles with others: the one it starts in and the one it ends in.
-        auto part = [&](u32 block) { return parts + (u64)(2 * block + (first > block * per)) * (S::BM * S::BN / 4); };
-#pragma unroll
-        for (u32 pass = 0; pass < S::PASSES; pass++) {
-            store_sums(at, sums, pass, (float *)pool);
-            __syncthreads();
-            for_outputs(p, pass, m0, n0, [&](u32 i, u32 row, u32 token, u32 n) {
-                const float4 *four = (const float4 *)((const float *)pool + row * S::ROW + (n - n0));
-                float4 sum = *four;
-                for (u32 w = 1; w < S::WK; w++) add(sum, four[w * S::BM / S::PASSES * S::ROW / 4]);
-                if (from == to)
-                    finish(p, token, n, sum);
-                else
-                    part(blockIdx.x)[i] = sum;
-            });
-            __syncthreads();  // the sums are overwritten next
-        }
-        if (from == to) continue;
-        __threadfence();
-        if (__syncthreads_or(threadIdx.x == 0 && atomicAdd(arrived + from, 1) == to - from)) {
-            __threadfence();
-            if (threadIdx.x == 0) arrived[from] = 0;  // for the next launch; no other tile uses this counter
-            for (u32 pass = 0; pass < S::PASSES; pass++) {
-                for_outputs(p, pass, m0, n0, [&](u32 i, u32, u32 token, u32 n) {
-                    float4 sum = load_past_l1(part(from) + i);
-#pragma unroll 8
-                    for (u32 block = from + 1; block <= to; block++) add(sum, load_past_l1(part(block) + i));
-                    finish(p, token, n, sum);
-                });
-            }
-        }
+        const Share share(unit, stop, depth);
+        const Consecutive of_tile{share.tile % rows * S::BM, p.m};
+        multiply_share(p, of_tile, at, share, share.tile / rows * S::BN, depth, per, parts, arrived);
+        unit = share.next();
     }
 }

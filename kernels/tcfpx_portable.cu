@@ -2,7 +2,7 @@
 //
 // Decoded codes are their values divided by a power of two. For float16, the float32 sums are multiplied by it. For
 // bfloat16, with the exponent range of float32, these sums would be subnormal, so each weight is multiplied by it.
-#include "portable.cuh"
+#include "routed.cuh"
 #include "tcfpx_decode.cuh"
 
 template <class X_, int E, int M> struct TcfpxWeight {
@@ -15,6 +15,10 @@ template <class X_, int E, int M> struct TcfpxWeight {
     const u32 *words;
     const half *s;
     u32 n, k;
+
+    DEVICE TcfpxWeight of(u32 expert) const {
+        return {words + (u64)expert * (k / 32 * (HIGH + 4)) * n, s + (u64)expert * n, n, k};
+    }
 
     // A plane of Y bits has 8 Y * k bytes for each 64 rows, in memory and in a stage.
     template <int Y, int BN, int BK> DEVICE void fetch_plane(u32 to, const u32 *plane, u32 n0, u32 k0) const {
@@ -84,4 +88,25 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) tcfpx_portable(
 ) {
     using S = Tile<TcfpxWeight<X, E, M>, FRAGMENTS, WN, WM, WK, STAGES>;
     portable(Product<S>{{words, s, n, k}, x, bias, y, m}, parts, arrived, per);
+}
+
+template <class X, int E, int M, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) tcfpx_routed(
+    const u32 *words,      // [experts, n, k * bits / 32], as above
+    const half *s,         // [experts, n]
+    const X *x,            // [rows / choices, k], float16 or bfloat16: activations
+    X *y,                  // [rows, n]: the products
+    float4 *parts,         // as above
+    u32 *arrived,          // as above
+    const u32 *list,       // of tiles, see routing.cuh
+    const float *weights,  // [rows]: factors of the rows of y, or null
+    u32 max_tiles,         // see routed.cuh
+    u32 choices,           // see routed.cuh
+    u32 whole,             // see routed.cuh
+    u32 n,                 // as above
+    u32 k                  // as above
+) {
+    using S = Tile<TcfpxWeight<X, E, M>, FRAGMENTS, WN, WM, WK, STAGES>;
+    const Product<S> product{{words, s, n, k}, x, nullptr, y, 0};
+    routed(Routed<S>{product, list, weights, max_tiles, choices, whole}, parts, arrived);
 }

@@ -14,15 +14,19 @@ from quantkit.kernels import loader
 from quantkit.kernels.contract import Weight
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable import PortableInstances, PortableKernel
 
 
 class Kernels(NamedTuple):
-    """The kernels for a weight; `hopper` is None for shapes or groups that only the portable kernel takes."""
+    """The kernels for a weight; `hopper` is None for shapes or groups that only the portable kernel takes.
+
+    `routed` multiplies with the weights of several experts (see `grouped`); None if the layout has none.
+    """
 
     naive: NaiveKernel
     portable: PortableKernel
     hopper: HopperKernel | None
+    routed: PortableInstances | None = None
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Launcher:
 
     weight: Callable[[Scheme, int, int], Weight]
     kernels: Callable[[Scheme, int, int], Kernels]
-    every: tuple[NaiveKernel | PortableKernel | HopperKernel, ...]
+    every: tuple[NaiveKernel | PortableInstances | HopperKernel, ...]
     schemes: tuple[str, ...]
     bits_read: float
     sparse: bool = False

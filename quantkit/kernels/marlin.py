@@ -15,7 +15,7 @@ from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable import PortableInstances, PortableKernel
 from quantkit.kernels.portable_tiles import PortableTile, PortableTiles
 from quantkit.kernels.tensormap import tensor_map
 
@@ -85,18 +85,19 @@ def _hopper(group: int | None) -> HopperKernel:
 NAIVE = NaiveKernel("marlin_naive")
 #: A stage has codes, and scales of groups of at least 32.
 PORTABLE = PortableKernel("marlin_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 2 / 32))
+ROUTED = PortableInstances("marlin_portable", PORTABLE.choice, function="marlin_routed")
 HOPPER = {group: _hopper(group) for group in GROUPS}
 
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
     # A single group is stored as one scale per row (docs/layouts.md, 3.3).
-    return Kernels(NAIVE, PORTABLE, HOPPER[scheme.group_size if scheme.groups(k) > 1 else None])
+    return Kernels(NAIVE, PORTABLE, HOPPER[scheme.group_size if scheme.groups(k) > 1 else None], ROUTED)
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(NAIVE, PORTABLE, *HOPPER.values()),
+    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values()),
     schemes=("int4:g128", "int4:channel"),
     bits_read=4 + 16 / 128,
 )

@@ -25,16 +25,21 @@ MAX_TOKENS = 1 << 14
 
 
 @dataclass(frozen=True, eq=False)
-class PortableKernel:
-    """The kernels of kernels/`source`.cu for one format, which is the template argument `variant`."""
+class PortableInstances:
+    """Instances of a function of kernels/`source`.cu (None: it has the source's name), for one format.
+
+    The format is the template argument `variant`.
+    """
 
     source: str
     choice: PortableTiles
     variant: str = ""
+    function: str | None = None
 
     def instance(self, dtype: torch.dtype, tile: PortableTile) -> str:
         """Build the C++ name of the instance for activations of a dtype."""
-        return f"{self.source}<{', '.join(filter(None, (TYPES[dtype], self.variant, tile.arguments)))}>"
+        arguments = ", ".join(filter(None, (TYPES[dtype], self.variant, tile.arguments)))
+        return f"{self.function or self.source}<{arguments}>"
 
     @functools.cached_property
     def instances_by_dtype(self) -> dict[torch.dtype, tuple[str, ...]]:
@@ -44,6 +49,15 @@ class PortableKernel:
     @property
     def instances(self) -> tuple[str, ...]:
         return sum(self.instances_by_dtype.values(), ())
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> dict[str, Function]:
+        """Compile and load the instances of all tiles for activations of a dtype; returns the functions by instance."""
+        return loader.load(self.source, self.instances_by_dtype[dtype], device).functions
+
+
+@dataclass(frozen=True, eq=False)
+class PortableKernel(PortableInstances):
+    """The kernels that multiply with one weight."""
 
     def multiply(
         self,
@@ -63,10 +77,6 @@ class PortableKernel:
         check_same_dtype(weight.layout, x, out)
         self.launch(weight, x, [tensors[suffix] for suffix in weight.tensors], bias, out, tile)
         return out
-
-    def load(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile and load the instances of all tiles for activations of a dtype."""
-        loader.load(self.source, self.instances_by_dtype[dtype], device)
 
     def launch(
         self,
@@ -108,17 +118,16 @@ class _Plan(NamedTuple):
 def _planned(
     kernel: PortableKernel, device: torch.device, dtype: torch.dtype, m: int, n: int, k: int, tile: PortableTile | None
 ) -> _Plan:
-    sms, shared_memory = _multiprocessors(device)
+    sms, shared_memory = multiprocessors(device)
     tile = tile or kernel.choice.choose(m)
     shared = kernel.choice.shared_bytes(tile)
     units, blocks = split(tile, m, n, k, sms * min(tile.blocks, shared_memory // (shared + RESERVED)))
-    loaded = loader.load(kernel.source, kernel.instances_by_dtype[dtype], device)
-    function = loaded.functions[kernel.instance(dtype, tile)]
+    function = kernel.load(dtype, device)[kernel.instance(dtype, tile)]
     return _Plan(function, (blocks,), shared, units, kernel.choice.workspace_size(sms))
 
 
 @functools.cache
-def _multiprocessors(device: torch.device) -> tuple[int, int]:
+def multiprocessors(device: torch.device) -> tuple[int, int]:
     """Ask for the number of multiprocessors, and the bytes of shared memory of each."""
     found = torch.cuda.get_device_properties(device)
     return found.multi_processor_count, found.shared_memory_per_multiprocessor

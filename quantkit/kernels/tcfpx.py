@@ -15,7 +15,7 @@ from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.hopper_tiles import BANDWIDTH, K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable import PortableInstances, PortableKernel
 from quantkit.kernels.portable_tiles import PortableTile, PortableTiles
 from quantkit.kernels.tensormap import tensor_map
 
@@ -28,6 +28,8 @@ PORTABLE_TILES = (
     PortableTile(fragments=4, wn=4, wm=1, wk=2, stages=3, blocks=2, cost=32.4),
     PortableTile(fragments=8, wn=4, wm=2, wk=1, stages=3, blocks=1, cost=106.5),
 )
+#: Of experts. The cost of 64 rows is a guess between those above.
+ROUTED_TILES = (*PORTABLE_TILES[:3], PortableTile(fragments=4, wn=4, wm=2, wk=1, stages=4, blocks=1, cost=60.0))
 #: Fitted to the sweep benchmarks/gpu/tcfpx_tiles.csv.
 HOPPER_TILES = {
     FP6: (
@@ -105,24 +107,30 @@ def _hopper(fmt: Format) -> HopperKernel:
     return HopperKernel("tcfpx_hopper", VARIANTS[fmt], choice, partial(_tensor_maps, fmt))
 
 
-def _portable(fmt: Format) -> PortableKernel:
-    tiles = PORTABLE_TILES if fmt in HOPPER_TILES else PORTABLE_TILES[1::2]  # rare formats have half as many
-    return PortableKernel("tcfpx_portable", PortableTiles(tiles, bytes_per_weight=fmt.bits / 8), VARIANTS[fmt])
+def _tiles(fmt: Format, tiles: tuple[PortableTile, ...]) -> PortableTiles:
+    # Rare formats have half as many.
+    return PortableTiles(tiles if fmt in HOPPER_TILES else tiles[1::2], bytes_per_weight=fmt.bits / 8)
 
 
 NAIVE = {fmt: NaiveKernel("tcfpx_naive", variant) for fmt, variant in VARIANTS.items()}
-PORTABLE = {fmt: _portable(fmt) for fmt in VARIANTS}
+PORTABLE = {
+    fmt: PortableKernel("tcfpx_portable", _tiles(fmt, PORTABLE_TILES), variant) for fmt, variant in VARIANTS.items()
+}
+ROUTED = {
+    fmt: PortableInstances("tcfpx_portable", _tiles(fmt, ROUTED_TILES), variant, "tcfpx_routed")
+    for fmt, variant in VARIANTS.items()
+}
 HOPPER = {fmt: _hopper(fmt) for fmt in VARIANTS}
 
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
-    return Kernels(NAIVE[scheme.format], PORTABLE[scheme.format], HOPPER[scheme.format])
+    return Kernels(NAIVE[scheme.format], PORTABLE[scheme.format], HOPPER[scheme.format], ROUTED[scheme.format])
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(*NAIVE.values(), *PORTABLE.values(), *HOPPER.values()),
+    every=(*NAIVE.values(), *PORTABLE.values(), *ROUTED.values(), *HOPPER.values()),
     schemes=("fp6:channel", "fp5:channel"),
     bits_read=FP6.bits,
 )

@@ -7,11 +7,14 @@ import itertools
 import pytest
 
 from quantkit.kernels import SOURCES, marlin, marlin24, portable_tiles, quick, tcfpx
-from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable import PortableInstances
 from quantkit.kernels.portable_tiles import PortableTile
 from tests.kernels.products import TYPES
 
-KERNELS = [marlin.PORTABLE, marlin24.PORTABLE, quick.PORTABLE, *tcfpx.PORTABLE.values()]
+KERNELS = [
+    *(marlin.PORTABLE, marlin24.PORTABLE, quick.PORTABLE, *tcfpx.PORTABLE.values()),
+    *(marlin.ROUTED, *tcfpx.ROUTED.values()),
+]
 TILES = [(kernel, tile) for kernel in KERNELS for tile in kernel.choice.tiles]
 SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
 #: Shared memory of a block on sm_86 and sm_89, the smallest of all, and of a multiprocessor of sm_90, the largest.
@@ -19,11 +22,12 @@ SHARED, MULTIPROCESSOR = 99 * 1024, 228 * 1024
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
-def test_every_tile_fits_into_every_gpu(kernel: PortableKernel) -> None:
+def test_every_tile_fits_into_every_gpu(kernel: PortableInstances) -> None:
     for tile in kernel.choice.tiles:
         assert tile.wn * tile.wm * tile.wk == portable_tiles.THREADS // 32
-        assert kernel.choice.shared_bytes(tile) <= SHARED, tile
-        assert tile.blocks * (kernel.choice.shared_bytes(tile) + portable_tiles.RESERVED) <= MULTIPROCESSOR, tile
+        used = kernel.choice.shared_bytes(tile) + (8 * tile.m if kernel.function else 0)  # and numbers of rows
+        assert used <= SHARED, tile
+        assert tile.blocks * (used + portable_tiles.RESERVED) <= MULTIPROCESSOR, tile
     assert len(set(kernel.instances)) == len(TYPES) * len(kernel.choice.tiles)
 
 
@@ -33,7 +37,7 @@ def test_every_instance_is_compiled() -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.instances[0])
-def test_every_tile_is_the_cheapest_for_some_token_count(kernel: PortableKernel) -> None:
+def test_every_tile_is_the_cheapest_for_some_token_count(kernel: PortableInstances) -> None:
     for tile in kernel.choice.tiles:
         assert kernel.choice.choose(tile.m) == tile, "others do the same for less"
         assert kernel.choice.choose(1000 * tile.m).cost / kernel.choice.choose(1000 * tile.m).m <= tile.cost / tile.m
@@ -41,7 +45,7 @@ def test_every_tile_is_the_cheapest_for_some_token_count(kernel: PortableKernel)
 
 
 @pytest.mark.parametrize(("kernel", "tile"), TILES)
-def test_blocks_have_each_unit_once_and_memory_for_their_parts(kernel: PortableKernel, tile: PortableTile) -> None:
+def test_blocks_have_each_unit_once_and_memory_for_their_parts(kernel: PortableInstances, tile: PortableTile) -> None:
     for m, (n, k), sms in itertools.product((1, 7, 64, 300, 1 << 14), SHAPES, (1, 46, 108, 132)):
         units = tile.units(m, n, k)
         per, blocks = portable_tiles.split(tile, m, n, k, sms * tile.blocks)
@@ -51,9 +55,10 @@ def test_blocks_have_each_unit_once_and_memory_for_their_parts(kernel: PortableK
         assert 2 * blocks * tile.m * tile.n <= sums and blocks <= counters
 
 
-def test_kernels_of_a_source_have_the_same_workspace() -> None:
-    sizes = {(kernel.source, kernel.choice.workspace_size(132)) for kernel in KERNELS}
-    assert len(sizes) == len({kernel.source for kernel in KERNELS}), "it is kept by the name of the source"
+def test_kernels_of_a_function_have_the_same_workspace() -> None:
+    names = [kernel.function or kernel.source for kernel in KERNELS]
+    sizes = {(name, kernel.choice.workspace_size(132)) for name, kernel in zip(names, KERNELS, strict=True)}
+    assert len(sizes) == len(set(names)), "it is kept by this name"
 
 
 def test_parts_of_two_tiles_never_share_a_place() -> None:

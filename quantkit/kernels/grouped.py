@@ -1,0 +1,205 @@
+"""Products of rows with the weights of several experts in one launch, in the frame kernels/routed.cuh.
+
+`route` sorts the rows of a mixture of experts. Both products of the experts use its list, and the launches never wait
+for the host. Rows of one expert share tiles, so each weight in use is read once if its rows fit into one.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from quantkit.core.scheme import Scheme
+from quantkit.core.tensors import dtype_name
+from quantkit.errors import KernelError
+from quantkit.kernels import LAUNCHERS, driver, none_for, unusable
+from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_packed, check_sizes
+from quantkit.kernels.driver import Function
+from quantkit.kernels.portable import PortableInstances, multiprocessors
+from quantkit.kernels.portable_tiles import RESERVED, THREADS, PortableTile
+from quantkit.kernels.routing import MAX_EXPERTS, Routing, starts_early
+from quantkit.kernels.routing import load as load_routing
+from quantkit.kernels.routing import route as route
+from quantkit.kernels.workspace import workspace
+
+#: Mean rows of an expert, from which on all its tiles but the last are full.
+MANY_ROWS = 256.0
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedKernel:
+    """Products with the packed weights `[n, k]` of some experts, stacked: `weight` has their shapes `[experts, ...]`.
+
+    `checked` has the addresses of tensors that were compared with `weight`.
+    """
+
+    weight: Weight
+    kernel: PortableInstances
+    experts: int
+    checked: set[tuple[int, ...]] = field(default_factory=set)
+
+    @classmethod
+    def of(
+        cls, layout: str, scheme: Scheme, experts: int, n: int, k: int, device: torch.device | None = None
+    ) -> GroupedKernel:
+        """Find the kernel of a layout; KernelError in one line if there is none for these weights or on `device`."""
+        if layout not in LAUNCHERS:
+            raise KernelError(none_for(layout))
+        launcher = LAUNCHERS[layout]
+        weight = launcher.weight(scheme, n, k)
+        check_sizes(weight)
+        kernel = launcher.kernels(scheme, n, k).routed
+        problem = None if device is None else unusable(device)
+        if kernel is None:
+            problem = f"no kernel of quantkit's own multiplies experts in {layout}"
+        if not 1 <= experts <= MAX_EXPERTS:
+            problem = f"the kernels take 1 to {MAX_EXPERTS} experts, not {experts}"
+        if kernel is None or problem is not None:
+            raise KernelError(problem or "")
+        stacked = {name: (dtype, (experts, *shape)) for name, (dtype, shape) in weight.tensors.items()}
+        return cls(replace(weight, tensors=stacked), kernel, experts)
+
+    def load(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Compile and load all kernels that products of a dtype need, those of `route` too; not in a capture."""
+        load_routing(device)
+        self.kernel.load(dtype, device)
+
+    def tile(self, m: int, topk: int) -> int:
+        """Choose the rows of a tile for `route`, for m tokens with `topk` experts each."""
+        return choose(self.kernel.choice.tiles, m * topk / self.experts).m
+
+    def launch(
+        self,
+        tensors: Sequence[Tensor],
+        x: Tensor,
+        routing: Routing,
+        y: Tensor,
+        *,
+        gather: bool,
+        weights: Tensor | None = None,
+    ) -> None:
+        """Write `[rows, n]` into `y`: row r of `x`, or if `gather` row r // topk of it, times the weight of r's expert.
+
+        `tensors` are those of the layout, stacked. Row r is multiplied by `weights[r]` (float32, one for each row)
+        before it is rounded. Rows without an expert become zeros. Sums are float32, in the same order in every run.
+        KernelError for operands that cannot be multiplied; `workspace` explains the limits on streams and CUDA graphs.
+        """
+        self._check(tensors, x, routing, y, gather, weights)
+        n, k, device = self.weight.n, self.weight.k, x.device
+        plan = _planned(self.kernel, device, x.dtype, routing.tile, routing.max_tiles, n, k)
+        state = driver.stream_state(device)
+        sums, arrived = workspace(plan.name, device, state, *plan.workspace)
+        pointers = [tensor.data_ptr() for tensor in (*tensors, x, y, sums, arrived, routing.list)]
+        pointers.append(0 if weights is None else weights.data_ptr())
+        sizes = (routing.max_tiles, routing.topk if gather else 1, plan.whole, n, k, *self.weight.group_argument)
+        arguments = driver.written_arguments(("Q",) * len(pointers) + ("i4x",) * len(sizes), (*pointers, *sizes))
+        driver.launch(
+            plan.function, plan.grid, (THREADS,), arguments, plan.shared, device, state, early=plan.starts_early
+        )
+
+    def _check(
+        self,
+        tensors: Sequence[Tensor],
+        x: Tensor,
+        routing: Routing,
+        y: Tensor,
+        gather: bool,
+        weights: Tensor | None,
+    ) -> None:
+        name, n, k = self.weight.layout, self.weight.n, self.weight.k
+        if x.dtype not in ACTIVATIONS or x.dtype is not y.dtype:
+            raise KernelError(
+                f"the {name} kernel of experts takes float16 or bfloat16 and returns the same, not "
+                f"{dtype_name(x.dtype)} and {dtype_name(y.dtype)}"
+            )
+        wanted = (routing.m if gather else routing.rows, k), (routing.rows, n)
+        if (tuple(x.shape), tuple(y.shape)) != wanted:
+            shapes = " and ".join(str(list(shape)) for shape in wanted)
+            raise KernelError(
+                f"the {name} kernel of experts needs x and y of {shapes}, not {list(x.shape)} and {list(y.shape)}"
+            )
+        if routing.experts != self.experts:
+            raise KernelError(f"rows were sorted for {routing.experts} experts, and there are {self.experts}")
+        device = x.device
+        for what, tensor in (("x", x), ("y", y), ("weights", weights)):
+            if tensor is not None and (tensor.device != device or not tensor.is_contiguous()):
+                raise KernelError(f"the {name} kernel of experts needs {what} contiguous on {device}")
+        if (x.data_ptr() | y.data_ptr()) % ALIGNMENT or routing.list.device != device:
+            raise KernelError(
+                f"the {name} kernel of experts needs x and y at multiples of {ALIGNMENT} bytes on one device"
+            )
+        if weights is not None and (weights.dtype is not torch.float32 or weights.numel() != routing.rows):
+            raise KernelError(f"the {name} kernel of experts takes {routing.rows} float32 weights of rows")
+        addresses = tuple([tensor.data_ptr() for tensor in tensors])
+        if addresses not in self.checked:
+            check_packed(self.weight, dict(zip(self.weight.tensors, tensors, strict=True)), device)
+            if len(self.checked) > 4096:  # weights that move between devices
+                self.checked.clear()
+            self.checked.add(addresses)
+
+
+class _Plan(NamedTuple):
+    """The parts of a launch that do not depend on addresses.
+
+    `name` is that of the workspace, and `workspace` counts its sums and counters. `whole` is the least number of tiles
+    that are not shared by blocks.
+    """
+
+    function: Function
+    grid: tuple[int]
+    shared: int
+    name: str
+    workspace: tuple[int, int]
+    whole: int
+    starts_early: bool
+
+
+@functools.lru_cache(maxsize=4096)
+def _planned(
+    kernel: PortableInstances, device: torch.device, dtype: torch.dtype, rows: int, max_tiles: int, n: int, k: int
+) -> _Plan:
+    sms, shared_memory = multiprocessors(device)
+    tile = next((tile for tile in kernel.choice.tiles if tile.m == rows), None)
+    if tile is None:
+        sizes = ", ".join(str(tile.m) for tile in kernel.choice.tiles)
+        raise KernelError(f"the kernel of experts takes tiles of {sizes} rows, not of {rows}")
+    units = max_tiles * tile.units(1, n, k)
+    if units >= 1 << 31:
+        raise KernelError(
+            f"the kernel of experts takes fewer rows than {max_tiles} tiles of {rows}", "split the tokens"
+        )
+    shared = kernel.choice.shared_bytes(tile)
+    held = shared + RESERVED + 8 * tile.m  # the numbers of rows are in shared memory, too
+    blocks = min(units, sms * min(tile.blocks, shared_memory // held))
+    return _Plan(
+        kernel.load(dtype, device)[kernel.instance(dtype, tile)],
+        (blocks,),
+        shared,
+        kernel.function or kernel.source,
+        kernel.choice.workspace_size(sms),
+        2 * sms // 3,
+        starts_early(device),
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def choose(tiles: tuple[PortableTile, ...], mean: float) -> PortableTile:
+    """Choose the tile that costs least if rows are on experts at random, `mean` on each."""
+    return min(tiles, key=lambda tile: expected_tiles(mean, tile.m) * tile.cost)
+
+
+def expected_tiles(mean: float, rows: int) -> float:
+    """Compute the mean number of tiles of `rows` rows of an expert, whose number of rows is Poisson distributed."""
+    if mean >= MANY_ROWS:
+        return mean / rows + 0.5
+    probability, expected = math.exp(-mean), 0.0
+    for count in range(1, int(mean + 10 * math.sqrt(mean)) + 10):
+        probability *= mean / count
+        expected += probability * -(-count // rows)
+    return expected

@@ -1,0 +1,250 @@
+"""The grouped kernels without a GPU: the sources run by a C++ compiler, and what Python chooses."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch import Tensor
+
+from quantkit.core.scheme import Scheme
+from quantkit.errors import KernelError
+from quantkit.kernels import LAUNCHERS, SOURCES, grouped, marlin, routing, tcfpx
+from quantkit.kernels.grouped import GroupedKernel, expected_tiles
+from quantkit.kernels.portable_tiles import PortableTile
+from quantkit.kernels.proof import relative_error
+from quantkit.kernels.routing import Routing
+from tests.kernels import emulation
+from tests.kernels.experts import CASES, FIRST, TAKEN, Experts, expected_list, experts, inputs, listed, shuffled
+from tests.kernels.fake_driver import FakeDriver
+from tests.kernels.products import TYPES
+
+GUARD = -7
+
+
+def route(ids: Tensor, count: int, tile: int) -> Routing:
+    """Sort rows by the kernel, on the CPU."""
+    rows = ids.numel()
+    found = torch.full((routing.list_size(rows, count, tile) + 8,), GUARD, dtype=torch.int32)
+    most = routing.most_tiles(rows, count, tile)
+    instance = routing.INSTANCES[ids.dtype]
+    emulation.launch(
+        "routing", routing.SOURCES["routing"], instance, 1, routing.THREADS, [ids, found, rows, count, tile, most]
+    )
+    assert (found[-8:] == GUARD).all(), "nothing is written past the end"
+    return Routing(found, *ids.shape, count, tile, most)
+
+
+def multiply(
+    one: Experts, tile: PortableTile, x: Tensor, found: Routing, gather: bool, weights: Tensor | None, **how: int
+) -> Tensor:
+    """Multiply by the kernel, on the CPU, into a poisoned output; blocks run in both orders."""
+    kernel, weight, blocks, whole = (
+        one.kernel.kernel,
+        one.kernel.weight,
+        how.get("blocks", 7),
+        how.get("whole", 1 << 30),
+    )
+    products = []
+    for backwards in (False, True):
+        y = torch.full((found.rows, weight.n), float("nan"), dtype=x.dtype)
+        parts = torch.full((2 * blocks * tile.m * tile.n,), float("nan"))
+        arrived = torch.zeros(blocks, dtype=torch.int32)
+        sizes = [found.max_tiles, found.topk if gather else 1, whole, weight.n, weight.k, *weight.group_argument]
+        args = [*one.tensors, x, y, parts, arrived, found.list, weights, *sizes]
+        emulation.launch(
+            kernel.source,
+            kernel.instances,
+            kernel.instance(x.dtype, tile),
+            blocks,
+            256,
+            args,
+            backwards=backwards,
+            late=not backwards,
+        )
+        assert not arrived.any(), "counters are zero for the next launch"
+        products.append(y)
+    assert torch.equal(*(y.view(torch.int16) for y in products)), "the order of blocks does not matter"
+    return products[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_are_sorted_by_expert_in_their_order(dtype: torch.dtype) -> None:
+    random = torch.Generator().manual_seed(0)
+    for (m, topk), count, tile in itertools.product([(1, 8), (33, 2), (1025, 1), (700, 3)], [1, 8, 128, 512], [8, 64]):
+        ids = torch.randint(-2, count + 2, (m, topk), generator=random).to(dtype)
+        assert listed(route(ids, count, tile)) == expected_list(ids, count, tile), (m, topk, count, tile)
+
+
+@pytest.mark.parametrize("expert", [-1, 0, 5, 7])
+def test_all_rows_on_one_expert_or_on_none_are_sorted(expert: int) -> None:
+    for m, tile in itertools.product((1, 31, 32, 33, 2049), (8, 16)):
+        ids = torch.full((m, 1), expert)
+        assert listed(route(ids, 8, tile)) == expected_list(ids, 8, tile)
+
+
+def test_a_number_of_64_bits_is_not_cut_to_an_expert() -> None:
+    ids = torch.tensor([[1 << 32], [(1 << 32) + 1], [-(1 << 40)], [1]])
+    assert listed(route(ids, 4, 8)) == ([1], [3] + [-1] * 7, [0, 1, 2])
+
+
+def test_the_list_has_room_for_every_distribution() -> None:
+    """Of all ways to put up to 9 rows on up to 4 experts or none."""
+    for rows, count, tile in itertools.product(range(1, 10), range(1, 5), (1, 2, 4)):
+        most, size = routing.most_tiles(rows, count, tile), routing.list_size(rows, count, tile)
+        needed = []
+        for counts in itertools.product(range(rows + 1), repeat=count):
+            if sum(counts) <= rows:
+                tiles = sum(-(-one // tile) for one in counts)
+                assert tiles <= most
+                needed.append(2 + most + tiles * tile + rows - sum(counts))
+        assert max(needed) <= size
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("layout", "label", "n", "k"), CASES)
+def test_every_tile_gathers_multiplies_and_scatters(
+    layout: str, label: str, n: int, k: int, dtype: torch.dtype
+) -> None:
+    one = experts(layout, label, n, k, 4)
+    for i, tile in enumerate(one.kernel.kernel.choice.tiles):
+        gather = i % 2 == 0
+        ids = shuffled({0: 1, -1: 2, 1: tile.m + 3, 3: 7 + tile.m % 2}, topk=1)
+        ids = torch.cat([ids, ids[:1]]) if ids.numel() % 2 else ids
+        ids = ids.view(-1, 2)
+        weights = None if i % 3 == 1 else torch.linspace(-2, 2, ids.numel())
+        x = inputs(one.dense, len(ids) if gather else ids.numel(), dtype)
+        found = route(ids, 4, tile.m)
+        y = multiply(one, tile, x, found, gather, weights, blocks=5 + i, whole=1 if i == 2 else 1 << 30)
+        wanted = one.product(x, ids, gather, weights)
+        assert relative_error(y, wanted.to(dtype)) < 1e-5, tile
+        assert (y[ids.reshape(-1) < 0] == 0).all()
+
+
+@pytest.mark.parametrize(("layout", "label", "n", "k"), FIRST)
+def test_any_number_of_blocks_and_rows_gives_the_same_products(layout: str, label: str, n: int, k: int) -> None:
+    """Also more blocks than units, and no row with an expert."""
+    one = experts(layout, label, n, k, 4)
+    tile = one.kernel.kernel.choice.tiles[0]
+    for rows, blocks in ((1, 1), (1, 40), (9, 3), (9, 64), (0, 4)):
+        ids = shuffled({2: rows, -1: 3})
+        x = inputs(one.dense, len(ids), torch.float16)
+        y = multiply(one, tile, x, route(ids, 4, tile.m), True, None, blocks=blocks)
+        wanted = one.product(x, ids, True, None).half()
+        assert relative_error(y, wanted) < 1e-5, (rows, blocks)
+
+
+def test_one_wrong_number_in_the_list_is_seen() -> None:
+    """The comparisons above can fail: another expert, another row, a row that is left out."""
+    one = experts(*FIRST[0], 4)
+    tile = one.kernel.kernel.choice.tiles[0]
+    ids = shuffled({0: 3, 1: 2, -1: 1})
+    x = inputs(one.dense, len(ids), torch.float16)
+    wanted = one.product(x, ids, True, None).half()
+    found = route(ids, 4, tile.m)
+    first = 2 + found.max_tiles
+    for place, number in ((2, 1), (first, int(found.list[first + 1])), (first + 1, -1), (1, 0)):
+        kept = int(found.list[place])
+        found.list[place] = number
+        assert not relative_error(multiply(one, tile, x, found, True, None), wanted) < 1e-3, place
+        found.list[place] = kept
+    assert relative_error(multiply(one, tile, x, found, True, None), wanted) < 1e-5
+
+
+def test_the_plain_kernels_of_the_frame_multiply_as_before() -> None:
+    for layout, label, n, k in FIRST:
+        one = experts(layout, label, n, k, 1)
+        kernel = LAUNCHERS[layout].kernels(Scheme.parse(label), n, k).portable
+        for tile, dtype in itertools.product(kernel.choice.tiles, TYPES):
+            m, blocks = tile.m + 3, 5
+            per = -(-tile.units(m, n, k) // blocks)
+            x = inputs(one.dense, m, dtype)
+            bias = torch.linspace(-1, 1, n).to(dtype)
+            y = torch.full((m, n), float("nan"), dtype=dtype)
+            parts, arrived = torch.full((2 * blocks * tile.m * tile.n,), float("nan")), torch.zeros(blocks).int()
+            args = [*one.tensors, x, bias, y, parts, arrived, m, n, k, per, *one.kernel.weight.group_argument]
+            emulation.launch(kernel.source, kernel.instances, kernel.instance(dtype, tile), blocks, 256, args)
+            wanted = x.float() @ one.dense[0].t() + bias.float()
+            assert relative_error(y, wanted.to(dtype)) < 1e-5, (layout, tile)
+
+
+@pytest.mark.parametrize("tiles", [marlin.ROUTED.choice.tiles, tcfpx.ROUTED_TILES], ids=["marlin", "tcfpx"])
+def test_few_rows_of_an_expert_get_small_tiles_and_many_get_large_ones(tiles: tuple[PortableTile, ...]) -> None:
+    sizes = [grouped.choose(tiles, mean).m for mean in (1 / 16, 1, 4, 20, 60, 255.9, 256, 4096)]
+    assert sizes == sorted(sizes) and sizes[:3] == [8, 8, 8] and sizes[-1] == 64
+    assert len({tile.m for tile in tiles}) == len(tiles), "the rows of a tile name it"
+
+
+def test_the_expected_number_of_tiles_is_that_of_random_rows() -> None:
+    random = torch.Generator().manual_seed(0)
+    for mean, rows in ((0.25, 8), (4.0, 8), (17.0, 16), (200.0, 64)):
+        drawn = torch.poisson(torch.full((200_000,), mean), generator=random)
+        assert expected_tiles(mean, rows) == pytest.approx(float((drawn / rows).ceil().mean()), rel=0.02)
+    assert expected_tiles(grouped.MANY_ROWS, 64) == pytest.approx(expected_tiles(255.999, 64), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("layout", "label", "count", "says"),
+    [
+        ("exllama", "int4:g128", 4, "no kernel of quantkit's own multiplies exllama"),
+        ("quick", "int4:g128", 4, "no kernel of quantkit's own multiplies experts in quick"),
+        ("marlin", "int4:g16", 4, "groups of 128, 64, 32 or none"),
+        ("marlin", "int4:g128", 513, "1 to 512 experts, not 513"),
+        ("tcfpx", "int4:channel", 4, "takes fp6 and fp5"),
+    ],
+)
+def test_experts_without_a_kernel_are_one_error(layout: str, label: str, count: int, says: str) -> None:
+    with pytest.raises(KernelError, match=says) as caught:
+        GroupedKernel.of(layout, Scheme.parse(label), count, 128, 256)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_launch_checks_its_operands_and_starts_early_only_on_hopper(
+    fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, ids = experts("marlin", "int4:g128", 192, 384, 4), shuffled({0: 3, 1: 5, -1: 4}, topk=2)
+    tile = one.kernel.tile(*ids.shape)
+    found = Routing(torch.zeros(100).int(), *ids.shape, 4, tile, routing.most_tiles(ids.numel(), 4, tile))
+    x, y = torch.ones(len(ids), 384).half(), torch.empty(ids.numel(), 192).half()
+    early = []
+    monkeypatch.setattr(grouped, "starts_early", lambda device: True)
+    monkeypatch.setattr(grouped.driver, "launch", lambda *args, **options: early.append(options["early"]))
+    one.kernel.launch(one.tensors, x, found, y, gather=True)
+    assert early == [True]
+    wide, short = torch.ones(ids.numel(), 384).half(), torch.ones(3)
+    for says, changed in {
+        "float16 or bfloat16": {"x": x.float(), "y": y.float()},
+        "returns the same": {"x": x.bfloat16()},
+        r"needs x and y of \[6, 384\]": {"x": wide},
+        r"needs x and y of \[12, 384\]": {"gather": False},
+        "there are 4": {"routing": Routing(found.list, *ids.shape, 5, tile, found.max_tiles)},
+        "12 float32 weights": {"weights": short},
+        "needs y contiguous": {"y": torch.empty(192, ids.numel()).half().t()},
+        "must have shape": {"tensors": [part[:3].clone() for part in one.tensors]},
+        "tiles of 8, 16, 32, 64 rows, not of 24": {"routing": Routing(found.list, *ids.shape, 4, 24, 1)},
+    }.items():
+        with pytest.raises(KernelError, match=says) as caught:
+            one.kernel.launch(**{"tensors": one.tensors, "x": x, "routing": found, "y": y, "gather": True, **changed})
+        assert "\n" not in str(caught.value)
+    assert early == [True]
+
+
+def test_bad_numbers_of_experts_are_refused_before_a_launch() -> None:
+    for says, ids, count in (
+        ("int32 or int64, not float32", torch.zeros(2, 2), 4),
+        ("contiguous", torch.zeros(2, 2, 2).int(), 4),
+        ("contiguous", torch.zeros(0, 2).int(), 4),
+        ("contiguous", torch.zeros(4, 2).int()[:, :1], 4),
+        ("1 to 512 experts, not 0", torch.zeros(2, 2).int(), 0),
+        ("on a CUDA device", torch.zeros(2, 2).int(), 4),
+    ):
+        with pytest.raises(KernelError, match=says):
+            grouped.route(ids, count, 8)
+
+
+def test_every_layout_of_experts_is_tested() -> None:
+    routed = {kernel.source for kernel in (marlin.ROUTED, *tcfpx.ROUTED.values())}
+    functions = {instance.split("<")[0] for instance in sum(SOURCES.values(), ()) if "_routed<" in instance}
+    assert routed == {f"{layout}_portable" for layout in TAKEN}
+    assert functions == {f"{layout}_routed" for layout in TAKEN}
