@@ -131,6 +131,10 @@ plot() { # of what the stages kernels_* wrote
     done
 }
 
+batches() { # many tokens: packed, decoded for cuBLAS, and cuBLAS alone
+    "$python" benchmarks/batches.py --csv "$results/batches.csv"
+}
+
 cold_start() {
     "$python" benchmarks/cold_start.py --csv "$results/cold_start.csv"
 }

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from quantkit.bench.roofline import Cell, Device, Layer, floor, means
 from quantkit.bench.timing import ROTATED, Timed, copies, measured_on, medians, prepared
+from quantkit.bench.workloads import PATHS
 from quantkit.core import sparsity
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
@@ -56,12 +58,13 @@ def kernels(
     schemes: Sequence[Scheme],
     dtype: torch.dtype,
     progress: Progress,
+    path: str = "fastest",
 ) -> Bench:
     """Time the kernels of `layouts` on every layer with every number of tokens; no `schemes` stands for the defaults.
 
-    `dtype` is the dtype of the activations, float16 or bfloat16. Before anything is timed, LayoutError for a shape or a
-    scheme that a layout cannot hold, and KernelError without a GPU or CuPy. KernelError for a product outside the
-    bounds of `proof.mismatch`, and if the GPU's memory does not suffice.
+    `dtype` is the dtype of the activations, float16 or bfloat16; `path` is one of `workloads.PATHS`. Before anything is
+    timed, LayoutError for a shape or a scheme that a layout cannot hold, and KernelError without a GPU or CuPy.
+    KernelError for a product outside the bounds of `proof.mismatch`, and if the GPU's memory does not suffice.
     """
     jobs = []
     for layer in layers:
@@ -77,7 +80,7 @@ def kernels(
     bar = progress.bar(len(jobs) * len(tokens), "timing")
     for layer, layout, scheme in jobs:
         try:
-            for cell in _time_weight(layer, tokens, layout, scheme, dtype, device, where, progress):
+            for cell in _time_weight(layer, tokens, layout, scheme, dtype, device, where, progress, path):
                 cells.append(cell)
                 bar.update(1)
         except torch.OutOfMemoryError as error:
@@ -128,6 +131,7 @@ def _time_weight(
     device: Device,
     where: torch.device,
     progress: Progress,
+    path: str,
 ) -> Iterator[Cell]:
     """Yield a cell for each number of tokens, all with one random weight."""
     gc.collect()  # frees the memory of the previous weight
@@ -146,7 +150,7 @@ def _time_weight(
     w = [plain.clone() for _ in range(count)]
     wt = [plain.t().contiguous() for _ in range(count)]
     del plain
-    kernel = MATMULS[layout]
+    kernel = partial(MATMULS[layout], **PATHS[path])
     for m in tokens:
         x = activations(dense, m, dtype)
         expected = reference(x, dense).to(dtype)
@@ -173,7 +177,8 @@ def _time_weight(
             m,
             layout,
             scheme.label,
-            kernel.__name__,
+            "matmul",
+            LAUNCHERS[layout].chosen(scheme, n, k, m, dtype, where, **PATHS[path]).path,
             time_us=time_us,
             cublas_w_us=cublas_w_us,
             cublas_wt_us=cublas_wt_us,

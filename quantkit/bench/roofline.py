@@ -52,7 +52,8 @@ class Cell:
     """One timing: `layer` by `m` tokens.
 
     cuBLAS has the weight as `[n, k]` (`cublas_w_us`) and as `[k, n]` (`cublas_wt_us`). `error` is relative to float32.
-    The `calls` of a graph cycle through `copies` of the weight, and times are medians of `rounds`.
+    `path` names the kernel: hopper, portable, or cublas for a decoded weight. The `calls` of a graph cycle through
+    `copies` of the weight, and times are medians of `rounds`.
     """
 
     layer: Layer
@@ -60,6 +61,7 @@ class Cell:
     layout: str
     scheme: str
     kernel: str
+    path: str
     time_us: float
     cublas_w_us: float
     cublas_wt_us: float
@@ -88,6 +90,7 @@ class Cell:
             "N": n,
             "M": self.m,
             "kernel": self.kernel,
+            "path": self.path,
             "layout": self.layout,
             "scheme": self.scheme,
             "dtype": device.dtype,

@@ -22,6 +22,7 @@ from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError
 from quantkit.kernels import loader
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_packed, check_sizes
+from quantkit.kernels.decoded import NEVER, DecodedKernel
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.portable import PortableKernel
 from quantkit.layouts import LAYOUTS
@@ -65,7 +66,7 @@ def prepare(
     one, device = PREPARED[handle], next(iter(tensors.values())).device
     _check(one, [*tensors.values()], device)
     if device.type == "cuda":
-        _kernel(one, device)
+        _kernels(one, device)
     return handle
 
 
@@ -101,7 +102,7 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
     if x.dtype is not one.dtype:
         asked, ready = dtype_name(x.dtype), dtype_name(one.dtype)
         raise KernelError(f"a weight prepared for {ready} got {asked} activations", f"prepare it for {asked}")
-    kernel = _kernel(one, device)
+    kernel, decoded, decoded_from = _kernels(one, device)
     packed = tensors if one.order is None else [tensors[i] for i in one.order]
     if tuple([tensor.data_ptr() for tensor in packed]) not in one.checked:
         _check(one, tensors, device)
@@ -110,7 +111,10 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
     y = x.new_empty((x.shape[0], n))
     if y.shape[0]:
         bias = functional.pad(bias, (0, n - one.out)) if bias is not None and n != one.out else bias
-        kernel.launch(weight, x, packed, bias, y)
+        if y.shape[0] >= decoded_from:
+            decoded.launch(weight, x, packed, bias, y)
+        else:
+            kernel.launch(weight, x, packed, bias, y)
     y = y[:, : one.out].contiguous() if n != one.out else y
     return y if len(shape) == 2 else y.view(*shape[:-1], one.out)
 
@@ -140,14 +144,19 @@ def _check(one: Prepared, tensors: Sequence[Tensor], device: torch.device) -> No
 
 
 @functools.cache
-def _kernel(one: Prepared, device: torch.device) -> HopperKernel | PortableKernel:
-    kernel = kernels.LAUNCHERS[one.layout].fastest(one.scheme, one.weight.n, one.weight.k, device)
+def _kernels(one: Prepared, device: torch.device) -> tuple[HopperKernel | PortableKernel, DecodedKernel, int]:
+    """Load the kernel for few tokens, that for many, and the number of tokens from which on the latter is used."""
+    launcher, n, k = kernels.LAUNCHERS[one.layout], one.weight.n, one.weight.k
+    kernel, decoded = launcher.fastest(one.scheme, n, k, device), launcher.kernels(one.scheme, n, k).decoded
+    decoded_from = launcher.decoded_from(one.scheme, n, k, one.dtype, device)
     _load(kernel, one.dtype, device)
-    return kernel
+    if decoded_from < NEVER:
+        _load(decoded, one.dtype, device)
+    return kernel, decoded, decoded_from
 
 
 @functools.cache
-def _load(kernel: HopperKernel | PortableKernel, dtype: torch.dtype, device: torch.device) -> None:
+def _load(kernel: HopperKernel | PortableKernel | DecodedKernel, dtype: torch.dtype, device: torch.device) -> None:
     anew = loader.uncompiled(kernel.source, kernel.instances_by_dtype[dtype], device)
     if anew:
         Progress().note(

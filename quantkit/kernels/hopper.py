@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from quantkit.kernels.hopper_tiles import (
     MAX_CLUSTER,
     HopperTile,
     HopperTiles,
+    ceil,
     choose_tile,
     launch_sizes,
     representative,
@@ -25,6 +26,9 @@ from quantkit.kernels.reads import READS
 from quantkit.kernels.tensormap import SIZE, tensor_map
 from quantkit.kernels.workspace import workspace
 
+#: Most tokens of one launch: its tiles of tokens run side by side, and would otherwise read the activations from memory
+#: for every row of tiles.
+MAX_TOKENS = 2048
 #: The number of the weight's tensor maps -> kinds of all arguments: maps, pointers, sizes (see `driver`).
 KINDS: dict[int, tuple[int | str, ...]] = {maps: (SIZE,) * (1 + maps) + ("Q",) * 5 + ("i4x",) * 3 for maps in (2, 3)}
 
@@ -40,6 +44,7 @@ class HopperKernel:
     variant: str
     choice: HopperTiles
     tensor_maps: Callable[[HopperTile, Sequence[int], int, int, int], list[bytes]]
+    path: ClassVar[str] = "hopper"
 
     def instance(self, dtype: torch.dtype, tile: HopperTile) -> str:
         """Build the C++ name of the instance for activations of a dtype; all clusters above two share one."""
@@ -92,8 +97,13 @@ class HopperKernel:
         """Write the product into `out`, for operands that are checked, `packed` in the order of `weight.tensors`.
 
         The launch may fetch weights while the one before it still runs, if they were read before and not written since.
+        Many tokens take several launches, unless a `tile` is given.
         """
         (m, k), n, device = x.shape, weight.n, x.device
+        if m > MAX_TOKENS and tile is None:
+            for start, end in token_parts(m):
+                self.launch(weight, x[start:end], packed, bias, out[start:end])
+            return
         plan = _planned(self, device, x.dtype, representative(m), n, k, tile)
         maps = plan.maps(tuple([tensor.data_ptr() for tensor in packed]))
         x_map = tensor_map(x.data_ptr(), (m, k), plan.box, 2, True)
@@ -108,6 +118,13 @@ class HopperKernel:
         driver.launch(function, grid, block, arguments, shared, device, state, cluster, early)
         if not (early or state.graph):  # a captured launch has not read anything yet
             READS.remember(read)
+
+
+@functools.lru_cache(maxsize=4096)
+def token_parts(m: int) -> tuple[tuple[int, int], ...]:
+    """Divide m tokens into as few launches as `MAX_TOKENS` allows, nearly equal and of whole tiles: first and end."""
+    size = ceil(ceil(m, ceil(m, MAX_TOKENS)), 256) * 256
+    return tuple((start, min(start + size, m)) for start in range(0, m, size))
 
 
 class _Plan(NamedTuple):

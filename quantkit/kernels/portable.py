@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ class PortableInstances:
     choice: PortableTiles
     variant: str = ""
     function: str | None = None
+    path: ClassVar[str] = "portable"
 
     def instance(self, dtype: torch.dtype, tile: PortableTile) -> str:
         """Build the C++ name of the instance for activations of a dtype."""

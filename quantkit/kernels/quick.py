@@ -11,6 +11,7 @@ from quantkit.core.formats import INT4
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
 from quantkit.kernels.contract import Weight
+from quantkit.kernels.decoded import DecodedKernel
 from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
@@ -81,24 +82,25 @@ def _hopper(group: int) -> HopperKernel:
         read_bytes_per_weight=bytes_per_weight,
         several_tokens=64,
         scaled_by_group=True,
+        share=1.0 if group == 128 else 0.9,
     )
     return HopperKernel("quick_hopper", str(group), choice, partial(_tensor_maps, group))
 
 
-NAIVE = NaiveKernel("quick_naive")
+NAIVE, DECODED = NaiveKernel("quick_naive"), DecodedKernel("quick_decode")
 #: A stage has codes, and scales and zero points if groups have at least 32 columns. Each is held twice.
 PORTABLE = PortableKernel("quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32))
 HOPPER: dict[int | None, HopperKernel] = {group: _hopper(group) for group in HOPPER_GROUPS}
 
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
-    return Kernels(NAIVE, PORTABLE, HOPPER.get(scheme.group_size))
+    return Kernels(NAIVE, PORTABLE, HOPPER.get(scheme.group_size), DECODED)
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(NAIVE, PORTABLE, *HOPPER.values()),
+    every=(NAIVE, PORTABLE, *HOPPER.values(), DECODED),
     schemes=("int4:g128:asym",),
     bits_read=4 + 2 * (16 + 4) / 128,
 )

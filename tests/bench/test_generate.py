@@ -157,7 +157,18 @@ def test_the_likeliest_token_is_the_argmax_and_the_first_of_equals(vocabulary: i
 
 
 SIZES = Sizes(6_000_000_000, 4_000_000_000)
-PACE = Pace("marlin", "int4:g128", "weights by the marlin kernel, float16", 16, 0.5, 2e-3, 6_000_100_000, 7**11, SIZES)
+PACE = Pace(
+    "marlin",
+    "int4:g128",
+    "weights by the marlin kernel, float16",
+    "9 hopper",
+    16,
+    0.5,
+    2e-3,
+    6_000_100_000,
+    7**11,
+    SIZES,
+)
 PLAIN = replace(PACE, layout=DENSE, scheme="", prompt_s=0.25, step_s=5e-3)
 FOUND = Decoding(
     "llama3-8b",

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 H200 = Device("H200", "2.11", "13.0", "13.0", "float16", copy=4.24e12, rate=740e12)
 MODEL = ("llama3-8b", "llama2-70b", "large")
 QKV = layers(["llama3-8b"], [])[0]
-CELL = Cell(QKV, 16, "marlin", "int4:g128", "matmul", 8.0, 16.0, 20.0, 12_976_128, 3.2, 2e-4, 26, 260, 9)
+CELL = Cell(QKV, 16, "marlin", "int4:g128", "matmul", "hopper", 8.0, 16.0, 20.0, 12_976_128, 3.2, 2e-4, 26, 260, 9)
 
 
 def cell(us: float, layer: Layer = QKV, m: int = 16) -> Cell:
