@@ -2,9 +2,9 @@
 
 One module per layout (`marlin`, `marlin24`, `quick`, `tcfpx`) declares the weights that its kernels take, and their
 tiles. `naive`, `portable` and `hopper` launch the three kinds of kernel. `grouped` multiplies with the weights of
-several experts, whose rows `routing` sorts. `loader` and `driver` compile and start kernels, and `proof` compares
-products with the weight. Not in here: the CUDA code, and torch modules that use it (`inference`). Begin with
-`launcher`; docs/kernels.md explains the kernels themselves.
+several experts, whose rows `routing` sorts; `expert_steps` has the rest of their layer. `loader` and `driver` compile
+and start kernels, and `proof` compares products with the weight. Not in here: the CUDA code, and torch modules that use
+it (`inference`). Begin with `launcher`; docs/kernels.md explains the kernels themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import KernelError
-from quantkit.kernels import gptq, loader, routing
+from quantkit.kernels import expert_steps, gptq, loader, routing
 from quantkit.kernels.launcher import Launcher
 from quantkit.kernels.loader import toolchain as toolchain
 from quantkit.names import KERNELS
@@ -31,7 +31,7 @@ JUDGES: dict[str, Callable[..., Tensor]] = {layout: launcher.naive for layout, l
 
 
 def _sources() -> dict[str, tuple[str, ...]]:
-    found = {**gptq.SOURCES, **routing.SOURCES}
+    found = {**gptq.SOURCES, **routing.SOURCES, **expert_steps.SOURCES}
     for layout in dict.fromkeys(KERNELS.values()):
         for kernel in LAUNCHERS[layout].every:
             found[kernel.source] = (*found.get(kernel.source, ()), *kernel.instances)

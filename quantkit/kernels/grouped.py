@@ -18,7 +18,7 @@ from torch import Tensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, driver, none_for, unusable
+from quantkit.kernels import LAUNCHERS, driver, expert_steps, none_for, unusable
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_packed, check_sizes
 from quantkit.kernels.driver import Function
 from quantkit.kernels.portable import PortableInstances, multiprocessors
@@ -66,8 +66,9 @@ class GroupedKernel:
         return cls(replace(weight, tensors=stacked), kernel, experts)
 
     def load(self, dtype: torch.dtype, device: torch.device) -> None:
-        """Compile and load all kernels that products of a dtype need, those of `route` too; not in a capture."""
+        """Compile and load all kernels that a layer of experts needs, for a dtype; not in a capture."""
         load_routing(device)
+        expert_steps.load(device)
         self.kernel.load(dtype, device)
 
     def tile(self, m: int, topk: int) -> int:

@@ -154,6 +154,8 @@ static u32 add_pair(half t, u32 x, u32 y) {
 }
 static void let_successor_start() {}
 static void wait_for_predecessor() {}
+static void store(half *to, float x) { to->bits = rounded(half{}, x); }
+static void store(bfloat *to, float x) { to->bits = rounded(bfloat{}, x); }
 static u32 shared_address(const void *p) { return (const char *)p - (const char *)pool; }
 static void copy(const Copy &c) {
     char *to = (char *)pool + c.to;
@@ -209,14 +211,16 @@ static const u64 *given;
 template <class... A, size_t... I> static void call(std::index_sequence<I...>) {
     called<A...>(argument<A>(given[I])...);
 }
-template <class... A> static void run(void (*kernel)(A...), u32 blocks, u32 threads, u32 backwards, u32 copies_late,
-                                      const u64 *arguments) {
+template <class... A> static void run(void (*kernel)(A...), u32 width, u32 height, u32 threads, u32 backwards,
+                                      u32 copies_late, const u64 *arguments) {
     called<A...> = kernel, given = arguments, late = copies_late;
     body = [] { call<A...>(std::index_sequence_for<A...>{}); };
-    gridDim = {blocks, 1};
+    gridDim = {width, height};
+    const u32 blocks = width * height;
     stacks.resize((size_t)threads * STACK);
     for (u32 i = 0; i < blocks; i++) {
-        blockIdx.x = backwards ? blocks - 1 - i : i;
+        const u32 number = backwards ? blocks - 1 - i : i;
+        blockIdx = {number % width, number / width};
         fiber_count = threads, block = {}, any = 0, current = threadIdx.x = 0;
         fibers.reset(new Fiber[threads]()), warps.reset(new Warp[threads / 32]());
         memset(pool, 0xff, sizeof pool);
@@ -257,8 +261,8 @@ def inlined(name: str) -> str:
 @functools.cache
 def built(name: str, instances: tuple[str, ...]) -> ctypes.CDLL:
     calls = [
-        f'extern "C" void run{i}(u32 blocks, u32 threads, u32 backwards, u32 late, const u64 *arguments) '
-        f"{{ run({instance}, blocks, threads, backwards, late, arguments); }}"
+        f'extern "C" void run{i}(u32 width, u32 height, u32 threads, u32 backwards, u32 late, const u64 *arguments) '
+        f"{{ run({instance}, width, height, threads, backwards, late, arguments); }}"
         for i, instance in enumerate(instances)
     ]
     return library("\n".join([inlined(name), *calls]))
@@ -268,7 +272,7 @@ def launch(
     name: str,
     instances: tuple[str, ...],
     instance: str,
-    blocks: int,
+    grid: tuple[int, int],
     threads: int,
     args: Sequence[Tensor | int | None],
     *,
@@ -278,4 +282,4 @@ def launch(
     """Run one of the instances of a source on tensors of the CPU. `late`: copies arrive when they are waited for."""
     values = [arg.data_ptr() if isinstance(arg, Tensor) else arg or 0 for arg in args]
     run = getattr(built(name, instances), f"run{instances.index(instance)}")
-    run(blocks, threads, int(backwards), int(late), (ctypes.c_uint64 * len(values))(*values))
+    run(*grid, threads, int(backwards), int(late), (ctypes.c_uint64 * len(values))(*values))

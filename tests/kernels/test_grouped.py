@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit.kernels import proof
+from quantkit.kernels import expert_steps, proof
 from quantkit.kernels.grouped import route
 from quantkit.kernels.routing import Routing
 from tests.kernels.experts import CASES, FIRST, Experts, expected_list, experts, inputs, listed, shuffled
@@ -128,10 +128,28 @@ def layer(up: Experts, down: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     found = route(ids, len(up.dense), up.kernel.tile(m, topk))
     h = x.new_empty(m * topk, up.kernel.weight.n)
     up.kernel.launch(up.tensors, x, found, h, gather=True)
-    gate, value = h.chunk(2, 1)
+    a = x.new_empty(m * topk, h.shape[1] // 2)
+    expert_steps.silu_multiply(h, a)
     z = x.new_empty(m * topk, down.kernel.weight.n)
-    down.kernel.launch(down.tensors, torch.nn.functional.silu(gate) * value, found, z, gather=False, weights=weights)
-    return z.view(m, topk, -1).float().sum(1).to(x.dtype)
+    down.kernel.launch(down.tensors, a, found, z, gather=False, weights=weights)
+    y = x.new_empty(m, z.shape[1])
+    expert_steps.sum_choices(z, y)
+    return y
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("tcfpx", "fp6:channel")])
+def test_a_layer_agrees_with_float32(layout: str, label: str, dtype: torch.dtype) -> None:
+    up, down = experts(layout, label, 768, 256, 8, "cuda"), experts(layout, label, 256, 384, 8, "cuda")
+    random = torch.Generator().manual_seed(0)
+    for m in (1, 3, 16, 65, 1000):
+        ids = torch.rand(m, 8, generator=random).argsort(1)[:, :3].contiguous().cuda()
+        x, weights = inputs(up.dense, m, dtype), torch.rand(m, 3, generator=random).cuda()
+        gate, value = up.product(x, ids, True, None).to(dtype).float().chunk(2, 1)
+        a = (torch.nn.functional.silu(gate) * value).to(dtype)
+        wanted = down.product(a, ids, False, weights).to(dtype).view(m, 3, -1).float().sum(1).to(dtype)
+        found = layer(up, down, x, ids, weights)
+        assert proof.relative_error(found, wanted) < (4e-3 if dtype == torch.bfloat16 else 1e-3), m
 
 
 @pytest.mark.parametrize("m", [1, 5, 64])

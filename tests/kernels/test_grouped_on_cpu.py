@@ -10,7 +10,8 @@ from torch import Tensor
 
 from quantkit.core.scheme import Scheme
 from quantkit.errors import KernelError
-from quantkit.kernels import LAUNCHERS, SOURCES, grouped, marlin, routing, tcfpx
+from quantkit.kernels import LAUNCHERS, SOURCES, expert_steps, grouped, marlin, routing, tcfpx
+from quantkit.kernels.contract import TYPES as TYPE_NAMES
 from quantkit.kernels.grouped import GroupedKernel, expected_tiles
 from quantkit.kernels.portable_tiles import PortableTile
 from quantkit.kernels.proof import relative_error
@@ -30,7 +31,7 @@ def route(ids: Tensor, count: int, tile: int) -> Routing:
     most = routing.most_tiles(rows, count, tile)
     instance = routing.INSTANCES[ids.dtype]
     emulation.launch(
-        "routing", routing.SOURCES["routing"], instance, 1, routing.THREADS, [ids, found, rows, count, tile, most]
+        "routing", routing.SOURCES["routing"], instance, (1, 1), routing.THREADS, [ids, found, rows, count, tile, most]
     )
     assert (found[-8:] == GUARD).all(), "nothing is written past the end"
     return Routing(found, *ids.shape, count, tile, most)
@@ -57,7 +58,7 @@ def multiply(
             kernel.source,
             kernel.instances,
             kernel.instance(x.dtype, tile),
-            blocks,
+            (blocks, 1),
             256,
             args,
             backwards=backwards,
@@ -152,6 +153,29 @@ def test_one_wrong_number_in_the_list_is_seen() -> None:
     assert relative_error(multiply(one, tile, x, found, True, None), wanted) < 1e-5
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_steps_beside_the_products_round_once(dtype: torch.dtype) -> None:
+    rows, choices, n = 39, 3, 8 * 300
+    h = (torch.randn(rows, 2 * n, generator=torch.Generator().manual_seed(0)) * 4).to(dtype)
+    h[0, :4] = torch.tensor([-60000.0, 60000.0, 0.0, -0.0])
+    for name, out, sizes in (
+        ("silu_multiply", torch.full((rows + 1, n), float("nan"), dtype=dtype), [n // 8]),
+        ("sum_choices", torch.full((rows // choices + 1, 2 * n), float("nan"), dtype=dtype), [2 * n // 8, choices]),
+    ):
+        instance = f"{name}<{TYPE_NAMES[dtype]}>"
+        grid = len(out) - 1, -(-sizes[0] // expert_steps.THREADS)
+        instances = expert_steps.SOURCES["expert_steps"]
+        emulation.launch("expert_steps", instances, instance, grid, expert_steps.THREADS, [h, out, *sizes])
+        gate, up = h.float().chunk(2, 1)
+        wanted = torch.nn.functional.silu(gate) * up
+        if name == "sum_choices":
+            wanted = (h.view(-1, choices, 2 * n)[:, 0].float() + h.view(-1, choices, 2 * n)[:, 1].float()) + h.view(
+                -1, choices, 2 * n
+            )[:, 2].float()
+        assert torch.isnan(out[-1]).all(), "nothing is written past the end"
+        torch.testing.assert_close(out[:-1], wanted.to(dtype), rtol=2**-7 if dtype == TYPES[1] else 2**-10, atol=1e-7)
+
+
 def test_the_plain_kernels_of_the_frame_multiply_as_before() -> None:
     for layout, label, n, k in FIRST:
         one = experts(layout, label, n, k, 1)
@@ -164,7 +188,7 @@ def test_the_plain_kernels_of_the_frame_multiply_as_before() -> None:
             y = torch.full((m, n), float("nan"), dtype=dtype)
             parts, arrived = torch.full((2 * blocks * tile.m * tile.n,), float("nan")), torch.zeros(blocks).int()
             args = [*one.tensors, x, bias, y, parts, arrived, m, n, k, per, *one.kernel.weight.group_argument]
-            emulation.launch(kernel.source, kernel.instances, kernel.instance(dtype, tile), blocks, 256, args)
+            emulation.launch(kernel.source, kernel.instances, kernel.instance(dtype, tile), (blocks, 1), 256, args)
             wanted = x.float() @ one.dense[0].t() + bias.float()
             assert relative_error(y, wanted.to(dtype)) < 1e-5, (layout, tile)
 

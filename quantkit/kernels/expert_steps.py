@@ -1,0 +1,75 @@
+"""The steps of a mixture of experts beside its products: an activation, and the sum over choices (expert_steps.cu)."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from quantkit.core.tensors import dtype_name
+from quantkit.errors import KernelError
+from quantkit.kernels import driver, loader
+from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, TYPES
+from quantkit.kernels.driver import Function
+from quantkit.kernels.routing import starts_early
+
+THREADS = 256
+#: Numbers of a thread.
+EIGHT = 8
+SOURCES = {
+    "expert_steps": tuple(f"{name}<{TYPES[x]}>" for name in ("silu_multiply", "sum_choices") for x in ACTIVATIONS)
+}
+
+
+def load(device: torch.device) -> dict[str, Function]:
+    """Compile and load the kernels; returns the functions by instance."""
+    return loader.load("expert_steps", SOURCES["expert_steps"], device).functions
+
+
+def silu_multiply(h: Tensor, a: Tensor) -> None:
+    """Write silu(gate) * up into `a` `[rows, n]`; `h` is `[rows, 2 n]`, first gate, then up. Rounded once.
+
+    KernelError unless both are float16 or bfloat16, contiguous on one GPU, and n is a multiple of eight.
+    """
+    rows, n = a.shape
+    _check("silu_multiply", h, a, (rows, 2 * n))
+    _launch("silu_multiply", h, a, (n // EIGHT,))
+
+
+def sum_choices(z: Tensor, y: Tensor) -> None:
+    """Add up `z` `[m * topk, n]` over the topk rows of each token into `y` `[m, n]`, in float32, rounded once.
+
+    KernelError unless both are float16 or bfloat16, contiguous on one GPU, and n is a multiple of eight.
+    """
+    m, n = y.shape
+    choices = z.shape[0] // max(1, m)
+    _check("sum_choices", z, y, (m * choices, n))
+    _launch("sum_choices", z, y, (n // EIGHT, choices))
+
+
+def _launch(name: str, given: Tensor, out: Tensor, sizes: tuple[int, ...]) -> None:
+    device, grid = out.device, (out.shape[0], -(-sizes[0] // THREADS))
+    state, kinds = driver.stream_state(device), ("Q", "Q") + ("i4x",) * len(sizes)
+    arguments = driver.written_arguments(kinds, (given.data_ptr(), out.data_ptr(), *sizes))
+    function = _function(name, out.dtype, device)
+    driver.launch(function, grid, (THREADS,), arguments, 0, device, state, early=starts_early(device))
+
+
+@functools.cache
+def _function(name: str, dtype: torch.dtype, device: torch.device) -> Function:
+    return load(device)[f"{name}<{TYPES[dtype]}>"]
+
+
+def _check(name: str, given: Tensor, out: Tensor, shape: tuple[int, ...]) -> None:
+    if out.dtype not in ACTIVATIONS or given.dtype is not out.dtype:
+        raise KernelError(
+            f"{name} takes float16 or bfloat16 and returns the same, not {dtype_name(given.dtype)} and "
+            f"{dtype_name(out.dtype)}"
+        )
+    if tuple(given.shape) != shape or not out.numel() or shape[-1] % EIGHT or out.shape[-1] % EIGHT:
+        raise KernelError(f"{name} cannot make {list(out.shape)} of {list(given.shape)}")
+    if given.device.type != "cuda" or given.device != out.device:
+        raise KernelError(f"{name} needs both tensors on one CUDA device, not {given.device} and {out.device}")
+    if not (given.is_contiguous() and out.is_contiguous()) or (given.data_ptr() | out.data_ptr()) % ALIGNMENT:
+        raise KernelError(f"{name} needs contiguous tensors at multiples of {ALIGNMENT} bytes")
