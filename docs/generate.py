@@ -21,6 +21,7 @@ import quantkit.api
 from quantkit.cli.commands import quantkit as group
 from quantkit.cli.options import CALIBRATION
 from quantkit.cli.parsing import Command
+from quantkit.evaluation.compare import Comparison
 from quantkit.evaluation.divergence import Divergence
 from quantkit.evaluation.perplexity import Perplexity
 from quantkit.evaluation.programs import CodeScores, PassAtK
@@ -49,6 +50,7 @@ RESULTS = (
     CodeScores,
     PassAtK,
     Rouge,
+    Comparison,
     Pushed,
     Event,
 )

@@ -13,6 +13,7 @@ from quantkit.version import __version__
 
 if TYPE_CHECKING:
     from quantkit.api import (
+        compare,
         convert,
         distill,
         eval_code,
@@ -36,6 +37,7 @@ __all__ = [
     "QuantkitError",
     "Recipe",
     "__version__",
+    "compare",
     "convert",
     "distill",
     "eval_code",
@@ -67,6 +69,7 @@ _HOME = {
     "eval_tasks": "quantkit.api",
     "eval_code": "quantkit.api",
     "eval_rouge": "quantkit.api",
+    "compare": "quantkit.api",
     "load": "quantkit.api",
     "push": "quantkit.api",
     "register": "quantkit.inference.transformers_plugin",

@@ -29,6 +29,7 @@ from quantkit.errors import (
     Words,
     in_python,
 )
+from quantkit.evaluation.compare import compare as compare_recipes
 from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
 from quantkit.evaluation.engine_check import verify_in_engine
@@ -55,6 +56,7 @@ from quantkit.planning.plan import Plan
 from quantkit.progress import Listener, Progress, reporter
 from quantkit.recipes import recipe as recipes
 from quantkit.recipes.keywords import PruningKeywords, RecipeKeywords, Settings
+from quantkit.recipes.named import load_named
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from quantkit.recipes.schema import pruning_keys
@@ -540,13 +542,6 @@ def build_recipe(
     return recipes.from_mapping(merged)
 
 
-def shipped_recipes() -> dict[str, Path]:
-    """Find the recipes that come with quantkit, as name -> file."""
-    packaged = Path(__file__).parent / "configs"
-    folder = packaged if packaged.is_dir() else Path(__file__).parents[1] / "configs"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
 def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[str, Any]:
     if recipe is None:
         return {}
@@ -557,10 +552,7 @@ def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[
         return mapping
     if isinstance(recipe, Mapping):
         return recipe
-    shipped = shipped_recipes()
-    if not Path(recipe).is_file() and str(recipe) not in shipped:
-        raise RecipeError("no such recipe", f"give a YAML file or one of {', '.join(shipped)}", subject=recipe)
-    return recipes.load(Path(recipe) if Path(recipe).is_file() else shipped[str(recipe)])
+    return load_named(recipe)
 
 
 @api_function()
@@ -655,6 +647,9 @@ def eval_kld(
     paired = replace(found.versus, weights=describe_weights(other)) if found.versus else None
     return replace(found, weights=describe_weights(model), versus=paired)
 
+
+#: Compare recipes: see `evaluation.compare`.
+compare = api_function()(compare_recipes)
 
 #: Measure pass@k of programs: see `evaluation.programs`.
 eval_code = api_function()(measure_code)

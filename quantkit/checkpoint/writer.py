@@ -16,7 +16,8 @@ from quantkit.checkpoint import shards
 from quantkit.checkpoint.items import Item, Packed
 from quantkit.checkpoint.origin import companions_of
 from quantkit.checkpoint.reader import CONFIG, Checkpoint
-from quantkit.errors import CheckpointError, RecipeError, Setting, Words, about
+from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.errors import CheckpointError, RecipeError, Words, about
 from quantkit.io import files, hashing
 from quantkit.io.journal import JOURNAL, append_journal, read_journal
 from quantkit.io.json_files import dump_json
@@ -202,13 +203,15 @@ class CheckpointWriter:
             files.write_atomic(self.partial / name, text)
 
     def pack(self, item: Item) -> dict[str, Tensor]:
-        """Return the tensors that an item is stored as, by name: in the layout if it is quantized."""
+        """Return the tensors that an item is stored as, by name: in the layout if it is quantized.
+
+        Without a layout its values are stored, exact in float32.
+        """
         if isinstance(item.value, Tensor):
             return {item.name: item.value}
-        if self.layout is None:
-            raise CheckpointError(
-                "is quantized, and no layout was chosen", Words("add", Setting("layout")), subject=item.name
-            )
+        if self.layout is None and isinstance(item.value, QuantizedTensor):
+            return {item.name: item.value.dequantize()}
+        assert self.layout is not None
         with about(item.name):
             parts = item.value.tensors if isinstance(item.value, Packed) else self.layout.pack(item.value)
         return {f"{item.name.removesuffix('weight')}{suffix}": tensor for suffix, tensor in parts.items()}

@@ -26,6 +26,7 @@ PLACES = {
     "inspect": "quantkit.cli.inspect:inspect",
     "report": "quantkit.cli.inspect:report",
     "eval": "quantkit.cli.evaluate:evaluate",
+    "compare": "quantkit.cli.compare:compare",
     "generate": "quantkit.cli.generate:generate",
     "bench": "quantkit.cli.bench:bench",
     "demo": "quantkit.cli.demo:demo",

@@ -11,6 +11,8 @@ from quantkit.errors import FILE, CheckpointError, Option, RecipeError, Words
 from quantkit.io.journal import append_journal, read_journal
 
 _T = TypeVar("_T")
+#: Returns what was computed under a name, or computes it: `Finished.get`.
+Get = Callable[[str, Callable[[], Any]], Any]
 
 
 class Finished:
@@ -36,6 +38,13 @@ class Finished:
             )
         self._known = {line["name"]: line["value"] for line in lines[1:]}
         self._begun = bool(lines)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def value(self, name: str) -> Any:
+        """Return what is kept under a name."""
+        return self._known[name]
 
     def get(self, name: str, compute: Callable[[], _T]) -> _T:
         """Return the value of that name, which is computed and kept if it is not known. It must be JSON."""

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import Tensor
 
 from quantkit.errors import CheckpointError, Option, RecipeError, Words
 from quantkit.evaluation.divergence import interval
-from quantkit.evaluation.finished import Finished
-from quantkit.evaluation.opened import open_writer
+from quantkit.evaluation.finished import Finished, Get
+from quantkit.evaluation.opened import Opened, open_writer
 from quantkit.evaluation.sandbox import Sandbox, Verdict
 from quantkit.inference.batches import BatchWriter, room_for_prompt
 from quantkit.inference.generate import Sampling
@@ -137,43 +138,92 @@ def eval_code(
     print(found.scores[0].k, found.scores[0].mean)
     ```
     """
-    progress, data = reporter(progress), Path(data)
-    if not allow_code_execution:
-        raise RecipeError(
-            "programs that the model writes are run here, in a contained process",
-            Words("add", Option("allow_code_execution", True)),
-        )
-    draws = [_sampling(temperature, top_p, seed, samples, len(seeds)) for seed in seeds]
-    counts = [each for each in USUAL_K if each <= samples] if k is None else list(k)
-    if not seeds or not counts or not all(1 <= each <= samples for each in counts):
-        raise RecipeError(
-            f"{samples} samples and {len(seeds)} seeds give no pass@k of {counts}", Words("use more", Option("samples"))
-        )
-    problems = _problems(data, limit)
+    progress = reporter(progress)
+    drawing: Any = {"samples": samples, "k": k, "seeds": seeds, "temperature": temperature, "top_p": top_p}
+    drawing |= {"limit": limit, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+    exam = CodeExam(data, allow_code_execution, timeout=timeout, namespaces=namespaces, **drawing)
     opened = open_writer(checkpoint, revision, trust_remote_code)
-    prompts = [token_ids(opened.tokenizer, problem.prompt, special=True) for problem in problems]
-    _require_room(max(map(len, prompts)), opened.config, max_new_tokens)
-    sandbox = Sandbox(timeout, namespaces)
-    sandbox.require()
-    about: dict[str, Any] = {"samples": samples, "seeds": list(seeds), "temperature": temperature, "top_p": top_p}
-    about |= {"max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    digests = {"model": opened.digest(), "data": hash_of_file(data), "problems": len(problems), "device": device}
-    finished = Finished(journal, {**digests, **about})
+    exam.require(opened)
+    finished = Finished(journal, {"model": opened.digest(), **exam.run, "device": device})
     model = opened.load(device, trust_remote_code, check, progress)
-    wanted = [number for number in range(len(problems)) for _ in range(samples)]
-    batches = [(number, start) for number in range(len(seeds)) for start in range(0, len(wanted), batch_size)]
-    programs: list[str] = []
-    for number, start in progress.bar(batches, "programs", len(batches), each="batch"):
-        part = wanted[start : start + batch_size]
-        writer = BatchWriter(model, opened.tokenizer, max_new_tokens, draws[number].of_batch(start), problems[0].stops)
-        name = f"seed {seeds[number]}, programs {start} to {start + len(part)}"
-        texts = finished.get(name, partial(writer.write, [prompts[each] for each in part]))
-        programs += [problems[each].program(text) for each, text in zip(part, texts, strict=True)]
-    verdicts = _verdicts(programs, sandbox, progress)
-    passed = np.array([verdict == "passed" for verdict in verdicts]).reshape(len(seeds), len(problems), samples).sum(2)
-    about |= {"problems": len(problems), "timeout": timeout, "namespaces": namespaces}
-    about |= {"timed_out": verdicts.count("timed out"), "data": data.name, "weights": describe_weights(model)}
-    return CodeScores(scores=[pass_at_k(passed, samples, each) for each in counts], **about)
+    return exam.scores(model, opened, finished.get, progress)
+
+
+class CodeExam:
+    """Problems, and how programs for them are drawn and run; QuantkitError for what cannot be drawn or run.
+
+    `run` has everything that the programs depend on, besides the model.
+    """
+
+    def __init__(
+        self,
+        data: str | Path,
+        allow_code_execution: bool,
+        *,
+        samples: int = 10,
+        k: Sequence[int] | None = None,
+        seeds: Sequence[int] = (0,),
+        temperature: float = 0.2,
+        top_p: float = 0.95,
+        limit: int | None = None,
+        max_new_tokens: int = 512,
+        batch_size: int = 16,
+        timeout: float = 5.0,
+        namespaces: bool = True,
+    ) -> None:
+        if not allow_code_execution:
+            raise RecipeError(
+                "programs that the model writes are run here, in a contained process",
+                Words("add", Option("allow_code_execution", True)),
+            )
+        self._draws = [_sampling(temperature, top_p, seed, samples, len(seeds)) for seed in seeds]
+        self._counts = [each for each in USUAL_K if each <= samples] if k is None else list(k)
+        if not seeds or not self._counts or not all(1 <= each <= samples for each in self._counts):
+            raise RecipeError(
+                f"{samples} samples and {len(seeds)} seeds give no pass@k of {self._counts}",
+                Words("use more", Option("samples")),
+            )
+        self._data = Path(data)
+        self._problems, self._sandbox = _problems(self._data, limit), Sandbox(timeout, namespaces)
+        self._about: dict[str, Any] = {"samples": samples, "seeds": list(seeds), "temperature": temperature}
+        self._about |= {"top_p": top_p, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+        self.run = {"data": hash_of_file(self._data), "problems": len(self._problems), **self._about}
+
+    def require(self, opened: Opened) -> None:
+        """Raise QuantkitError for a model without room for the problems, or where programs cannot be contained."""
+        longest = max(len(prompt) for prompt in self._prompts(opened))
+        _require_room(longest, opened.config, self._about["max_new_tokens"])
+        self._sandbox.require()
+
+    def scores(self, model: Any, opened: Opened, get: Get, progress: Progress) -> CodeScores:
+        """Let a model write the programs, and run them; `get` keeps those that are written."""
+        prompts, problems, about = self._prompts(opened), self._problems, self._about
+        samples, seeds, size = about["samples"], about["seeds"], about["batch_size"]
+        wanted = [number for number in range(len(problems)) for _ in range(samples)]
+        batches = [(number, start) for number in range(len(seeds)) for start in range(0, len(wanted), size)]
+        programs: list[str] = []
+        for number, start in progress.bar(batches, "programs", len(batches), each="batch"):
+            part, draw = wanted[start : start + size], self._draws[number].of_batch(start)
+            writer = BatchWriter(model, opened.tokenizer, about["max_new_tokens"], draw, problems[0].stops)
+            name = f"seed {seeds[number]}, programs {start} to {start + len(part)}"
+            texts = get(name, partial(writer.write, [prompts[each] for each in part]))
+            programs += [problems[each].program(text) for each, text in zip(part, texts, strict=True)]
+        verdicts = _verdicts(programs, self._sandbox, progress)
+        shape = (len(seeds), len(problems), samples)
+        passed = np.array([verdict == "passed" for verdict in verdicts]).reshape(shape).sum(2)
+        return CodeScores(
+            scores=[pass_at_k(passed, samples, each) for each in self._counts],
+            problems=len(problems),
+            timeout=self._sandbox.seconds,
+            namespaces=self._sandbox.namespaces,
+            timed_out=verdicts.count("timed out"),
+            data=self._data.name,
+            weights=describe_weights(model),
+            **about,
+        )
+
+    def _prompts(self, opened: Opened) -> list[Tensor]:
+        return [token_ids(opened.tokenizer, problem.prompt, special=True) for problem in self._problems]
 
 
 def pass_at_k(passed: Any, samples: int, k: int) -> PassAtK:

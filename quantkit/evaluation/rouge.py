@@ -14,8 +14,8 @@ from torch import Tensor
 
 from quantkit.errors import Option, RecipeError, Words
 from quantkit.evaluation.divergence import interval
-from quantkit.evaluation.finished import Finished
-from quantkit.evaluation.opened import open_writer, require_package
+from quantkit.evaluation.finished import Finished, Get
+from quantkit.evaluation.opened import Opened, open_writer, require_package
 from quantkit.inference.batches import BatchWriter, room_for_prompt
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.io.hashing import hash_of_file
@@ -89,28 +89,65 @@ def eval_rouge(
     print(found.rouge1, found.rouge2, found.rougeL)
     ```
     """
-    progress, data = reporter(progress), Path(data)
-    require_package("rouge_score", "rouge-score", "rouge")
-    if PLACE not in prompt:
-        raise RecipeError(f"{prompt!r} has no {PLACE}", "write where the document goes", subject=Option("prompt"))
-    records = [row for _, row in islice(records_with(data, {"document": str, "summary": str}), limit)]
+    progress = reporter(progress)
+    exam = SummaryExam(data, prompt=prompt, limit=limit, max_new_tokens=max_new_tokens, batch_size=batch_size)
     opened = open_writer(checkpoint, revision, trust_remote_code)
-    room = room_for_prompt(opened.config, max_new_tokens)
-    prompts = [_fitted(opened.tokenizer, prompt, row["document"], room) for row in records]
-    about: dict[str, Any] = {"prompt": prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
-    run = {"model": opened.digest(), "data": hash_of_file(data), **about, "device": device}
-    finished = Finished(journal, run)
-    model = opened.load(device, trust_remote_code, check, progress)
-    writer = BatchWriter(model, opened.tokenizer, max_new_tokens, stops=(END,))
-    texts: list[str] = []
-    starts = range(0, len(records), batch_size)
-    for start in progress.bar(starts, "summaries", len(starts), each="batch"):
-        batch = [ids for ids, _ in prompts[start : start + batch_size]]
-        texts += finished.get(f"{start} to {start + len(batch)}", partial(writer.write, batch))
-    scores: Any = score([row["summary"] for row in records], texts)
-    cut = sum(is_cut for _, is_cut in prompts)
-    about |= {"records": len(records), "truncated": cut, "empty": sum(not text.strip() for text in texts)}
-    return Rouge(**scores, **about, data=data.name, weights=describe_weights(model))
+    exam.require(opened)
+    finished = Finished(journal, {"model": opened.digest(), **exam.run, "device": device})
+    return exam.scores(opened.load(device, trust_remote_code, check, progress), opened, finished.get, progress)
+
+
+class SummaryExam:
+    """Documents with their summaries, and how a model is asked for its own; QuantkitError for what cannot be asked.
+
+    `run` has everything that the summaries depend on, besides the model.
+    """
+
+    def __init__(
+        self,
+        data: str | Path,
+        *,
+        prompt: str = PROMPT,
+        limit: int | None = None,
+        max_new_tokens: int = 128,
+        batch_size: int = 8,
+    ) -> None:
+        require_package("rouge_score", "rouge-score", "rouge")
+        if PLACE not in prompt:
+            raise RecipeError(f"{prompt!r} has no {PLACE}", "write where the document goes", subject=Option("prompt"))
+        self._data = Path(data)
+        shape = {"document": str, "summary": str}
+        self._records = [row for _, row in islice(records_with(self._data, shape), limit)]
+        self._about: dict[str, Any] = {"prompt": prompt, "max_new_tokens": max_new_tokens, "batch_size": batch_size}
+        self.run = {"data": hash_of_file(self._data), "records": len(self._records), **self._about}
+
+    def require(self, opened: Opened) -> None:
+        """Raise RecipeError for a model in which the prompt leaves no room for a document."""
+        self._prompts(opened)
+
+    def scores(self, model: Any, opened: Opened, get: Get, progress: Progress) -> Rouge:
+        """Let a model summarize the documents, and score it; `get` keeps finished summaries."""
+        prompts, size = self._prompts(opened), self._about["batch_size"]
+        writer = BatchWriter(model, opened.tokenizer, self._about["max_new_tokens"], stops=(END,))
+        texts: list[str] = []
+        starts = range(0, len(prompts), size)
+        for start in progress.bar(starts, "summaries", len(starts), each="batch"):
+            batch = [ids for ids, _ in prompts[start : start + size]]
+            texts += get(f"{start} to {start + len(batch)}", partial(writer.write, batch))
+        found: Any = score([row["summary"] for row in self._records], texts)
+        return Rouge(
+            **found,
+            **self._about,
+            records=len(prompts),
+            truncated=sum(is_cut for _, is_cut in prompts),
+            empty=sum(not text.strip() for text in texts),
+            data=self._data.name,
+            weights=describe_weights(model),
+        )
+
+    def _prompts(self, opened: Opened) -> list[tuple[Tensor, bool]]:
+        room, prompt = room_for_prompt(opened.config, self._about["max_new_tokens"]), self._about["prompt"]
+        return [_fitted(opened.tokenizer, prompt, row["document"], room) for row in self._records]
 
 
 def score(references: Sequence[str], texts: Sequence[str]) -> dict[str, float | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
 from functools import cache, partial
@@ -112,70 +112,82 @@ def eval_tasks(
     ```
     """
     progress = reporter(progress)
-    require_package("lm_eval", "lm-eval", "tasks")
-    from lm_eval import __version__
-
-    folder = None if data is None else Path(data)
-    with _as_guest():
-        loaded = load_tasks([tasks] if isinstance(tasks, str) else tasks, folder, limit)
-        asked = {name: _asked(task, shots, limit) for name, task in loaded.items()}
+    exam = Exam(tasks, data, shots=shots, limit=limit, batch_size=batch_size, chat_template=chat_template, seed=seed)
     opened = {"": open_writer(checkpoint, revision, trust_remote_code)}
     if against is not None:
         opened["against"] = open_writer(against, None, trust_remote_code)
-    for each in opened.values() if chat_template else ():
-        if not each.tokenizer.chat_template:
-            raise RecipeError(
-                "the model has no chat template", Words("drop", Option("chat_template")), subject=each.src.path
-            )
-    about = {"seed": seed, "batch_size": batch_size, "chat_template": chat_template, "lm_eval": __version__}
+    for each in opened.values():
+        exam.require(each)
     models = {which or "model": each.digest() for which, each in opened.items()}
-    finished = Finished(journal, {**models, **about, "tasks": asked, "device": device})
+    finished = Finished(journal, {**models, **exam.about, "tasks": exam.asked, "device": device})
     answers: dict[str, dict[str, Any]] = {}
     for which, each in opened.items():
-        options = {"device": device, "trust_remote_code": trust_remote_code, "check": check}
-        judge = _Judge(each, loaded, {**about, "limit": limit}, options, progress)
+        model = cache(partial(each.load, device, trust_remote_code, check, progress))
         answers[which] = {}
-        for name in progress.bar(list(loaded), f"{which} tasks".strip(), len(loaded), each="task"):
-            answers[which][name] = finished.get(f"{which} {name}".strip(), partial(judge.answer, name))
-    scores = [
-        score
-        for name in loaded
-        for score in _scores(name, asked[name], answers[""][name], answers.get("against", {}).get(name))
-    ]
+        for name in progress.bar(list(exam.asked), f"{which} tasks".strip(), len(exam.asked), each="task"):
+            ask = partial(exam.answer, name, model, each.tokenizer, progress)
+            answers[which][name] = finished.get(f"{which} {name}".strip(), ask)
+        del model
+    scores = exam.scores(answers[""], answers.get("against"))
     return TaskScores(
         scores=scores,
-        **_means([next(score for score in scores if score.task == name) for name in loaded]),
+        **means(scores),
         against=None if against is None else str(against),
-        data="the hub" if folder is None else folder.name,
+        data="the hub" if data is None else Path(data).name,
         truncated=sum(answer["truncated"] for answer in answers[""].values()),
-        weights=answers[""][next(iter(loaded))]["weights"],
-        **about,
+        weights=answers[""][next(iter(exam.asked))]["weights"],
+        **exam.about,
     )
 
 
-class _Judge:
-    """Answer the questions of tasks with one model, which is loaded at the first."""
+class Exam:
+    """Tasks with their questions, and how models are asked them; QuantkitError for those that cannot be asked.
+
+    `asked` has for each task the facts that its answers depend on, and `about` those of all tasks.
+    """
 
     def __init__(
-        self, opened: Opened, tasks: Mapping[str, Any], about: dict[str, Any], options: Any, progress: Progress
+        self,
+        tasks: str | Sequence[str],
+        data: str | Path | None,
+        *,
+        shots: int | None = None,
+        limit: int | None = None,
+        batch_size: int = 8,
+        chat_template: bool = False,
+        seed: int = SEED,
     ) -> None:
-        self._tasks, self._about, self._progress = tasks, about, progress
-        self._model = cache(lambda: opened.load(**options, progress=progress))
-        self._tokenizer = opened.tokenizer
+        require_package("lm_eval", "lm-eval", "tasks")
+        from lm_eval import __version__
 
-    def answer(self, name: str) -> dict[str, Any]:
+        self._limit = limit
+        with _as_guest():
+            self._tasks = load_tasks(
+                [tasks] if isinstance(tasks, str) else tasks, None if data is None else Path(data), limit
+            )
+            self.asked = {name: _asked(task, shots, limit) for name, task in self._tasks.items()}
+        self.about = {"seed": seed, "batch_size": batch_size, "chat_template": chat_template, "lm_eval": __version__}
+
+    def require(self, opened: Opened) -> None:
+        """Raise RecipeError for a model that cannot be asked so."""
+        if self.about["chat_template"] and not opened.tokenizer.chat_template:
+            raise RecipeError(
+                "the model has no chat template", Words("drop", Option("chat_template")), subject=opened.src.path
+            )
+
+    def answer(self, name: str, load: Callable[[], Any], tokenizer: Any, progress: Progress) -> dict[str, Any]:
         """Return the metrics of a task, each with its error and its values of each question, as JSON has them."""
         from lm_eval.evaluator import evaluate
 
-        model, task, about = self._model(), self._tasks[name], self._about
+        model, task, about = load(), self._tasks[name], self.about
         task.set_fewshot_seed(about["seed"])
-        bar = self._progress.bar(1, name)
+        bar = progress.bar(1, name)
         with _as_guest():
-            lm = _language_model(model, self._tokenizer, about["batch_size"], bar, self._progress)
+            lm = _language_model(model, tokenizer, about["batch_size"], bar, progress)
             results: Any = evaluate(
                 lm,
                 {"tasks": {name: task}},
-                limit=about["limit"],
+                limit=self._limit,
                 bootstrap_iters=RESAMPLES,
                 apply_chat_template=about["chat_template"],
                 fewshot_as_multiturn=about["chat_template"],
@@ -197,6 +209,14 @@ class _Judge:
                     "values": [float(each) for each in values] if is_mean else None,
                 }
         return {"metrics": metrics, "truncated": lm.truncated, "weights": describe_weights(model)}
+
+    def scores(self, answers: Mapping[str, Any], others: Mapping[str, Any] | None = None) -> list[TaskScore]:
+        """Return the scores of the answers to all tasks, in pairs with those of another model."""
+        return [
+            score
+            for name, asked in self.asked.items()
+            for score in _scores(name, asked, answers[name], (others or {}).get(name))
+        ]
 
 
 def _language_model(model: Any, tokenizer: Any, batch_size: int, bar: Any, progress: Progress) -> Any:
@@ -266,8 +286,9 @@ def _scores(
         yield TaskScore(name, metric, found["value"], found["stderr"], **facts, **beside)
 
 
-def _means(scores: Sequence[TaskScore]) -> dict[str, Any]:
-    """Average over tasks; errors of tasks are independent."""
+def means(scores: Sequence[TaskScore]) -> dict[str, Any]:
+    """Average the first metric of each task, by the fields of `TaskScores`; errors of tasks are independent."""
+    scores = list({score.task: score for score in reversed(scores)}.values())[::-1]
     count = len(scores)
     errors = [score.stderr for score in scores if score.stderr is not None]
     found: dict[str, Any] = {

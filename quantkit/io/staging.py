@@ -167,6 +167,15 @@ def _check_target(out: Path, overwrite: bool, source: Path | None) -> None:
 
 
 @contextmanager
+def claimed(folder: Path) -> Iterator[bool]:
+    """Hold a folder against other processes that claim it; False if another one holds it."""
+    with ExitStack() as stack:
+        with files.guarded(folder / LOCK):
+            file = stack.enter_context(files.open_for_update(folder / LOCK))
+        yield _lock(file, folder, stack, lambda notice: None)
+
+
+@contextmanager
 def _locked(partial: Path, out: Path, notice: Callable[[str], None]) -> Iterator[BinaryIO]:
     """Make the partial folder if need be and lock it; a dead process holds no lock, so a stale one is taken over."""
     if partial.is_symlink():

@@ -83,6 +83,8 @@ def write(
                             item = item._replace(value=stored)
                     tensors = writer.pack(item)
                     codes = [item.value.codes] if isinstance(item.value, QuantizedTensor) else []
+                    if codes and writer.layout is None:  # a scheme that is judged without being packed
+                        tensors = {name: src.as_stored(name, tensor) for name, tensor in tensors.items()}
                     size = sum(tensor.nbytes for tensor in (*tensors.values(), *codes))
                     queue.put(partial(_store, writer, item, tensors, layers), size)
                     del item, tensors, codes  # before the next one is made

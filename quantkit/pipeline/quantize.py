@@ -172,10 +172,13 @@ def _survey(
     if src.written_dtype is not None:
         src.never_cast = kept_in_float32(skeleton.module, skeleton.states.stored, src.written_dtype)
     if recipe.layout is None and skeleton.sliced:
+        what, way = "a folder without a layout has", Words("use a scheme that a layout stores")
+        if recipe.only_prunes:
+            what, way = "prune would write", Words("use", Command("quantize", Setting("prune", "2:4")))
         raise CheckpointError(
-            f"{skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor for each, "
+            f"{skeleton.sliced[0]} holds all experts of a layer, and {what} one tensor for each, "
             "which no reader of dense models takes",
-            Words("use", Command("quantize", Setting("prune", "2:4"))),
+            way,
             subject=src.path,
         )
     recipe, sized = with_group_size(
@@ -235,7 +238,7 @@ def _require_runnable(job: _Job, out: Path | None, run: RunOptions, is_plan: boo
         for notice in job.plan.notices:
             run.progress.note(notice)
     if not any(job.chosen.values()):
-        what = "prune" if recipe.layout is None else "quantize"
+        what = "prune" if recipe.only_prunes else "quantize"
         raise RecipeError("every linear is skipped", Words(f"nothing to {what}, loosen", Setting("skip")))
     job.plan.require_share(run.min_share)
     count = ranks().count
@@ -382,7 +385,7 @@ def _quantize(
     progress: Progress,
 ) -> dict[str, Any]:
     clock, here = Clock(torch.device("cpu")), ranks()
-    command = "prune" if recipe.layout is None else "quantize"
+    command = "prune" if recipe.only_prunes else "quantize"
     with clock.phase("prepare"):
         job = _survey(_dense_source(model, run, recipe), recipe, out, run)
         asked = job.recipe
@@ -489,7 +492,7 @@ def streamed(
     """Yield every tensor of a dense checkpoint once, its linears rounded or pruned; one weight in memory at a time."""
     names = [name for name in src.names() if name not in done]
     last = {unit[-1] for unit in _streamed_units(src, names)}
-    for name in progress.bar(names, "prune" if recipe.layout is None else "quantize", len(names)):
+    for name in progress.bar(names, "prune" if recipe.only_prunes else "quantize", len(names)):
         module = name.removesuffix(".weight")
         scheme = chosen.get(module) if module != name else None
         # The weight has no name here, so that its memory is free when the next one is read.
@@ -528,7 +531,7 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
     """List linears that stay dense by default, and recipe settings without effect on this model."""
     found = list(model.notices)
     wide = [name for name in model.src.names() if model.src.written(name) == torch.float32]
-    if recipe.dense_dtype is not None and wide:
+    if recipe.dense_dtype is not None and model.src.written_dtype != torch.float32 and wide:
         found.append(f"{len(wide)} tensors stay float32, because transformers keeps them so: first {wide[0]}")
     if not isinstance(recipe.scheme, Scheme) or model.src.dtype_of_model != torch.float32 or recipe.dense_dtype:
         wide = []
@@ -567,7 +570,7 @@ def _schemes(job: _Job) -> Schemes | None:
     In a few families a linear has another name in the model than in the checkpoint. Public readers go by the model's.
     """
     usual = job.recipe.scheme
-    if not isinstance(usual, Scheme):
+    if not isinstance(usual, Scheme) or job.recipe.layout is None:
         return None
     paths = job.model.paths
     named = [(name, scheme) for m, scheme in job.chosen.items() for name in dict.fromkeys((m, paths.get(m, m)))]

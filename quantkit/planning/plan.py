@@ -353,7 +353,7 @@ def _misfit_rule(layout: Layout | None, goal: Goal, n: int, k: int) -> str | Non
     if layout is not None and isinstance(goal, Scheme):
         return broken_rule(layout, goal, n, k)
     try:
-        quads(k)
+        goal.groups(k) if isinstance(goal, Scheme) else quads(k)
     except LayoutError as error:
         return error.rule
     return None

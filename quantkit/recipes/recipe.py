@@ -43,7 +43,8 @@ class Recipe(RecipeKeys):
 
     `scheme` is the goal of every linear, and `layout` how its codes are stored. If the goal is 2:4 without codes, the
     weights stay dense: there is no `layout`, and `method` and `prune` are the rule that chooses the mask.
-    docs/recipes.md describes each key. A group size that was not `size_stated` gives way to one that fits the model.
+    With a scheme and no `layout`, the output has the values of the codes. docs/recipes.md describes each key. A group
+    size that was not `size_stated` gives way to one that fits the model.
     """
 
     size_stated: bool = field(default=True, compare=False)
@@ -58,6 +59,11 @@ class Recipe(RecipeKeys):
     def factored(self) -> bool:
         """Whether the Hessian is factored."""
         return self.method in ("gptq", "sparsegpt")
+
+    @property
+    def only_prunes(self) -> bool:
+        """Whether weights become 2:4 and stay dense."""
+        return not isinstance(self.scheme, Scheme)
 
     @property
     def output_layout(self) -> Layout | None:
@@ -82,7 +88,7 @@ class Recipe(RecipeKeys):
 
     def to_mapping(self) -> dict[str, Any]:
         """Return the mapping from which `from_mapping`, or `pruning_from_mapping`, makes an equal recipe."""
-        keys = keys_of(type(self)) if self.layout is not None else pruning_keys(type(self))
+        keys = pruning_keys(type(self)) if self.only_prunes else keys_of(type(self))
         found: dict[str, Any] = {}
         for key in keys:
             value = self._written(key)

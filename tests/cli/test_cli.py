@@ -15,11 +15,12 @@ import pytest
 import torch
 import yaml
 
-from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe, convert, shipped_recipes
+from quantkit.api import PruneKeywords, QuantizeKeywords, build_recipe, convert
 from quantkit.cli import diagnosis
 from quantkit.cli.commands import quantkit
 from quantkit.cli.parsing import Command
 from quantkit.errors import CheckpointError, RecipeError
+from quantkit.recipes.named import shipped_recipes
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from tests import command_line
 from tests.command_line import ROOT, RTN, call, commands, refused

@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 import pytest
 
-from quantkit.api import shipped_recipes
 from quantkit.cli.commands import quantkit
+from quantkit.recipes.named import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"

@@ -107,7 +107,7 @@ def test_the_public_names_exist() -> None:
     import quantkit
 
     functions = {"plan", "quantize", "prune", "pack", "convert", "distill", "push", "verify", "load"}
-    functions |= {"eval_ppl", "eval_kld", "eval_rouge", "eval_code", "eval_tasks", "register"}
+    functions |= {"eval_ppl", "eval_kld", "eval_rouge", "eval_code", "eval_tasks", "compare", "register"}
     assert set(quantkit.__all__) == functions | {"Recipe", "QuantkitError", "__version__"}
     assert set(quantkit.__all__) <= set(dir(quantkit))  # notebooks complete these
     assert all(callable(getattr(quantkit, name)) for name in functions)

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.api import build_recipe, shipped_recipes
+from quantkit.api import build_recipe
 from quantkit.checkpoint.reader import Checkpoint
+from quantkit.recipes.named import shipped_recipes
 from tests.command_line import calib, call
 
 __all__ = ["calib"]  # a fixture

@@ -1,0 +1,167 @@
+"""The command `compare`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli import completers, options, show
+from quantkit.cli.exits import FAILED, emit, leave
+from quantkit.cli.keys import recipe_options
+from quantkit.cli.options import command
+from quantkit.cli.parsing import section
+from quantkit.cli.scores import Numbers
+from quantkit.keys import keys_of
+from quantkit.progress import Progress
+from quantkit.recipes.schema import RecipeKeys
+from quantkit.text.sources import PACKAGED
+
+if TYPE_CHECKING:
+    from quantkit.evaluation.compare import Comparison
+
+_COUNT = click.IntRange(min=1)
+#: Options of quantize that go over all recipes; `--set` takes all others.
+OVER_ALL = ("samples", "max_length")
+
+
+class Names(click.ParamType):  # type: ignore[type-arg]
+    """Names with commas between them."""
+
+    name = "name,name"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
+        return value if isinstance(value, list) else [name.strip() for name in str(value).split(",") if name.strip()]
+
+
+class Part(click.ParamType):  # type: ignore[type-arg]
+    """A part and the number of parts, like 1/3."""
+
+    name = "i/n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, int]:
+        if isinstance(value, tuple):
+            return value
+        number, slash, count = str(value).partition("/")
+        if not (slash and number.isdigit() and count.isdigit() and 1 <= int(number) <= int(count)):
+            self.fail(f"{value!r} is no part: write it like 1/3", param, ctx)
+        return int(number), int(count)
+
+
+@command(
+    "compare",
+    "quantkit compare ./model -o table --recipes int4:g128:rtn,int4-gptq,fp6:channel:gptq --calib packaged,self",
+    keys=keys_of(RecipeKeys),
+)
+@options.model
+@section(
+    "Basic",
+    click.option(
+        "-o", "--out", type=options.PATH, required=True, help="Folder of the table; finished rows in it stay."
+    ),
+    click.option(
+        "--recipes",
+        type=Names(),
+        required=True,
+        metavar="NAME,NAME",
+        shell_complete=completers.files,
+        help="Shipped recipes, YAML files, or schemes with a method, like fp6:g64:gptq.",
+    ),
+    options.device,
+)
+@recipe_options([key for key in keys_of(RecipeKeys) if key.keyword in OVER_ALL], like="calibration.seed=1")
+@section(
+    "Calibration",
+    click.option(
+        "--calib",
+        type=Names(),
+        default=PACKAGED,
+        metavar="SOURCE,NAME=SOURCE",
+        shell_complete=completers.texts,
+        help=f"Calibration texts as quantize takes them, each for rows of its own [{PACKAGED}].",
+    ),
+    click.option("--seeds", type=Numbers(), default=(0,), help="Seeds of the draws of calibration text, like 0,1 [0]."),
+)
+@section(
+    "Method",
+    click.option(
+        "--text",
+        type=Names(),
+        default="wikitext2",
+        metavar="SOURCE,NAME=SOURCE",
+        shell_complete=completers.texts,
+        help="Texts for perplexity and KL divergence, as eval ppl takes them [wikitext2].",
+    ),
+    click.option("--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."),
+    click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Read each text's first N tokens [all]."),
+    click.option("--tasks", type=Names(), default="", metavar="NAME,NAME", help="Tasks, as eval tasks takes them."),
+    click.option(
+        "--data",
+        metavar="DIR",
+        shell_complete=completers.folders,
+        help="Folder with a folder of questions for each task [the hub].",
+    ),
+    click.option("--shots", type=click.IntRange(min=0), metavar="N", help="Examples before a question [the task's]."),
+    click.option("--limit", type=_COUNT, metavar="N", help="First N questions, problems and documents [all]."),
+    click.option(
+        "--code", metavar="FILE", shell_complete=completers.files, help="Problems for pass@1, as eval code takes them."
+    ),
+    click.option(
+        "--allow-code-execution", is_flag=True, help="Run the programs that the model writes, in contained processes."
+    ),
+    click.option("--namespaces/--no-namespaces", default=True, help="As for eval code."),
+    click.option(
+        "--rouge", metavar="FILE", shell_complete=completers.files, help="Documents with summaries, as for eval rouge."
+    ),
+    click.option("--batch-size", type=_COUNT, default=8, metavar="N", help="Questions or programs at a time [8]."),
+)
+@section(
+    "Advanced",
+    click.option("--part", type=Part(), default=(1, 1), help="Make one of N parts of the rows, like 1/3 [all]."),
+    options.source,
+)
+def compare(
+    model: str,
+    out: Path,
+    settings: tuple[str, ...],
+    samples: int | None,
+    max_length: int | None,
+    as_json: bool,
+    progress: Progress,
+    **asked: Any,
+) -> None:
+    """Compare recipes on one model.
+
+    Each recipe quantizes MODEL, with each calibration text and seed if it needs text. The result is judged, decoded to
+    float32, beside MODEL. OUT gets compare.csv and compare.md, and a file for each row. The same command continues
+    after a stop, makes new rows if more is asked, and shares the rows with others that run at the same time."""
+    from quantkit import api
+    from quantkit.recipes.recipe import from_pairs, merge
+
+    over = merge(
+        {"calibration": {"samples": samples, "max_length": max_length}}, from_pairs(settings, keys_of(RecipeKeys))
+    )
+    found = api.compare(model, out, settings=over, progress=progress, **asked)
+    emit(show.as_json(_plain(found)) if as_json else format_comparison(found, progress))
+    if found.failed:
+        leave(FAILED, f"Error: {len(found.failed)} rows failed, the first is {next(iter(found.failed))}")
+
+
+def format_comparison(found: Comparison, progress: Progress) -> str:
+    """Format the table of finished rows, and the command of each."""
+    from quantkit.reporting import recipe_table
+
+    left = f", {len(found.unfinished)} unfinished" if found.unfinished else ""
+    line = f"{len(found.rows)} rows{left} in {found.path}"
+    if not found.rows:
+        return line
+    head, body = recipe_table.cells(found.rows, recipe_table.quality(found.rows))
+    commands = [f"{recipe_table.name(row)}: {row['command']}" for row in found.rows if row["command"]]
+    text = "\n".join([show.table(head, body), recipe_table.notes(found.rows), *commands, "", line])
+    return show.of_level(progress, line, text)
+
+
+def _plain(found: Comparison) -> dict[str, Any]:
+    return {**asdict(found), "path": str(found.path)}

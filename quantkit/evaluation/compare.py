@@ -1,0 +1,253 @@
+"""Compare recipes: the rows that are asked for, the command of each, and the tables."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Words, about
+from quantkit.evaluation.programs import CodeExam
+from quantkit.evaluation.recipe_rows import ROWS, WORK, Entry, Judges, Rows
+from quantkit.evaluation.rouge import SummaryExam
+from quantkit.evaluation.tasks import Exam
+from quantkit.io import files
+from quantkit.layouts import LAYOUTS
+from quantkit.progress import Listener, Progress, reporter
+from quantkit.recipes.named import load_named_or_scheme
+from quantkit.recipes.recipe import Recipe, from_mapping, merge
+from quantkit.reporting.notebook import Shown
+from quantkit.reporting.recipe_table import UNQUANTIZED, Row, as_csv, as_markdown
+from quantkit.text.sources import PACKAGED, name_of_text
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison(Shown):
+    """The finished `rows` of a table, and its folder `path` with compare.csv and compare.md.
+
+    The keys of a row are the columns of the CSV: `bits` a quantized weight, `bytes` of all tensors, `text:NAME:ppl`,
+    `text:NAME:kld` and the other fields of `Divergence`, `task:NAME:value`, the mean `tasks:value`, `code:pass@1`,
+    `rouge:rougeL`, and the `command` that quantizes alike. `unfinished` are the titles of the other rows, and `failed`
+    says why rows failed.
+    """
+
+    path: Path
+    rows: list[Row]
+    unfinished: list[str]
+    failed: dict[str, str]
+
+    def _shown(self) -> dict[str, Any]:
+        return {"path": str(self.path), "rows": len(self.rows), "unfinished": self.unfinished, "failed": self.failed}
+
+
+def compare(
+    model: str | Path,
+    out: str | Path,
+    *,
+    recipes: str | Iterable[str],
+    calib: str | Iterable[str] = PACKAGED,
+    seeds: Iterable[int] = (0,),
+    settings: Mapping[str, Any] | None = None,
+    text: str | Iterable[str] = "wikitext2",
+    window: int | None = None,
+    tokens: int | None = None,
+    tasks: str | Iterable[str] = (),
+    data: str | Path | None = None,
+    shots: int | None = None,
+    limit: int | None = None,
+    batch_size: int = 8,
+    code: str | Path | None = None,
+    allow_code_execution: bool = False,
+    namespaces: bool = True,
+    rouge: str | Path | None = None,
+    part: tuple[int, int] = (1, 1),
+    device: str = "auto",
+    revision: str | None = None,
+    trust_remote_code: bool = False,
+    progress: Progress | Listener | None = None,
+) -> Comparison:
+    """Quantize a model by each of several recipes, judge the results, and write one table into the folder `out`.
+
+    `recipes` are shipped names, YAML files, or a scheme with a method like `fp6:g64:gptq`; `settings` maps keys to
+    values for all of them. Those that need text run with each source of `calib` and each of `seeds`. Sources and texts
+    may be named: NAME=FILE.
+
+    A row has perplexity and KL divergence on each `text`, and what else is asked for: `tasks` (with `data`, `shots` and
+    `limit`, see `eval_tasks`), pass@1 of the likeliest programs for the problems in `code` (see `eval_code`), and ROUGE
+    of summaries of the documents in `rouge` (see `eval_rouge`). All models are decoded to float32, so that rows differ
+    in their codes alone. A scheme that no layout stores is judged without being packed.
+
+    Finished rows are kept in `out`: the same call continues, also with more recipes or texts, and several processes
+    share the rows. `part` (1, 3) is the first of three parts of the rows. Raises a QuantkitError, before any work, for
+    what a row would refuse.
+
+    Example:
+
+    ```python
+    import quantkit
+
+    options = {"text": "evaluation.txt", "window": 128, "tokens": 1024, "device": "cpu"}
+    found = quantkit.compare("model", "table", recipes=["int4:g64:rtn", "fp6:g64:rtn"], **options)
+    for row in found.rows:
+        print(row["recipe"], row["bits"], row["text:evaluation:ppl"])
+    ```
+    """
+    progress, out = reporter(progress), Path(out)
+    _require_folder(out)
+    number, count = part
+    if not 1 <= number <= count:
+        raise RecipeError(f"part {number} of {count} is none", Words("use", Option("part", "1/3")))
+    asked = {name: merge(load_named_or_scheme(name), settings or {}) for name in _listed(recipes)}
+    sources, texts = labelled(_listed(calib), "calib"), labelled(_listed(text), "text")
+    seeds = list(seeds)
+    if not asked or not sources or not seeds:
+        raise RecipeError("there is nothing to compare", "name a recipe, a calibration text and a seed")
+    entries = entries_of(asked, sources, seeds)
+    exams: dict[str, Any] = {}
+    if names := _listed(tasks):
+        exams["tasks"] = Exam(names, data, shots=shots, limit=limit, batch_size=batch_size)
+    if code is not None:
+        drawing: Any = {"samples": 1, "temperature": 0.0, "limit": limit, "batch_size": batch_size}
+        exams["code"] = CodeExam(code, allow_code_execution, namespaces=namespaces, **drawing)
+    if rouge is not None:
+        exams["rouge"] = SummaryExam(rouge, limit=limit, batch_size=batch_size)
+    judges = Judges(texts, {"window": window, "tokens": tokens}, **exams)
+    run: Any = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
+    rows = Rows(model, out, judges, progress, run)
+    mine = [entry for entry in entries[number - 1 :: count] if rows.lacks(entry)]
+    rows.require(mine)
+    files.make_folder(out / ROWS, parents=True)
+    failed: dict[str, str] = {}
+
+    def write() -> list[Row]:
+        found = list(_finished(rows, entries, lambda entry: command(model, entry, asked, sources, settings or {}, run)))
+        files.write_atomic(out / "compare.csv", as_csv(found).encode())
+        files.write_atomic(out / "compare.md", as_markdown(found).encode())
+        return found
+
+    for entry in progress.bar(mine, "rows", len(mine), each="row"):
+        try:
+            if not rows.make(entry):
+                progress.note(f"{entry.title}: another process makes this row")
+        except QuantkitError as error:
+            progress.warn(Words(entry.title, ":", error.typed))
+            failed[entry.title] = str(error)
+        write()
+    unfinished = [entry.title for entry in entries if rows.lacks(entry)]
+    if not unfinished:
+        shutil.rmtree(out / WORK, ignore_errors=True)
+    return Comparison(out, write(), unfinished, failed)
+
+
+def entries_of(recipes: Mapping[str, Mapping[str, Any]], calib: Mapping[str, str], seeds: Sequence[int]) -> list[Entry]:
+    """List the rows: the unquantized model, and each recipe with each text and seed if it needs text.
+
+    A recipe whose scheme no layout holds has no layout; its values are judged.
+    """
+    found = [Entry(UNQUANTIZED)]
+    for name, mapping in recipes.items():
+        with about(name):
+            plain = _storable(from_mapping(mapping))
+        if not plain.calibrated:
+            found.append(Entry(name, plain))
+        for text, source in calib.items() if plain.calibrated else ():
+            for seed in seeds:
+                asked = from_mapping(merge(mapping, {"calibration": {"data": source, "seed": seed}}))
+                found.append(Entry(name, _storable(asked), text, seed))
+    return found
+
+
+def labelled(sources: Sequence[str], option: str) -> dict[str, str]:
+    """Return the names of texts, given as SOURCE or NAME=SOURCE. RecipeError if two have one name."""
+    found: dict[str, str] = {}
+    for each in sources:
+        name, equals, source = each.partition("=")
+        if not equals or not re.fullmatch(r"[\w.+-]+", name):
+            name, source = Path(name_of_text(each)).stem, each
+        if name in found:
+            raise RecipeError(f"two texts are called {name}", "name them, like NAME=FILE", subject=Option(option))
+        found[name] = source
+    return found
+
+
+def _storable(recipe: Recipe) -> Recipe:
+    """Return a recipe, without a layout if none holds its schemes."""
+
+    def holds(name: str) -> bool:
+        try:
+            for scheme in recipe.schemes:
+                LAYOUTS[name].check_scheme(scheme)
+        except QuantkitError:
+            return False
+        return True
+
+    if any(map(holds, LAYOUTS)):
+        return recipe
+    wide: Any = {"layout": None, "dense_dtype": "float32"}
+    return replace(recipe, **wide)
+
+
+def command(
+    model: str | Path,
+    entry: Entry,
+    asked: Mapping[str, Mapping[str, Any]],
+    sources: Mapping[str, str],
+    settings: Mapping[str, Any],
+    run: Mapping[str, Any],
+) -> str:
+    """Return the command that quantizes as a row did; of a scheme without a layout the one that makes the row."""
+    if entry.recipe is None:
+        return ""
+    recipe = entry.recipe
+    pairs = list(_pairs({key: value for key, value in settings.items() if recipe.calibrated or key != "calibration"}))
+    source = [] if entry.calib is None else ["--calib", sources[entry.calib]]
+    if recipe.layout is None:
+        seed = [] if entry.calib is None else ["--seeds", str(entry.seed)]
+        words = ["compare", str(model), "-o", "OUT", "--recipes", entry.name, *source, *seed]
+    elif Path(entry.name).is_file() or ":" not in entry.name:
+        words = ["quantize", str(model), "-o", "OUT", "--recipe", entry.name, *source]
+    else:
+        form: Any = recipe.scheme
+        words = ["quantize", str(model), "-o", "OUT", "--format", form.format.name]
+        words += ["--group-size", str(form.group_size or "channel"), "--method", recipe.method]
+        words += [] if form.symmetric else ["--asym"]
+        words += ["--prune", form.sparsity] if form.sparsity else []
+        words += source
+    if recipe.layout is not None and entry.seed:
+        pairs.append(f"calibration.seed={entry.seed}")
+    words += [word for pair in pairs for word in ("--set", pair)]
+    words += ["--revision", run["revision"]] if run["revision"] else []
+    words += ["--trust-remote-code"] if run["trust_remote_code"] else []
+    return shlex.join(["quantkit", *words])
+
+
+def _pairs(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:
+    """Yield settings as `--set` takes them."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and before + key != "overrides":
+            yield from _pairs(value, f"{before}{key}.")
+        else:
+            yield f"{before}{key}={value if isinstance(value, str) else json.dumps(value)}"
+
+
+def _finished(rows: Rows, entries: Sequence[Entry], commands: Any) -> Iterator[Row]:
+    base = rows.finished(entries[0])
+    for entry in entries:
+        if (row := rows.row(entry, base)) is not None:
+            yield {**row, "command": commands(entry)}
+
+
+def _listed(names: str | Iterable[str]) -> list[str]:
+    return list(dict.fromkeys([names] if isinstance(names, str) else names))
+
+
+def _require_folder(out: Path) -> None:
+    """Raise CheckpointError if a folder cannot be that of a table."""
+    with files.guarded(out):
+        if out.exists() and not (out.is_dir() and ((out / ROWS).is_dir() or not any(out.iterdir()))):
+            raise CheckpointError("is there, and no table of quantkit compare", "name a new folder", subject=out)

@@ -1,0 +1,326 @@
+"""Recipes side by side: each one quantizes a model and is judged, which makes a row of one table.
+
+A row is a journal of its own, in which everything that was measured is kept. So a stopped run continues, several
+processes share the rows of a folder, and the rows of several machines are files that can be put together.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cache, cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.checkpoint.report import load as load_report
+from quantkit.checkpoint.resolve import resolve
+from quantkit.core.scheme import Scheme
+from quantkit.errors import about
+from quantkit.evaluation.divergence import token_values
+from quantkit.evaluation.finished import Finished
+from quantkit.evaluation.opened import Opened
+from quantkit.evaluation.perplexity import exponential
+from quantkit.evaluation.programs import CodeExam
+from quantkit.evaluation.rouge import SummaryExam
+from quantkit.evaluation.tasks import Exam, means
+from quantkit.evaluation.windows import Windows, cut
+from quantkit.io import files
+from quantkit.io.hashing import hash_of, hash_of_file
+from quantkit.io.staging import check_staging, claimed
+from quantkit.models.devices import device_of
+from quantkit.models.meta_model import auto_class, config_of
+from quantkit.models.whole_model import load_dense_model
+from quantkit.pipeline.quantize import plan, quantize
+from quantkit.progress import Progress
+from quantkit.recipes.recipe import Recipe, without_paths
+from quantkit.reporting.recipe_table import UNSTORED, Row
+from quantkit.text.sources import kind_of, load_evaluation_text
+from quantkit.text.tokenizer import load_tokenizer
+from quantkit.version import __version__
+
+#: The folder of the journals, and that of models and locks, which goes when all rows are finished.
+ROWS, WORK = "rows", "work"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row to make: a recipe with its calibration text and seed; of the unquantized model none of them."""
+
+    name: str
+    recipe: Recipe | None = None
+    calib: str | None = None
+    seed: int | None = None
+
+    @property
+    def title(self) -> str:
+        """The row in words."""
+        parts = [self.name, *([self.calib] if self.calib else []), *([f"seed {self.seed}"] if self.calib else [])]
+        return ", ".join(parts)
+
+
+class Judges:
+    """All that judges a row. QuantkitError for texts that cannot be read."""
+
+    def __init__(
+        self,
+        texts: Mapping[str, str],
+        protocol: Mapping[str, Any],
+        tasks: Exam | None = None,
+        code: CodeExam | None = None,
+        rouge: SummaryExam | None = None,
+    ) -> None:
+        self.texts = {label: load_evaluation_text(source)[0] for label, source in texts.items()}
+        self.protocol, self.tasks, self.code, self.rouge = protocol, tasks, code, rouge
+        digests = {label: hash_of(text.encode()) for label, text in self.texts.items()}
+        #: What is measured -> its name in a journal, which changes with everything that the result depends on.
+        self.names = {("text", label): _name("text", [digest, protocol]) for label, digest in digests.items()}
+        for name, asked in ({} if tasks is None else tasks.asked).items():
+            self.names["task", name] = _name(f"task {name}", [asked, {} if tasks is None else tasks.about])
+        for kind, exam in (("code", code), ("rouge", rouge)):
+            if exam is not None:
+                self.names[kind, ""] = _name(kind, exam.run)
+
+    def require(self, opened: Opened) -> None:
+        """Raise QuantkitError for a model that cannot be judged so."""
+        for exam in (self.tasks, self.code, self.rouge):
+            if exam is not None:
+                exam.require(opened)
+
+    def lacks(self, finished: Finished) -> bool:
+        return not all(name in finished for name in ("made", *self.names.values()))
+
+    def judge(
+        self,
+        finished: Finished,
+        opened: Opened,
+        model: Callable[[], Any],
+        windows: Callable[[str], Windows],
+        reference: Any,
+        progress: Progress,
+    ) -> None:
+        """Measure what is not finished; the divergence is that from `reference`."""
+        for (kind, which), name in self.names.items():
+            get = partial(_get, finished, name)
+            compute: Callable[[], Any]
+            if kind == "text":
+                compute = partial(_text_figures, reference, model, windows(which), progress)
+            elif kind == "task" and self.tasks is not None:
+                compute = partial(self.tasks.answer, which, model, opened.tokenizer, progress)
+            else:
+                exam = self.code if kind == "code" else self.rouge
+                assert exam is not None
+                compute = partial(_exam_figures, exam, model, opened, get, progress)
+            finished.get(name, compute)
+
+    def columns(self, finished: Finished, base: Finished) -> Row:
+        """Return the columns of a finished row, tasks in pairs with the unquantized model's if it has answered."""
+        found: Row = {}
+        answers: dict[str, Any] = {}
+        for (kind, which), name in self.names.items():
+            value = finished.value(name)
+            if kind == "text":
+                found |= {f"text:{which}:{key}": each for key, each in value.items()}
+            elif kind == "task":
+                answers[which] = value
+            elif kind == "code":
+                found |= {f"code:pass@{each['k']}": each["mean"] for each in value["scores"]}
+            else:
+                found |= {f"rouge:{key}": value[key] for key in ("rouge1", "rouge2", "rougeL")}
+        if self.tasks is not None:
+            named = {which: self.names["task", which] for which in answers}
+            paired = finished is not base and all(name in base for name in named.values())
+            others = {which: base.value(name) for which, name in named.items()} if paired else None
+            scores = self.tasks.scores(answers, others)
+            firsts = {each.task: each for each in reversed(scores)}
+            keys = ("value", "stderr", "difference", "difference_low", "difference_high")
+            found |= {f"task:{task}:{key}": getattr(firsts[task], key) for task in answers for key in keys}
+            mean = means(scores)
+            found |= {f"tasks:{key}": mean["mean" if key == "value" else key] for key in keys}
+        return found
+
+
+class Rows:
+    """The rows of a folder, and how they are made. `run` has device, revision and trust_remote_code."""
+
+    def __init__(
+        self, model: str | Path, out: Path, judges: Judges, progress: Progress, run: Mapping[str, Any]
+    ) -> None:
+        self._model, self._out, self._judges, self._progress = model, out, judges, progress
+        self._run: Any = dict(run)
+        revision, trust_remote_code = run["revision"], run["trust_remote_code"]
+        src = Checkpoint(resolve(str(model), revision), trust_remote_code, dequantize=True)
+        config = config_of(src, trust_remote_code)
+        auto_class(src, config, trust_remote_code)
+        self._opened = Opened(src, config, load_tokenizer(src.path))
+        judges.require(self._opened)
+        self._digests = {name: hash_of_file(path) for name, path in sorted(src.sources().items())}
+        self._windows = cache(self._cut)
+
+    def finished(self, entry: Entry) -> Finished:
+        """Open the journal of a row."""
+        run = self._identity(entry)
+        return Finished(self._out / ROWS / f"{self._slug(entry, run)}.jsonl", run)
+
+    def lacks(self, entry: Entry) -> bool:
+        """Say whether a row is not finished."""
+        return self._judges.lacks(self.finished(entry))
+
+    def require(self, entries: Sequence[Entry]) -> None:
+        """Raise the QuantkitError with which a row would be refused: each recipe is planned, and each text is read."""
+        # Each recipe with one text, and each text with one recipe.
+        recipes: dict[tuple[str, Any], Entry] = {}
+        for entry in entries:
+            known = [set(column) for column in zip(*recipes, strict=True)] or [set(), set()]
+            if entry.recipe is not None and not (entry.name in known[0] and entry.calib in known[1]):
+                recipes[entry.name, entry.calib] = entry
+        for entry in self._progress.bar(list(recipes.values()), "plan", len(recipes)):
+            with about(entry.title):
+                planned = plan(self._model, entry.recipe, **self._run)
+                if planned.refusal is not None:
+                    raise planned.refusal
+
+    def make(self, entry: Entry) -> bool:
+        """Quantize and judge what a row lacks; False if another process does."""
+        slug = self._slug(entry, self._identity(entry))
+        work = self._out / WORK / slug
+        files.make_folder(work, parents=True)
+        files.make_folder(self._out / ROWS, parents=True)
+        with claimed(work) as is_ours:
+            if not is_ours:
+                return False
+            finished, folder = self.finished(entry), work / "model"
+            if not self._judges.lacks(finished):
+                return True
+            if entry.recipe is None:
+                finished.get("made", self._unquantized)
+                self._judges.judge(finished, self._opened, self._reference, self._windows, None, self._progress)
+                return True
+            for which in self._judges.texts:
+                self._windows(which)  # a text that is too short is refused before the work
+            finished.get("made", partial(self._made, entry, folder))
+            load = cache(partial(self._load, entry, folder))
+            self._judges.judge(finished, self._opened, load, self._windows, self._reference(), self._progress)
+            del load
+            shutil.rmtree(folder, ignore_errors=True)
+            return True
+
+    def row(self, entry: Entry, base: Finished) -> Row | None:
+        """Return a row as columns, None if it is not finished."""
+        finished = base if entry.recipe is None else self.finished(entry)
+        if self._judges.lacks(finished):
+            return None
+        known: Row = {"recipe": entry.name, **finished.value("made")}
+        known |= {"calibration": entry.calib or "", "seed": "" if entry.calib is None else entry.seed}
+        return {**known, **self._judges.columns(finished, base)}
+
+    def _identity(self, entry: Entry) -> dict[str, Any]:
+        recipe = entry.recipe
+        data = () if recipe is None or not recipe.calibrated else recipe.calibration.data
+        sources = [data] if isinstance(data, str) else list(data)
+        return {
+            "quantkit": __version__,
+            "model": self._digests,
+            "recipe": None if recipe is None else without_paths(recipe).to_mapping(),
+            "calibration": [_digest_of_source(source) for source in sources],
+        }
+
+    def _slug(self, entry: Entry, run: Mapping[str, Any]) -> str:
+        words = re.sub(r"[^\w.]+", "-", entry.title).strip("-")[:60]
+        return f"{words}-{_digest(run)}"
+
+    def _cut(self, which: str) -> Windows:
+        return cut([self._reference()], self._opened.tokenizer, self._judges.texts[which], **self._judges.protocol)
+
+    @cached_property
+    def _loaded(self) -> Any:
+        device, trust = self._run["device"], self._run["trust_remote_code"]
+        return load_dense_model(self._opened.src, device=device, trust_remote_code=trust)
+
+    def _reference(self) -> Any:
+        return self._loaded
+
+    def _load(self, entry: Entry, folder: Path) -> Any:
+        """Load the model of a row, decoded to float32 like the unquantized one, so that rows differ in codes alone."""
+        self._quantized(entry, folder)
+        trust = self._run["trust_remote_code"]
+        return load_dense_model(Checkpoint(folder, trust), device=self._run["device"], trust_remote_code=trust)
+
+    def _unquantized(self) -> Row:
+        src = self._opened.src
+        bits = 8 * src.dtype_of_model.itemsize
+        facts = {"precision": f"{bits} bits", "grouping": "", "method": "", "stored": "dense", "bits": float(bits)}
+        size = sum(map(src.nbytes, src.names()))
+        return {**facts, "bytes": size, "seconds": 0.0, **self._machine()}
+
+    def _made(self, entry: Entry, folder: Path) -> Row:
+        report, recipe = self._quantized(entry, folder), entry.recipe
+        assert recipe is not None
+        form, _, grouping = report["scheme"].partition(":")
+        totals, stored = report["totals"], report["layout"]
+        bits = totals["bits_per_weight"]
+        size = round(bits * totals["quantized_weights"] / 8) + totals["dense_bytes"] if bits else 0
+        if recipe.layout is None:
+            bits, size, stored = *_as_if_stored(report, self._opened.src), UNSTORED
+        refined = f"{recipe.method}+tune" if recipe.tune else recipe.method
+        facts = {"precision": form, "grouping": grouping, "method": refined, "stored": stored, "bits": bits}
+        return {**facts, "bytes": size, "seconds": round(totals["seconds"], 2), **self._machine()}
+
+    def _quantized(self, entry: Entry, folder: Path) -> dict[str, Any]:
+        """Return the report of a row's folder, which is made if it is not there."""
+        assert entry.recipe is not None
+        if not folder.exists():
+            begun = check_staging(folder, resume=True) is not None
+            quantize(self._model, folder, entry.recipe, resume=begun, progress=self._progress, **self._run)
+        return load_report(folder)
+
+    def _machine(self) -> Row:
+        place = device_of(self._run["device"])
+        return {"device": torch.cuda.get_device_name(place) if place.type == "cuda" else "CPU", "quantkit": __version__}
+
+
+def _as_if_stored(report: Mapping[str, Any], src: Checkpoint) -> tuple[float, int]:
+    """Count the bits of a weight and the bytes of all, as if codes, float16 scales and zero points were packed."""
+    bits = weights = 0
+    dense = {name: src.nbytes(name) for name in src.names()}
+    for layer in report["layers"]:
+        scheme, (n, k) = Scheme.parse(layer["scheme"]), layer["shape"]
+        points = 0 if scheme.symmetric else scheme.format.bits
+        bits += n * (k * scheme.format.bits + scheme.groups(k) * (16 + points))
+        weights += n * k
+        dense.pop(f"{layer['name']}.weight", None)
+    return bits / weights, bits // 8 + sum(dense.values())
+
+
+def _text_figures(reference: Any, model: Callable[[], Any], windows: Windows, progress: Progress) -> Row:
+    """Return perplexity and divergence; of the reference itself the perplexity alone."""
+    if reference is None:
+        return {"ppl": exponential(token_values(model(), [], windows, progress)[0].nll())}
+    values = token_values(reference, [model()], windows, progress)[1]
+    return {"ppl": exponential(values.nll()), **values.figures()}
+
+
+def _exam_figures(exam: Any, model: Callable[[], Any], opened: Opened, get: Any, progress: Progress) -> Row:
+    return asdict(exam.scores(model(), opened, get, progress))
+
+
+def _get(finished: Finished, prefix: str, name: str, compute: Callable[[], Any]) -> Any:
+    return finished.get(f"{prefix}: {name}", compute)
+
+
+def _digest_of_source(source: str) -> str:
+    path = Path(source)
+    return hash_of_file(path) if kind_of(source) in ("plain text", "records") else source
+
+
+def _name(kind: str, facts: Any) -> str:
+    return f"{kind} {_digest(facts)}"
+
+
+def _digest(facts: Any) -> str:
+    return hash_of(json.dumps(facts, sort_keys=True).encode()).rpartition(":")[2][:12]

@@ -1,0 +1,255 @@
+"""Rows of `compare` are the figures of folders made alone, are made once, and survive kills, parts and neighbours."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import statistics
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import quantkit
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.evaluation import recipe_rows
+from quantkit.evaluation.compare import compare
+from quantkit.io.staging import claimed
+from quantkit.models.whole_model import load_dense_model
+from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.named import load_named_or_scheme
+from quantkit.recipes.recipe import from_mapping, merge
+from quantkit.reporting.recipe_table import as_csv, as_markdown, cells, quality, read_csv
+from tests.command_line import call, refused
+from tests.folders import TEXT
+
+SMALL = {"calibration": {"samples": 4, "max_length": 32}}
+RECIPES = ["int4:g64:rtn", "int4:g64:gptq", "fp6:g64:gptq"]
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("texts")
+    (folder / "calib.txt").write_text(TEXT)
+    (folder / "judge.txt").write_text("\n\n".join(reversed(TEXT.split("\n\n"))))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def asked(texts: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"recipes": RECIPES, "calib": f"own={texts / 'calib.txt'}", "seeds": [0, 1]}
+    return {**found, "text": str(texts / "judge.txt"), "window": 32, "tokens": 256, "settings": SMALL, "device": "cpu"}
+
+
+@pytest.fixture(scope="module")
+def whole(small_llama: Path, asked: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return compare(small_llama, tmp_path_factory.mktemp("made") / "whole", **asked)
+
+
+def test_a_row_has_the_figures_of_the_folder_that_its_command_makes(
+    whole: Any, small_llama: Path, texts: Path, tmp_path: Path
+) -> None:
+    row = whole.rows[3]
+    assert (row["recipe"], row["calibration"], row["seed"]) == ("int4:g64:gptq", "own", 1)
+    words = row["command"].split()
+    assert words[:2] == ["quantkit", "quantize"]
+    call(*["quantize", *words[2:]][:2], "-o", tmp_path / "made", *words[5:], "--device", "cpu", "-q")
+    judge = {"data": texts / "judge.txt", "window": 32, "tokens": 256, "device": "cpu"}
+    alone = quantkit.eval_kld(tmp_path / "made", small_llama, **judge)  # type: ignore[arg-type]
+    assert row["text:judge:kld"] == pytest.approx(alone.kld, rel=1e-4)
+    assert row["text:judge:top1"] == alone.top1
+    report = json.loads((tmp_path / "made" / "quantkit_report.json").read_text())
+    tensors = sum(sum(x.nbytes for x in load_file(path).values()) for path in (tmp_path / "made").glob("*.safetensors"))
+    assert (row["bits"], row["bytes"]) == (report["totals"]["bits_per_weight"], tensors)
+    plain = quantkit.eval_ppl(small_llama, **judge)  # type: ignore[arg-type]
+    assert whole.rows[0]["text:judge:ppl"] == pytest.approx(plain.perplexity)
+
+
+@pytest.mark.parametrize("label", ["int4:g64:gptq", "fp5:channel:rtn"])
+def test_a_scheme_without_a_layout_has_the_values_that_a_layout_would_store(
+    label: str, small_llama: Path, texts: Path, tmp_path: Path
+) -> None:
+    calibration = {"calibration": {**SMALL["calibration"], "data": str(texts / "calib.txt")}}
+    recipe = from_mapping(merge(load_named_or_scheme(label), calibration))
+    unpacked: Any = {"layout": None, "dense_dtype": "float32"}
+    quantize(small_llama, tmp_path / "stored", recipe, device="cpu")
+    quantize(small_llama, tmp_path / "values", replace(recipe, **unpacked), device="cpu")
+    stored, values = (load_dense_model(Checkpoint(tmp_path / name)).state_dict() for name in ("stored", "values"))
+    assert all(torch.equal(stored[name], values[name]) for name in stored)
+
+
+def test_a_scheme_that_no_layout_stores_is_judged_and_says_so(whole: Any) -> None:
+    rows = [row for row in whole.rows if row["recipe"] == "fp6:g64:gptq"]
+    assert [row["bits"] for row in rows] == [6 + 16 / 64] * 2 and {row["stored"] for row in rows} == {"none"}
+    int4 = next(row for row in whole.rows if row["recipe"] == "int4:g64:rtn")
+    assert all(0 < row["text:judge:kld"] < int4["text:judge:kld"] for row in rows)
+    weights = 8 * (rows[0]["bytes"] - int4["bytes"]) / (6.25 - int4["bits"])
+    assert weights == pytest.approx(sum(row.shape[0] * row.shape[1] for row in _planned(whole)), rel=0.01)
+    assert "No layout stores fp6:g64:gptq: judged without packing" in (whole.path / "compare.md").read_text()
+    assert rows[0]["command"].startswith("quantkit compare")
+
+
+def _planned(whole: Any) -> Any:
+    model = whole.rows[1]["command"].split()[2]
+    return quantkit.plan(model, format="int4", group_size=64, method="rtn", device="cpu", probe=False).quantized
+
+
+def test_finished_rows_are_not_made_again_and_new_texts_need_only_judging(
+    whole: Any, small_llama: Path, asked: dict[str, Any], texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(whole.path, tmp_path / "table")
+    made: list[str] = []
+    monkeypatch.setattr(recipe_rows, "load_dense_model", lambda *_, **__: made.append("model"))
+    assert compare(small_llama, tmp_path / "table", **asked).rows == whole.rows
+    assert not made and not (tmp_path / "table" / "work").exists()
+    monkeypatch.undo()
+    more = {**asked, "recipes": RECIPES[:1], "text": [asked["text"], f"more={texts / 'calib.txt'}"]}
+    found = compare(small_llama, tmp_path / "table", **more)
+    assert [row["recipe"] for row in found.rows] == ["unquantized", "int4:g64:rtn"]
+    assert found.rows[1]["text:judge:kld"] == whole.rows[1]["text:judge:kld"] and found.rows[1]["text:more:kld"] > 0
+
+
+def test_a_killed_run_continues_to_the_same_rows(
+    whole: Any, small_llama: Path, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own, times = recipe_rows.token_values, []
+
+    def interrupted(*args: Any, **options: Any) -> Any:
+        times.append(1)
+        if len(times) == 3:
+            raise KeyboardInterrupt
+        return own(*args, **options)
+
+    monkeypatch.setattr(recipe_rows, "token_values", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        compare(small_llama, tmp_path / "table", **asked)
+    before = read_csv(tmp_path / "table" / "compare.csv")
+    assert [row["recipe"] for row in before] == ["unquantized", "int4:g64:rtn"]
+    assert list((tmp_path / "table" / "work").glob("*/model"))  # the third is quantized, not judged
+    found = compare(small_llama, tmp_path / "table", **asked)
+    assert len(times) == 3 + 4 and _figures(found.rows) == _figures(whole.rows)
+    assert not found.unfinished and not (tmp_path / "table" / "work").exists()
+
+
+def test_parts_of_two_machines_make_the_table_of_one(
+    whole: Any, small_llama: Path, asked: dict[str, Any], tmp_path: Path
+) -> None:
+    parts = [compare(small_llama, tmp_path / f"{number}", **asked, part=(number, 2)) for number in (1, 2)]
+    assert [len(part.rows) for part in parts] == [3, 3] and [len(part.unfinished) for part in parts] == [3, 3]
+    for path in (tmp_path / "2" / "rows").iterdir():
+        shutil.copy(path, tmp_path / "1" / "rows")
+    assert _figures(compare(small_llama, tmp_path / "1", **asked).rows) == _figures(whole.rows)
+
+
+def test_a_row_of_a_neighbour_is_left_to_it(small_llama: Path, asked: dict[str, Any], tmp_path: Path) -> None:
+    one = {**asked, "recipes": ["int4:g64:rtn"]}
+    compare(small_llama, tmp_path / "table", **one, part=(1, 2))
+    (tmp_path / "table" / "work" / "neighbour").mkdir(parents=True)
+    found = compare(small_llama, tmp_path / "other", **one)
+    name = next(path.stem for path in (tmp_path / "other" / "rows").iterdir() if "rtn" in path.name)
+    (tmp_path / "table" / "work" / name).mkdir()
+    with claimed(tmp_path / "table" / "work" / name) as is_ours:
+        left = compare(small_llama, tmp_path / "table", **one)
+    assert is_ours and left.unfinished == ["int4:g64:rtn"] and not left.failed
+    assert _figures(compare(small_llama, tmp_path / "table", **one).rows) == _figures(found.rows)
+
+
+def test_a_row_that_fails_is_told_and_the_others_are_made(
+    small_llama: Path, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = recipe_rows.quantize
+
+    def failing(model: Any, out: Any, recipe: Any, **options: Any) -> Any:
+        if recipe.scheme.format.is_float:
+            raise quantkit.QuantkitError("the scales overflow")
+        return own(model, out, recipe, **options)
+
+    monkeypatch.setattr(recipe_rows, "quantize", failing)
+    line = ("--recipes", "fp6:channel:rtn,int4:g64:rtn", "--text", asked["text"], "--window", 32, "--device", "cpu")
+    said = call("compare", small_llama, "-o", tmp_path / "table", *line, code=1)
+    assert "fp6:channel:rtn: the scales overflow" in said.stderr and "1 rows failed" in said.stderr
+    assert [row["recipe"] for row in read_csv(tmp_path / "table" / "compare.csv")] == ["unquantized", "int4:g64:rtn"]
+
+
+def test_the_tables_have_the_mean_and_deviation_over_seeds(whole: Any) -> None:
+    head, body = cells(whole.rows, quality(whole.rows))
+    values = [row["text:judge:ppl"] for row in whole.rows if row["recipe"] == "int4:g64:gptq"]
+    assert len(set(values)) == 2
+    cell = dict(zip(head, body[2], strict=True))["ppl judge"]
+    assert cell == f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}"
+    assert [line[head.index("calibration")] for line in body] == ["–", "–", "own", "own"]
+    with (whole.path / "compare.csv").open(newline="") as file:
+        assert [row["command"] for row in csv.DictReader(file)] == [row["command"] for row in whole.rows]
+
+
+def test_the_csv_says_all_that_the_markdown_needs(whole: Any, tmp_path: Path) -> None:
+    read = read_csv(whole.path / "compare.csv")
+    assert as_csv(read) == as_csv([{k: float(v) if isinstance(v, int) else v for k, v in row.items()} for row in read])
+    assert as_markdown(read) == (whole.path / "compare.md").read_text() == as_markdown(whole.rows)
+
+
+def test_tasks_are_paired_with_the_unquantized_model(small_llama: Path, asked: dict[str, Any], tmp_path: Path) -> None:
+    pytest.importorskip("lm_eval", reason="needs lm-eval")
+    records = [{"goal": f"the {i}", "sol1": f"rain {i * i}", "sol2": "hail", "label": i % 2} for i in range(12)]
+    (tmp_path / "tasks" / "piqa").mkdir(parents=True)
+    (tmp_path / "tasks" / "piqa" / "validation.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
+    options: dict[str, Any] = {"tasks": ["piqa"], "data": tmp_path / "tasks"}
+    found = compare(small_llama, tmp_path / "table", **{**asked, "recipes": "int4:g64:rtn"}, **options)
+    quantkit.quantize(small_llama, tmp_path / "int4", format="int4", group_size=64, method="rtn", device="cpu")
+    alone = quantkit.eval_tasks(tmp_path / "int4", against=small_llama, device="cpu", **options).scores[0]
+    row = found.rows[1]
+    assert (row["task:piqa:value"], row["task:piqa:stderr"]) == (alone.value, alone.stderr)
+    assert (row["task:piqa:difference"], row["tasks:difference"]) == (alone.difference, alone.difference)
+    assert "task:piqa:difference" not in {key for key, value in found.rows[0].items() if value is not None}
+    head, body = cells(found.rows, quality(found.rows))
+    assert dict(zip(head, body[1], strict=True))["tasks"] == f"{100 * alone.value:.2f}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "says"),
+    [
+        ("--recipes int4-gptk", 2, "unknown recipe 'int4-gptk': use int4-gptq, "),
+        ("--recipes int4:g64", 2, "unknown recipe 'int4:g64': use "),
+        ("--recipes int4:g96:rtn", 1, "int4:g96:rtn: group size 96 does not divide"),
+        ("--recipes ,", 2, "there is nothing to compare"),
+        ("--text none.txt", 1, "none.txt: no such text"),
+        ("--text a={judge},a={calib}", 2, "--text: two texts are called a: name them, like NAME=FILE"),
+        ("--calib none.txt", 1, "none.txt: no such text"),
+        ("--calib {calib} --samples 9999", 1, "usable documents, 9999 were asked for"),
+        ("--tasks piqqa --data {empty}", 2, "unknown task 'piqqa': lm-eval has piqa"),
+        ("--tasks piqa --data {empty}", 1, "piqa: has no validation.jsonl and no test.jsonl"),
+        ("--code {judge}", 2, "programs that the model writes are run here"),
+        ("--rouge {judge}", 1, "judge.txt: "),
+    ],
+)
+def test_bad_input_is_told_before_any_work(
+    changes: str, code: int, says: str, small_llama: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recipe_rows, "load_dense_model", lambda *_, **__: pytest.fail("read"))
+    monkeypatch.setattr(recipe_rows, "quantize", lambda *_, **__: pytest.fail("begun"))
+    names = {"judge": texts / "judge.txt", "calib": texts / "calib.txt", "empty": tmp_path}
+    usual = {"--recipes": "int4:g64:gptq", "--text": str(texts / "judge.txt"), "--calib": str(texts / "calib.txt")}
+    words = changes.format(**names).split()
+    usual |= dict(zip(words[::2], words[1::2], strict=True))
+    line = [word for pair in usual.items() for word in pair]
+    usual_samples = () if "--samples" in line else ("--samples", 4)
+    lines = 2 if "g96" in says else 1
+    said = refused("compare", small_llama, *line, *usual_samples, code=code, lines=lines, out=tmp_path / "table")
+    assert says in said
+
+
+def test_a_folder_of_something_else_is_not_touched(small_llama: Path, tmp_path: Path, texts: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "mine.txt").write_text("mine")
+    line = ("--recipes", "int4:g64:rtn", "--text", texts / "judge.txt")
+    assert "is there, and no table" in refused("compare", small_llama, "-o", tmp_path / "notes", *line)
+    assert [path.name for path in (tmp_path / "notes").iterdir()] == ["mine.txt"]
+
+
+def _figures(rows: Any) -> list[dict[str, Any]]:
+    """Return rows without what the clock says."""
+    return [{key: value for key, value in row.items() if key not in ("seconds", "command")} for row in rows]
