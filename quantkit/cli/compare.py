@@ -27,15 +27,6 @@ _COUNT = click.IntRange(min=1)
 OVER_ALL = ("samples", "max_length")
 
 
-class Names(click.ParamType):  # type: ignore[type-arg]
-    """Names with commas between them."""
-
-    name = "name,name"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> list[str]:
-        return value if isinstance(value, list) else [name.strip() for name in str(value).split(",") if name.strip()]
-
-
 class Part(click.ParamType):  # type: ignore[type-arg]
     """A part and the number of parts, like 1/3."""
 
@@ -63,7 +54,6 @@ class Part(click.ParamType):  # type: ignore[type-arg]
     ),
     click.option(
         "--recipes",
-        type=Names(),
         required=True,
         metavar="NAME,NAME",
         shell_complete=completers.files,
@@ -76,7 +66,6 @@ class Part(click.ParamType):  # type: ignore[type-arg]
     "Calibration",
     click.option(
         "--calib",
-        type=Names(),
         default=PACKAGED,
         metavar="SOURCE,NAME=SOURCE",
         shell_complete=completers.texts,
@@ -88,7 +77,6 @@ class Part(click.ParamType):  # type: ignore[type-arg]
     "Method",
     click.option(
         "--text",
-        type=Names(),
         default="wikitext2",
         metavar="SOURCE,NAME=SOURCE",
         shell_complete=completers.texts,
@@ -96,7 +84,7 @@ class Part(click.ParamType):  # type: ignore[type-arg]
     ),
     click.option("--window", type=click.IntRange(min=2), help="Tokens per window [the model's context, at most 2048]."),
     click.option("--tokens", type=click.IntRange(min=2), metavar="N", help="Read each text's first N tokens [all]."),
-    click.option("--tasks", type=Names(), default="", metavar="NAME,NAME", help="Tasks, as eval tasks takes them."),
+    click.option("--tasks", default="", metavar="NAME,NAME", help="Tasks, as eval tasks takes them."),
     click.option(
         "--data",
         metavar="DIR",

@@ -73,9 +73,9 @@ def compare(
 ) -> Comparison:
     """Quantize a model by each of several recipes, judge the results, and write one table into the folder `out`.
 
-    `recipes` are shipped names, YAML files, or a scheme with a method like `fp6:g64:gptq`; `settings` maps keys to
-    values for all of them. Those that need text run with each source of `calib` and each of `seeds`. Sources and texts
-    may be named: NAME=FILE.
+    `recipes` are shipped names, YAML files, or schemes with a method like `fp6:g64:gptq`, as a list or with commas
+    between them; `settings` maps keys to values for all of them. Those that need text run with each source of `calib`
+    and each of `seeds`. Sources and texts may be named: NAME=FILE.
 
     A row has perplexity and KL divergence on each `text`, and what else is asked for: `tasks` (with `data`, `shots` and
     `limit`, see `eval_tasks`), pass@1 of the likeliest programs for the problems in `code` (see `eval_code`), and ROUGE
@@ -243,7 +243,8 @@ def _finished(rows: Rows, entries: Sequence[Entry], commands: Any) -> Iterator[R
 
 
 def _listed(names: str | Iterable[str]) -> list[str]:
-    return list(dict.fromkeys([names] if isinstance(names, str) else names))
+    found = names.split(",") if isinstance(names, str) else names
+    return list(dict.fromkeys(name.strip() for name in found if name.strip()))
 
 
 def _require_folder(out: Path) -> None:

@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -40,12 +40,14 @@ from quantkit.pipeline.quantize import plan, quantize
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.reporting.recipe_table import UNSTORED, Row
-from quantkit.text.sources import kind_of, load_evaluation_text
+from quantkit.text.sources import PACKAGED, kind_of, load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 from quantkit.version import __version__
 
 #: The folder of the journals, and that of models and locks, which goes when all rows are finished.
 ROWS, WORK = "rows", "work"
+#: Calibration sequences of a plan whose text was read already: it must hold those of every stage's least.
+FEW = 16
 
 
 @dataclass(frozen=True)
@@ -172,18 +174,22 @@ class Rows:
         return self._judges.lacks(self.finished(entry))
 
     def require(self, entries: Sequence[Entry]) -> None:
-        """Raise the QuantkitError with which a row would be refused: each recipe is planned, and each text is read."""
-        # Each recipe with one text, and each text with one recipe.
-        recipes: dict[tuple[str, Any], Entry] = {}
+        """Raise the QuantkitError with which a row would be refused: plan each recipe, and read each text once."""
+        planned: dict[tuple[str, Any], tuple[Entry, Recipe]] = {}
         for entry in entries:
-            known = [set(column) for column in zip(*recipes, strict=True)] or [set(), set()]
-            if entry.recipe is not None and not (entry.name in known[0] and entry.calib in known[1]):
-                recipes[entry.name, entry.calib] = entry
-        for entry in self._progress.bar(list(recipes.values()), "plan", len(recipes)):
+            names, texts = {name for name, _ in planned}, {text for _, text in planned}
+            if entry.recipe is None or (entry.name in names and entry.calib in texts):
+                continue
+            recipe = entry.recipe
+            if entry.calib in texts:
+                few = replace(recipe.calibration, data=PACKAGED, samples=min(FEW, recipe.calibration.samples))
+                recipe = replace(recipe, calibration=replace(few, text_column=None, split=None))
+            planned[entry.name, entry.calib] = entry, recipe
+        for entry, recipe in self._progress.bar(list(planned.values()), "plan", len(planned)):
             with about(entry.title):
-                planned = plan(self._model, entry.recipe, **self._run)
-                if planned.refusal is not None:
-                    raise planned.refusal
+                found = plan(self._model, recipe, **self._run)
+                if found.refusal is not None:
+                    raise found.refusal
 
     def make(self, entry: Entry) -> bool:
         """Quantize and judge what a row lacks; False if another process does."""
@@ -269,6 +275,7 @@ class Rows:
             bits, size, stored = *_as_if_stored(report, self._opened.src), UNSTORED
         refined = f"{recipe.method}+tune" if recipe.tune else recipe.method
         facts = {"precision": form, "grouping": grouping, "method": refined, "stored": stored, "bits": bits}
+        facts["calibration tokens"] = report["calibration"].get("tokens", "")
         return {**facts, "bytes": size, "seconds": round(totals["seconds"], 2), **self._machine()}
 
     def _quantized(self, entry: Entry, folder: Path) -> dict[str, Any]:

@@ -106,7 +106,7 @@ ERRORS = (
     "eval rouge model --data calib.txt -q",
     "compare model -o table",
     "compare model -o table --recipes int4-gptk,int4:g64:rtn -q",
-    "compare model -o table --recipes int4:g64:rtn --text calib.txt,calib.txt -q",
+    "compare model -o table --recipes int4:g64:rtn --text a=calib.txt,a=none.txt -q",
     "compare model -o table --recipes int4:g64:rtn --text calib.txt --part 4/3 -q",
     "generate model",
     "generate model abc --max-new-tokens 0",
