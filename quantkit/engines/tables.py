@@ -143,11 +143,6 @@ TRAITS = {
         Words("quantize with", Setting("format", "int4")),
         lambda f: any(scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()),
     ),
-    "packed experts": Trait(
-        "packed experts, which quantkit's plug-in for vLLM does not serve yet",
-        Words("use", Setting("layout", "compressed-tensors")),
-        lambda f: any(map(is_expert, f.linears)),
-    ),
     "rows by heads": Trait(
         "joined queries, keys and values, whose rows vLLM's class of this model reorders while loading",
         Words("leave them dense with", Setting("skip", ".*query_key_value")),
@@ -239,7 +234,7 @@ HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
 #: vLLM with quantkit's plug-in, in the layouts of quantkit's kernels.
 PLUGIN = "vLLM with quantkit[vllm]"
-_OF_PLUGIN = ("split", "packed experts", "packed head", "rows by heads", *_CLASSES)
+_OF_PLUGIN = ("split", "packed head", "rows by heads", *_CLASSES)
 _PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-26"
 VLLM = Engine(
     "vllm",

@@ -58,6 +58,8 @@ def describe(model: Any) -> dict[str, dict[str, int]]:
         for owner in filter(None, owners):
             held = getattr(owner, "__dict__", {}).values()
             kernels = [value for value in held if type(value).__name__.endswith("Kernel")]
+            # vLLM's kernel of experts is a frame for any of its implementations.
+            kernels = [getattr(kernel, "fused_experts", kernel) for kernel in kernels]
             names += [type(each).__name__ for each in (owner, *kernels)]
         found.setdefault(name.rpartition(".")[2], Counter())[" ".join(dict.fromkeys(filter(None, names)))] += 1
     return {kind: dict(counts) for kind, counts in found.items()}

@@ -102,7 +102,6 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
     if x.dtype is not one.dtype:
         asked, ready = dtype_name(x.dtype), dtype_name(one.dtype)
         raise KernelError(f"a weight prepared for {ready} got {asked} activations", f"prepare it for {asked}")
-    kernel, decoded, decoded_from = _kernels(one, device)
     packed = tensors if one.order is None else [tensors[i] for i in one.order]
     if tuple([tensor.data_ptr() for tensor in packed]) not in one.checked:
         _check(one, tensors, device)
@@ -111,12 +110,16 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
     y = x.new_empty((x.shape[0], n))
     if y.shape[0]:
         bias = functional.pad(bias, (0, n - one.out)) if bias is not None and n != one.out else bias
-        if y.shape[0] >= decoded_from:
-            decoded.launch(weight, x, packed, bias, y)
-        else:
-            kernel.launch(weight, x, packed, bias, y)
+        launch(one, x, packed, bias, y)
     y = y[:, : one.out].contiguous() if n != one.out else y
     return y if len(shape) == 2 else y.view(*shape[:-1], one.out)
+
+
+def launch(one: Prepared, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor) -> None:
+    """Write a product into `y` `[m, n]`, for operands that are checked, `packed` in the order of `weight.tensors`."""
+    kernel, decoded, decoded_from = _kernels(one, x.device)
+    chosen = decoded if y.shape[0] >= decoded_from else kernel
+    chosen.launch(one.weight, x, packed, bias, y)
 
 
 def decode(

@@ -35,13 +35,20 @@ def places(layout: str, scheme: Scheme, n: int, k: int) -> Iterator[tuple[str, T
             yield name, place
 
 
-def pack_for_kernel(q: QuantizedTensor, layout: str) -> KernelWeight:
+def holds_any(place: Target, scheme: Scheme) -> bool:
+    """Return True if a place holds every weight of a scheme, whatever its data."""
+    return (place[0].symmetric, place[0].sparsity) == (scheme.symmetric, scheme.sparsity)
+
+
+def pack_for_kernel(q: QuantizedTensor, layout: str, alike: bool = False) -> KernelWeight:
     """Pack a record of a weight in `layout` for the first of its `places` that its data allow; values stay the same.
 
-    LayoutError, with the reason, if no kernel takes it.
+    If `alike`, all weights of this scheme and shape get one place. LayoutError, with the reason, if no kernel takes it.
     """
     why = f"no kernel takes {q.scheme.label}"
     for name, place in places(layout, q.scheme, *q.shape):
+        if alike and not holds_any(place, q.scheme):
+            continue
         try:
             moved = recast(q, *place)
             return KernelWeight(name, moved.scheme, moved.shape, LAYOUTS[name].pack(moved))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from quantkit.checkpoint.provenance import checked
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import raw_bytes
-from quantkit.errors import CheckpointError, Words
+from quantkit.errors import CheckpointError, QuantkitError, Words
 
 #: The variable of the environment that switches the comparison off, by the value 0.
 VARIABLE = "QUANTKIT_CHECK"
@@ -65,6 +65,15 @@ class FolderCheck:
             if not torch.equal(raw_bytes(tensor[part].contiguous()), raw_bytes(self._folder.get(name, part))):
                 return False
         return True
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Prefer the damage of a file to an error that follows from it."""
+        try:
+            yield
+        except QuantkitError:
+            self.require()
+            raise
 
     def require(self) -> None:
         """Wait for the hashes; CheckpointError for a file that was changed."""

@@ -6,14 +6,15 @@ config of both before they build layers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from quantkit.core.scheme import Scheme
 from quantkit.engines.joined import JOINED
-from quantkit.errors import CheckpointError
+from quantkit.errors import CheckpointError, LayoutError, Setting, Words
 from quantkit.kernels.contract import ACTIVATIONS
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
@@ -24,8 +25,6 @@ from quantkit.serving.damage import FolderCheck
 
 #: The name of the method: `--quantization quantkit`.
 METHOD = "quantkit"
-#: The classes of layers of experts, in several releases of engines.
-EXPERTS = {"FusedMoE", "RoutedExperts"}
 
 
 class EngineConfig:
@@ -87,29 +86,44 @@ class EngineConfig:
     def scheme_of_layer(self, layer: Any, prefix: str, head: type, linear: type) -> tuple[Scheme | None, bool]:
         """Return the scheme of a layer, None if it is dense or none of ours, and whether it is a linear.
 
-        `head` and `linear` are the engine's classes. ValueError for a packed head, for packed experts, and for linears
-        of several schemes that the engine joins.
+        `head` and `linear` are the engine's classes. ValueError for a packed head, and for linears of several schemes
+        that the engine joins.
         """
         if isinstance(layer, head):
             if not self.is_head_tied and not self.is_dense(prefix) and not self.is_dense(prefix.rpartition(".")[2]):
                 raise ValueError(
                     f"{prefix} is packed, which {self.ENGINE} does not serve with quantkit: quantize without it"
                 )
-        elif EXPERTS.intersection(kind.__name__ for kind in type(layer).__mro__):
-            inside = tuple(f"{name}." for name in self.in_folder(prefix))
-            if not self.is_dense(prefix) and not any(entry.startswith(inside) for entry in self._dense):
-                raise ValueError(
-                    f"{prefix} are packed experts, which quantkit's plug-in does not serve yet: use the layout "
-                    "compressed-tensors without --quantization quantkit"
-                )
         elif isinstance(layer, linear):
             names = self.members(prefix)
             schemes = self._schemes(prefix, names)
             if len(set(schemes.values())) > 1:
-                mixed = ", ".join(f"{name} {'dense' if s is None else s.label}" for name, s in schemes.items())
-                raise ValueError(f"{self.ENGINE} joins {mixed}: quantize them alike, with --set fused_alike=true")
+                raise self._mixed(schemes)
             return schemes[names[0]], True
         return None, False
+
+    def scheme_of_experts(self, prefix: str, names: Iterable[str]) -> Scheme | None:
+        """Return the scheme of all linears `names` of the experts `prefix`, None if they are dense.
+
+        ValueError if they differ: the engine has one method for all.
+        """
+        if self.is_dense(prefix):
+            return None
+        first: dict[Scheme | None, str] = {}
+        for name in names:
+            first.setdefault(None if self.is_dense(name) else self.scheme(name), name)
+        if len(first) > 1:
+            raise self._mixed({name: scheme for scheme, name in first.items()})
+        return next(iter(first))
+
+    def _mixed(self, schemes: Mapping[str, Scheme | None]) -> ValueError:
+        mixed = ", ".join(f"{name} {'dense' if s is None else s.label}" for name, s in schemes.items())
+        return ValueError(f"{self.ENGINE} joins {mixed}: quantize them alike, with --set fused_alike=true")
+
+    def check_stored(self, name: str, suffix: str, tensor: Tensor) -> None:
+        """Raise LayoutError if an engine has changed a tensor of the linear `name` before it hands it on."""
+        if not self.damage.is_stored((f"{each}.{suffix}" for each in self.in_folder(name)), tensor):
+            raise reordered(name, self.ENGINE)
 
     def members(self, prefix: str) -> list[str]:
         """Name the linears that the engine joins into the linear `prefix`, itself if it joins none."""
@@ -141,6 +155,15 @@ class EngineConfig:
         if name in self._stated:
             yield self._stated[name]
         yield from (old + name[len(new) :] for new, old in self._prefixes.items() if name.startswith(new))
+
+
+def reordered(name: str, engine: str) -> LayoutError:
+    """Say that an engine changes a weight before it hands it on, which would silently give a wrong one."""
+    return LayoutError(
+        f"{engine}'s class of this model reorders it while loading, which packed words do not survive",
+        Words("leave it dense with", Setting("skip", f".*{name.rpartition('.')[2]}")),
+        subject=name,
+    )
 
 
 def is_kernel_layout(config: Mapping[str, Any]) -> bool:

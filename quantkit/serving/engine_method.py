@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from quantkit import kernels
 from quantkit.core.scheme import Scheme
-from quantkit.errors import KernelError, LayoutError, QuantkitError, Setting, Words
+from quantkit.errors import KernelError
 from quantkit.inference.engine_linear import prepare
 from quantkit.serving.engine_config import EngineConfig
 from quantkit.serving.shards import JoinedWeight, Part
@@ -97,18 +97,13 @@ class PackedLinearMethod:
         self, weight: JoinedWeight, suffix: str, device: torch.device, _: Any, tensor: Tensor, shard: Any = None
     ) -> None:
         """Take one tensor of the folder; `shard` is the engine's name for the part, or parts, that it has."""
-        self.config.damage.begin()
         every = range(len(weight.parts))
         which = every if shard is None else shard if isinstance(shard, tuple) else (QKV.get(shard, shard),)
-        name = weight.named(which)
-        if not self.config.damage.is_stored((f"{each}.{suffix}" for each in self.config.in_folder(name)), tensor):
-            raise reordered(name, self.config.ENGINE)
-        try:
+        self.config.damage.begin()
+        self.config.check_stored(weight.named(which), suffix, tensor)
+        with self.config.damage.blamed():
             # An engine's loaders may use the memory of a tensor again.
             weight.add(which, suffix, tensor.to(device, copy=True))
-        except QuantkitError:
-            self.config.damage.require()  # the better reason
-            raise
 
     def _totals(self, layer: Any, sizes: Sequence[int], output_size: int) -> list[int]:
         """Give the rows of each part in the folder; `sizes` are those of a rank."""
@@ -122,15 +117,6 @@ class PackedLinearMethod:
         if len(sizes) == 1:
             return [output_size]
         return list(layer.output_sizes)
-
-
-def reordered(name: str, engine: str) -> LayoutError:
-    """Say that an engine changes a weight before it hands it on, which would silently give a wrong one."""
-    return LayoutError(
-        f"{engine}'s class of this model reorders it while loading, which packed words do not survive",
-        Words("leave it dense with", Setting("skip", f".*{name.rpartition('.')[2]}")),
-        subject=name,
-    )
 
 
 @functools.cache

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from sglang.srt.distributed.utils import get_group_rank_size
 from sglang.srt.layers.linear import LinearBase, QKVParallelLinear
+from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
 from sglang.srt.layers.quantization.base_config import LinearMethodBase, QuantizationConfig
 from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
@@ -46,6 +47,14 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: nn.Module, prefix: str) -> Any:
         """Make the method of a layer; None leaves it to SGLang. ValueError as `scheme_of_layer`."""
+        if isinstance(layer, FusedMoE):
+            inside = tuple(f"{name}." for name in self.in_folder(prefix))
+            if not self.is_dense(prefix) and not any(entry.startswith(inside) for entry in self.schemes.ignore):
+                raise ValueError(
+                    f"{prefix} are packed experts, which quantkit's plug-in does not serve in SGLang: use the layout "
+                    "compressed-tensors without --quantization quantkit"
+                )
+            return None
         scheme, is_linear = self.scheme_of_layer(layer, prefix, ParallelLMHead, LinearBase)
         if scheme is None:
             return UnquantizedLinearMethod() if is_linear else None

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, about
-from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel, places
+from quantkit.inference.kernel_weight import KernelWeight, holds_any, pack_for_kernel, places
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import recast
 
@@ -34,7 +34,8 @@ class Part:
 class JoinedWeight:
     """The packed tensors of one linear of an engine, on `rank` of `ranks`.
 
-    `columns` are the input features of the whole linear, and those of a rank. All parts have the same `scheme`.
+    `columns` are the input features of the whole linear, and those of a rank. All parts have the same `scheme`. If
+    `alike`, all weights of this scheme and shape are packed in one layout.
     """
 
     name: str
@@ -44,6 +45,7 @@ class JoinedWeight:
     columns: tuple[int, int]
     rank: int = 0
     ranks: int = 1
+    alike: bool = False
     _stored: dict[tuple[int, ...], dict[str, Tensor]] = field(default_factory=dict, init=False)
     _packed: KernelWeight | None = field(default=None, init=False)
 
@@ -69,7 +71,8 @@ class JoinedWeight:
                 f"use --tensor-parallel-size {' or '.join(sizes)}",
                 subject=self.name,
             )
-        if next(places(self.layout.NAME, self.scheme, self.out, self.scheme.padded_k(k)), None) is None:
+        found = places(self.layout.NAME, self.scheme, self.out, self.scheme.padded_k(k))
+        if not any(not self.alike or holds_any(place, self.scheme) for _, place in found):
             raise LayoutError(
                 f"no kernel takes {self.scheme.label} of [{self.out}, {k}]",
                 "serve the folder without --quantization quantkit",
@@ -90,6 +93,11 @@ class JoinedWeight:
         whole = covered == list(range(len(self.parts)))
         if whole and all(found.keys() == self.stored.keys() for found in self._stored.values()):
             self._packed = self._pack()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether all tensors have come, and the share is packed."""
+        return self._packed is not None
 
     def packed(self) -> KernelWeight:
         """Give up the packed share; CheckpointError if a tensor is missing."""
@@ -114,7 +122,7 @@ class JoinedWeight:
             self._stored[which] = {}
         self._stored = {}
         with about(self.name):
-            return pack_for_kernel(concatenated(pieces), self.layout.NAME)
+            return pack_for_kernel(concatenated(pieces), self.layout.NAME, self.alike)
 
     def _cut(self, which: Sequence[int], tensors: dict[str, Tensor]) -> list[QuantizedTensor]:
         """Unpack a stored weight, and cut the rank's share out of each of its parts."""
@@ -133,6 +141,42 @@ class JoinedWeight:
 
     def _splits_over(self, ranks: int) -> bool:
         return ranks == 1 or _is_whole(self.scheme, self.columns[0] // ranks)
+
+
+class StackedWeight:
+    """The packed weights of several experts, stacked `[experts, ...]`, each as soon as its tensors are there."""
+
+    def __init__(self, experts: Sequence[JoinedWeight]) -> None:
+        self.experts = experts
+        self._missing = set(range(len(experts)))
+        self._stack: KernelWeight | None = None
+
+    def add(self, expert: int, part: int, suffix: str, tensor: Tensor) -> None:
+        """Take one packed tensor of a part of an expert's weight; errors as `JoinedWeight.add`."""
+        if expert not in self._missing:
+            raise CheckpointError(f"{self.experts[expert].named((part,))}.{suffix} is there twice")
+        self.experts[expert].add((part,), suffix, tensor)
+        if self.experts[expert].is_packed:
+            self._stack_up(expert)
+
+    def packed(self) -> KernelWeight:
+        """Give up the stack, whose `shape` is that of one expert; CheckpointError if a tensor is missing."""
+        for expert in sorted(self._missing):
+            self._stack_up(expert)
+        assert self._stack is not None
+        found, self._stack = self._stack, None
+        return found
+
+    def _stack_up(self, expert: int) -> None:
+        found = self.experts[expert].packed()
+        if self._stack is None:
+            count = len(self.experts)
+            empty = {suffix: tensor.new_empty((count, *tensor.shape)) for suffix, tensor in found.tensors.items()}
+            self._stack = found._replace(tensors=empty)
+        assert found[:3] == self._stack[:3]
+        for suffix, tensor in found.tensors.items():
+            self._stack.tensors[suffix][expert].copy_(tensor)
+        self._missing.discard(expert)
 
 
 def share(total: int, size: int, rank: int, ranks: int) -> range:

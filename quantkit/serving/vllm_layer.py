@@ -11,7 +11,8 @@ from vllm.distributed import get_world_group
 from vllm.model_executor.layers.linear import LinearMethodBase, QKVParallelLinear
 from vllm.model_executor.parameter import BasevLLMParameter
 
-from quantkit.serving.engine_method import PackedLinearMethod, reordered
+from quantkit.serving.engine_config import EngineConfig, reordered
+from quantkit.serving.engine_method import PackedLinearMethod
 
 
 class QuantkitParameter(BasevLLMParameter):  # type: ignore[misc]
@@ -30,6 +31,14 @@ class QuantkitParameter(BasevLLMParameter):  # type: ignore[misc]
         raise reordered(self.quantkit_name, "vLLM")
 
 
+def expect_folder(config: EngineConfig) -> None:
+    """Name the folder that is compared while vLLM reads it."""
+    engine = get_current_vllm_config()
+    model, cache = engine.model_config, engine.load_config.download_dir
+    is_first = get_world_group().local_rank == 0  # one process of each machine hashes the files
+    config.damage.expect(model.model, model.revision, cache, is_first)
+
+
 class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignore[misc]
     """Loads one linear of vLLM and multiplies with it."""
 
@@ -42,10 +51,7 @@ class QuantkitLinearMethod(PackedLinearMethod, LinearMethodBase):  # type: ignor
         return QuantkitParameter(self.prefix, dtype, weight_loader)
 
     def expect(self) -> None:
-        engine = get_current_vllm_config()
-        model, cache = engine.model_config, engine.load_config.download_dir
-        is_first = get_world_group().local_rank == 0  # one process of each machine hashes the files
-        self.config.damage.expect(model.model, model.revision, cache, is_first)
+        expect_folder(self.config)
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the loading parameters, as the base does; `weight` answers vLLM's questions for dtype and device.

@@ -40,12 +40,17 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
         return WeightsMapper()
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
-        """Make the method of a layer; None leaves it to vLLM. ValueError as `scheme_of_layer`."""
+        """Make the method of a layer; None leaves it to vLLM. ValueError for what is not served."""
+        from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from quantkit.serving.vllm_layer import QuantkitLinearMethod
 
+        if isinstance(layer, RoutedExperts):
+            from quantkit.serving.vllm_experts import method_of
+
+            return method_of(self, layer, prefix)
         scheme, is_linear = self.scheme_of_layer(layer, prefix, ParallelLMHead, LinearBase)
         if scheme is None:
             return UnquantizedLinearMethod() if is_linear else None

@@ -9,8 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from quantkit.evaluation import engine_check
+from quantkit.evaluation.engine_child import describe
 from quantkit.evaluation.verification import VERIFICATION, Verification
 from quantkit.pipeline import quantize
 from quantkit.recipes.recipe import from_mapping
@@ -47,6 +49,18 @@ def test_an_engine_that_computes_the_folder_is_within_the_bound(folder: Path, st
     assert found.engine.tokens == 2 * (64 + 4 - 1)
     assert found.engine.layers["q_proj"] == {"StandInLinearMethod MacheteLinearKernel": 2}
     assert "vllm 0.26.0 in bfloat16" in found.note and "by StandInLinearMethod MacheteLinearKernel" in found.note
+
+
+def test_the_kernel_of_experts_is_named() -> None:
+    """vLLM 0.26.0 and 0.33.0 hold it inside a frame; the plug-in writes its layout and kernel on the layer."""
+    kinds = {name: type(name, (), {}) for name in ("FusedMoEKernel", "MarlinExperts", "TheirMethod", "OurMethod")}
+    frame, theirs = kinds["FusedMoEKernel"](), kinds["TheirMethod"]()
+    frame.fused_experts, theirs.moe_kernel = kinds["MarlinExperts"](), frame  # type: ignore[attr-defined]
+    model = nn.ModuleDict({name: nn.ModuleDict({"routed_experts": nn.Module()}) for name in ("a", "b")})
+    for name, method in (("a", theirs), ("b", kinds["OurMethod"]())):
+        model[name].routed_experts.quant_method = method  # type: ignore[union-attr]
+    model["b"].routed_experts.quantkit_layout = "tcfpx grouped"  # type: ignore[union-attr]
+    assert describe(model) == {"routed_experts": {"TheirMethod MarlinExperts": 1, "tcfpx grouped OurMethod": 1}}
 
 
 @pytest.mark.parametrize("fault", ["8-bit activations", "nan"])

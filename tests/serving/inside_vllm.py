@@ -10,13 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
 import json
 import os
 import pickle
-import shutil
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,69 +28,13 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.scheme import Scheme
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.schemes import Schemes
+from tests.serving import inside_vllm_experts
 from tests.serving.samples import PACKED, decoded, packed, record
+from tests.serving.vllm_engine import configured, damaged, error_of, flip, loaded, ranks, served, start
 
-FOLDERS = Path()
 #: Folders of the layouts of quantkit's kernels; of others, which need `--quantization quantkit`.
 OWN = ("marlin", "marlin24", "tcfpx-fp6", "tcfpx-fp5", "quick")
 OTHERS = ("compressed-tensors", "compressed-tensors-asym", "gptq", "awq", "humming")
-SETTINGS = {
-    **{"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_DO_NOT_TRACK": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
-    **{"GLOO_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-}
-
-
-def start(tools: str) -> None:
-    """Import vLLM as if a GPU were here, let it find and register the plug-in, and begin a group of one process."""
-    sys.path.insert(0, tools)
-    import vllm_without_gpu
-
-    vllm_without_gpu.pretend()
-    from vllm.config import set_current_vllm_config
-    from vllm.distributed import init_distributed_environment, initialize_model_parallel
-    from vllm.plugins import load_general_plugins
-
-    from quantkit.serving.vllm_plugin import register
-
-    load_general_plugins()
-    register()  # vLLM calls it in each process, perhaps several times
-    with set_current_vllm_config(configured(FOLDERS / "experts")):  # for a group of experts too
-        init_distributed_environment(1, 0, f"file://{tempfile.mkdtemp()}/store", 0, "gloo")
-        initialize_model_parallel(1, 1)
-
-
-@contextlib.contextmanager
-def ranks(rank: int = 0, size: int = 1) -> Iterator[None]:
-    """Let vLLM's layers be built as on one of several ranks; nothing is exchanged while a model is built and loaded."""
-    from vllm.distributed import get_tp_group
-
-    group = get_tp_group()
-    group.rank_in_group, group.world_size = rank, size
-    try:
-        yield
-    finally:
-        group.rank_in_group, group.world_size = 0, 1
-
-
-def configured(folder: Path, dtype: str = "float16", **options: Any) -> Any:
-    from vllm.engine.arg_utils import EngineArgs
-
-    return EngineArgs(model=str(folder), dtype=dtype, enforce_eager=True, seed=0, **options).create_engine_config()
-
-
-def loaded(config: Any, rank: int = 0, size: int = 1) -> Any:
-    """Build and load a model by vLLM's own loader, as one of several ranks."""
-    from vllm.config import set_current_vllm_config
-    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
-    from vllm.utils.torch_utils import set_default_torch_dtype
-
-    with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), ranks(rank, size):
-        model = initialize_model(config)
-        with torch.no_grad(), contextlib.redirect_stderr(io.StringIO()):
-            DefaultModelLoader(config.load_config).load_weights(model, config.model_config)
-        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
-    return model
 
 
 def of(layer: Any) -> Tensor:
@@ -127,7 +68,7 @@ def share(folder: Path, block: str, rank: int, size: int) -> dict[str, Tensor]:
     }
 
 
-def check_model(folder: Path, **options: Any) -> None:
+def compare_model(folder: Path, **options: Any) -> None:
     """Compare each linear of a Llama on each rank with slices of the decoded weights, and its product with torch's."""
     for size in (1, 2, 4):
         if size == 4 and any(scheme.group_size == 128 for scheme in [Checkpoint(folder).schemes.default]):
@@ -142,35 +83,27 @@ def check_model(folder: Path, **options: Any) -> None:
                     assert torch.equal(layer.quant_method.apply(layer, x), linear(x, weight.half())), name
 
 
-def error_of(function: Any, *args: Any, **options: Any) -> str:
-    try:
-        function(*args, **options)
-    except Exception as error:
-        return str(error)
-    return "no error"
-
-
 def check_each_own_layout_is_claimed_and_loads() -> None:
     for name in OWN:
-        config = configured(FOLDERS / name)
+        config = configured(served(name))
         assert config.model_config.quantization == "quantkit", name
-        check_model(FOLDERS / name)
+        compare_model(served(name))
 
 
 def check_each_other_layout_is_left_to_vllm() -> None:
     for name in OTHERS:
-        config = configured(FOLDERS / name)
+        config = configured(served(name))
         assert config.model_config.quantization != "quantkit", name
         assert type(config.quant_config).__module__.startswith("vllm."), name
 
 
 def check_each_other_layout_loads_if_the_user_asks() -> None:
     for name in OTHERS:
-        check_model(FOLDERS / name, quantization="quantkit")
+        compare_model(served(name), quantization="quantkit")
 
 
 def check_the_config_goes_to_workers_and_copies() -> None:
-    config = configured(FOLDERS / "mixed")
+    config = configured(served("mixed"))
 
     def check() -> None:
         for each in (pickle.loads(pickle.dumps(config.quant_config)), copy.deepcopy(config.quant_config)):
@@ -183,7 +116,7 @@ def check_the_config_goes_to_workers_and_copies() -> None:
 
 
 def check_a_compiled_graph_has_one_node_that_is_the_same_in_each_block() -> None:
-    model, graphs = loaded(configured(FOLDERS / "marlin")), []
+    model, graphs = loaded(configured(served("marlin"))), []
 
     def keep(graph: Any, inputs: Any) -> Any:
         graphs.append([(node.target, node.args[3:]) for node in graph.graph.nodes if node.op == "call_function"])
@@ -230,7 +163,7 @@ def config_of(layout: str, label: str, **schemes: Any) -> Any:
 def building(rank: int = 0, size: int = 1) -> Iterator[None]:
     from vllm.config import set_current_vllm_config
 
-    with set_current_vllm_config(configured(FOLDERS / "marlin")), ranks(rank, size):
+    with set_current_vllm_config(configured(served("marlin"))), ranks(rank, size):
         yield
 
 
@@ -326,9 +259,9 @@ def check_odd_sizes_are_padded_and_their_bias_counts_once() -> None:
 
 
 def check_biases_of_qwen2_and_a_tied_head() -> None:
-    src = Checkpoint(FOLDERS / "qwen2")
+    src = Checkpoint(served("qwen2"))
     for rank in range(2):
-        model = loaded(configured(FOLDERS / "qwen2"), rank, 2)
+        model = loaded(configured(served("qwen2")), rank, 2)
         assert model.lm_head.weight is model.model.embed_tokens.weight
         layer = model.model.layers[1].self_attn.qkv_proj
         names = [f"model.layers.1.self_attn.{leaf}_proj" for leaf in "qkv"]
@@ -343,8 +276,8 @@ def check_biases_of_qwen2_and_a_tied_head() -> None:
 def check_several_schemes_and_dense_linears_in_one_model() -> None:
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    src = Checkpoint(FOLDERS / "mixed")
-    model = loaded(configured(FOLDERS / "mixed"))
+    src = Checkpoint(served("mixed"))
+    model = loaded(configured(served("mixed")))
     first, second = model.model.layers
     assert isinstance(first.self_attn.qkv_proj.quant_method, UnquantizedLinearMethod)
     dense = torch.cat([src.get(f"model.layers.0.self_attn.{leaf}_proj.weight") for leaf in "qkv"])
@@ -392,7 +325,7 @@ def check_a_scheme_of_a_linear_that_is_joined_on_disk_counts() -> None:
 
 def check_no_weight_is_loaded_that_vllm_reordered() -> None:
     for family in ("bloom", "falcon"):
-        line = error_of(lambda family=family: loaded(configured(FOLDERS / family)))
+        line = error_of(lambda family=family: loaded(configured(served(family))))
         assert line.endswith(
             "query_key_value: vLLM's class of this model reorders it while loading, which packed words do not survive: "
             "leave it dense with --skip '.*query_key_value'"
@@ -436,32 +369,16 @@ def check_what_is_not_served_is_refused_in_one_line() -> None:
             "model.layers.0.x: its 256 columns in groups of 128 cannot be split over 4 GPUs: "
             "use --tensor-parallel-size 1 or 2"
         ), line
-    line = error_of(lambda: loaded(configured(FOLDERS / "experts", quantization="quantkit")))
-    assert "are packed experts, which quantkit's plug-in does not serve yet" in line and "\n" not in line, line
 
 
 def check_experts_that_stay_dense_are_left_to_vllm() -> None:
-    src = Checkpoint(FOLDERS / "experts-dense")
-    model = loaded(configured(FOLDERS / "experts-dense"))
+    src = Checkpoint(served("experts-dense"))
+    model = loaded(configured(served("experts-dense")))
     methods = {type(getattr(module, "quant_method", None)).__name__ for module in model.modules()}
     assert {"UnquantizedFusedMoEMethod", "QuantkitLinearMethod"} <= methods, methods
     names = [f"model.layers.0.self_attn.{leaf}_proj.weight" for leaf in "qkv"]
     weight = torch.cat([src.dense(name, torch.float32) for name in names])
     assert torch.equal(of(model.model.layers[0].self_attn.qkv_proj), weight)
-
-
-def damaged(name: str, change: Any) -> Path:
-    folder = Path(tempfile.mkdtemp()) / name
-    shutil.copytree(FOLDERS / name, folder)
-    change(folder)
-    return folder
-
-
-def flip(folder: Path, offset: int = -64) -> None:
-    file = next(folder.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1
-    file.write_bytes(data)
 
 
 def check_damage_is_seen_in_one_line() -> None:
@@ -515,30 +432,28 @@ def check_a_missing_cupy_is_one_line_with_the_command() -> None:
 def check_batch_invariance_is_not_promised() -> None:
     os.environ["VLLM_BATCH_INVARIANT"] = "1"
     try:
-        line = error_of(configured, FOLDERS / "marlin")
+        line = error_of(configured, served("marlin"))
     finally:
         del os.environ["VLLM_BATCH_INVARIANT"]
     assert "VLLM_BATCH_INVARIANT=1: sums of quantkit's kernels depend on the batch: unset it" in line, line
 
 
 def check_a_dtype_that_no_kernel_takes_is_refused() -> None:
-    line = error_of(configured, FOLDERS / "marlin", dtype="float32")
+    line = error_of(configured, served("marlin"), dtype="float32")
     assert "torch.float32 is not supported for quantization method quantkit" in line, line
 
 
-CHECKS = [name for name in dir() if name.startswith("check_") and name != "check_model"]
+_ALL = {**globals(), **vars(inside_vllm_experts)}
+CHECKS = {name: check for name, check in _ALL.items() if name.startswith("check_")}
 
 
 def main(tools: str, folders: str) -> None:
-    global FOLDERS
-    FOLDERS = Path(folders)
-    os.environ.update(SETTINGS, VLLM_CACHE_ROOT=tempfile.mkdtemp())
-    start(tools)
+    start(tools, folders)
     found = {}
     # The lightness of the import is checked before anything else is loaded.
     for name in sorted(CHECKS, key=lambda name: name != "check_registering_is_light"):
         try:
-            globals()[name]()
+            CHECKS[name]()
             found[name] = None
         except Exception:
             found[name] = traceback.format_exc()

@@ -13,7 +13,7 @@ from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, QuantkitError
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.recast import recast
-from quantkit.serving.shards import JoinedWeight, Part
+from quantkit.serving.shards import JoinedWeight, Part, StackedWeight
 from tests.serving.samples import PACKED, decoded, packed, record
 
 N, K = (512, 256, 256), 512
@@ -141,3 +141,43 @@ def test_the_tensors_of_the_folder_are_freed_as_soon_as_a_linear_is_complete() -
     gc.collect()
     assert [ref() for ref in alive] == [None] * len(alive)
     assert weight.packed().layout == "quick"
+
+
+def stack(count: int = 3, ranks: int = 1) -> StackedWeight:
+    scheme, layout = Scheme.parse("int4:g128:asym"), LAYOUTS["awq"]
+    named = [[Part(f"{e}.{leaf}", 256, 256 // ranks) for leaf in ("gate", "up")] for e in range(count)]
+    return StackedWeight(
+        [JoinedWeight("e", layout, scheme, parts, (256, 256), 0, ranks, alike=True) for parts in named]
+    )
+
+
+def test_the_tensors_of_an_expert_are_freed_as_soon_as_it_is_complete() -> None:
+    stacked = stack()
+    whole = [[record("int4:g128:asym", 256, 256, 2 * e + part) for part in range(2)] for e in range(3)]
+    for expert in (2, 0, 1):
+        given = {(part, s): t.clone() for part in range(2) for s, t in packed("awq", whole[expert][part]).items()}
+        alive = [weakref.ref(tensor) for tensor in given.values()]
+        while given:
+            (part, suffix), tensor = given.popitem()
+            stacked.add(expert, part, suffix, tensor)
+            del tensor
+        gc.collect()
+        assert [ref() for ref in alive] == [None] * len(alive)
+    with pytest.raises(CheckpointError, match=r"^2.up.scales is there twice"):
+        stacked.add(2, 1, "scales", packed("awq", whole[2][1])["scales"])
+    found = stacked.packed()
+    assert found.layout == "quick"
+    for expert, (gate, up) in enumerate(whole):
+        tensors = {suffix: tensor[expert] for suffix, tensor in found.tensors.items()}
+        got = decoded(found.layout, found.scheme.label, tensors, 512, 256)
+        assert torch.equal(got, torch.cat([gate.dequantize(), up.dequantize()]))
+
+
+def test_an_expert_that_is_missing_is_named() -> None:
+    stacked = stack()
+    for expert in (0, 2):
+        for part in range(2):
+            for suffix, tensor in packed("awq", record("int4:g128:asym", 256, 256)).items():
+                stacked.add(expert, part, suffix, tensor)
+    with pytest.raises(CheckpointError, match=r"^1.gate is not in the folder, or not packed"):
+        stacked.packed()

@@ -8,18 +8,23 @@ release, which is then imported in its place.
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 import quantkit
 from quantkit.serving.vllm_plugin import untested
 from tests.census import families
 from tests.serving.engines import INT4, MODEL, TOOLS, answers, engine
 from tests.serving.inside_vllm import CHECKS
+from tests.serving.inside_vllm_experts import OUTPUTS
 from tests.tiny_models import write_model
 
 #: Folder -> the options of `quantize` that make it of the tiny Llama.
-FOLDERS = {
+FOLDERS: dict[str, dict[str, Any]] = {
     "marlin": {**INT4, "layout": "marlin"},
     "marlin24": {**INT4, "layout": "marlin24", "prune": "2:4"},
     "tcfpx-fp6": {"format": "fp6", "method": "rtn", "layout": "tcfpx"},
@@ -40,6 +45,34 @@ FOLDERS = {
 }
 
 
+#: Folder -> the family and the options of a mixture of experts.
+EXPERTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "experts": ("mixtral", {**INT4, "group_size": 32, "layout": "awq"}),
+    "experts-marlin": ("mixtral", FOLDERS["marlin"]),
+    "experts-tcfpx-fp6": ("qwen3_moe", FOLDERS["tcfpx-fp6"]),
+    "experts-tcfpx-fp5": ("mixtral", FOLDERS["tcfpx-fp5"]),
+    "experts-marlin24": ("qwen3_moe", FOLDERS["marlin24"]),
+    "experts-quick": ("qwen3_moe", FOLDERS["quick"]),
+    "experts-compressed-tensors": ("mixtral", FOLDERS["compressed-tensors-asym"]),
+    "experts-gptq": ("qwen3_moe", FOLDERS["gptq"]),
+    "experts-humming": ("qwen3_moe", FOLDERS["humming"]),
+}
+
+
+def keep_outputs(folder: Path, outputs: Path) -> None:
+    """Write what the experts of each layer give for some tokens in the model that `load` opens, in float32."""
+    model = quantkit.load(folder, device="cpu", dtype=torch.float32)
+    draws = torch.Generator().manual_seed(0)
+    x, weights = torch.randn(9, 256, generator=draws), torch.rand(9, 2, generator=draws)
+    ids = torch.stack([torch.randperm(4, generator=draws)[:2] for _ in range(9)])
+    kept = {"x": x, "weights": weights, "ids": ids}
+    with torch.inference_mode():
+        for index, block in enumerate(model.model.layers):
+            kept[f"out.{index}"] = block.mlp.experts(x, ids, weights)
+    outputs.mkdir(exist_ok=True)
+    save_file(kept, outputs / f"{folder.name}.safetensors")
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
     python, folders = engine(), tmp_path_factory.mktemp("served")
@@ -51,8 +84,12 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str | None]:
         if family != "bloom":
             write_model(family, folders / f"{family}-dense")
         quantkit.quantize(folders / f"{family}-dense", folders / family, **FOLDERS["tcfpx-fp6"])
-    write_model("mixtral", folders / "mixtral-dense")
-    quantkit.quantize(folders / "mixtral-dense", folders / "experts", **{**INT4, "group_size": 32}, layout="awq")
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 256)
+    for family in ("mixtral", "qwen3_moe"):
+        write_model(family, folders / f"{family}-dense", num_attention_heads=4, **sizes)
+    for name, (family, options) in EXPERTS.items():
+        quantkit.quantize(folders / f"{family}-dense", folders / name, **options)
+        keep_outputs(folders / name, folders / OUTPUTS)
     dense = {**FOLDERS["tcfpx-fp6"], "skip": [".*experts.*"], "min_share": 0}
     quantkit.quantize(folders / "mixtral-dense", folders / "experts-dense", **dense)
     group, register = "vllm.general_plugins", "quantkit.serving.vllm_plugin:register"

@@ -1,0 +1,102 @@
+"""The packed experts of a layer inside vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+
+from quantkit.core.scheme import Scheme
+from quantkit.inference.engine_experts import FUNCTIONS, UNGATED
+from quantkit.serving.engine_config import EngineConfig
+from quantkit.serving.experts_method import ExpertSizes, PackedExpertsMethod
+from quantkit.serving.vllm_layer import QuantkitParameter, expect_folder
+
+#: The only way of vLLM to exchange tokens between data-parallel ranks that asks nothing of a method.
+EXCHANGE = "allgather_reducescatter"
+
+
+def method_of(config: EngineConfig, layer: Any, prefix: str) -> QuantkitExpertsMethod | None:
+    """Make the method of a layer of experts, None if they are dense. ValueError for what is not served."""
+    gate, down, up = layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name, layer.ckpt_up_proj_name
+    names = (gate, up, down) if layer.moe_config.is_act_and_mul else (up or gate, down)
+    every = (f"{prefix}.{number}.{name}" for number in range(layer.global_num_experts) for name in names)
+    scheme = config.scheme_of_experts(prefix, every)
+    if scheme is None:
+        return None
+    if (why := _unserved(layer)) is not None:
+        raise ValueError(f"{prefix}: quantkit's plug-in does not serve experts with {why}")
+    return QuantkitExpertsMethod(config, scheme, prefix, names, layer.moe_config)
+
+
+def _unserved(layer: Any) -> str | None:
+    moe, parallel = layer.moe_config, layer.moe_config.moe_parallel_config
+    if moe.has_bias:
+        return "biases"
+    if moe.is_lora_enabled:
+        return "LoRA"
+    if moe.activation.value.removesuffix(UNGATED) not in FUNCTIONS or moe.swiglu_limit is not None:
+        limit = "" if moe.swiglu_limit is None else f" and swiglu_limit {moe.swiglu_limit}"
+        return f"the activation {moe.activation.value}{limit}"
+    if parallel.use_all2all_kernels and not parallel.use_ag_rs_all2all_kernels:
+        return f"--all2all-backend {parallel.all2all_backend}: use {EXCHANGE}"
+    return None
+
+
+class QuantkitExpertsMethod(PackedExpertsMethod, FusedMoEMethodBase):  # type: ignore[misc]
+    """Loads the experts of one layer of vLLM and multiplies with them; vLLM routes the tokens."""
+
+    def __init__(
+        self, config: EngineConfig, scheme: Scheme, prefix: str, names: tuple[str, ...], moe_config: Any
+    ) -> None:
+        PackedExpertsMethod.__init__(self, config, scheme, prefix, names)
+        FusedMoEMethodBase.__init__(self, moe_config)
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register a parameter for each suffix of the layout; errors as `register`."""
+        mapped = layer.expert_map  # all experts -> those of this rank, -1 for others; None if all are
+        found = range(num_experts) if mapped is None else (mapped >= 0).nonzero().flatten().tolist()
+        numbers = sorted(found, key=lambda number: number if mapped is None else int(mapped[number]))
+        parallel = self.moe.moe_parallel_config
+        sizes = ExpertSizes(hidden_size, self.moe.intermediate_size, intermediate_size_per_partition)
+
+        def parameter(dtype: torch.dtype, loader: Any) -> QuantkitParameter:
+            return QuantkitParameter(self.prefix, dtype, loader)
+
+        self.register(layer, numbers, sizes, (parallel.tp_rank, parallel.tp_size), parameter)
+        expect_folder(self.config)
+
+    def activation(self, layer: Any) -> str:
+        return str(layer.activation.value)
+
+    def get_fused_moe_quant_config(self, layer: Any) -> None:
+        """Tell vLLM's own kernels of experts nothing, because none of them multiplies."""
+
+    def maybe_make_prepare_finalize(self, routing_tables: Any = None) -> None:
+        """Leave the exchange of tokens between ranks to vLLM's runner."""
+
+    def apply(
+        self,
+        layer: Any,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        shared_experts: Any = None,
+        shared_experts_input: Tensor | None = None,
+    ) -> Tensor:
+        """Add the outputs of each token's experts of this rank, `[m, hidden]`; vLLM computes the shared experts."""
+        if layer.expert_map is not None:
+            topk_ids = layer.expert_map[topk_ids.long()]
+        if layer.apply_router_weight_on_input:  # of one expert for each token
+            x, topk_weights = x * topk_weights.to(x.dtype), torch.ones_like(topk_weights)
+        return self.multiply(layer, x, topk_weights, topk_ids)

@@ -1,0 +1,207 @@
+"""The operator of experts for inference engines: values, routing to other ranks, torch.compile, and wrong operands."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, linear, silu
+
+from quantkit.errors import KernelError
+from quantkit.inference import engine_experts
+from quantkit.inference.engine_experts import EXPERTS, multiply_one_by_one, prepare_experts
+from quantkit.inference.engine_linear import Prepared, decode
+from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel
+from quantkit.layouts import LAYOUTS
+from tests.inference.samples import gauss, values
+from tests.serving.samples import record
+
+OPERATOR = torch.ops.quantkit.engine_experts
+COUNT, HIDDEN, INNER = 5, 256, 128
+KINDS = [("marlin", "int4:g128"), ("marlin24", "int4:g128:24"), ("tcfpx", "fp6:channel"), ("quick", "int4:g64:asym")]
+
+
+def stacked(layout: str, label: str, n: int, k: int, seed: int) -> tuple[KernelWeight, Tensor]:
+    """Pack the weights of all experts; returns them, and the decoded weights `[experts, n, k]`."""
+    records = [record(label, n, k, seed + 10 * expert) for expert in range(COUNT)]
+    packed = [pack_for_kernel(q, layout, alike=True) for q in records]
+    tensors = {suffix: torch.stack([each.tensors[suffix] for each in packed]) for suffix in packed[0].tensors}
+    return packed[0]._replace(tensors=tensors), torch.stack([q.dequantize() for q in records])
+
+
+@functools.cache
+def layer(
+    layout: str, label: str, activation: str = "silu", inner: int = INNER
+) -> tuple[int, list[list[Tensor]], tuple[Tensor, Tensor]]:
+    """Prepare a layer; returns the handle, its tensors, and the decoded weights of both products."""
+    rows = inner if activation.endswith("_no_mul") else 2 * inner
+    (first, w), (second, v) = stacked(layout, label, rows, HIDDEN, 0), stacked(layout, label, HIDDEN, inner, 5)
+    handle = prepare_experts(first, second, (rows, HIDDEN), activation, torch.float16)
+    return handle, [[*first.tensors.values()], [*second.tensors.values()]], (w, v)
+
+
+def routed(m: int, topk: int = 2, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    draws = torch.Generator().manual_seed(seed)
+    ids = torch.stack([torch.randperm(COUNT, generator=draws)[:topk] for _ in range(m)]) if m else torch.empty(0, topk)
+    return gauss(m, HIDDEN, seed=seed), torch.rand(m, topk, generator=draws), ids.int()
+
+
+def reference(x: Tensor, weights: Tensor, ids: Tensor, both: tuple[Tensor, Tensor], activation: str = "silu") -> Tensor:
+    """Add the outputs of each token's experts one by one, in float32."""
+    functions = {"silu": silu, "gelu": gelu, "gelu_tanh": functools.partial(gelu, approximate="tanh")}
+    out = torch.zeros(len(x), both[1].shape[1])
+    for token, choice in ((t, c) for t in range(len(x)) for c in range(ids.shape[1])):
+        expert = int(ids[token, choice])
+        if expert < 0:
+            continue
+        h = linear(x[token], both[0][expert])
+        if activation == "relu2_no_mul":
+            a = h.relu() ** 2
+        else:
+            gate, up = h.chunk(2)
+            a = functions[activation](gate) * up
+        out[token] += weights[token, choice] * linear(a, both[1][expert])
+    return out
+
+
+def close(found: Tensor, wanted: Tensor, eps: float = 1e-5) -> bool:
+    return float((found - wanted).norm()) <= eps * float(wanted.norm())
+
+
+@pytest.mark.parametrize(("layout", "label"), KINDS)
+def test_a_cpu_adds_the_outputs_of_each_tokens_experts(layout: str, label: str) -> None:
+    handle, (first, second), both = layer(layout, label)
+    for m, topk in ((0, 2), (1, 1), (9, 2), (7, COUNT)):
+        x, weights, ids = routed(m, topk)
+        for wide in (ids, ids.long()):
+            assert close(OPERATOR(x, first, second, weights, wide, handle, HIDDEN), reference(x, weights, ids, both))
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh", "relu2_no_mul"])
+def test_each_activation_is_its_own(activation: str) -> None:
+    handle, (first, second), both = layer("tcfpx", "fp6:channel", activation)
+    x, weights, ids = routed(6)
+    found = OPERATOR(x, first, second, weights, ids, handle, HIDDEN)
+    assert close(found, reference(x, weights, ids, both, activation))
+
+
+def test_experts_of_other_ranks_add_nothing() -> None:
+    handle, (first, second), both = layer("marlin", "int4:g128")
+    x, weights, ids = routed(9)
+    ids[0], ids[1, 1] = -1, -1
+    found = OPERATOR(x, first, second, weights, ids, handle, HIDDEN)
+    assert not found[0].any() and close(found, reference(x, weights, ids, both))
+
+
+def decoded_product(one: Prepared, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor) -> None:
+    """Multiply as a kernel does."""
+    assert x.shape[1] == one.weight.k and x.is_contiguous() and y.shape == (len(x), one.weight.n)
+    tensors = dict(zip(one.weight.tensors, packed, strict=True))
+    y.copy_(decode(x, tensors, None, one.layout, one.scheme, one.weight.n))
+
+
+@pytest.mark.parametrize("inner", [INNER, 96])
+@pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:channel"), ("tcfpx", "fp6:channel")])
+def test_the_loop_of_a_gpu_adds_only_what_is_routed(
+    layout: str, label: str, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With padding, ids of other ranks, and a token that overflows in experts which are not its own."""
+    monkeypatch.setattr(engine_experts, "launch", decoded_product)
+    handle, (first, second), both = layer(layout, label, inner=inner)
+    x, weights, ids = routed(9)
+    ids[2, 0] = -1
+    found = multiply_one_by_one(x, first, second, weights, ids, handle, HIDDEN)
+    assert close(found, reference(x, weights, ids, both))
+    x[4] *= 1e38
+    x[ids[:, 0] == 3] *= 0
+    found = multiply_one_by_one(x, first, second, weights, torch.where(ids == ids[4, 0], -1, ids), handle, HIDDEN)
+    assert found[torch.arange(9) != 4].isfinite().all()
+    assert multiply_one_by_one(x[:0], first, second, weights[:0], ids[:0], handle, HIDDEN).shape == (0, HIDDEN)
+
+
+@pytest.mark.parametrize("m", [0, 3])
+def test_the_operator_of_experts_passes_the_checks_of_torch(m: int) -> None:
+    handle, (first, second), _ = layer("marlin", "int4:g128")
+    x, weights, ids = routed(m)
+    torch.library.opcheck(OPERATOR.default, (x.half(), first, second, weights, ids, handle, HIDDEN))
+
+
+def test_layers_of_one_kind_share_a_handle_and_others_do_not() -> None:
+    first = layer("marlin", "int4:g128")[0]
+    layer.cache_clear()
+    assert layer("marlin", "int4:g128")[0] == first
+    others = [layer("tcfpx", "fp6:channel")[0], layer("marlin", "int4:g128", "gelu")[0]]
+    assert len({first, *others}) == 3
+    for wrong, out in ((first, 64), (len(EXPERTS), HIDDEN)):
+        x, weights, ids = routed(1)
+        with pytest.raises(KernelError, match=f"no experts of {out} rows were prepared as {wrong}"):
+            OPERATOR(x, *layer("marlin", "int4:g128")[1], weights, ids, wrong, out)
+
+
+def test_experts_that_kernels_would_read_wrongly_are_refused_in_one_line() -> None:
+    first, _ = stacked("marlin", "int4:g128", 256, HIDDEN, 0)
+    second, _ = stacked("marlin", "int4:g128", HIDDEN, INNER, 0)
+    across = {suffix: tensor.transpose(0, 1).contiguous().transpose(0, 1) for suffix, tensor in second.tensors.items()}
+    for says, given in {
+        "the activation swigluoai, quantkit has silu": (second, "swigluoai", torch.float16),
+        "stacked contiguously": (second._replace(tensors=across), "silu", torch.float16),
+        "float16 and bfloat16, not float32": (second, "silu", torch.float32),
+        "must have shape": (second._replace(shape=(HIDDEN, 256)), "silu", torch.float16),
+    }.items():
+        with pytest.raises(KernelError, match=says) as caught:
+            prepare_experts(first, given[0], (256, HIDDEN), *given[1:])
+        assert "\n" not in str(caught.value)
+
+
+def test_all_experts_are_packed_in_one_layout_whatever_their_data() -> None:
+    """A weight that happens to be symmetric, or sparse, would have a layout of its own."""
+    q = values("int4:g128:asym", 128, 256)
+    q.zeros.fill_(8)  # type: ignore[union-attr]
+    q.codes.clamp_(1, 15)
+    assert (pack_for_kernel(q, "awq").layout, pack_for_kernel(q, "awq", alike=True).layout) == ("marlin", "quick")
+    sparse = LAYOUTS["marlin24"].unpack(LAYOUTS["marlin24"].pack(values("int4:g128:24")), values("int4:g128:24").scheme)
+    dense = type(q)(values("int4:g128").scheme, sparse.codes, sparse.scales)
+    assert pack_for_kernel(dense, "gptq").layout == "marlin24"
+    assert pack_for_kernel(dense, "gptq", alike=True).layout == "marlin"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("layout", "label"), KINDS)
+def test_a_gpu_computes_experts_as_float32_in_a_graph_with_other_ids(
+    layout: str, label: str, dtype: torch.dtype
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU, and torch sees none")
+    (first, w), (second, v) = (stacked(layout, label, n, k, 0) for n, k in ((2 * INNER, HIDDEN), (HIDDEN, INNER)))
+    first, second = (
+        each._replace(tensors={suffix: tensor.cuda() for suffix, tensor in each.tensors.items()})
+        for each in (first, second)
+    )
+    handle = prepare_experts(first, second, (2 * INNER, HIDDEN), "silu", dtype)
+    for m in (1, 17, 300):
+        x, weights, ids = (each.cuda() for each in routed(m))
+        x, own = x.to(dtype) / 16, ids.clone()
+        weights, tensors = weights.float(), ([*first.tensors.values()], [*second.tensors.values()])
+
+        def call(x: Tensor = x, weights: Tensor = weights, own: Tensor = own, tensors: Any = tensors) -> Tensor:
+            return OPERATOR(x, *tensors, weights, own, handle, HIDDEN)
+
+        eager = call()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            y = call()
+        for seed in (0, 1, 2):
+            own.copy_(routed(m, seed=seed)[2])
+            own[:: seed + 3] = -1
+            y.fill_(float("nan"))
+            graph.replay()
+            torch.cuda.synchronize()
+            wanted = reference(x.float().cpu(), weights.cpu(), own.cpu(), (w, v))
+            assert close(y.float().cpu(), wanted, 4e-3 if dtype is torch.float16 else 3e-2), (m, seed)
+            assert torch.equal(call(), y)
+        assert eager.shape == y.shape
