@@ -135,6 +135,10 @@ batches() { # many tokens: packed, decoded for cuBLAS, and cuBLAS alone
     "$python" benchmarks/batches.py --csv "$results/batches.csv"
 }
 
+experts() { # products and layers of mixtures of experts, every tile
+    "$python" benchmarks/experts.py --sweep --csv "$results/experts.csv"
+}
+
 cold_start() {
     "$python" benchmarks/cold_start.py --csv "$results/cold_start.csv"
 }
