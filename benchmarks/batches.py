@@ -135,13 +135,14 @@ def timed(
         path = kernel.path if args.portable else launcher.chosen(scheme, n, k, m, dtype, where).path
         us = found["decoded_us" if path == decoded.path else f"packed_{MAX_TOKENS}_us"]
         about = {"layout": layout, "scheme": scheme.label, "layer": layer, "N": n, "K": k, "M": m, "dtype": args.dtype}
-        bytes_decoded = sum(tensor.nbytes for tensor in first) + 2 * n * k
+        size = sum(tensor.nbytes for tensor in first)
         yield (
             about
             | {"chosen": path, "vs_cublas": found["cublas_us"] / us, "time_us": us}
             | found
             | {
-                "decode_GBps": bytes_decoded / found["decode_us"] / 1e3,
+                "weight_bytes": size,
+                "decode_GBps": (size + 2 * n * k) / found["decode_us"] / 1e3,
                 "tflops": 2 * m * n * k / us / 1e6,
                 "decoded_error": errors["decoded_us"],
                 "packed_error": errors["packed_us"],

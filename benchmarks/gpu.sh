@@ -125,10 +125,8 @@ counters() { # what warps wait for; needs Nsight Compute
     done
 }
 
-plot() { # of what the stages kernels_* wrote
-    for layout in marlin marlin24 tcfpx quick; do
-        "$python" benchmarks/plot.py "$results/kernels_$layout.csv" -o "docs/kernels_$layout.svg"
-    done
+papers() { # every figure of the papers that has rows, after the stages kernels_*, generate, counters and bias_shift
+    "$python" benchmarks/paper.py
 }
 
 batches() { # many tokens: packed, decoded for cuBLAS, and cuBLAS alone

@@ -246,7 +246,7 @@ def _time_batch(model: PreTrainedModel, batch: int, load: Workload, where: torch
     pair = decode_calls(model, ids, load.new, likeliest if load.eager else torch.compile(likeliest))
     times = []
     try:
-        for call, before, calls in ((pair.prompt, 0, 1), (pair.step, load.prompt, load.new)):
+        for call, before, calls in ((pair.prompt, 0, 1), (pair.step, load.prompt, load.timed or load.new)):
             rewind = partial(pair.rewind, before)
             times.append(_per_call(graph_of(call, rewind), rewind, calls))
     except torch.OutOfMemoryError:

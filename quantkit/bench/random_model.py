@@ -83,7 +83,8 @@ class Variant:
 class Workload:
     """The use of a model: prompts of `prompt` tokens, then `new` tokens each, in several batch sizes, in a dtype.
 
-    `eager` turns off the fusion of small operations, see `decode_graphs.fused`.
+    Only the first `timed` steps are timed (None: all), because each reads the whole cache. `eager` turns off the fusion
+    of small operations, see `decode_graphs.fused`.
     """
 
     batches: tuple[int, ...]
@@ -91,6 +92,7 @@ class Workload:
     new: int
     dtype: torch.dtype
     eager: bool = False
+    timed: int | None = None
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
-from benchmarks.plot import draw, panels
 from benchmarks.quantize import phases
 from tests.bench.samples import LLAMA
 from tests.promises.model import write_json
@@ -66,18 +64,3 @@ def test_an_estimate_grows_by_blocks_by_bytes_or_by_saved_blocks() -> None:
     estimates = {name: row["estimate_all_blocks_s"] for name, row in found.items()}
     assert estimates == {"forward": 22.0, "check": 28.0, "open": 1.0, "save": 12.0, "all": 63.0}
     assert (found["save"]["block_s"], found["save"]["block_floor_s"]) == (1.5, 1.0)
-
-
-def test_a_plot_has_a_panel_for_each_layout_and_a_line_and_its_floor_for_each_shape() -> None:
-    figures = {"kernel": "matmul", "K": "4096", "speedup_vs_cublas": "2", "floor_speedup": "5"}
-    cells = (("marlin", "6144", "64"), ("marlin", "6144", "16"), ("marlin", "4096", "16"), ("quick", "6144", "1"))
-    rows = [
-        figures | {"layout": layout, "scheme": "int4:g128", "layer": f"some {n}", "N": n, "M": m}
-        for layout, n, m in cells
-    ]
-    found, drawn = panels(rows), draw(rows)
-    assert [len(lines) for lines in found.values()] == [2, 1]
-    assert found["marlin int4:g128 (matmul)"]["some 6144 6144x4096"] == [(16, 2.0, 5.0), (64, 2.0, 5.0)]
-    assert ">some 4096 4096x4096</text>" in drawn and "quick int4:g128 (matmul); dashed: its floor" in drawn
-    lines = list(ElementTree.fromstring(drawn).iter("{http://www.w3.org/2000/svg}polyline"))
-    assert sum(line.get("stroke-dasharray") is not None for line in lines) == 3 == len(lines) / 2
