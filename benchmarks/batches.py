@@ -4,9 +4,9 @@
 
 `cublas_us` is the faster order of an unquantized weight; past 4096 tokens only that of nn.Linear is timed.
 `packed_SIZE_us` multiplies the packed weight in launches of SIZE tokens, `packed_us` in one. `decoded_us` decodes
-strips and multiplies with cuBLAS, `decode_us` is the decoding alone. `chosen` is the path that quantkit takes, and
-`vs_cublas` its speed beside cuBLAS. Printed last are the constants of quantkit/kernels/decoded.py and `MAX_TOKENS` of
-quantkit/kernels/hopper.py that these times ask for.
+strips and multiplies with cuBLAS, in `decoded_32MiB_us` with smaller strips; `decode_us` is the decoding alone.
+`chosen` is the path that quantkit takes, and `vs_cublas` its speed beside cuBLAS. Printed last are the constants of
+quantkit/kernels/decoded.py and `MAX_TOKENS` of quantkit/kernels/hopper.py that these times ask for.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import csv
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -28,6 +29,7 @@ from quantkit.bench.kernels import random_record
 from quantkit.bench.workloads import MODELS
 from quantkit.core.scheme import Scheme
 from quantkit.kernels import LAUNCHERS, proof
+from quantkit.kernels import decoded as decoding
 from quantkit.kernels.decoded import strips
 from quantkit.kernels.hopper import MAX_TOKENS, HopperKernel, multiprocessors
 from quantkit.kernels.hopper_tiles import choose_tile, representative
@@ -35,6 +37,8 @@ from quantkit.layouts import LAYOUTS
 
 TOKENS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 SIZES = (2048, 4096)
+#: Bytes of strips, besides those of the buffer: they fit into an L2 cache.
+SMALLER = 32 << 20
 CASES = (
     ("marlin", "int4:g128"),
     ("marlin24", "int4:g128:24"),
@@ -117,10 +121,15 @@ def timed(
             for start, end in strips(n, k):
                 decoded.decode(weight, packed[i % count], start, rows[: end - start])
 
+        def smaller(i: int, x: Tensor = x, out: Tensor = out) -> None:
+            with strips_of(SMALLER):
+                decoded.launch(weight, x, packed[i % count], None, out)
+
         calls: dict[str, Call] = {
             "cublas_w_us": lambda i, x=x, out=out: torch.mm(x, w[i % len(w)].t(), out=out),
             "cublas_wt_us": lambda i, x=x, out=out: torch.mm(x, wt[i % len(w)], out=out),
             "decoded_us": lambda i, x=x, out=out: decoded.launch(weight, x, packed[i % count], None, out),
+            "decoded_32MiB_us": smaller,
             "decode_us": decode,
             "packed_us": in_parts(m),
         }
@@ -153,6 +162,18 @@ def timed(
         del calls, x, out
 
 
+@contextmanager
+def strips_of(size: int) -> Iterator[None]:
+    """Cut strips of `size` bytes inside; the buffer was allocated before, and is larger."""
+    before, decoding.BUFFER = decoding.BUFFER, size
+    strips.cache_clear()
+    try:
+        yield
+    finally:
+        decoding.BUFFER = before
+        strips.cache_clear()
+
+
 def checked(call: Call, x: Tensor, dense: Tensor, out: Tensor, name: str) -> float:
     """Compare the first and the last rows with float32; decoding alone writes no product."""
     out.fill_(float("nan"))
@@ -164,7 +185,7 @@ def checked(call: Call, x: Tensor, dense: Tensor, out: Tensor, name: str) -> flo
         expected = proof.reference(x[ends], dense).to(out.dtype)
         errors.append(proof.relative_error(out[ends], expected))
         wrong = proof.mismatch(out[ends], expected)
-        if wrong is not None and not (name == "decoded_us" and out.dtype == torch.bfloat16):
+        if wrong is not None and not (name.startswith("decoded") and out.dtype == torch.bfloat16):
             raise SystemExit(f"{name}: the product {wrong}")
     if out.isnan().any():
         raise SystemExit(f"{name}: numbers are missing")
@@ -200,7 +221,7 @@ def summary(rows: list[dict[str, Any]]) -> Iterator[str]:
             part = [row for row in own if row["M"] == m]
             shares = {
                 name.removesuffix("_us"): geometric_mean([row["cublas_us"] / row[name] for row in part])
-                for name in ("packed_us", *(f"packed_{size}_us" for size in SIZES), "decoded_us")
+                for name in ("packed_us", *(f"packed_{size}_us" for size in SIZES), "decoded_us", "decoded_32MiB_us")
             }
             worst = min(part, key=lambda row: row["vs_cublas"])
             yield (
