@@ -54,7 +54,7 @@ def describe(model: Any) -> dict[str, dict[str, int]]:
         owners = [getattr(module, "quant_method", None), getattr(module, "scheme", None)]
         if owners[0] is None:
             continue
-        names = [getattr(module, "quantkit_layout", None)]
+        names = [getattr(module, name, None) for name in ("quantkit_layout", "quantkit_kernel")]
         for owner in filter(None, owners):
             held = getattr(owner, "__dict__", {}).values()
             kernels = [value for value in held if type(value).__name__.endswith("Kernel")]

@@ -2,21 +2,37 @@
 
 `prepare_experts` checks the packed weights of a layer and compiles its kernels. `torch.ops.quantkit.engine_experts`
 multiplies, for inference engines: torch.compile and CUDA graphs see one operator. Weights are stacked `[experts, ...]`.
+A grouped kernel multiplies with all experts in one launch. Layouts without one multiply all tokens by each expert.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from quantkit.errors import KernelError
-from quantkit.inference.engine_linear import LIBRARY, PREPARED, Prepared, decode, launch, prepare
+from quantkit.inference.engine_linear import (
+    LIBRARY,
+    PREPARED,
+    Prepared,
+    as_matrix,
+    decode,
+    handle_of,
+    launch,
+    load_kernel,
+    prepare,
+)
 from quantkit.inference.kernel_weight import KernelWeight
+from quantkit.kernels import LAUNCHERS
+from quantkit.kernels.contract import check_packed
+from quantkit.kernels.expert_steps import silu_multiply, sum_choices
+from quantkit.kernels.grouped import GroupedKernel, route
+from quantkit.progress import Progress
 
 #: Name -> function. Those of `UNGATED` get all rows of the first product, the others the gate's half of them.
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -66,15 +82,46 @@ def prepare_experts(
     """
     if activation.removesuffix(UNGATED) not in FUNCTIONS:
         raise KernelError(f"experts have the activation {activation}, quantkit has {', '.join(FUNCTIONS)}")
-    (experts,) = {len(tensor) for weight in (first, second) for tensor in weight.tensors.values()}
-    handles = []
-    for weight, out in zip((first, second), sizes, strict=True):
-        for tensor in weight.tensors.values():
-            if not tensor.is_contiguous():
-                raise KernelError("the tensors of experts are stacked contiguously")
-        one = {suffix: tensor[-1] for suffix, tensor in weight.tensors.items()}
-        handles.append(prepare(weight.layout, weight.scheme.label, *weight.shape, out, one, dtype))
-    return _handle_of(*handles, experts, activation)
+    experts, device = len(next(iter(first.tensors.values()))), next(iter(first.tensors.values())).device
+    handles = [
+        handle_of(weight.layout, weight.scheme.label, *weight.shape, out, tuple(weight.tensors), dtype)
+        for weight, out in zip((first, second), sizes, strict=True)
+    ]
+    for handle, weight in zip(handles, (first, second), strict=True):
+        expected, named = PREPARED[handle].weight, LAUNCHERS[weight.layout].named(weight.tensors)
+        stacked = {name: (dtype, (experts, *shape)) for name, (dtype, shape) in expected.tensors.items()}
+        check_packed(replace(expected, tensors=stacked), named, device)
+    layer = EXPERTS[handle := _handle_of(*handles, experts, activation)]
+    if device.type == "cuda":
+        for kernel in (found := grouped(layer, device)) or ():
+            load_kernel(kernel.kernel, dtype, device)
+            kernel.load(dtype, device)
+        if found is None:
+            for weight, out in zip((first, second), sizes, strict=True):
+                one = {suffix: tensor[-1] for suffix, tensor in weight.tensors.items()}
+                prepare(weight.layout, weight.scheme.label, *weight.shape, out, one, dtype)
+    return handle
+
+
+@functools.cache
+def grouped(layer: PreparedExperts, device: torch.device) -> tuple[GroupedKernel, GroupedKernel] | None:
+    """Find the kernels that multiply with all experts at once, None if there are none for these weights."""
+    try:
+        first, second = (
+            GroupedKernel.of(one.layout, one.scheme, layer.experts, one.weight.n, one.weight.k, device)
+            for one in (layer.first, layer.second)
+        )
+    except KernelError as error:
+        Progress().note(f"{error.rule}: experts are multiplied one after another, which is slow")
+        return None
+    return first, second
+
+
+def kernel_name(handle: int, device: torch.device) -> str:
+    """Name the way in which experts are multiplied on a device."""
+    if device.type != "cuda":
+        return "decoded"
+    return "one by one" if grouped(EXPERTS[handle], device) is None else "grouped"
 
 
 @functools.cache
@@ -90,17 +137,56 @@ LIBRARY.define(
 )
 
 
-def multiply_one_by_one(
+def _on_gpu(
     x: Tensor, first: list[Tensor], second: list[Tensor], weights: Tensor, ids: Tensor, handle: int, out: int
 ) -> Tensor:
-    """Multiply all tokens with each expert, and add what is routed to it: nothing here depends on the ids' values."""
-    layer = _looked_up(handle, out)
-    x, weights = x.contiguous(), weights.float()
-    total = torch.zeros(len(x), out, dtype=torch.float32, device=x.device)
-    for expert in range(layer.experts if len(x) else 0):
+    layer, x, weights = _looked_up(handle, out), x.contiguous(), weights.float()
+    if not len(x):
+        return x.new_empty(0, out)
+    kernels = grouped(layer, x.device)
+    if kernels is None:
+        return multiply_one_by_one(layer, x, (first, second), weights, ids)
+    return multiply_at_once(layer, kernels, x, (first, second), weights, ids)
+
+
+def multiply_at_once(
+    layer: PreparedExperts,
+    kernels: tuple[GroupedKernel, GroupedKernel],
+    x: Tensor,
+    stacks: tuple[Sequence[Tensor], Sequence[Tensor]],
+    weights: Tensor,
+    ids: Tensor,
+) -> Tensor:
+    """Multiply each token with its experts, in one launch for each product."""
+    (m, topk), (first, second) = ids.shape, (layer.first, layer.second)
+    routing = route(ids.contiguous(), layer.experts, kernels[0].tile(m, topk))
+    h = x.new_empty(m * topk, first.weight.n)
+    kernels[0].launch(_ordered(first, stacks[0]), as_matrix(x, first.weight.k), routing, h, gather=True)
+    if layer.activation == "silu" and (first.weight.n, second.weight.k) == (first.out, first.out // 2):
+        a = x.new_empty(m * topk, second.weight.k)
+        silu_multiply(h, a)
+    else:
+        a = layer.activated(h)
+    z = x.new_empty(m * topk, second.weight.n)
+    kernels[1].launch(_ordered(second, stacks[1]), a, routing, z, gather=False, weights=weights.contiguous())
+    y = x.new_empty(m, second.weight.n)
+    sum_choices(z, y)
+    return y[:, : second.out].contiguous()
+
+
+def multiply_one_by_one(
+    layer: PreparedExperts,
+    x: Tensor,
+    stacks: tuple[Sequence[Tensor], Sequence[Tensor]],
+    weights: Tensor,
+    ids: Tensor,
+) -> Tensor:
+    """Multiply all tokens with each expert, and add what is routed to it: no launch depends on the ids' values."""
+    total = torch.zeros(len(x), layer.second.out, dtype=torch.float32, device=x.device)
+    for expert in range(layer.experts):
         mine = ids == expert
-        h = _product(layer.first, x, first, expert)
-        z = _product(layer.second, layer.activated(h), second, expert)[:, :out]
+        h = _product(layer.first, x, stacks[0], expert)
+        z = _product(layer.second, layer.activated(h), stacks[1], expert)[:, : layer.second.out]
         share = (weights * mine).sum(1, keepdim=True)
         # What overflows for a token of other experts must not reach it.
         total += torch.where(mine.any(1, keepdim=True), z * share, 0.0)
@@ -109,12 +195,13 @@ def multiply_one_by_one(
 
 def _product(one: Prepared, x: Tensor, stacked: Sequence[Tensor], expert: int) -> Tensor:
     """Multiply rows `[m, k]` with the weight of one expert, `[m, n]` with its padding."""
-    if x.shape[1] != one.weight.k:
-        x = functional.pad(x, (0, one.weight.k - x.shape[1]))
     y = x.new_empty(len(x), one.weight.n)
-    tensors = stacked if one.order is None else [stacked[i] for i in one.order]
-    launch(one, x, [tensor[expert] for tensor in tensors], None, y)
+    launch(one, as_matrix(x, one.weight.k), [tensor[expert] for tensor in _ordered(one, stacked)], None, y)
     return y
+
+
+def _ordered(one: Prepared, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+    return tensors if one.order is None else [tensors[i] for i in one.order]
 
 
 def _on_cpu(
@@ -149,6 +236,6 @@ def _looked_up(handle: int, out: int) -> PreparedExperts:
     return EXPERTS[handle]
 
 
-LIBRARY.impl("engine_experts", multiply_one_by_one, "CUDA")
+LIBRARY.impl("engine_experts", _on_gpu, "CUDA")
 LIBRARY.impl("engine_experts", _on_cpu, "CPU")
 torch.library.register_fake("quantkit::engine_experts", _fake, lib=LIBRARY)

@@ -24,7 +24,7 @@ from quantkit.kernels import loader
 from quantkit.kernels.contract import ACTIVATIONS, ALIGNMENT, Weight, check_packed, check_sizes
 from quantkit.kernels.decoded import NEVER, DecodedKernel
 from quantkit.kernels.hopper import HopperKernel
-from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable import PortableInstances, PortableKernel
 from quantkit.layouts import LAYOUTS
 from quantkit.progress import Progress
 
@@ -106,7 +106,7 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
     if tuple([tensor.data_ptr() for tensor in packed]) not in one.checked:
         _check(one, tensors, device)
     if len(shape) != 2 or shape[1] != k or not x.is_contiguous() or x.data_ptr() % ALIGNMENT:
-        x = _as_matrix(x, k)
+        x = as_matrix(x, k)
     y = x.new_empty((x.shape[0], n))
     if y.shape[0]:
         bias = functional.pad(bias, (0, n - one.out)) if bias is not None and n != one.out else bias
@@ -130,7 +130,7 @@ def decode(
     return functional.linear(x, weight[:out, : x.shape[-1]].contiguous(), bias)
 
 
-def _as_matrix(x: Tensor, k: int) -> Tensor:
+def as_matrix(x: Tensor, k: int) -> Tensor:
     """Reshape activations for a kernel: `[m, k]` with the padding, contiguous, at an aligned address."""
     x = functional.pad(x, (0, k - x.shape[-1])) if x.shape[-1] != k else x
     rows = x.view(-1, k) if x.is_contiguous() and x.numel() else x.reshape(-1, k).contiguous()
@@ -152,14 +152,17 @@ def _kernels(one: Prepared, device: torch.device) -> tuple[HopperKernel | Portab
     launcher, n, k = kernels.LAUNCHERS[one.layout], one.weight.n, one.weight.k
     kernel, decoded = launcher.fastest(one.scheme, n, k, device), launcher.kernels(one.scheme, n, k).decoded
     decoded_from = launcher.decoded_from(one.scheme, n, k, one.dtype, device)
-    _load(kernel, one.dtype, device)
+    load_kernel(kernel, one.dtype, device)
     if decoded_from < NEVER:
-        _load(decoded, one.dtype, device)
+        load_kernel(decoded, one.dtype, device)
     return kernel, decoded, decoded_from
 
 
 @functools.cache
-def _load(kernel: HopperKernel | PortableKernel | DecodedKernel, dtype: torch.dtype, device: torch.device) -> None:
+def load_kernel(
+    kernel: HopperKernel | PortableInstances | DecodedKernel, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Compile and load the instances of a kernel, with a note if they are not in the cache on the disk."""
     anew = loader.uncompiled(kernel.source, kernel.instances_by_dtype[dtype], device)
     if anew:
         Progress().note(

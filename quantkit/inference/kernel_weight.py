@@ -35,20 +35,24 @@ def places(layout: str, scheme: Scheme, n: int, k: int) -> Iterator[tuple[str, T
             yield name, place
 
 
-def holds_any(place: Target, scheme: Scheme) -> bool:
-    """Return True if a place holds every weight of a scheme, whatever its data."""
-    return (place[0].symmetric, place[0].sparsity) == (scheme.symmetric, scheme.sparsity)
+def places_of_experts(layout: str, scheme: Scheme, n: int, k: int) -> list[tuple[str, Target]]:
+    """List the `places` that hold every weight of a scheme, whatever its data: those with a grouped kernel first."""
+    found = [
+        (name, place)
+        for name, place in places(layout, scheme, n, k)
+        if (place[0].symmetric, place[0].sparsity) == (scheme.symmetric, scheme.sparsity)
+    ]
+    return sorted(found, key=lambda each: kernels.LAUNCHERS[each[0]].kernels(each[1][0], *each[1][1]).routed is None)
 
 
-def pack_for_kernel(q: QuantizedTensor, layout: str, alike: bool = False) -> KernelWeight:
+def pack_for_kernel(q: QuantizedTensor, layout: str, is_expert: bool = False) -> KernelWeight:
     """Pack a record of a weight in `layout` for the first of its `places` that its data allow; values stay the same.
 
-    If `alike`, all weights of this scheme and shape get one place. LayoutError, with the reason, if no kernel takes it.
+    Experts of one scheme and shape get the same place, whatever their data. LayoutError, with the reason, if no kernel
+    takes the weight.
     """
     why = f"no kernel takes {q.scheme.label}"
-    for name, place in places(layout, q.scheme, *q.shape):
-        if alike and not holds_any(place, q.scheme):
-            continue
+    for name, place in (places_of_experts if is_expert else places)(layout, q.scheme, *q.shape):
         try:
             moved = recast(q, *place)
             return KernelWeight(name, moved.scheme, moved.shape, LAYOUTS[name].pack(moved))

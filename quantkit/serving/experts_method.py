@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.core.scheme import Scheme
-from quantkit.inference.engine_experts import prepare_experts
+from quantkit.inference.engine_experts import kernel_name, prepare_experts
 from quantkit.serving.engine_config import EngineConfig
 from quantkit.serving.engine_method import require_kernels
 from quantkit.serving.shards import JoinedWeight, Part, StackedWeight
@@ -54,7 +54,7 @@ class PackedExpertsMethod:
         hidden, inner, of_rank = sizes
 
         def weight(parts: list[Part], columns: tuple[int, int]) -> JoinedWeight:
-            return JoinedWeight(parts[0].name, self.config.layout, self.scheme, parts, columns, *place, alike=True)
+            return JoinedWeight(parts[0].name, self.config.layout, self.scheme, parts, columns, *place, is_expert=True)
 
         def each(leaves: Sequence[str], size: tuple[int, int], columns: tuple[int, int]) -> StackedWeight:
             named = [[Part(f"{self.prefix}.{number}.{leaf}", *size) for leaf in leaves] for number in numbers]
@@ -90,6 +90,8 @@ class PackedExpertsMethod:
         layer.quantkit_layout = "/".join(dict.fromkeys(weight.layout for weight in found))
         layer.quantkit_out = outs[1]
         layer.quantkit_handle = prepare_experts(found[0], found[1], outs, self.activation(layer), layer.params_dtype)
+        device = layer.get_parameter(layer.quantkit_names[0][0]).device
+        layer.quantkit_kernel = kernel_name(layer.quantkit_handle, device)
 
     def activation(self, layer: Any) -> str:
         raise NotImplementedError

@@ -16,7 +16,7 @@ from torch import Tensor
 from quantkit.core.quantized_tensor import QuantizedTensor, concatenated
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, about
-from quantkit.inference.kernel_weight import KernelWeight, holds_any, pack_for_kernel, places
+from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel, places, places_of_experts
 from quantkit.layouts.base import Layout
 from quantkit.layouts.recast import recast
 
@@ -34,8 +34,8 @@ class Part:
 class JoinedWeight:
     """The packed tensors of one linear of an engine, on `rank` of `ranks`.
 
-    `columns` are the input features of the whole linear, and those of a rank. All parts have the same `scheme`. If
-    `alike`, all weights of this scheme and shape are packed in one layout.
+    `columns` are the input features of the whole linear, and those of a rank. All parts have the same `scheme`. An
+    expert is packed as all experts of its scheme and shape.
     """
 
     name: str
@@ -45,7 +45,7 @@ class JoinedWeight:
     columns: tuple[int, int]
     rank: int = 0
     ranks: int = 1
-    alike: bool = False
+    is_expert: bool = False
     _stored: dict[tuple[int, ...], dict[str, Tensor]] = field(default_factory=dict, init=False)
     _packed: KernelWeight | None = field(default=None, init=False)
 
@@ -71,8 +71,10 @@ class JoinedWeight:
                 f"use --tensor-parallel-size {' or '.join(sizes)}",
                 subject=self.name,
             )
-        found = places(self.layout.NAME, self.scheme, self.out, self.scheme.padded_k(k))
-        if not any(not self.alike or holds_any(place, self.scheme) for _, place in found):
+        found = (places_of_experts if self.is_expert else places)(
+            self.layout.NAME, self.scheme, self.out, self.scheme.padded_k(k)
+        )
+        if not any(True for _ in found):
             raise LayoutError(
                 f"no kernel takes {self.scheme.label} of [{self.out}, {k}]",
                 "serve the folder without --quantization quantkit",
@@ -122,7 +124,7 @@ class JoinedWeight:
             self._stored[which] = {}
         self._stored = {}
         with about(self.name):
-            return pack_for_kernel(concatenated(pieces), self.layout.NAME, self.alike)
+            return pack_for_kernel(concatenated(pieces), self.layout.NAME, self.is_expert)
 
     def _cut(self, which: Sequence[int], tensors: dict[str, Tensor]) -> list[QuantizedTensor]:
         """Unpack a stored weight, and cut the rank's share out of each of its parts."""

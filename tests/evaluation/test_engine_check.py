@@ -59,7 +59,8 @@ def test_the_kernel_of_experts_is_named() -> None:
     model = nn.ModuleDict({name: nn.ModuleDict({"routed_experts": nn.Module()}) for name in ("a", "b")})
     for name, method in (("a", theirs), ("b", kinds["OurMethod"]())):
         model[name].routed_experts.quant_method = method  # type: ignore[union-attr]
-    model["b"].routed_experts.quantkit_layout = "tcfpx grouped"  # type: ignore[union-attr]
+    ours = model["b"].routed_experts  # type: ignore[union-attr]
+    ours.quantkit_layout, ours.quantkit_kernel = "tcfpx", "grouped"
     assert describe(model) == {"routed_experts": {"TheirMethod MarlinExperts": 1, "tcfpx grouped OurMethod": 1}}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.functional import gelu, linear, silu
 
 from quantkit.errors import KernelError
 from quantkit.inference import engine_experts
-from quantkit.inference.engine_experts import EXPERTS, multiply_one_by_one, prepare_experts
+from quantkit.inference.engine_experts import EXPERTS, multiply_at_once, multiply_one_by_one, prepare_experts
 from quantkit.inference.engine_linear import Prepared, decode
 from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel
 from quantkit.layouts import LAYOUTS
@@ -28,7 +29,7 @@ KINDS = [("marlin", "int4:g128"), ("marlin24", "int4:g128:24"), ("tcfpx", "fp6:c
 def stacked(layout: str, label: str, n: int, k: int, seed: int) -> tuple[KernelWeight, Tensor]:
     """Pack the weights of all experts; returns them, and the decoded weights `[experts, n, k]`."""
     records = [record(label, n, k, seed + 10 * expert) for expert in range(COUNT)]
-    packed = [pack_for_kernel(q, layout, alike=True) for q in records]
+    packed = [pack_for_kernel(q, layout, is_expert=True) for q in records]
     tensors = {suffix: torch.stack([each.tensors[suffix] for each in packed]) for suffix in packed[0].tensors}
     return packed[0]._replace(tensors=tensors), torch.stack([q.dequantize() for q in records])
 
@@ -111,16 +112,71 @@ def test_the_loop_of_a_gpu_adds_only_what_is_routed(
 ) -> None:
     """With padding, ids of other ranks, and a token that overflows in experts which are not its own."""
     monkeypatch.setattr(engine_experts, "launch", decoded_product)
-    handle, (first, second), both = layer(layout, label, inner=inner)
+    handle, stacks, both = layer(layout, label, inner=inner)
     x, weights, ids = routed(9)
     ids[2, 0] = -1
-    found = multiply_one_by_one(x, first, second, weights, ids, handle, HIDDEN)
+    found = multiply_one_by_one(EXPERTS[handle], x, stacks, weights, ids)
     assert close(found, reference(x, weights, ids, both))
-    x[4] *= 1e38
-    x[ids[:, 0] == 3] *= 0
-    found = multiply_one_by_one(x, first, second, weights, torch.where(ids == ids[4, 0], -1, ids), handle, HIDDEN)
-    assert found[torch.arange(9) != 4].isfinite().all()
-    assert multiply_one_by_one(x[:0], first, second, weights[:0], ids[:0], handle, HIDDEN).shape == (0, HIDDEN)
+    x[4], ids[4] = x[4] * 1e38, -1
+    found = multiply_one_by_one(EXPERTS[handle], x, stacks, weights, ids)
+    assert found.isfinite().all() and not found[4].any()
+
+
+class RowByRow:
+    """A grouped kernel: the product of each row with the weight of its expert, zeros for rows without one."""
+
+    def __init__(self, one: Prepared) -> None:
+        self.one = one
+
+    def tile(self, m: int, topk: int) -> int:
+        return 16
+
+    def launch(
+        self, tensors: Sequence[Tensor], x: Tensor, routing: Any, y: Tensor, *, gather: bool, weights: Any = None
+    ) -> None:
+        rows, topk = routing.ids.numel(), routing.ids.shape[1]
+        assert x.shape == (len(routing.ids) if gather else rows, self.one.weight.k) and x.is_contiguous()
+        assert y.shape == (rows, self.one.weight.n) and (routing.experts, routing.tile) == (COUNT, 16)
+        for row, expert in enumerate(routing.ids.flatten().tolist()):
+            own = [tensor[expert] for tensor in tensors]
+            y[row].zero_()
+            if expert >= 0:
+                decoded_product(self.one, x[row // topk if gather else row][None], own, None, y[row : row + 1])
+            if weights is not None:
+                y[row] *= weights.flatten()[row]
+
+
+@pytest.mark.parametrize(
+    ("layout", "label", "activation", "inner"),
+    [
+        ("marlin", "int4:g128", "silu", INNER),
+        ("marlin", "int4:channel", "silu", 96),
+        ("tcfpx", "fp6:channel", "gelu", INNER),
+        ("tcfpx", "fp6:channel", "relu2_no_mul", INNER),
+    ],
+)
+def test_grouped_kernels_get_padded_rows_and_weights_once(
+    layout: str, label: str, activation: str, inner: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[str] = []
+
+    def silu_multiply(h: Tensor, a: Tensor) -> None:
+        steps.append("silu")
+        a.copy_(silu(h.chunk(2, 1)[0]) * h.chunk(2, 1)[1])
+
+    monkeypatch.setattr(engine_experts, "silu_multiply", silu_multiply)
+    monkeypatch.setattr(engine_experts, "sum_choices", lambda z, y: y.copy_(z.view(len(y), -1, y.shape[1]).sum(1)))
+    monkeypatch.setattr(
+        engine_experts, "route", lambda ids, experts, tile: SimpleNamespace(ids=ids, experts=experts, tile=tile)
+    )
+    handle, stacks, both = layer(layout, label, activation, inner)
+    kernels: Any = RowByRow(EXPERTS[handle].first), RowByRow(EXPERTS[handle].second)
+    x, weights, ids = routed(9)
+    ids[2, 0], ids[3] = -1, -1
+    found = multiply_at_once(EXPERTS[handle], kernels, x, stacks, weights, ids)
+    assert found.shape == (9, HIDDEN) and found.is_contiguous()
+    assert close(found, reference(x, weights, ids, both, activation))
+    assert steps == ["silu"] * (activation == "silu" and inner == INNER)
 
 
 @pytest.mark.parametrize("m", [0, 3])
@@ -148,7 +204,7 @@ def test_experts_that_kernels_would_read_wrongly_are_refused_in_one_line() -> No
     across = {suffix: tensor.transpose(0, 1).contiguous().transpose(0, 1) for suffix, tensor in second.tensors.items()}
     for says, given in {
         "the activation swigluoai, quantkit has silu": (second, "swigluoai", torch.float16),
-        "stacked contiguously": (second._replace(tensors=across), "silu", torch.float16),
+        "must be contiguous": (second._replace(tensors=across), "silu", torch.float16),
         "float16 and bfloat16, not float32": (second, "silu", torch.float32),
         "must have shape": (second._replace(shape=(HIDDEN, 256)), "silu", torch.float16),
     }.items():
@@ -162,11 +218,21 @@ def test_all_experts_are_packed_in_one_layout_whatever_their_data() -> None:
     q = values("int4:g128:asym", 128, 256)
     q.zeros.fill_(8)  # type: ignore[union-attr]
     q.codes.clamp_(1, 15)
-    assert (pack_for_kernel(q, "awq").layout, pack_for_kernel(q, "awq", alike=True).layout) == ("marlin", "quick")
+    assert (pack_for_kernel(q, "awq").layout, pack_for_kernel(q, "awq", is_expert=True).layout) == ("marlin", "quick")
     sparse = LAYOUTS["marlin24"].unpack(LAYOUTS["marlin24"].pack(values("int4:g128:24")), values("int4:g128:24").scheme)
     dense = type(q)(values("int4:g128").scheme, sparse.codes, sparse.scales)
     assert pack_for_kernel(dense, "gptq").layout == "marlin24"
-    assert pack_for_kernel(dense, "gptq", alike=True).layout == "marlin"
+    assert pack_for_kernel(dense, "gptq", is_expert=True).layout == "marlin"
+
+
+def test_experts_go_to_a_layout_whose_kernel_multiplies_them_at_once() -> None:
+    for layout, label, target in (
+        ("quick", "int4:g128", "marlin"),
+        ("quick", "int4:g32", "quick"),
+        ("marlin24", "int4:g128:24", "marlin"),
+        ("humming", "fp5:channel", "tcfpx"),
+    ):
+        assert pack_for_kernel(record(label, 256, 256), layout, is_expert=True).layout == target
 
 
 @pytest.mark.gpu

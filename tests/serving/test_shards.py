@@ -147,7 +147,7 @@ def stack(count: int = 3, ranks: int = 1) -> StackedWeight:
     scheme, layout = Scheme.parse("int4:g128:asym"), LAYOUTS["awq"]
     named = [[Part(f"{e}.{leaf}", 256, 256 // ranks) for leaf in ("gate", "up")] for e in range(count)]
     return StackedWeight(
-        [JoinedWeight("e", layout, scheme, parts, (256, 256), 0, ranks, alike=True) for parts in named]
+        [JoinedWeight("e", layout, scheme, parts, (256, 256), 0, ranks, is_expert=True) for parts in named]
     )
 
 
