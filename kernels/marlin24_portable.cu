@@ -3,7 +3,7 @@
 // The layout has the order of a sparse left operand: rows a and 8 + a of operand j are columns 8a + j and 8a + 4 + j of
 // a 64-column block. So a lane holds eight neighbouring outputs.
 #include "int4.cuh"
-#include "portable.cuh"
+#include "routed.cuh"
 
 template <class X_> struct Marlin24Weight {
     using X = X_;
@@ -17,6 +17,11 @@ template <class X_> struct Marlin24Weight {
     const half *s;
     u32 n, k;
     Groups groups;
+
+    DEVICE Marlin24Weight of(u32 expert) const {
+        const u64 words = (u64)expert * (k / 32) * (2 * n), rows = (u64)expert * (groups.one() ? 1 : groups.of(k));
+        return {B + words, meta + words, s + rows * n, n, k, groups};
+    }
 
     template <int BN, int BK> DEVICE void fetch(u32 to, u32 n0, u32 k0) const {
         const uint4 *codes = (const uint4 *)B + ((u64)(k0 / 32) * (n / 2) + n0 / 2);
@@ -94,4 +99,27 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) marlin24_portable(
 ) {
     using S = Tile<Marlin24Weight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
     portable(Product<S>{{B, meta, s, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
+}
+
+template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) marlin24_routed(
+    const u32 *B,          // [experts, k / 32, 2n], as above
+    const u16 *meta,       // [experts, k / 32, 2n]
+    const half *s,         // [experts, k / group, n]
+    const X *x,            // [rows / choices, k], float16 or bfloat16: activations
+    X *y,                  // [rows, n]: the products
+    float4 *parts,         // as above
+    u32 *arrived,          // as above
+    const u32 *list,       // of tiles, see routing.cuh
+    const float *weights,  // [rows]: factors of the rows of y, or null
+    u32 max_tiles,         // see routed.cuh
+    u32 choices,           // see routed.cuh
+    u32 whole,             // see routed.cuh
+    u32 n,                 // as above
+    u32 k,                 // as above
+    u32 group              // as above
+) {
+    using S = Tile<Marlin24Weight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
+    const Product<S> product{{B, meta, s, n, k, Groups(k, group)}, x, nullptr, y, 0};
+    routed(Routed<S>{product, list, weights, max_tiles, choices, whole}, parts, arrived);
 }

@@ -87,20 +87,20 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) marlin_portable(
 
 template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
 __global__ void __launch_bounds__(THREADS, BLOCKS) marlin_routed(
-    const u32 *B,   // [experts, k / 16, 2n], as above
-    const half *s,  // [experts, k / group, n]
-    const X *x,     // [rows / choices, k], float16 or bfloat16: activations
-    X *y,           // [rows, n]: the products
-    float4 *parts,  // as above
-    u32 *arrived,
+    const u32 *B,          // [experts, k / 16, 2n], as above
+    const half *s,         // [experts, k / group, n]
+    const X *x,            // [rows / choices, k], float16 or bfloat16: activations
+    X *y,                  // [rows, n]: the products
+    float4 *parts,         // as above
+    u32 *arrived,          // as above
     const u32 *list,       // of tiles, see routing.cuh
     const float *weights,  // [rows]: factors of the rows of y, or null
     u32 max_tiles,         // see routed.cuh
-    u32 choices,
-    u32 whole,
-    u32 n,
-    u32 k,
-    u32 group
+    u32 choices,           // see routed.cuh
+    u32 whole,             // see routed.cuh
+    u32 n,                 // as above
+    u32 k,                 // as above
+    u32 group              // as above
 ) {
     using S = Tile<MarlinWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
     const Product<S> product{{B, s, n, k, Groups(k, group)}, x, nullptr, y, 0};

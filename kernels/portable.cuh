@@ -281,7 +281,7 @@ DEVICE void for_outputs(const Product<S> &p, const Rows &rows, u32 pass, u32 n0,
     }
 }
 
-// The units of a tile that a block takes: `begin` to `end` of its `depth`. The grid has counted `first` units before it.
+// The units of a tile that a block takes, `begin` to `end` of its `depth`. The tile begins with unit `first` of all.
 struct Share {
     u32 tile, first, begin, end;
     DEVICE Share(u32 unit, u32 stop, u32 depth)

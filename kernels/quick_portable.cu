@@ -1,6 +1,6 @@
 // QUICK on sm_80 and newer (layouts.md 8): MARLIN's words in another order, and a zero point for every scale.
 #include "int4.cuh"
-#include "portable.cuh"
+#include "routed.cuh"
 
 template <class X_> struct QuickWeight {
     using X = X_;
@@ -16,6 +16,12 @@ template <class X_> struct QuickWeight {
     const half *scales;
     u32 n, k;
     Groups groups;
+
+    DEVICE QuickWeight of(u32 expert) const {
+        const u64 rows = (u64)expert * (groups.one() ? 1 : groups.of(k));  // of scales and zero points
+        const u64 words = (u64)expert * (k / 4) * (n / 2);
+        return {qweight + words, qzeros + rows * (n / 4), scales + rows * (2 * n), n, k, groups};
+    }
 
     // The index, after n0 / 32, of the eight scales of rows 64 * block + 8y + a of a tile, y in 0..7.
     DEVICE u32 eight(u32 block, u32 a) const {
@@ -105,4 +111,27 @@ __global__ void __launch_bounds__(THREADS, BLOCKS) quick_portable(
 ) {
     using S = Tile<QuickWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
     portable(Product<S>{{qweight, qzeros, scales, n, k, Groups(k, group)}, x, bias, y, m}, parts, arrived, per);
+}
+
+template <class X, int FRAGMENTS, int WN, int WM, int WK, int STAGES, int BLOCKS>
+__global__ void __launch_bounds__(THREADS, BLOCKS) quick_routed(
+    const u32 *qweight,    // [experts, k / 4, n / 2], as above
+    const u32 *qzeros,     // [experts, k / group, n / 4]
+    const half *scales,    // [experts, k / group, 2n]
+    const X *x,            // [rows / choices, k], float16 or bfloat16: activations
+    X *y,                  // [rows, n]: the products
+    float4 *parts,         // as above
+    u32 *arrived,          // as above
+    const u32 *list,       // of tiles, see routing.cuh
+    const float *weights,  // [rows]: factors of the rows of y, or null
+    u32 max_tiles,         // see routed.cuh
+    u32 choices,           // see routed.cuh
+    u32 whole,             // see routed.cuh
+    u32 n,                 // as above
+    u32 k,                 // as above
+    u32 group              // as above
+) {
+    using S = Tile<QuickWeight<X>, FRAGMENTS, WN, WM, WK, STAGES>;
+    const Product<S> product{{qweight, qzeros, scales, n, k, Groups(k, group)}, x, nullptr, y, 0};
+    routed(Routed<S>{product, list, weights, max_tiles, choices, whole}, parts, arrived);
 }

@@ -23,6 +23,7 @@ DEVICE void for_rows(const Id *ids, u32 begin, u32 end, u32 experts, u32 *counts
         }
         before = __shfl_sync(EVERY_LANE, before, leader) + __popc(same & ((1u << lane) - 1));
         if (row < end) use(row, column, before);
+        __syncwarp();  // another lane may lead the next rows of this column
     }
 }
 

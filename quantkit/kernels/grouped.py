@@ -145,6 +145,10 @@ class GroupedKernel:
             self.checked.add(addresses)
 
 
+#: Most steps along k of a tile that one block may do alone, because sharing it would take longer.
+SHORT = 8
+
+
 class _Plan(NamedTuple):
     """The parts of a launch that do not depend on addresses.
 
@@ -184,7 +188,7 @@ def _planned(
         shared,
         kernel.function or kernel.source,
         kernel.choice.workspace_size(sms),
-        2 * sms // 3,
+        2 * sms // 3 if -(-k // tile.k) <= SHORT else 1 << 30,
         starts_early(device),
     )
 

@@ -16,7 +16,7 @@ from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable import PortableInstances, PortableKernel
 from quantkit.kernels.portable_tiles import PortableTile, PortableTiles
 from quantkit.kernels.tensormap import tensor_map
 
@@ -80,6 +80,7 @@ def _hopper(group: int | None) -> HopperKernel:
 NAIVE, DECODED = NaiveKernel("marlin24_naive"), DecodedKernel("marlin24_decode")
 #: A stage has codes of half of the weights, metadata, and scales of groups of at least 32.
 PORTABLE = PortableKernel("marlin24_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.375 + 2 / 32))
+ROUTED = PortableInstances("marlin24_portable", PORTABLE.choice, function="marlin24_routed")
 HOPPER = {group: _hopper(group) for group in GROUPS}
 
 
@@ -87,13 +88,13 @@ def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
     # The Hopper kernel takes whole tiles. A single group is stored as one scale per row (docs/layouts.md, 5.2).
     whole = n % 128 == 0 and k % K_STEP == 0
     hopper = HOPPER[scheme.group_size if scheme.groups(k) > 1 else None] if whole else None
-    return Kernels(NAIVE, PORTABLE, hopper, DECODED)
+    return Kernels(NAIVE, PORTABLE, hopper, DECODED, ROUTED)
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(NAIVE, PORTABLE, *HOPPER.values(), DECODED),
+    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values(), DECODED),
     schemes=("int4:g128:24", "int4:channel:24"),
     bits_read=3 + 16 / 128,
     sparse=True,

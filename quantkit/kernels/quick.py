@@ -16,7 +16,7 @@ from quantkit.kernels.hopper import HopperKernel
 from quantkit.kernels.hopper_tiles import K_STEP, MAX_CLUSTER, HopperTile, HopperTiles, rare_tiles
 from quantkit.kernels.launcher import Kernels, Launcher
 from quantkit.kernels.naive import NaiveKernel
-from quantkit.kernels.portable import PortableKernel
+from quantkit.kernels.portable import PortableInstances, PortableKernel
 from quantkit.kernels.portable_tiles import PortableTile, PortableTiles
 from quantkit.kernels.tensormap import tensor_map
 
@@ -90,17 +90,18 @@ def _hopper(group: int) -> HopperKernel:
 NAIVE, DECODED = NaiveKernel("quick_naive"), DecodedKernel("quick_decode")
 #: A stage has codes, and scales and zero points if groups have at least 32 columns. Each is held twice.
 PORTABLE = PortableKernel("quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32))
+ROUTED = PortableInstances("quick_portable", PORTABLE.choice, function="quick_routed")
 HOPPER: dict[int | None, HopperKernel] = {group: _hopper(group) for group in HOPPER_GROUPS}
 
 
 def _kernels(scheme: Scheme, n: int, k: int) -> Kernels:
-    return Kernels(NAIVE, PORTABLE, HOPPER.get(scheme.group_size), DECODED)
+    return Kernels(NAIVE, PORTABLE, HOPPER.get(scheme.group_size), DECODED, ROUTED)
 
 
 LAUNCHER = Launcher(
     _weight,
     _kernels,
-    every=(NAIVE, PORTABLE, *HOPPER.values(), DECODED),
+    every=(NAIVE, PORTABLE, ROUTED, *HOPPER.values(), DECODED),
     schemes=("int4:g128:asym",),
     bits_read=4 + 2 * (16 + 4) / 128,
 )

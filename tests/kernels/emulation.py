@@ -30,7 +30,6 @@ SHIMS = """
 #include <utility>
 #include <vector>
 struct uint2 { unsigned x, y; };
-struct alignas(16) uint4 { unsigned x, y, z, w; };
 struct alignas(16) float4 { float x, y, z, w; };
 struct Index { unsigned x, y; };
 static Index threadIdx, blockIdx, gridDim;
@@ -121,6 +120,7 @@ static u32 __match_any_sync(u32, u32 value) {
     for (u32 lane = 0; lane < 32; lane++) same |= (u32)(all[lane][0] == value) << lane;
     return same;
 }
+static void __syncwarp() { exchange(0); }
 static u32 __shfl_sync(u32, u32 value, u32 lane) { return exchange(value)[lane][0]; }
 static u32 __shfl_up_sync(u32, u32 value, u32 by) {
     u32 lane = current % 32;
@@ -128,16 +128,7 @@ static u32 __shfl_up_sync(u32, u32 value, u32 by) {
 }
 
 // The functions of common.cuh and ampere.cuh.
-static float to_float(bfloat x) { u32 bits = (u32)x.bits << 16; float y; memcpy(&y, &bits, 4); return y; }
-static u16 rounded(half, float x) { _Float16 y = x; u16 bits; memcpy(&bits, &y, 2); return bits; }
-static u16 rounded(bfloat, float x) {
-    u32 bits;
-    memcpy(&bits, &x, 4);
-    return x != x ? 0x7fff : (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-}
-template <class X> static u32 pair(X type, float low, float high) {
-    return rounded(type, low) | (u32)rounded(type, high) << 16;
-}
+static float to_float(bfloat x) { return as_float((u32)x.bits << 16); }
 struct Halves {
     float of[1 << 16];
     Halves() { for (u32 i = 0; i < 1 << 16; i++) of[i] = to_float(half{(u16)i}); }
@@ -189,8 +180,23 @@ template <class X> static void multiply_add(X t, float (&c)[4], const u32 (&a)[4
         }
     }
 }
-template <class X> static void multiply_add_sparse(X, float (&)[4], const u32 (&)[4], const u32 (&)[4], u32, u32) {
-    abort();
+template <class X> static void multiply_add_sparse(
+    X t, float (&c)[4], const u32 (&a)[4], const u32 (&b)[4], u32 metadata, u32 selector) {
+    Words all = exchange(a[0], a[1], a[2], a[3], (u64)b[1] << 32 | b[0], (u64)b[3] << 32 | b[2], metadata);
+    u32 lane = current % 32;
+    for (u32 i = 0; i < 4; i++) {
+        u32 half_of_rows = i / 2, row = lane / 4, column = lane % 4 * 2 + i % 2;
+        for (u32 four = 0; four < 8; four++) {  // of columns of A
+            u32 h = four / 4, q = four % 4, both = all[4 * row + q][half_of_rows + 2 * h];
+            u32 places = all[4 * row + 2 * selector + h][6] >> 16 * half_of_rows + 4 * q & 15;
+            if ((places & 3) >= places >> 2) fprintf(stderr, "bad metadata\\n"), abort();
+            for (u32 e = 0; e < 2; e++) {
+                u32 k = 4 * four + (e ? places >> 2 : places & 3);
+                u64 right = all[4 * column + k % 8 / 2][4 + k / 16];
+                c[i] += number(t, both, e) * number(t, (u32)(right >> 32 * (k / 8 % 2)), k % 2);
+            }
+        }
+    }
 }
 static float4 load_past_l1(const float4 *p) { return *p; }
 

@@ -13,7 +13,7 @@ from tests.kernels.products import TYPES
 
 KERNELS = [
     *(marlin.PORTABLE, marlin24.PORTABLE, quick.PORTABLE, *tcfpx.PORTABLE.values()),
-    *(marlin.ROUTED, *tcfpx.ROUTED.values()),
+    *(marlin.ROUTED, marlin24.ROUTED, quick.ROUTED, *tcfpx.ROUTED.values()),
 ]
 TILES = [(kernel, tile) for kernel in KERNELS for tile in kernel.choice.tiles]
 SHAPES = [(64, 16), (64, 128), (320, 448), (4096, 4096), (57344, 8192), (18432, 73728)]
