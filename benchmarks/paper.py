@@ -3,6 +3,7 @@
     python benchmarks/paper.py --figure marlin-1             # from the CSVs that are here
     python benchmarks/paper.py --figure marlin-1 --measure   # on a GPU first
     python benchmarks/paper.py --table                       # the tables of docs/results.md
+    python benchmarks/paper.py --figure quick-8 --fits 80    # the largest batch that 80 GB hold, without a GPU
 
 `paper_figures.py` has shapes, tokens and models. Measured rows go to benchmarks/gpu/paper_NAME.csv as they come, and
 are drawn in place of those of earlier runs. Whole models that have rows there are not timed again. The points that are
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Any
@@ -48,7 +50,14 @@ def main() -> None:
     parser.add_argument("--figure", nargs="*", choices=FIGURES, default=[], help="[all that have rows]")
     parser.add_argument("--measure", action="store_true", help="on a GPU, before drawing")
     parser.add_argument("--table", action="store_true", help="print speed-ups, and cells that are behind")
+    parser.add_argument("--fits", type=float, metavar="GB", help="print the largest batches of whole models, estimated")
     args = parser.parse_args()
+    if args.fits:
+        for name in args.figure or FIGURES:
+            figure = FIGURES[name]
+            if isinstance(figure, Models):
+                print("\n".join(largest_batches(figure, args.fits * 1e9)))
+        return
     if args.table:
         print("\n".join(table(ours(""))))
         return
@@ -428,7 +437,6 @@ def whole_models(figure: Models, before: Sequence[Row]) -> Iterator[Row]:
     import torch
 
     from quantkit.bench import generate, random_model
-    from quantkit.errors import KernelError
     from quantkit.inference.swap_linears import free_memory
     from quantkit.models.meta_model import skeleton
     from quantkit.progress import Progress
@@ -440,23 +448,47 @@ def whole_models(figure: Models, before: Sequence[Row]) -> Iterator[Row]:
         for variant in random_model.variants(outline, figure.layouts, (), ()):
             if any((row["model"], row["layout"]) == (name, variant.layout) for row in before):
                 continue
-            fits: list[int] = []
-            about = {"model": name, "layout": variant.layout, "scheme": variant.scheme}
-            for batch in figure.batches:
-                load = random_model.Workload((batch,), figure.prompt, figure.new, torch.float16, timed=64)
-                try:
-                    jobs, _ = random_model.fit_batches(name, built, [variant], load, free_memory(where))
-                except KernelError:
-                    jobs = []
-                if jobs:
-                    fits.append(batch)
-                else:
-                    yield about | {"batch": batch, "fits": False}
+            fits = fitting(figure, name, built, variant, free_memory(where))
+            about = {"model": name, "layout": variant.layout, "scheme": variant.scheme, "fits": False}
+            yield from (about | {"batch": batch} for batch in figure.batches if batch not in fits)
             if not fits:
                 continue
             load = random_model.Workload(tuple(fits), figure.prompt, figure.new, torch.float16, timed=64)
             for row in generate.measure(outline, [variant], load, Progress()).rows():
                 yield row | {"fits": True}
+
+
+def fitting(figure: Models, name: str, built: Any, variant: Any, free: float) -> list[int]:
+    """List the batches of a model that fit into `free` bytes, by the estimate of `bench generate`."""
+    import torch
+
+    from quantkit.bench import random_model
+    from quantkit.errors import KernelError
+
+    fits = []
+    for batch in figure.batches:
+        load = random_model.Workload((batch,), figure.prompt, figure.new, torch.float16)
+        with suppress(KernelError):  # a packed model does not fit; of a dense one nothing is left
+            if random_model.fit_batches(name, built, [variant], load, int(free))[0]:
+                fits.append(batch)
+    return fits
+
+
+def largest_batches(figure: Models, free: float) -> Iterator[str]:
+    """Yield the largest batch of each model in each form that fits into `free` bytes, as a table."""
+    import torch
+
+    from quantkit.bench import random_model
+    from quantkit.models.meta_model import skeleton
+
+    yield f"| {figure.title}, {figure.prompt} + {figure.new} tokens | dense | " + " | ".join(figure.layouts) + " |"
+    yield "|---|---|" + "---|" * len(figure.layouts)
+    for name in figure.models:
+        outline = random_model.Outline(name, Path(name), MODELS[name])
+        built = skeleton(outline, torch.float16, False)
+        forms = random_model.variants(outline, figure.layouts, (), ())
+        found = [fitting(figure, name, built, form, free)[-1:] for form in forms]
+        yield f"| {name} | " + " | ".join(str(fits[0]) if fits else "none" for fits in found) + " |"
 
 
 if __name__ == "__main__":

@@ -209,13 +209,13 @@ def test_table_csv_and_json_agree() -> None:
 
 def test_the_products_of_a_prompt_are_counted_by_path(fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of fused linears the stacked weight counts, once; a dense model has none."""
-    monkeypatch.setattr(launcher, "tokens_from", lambda weight, *given: 100 if weight.n == 256 else 1000)
+    monkeypatch.setattr(launcher, "tokens_from", lambda weight, *given: 100 if weight.n == 512 else 1000)
     model = tiny()
     packed = built(model, variants(model, ["tcfpx"], (), ())[1]).half()
     for siblings in list(fused_linear.sibling_linears(packed)):
         assert fused_linear.FusedLinear(siblings).fuse()
     assert generate.prompt_paths(packed, 99) == "8 hopper"
-    assert generate.prompt_paths(packed, 100) == "2 cublas and 6 hopper"
+    assert generate.prompt_paths(packed, 100) == "4 cublas and 4 hopper"
     assert generate.prompt_paths(packed, 1000) == "8 cublas"
     assert generate.prompt_paths(built(model, Variant(DENSE, {})), 1000) == ""
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 from benchmarks import paper
-from benchmarks.paper import PANELS, table
+from benchmarks.paper import PANELS, largest_batches, table
 from benchmarks.paper_chart import Panel, draw
 from benchmarks.paper_figures import FIGURES, MODELS, Kernels, Models, Sustained
 from quantkit.bench.roofline import layers
@@ -79,6 +79,16 @@ def test_tokens_per_gpu_second_count_prompt_and_steps(results: Path) -> None:
     rates, steps = PANELS[Models]("own", figure)
     assert rates.lines == {"tcfpx fp6:channel, 512 + 1536": [(4, pytest.approx(4 * 1536 / (0.5 + 15.36)))]}
     assert steps.lines["tcfpx fp6:channel, 512 + 1536: weights"] == [(4, pytest.approx(3.0))]
+
+
+def test_what_fits_is_known_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of docs/papers.md, here of a model with two blocks."""
+    monkeypatch.setitem(MODELS, "llama-13b", MODELS["llama-13b"] | {"num_hidden_layers": 2})
+    figure = FIGURES["fp6-12"]
+    assert isinstance(figure, Models)
+    rows = [list(largest_batches(figure, free)) for free in (1e9, 5e9)]
+    assert rows[0][0].startswith("| FP6-LLM, Figure 12, 512 + 1536 tokens | dense |")
+    assert [row[-1] for row in rows] == ["| llama-13b | none | none | none |", "| llama-13b | 8 | 16 | 16 |"]
 
 
 @pytest.mark.parametrize("named", [False, True])
