@@ -17,7 +17,7 @@ class Options:
 
     `damp_kind` "own" adds `damp` times each channel's own diagonal; "mean" adds `damp` times the mean diagonal, as
     published. `block` (columns) changes speed only. `on_unsolvable` decides whether a broken Hessian stops the run or
-    falls back to RTN. `signed` allows negative scales for symmetric INT4 (ALGORITHMS 3). `descent` (passes)
+    falls back to RTN. `signed` allows negative scales for symmetric integers (ALGORITHMS 3). `descent` (passes)
     and `refit` refine the result of the sweep (ALGORITHMS 8). `prune` chooses the mask of a 2:4 weight, whose
     scales are static in any order (ALGORITHMS 9). `first_token` is the weight of a document's first token in Hessians
     of normalised inputs, in parts of the document's length (ALGORITHMS 2). RecipeError for a value out of range.
@@ -67,7 +67,7 @@ class Options:
     descent: Count = key(
         "Passes that move single codes after GPTQ",
         default=0,
-        usual="3 for symmetric INT4 without 2:4, else 0",
+        usual="3 for symmetric integers without 2:4, else 0",
         more="Skipped below 16 tokens for each input channel; the report names these linears. Passes that are not the "
         "default ones give a warning for each.",
         when="0 to save time. 1 to 3 for accuracy with other formats, with enough text.",

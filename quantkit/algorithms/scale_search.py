@@ -135,7 +135,7 @@ def check_signed(scheme: Scheme, signed: bool) -> None:
     """Raise RecipeError if signed scales are asked of a scheme that gains nothing from them."""
     if signed and (scheme.format.is_float or not scheme.symmetric):
         raise RecipeError(
-            Words(Setting("signed", True), f"is for symmetric int4, not for {scheme.label}"),
+            Words(Setting("signed", True), f"is for symmetric integers, not for {scheme.label}"),
             Words("drop", Setting("signed", True)),
             Words("use", Setting("format", "int4"), Setting("asym", False)),
         )

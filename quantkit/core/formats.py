@@ -1,7 +1,8 @@
-"""Number formats as tables: at six bits or fewer, a format is the list of its codes' values.
+"""Number formats as tables: at eight bits or fewer, a format is the list of its codes' values.
 
 Rounding, scale search, GPTQ and verification call only `encode`, `decode` and `nearest`, so a new format is one entry
-in `FORMATS`. INT4 codes are offset binary (value + 8), FPx codes are sign, exponent and mantissa (docs/layouts.md 6.1).
+in `FORMATS`. Integer codes are offset binary (INT4: value + 8), FPx codes are sign, exponent and mantissa
+(docs/layouts.md 6.1).
 """
 
 from __future__ import annotations
@@ -113,12 +114,13 @@ def floating(name: str, ebits: int, mbits: int, layout: str = "compressed-tensor
 
 
 INT4 = integer("int4", 4)
+_INTEGERS = (integer("int2", 2), integer("int3", 3), INT4, integer("int5", 5), integer("int6", 6), integer("int8", 8))
 FP6 = floating("fp6", ebits=3, mbits=2, layout="humming")
 FP5 = floating("fp5", ebits=3, mbits=1, layout="humming")
 FP6_E2M3 = floating("fp6-e2m3", ebits=2, mbits=3)
 FP5_E2M2 = floating("fp5-e2m2", ebits=2, mbits=2)
 
-FORMATS = {f.name: f for f in (INT4, FP6, FP5, FP6_E2M3, FP5_E2M2)}
+FORMATS = {f.name: f for f in (*_INTEGERS, FP6, FP5, FP6_E2M3, FP5_E2M2)}
 
 
 @lru_cache(maxsize=64)

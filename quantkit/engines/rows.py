@@ -92,8 +92,8 @@ class Reader:
 class Kernel:
     """The kernel that an engine chooses for the weights that the row is about; None if the engine has none.
 
-    `capabilities` are compute capabilities of GPUs, None for any. `n_unit` and `k_unit` divide the shape of the joined
-    weight. `why` describes the engine without a kernel.
+    `capabilities` are compute capabilities of GPUs, None for any. `bits` are widths of integers. `n_unit` and `k_unit`
+    divide the shape of the joined weight. `why` describes the engine without a kernel.
     """
 
     layouts: tuple[str, ...]
@@ -101,6 +101,7 @@ class Kernel:
     source: str
     capabilities: tuple[tuple[int, int], ...] | None = None
     is_float: bool = False
+    bits: tuple[int, ...] = (4,)
     groups: tuple[int | None, ...] = (128, 64, 32, None)  # None: one scale per row
     experts: bool = False
     n_unit: int = 1
@@ -112,6 +113,7 @@ class Kernel:
         here = self.capabilities is None or capability in self.capabilities
         alike = (self.is_float, self.experts) == (scheme.format.is_float, experts)
         fits = scheme.group_size in self.groups and not n % self.n_unit and not k % self.k_unit
+        fits &= self.is_float or scheme.format.bits in self.bits
         return alike and here and fits and layout in self.layouts and scheme.sparsity is None
 
 

@@ -102,6 +102,11 @@ TRAITS = {
         "load it with CompressedTensorsConfig(dequantize=True)",
         lambda f: any(not s.symmetric for s in f.schemes),
     ),
+    "zeros of other widths": Trait(
+        "zero points of other widths than 4 and 8 bits, which vLLM 0.26.0 refuses and 0.33.0 reads",
+        Words("quantize with", Setting("asym", False)),
+        lambda f: any(not s.symmetric and s.format.bits not in (4, 8) for s in f.schemes),
+    ),
     "zeros of experts": Trait(
         "experts with zero points, which transformers' experts do not decode",
         Words("quantize with", Setting("asym", False), ", or use", Setting("layout", "awq")),
@@ -239,7 +244,7 @@ _PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-2
 VLLM = Engine(
     "vllm",
     readers=(
-        Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", *_CLASSES), _LOADER),
+        Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", "zeros of other widths", *_CLASSES), _LOADER),
         Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", "no gate", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", *_CLASSES), _LOADER),

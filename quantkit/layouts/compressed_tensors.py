@@ -1,35 +1,34 @@
-"""compressed-tensors: INT4 as `pack-quantized`, FP6 and FP5 exactly, carried in FP8 E4M3 as `float-quantized`.
+"""compressed-tensors: INT2 to INT8 as `pack-quantized`, FP6 and FP5 exactly, in FP8 E4M3 as `float-quantized`.
 
 Every value of the FP6 and FP5 formats is an E4M3 value (docs/layouts.md 11). The carrier holds values, and the
-`quantkit` key of the config has the format. Words are filled along a row, without interleaving (docs/layouts.md 9).
+`quantkit` key of the config has the format. Integers are a stream of bits along a row, zero points along a column
+(docs/layouts.md 9).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
-from quantkit.core.formats import INT4, Format
+from quantkit.core.formats import FORMATS, Format
 from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
-from quantkit.layouts import validation
-from quantkit.layouts.arrangement import Arrangement, blocks
+from quantkit.layouts import bit_streams, validation
+from quantkit.layouts.arrangement import blocks
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking, static_groups
 from quantkit.layouts.expressions import LONGEST, check_amount, literal
 from quantkit.layouts.schemes import Schemes
 
 T = TypeVar("T")
 
-CODES = Arrangement("N", "K i:8", "N K i")
-ZEROS = Arrangement("N i:8", "G", "N G i")
-
+#: Integers by `num_bits` of a config.
+INTEGERS = {fmt.bits: fmt for fmt in FORMATS.values() if not fmt.is_float}
 #: Stands for an FP8 byte that is no value of the format.
 NO_CODE = 255
 #: The method in configs, and the format that `Marlin24CompressedTensors` reads.
@@ -37,11 +36,11 @@ METHOD, MARLIN24 = "compressed-tensors", "marlin-24"
 
 
 class CompressedTensors(Layout):
-    """compressed-tensors: INT4 of any group size, FP6 and FP5 with one scale per row, any `n` and `k`."""
+    """compressed-tensors: integers of any group size, FP6 and FP5 with one scale per row, any `n` and `k`."""
 
     NAME = "compressed-tensors"
     QUANT_METHODS = (METHOD,)
-    HOLDS = "int4, and floats whose values are FP8 E4M3 values"
+    HOLDS = "integers, and floats whose values are FP8 E4M3 values"
     TENSORS = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight")
     MARKER = "weight_scale"
     TITLE, MULTIPLES = "compressed-tensors", (1, 1)
@@ -50,7 +49,7 @@ class CompressedTensors(Layout):
     FLOATS_IF = "every FP8 value is one of the format"
 
     def holds(self, fmt: Format) -> bool:
-        return fmt == INT4 or (fmt.is_float and _is_carried(fmt))
+        return _is_carried(fmt) if fmt.is_float else fmt in INTEGERS.values()
 
     def check_scheme(self, scheme: Scheme) -> None:
         if not self.holds(scheme.format):
@@ -68,17 +67,18 @@ class CompressedTensors(Layout):
         scales = {"weight_scale": (torch.float16, (n, g))}
         if scheme.format.is_float:
             return {"weight": (torch.float8_e4m3fn, (n, k)), **scales}
-        zeros = {} if scheme.symmetric else {"weight_zero_point": (torch.int32, (-(-n // 8), g))}
-        packed = {"weight_packed": (torch.int32, (n, -(-k // 8)))}
+        along = partial(bit_streams.words_of, bits=scheme.format.bits)
+        zeros = {} if scheme.symmetric else {"weight_zero_point": (torch.int32, (along(n), g))}
+        packed = {"weight_packed": (torch.int32, (n, along(k)))}
         return {**packed, **scales, "weight_shape": (torch.int64, (2,)), **zeros}
 
     def size(self, shapes: Mapping[str, tuple[int, ...]], scheme: Scheme) -> tuple[int, int]:
-        """Compute `(n, k)`; with one scale per row `k` is rounded up to a multiple of 8, as shapes say no more."""
+        """Compute `(n, k)`; with one scale per row `k` is the most that the words hold, as shapes say no more."""
         if scheme.format.is_float:
             return validation.matrix(shapes, "weight")
         n, words = validation.matrix(shapes, "weight_packed")
         if scheme.group_size is None:
-            return n, 8 * words
+            return n, 32 * words // scheme.format.bits
         return n, validation.matrix(shapes, "weight_scale")[1] * scheme.group_size
 
     def packing(self, scheme: Scheme, shape: tuple[int, int], scales: Tensor, zeros: Tensor | None) -> Packing:
@@ -89,22 +89,18 @@ class CompressedTensors(Layout):
             carrier, table = torch.empty(shape, dtype=torch.uint8, device=scales.device), _carrier(scheme.format)
             carried = {"weight": carrier.view(torch.float8_e4m3fn), "weight_scale": validation.half(scales)}
             return Packing(carried, lambda first, codes: _translate(codes, table, carrier[first : first + len(codes)]))
-        padded_k = k + -k % 8
-        words = torch.empty([n * padded_k // 8], dtype=torch.int32, device=scales.device)
+        bits = scheme.format.bits
+        words = torch.empty((n, bit_streams.words_of(k, bits)), dtype=torch.int32, device=scales.device)
         tensors = {
-            "weight_packed": words.view(n, -1),
+            "weight_packed": words,
             "weight_scale": validation.half(scales),
             "weight_shape": torch.tensor([n, k], dtype=torch.int64),
         }
         if zeros is not None:
-            points = ZEROS.pack(pad(zeros, (0, 0, 0, -n % 8)), 4)
-            tensors["weight_zero_point"] = points.view(-1, zeros.shape[1])
-        pack_padded = CODES.packer(words, 4, (n, padded_k))
-
-        def add(first: int, codes: Tensor) -> None:
-            pack_padded(first, codes if padded_k == k else pad(codes, (0, padded_k - k)))
-
-        return Packing(tensors, add)
+            points = words.new_empty((zeros.shape[1], bit_streams.words_of(n, bits)))
+            bit_streams.packer(points, bits, n)(0, zeros.t().contiguous())
+            tensors["weight_zero_point"] = points.t().clone(memory_format=torch.contiguous_format)
+        return Packing(tensors, bit_streams.packer(words, bits, k))
 
     def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
         """Unpack tensors to a record; LayoutError for act-order, or FP8 values that are not of the format."""
@@ -130,21 +126,12 @@ class CompressedTensors(Layout):
             raise LayoutError(
                 "weight_g_idx is not k // group_size, act-order at run time is not read", validation.ORIGINAL
             )
-        zeros = None
+        zeros, bits = None, scheme.format.bits
         if not scheme.symmetric:
-            zeros = ZEROS.unpack(tensors["weight_zero_point"], 4, (n + -n % 8, scheme.groups(k)))
-            _check_padding(zeros[n:], "weight_zero_point")
-            zeros = zeros[:n].contiguous()
-        padded_k = k + -k % 8
-        unpack_padded = CODES.unpacker(tensors["weight_packed"], 4, (n, padded_k))
-
-        def fill(first: int, codes: Tensor) -> None:
-            padded = codes if padded_k == k else codes.new_empty(len(codes), padded_k)
-            unpack_padded(first, padded)
-            if padded_k > k:
-                _check_padding(padded[:, k:], "weight_packed")
-                codes.copy_(padded[:, :k])
-
+            points = torch.empty((scheme.groups(k), n), dtype=torch.uint8, device=tensors["weight_scale"].device)
+            bit_streams.unpacker(tensors["weight_zero_point"].t(), bits, n, "weight_zero_point")(0, points)
+            zeros = points.t().clone(memory_format=torch.contiguous_format)
+        fill = bit_streams.unpacker(tensors["weight_packed"], bits, k, "weight_packed")
         return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), zeros, fill)
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
@@ -214,7 +201,7 @@ class CompressedTensors(Layout):
 
 
 def schemes_of(config: Mapping[str, Any], packed: str) -> Schemes:
-    """Read the INT4 schemes of the groups with the format `packed`; CheckpointError as `read_config`."""
+    """Read the schemes of integers of the groups with the format `packed`; CheckpointError as `read_config`."""
     for key in ("kv_cache_scheme", "transform_config", "sparsity_config"):
         if validation.entry(config, key, dict, type(None), default=None):
             raise CheckpointError(
@@ -264,11 +251,6 @@ def _require_codes(codes: Tensor, carrier: Tensor, fmt: Format) -> None:
         )
 
 
-def _check_padding(padding: Tensor, name: str) -> None:
-    if bool(padding.any()):
-        raise LayoutError(f"{name!r} holds codes past its true shape, where it must be 0: the file is damaged")
-
-
 def _translate(numbers: Tensor, table: Tensor, out: Tensor) -> None:
     """Fill `out` with the entry of `table` for each byte of the matrix `numbers`."""
     table = table.to(out.device)
@@ -301,7 +283,7 @@ def _public_format(scheme: Scheme) -> str:
 
 def _group(targets: list[str], scheme: Scheme, mixed: bool) -> dict[str, Any]:
     weights: dict[str, Any] = {
-        "num_bits": 8 if scheme.format.is_float else 4,
+        "num_bits": 8 if scheme.format.is_float else scheme.format.bits,
         "type": "float" if scheme.format.is_float else "int",
         "symmetric": scheme.symmetric,
         "strategy": "group" if scheme.group_size else "channel",
@@ -321,17 +303,17 @@ def _scheme_of(weights: Mapping[str, Any], fmt: str, packed: str) -> Scheme:
         validation.entry(weights, "num_bits", int, default=8),
         validation.entry(weights, "type", str, default="int"),
     )
-    if fmt != packed or kind != "int" or bits != 4:
+    if fmt != packed or kind != "int" or bits not in ((4,) if packed == MARLIN24 else INTEGERS):
         raise CheckpointError(
             f"a compressed-tensors checkpoint of {kind}{bits} in format {fmt!r:.40}, not written by quantkit: "
-            f"read are int4 in {packed!r}, and fp6 and fp5 in FP8 with the 'quantkit' key; {validation.ORIGINAL}"
+            f"read are int2 to int6 and int8 in {packed!r}, and fp6 and fp5 in FP8 with the 'quantkit' key; "
+            f"{validation.ORIGINAL}"
         )
     strategy = validation.entry(weights, "strategy", str)
     group = validation.entry(weights, "group_size", int, type(None), default=None)
-    if strategy == "group" and group is not None and group > 0:
-        return Scheme(INT4, group, symmetric=validation.entry(weights, "symmetric", bool, default=True))
-    if strategy == "channel":
-        return Scheme(INT4, None, symmetric=validation.entry(weights, "symmetric", bool, default=True))
+    if strategy == "channel" or (strategy == "group" and group is not None and group > 0):
+        symmetric = validation.entry(weights, "symmetric", bool, default=True)
+        return Scheme(INTEGERS[bits], group if strategy == "group" else None, symmetric)
     raise CheckpointError(
         f"strategy {strategy!r:.40} with group_size {group}: quantkit reads 'group' and 'channel', "
         f"{validation.ORIGINAL}"

@@ -11,10 +11,8 @@ from torch import Tensor
 
 from quantkit.core.formats import FP5, FP6, Format
 from quantkit.core.scheme import Scheme
-from quantkit.core.tensors import aligned
 from quantkit.errors import CheckpointError, LayoutError, Setting, Words
-from quantkit.layouts import validation
-from quantkit.layouts.arrangement import blocks
+from quantkit.layouts import bit_streams, validation
 from quantkit.layouts.base import Layout, Packing, Stored, Unpacking
 from quantkit.layouts.dynamic import read_dynamic, write_dynamic
 from quantkit.layouts.expressions import literal
@@ -54,19 +52,12 @@ class Humming(Layout):
         n, k = shape
         self.check(scheme, n, k)
         words = torch.empty((n, k * scheme.format.bits // 32), dtype=torch.int32, device=scales.device)
-
-        def add(first: int, codes: Tensor) -> None:
-            _to_stream(codes, words[first : first + len(codes)], scheme.format.bits)
-
-        return Packing({"weight": words, "weight_scale": validation.half(scales)}, add)
+        tensors = {"weight": words, "weight_scale": validation.half(scales)}
+        return Packing(tensors, bit_streams.packer(words, scheme.format.bits, k))
 
     def unpacking(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> Unpacking:
         n, k = self.check_tensors(tensors, scheme)
-        words = tensors["weight"].contiguous()
-
-        def fill(first: int, codes: Tensor) -> None:
-            _from_stream(words[first : first + len(codes)], codes, scheme.format.bits)
-
+        fill = bit_streams.unpacker(tensors["weight"], scheme.format.bits, k, "weight")
         return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), None, fill)
 
     def write_config(self, schemes: Schemes) -> dict[str, Any]:
@@ -119,42 +110,3 @@ def _ignored(entry: str) -> str:
     own = re.fullmatch(r"re:\^(.*)\$", entry)
     name = literal(own[1]) if own else None
     return name or (f"re:.*{re.escape(entry)}.*" if _is_exact(entry) else entry)
-
-
-def _to_stream(codes: Tensor, words: Tensor, bits: int) -> None:
-    """Pack rows of codes into rows of `words`: eight codes, in one 64-bit word, become `bits` bytes."""
-    unit = _unit(bits)
-    for some, out in blocks(codes.shape[1], codes, words):
-        wide = aligned(some.reshape(-1)).view(torch.int64)
-        for lane in (8, 16, 32):
-            width = lane * bits // 8
-            low = _low_lanes(width, lane)
-            high = (wide >> (lane - width)).bitwise_and_(low << width)
-            wide = high.bitwise_or_(wide & low)
-        stream = out.view(-1).view(unit).view(wide.numel(), -1)
-        stream.copy_(wide.view(unit).view(wide.numel(), -1)[:, : stream.shape[1]])
-
-
-def _from_stream(words: Tensor, codes: Tensor, bits: int) -> None:
-    """Unpack rows of `words` into rows of contiguous `codes`: the inverse of `_to_stream`."""
-    unit = _unit(bits)
-    for some, out in blocks(codes.shape[1], words, codes):
-        wide = torch.empty(out.numel() // 8, dtype=torch.int64, device=out.device)
-        stream = some.view(-1).view(unit).view(wide.numel(), -1)
-        wide.view(unit).view(wide.numel(), -1)[:, : stream.shape[1]] = stream
-        for lane in (32, 16, 8):  # the first step drops bits that were not written
-            width = lane * bits // 8
-            low = _low_lanes(width, lane)
-            high = (wide & (low << width)).bitwise_left_shift_(lane - width)
-            wide = wide.bitwise_and_(low).bitwise_or_(high)
-        out.copy_(wide.view(torch.uint8).view(out.shape))
-
-
-def _unit(bits: int) -> torch.dtype:
-    """Choose the integer type to copy `bits` bytes in: wider types are copied faster."""
-    return torch.uint8 if bits % 2 else torch.int16
-
-
-def _low_lanes(width: int, lane: int) -> int:
-    """Set the lowest `width` bits of every second lane of an int64 with lanes of `lane` bits."""
-    return sum(((1 << width) - 1) << at for at in range(0, 64, 2 * lane))

@@ -104,8 +104,9 @@ def recast(q: QuantizedTensor, scheme: Scheme, shape: tuple[int, int]) -> Quanti
         raise LayoutError(f"{q.scheme.label} cannot be stated as {scheme.label}: values would change")
     if scheme.format != q.scheme.format:
         table = scheme.format.encode(torch.tensor(q.scheme.format.values)).to(q.codes.device)
+        zeros = None if q.zeros is None else table[q.zeros.int()]
         codes = table.index_select(0, q.codes.reshape(-1).int()).view(q.shape)
-        q = QuantizedTensor(replace(q.scheme, format=scheme.format), codes, q.scales)
+        q = QuantizedTensor(replace(q.scheme, format=scheme.format), codes, q.scales, zeros)
     if scheme.symmetric and q.zeros is not None:
         q = _recentred(q, q.zeros)
     if q.scheme.group_size is None:  # the scale of a row holds for its new columns too
@@ -131,7 +132,7 @@ def check_padding(q: QuantizedTensor, n: int, k: int) -> None:
 def candidates(scheme: Scheme) -> Iterator[Scheme]:
     """Yield every scheme that may hold the values of another: itself first, then by number of changes."""
     values = set(scheme.format.values)
-    wider = [f for f in FORMATS.values() if f.is_float and scheme.format.is_float and values < set(f.values)]
+    wider = [f for f in FORMATS.values() if f.is_float == scheme.format.is_float and values < set(f.values)]
     formats: list[Format] = [scheme.format, *wider]
     size = scheme.group_size
     sizes = [size, *(g for g in GROUP_SIZES if size is None or (size > g and size % g == 0))]

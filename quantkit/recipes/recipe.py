@@ -272,7 +272,7 @@ def _prune_rule(asked: Rule | None, method: Method, schemes: list[Scheme]) -> Ru
 
 
 def _refined_by_default(method: Method | Rule, schemes: Iterable[Scheme]) -> bool:
-    """Return True if signed scales and descent are the default: by GPTQ, if all linears are dense symmetric INT4."""
+    """Return True if signed scales and descent are the default: by GPTQ, if all are dense symmetric integers."""
     return method == "gptq" and all(s.symmetric and not s.format.is_float and not is_sparse(s) for s in schemes)
 
 

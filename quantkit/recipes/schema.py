@@ -35,11 +35,11 @@ class SchemeKeys:
     group_size: Positive | Literal["channel"] | None = key(
         "Weights of a row that share a scale, or channel for the whole row",
         default=None,
-        usual="int4: 128, 64 or 32, fp: channel",
+        usual="int: 128, 64 or 32, fp: channel",
         level="shown",
         section="Basic",
         typed='int | Literal["channel"] | None',
-        more="INT4 takes the widest of 128, 64 and 32 that divides every width, with a notice.",
+        more="Integers take the widest of 128, 64 and 32 that divides every width, with a notice.",
         when="64 or 32 for accuracy, at 0.125 or 0.375 more bits.",
     )
     symmetric: bool = key(
@@ -50,11 +50,11 @@ class SchemeKeys:
         section="Basic",
         keyword="asym",
         negated=True,
-        more="INT4 only.",
+        more="Integers only.",
         when="`false` for `awq` and `quick`, or for accuracy. MARLIN needs `true`.",
     )
     sparsity: Literal["2:4"] | None = key(
-        "Keep two of each four weights, int4 only",
+        "Keep two of each four weights, integers only",
         default=None,
         usual="all",
         level="shown",
@@ -104,9 +104,9 @@ class RecipeKeys:
         when="`block` with `rtn`, if there is text.",
     )
     signed: bool = key(
-        "Scales with a sign, for symmetric int4; false for W4A8",
+        "Scales with a sign, for symmetric integers; false for W4A8",
         default=False,
-        usual="gptq of symmetric int4 without 2:4: on, else off",
+        usual="gptq of symmetric integers without 2:4: on, else off",
         more="The extreme weight of a group then gets the code −8 exactly.",
         when="`false` for W4A8 in vLLM (`VLLM_MARLIN_INPUT_DTYPE=int8`), which reads negative scales as positive, and "
         "for an engine that refuses them. `true` for accuracy with `rtn` or 2:4.",

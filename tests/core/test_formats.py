@@ -12,7 +12,7 @@ from quantkit.core.formats import FORMATS, FP5, FP5_E2M2, FP6, FP6_E2M3, INT4, F
 from tests.golden import golden
 
 GOLDEN = {"e3m2": FP6, "e3m1": FP5, "e2m3": FP6_E2M3, "e2m2": FP5_E2M2}
-ALL = [*FORMATS.values(), integer("int3", 3), integer("int8", 8)]
+ALL = [*FORMATS.values(), integer("int7", 7)]
 ids = {"ids": lambda f: f.name if isinstance(f, Format) else None}
 
 

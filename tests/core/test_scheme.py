@@ -21,7 +21,7 @@ def test_labels_are_read_back(label: str) -> None:
     "label",
     [
         "",
-        "int5",
+        "int7",
         "int4:",
         "int4:g",
         "int4:g0",

@@ -55,7 +55,7 @@ BAD = {
     ),
     "an unknown layout": (_set_key("layout", "marlin9"), "'marlin9' is not one of"),
     "a newer version": (_set_key("hyper", 1), "use a newer quantkit"),
-    "an unknown scheme": (_set_key("scheme", "int3:g128"), "int3"),
+    "an unknown scheme": (_set_key("scheme", "int7:g128"), "int7"),
     "another shape": (
         lambda path: restate(path, lambda config: config.update(intermediate_size=512)),
         "down_proj is packed from [128, 256], config.json asks for [128, 512]",

@@ -50,8 +50,9 @@ def obeys(layout: str, q: QuantizedTensor) -> None:
     assert set(packed) <= set(module.TENSORS) and module.MARKER in packed
     assert all(t.is_contiguous() for t in packed.values())
     shapes = {name: tuple(t.shape) for name, t in packed.items()}
-    padded = layout == "compressed-tensors" and not q.scheme.format.is_float and q.scheme.group_size is None
-    assert module.size(shapes, q.scheme) == (n, k + -k % 8 if padded else k)
+    unclear = layout == "compressed-tensors" and not q.scheme.format.is_float and q.scheme.group_size is None
+    bits = q.scheme.format.bits
+    assert module.size(shapes, q.scheme) == (n, -(-k * bits // 32) * 32 // bits if unclear else k)
     frozen = {name: t.clone() for name, t in packed.items()}
     back = module.unpack(packed, q.scheme)
     assert back.equal(q)

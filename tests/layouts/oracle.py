@@ -149,29 +149,12 @@ def transposed(scales: Rows) -> Rows:
     return [[scales[n][g] for n in range(len(scales))] for g in range(len(scales[0]))]
 
 
-def ct_words(codes: Rows) -> Rows:
-    n_all, k_all = len(codes), len(codes[0])
-    words = [[0] * math.ceil(k_all / 8) for _ in range(n_all)]
-    for n in range(n_all):
-        for k in range(k_all):
-            words[n][k // 8] |= codes[n][k] << 4 * (k % 8)
-    return words
-
-
-def ct_zeros(zeros: Rows) -> Rows:
-    n_all, g_all = len(zeros), len(zeros[0])
-    words = [[0] * g_all for _ in range(math.ceil(n_all / 8))]
-    for n in range(n_all):
-        for g in range(g_all):
-            words[n // 8][g] |= zeros[n][g] << 4 * (n % 8)
-    return words
-
-
-def humming_words(codes: Rows, bits: int) -> Rows:
+def streams(codes: Rows, bits: int) -> Rows:
+    """Pack each row as one little-endian stream of bits, the rest of its last word 0."""
     rows = []
     for row in codes:
         stream = sum(code << (k * bits) for k, code in enumerate(row))
-        rows.append([(stream >> (32 * w)) & 0xFFFFFFFF for w in range(len(row) * bits // 32)])
+        rows.append([(stream >> (32 * w)) & 0xFFFFFFFF for w in range(math.ceil(len(row) * bits / 32))])
     return rows
 
 
@@ -225,7 +208,7 @@ def carrier_bytes(codes: Rows, ebits: int, mbits: int) -> Rows:
 
 
 def packed(
-    layout: str, codes: Rows, scales: Rows, zeros: Rows | None, ebits: int, mbits: int, group: int
+    layout: str, codes: Rows, scales: Rows, zeros: Rows | None, bits: int, ebits: int, mbits: int, group: int
 ) -> dict[str, Rows]:
     """Pack all tensors of `layout` as rows of unsigned integers (scales and FP8 as their bits)."""
     n_all, k_all = len(codes), len(codes[0])
@@ -248,10 +231,10 @@ def packed(
         names = ("B_24", "B_meta", "s") if layout == "marlin24" else ("weight_packed", "meta", "scale_packed")
         return dict(zip(names, (*sparse_marlin(codes), sparse_marlin_scales(scales)), strict=True))
     if layout == "humming":
-        return {"weight": humming_words(codes, 1 + ebits + mbits), "weight_scale": scales}
+        return {"weight": streams(codes, bits), "weight_scale": scales}
     if layout == "tcfpx":
-        return {"weight": tcfpx_words(codes, 1 + ebits + mbits), "scales": [[row[0] for row in scales]]}
+        return {"weight": tcfpx_words(codes, bits), "scales": [[row[0] for row in scales]]}
     if mbits:
         return {"weight": carrier_bytes(codes, ebits, mbits), "weight_scale": scales}
-    out = {"weight_packed": ct_words(codes), "weight_scale": scales, "weight_shape": [[n_all, k_all]]}
-    return out | ({"weight_zero_point": ct_zeros(zeros)} if zeros else {})
+    out = {"weight_packed": streams(codes, bits), "weight_scale": scales, "weight_shape": [[n_all, k_all]]}
+    return out | ({"weight_zero_point": transposed(streams(transposed(zeros), bits))} if zeros else {})

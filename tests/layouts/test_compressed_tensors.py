@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import product
+
+import pytest
 import torch
 
 from quantkit.core.quantized_tensor import QuantizedTensor
+from quantkit.core.scheme import Scheme
+from quantkit.errors import LayoutError
+from quantkit.layouts import LAYOUTS
+from quantkit.names import FORMATS
 from tests.golden import both_ways, golden, scheme_of
+from tests.layouts.samples import record
 
 
 def test_pack_quantized_words_zero_points_and_padding() -> None:
@@ -16,3 +24,28 @@ def test_pack_quantized_words_zero_points_and_padding() -> None:
         q = QuantizedTensor(scheme, (file(case, "codes") + 8).to(torch.uint8), file(case, "weight_scale"), zeros)
         names = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point")
         both_ways("compressed-tensors", q, {n: t for n in names if (t := file(case, n)) is not None})
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.startswith("int")])
+def test_every_width_is_packed_as_the_library_packs_it(name: str) -> None:
+    """Weights along rows and zero points along columns, at sizes that fill no word, by the library's own functions."""
+    library = pytest.importorskip("compressed_tensors.compressors.pack_quantized.helpers")
+    layout = LAYOUTS["compressed-tensors"]
+    for n, k in product((1, 7, 32, 61), (1, 13, 32, 253)):
+        q = record(Scheme.parse(f"{name}:channel:asym"), n, k, seed=n + k)
+        bits, middle, zeros = q.scheme.format.bits, q.scheme.format.zero_code, q.zeros
+        assert zeros is not None
+        signed, points = ((x.short() - middle).to(torch.int8) for x in (q.codes, zeros))
+        packed = layout.pack(q)
+        assert torch.equal(packed["weight_packed"], library.pack_to_int32(signed, bits))
+        assert torch.equal(packed["weight_zero_point"], library.pack_to_int32(points, bits, packed_dim=0))
+        assert torch.equal(library.unpack_from_int32(packed["weight_packed"], bits, signed.shape), signed)
+
+
+def test_words_of_releases_that_left_bits_unused_are_refused() -> None:
+    """Ten codes of three bits in a word, as the library packed them before 0.20, are one word more."""
+    layout, scheme = LAYOUTS["compressed-tensors"], Scheme.parse("int3:g128")
+    packed = layout.pack(record(scheme, 4, 128))
+    packed["weight_packed"] = torch.zeros(4, 13, dtype=torch.int32)
+    with pytest.raises(LayoutError, match=r"'weight_packed' must .*\[4, 12\]"):
+        layout.unpack(packed, scheme)

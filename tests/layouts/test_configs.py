@@ -210,9 +210,12 @@ def ct(**changes: Any) -> dict[str, Any]:
     return config
 
 
-def test_foreign_compressed_tensors_other_than_int4_weights_are_refused() -> None:
+def test_foreign_compressed_tensors_other_than_weights_of_integers_are_refused() -> None:
     assert read_config(ct(actorder="group"), PATH)[1].default == INT4_G128  # the tensors decide
-    refused(ct(num_bits=8), "int8")
+    for bits in (2, 3, 5, 6, 8):
+        assert read_config(ct(num_bits=bits), PATH)[1].default.label == f"int{bits}:g128"
+    for bits in (0, 1, 7, 16):
+        refused(ct(num_bits=bits), f"int{bits} in format")
     refused(ct(format="float-quantized", num_bits=8, type="float"), "float8", "not written by quantkit", "fp6")
     refused(ct(format="nvfp4-pack-quantized", type="float"), "nvfp4-pack-quantized")
     refused(ct(strategy="tensor", group_size=None), "tensor")
@@ -270,7 +273,7 @@ def test_weights_of_other_tools_are_named_with_the_way_out(stated: dict[str, Any
 
 def test_variants_that_are_not_read_name_the_way_out() -> None:
     gptq = {"quant_method": "gptq", "bits": 8, "group_size": 128, "sym": True}
-    for stated in (gptq, {**gptq, "quant_method": "awq"}, ct(num_bits=8), ct(input_activations={"num_bits": 8})):
+    for stated in (gptq, {**gptq, "quant_method": "awq"}, ct(num_bits=7), ct(input_activations={"num_bits": 8})):
         refused(stated, "give the original model")
     refused({"quant_method": "awq", "version": "gemv", "bits": 4, "group_size": 128}, "gemv", "give the original model")
 
@@ -303,9 +306,9 @@ def test_contradictions_are_refused() -> None:
 
 HOSTILE_OWN: list[dict[str, Any]] = [
     {"layout": "exl3"}, {"layout": None}, {"layout": ["marlin"]}, {"layout": 1}, {"layout": "__init__"},
-    {"scheme": "int4:g0"}, {"scheme": "int4:g²"}, {"scheme": "int4:g" + "9" * 5000}, {"scheme": "int5"}, {"scheme": 4},
+    {"scheme": "int4:g0"}, {"scheme": "int4:g²"}, {"scheme": "int4:g" + "9" * 5000}, {"scheme": "int7"}, {"scheme": 4},
     {"scheme": ""}, {"scheme": "fp6:asym"}, {"scheme": "int4:g64"}, {"scheme": "fp6:channel:24"}, {"scheme": "fp6"},
-    {"overrides": []}, {"overrides": {"(": "int4:g128"}}, {"overrides": {".*": 4}}, {"overrides": {".*": "int3"}},
+    {"overrides": []}, {"overrides": {"(": "int4:g128"}}, {"overrides": {".*": 4}}, {"overrides": {".*": "int1"}},
     {"overrides": {".*": "int4:g64"}}, {"overrides": {"a{99999999999}": "int4:g128"}}, {"overrides": None},
     {"ignore": "lm_head"}, {"ignore": [1]}, {"ignore": [["lm_head"]]}, {"ignore": {}},
     {"version": 1}, {"version": None}, {"recipe_sha256": 5}, {"layouts": "marlin"},

@@ -71,8 +71,21 @@ LOADS = {
             HEAD,
         ),
     ),
-    **{label: ("bfloat16", "llama", "", Schemes(Scheme.parse(label), ignore=HEAD)) for label in E2},
+    **{
+        label: ("bfloat16", "llama", "", Schemes(Scheme.parse(label), ignore=HEAD))
+        for label in (*E2, "int2:g32", "int3:g64", "int5:channel", "int6:g128", "int8:channel")
+    },
+    **{
+        label: ("bfloat16", "llama", "dense:", Schemes(Scheme.parse(label), ignore=HEAD))
+        for label in ("int2:g32:asym", "int3:channel:asym", "int5:g64:asym", "int6:g64:asym", "int8:channel:asym")
+    },
     "mixed formats": ("float16", "llama", "", Schemes(INT4, ((r".*\.down_proj", FP6), (r".*\.o_proj", FP5)), HEAD)),
+    "mixed widths": (
+        "float16",
+        "llama",
+        "",
+        Schemes(INT4, ((r".*\.down_proj", Scheme.parse("int6:g64")), (r".*\.o_proj", Scheme.parse("int8"))), HEAD),
+    ),
 }
 RAISES = {
     "marlin": ("marlin", INT4),

@@ -19,6 +19,7 @@ from tests.layouts.samples import record
 LABELS = [
     *(f"int4:{size}{rest}" for size, rest in product(("g32", "g128", "g256", "channel"), ("", ":asym", ":24"))),
     *(f"{name}:channel" for name in FORMATS if name != "int4"),
+    *("int2:g64:asym", "int3:g128:asym", "int5:g32", "int6:channel:asym"),
 ]
 
 
@@ -27,15 +28,17 @@ def bits(values: Tensor) -> Tensor:
 
 
 def recastable(label: str, n: int, k: int, seed: int = 0) -> QuantizedTensor:
-    """Make a random record whose codes fit around zero points of 8, with two zeros in each quad."""
+    """Make a random record whose codes fit around the middle zero point, with two zeros in each quad."""
     q = record(Scheme.parse(label), n, k, seed)
     if q.zeros is not None:
         zeros = q.zeros.repeat_interleave(k // q.zeros.shape[1], 1).short()
-        codes = torch.clamp(q.codes.short(), min=(zeros - 8).clamp(min=0), max=(zeros + 7).clamp(max=15))
+        half = q.scheme.format.zero_code
+        lowest, highest = (zeros - half).clamp(min=0), (zeros + half - 1).clamp(max=2 * half - 1)
+        codes = torch.clamp(q.codes.short(), min=lowest, max=highest)
         codes.view(n, -1, 4)[..., 1:3] = zeros.view(n, -1, 4)[..., 1:3]
         return QuantizedTensor(q.scheme, codes.to(torch.uint8), q.scales, q.zeros)
     if not q.scheme.format.is_float:
-        q.codes.view(n, -1, 4)[..., 1:3] = 8
+        q.codes.view(n, -1, 4)[..., 1:3] = q.scheme.format.zero_code
     return q
 
 

@@ -42,7 +42,7 @@ ERRORS = (
     f"quantize model --samples 0 {TO}",
     f"quantize model --override k_proj {TO}",
     f"quantize model --override k_proj=int4:g0 {TO}",
-    f"quantize model --override k_proj=int5 {TO}",
+    f"quantize model --override k_proj=int7 {TO}",
     f"quantize model --skip ( {TO}",
     f"quantize model --skip .* --method rtn {TO}",
     f"quantize model --skip dwn_proj {RTN} -o out",

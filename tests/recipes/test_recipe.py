@@ -128,7 +128,7 @@ def test_an_unknown_key_is_named(text: str, named: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "scheme: {format: int3}",
+        "scheme: {format: int7}",
         "scheme: {format: [int4]}",
         "scheme: {format: null}",
         "scheme: {group_size: '128'}",
@@ -183,7 +183,7 @@ def test_an_unknown_key_is_named(text: str, named: str, tmp_path: Path) -> None:
         "overrides: {k_proj: int4:g²}",
         "overrides: {k_proj: int4:64}",
         "overrides: {k_proj: int4:g0}",
-        "overrides: {k_proj: int8}",
+        "overrides: {k_proj: int9}",
         "overrides: {k_proj: fp6:asym}",
         "overrides: {k_proj: ''}",
         "overrides: {7: int4}",

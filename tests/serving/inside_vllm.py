@@ -413,11 +413,11 @@ def check_act_order_is_refused_and_not_dropped() -> None:
 def check_a_config_of_ours_that_is_malformed_is_not_another_readers() -> None:
     def change(folder: Path) -> None:
         config = json.loads((folder / "config.json").read_text())
-        config["quantization_config"]["quantkit"]["scheme"] = "int5"
+        config["quantization_config"]["quantkit"]["scheme"] = "int7"
         (folder / "config.json").write_text(json.dumps(config))
 
     line = error_of(configured, damaged("tcfpx-fp6", change))
-    assert "scheme 'int5' in the 'quantkit' key" in line, line
+    assert "scheme 'int7' in the 'quantkit' key" in line, line
 
 
 def check_a_missing_cupy_is_one_line_with_the_command() -> None:
