@@ -259,7 +259,7 @@ def rows(args: argparse.Namespace, where: torch.device) -> Iterator[dict[str, An
 def tiles(args: argparse.Namespace, layout: str) -> tuple[PortableTile, ...]:
     """List the tiles to sweep."""
     routed = LAUNCHERS[layout].kernels(Scheme.parse(SCHEMES[layout]), 256, 256).routed
-    return routed.choice.tiles if args.sweep and routed is not None else ()
+    return routed.choice.tiles if args.sweep else ()
 
 
 def other_tile(up: Weights, down: Weights, one: Work, tile: PortableTile) -> dict[str, Callable[[int], object]]:

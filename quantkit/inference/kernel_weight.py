@@ -36,13 +36,12 @@ def places(layout: str, scheme: Scheme, n: int, k: int) -> Iterator[tuple[str, T
 
 
 def places_of_experts(layout: str, scheme: Scheme, n: int, k: int) -> list[tuple[str, Target]]:
-    """List the `places` that hold every weight of a scheme, whatever its data: those with a grouped kernel first."""
-    found = [
+    """List the `places` that hold every weight of a scheme, whatever its data."""
+    return [
         (name, place)
         for name, place in places(layout, scheme, n, k)
         if (place[0].symmetric, place[0].sparsity) == (scheme.symmetric, scheme.sparsity)
     ]
-    return sorted(found, key=lambda each: kernels.LAUNCHERS[each[0]].kernels(each[1][0], *each[1][1]).routed is None)
 
 
 def pack_for_kernel(q: QuantizedTensor, layout: str, is_expert: bool = False) -> KernelWeight:

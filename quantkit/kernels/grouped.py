@@ -55,13 +55,11 @@ class GroupedKernel:
         weight = launcher.weight(scheme, n, k)
         check_sizes(weight)
         kernel = launcher.kernels(scheme, n, k).routed
-        problem = None if device is None else unusable(device)
-        if kernel is None:
-            problem = f"no kernel of quantkit's own multiplies experts in {layout}"
         if not 1 <= experts <= MAX_EXPERTS:
-            problem = f"the kernels take 1 to {MAX_EXPERTS} experts, not {experts}"
-        if kernel is None or problem is not None:
-            raise KernelError(problem or "")
+            raise KernelError(f"the kernels take 1 to {MAX_EXPERTS} experts, not {experts}")
+        problem = None if device is None else unusable(device)
+        if problem is not None:
+            raise KernelError(problem)
         stacked = {name: (dtype, (experts, *shape)) for name, (dtype, shape) in weight.tensors.items()}
         return cls(replace(weight, tensors=stacked), kernel, experts)
 

@@ -21,14 +21,14 @@ from quantkit.kernels.portable import PortableInstances, PortableKernel
 class Kernels(NamedTuple):
     """The kernels for a weight; `hopper` is None for shapes or groups that only the portable kernel takes.
 
-    `routed` multiplies with the weights of several experts (see `grouped`); None if the layout has none.
+    `routed` multiplies with the weights of several experts (see `grouped`).
     """
 
     naive: NaiveKernel
     portable: PortableKernel
     hopper: HopperKernel | None
     decoded: DecodedKernel
-    routed: PortableInstances | None = None
+    routed: PortableInstances
 
 
 @dataclass(frozen=True)

@@ -227,9 +227,10 @@ def test_all_experts_are_packed_in_one_layout_whatever_their_data() -> None:
 
 def test_experts_go_to_a_layout_whose_kernel_multiplies_them_at_once() -> None:
     for layout, label, target in (
-        ("quick", "int4:g128", "marlin"),
-        ("quick", "int4:g32", "quick"),
-        ("marlin24", "int4:g128:24", "marlin"),
+        ("quick", "int4:g128", "quick"),
+        ("awq", "int4:g32:asym", "quick"),
+        ("marlin24", "int4:g128:24", "marlin24"),
+        ("gptq", "int4:g128", "marlin"),
         ("humming", "fp5:channel", "tcfpx"),
     ):
         assert pack_for_kernel(record(label, 256, 256), layout, is_expert=True).layout == target
