@@ -153,7 +153,7 @@ tiles() { # what the models of the Hopper kernels are fitted to
     done
 }
 
-for stage in "${@:-tests llama sparse opt moe_accuracy moe_blocks solver kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick generate perplexity verify_8b cold_start bias_shift sanitizer}"; do
+for stage in "${@:-tests llama sparse opt moe_accuracy moe_blocks solver kernels_marlin kernels_marlin24 kernels_tcfpx kernels_quick batches generate perplexity verify_8b cold_start bias_shift sanitizer}"; do
     for name in $stage; do
         {
             nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader
