@@ -1,5 +1,5 @@
 """Write what comes from the code: cli.md from the commands, api.md from the public names, conversions.md, recipes.md
-from the keys of a recipe, and the keywords of the API as types that editors complete.
+from the keys of a recipe, the tables of study.md from figures, and the keywords of the API as types for editors.
 
 `make docs` runs this. A test compares the pages with it.
 """
@@ -36,6 +36,7 @@ from quantkit.planning.plan import Plan
 from quantkit.progress import Event
 from quantkit.recipes.run_options import RunOptions
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
+from quantkit.reporting import recipe_table
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -139,6 +140,7 @@ def pages() -> dict[Path, str]:
         HERE / "api.md": api_page(),
         HERE / "conversions.md": conversions_page(),
         HERE / "recipes.md": recipe_page(),
+        HERE / "study.md": study_page(),
         ROOT / "quantkit/recipes/keywords.py": keywords_module(),
     }
 
@@ -213,6 +215,28 @@ def recipe_page() -> str:
         assert found.search(text), heading
         text = found.sub(lambda _, table=table: table, text, count=1)
     return text
+
+
+def study_page() -> str:
+    """Make the page of the study: its tables anew from the CSVs that are there, the text around them as it is."""
+
+    def drawn(found: re.Match[str]) -> str:
+        model, kind = found[1], found[2]
+        path = ROOT / f"benchmarks/gpu/study_{model}.csv"
+        if not path.exists():
+            return f"<!-- table {model} {kind} -->\n\nNot measured yet.\n\n<!-- end -->"
+        rows = recipe_table.read_csv(path)
+        quality = recipe_table.quality(rows)
+        columns = {
+            "perplexity": [each for each in quality if not each.head.startswith("KL ")],
+            "divergence": [each for each in quality if each.head.startswith(("bits", "KL "))],
+            "tails": recipe_table.tails(rows),
+            "tasks": recipe_table.tasks(rows),
+        }[kind]
+        return f"<!-- table {model} {kind} -->\n\n{recipe_table.table(rows, columns)}\n<!-- end -->"
+
+    text = (HERE / "study.md").read_text(encoding="utf-8")
+    return re.sub(r"<!-- table ([\w-]+) (\w+) -->.*?<!-- end -->", drawn, text, flags=re.S)
 
 
 def key_row(key: Key) -> list[str]:

@@ -123,7 +123,8 @@ def compare(
     """Compare recipes on one model.
 
     Each recipe quantizes MODEL, with each calibration text and seed if it needs text. The result is judged, decoded to
-    float32, beside MODEL. OUT gets compare.csv and compare.md, and a file for each row. The same command continues
+    float32, beside MODEL. OUT gets compare.csv, compare.md, compare.html
+    with plots of quality against size, and a file for each row. The same command continues
     after a stop, makes new rows if more is asked, and shares the rows with others that run at the same time."""
     from quantkit import api
     from quantkit.recipes.recipe import from_pairs, merge

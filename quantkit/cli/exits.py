@@ -135,7 +135,7 @@ def _what_remains() -> str:
         if "resume" in context.params:
             return "the finished part is kept, the same command with --resume continues"
         return "something is left beside the output, the same command with --overwrite discards it"
-    if context and context.params.get("journal"):
+    if context and (context.params.get("journal") or "recipes" in context.params):
         return "the finished part is kept, the same command continues"
     return "nothing was written, run the same command again"
 

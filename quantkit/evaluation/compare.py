@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.origin import name_of
 from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Words, about
 from quantkit.evaluation.programs import CodeExam
 from quantkit.evaluation.recipe_rows import ROWS, WORK, Entry, Judges, Rows
@@ -22,13 +23,15 @@ from quantkit.progress import Listener, Progress, reporter
 from quantkit.recipes.named import load_named_or_scheme
 from quantkit.recipes.recipe import Recipe, from_mapping, merge
 from quantkit.reporting.notebook import Shown
+from quantkit.reporting.recipe_page import page
 from quantkit.reporting.recipe_table import UNQUANTIZED, Row, as_csv, as_markdown
 from quantkit.text.sources import PACKAGED, name_of_text
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Shown):
-    """The finished `rows` of a table, and its folder `path` with compare.csv and compare.md.
+    """The finished `rows` of a table, and its folder `path` with compare.csv, compare.md and the page
+    compare.html.
 
     The keys of a row are the columns of the CSV: `bits` a quantized weight, `bytes` of all tensors, `text:NAME:ppl`,
     `text:NAME:kld` and the other fields of `Divergence`, `task:NAME:value`, the mean `tasks:value`, `code:pass@1`,
@@ -128,6 +131,7 @@ def compare(
         found = list(_finished(rows, entries, lambda entry: command(model, entry, asked, sources, settings or {}, run)))
         files.write_atomic(out / "compare.csv", as_csv(found).encode())
         files.write_atomic(out / "compare.md", as_markdown(found).encode())
+        files.write_atomic(out / "compare.html", page(name_of(model), found).encode())
         return found
 
     for entry in progress.bar(mine, "rows", len(mine), each="row"):

@@ -55,9 +55,9 @@ def as_markdown(rows: Sequence[Row]) -> str:
         return "No row is finished.\n"
     several = len({row.get("seed") for row in rows if row.get("seed") not in ("", None)}) > 1
     about = "Mean ± standard deviation over seeds of the calibration text.\n" if several else ""
-    parts = [f"## Quality and size\n\n{about}{notes(rows)}\n{_table(rows, quality(rows))}"]
-    parts += [f"## Tails of the KL divergence\n\n{_table(rows, found)}" for found in [tails(rows)] if found]
-    parts += [f"## Tasks\n\n{_table(rows, found)}" for found in [tasks(rows)] if found]
+    parts = [f"## Quality and size\n\n{about}{notes(rows)}\n{table(rows, quality(rows))}"]
+    parts += [f"## Tails of the KL divergence\n\n{table(rows, found)}" for found in [tails(rows)] if found]
+    parts += [f"## Tasks\n\n{table(rows, found)}" for found in [tasks(rows)] if found]
     lines = "\n".join(f"{name(row)}: {format_seconds(float(row['seconds']))}\n  {row['command']}" for row in rows[1:])
     return "\n".join([*parts, f"## Commands\n\n```\n{lines}\n```\n"])
 
@@ -143,7 +143,8 @@ def labels(rows: Sequence[Row], kind: str) -> list[str]:
     return list(dict.fromkeys(key.split(":")[1] for row in rows for key in row if key.startswith(f"{kind}:")))
 
 
-def _table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+def table(rows: Sequence[Row], columns: Sequence[Column]) -> str:
+    """Write columns of rows as a Markdown table."""
     head, body = cells(rows, columns)
     lines = [head, ["---"] * len(head), *body]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)

@@ -7,6 +7,7 @@ import json
 import shutil
 import statistics
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
 from quantkit.recipes.named import load_named_or_scheme
 from quantkit.recipes.recipe import from_mapping, merge
+from quantkit.reporting.recipe_page import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, page, plots, series
 from quantkit.reporting.recipe_table import as_csv, as_markdown, cells, quality, read_csv
 from tests.command_line import call, refused
 from tests.folders import TEXT
@@ -207,6 +209,24 @@ def test_tasks_are_paired_with_the_unquantized_model(small_llama: Path, asked: d
     assert "task:piqa:difference" not in {key for key, value in found.rows[0].items() if value is not None}
     head, body = cells(found.rows, quality(found.rows))
     assert dict(zip(head, body[1], strict=True))["tasks"] == f"{100 * alone.value:.2f}"
+
+
+def test_the_page_marks_each_row_where_its_figures_are(whole: Any) -> None:
+    names = series(whole.rows)
+    by_bits, by_bytes = plots(whole.rows, "judge", names)
+    rows = whole.rows[1:]
+    assert len(by_bits.marks) == len(by_bytes.marks) == len(rows)
+    for plot, size in ((by_bits, "bits"), (by_bytes, "bytes")):
+        for axis, values in (("x", [row[size] for row in rows]), ("y", [-row["text:judge:kld"] for row in rows])):
+            places = [getattr(mark, axis) for mark in plot.marks]
+            assert sorted(range(len(rows)), key=lambda i, v=values: (v[i], i)) == sorted(
+                range(len(rows)), key=lambda i, p=places: (round(p[i], 6), i)
+            )
+        assert all(LEFT < mark.x < WIDTH - RIGHT and TOP < mark.y < HEIGHT - BOTTOM for mark in plot.marks)
+        assert len(plot.y_ticks) >= 1 and [name for _, name in plot.x_ticks]
+    text = (whole.path / "compare.html").read_text()
+    assert all(escape(mark.text) in text for mark in by_bits.marks) and "judged without packing" in text
+    assert "<script" not in page("<script>alert(1)</script>", whole.rows)
 
 
 @pytest.mark.parametrize(
