@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.checkpoint.origin import name_of
-from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Words, about
+from quantkit.errors import CheckpointError, Command, Option, QuantkitError, RecipeError, Words, about
 from quantkit.evaluation.programs import CodeExam
 from quantkit.evaluation.recipe_rows import ROWS, WORK, Entry, Judges, Rows
 from quantkit.evaluation.rouge import SummaryExam
@@ -207,31 +207,30 @@ def command(
     """Return the command that quantizes as a row did; of a scheme without a layout the one that makes the row."""
     if entry.recipe is None:
         return ""
-    recipe = entry.recipe
+    recipe, seed = entry.recipe, entry.seed or 0
     pairs = list(_pairs({key: value for key, value in settings.items() if recipe.calibrated or key != "calibration"}))
-    source = [] if entry.calib is None else ["--calib", sources[entry.calib]]
+    words: list[Words] = []
     if recipe.layout is None:
-        seed = [] if entry.calib is None else ["--seeds", str(entry.seed)]
-        words = ["compare", str(model), "-o", "OUT", "--recipes", entry.name, *source, *seed]
+        words.append(Option("recipes", entry.name))
+        words += [Option("seeds", seed)] if seed else []
     elif Path(entry.name).is_file() or ":" not in entry.name:
-        words = ["quantize", str(model), "-o", "OUT", "--recipe", entry.name, *source]
+        words.append(Option("recipe", entry.name))
     else:
         form: Any = recipe.scheme
-        words = ["quantize", str(model), "-o", "OUT", "--format", form.format.name]
-        words += ["--group-size", str(form.group_size or "channel"), "--method", recipe.method]
-        words += [] if form.symmetric else ["--asym"]
-        words += ["--prune", form.sparsity] if form.sparsity else []
-        words += source
-    if recipe.layout is not None and entry.seed:
-        pairs.append(f"calibration.seed={entry.seed}")
-    words += [word for pair in pairs for word in ("--set", pair)]
-    words += ["--revision", run["revision"]] if run["revision"] else []
-    words += ["--trust-remote-code"] if run["trust_remote_code"] else []
-    return shlex.join(["quantkit", *words])
+        words += [Option("format", form.format.name), Option("group_size", form.group_size or "channel")]
+        words += [Option("method", recipe.method), *([] if form.symmetric else [Option("asym", True)])]
+        words += [Option("prune", form.sparsity)] if form.sparsity else []
+    words += [] if entry.calib is None else [Option("calib", sources[entry.calib])]
+    pairs += [f"calibration.seed={seed}"] if seed and recipe.layout is not None else []
+    words += [Words("--set", shlex.quote(pair)) for pair in pairs]
+    words += [Option("revision", run["revision"])] if run["revision"] else []
+    words += [Option("trust_remote_code", True)] if run["trust_remote_code"] else []
+    made = "compare" if recipe.layout is None else "quantize"
+    return str(Command(made, model, Option("out", Words("OUT")), *words))
 
 
 def _pairs(settings: Mapping[str, Any], before: str = "") -> Iterator[str]:
-    """Yield settings as `--set` takes them."""
+    """Yield settings as KEY=VALUE."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and before + key != "overrides":
             yield from _pairs(value, f"{before}{key}.")

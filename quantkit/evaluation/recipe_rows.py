@@ -275,7 +275,7 @@ class Rows:
             bits, size, stored = *_as_if_stored(report, self._opened.src), UNSTORED
         refined = f"{recipe.method}+tune" if recipe.tune else recipe.method
         facts = {"precision": form, "grouping": grouping, "method": refined, "stored": stored, "bits": bits}
-        facts["calibration tokens"] = report["calibration"].get("tokens", "")
+        facts["calibration_tokens"] = report["calibration"].get("tokens")
         return {**facts, "bytes": size, "seconds": round(totals["seconds"], 2), **self._machine()}
 
     def _quantized(self, entry: Entry, folder: Path) -> dict[str, Any]:

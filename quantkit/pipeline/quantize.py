@@ -172,13 +172,13 @@ def _survey(
     if src.written_dtype is not None:
         src.never_cast = kept_in_float32(skeleton.module, skeleton.states.stored, src.written_dtype)
     if recipe.layout is None and skeleton.sliced:
-        what, way = "a folder without a layout has", Words("use a scheme that a layout stores")
-        if recipe.only_prunes:
-            what, way = "prune would write", Words("use", Command("quantize", Setting("prune", "2:4")))
+        way = Words("use", Command("quantize", Setting("prune", "2:4")))
         raise CheckpointError(
-            f"{skeleton.sliced[0]} holds all experts of a layer, and {what} one tensor for each, "
-            "which no reader of dense models takes",
-            way,
+            f"{skeleton.sliced[0]} holds all experts of a layer, and prune would write one tensor for each, "
+            "which no reader of dense models takes"
+            if recipe.only_prunes
+            else f"{skeleton.sliced[0]} holds all experts of a layer, and no layout stores {label(recipe.scheme)}",
+            way if recipe.only_prunes else "compare other schemes",
             subject=src.path,
         )
     recipe, sized = with_group_size(
