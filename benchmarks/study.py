@@ -41,6 +41,7 @@ def main() -> None:
     parser.add_argument("--texts", type=Path, required=True, help="folder that real_texts.py made")
     parser.add_argument("--data", type=Path, required=True, help="folder of WikiText-2 and PTB")
     parser.add_argument("--tasks", type=Path, help="folder that task_data.py made [no tasks, no programs]")
+    parser.add_argument("--names", default="zeroshot", help="tasks; those with F1 need scikit-learn [zeroshot]")
     parser.add_argument("--limit", type=int, default=500, help="questions of each task [500]")
     parser.add_argument("--windows", type=int, default=64, help="windows of 1024 tokens of each text [64]")
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences [128]")
@@ -89,7 +90,7 @@ def calls(args: argparse.Namespace, name: str, model: str) -> Iterator[list[str]
         line += ["--window", str(WINDOW if answers else WINDOW - 1), "--tokens", str(args.windows * WINDOW)]
         line += ["--device", args.device, "--part", args.part]
         if answers and asked and args.tasks is not None:
-            line += ["--tasks", "zeroshot", "--data", str(args.tasks), "--limit", str(args.limit)]
+            line += ["--tasks", args.names, "--data", str(args.tasks), "--limit", str(args.limit)]
             line += ["--batch-size", str(args.batch_size)]
             line += ["--code", str(args.tasks / "humaneval.jsonl"), "--allow-code-execution"]
             line += ["--no-namespaces"] if args.no_namespaces else []

@@ -135,9 +135,11 @@ def report(folder: Path, html: Path | None, as_json: bool, progress: Progress) -
     if html is not None:
         if html.suffix != ".html":
             raise click.UsageError(f"{html}: the file name must end in .html")
-        proof = folder / verification.VERIFICATION
-        verified = load_json(inside(folder.resolve(), proof.name)) if proof.exists() else None
-        files.write_atomic(html, page(found, verified).encode())
+        beside = [
+            load_json(inside(folder.resolve(), name)) if (folder / name).exists() else None
+            for name in (verification.VERIFICATION, verification.TASKS)
+        ]
+        files.write_atomic(html, page(found, *beside).encode())
         progress.note(f"drawn: {html}")
     emit(show.as_json(found) if as_json else show.report(found, progress))
 

@@ -136,6 +136,10 @@ def format_rouge(found: Rouge, progress: Progress) -> str:
     _batch_size(8),
 )
 @_journal
+@section(
+    "Output",
+    click.option("--record", is_flag=True, help="Write the scores into CHECKPOINT, for its report and model card."),
+)
 @_advanced
 def tasks(checkpoint: str, tasks: str, against: str | None, as_json: bool, progress: Progress, **asked: Any) -> None:
     """Measure answers to tasks.

@@ -37,7 +37,7 @@ from quantkit.models.devices import device_of
 from quantkit.models.meta_model import auto_class, config_of
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import plan, quantize
-from quantkit.progress import Progress
+from quantkit.progress import Progress, Recorder
 from quantkit.recipes.recipe import Recipe, without_paths
 from quantkit.reporting.recipe_table import UNSTORED, Row
 from quantkit.text.sources import PACKAGED, kind_of, load_evaluation_text
@@ -163,6 +163,7 @@ class Rows:
         judges.require(self._opened)
         self._digests = {name: hash_of_file(path) for name, path in sorted(src.sources().items())}
         self._windows = cache(self._cut)
+        self._noted: set[str] = set()
 
     def finished(self, entry: Entry) -> Finished:
         """Open the journal of a row."""
@@ -193,8 +194,9 @@ class Rows:
 
     def make(self, entry: Entry) -> bool:
         """Quantize and judge what a row lacks; False if another process does."""
-        slug = self._slug(entry, self._identity(entry))
-        work = self._out / WORK / slug
+        if not self.lacks(entry):  # a neighbour was quicker
+            return True
+        work = self._out / WORK / self._slug(entry, self._identity(entry))
         files.make_folder(work, parents=True)
         files.make_folder(self._out / ROWS, parents=True)
         with claimed(work) as is_ours:
@@ -282,9 +284,16 @@ class Rows:
         """Return the report of a row's folder, which is made if it is not there."""
         assert entry.recipe is not None
         if not folder.exists():
-            begun = check_staging(folder, resume=True) is not None
-            quantize(self._model, folder, entry.recipe, resume=begun, progress=self._progress, **self._run)
-        return load_report(folder)
+            begun, told = check_staging(folder, resume=True) is not None, Recorder(self._progress)
+            quantize(self._model, folder, entry.recipe, resume=begun, progress=told, **self._run)
+            for line in told.take():
+                self._progress.warn(f"{entry.title}: {line}")
+        report = load_report(folder)
+        for line in report["notices"]:  # most are those of other rows too
+            if line not in self._noted:
+                self._progress.note(f"{entry.title}: {line}")
+                self._noted.add(line)
+        return report
 
     def _machine(self) -> Row:
         place = device_of(self._run["device"])

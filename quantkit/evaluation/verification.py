@@ -12,6 +12,8 @@ from quantkit.io import files, json_files
 from quantkit.reporting.notebook import Shown
 
 VERIFICATION = "verify.json"
+#: The scores of `eval tasks --record`, which stand there too.
+TASKS = "tasks.json"
 
 
 @dataclass(frozen=True)

@@ -233,3 +233,22 @@ def _count(fact: str, value: Any) -> int:
     if isinstance(value, list):
         return max(0, len(value) - (fact == "rungs"))
     return int(bool(value)) if isinstance(value, str) else int(value or 0)
+
+
+def tasks(scores: Mapping[str, Any]) -> tuple[list[str], list[list[str]], str]:
+    """Return head and rows of a table of the scores of tasks, in percent, and a line about them."""
+
+    def percent(value: Any, sign: str = "") -> str:
+        return f"{100 * value:{sign}.2f}" if isinstance(value, int | float) else ""
+
+    head = ["task", "metric", "value, %", "std error", "questions"]
+    head += ["difference", "95 % interval"] if scores.get("against") else []
+    rows = []
+    for each in scores.get("scores", []):
+        row = [each.get("task"), each.get("metric"), percent(each.get("value")), percent(each.get("stderr"))]
+        low, high = (percent(each.get(f"difference_{end}"), "+") for end in ("low", "high"))
+        row += [each.get("questions"), percent(each.get("difference"), "+"), f"{low} to {high}" if low else ""]
+        rows.append([str(value) for value in row[: len(head)]])
+    about = f"Mean {percent(scores.get('mean'))} % of the first metrics. lm-eval {scores.get('lm_eval')}, questions of"
+    about += f" {scores.get('data')}, {'with' if scores.get('chat_template') else 'without'} chat template"
+    return head, rows, about + (f"; differences to {scores['against']}." if scores.get("against") else ".")

@@ -28,8 +28,10 @@ class Proof(NamedTuple):
     sentence: str
 
 
-def page(report: Mapping[str, Any], verification: Mapping[str, Any] | None = None) -> str:
-    """Write the page of a report; `verification` is the content of verify.json, None if there is none."""
+def page(
+    report: Mapping[str, Any], verification: Mapping[str, Any] | None = None, tasks: Mapping[str, Any] | None = None
+) -> str:
+    """Write the page of a report; `verification` is the content of verify.json, `tasks` of tasks.json, if there."""
     from markupsafe import escape
 
     source = report.get("base") or report.get("source", {})
@@ -53,6 +55,7 @@ def page(report: Mapping[str, Any], verification: Mapping[str, Any] | None = Non
         facts=_facts(report, source, layers, proof.sentence),
         quality=quality,
         measured_on=measured_on,
+        tasks=_tasks(tasks),
         charts=_charts(layers),
         layers=len(layers),
         worst=_worst(layers),
@@ -142,6 +145,14 @@ def _quality(report: Mapping[str, Any]) -> tuple[Table | None, str]:
     shown = (("data", "{}"), ("windows", "{} windows"), ("window", "of {} tokens"), ("tokens", "{} predictions"))
     about = ", ".join(words.format(found[key]) for key, words in (*shown, ("weights", "{}")) if found.get(key))
     return Table(("", "before", "after", "change"), rows, "cards", (1, 2, 3)) if rows else None, about
+
+
+def _tasks(scores: Mapping[str, Any] | None) -> tuple[Table, str] | None:
+    """Tabulate the scores of tasks, and name their protocol."""
+    if scores is None:
+        return None
+    head, rows, about = facts.tasks(scores)
+    return Table(head, rows, "cards", range(2, len(head))), about
 
 
 def _charts(layers: Sequence[Layer]) -> list[Chart]:

@@ -31,6 +31,9 @@ PACKAGED = "packaged"
 SELF = "self"
 PACKAGED_FILE = Path(__file__).parents[1] / "calibration_text" / "text.jsonl.gz"
 
+#: Names that papers have for the test texts of others.
+AS_IN_PAPERS = {"ptb-new": "ptb", "c4-new": "c4"}
+
 Kind = Literal["data set", "hub", "packaged", "self", "plain text", "records"]
 
 
@@ -175,8 +178,9 @@ def load_evaluation_text(source: str) -> tuple[str, str]:
 
     Data sets give their test split, rows joined as in the published figures (`c4`: the first 1100 documents of its
     first validation file). A .txt file is used unchanged; the texts of records are joined by blank lines.
-    CheckpointError as for `load_documents`.
+    `ptb-new` and `c4-new` are the names of papers for `ptb` and `c4`. CheckpointError as for `load_documents`.
     """
+    source = AS_IN_PAPERS.get(source, source)
     if source in NAMED:
         named = NAMED[source]
         rows = _fetch(source, named, named.test, named.test_rows, Option("data", FILE))

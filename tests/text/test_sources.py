@@ -113,7 +113,7 @@ def test_a_missing_file_is_refused_with_the_names_of_data_sets() -> None:
     [
         ("load_documents('wikitext2')", "wikitext2", "--calib"),
         ("load_documents('org/name:config')", "org/name:config", "--calib"),
-        ("load_evaluation_text('c4')", "c4", "--data"),
+        ("load_evaluation_text('c4-new')", "c4", "--data"),
     ],
 )
 def test_without_a_hub_a_data_set_gives_one_line_with_this_commands_option(
