@@ -225,7 +225,10 @@ def bias_panels(name: str, figure: Bias) -> list[Panel]:
         shape = f"{row['N']}x{row['K']}"
         if shape in figure.shapes and int(row["M"]) in figure.tokens:
             lines.setdefault(shape, []).append((int(row["M"]), float(row["ratio"])))
-    return [Panel(figure.title, "tokens", "time, converted over shifted", lines)] if lines else []
+            if row.get("integer_ratio"):
+                lines.setdefault(f"{shape}: by integers", []).append((int(row["M"]), float(row["integer_ratio"])))
+    dashed = frozenset(label for label in lines if label.endswith(": by integers"))
+    return [Panel(figure.title, "tokens", "time, converted over shifted", lines, dashed)] if lines else []
 
 
 def model_panels(name: str, figure: Models) -> list[Panel]:
