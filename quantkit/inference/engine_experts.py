@@ -23,9 +23,9 @@ from quantkit.inference.engine_linear import (
     as_matrix,
     decode,
     handle_of,
+    kernels_of,
     launch,
     load_kernel,
-    prepare,
 )
 from quantkit.inference.kernel_weight import KernelWeight
 from quantkit.kernels import LAUNCHERS
@@ -93,14 +93,19 @@ def prepare_experts(
         check_packed(replace(expected, tensors=stacked), named, device)
     layer = EXPERTS[handle := _handle_of(*handles, experts, activation)]
     if device.type == "cuda":
-        for kernel in (found := grouped(layer, device)) or ():
-            load_kernel(kernel.kernel, dtype, device)
-            kernel.load(dtype, device)
-        if found is None:
-            for weight, out in zip((first, second), sizes, strict=True):
-                one = {suffix: tensor[-1] for suffix, tensor in weight.tensors.items()}
-                prepare(weight.layout, weight.scheme.label, *weight.shape, out, one, dtype)
+        load_experts(layer, device)
     return handle
+
+
+def load_experts(layer: PreparedExperts, device: torch.device) -> None:
+    """Compile and load all kernels that a layer's products may need, with a note if that takes time."""
+    at_once = grouped(layer, device)
+    for kernel in at_once or ():
+        load_kernel(kernel.kernel, layer.first.dtype, device)
+        kernel.load(layer.first.dtype, device)
+    if at_once is None:
+        for one in (layer.first, layer.second):
+            kernels_of(one, device)
 
 
 @functools.cache

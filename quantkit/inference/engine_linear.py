@@ -66,7 +66,7 @@ def prepare(
     one, device = PREPARED[handle], next(iter(tensors.values())).device
     _check(one, [*tensors.values()], device)
     if device.type == "cuda":
-        _kernels(one, device)
+        kernels_of(one, device)
     return handle
 
 
@@ -117,7 +117,7 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
 
 def launch(one: Prepared, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor) -> None:
     """Write a product into `y` `[m, n]`, for operands that are checked, `packed` in the order of `weight.tensors`."""
-    kernel, decoded, decoded_from = _kernels(one, x.device)
+    kernel, decoded, decoded_from = kernels_of(one, x.device)
     chosen = decoded if y.shape[0] >= decoded_from else kernel
     chosen.launch(one.weight, x, packed, bias, y)
 
@@ -147,7 +147,7 @@ def _check(one: Prepared, tensors: Sequence[Tensor], device: torch.device) -> No
 
 
 @functools.cache
-def _kernels(one: Prepared, device: torch.device) -> tuple[HopperKernel | PortableKernel, DecodedKernel, int]:
+def kernels_of(one: Prepared, device: torch.device) -> tuple[HopperKernel | PortableKernel, DecodedKernel, int]:
     """Load the kernel for few tokens, that for many, and the number of tokens from which on the latter is used."""
     launcher, n, k = kernels.LAUNCHERS[one.layout], one.weight.n, one.weight.k
     kernel, decoded = launcher.fastest(one.scheme, n, k, device), launcher.kernels(one.scheme, n, k).decoded

@@ -90,9 +90,13 @@ class EngineConfig:
         that the engine joins.
         """
         if isinstance(layer, head):
-            if not self.is_head_tied and not self.is_dense(prefix) and not self.is_dense(prefix.rpartition(".")[2]):
+            dense = self.is_dense(prefix) or self.is_dense(prefix.rpartition(".")[2])
+            if not prefix:  # some classes of engines do not tell it
+                dense = not self.schemes.quantizes_head
+            if not dense and not self.is_head_tied:
+                named = prefix or "the output head"
                 raise ValueError(
-                    f"{prefix} is packed, which {self.ENGINE} does not serve with quantkit: quantize without it"
+                    f"{named} is packed, which {self.ENGINE} does not serve with quantkit: quantize without it"
                 )
         elif isinstance(layer, linear):
             names = self.members(prefix)

@@ -20,6 +20,8 @@ EXCHANGE = "allgather_reducescatter"
 
 def method_of(config: EngineConfig, layer: Any, prefix: str) -> QuantkitExpertsMethod | None:
     """Make the method of a layer of experts, None if they are dense. ValueError for what is not served."""
+    if not hasattr(layer, "expert_map_manager"):
+        raise ValueError(f"{prefix}: quantkit's plug-in knows no experts of a vLLM before 0.26: update vLLM")
     gate, down, up = layer.ckpt_gate_proj_name, layer.ckpt_down_proj_name, layer.ckpt_up_proj_name
     names = (gate, up, down) if layer.moe_config.is_act_and_mul else (up or gate, down)
     every = (f"{prefix}.{number}.{name}" for number in range(layer.global_num_experts) for name in names)

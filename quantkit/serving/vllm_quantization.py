@@ -11,6 +11,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from quantkit.layouts import read_config
 from quantkit.serving.engine_config import EngineConfig
 
+#: The classes of layers of experts: before vLLM 0.26, and since then.
+EXPERTS = {"FusedMoE", "RoutedExperts"}
+
 
 class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
     """The layout and the schemes of a folder, and by them the method of each layer."""
@@ -41,13 +44,12 @@ class QuantkitConfig(EngineConfig, QuantizationConfig):  # type: ignore[misc]
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Make the method of a layer; None leaves it to vLLM. ValueError for what is not served."""
-        from vllm.model_executor.layers.fused_moe import RoutedExperts
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         from quantkit.serving.vllm_layer import QuantkitLinearMethod
 
-        if isinstance(layer, RoutedExperts):
+        if EXPERTS.intersection(kind.__name__ for kind in type(layer).__mro__):
             from quantkit.serving.vllm_experts import method_of
 
             return method_of(self, layer, prefix)

@@ -14,11 +14,19 @@ from torch.nn.functional import gelu, linear, silu
 
 from quantkit.errors import KernelError
 from quantkit.inference import engine_experts
-from quantkit.inference.engine_experts import EXPERTS, multiply_at_once, multiply_one_by_one, prepare_experts
+from quantkit.inference.engine_experts import (
+    EXPERTS,
+    load_experts,
+    multiply_at_once,
+    multiply_one_by_one,
+    prepare_experts,
+)
 from quantkit.inference.engine_linear import Prepared, decode
 from quantkit.inference.kernel_weight import KernelWeight, pack_for_kernel
+from quantkit.kernels import loader
 from quantkit.layouts import LAYOUTS
 from tests.inference.samples import gauss, values
+from tests.kernels.fake_driver import FakeDriver
 from tests.serving.samples import record
 
 OPERATOR = torch.ops.quantkit.engine_experts
@@ -211,6 +219,41 @@ def test_experts_that_kernels_would_read_wrongly_are_refused_in_one_line() -> No
         with pytest.raises(KernelError, match=says) as caught:
             prepare_experts(first, given[0], (256, HIDDEN), *given[1:])
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["marlin_portable", "routing", "expert_steps"])
+def test_a_kernel_of_experts_that_does_not_compile_ends_the_start_in_one_line(
+    source: str, fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first token; the slow way is no answer to it."""
+
+    def loaded(name: str, instances: Sequence[str], index: int) -> Any:
+        if name == source:
+            raise KernelError(f"{name}.cu does not compile for sm_90a with NVRTC 13.0: error: expected a ;")
+        return real(name, instances, index)
+
+    real = loader.loaded
+    monkeypatch.setattr(loader, "loaded", loaded)
+    monkeypatch.setattr("quantkit.kernels.grouped.unusable", lambda device: None)
+    one = EXPERTS[layer("marlin", "int4:g128")[0]]
+    engine_experts.grouped.cache_clear()
+    with pytest.raises(KernelError, match=f"^{source}.cu does not compile") as caught:
+        load_experts(one, torch.device("cpu"))
+    assert "\n" not in str(caught.value)
+    monkeypatch.setattr(loader, "loaded", real)
+    load_experts(one, torch.device("cpu"))
+    engine_experts.grouped.cache_clear()
+
+
+def test_experts_without_a_grouped_kernel_are_announced(
+    fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("quantkit.kernels.grouped.unusable", lambda device: None)
+    engine_experts.grouped.cache_clear()
+    load_experts(EXPERTS[layer("quick", "int4:g64:asym")[0]], torch.device("cpu"))
+    said = capsys.readouterr().err
+    assert "no kernel of quantkit's own multiplies experts in quick: experts are multiplied one after another" in said
+    engine_experts.grouped.cache_clear()
 
 
 def test_all_experts_are_packed_in_one_layout_whatever_their_data() -> None:

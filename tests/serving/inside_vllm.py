@@ -361,6 +361,9 @@ def check_what_is_not_served_is_refused_in_one_line() -> None:
         line = error_of(ParallelLMHead, 512, 256, quant_config=config, prefix="lm_head")
         assert line == "lm_head is packed, which vLLM does not serve with quantkit: quantize without it", line
         VocabParallelEmbedding(512, 256, quant_config=config, prefix="")
+        line = error_of(ParallelLMHead, 512, 256, quant_config=config, prefix="")
+        assert line.startswith("the output head is packed"), line
+        ParallelLMHead(512, 256, quant_config=config_of("marlin", "int4:g128", ignore=("lm_head",)), prefix="")
         line = error_of(layer_of, "ColumnParallelLinear", config_of("awq", "int4:g8"), 256, 256)
         assert line.startswith("model.layers.0.x: no kernel takes int4:g8 of [256, 256]"), line
     with building(0, 4):

@@ -8,7 +8,9 @@ release, which is then imported in its place.
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import save_file
 
 import quantkit
+from quantkit.serving import vllm_plugin
 from quantkit.serving.vllm_plugin import untested
 from tests.census import families
 from tests.serving.engines import INT4, MODEL, TOOLS, answers, engine
@@ -23,6 +26,7 @@ from tests.serving.inside_vllm import CHECKS
 from tests.serving.inside_vllm_experts import OUTPUTS
 from tests.tiny_models import write_model
 
+QUANTIZATION = "vllm.model_executor.layers.quantization"
 #: Folder -> the options of `quantize` that make it of the tiny Llama.
 FOLDERS: dict[str, dict[str, Any]] = {
     "marlin": {**INT4, "layout": "marlin"},
@@ -110,3 +114,19 @@ def test_no_warning_for_a_tested_release(release: str) -> None:
 @pytest.mark.parametrize("release", ["0.25.9", "0.34.0", "1.0", "dev"])
 def test_a_release_outside_the_range_is_named(release: str) -> None:
     assert f"tested with vLLM 0.26 to 0.33, this is {release}" in str(untested(release))
+
+
+def test_a_vllm_that_is_too_old_or_new_is_two_lines_and_no_error(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its packages have other names or functions, and vLLM must start all the same, for folders of others."""
+    monkeypatch.setattr(vllm_plugin, "version", lambda package: "0.9.1")
+    for modules in ((), ("vllm", "vllm.model_executor", "vllm.model_executor.layers", QUANTIZATION)):
+        for name in modules:
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        caplog.clear()
+        vllm_plugin.register()
+        first, second = (record.getMessage() for record in caplog.records)
+        assert first.startswith("quantkit's plug-in was tested with vLLM 0.26 to 0.33, this is 0.9.1")
+        assert second.startswith("quantkit's plug-in does not fit this vLLM and serves nothing (")
+        assert "\n" not in first + second
