@@ -222,7 +222,7 @@ def columns(found: TokenValues) -> dict[str, Any]:
         **thousandths,
         "above": round(figures["kld_above"], 5),
         "top1": round(figures["top1"], 5),
-        "tokens": found.kl.numel(),
+        "tokens": sum(map(len, found.kl)),
     }
 
 

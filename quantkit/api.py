@@ -33,6 +33,7 @@ from quantkit.evaluation.compare import compare as compare_recipes
 from quantkit.evaluation.comparison import measurement
 from quantkit.evaluation.divergence import Divergence, kld
 from quantkit.evaluation.engine_check import verify_in_engine
+from quantkit.evaluation.pairs import load_material
 from quantkit.evaluation.perplexity import Perplexity, perplexity
 from quantkit.evaluation.programs import eval_code as measure_code
 from quantkit.evaluation.rouge import eval_rouge as measure_rouge
@@ -60,7 +61,6 @@ from quantkit.recipes.named import load_named
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.run_options import RunKeywords, RunOptions
 from quantkit.recipes.schema import pruning_keys
-from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer
 
 #: The keywords of `plan` alone.
@@ -576,8 +576,9 @@ def eval_ppl(
     model computes in float32. `data` is the name of a data set or a file. Only its first `tokens` tokens are read, in
     whole windows. `window` and `stride` are in tokens: `window` defaults to the model's longest context, at most 2048
     and no longer than the text, and `stride` to the window. The BOS token precedes every window if the tokenizer adds
-    it to a text by itself; `bos` True or False overrides that. `check` is as for `load`. Raises a QuantkitError for a
-    checkpoint, text or window that cannot be evaluated.
+    it to a text by itself; `bos` True or False overrides that. An encoder-decoder is judged on a file of records with
+    `document` and `summary`: it reads the one and predicts the other. `check` is as for `load`. Raises a QuantkitError
+    for a checkpoint, text or window that cannot be evaluated.
 
     Example:
 
@@ -590,8 +591,8 @@ def eval_ppl(
     ```
     """
     progress = reporter(progress)
-    text, what = load_evaluation_text(str(data))
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    text, what = load_material(src, str(data), trust_remote_code)
     options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check, "progress": progress}
     model = load_for_evaluation(src, **options)
     protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}
@@ -632,9 +633,9 @@ def eval_kld(
     ```
     """
     progress = reporter(progress)
-    text, what = load_evaluation_text(str(data))
     src = Checkpoint(resolve(str(checkpoint)), trust_remote_code)
     ref = Checkpoint(resolve(str(against), revision), trust_remote_code)
+    text, what = load_material(ref, str(data), trust_remote_code)
     options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check, "progress": progress}
     model, reference = load_for_evaluation(src, **options), load_for_evaluation(ref, **options)
     protocol: Any = {"window": window, "stride": stride, "bos": bos, "tokens": tokens}

@@ -62,6 +62,28 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_ENCODER = {
+    **{"d_model": 128, "encoder_layers": 1, "encoder_ffn_dim": 256, "encoder_attention_heads": 2},
+    **{"decoder_layers": 2, "decoder_ffn_dim": 256, "decoder_attention_heads": 2, "vocab_size": 257},
+    **{"decoder_start_token_id": 256, "forced_eos_token_id": None},
+}
+_T5 = {"d_model": 128, "d_kv": 64, "d_ff": 256, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 256}
+#: Encoder-decoders; `whisper` reads sound.
+ENCODER_DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "encoder-bart": ("BartConfig", {**_ENCODER, "max_position_embeddings": 64}),
+    "mbart": ("MBartConfig", {**_ENCODER, "max_position_embeddings": 64}),
+    "pegasus": ("PegasusConfig", {**_ENCODER, "max_position_embeddings": 64}),
+    "marian": ("MarianConfig", {**_ENCODER, "max_position_embeddings": 64}),
+    "t5": ("T5Config", {**_T5, "vocab_size": 257}),
+    "flan-t5": ("T5Config", {**_T5, "vocab_size": 257, "feed_forward_proj": "gated-gelu"}),
+    "mt5": ("MT5Config", {**_T5, "vocab_size": 257}),
+    "whisper": (
+        "WhisperConfig",
+        {**_ENCODER, "num_mel_bins": 16, "max_source_positions": 32, "max_target_positions": 64}
+        | {"suppress_tokens": None, "begin_suppress_tokens": None},
+    ),
+}
+
 #: Writes BOS, then each message as `role:content` and a line end.
 CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}\n{% endfor %}"
 
@@ -70,12 +92,14 @@ def write_model(family: str, folder: Path, dtype: torch.dtype = torch.float16, *
     """Write a random model of `family` with a byte-level tokenizer to `folder`; the same weights on every call."""
     import transformers
 
-    name, arguments = {**FAMILIES, **OTHERS}[family]
+    name, arguments = {**FAMILIES, **OTHERS, **ENCODER_DECODERS}[family]
     ids = {"bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
     config = getattr(transformers, name)(**{**arguments, **ids, **changes})
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        reads = "Speech" if family == "whisper" else ""
+        kind = f"{reads}Seq2Seq{'' if reads else 'LM'}" if family in ENCODER_DECODERS else "CausalLM"
+        model = getattr(transformers, f"AutoModelFor{kind}").from_config(config)
         for parameter in model.parameters():
             if parameter.ndim == 1:  # norms and biases start as ones and zeros; make them matter
                 parameter.data += 0.1 * torch.randn_like(parameter)

@@ -34,7 +34,7 @@ from quantkit.kernels import LAUNCHERS
 from quantkit.layouts import LAYOUTS, expressions, read_config
 from quantkit.layouts.schemes import Schemes
 from quantkit.models.devices import CUDA_DEVICE
-from quantkit.models.meta_model import skeleton
+from quantkit.models.meta_model import require_decoder_only, skeleton
 from quantkit.progress import Progress
 from quantkit.recipes.recipe import matches
 
@@ -135,6 +135,7 @@ def variants(model: Outline, layouts: Sequence[str], schemes: Sequence[Scheme], 
     if a layout does not hold all linears. RecipeError for an invalid pattern, and if no linear is left.
     """
     built = skeleton(model, torch.float16, False)
+    require_decoder_only(model, built.config, "and bench times decoders alone", "use a decoder-only model")
     linears, every = linears_of(built, model, skip), [p for p, m in built.named_modules() if isinstance(m, nn.Linear)]
     for pattern in skip:
         if not any(matches(pattern, path) for path in every):

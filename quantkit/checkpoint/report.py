@@ -45,7 +45,7 @@ _NUMBER_OR_NULL = "a number or null"
 _COUNTS = "a number or a list of numbers"
 _OBJECT, _OBJECTS, _SCALAR = "an object", "a list of objects", "text, a number, or a list of these"
 _ENTRIES = {
-    **dict.fromkeys(("quantkit", "command", "failed", "device", "compute_dtype", SEAL), _TEXT),
+    **dict.fromkeys(("quantkit", "command", "failed", "device", "compute_dtype", "auto_class", SEAL), _TEXT),
     **dict.fromkeys(("recipe_sha256", "layout", "scheme"), _TEXT_OR_NULL),
     **dict.fromkeys(("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"), _TEXTS),
     **dict.fromkeys(("files", "not_opened_by", "not_tried"), _TEXT_BY_NAME),

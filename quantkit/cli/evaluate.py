@@ -181,6 +181,11 @@ def _top1(figures: Figures) -> str:
 
 
 def _protocol(found: Perplexity | Divergence) -> str:
+    if found.pairs:
+        return (
+            f"on {found.data}: {found.pairs} summaries given their documents, {found.tokens} predictions, "
+            f"{found.text_tokens} tokens of both; {found.weights}"
+        )
     return (
         f"on {found.data}: {found.windows} windows of {found.window} tokens, stride {found.stride}, "
         f"{'BOS in front of each' if found.bos else 'no BOS'} ({found.bos_rule}), {found.tokens} predictions, "

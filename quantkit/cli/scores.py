@@ -65,20 +65,21 @@ def _batch_size(default: int) -> Any:
 )
 @section(
     "Method",
-    click.option("--prompt", metavar="TEXT", help="Prompt, {document} in it is the document [it, and TL;DR:]."),
+    click.option(
+        "--prompt", metavar="TEXT", help="Prompt, {document} in it is the document [it, and TL;DR: for a decoder]."
+    ),
     click.option("--max-new-tokens", type=_COUNT, default=128, metavar="N", help="Most tokens of a summary [128]."),
     _batch_size(8),
 )
 @_journal
 @_advanced
-def rouge(checkpoint: str, prompt: str | None, as_json: bool, progress: Progress, **asked: Any) -> None:
+def rouge(checkpoint: str, as_json: bool, progress: Progress, **asked: Any) -> None:
     """Measure ROUGE of summaries.
 
     CHECKPOINT summarizes each document by its likeliest tokens, up to a blank line. The summary is compared with the
     reference: F-measures of ROUGE-1, 2 and L of stemmed words, with 95 % intervals by bootstrap over records."""
     from quantkit import api
 
-    asked |= {} if prompt is None else {"prompt": prompt}
     found = api.eval_rouge(checkpoint, progress=progress, **asked)
     emit(show.as_json(asdict(found)) if as_json else format_rouge(found, progress))
 

@@ -9,8 +9,11 @@ from collections.abc import Iterable, Iterator
 
 from quantkit.core.scheme import Scheme
 from quantkit.engines.rows import UNTRIED, Engine, Folder, Reader
-from quantkit.engines.tables import CAUTIONS, CHAT_PROMPT, ENGINES, TEXT_PROMPT, TRAITS
+from quantkit.engines.tables import CAUTIONS, CHAT_PROMPT, ENGINES, PROMPT, TEXT_PROMPT, TRAITS
 from quantkit.errors import Words
+from quantkit.models.families import AUTO_CLASSES, OTHER_INPUTS
+
+CAUSAL = AUTO_CLASSES[False][0]
 
 
 def readers_of(folder: Folder, engines: Iterable[Engine] = ENGINES) -> Iterator[tuple[Reader, list[str]]]:
@@ -26,16 +29,21 @@ def opened_by(folder: Folder) -> list[str]:
     return [reader.label for reader, reasons in readers_of(folder) if not reasons]
 
 
-def use_of(reader: str, chats: bool = False) -> tuple[str, str, str] | None:
+def use_of(reader: str, chats: bool = False, auto_class: str = CAUSAL) -> tuple[str, str, str] | None:
     """Find a title, a language and the commands by which a reader, as `opened_by` names it, opens FOLDER.
 
-    The model `chats` if it has a chat template.
+    The model `chats` if it has a chat template. `auto_class` of transformers builds it.
     """
     engine = engine_of(reader)
     found = None if engine is None else engine.uses[reader.removesuffix(UNTRIED)]
-    if found is None or not chats:
-        return found
-    return *found[:2], found[2].replace(TEXT_PROMPT, CHAT_PROMPT)
+    if found is None:
+        return None
+    commands = found[2].replace(TEXT_PROMPT, CHAT_PROMPT) if chats else found[2]
+    if auto_class in OTHER_INPUTS:
+        commands = commands.replace(f"\n{PROMPT}", "").replace(", AutoTokenizer", "")
+        commands = commands.replace("from transformers import AutoTokenizer\n", "")
+    known = auto_class in {each for kinds in AUTO_CLASSES.values() for each in kinds}
+    return *found[:2], commands.replace(CAUSAL, auto_class) if known else commands
 
 
 def engine_of(reader: str) -> Engine | None:
@@ -58,7 +66,12 @@ def refusals(folder: Folder) -> list[str]:
         for trait in reasons:
             found.setdefault(trait, []).append(reader.label)
     lines: list[str] = [
-        Words(f"{_list(names)} will not open this folder because of {TRAITS[trait].words}:", TRAITS[trait].way_out)
+        Words(
+            f"it is not known whether {_list(names)} can open {TRAITS[trait].words}:"
+            if TRAITS[trait].is_unknown
+            else f"{_list(names)} will not open this folder because of {TRAITS[trait].words}:",
+            TRAITS[trait].way_out,
+        )
         for trait, names in found.items()
         if trait not in ("split", "padded")  # the former follows, a plan names the padded weights
     ]
@@ -82,7 +95,14 @@ def refusal(folder: Folder, engine: Engine) -> str | None:
     reasons = [reasons for _, reasons in readers_of(folder, [engine])]
     if not reasons:
         return f"it does not read the layout {folder.layout}"
-    return None if not all(reasons) else f"it does not open a folder with {TRAITS[reasons[0][0]].words}"
+    if not all(reasons):
+        return None
+    first = TRAITS[reasons[0][0]]
+    return (
+        f"it was not asked to open {first.words}"
+        if first.is_unknown
+        else f"it does not open a folder with {first.words}"
+    )
 
 
 def has_own_linears(folder: Folder, engine: Engine) -> bool:

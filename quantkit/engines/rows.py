@@ -60,11 +60,15 @@ class Folder:
 
 @dataclass(frozen=True)
 class Trait:
-    """A property of a folder that some readers refuse: in words, how to avoid it, and its test."""
+    """A property of a folder that some readers refuse: in words, how to avoid it, and its test.
+
+    If it `is_unknown`, they were not asked about it.
+    """
 
     words: str
     way_out: str
     holds: Callable[[Folder], bool]
+    is_unknown: bool = False
 
 
 @dataclass(frozen=True)

@@ -91,6 +91,10 @@ xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod youtu zamba zaya
 """
 
 
+def _has_encoder(folder: Folder) -> bool:
+    return folder.config.get("is_encoder_decoder") is True
+
+
 TRAITS = {
     "asymmetric": Trait(
         "zero points (asymmetric weights)",
@@ -197,8 +201,9 @@ TRAITS = {
     "no class": Trait(
         "its model type, which vLLM 0.26.0 or its transformers does not know",
         "load it with another reader",
-        lambda f: f.config.get("model_type") in _NO_CLASS.split(),
+        lambda f: f.config.get("model_type") in _NO_CLASS.split() and not _has_encoder(f),
     ),
+    "encoder": Trait("an encoder-decoder", "load it with another reader", _has_encoder, is_unknown=True),
     "no gate": Trait(
         "experts without a gate, whose place vLLM leaves without values in this layout",
         Words("use", Setting("layout", "compressed-tensors")),
@@ -220,7 +225,7 @@ TRAITS = {
 OWN = "quantkit's own tests"
 #: Layouts whose INT4 weights engines treat alike.
 INTEGER = ("compressed-tensors", "gptq", "awq")
-_SHARED, _PUBLIC_MARLIN = ("split", "padded"), ("mixed", "dense", "padded")
+_SHARED, _PUBLIC_MARLIN = ("split", "padded"), ("mixed", "dense", "padded", "encoder")
 
 _LOADER = "the loader of vLLM 0.26.0, run on a CPU, 2026-11-23"
 _ASKED = "vLLM 0.26.0's own choice for tiny models, asked on a CPU as if this GPU were there, 2026-11-23"
@@ -233,6 +238,7 @@ _CLASSES = (
     "own linears",
     "outside",
     "no class",
+    "encoder",
 )
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 #: GPUs that were asked about fewer schemes.
@@ -282,9 +288,9 @@ _HUMMING_KERNELS = "docs/layouts.md 9b, humming-kernels 0.1.19, 2026-11-23"
 SGLANG = Engine(
     "sglang",
     readers=(
-        Reader("SGLang", ("compressed-tensors",), (*_SHARED, "experts", "topk"), PUBLISHED),
-        Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", *_SHARED), PUBLISHED),
-        Reader("SGLang", ("humming",), ("mixed", *_SHARED, "experts"), PUBLISHED),
+        Reader("SGLang", ("compressed-tensors",), (*_SHARED, "experts", "topk", "encoder"), PUBLISHED),
+        Reader("SGLang", ("gptq",), ("asymmetric", "wrapped", "encoder", *_SHARED), PUBLISHED),
+        Reader("SGLang", ("humming",), ("mixed", "encoder", *_SHARED, "experts"), PUBLISHED),
     ),
     kernels=(
         Kernel(("compressed-tensors",), "Marlin for fused experts", _EXPERTS_PULL, experts=True),
@@ -298,15 +304,15 @@ SGLANG = Engine(
 GPTQMODEL = Engine(
     None,
     readers=(
-        Reader("GPTQModel", ("gptq", "gptq-v2"), ("padded",), PUBLISHED),
-        Reader("GPTQModel", ("awq",), ("mixed", "part", "channel", "padded"), PUBLISHED),
+        Reader("GPTQModel", ("gptq", "gptq-v2"), ("padded", "encoder"), PUBLISHED),
+        Reader("GPTQModel", ("awq",), ("mixed", "part", "channel", "padded", "encoder"), PUBLISHED),
         Reader("GPTQModel", ("marlin",), _PUBLIC_MARLIN, PUBLISHED),
     ),
 )
 OTHERS = Engine(
     None,
     readers=(
-        Reader("SqueezeBits' fork of AutoAWQ", ("quick",), ("mixed", "part", "padded", "odd n"), PUBLISHED),
+        Reader("SqueezeBits' fork of AutoAWQ", ("quick",), ("mixed", "part", "padded", "odd n", "encoder"), PUBLISHED),
         Reader("vLLM up to 0.10.1", ("marlin",), _PUBLIC_MARLIN, PUBLISHED),
         Reader("vLLM up to 0.14", ("marlin24", "marlin24-ct"), _PUBLIC_MARLIN, PUBLISHED),
     ),
@@ -329,7 +335,7 @@ TEXT_PROMPT = 'prompt = tokenizer("The capital of France is", return_tensors="pt
 CHAT_PROMPT = """messages = [{"role": "user", "content": "What is the capital of France?"}]
 prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
 prompt = prompt.to(model.device)"""
-_PROMPT = f"""tokenizer = AutoTokenizer.from_pretrained("FOLDER")
+PROMPT = f"""tokenizer = AutoTokenizer.from_pretrained("FOLDER")
 {TEXT_PROMPT}
 print(tokenizer.decode(model.generate(**prompt, max_new_tokens=32)[0]))"""
 
@@ -339,7 +345,7 @@ def _transformers(names: str = "", before: str = "", options: str = "") -> str:
     return f"""from transformers import AutoModelForCausalLM, AutoTokenizer{names}
 
 {before}model = AutoModelForCausalLM.from_pretrained("FOLDER", dtype="auto"{options})
-{_PROMPT}"""
+{PROMPT}"""
 
 
 TRANSFORMERS = Engine(
@@ -353,8 +359,8 @@ TRANSFORMERS = Engine(
             _ELSEWHERE,
             only="asymmetric",
         ),
-        Reader(_THROUGH, ("gptq",), ("padded",), PUBLISHED),
-        Reader(_THROUGH, ("awq",), ("mixed", "part", "channel", "padded"), PUBLISHED),
+        Reader(_THROUGH, ("gptq",), ("padded", "encoder"), PUBLISHED),
+        Reader(_THROUGH, ("awq",), ("mixed", "part", "channel", "padded", "encoder"), PUBLISHED),
         Reader(_REGISTERED, ("humming", "tcfpx"), (), OWN, is_own=True),
     ),
     kernels=tuple(
@@ -386,7 +392,7 @@ _QUANTKIT = f"""import quantkit
 from transformers import AutoTokenizer
 
 model = quantkit.load("FOLDER")
-{_PROMPT}"""
+{PROMPT}"""
 QUANTKIT = Engine(
     "quantkit",
     readers=(Reader("quantkit.load", (), (), OWN, is_own=True),),

@@ -18,14 +18,13 @@ from quantkit.checkpoint.resolve import resolve
 from quantkit.core.memory_limits import free_memory
 from quantkit.errors import CheckpointError, Command, Option, Words, about
 from quantkit.evaluation.divergence import token_values
+from quantkit.evaluation.pairs import load_material, pieces_of
 from quantkit.evaluation.perplexity import exponential
-from quantkit.evaluation.windows import cut
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
 from quantkit.models.devices import device_of
 from quantkit.names import MOST_TOKENS
 from quantkit.progress import Progress
-from quantkit.text.sources import load_evaluation_text
 from quantkit.text.tokenizer import load_tokenizer, token_ids
 
 LATER = Words(
@@ -49,12 +48,12 @@ def measurement(
     CheckpointError, before any work, if the text cannot be read or is too short, or the memory does not hold both
     models.
     """
-    text, what = load_evaluation_text(data)
     source = resolve(str(model), revision, gguf)
     src = Checkpoint(source, trust_remote_code, dequantize=True)
+    text, what = load_material(src, data, trust_remote_code)
     words = load_tokenizer(src.path)
-    length = len(token_ids(words, text, special=False))
-    if length < 2:
+    length = len(token_ids(words, text, special=False)) if isinstance(text, str) else None
+    if length is not None and length < 2:
         raise CheckpointError(
             Words(f"has {length} tokens, too few for", Option("eval")), "give a longer text", subject=data
         )
@@ -71,7 +70,7 @@ def measurement(
     def compare(before: Checkpoint, after: Checkpoint) -> dict[str, Any]:
         options: Any = {"device": device, "trust_remote_code": trust_remote_code, "progress": progress}
         reference, ours = load_for_evaluation(before, **options), load_for_evaluation(after, **options)
-        pieces = cut([reference, ours], words, text, tokens=MOST_TOKENS)
+        pieces = pieces_of([reference, ours], words, text, tokens=MOST_TOKENS)
         first, then = token_values(reference, [ours], pieces, progress)
         return {
             "before": exponential(first.nll()),
@@ -79,7 +78,7 @@ def measurement(
             **then.figures(),
             "data": what,
             **pieces.protocol,
-            "tokens": then.losses.numel(),
+            "tokens": sum(map(len, then.losses)),
             "weights": describe_weights(ours),
         }
 

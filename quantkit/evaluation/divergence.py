@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
+from quantkit.evaluation.pairs import Material, Pairs, pieces_of
 from quantkit.evaluation.perplexity import token_losses
-from quantkit.evaluation.windows import Windows, chunks, cut
+from quantkit.evaluation.windows import Windows, chunks
 from quantkit.progress import Progress
 from quantkit.reporting.notebook import Shown
 
@@ -31,24 +32,24 @@ RESAMPLES, CONFIDENCE = 1000, 0.95
 
 @dataclass(frozen=True)
 class TokenValues:
-    """Values of one model at each position of each window, on the CPU.
+    """Values of one model at each position of each window, on the CPU: one tensor a window.
 
-    `kl` `[n, window]` is the divergence from the reference in nats, `losses` `[n, t]` that of each prediction in nats,
-    both float32. `same` `[n, window]` is True where the reference prefers the same token.
+    `kl` `[window]` is the divergence from the reference in nats, `losses` `[t]` that of each prediction in nats, both
+    float32. `same` `[window]` is True where the reference prefers the same token.
     """
 
-    kl: Tensor
-    same: Tensor
-    losses: Tensor
+    kl: Sequence[Tensor]
+    same: Sequence[Tensor]
+    losses: Sequence[Tensor]
 
     def figures(self) -> dict[str, Any]:
         """Summarize the divergence by the fields of `Figures`."""
-        values = self.kl.double().numpy().ravel()
+        values = torch.cat([*self.kl]).double().numpy()
         low, high = interval(self.means()) or (None, None)
         median, p99, p999 = np.quantile(values, (0.5, 0.99, 0.999)).tolist()
         return {
             "kld": float(values.mean()),
-            "top1": float(self.same.double().mean()),
+            "top1": float(torch.cat([*self.same]).double().mean()),
             "kld_low": low,
             "kld_high": high,
             "kld_median": median,
@@ -59,11 +60,11 @@ class TokenValues:
 
     def means(self) -> np.ndarray[Any, Any]:
         """Return the mean divergence of each window, float64 `[n]`."""
-        return self.kl.double().mean(1).numpy()
+        return np.array([float(window.double().mean()) for window in self.kl])
 
     def nll(self) -> float:
         """Return the mean loss over all predictions in nats."""
-        return float(self.losses.double().sum()) / self.losses.numel()
+        return float(torch.cat([*self.losses]).double().mean())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +116,7 @@ class Divergence(Figures):
     text_tokens: int
     weights: str = ""
     bos_rule: str = ""
+    pairs: int = 0
     versus: Versus | None = None
 
 
@@ -122,7 +124,7 @@ def kld(
     model: PreTrainedModel,
     reference: PreTrainedModel,
     tokenizer: Callable[..., Any],
-    text: str,
+    text: Material,
     *,
     versus: tuple[str, PreTrainedModel] | None = None,
     data: str = "",
@@ -136,15 +138,18 @@ def kld(
     intervals are too narrow. Raises as `perplexity`, and CheckpointError if the vocabularies differ.
     """
     models = [model] if versus is None else [model, versus[1]]
-    pieces = cut([reference, *models], tokenizer, text, **protocol)
+    pieces = pieces_of([reference, *models], tokenizer, text, **protocol)
     _, ours, *others = token_values(reference, models, pieces, progress)
     other = None if versus is None else _paired(versus[0], ours, others[0])
-    facts = {**ours.figures(), **pieces.protocol, "tokens": ours.kl.numel()}
+    facts = {**ours.figures(), **pieces.protocol, "tokens": sum(map(len, ours.kl))}
     return Divergence(**facts, data=data, versus=other)
 
 
 def token_values(
-    reference: PreTrainedModel, models: Sequence[PreTrainedModel], pieces: Windows, progress: Progress | None = None
+    reference: PreTrainedModel,
+    models: Sequence[PreTrainedModel],
+    pieces: Windows | Pairs,
+    progress: Progress | None = None,
 ) -> list[TokenValues]:
     """Run the reference and the models on every window; return the values of the reference, then of each model.
 
@@ -158,7 +163,7 @@ def token_values(
         for values, model in zip(found[1:], models, strict=True):
             ours = pieces.logits(model, number)
             values.append((*_divergences(theirs, ours), token_losses(ours, targets).cpu()))
-    return [TokenValues(*map(torch.stack, zip(*values, strict=True))) for values in found]
+    return [TokenValues(*zip(*values, strict=True)) for values in found]
 
 
 def _divergences(theirs: Tensor, ours: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,13 +25,13 @@ from torch import Tensor
 
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.core.tensors import dtype_name
-from quantkit.errors import KernelError, require_known
+from quantkit.errors import KernelError, Option, Words, require_known
 from quantkit.evaluation.opened import require_package
 from quantkit.evaluation.perplexity import token_losses
 from quantkit.evaluation.verification import EngineProof, Verification
 from quantkit.evaluation.verify import verify
 from quantkit.models.devices import device_of
-from quantkit.models.meta_model import config_of
+from quantkit.models.meta_model import config_of, require_decoder_only
 from quantkit.models.whole_model import load_dense_model
 from quantkit.names import SERVERS
 from quantkit.progress import Clock, Progress
@@ -66,6 +66,13 @@ def verify_in_engine(
     """
     require_known("engine", engine, SERVERS)
     require_package(engine, SERVERS[engine], engine)
+    opened = Checkpoint(folder)
+    require_decoder_only(
+        opened,
+        config_of(opened, False),
+        f"and verify asks {engine} to continue texts",
+        Words("leave", Option("engine"), "out"),
+    )
     progress = progress or Progress(quiet=True)
     found = verify(folder, against, progress, device, unsealed)
     if found.failures:

@@ -12,7 +12,7 @@ from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import QuantkitError
 from quantkit.inference.load import load_for_evaluation
 from quantkit.io.hashing import hash_of
-from quantkit.models.meta_model import auto_class, config_of
+from quantkit.models.meta_model import config_of, require_decoder_only, require_text
 from quantkit.progress import Progress
 from quantkit.text.tokenizer import load_tokenizer
 
@@ -33,6 +33,10 @@ class Opened:
         options: Any = {"device": device, "trust_remote_code": trust_remote_code, "check": check}
         return load_for_evaluation(self.src, **options, progress=progress)
 
+    def require_decoder_only(self) -> None:
+        """Raise CheckpointError for an encoder-decoder, whose text does not continue its prompt."""
+        require_decoder_only(self.src, self.config, "and this evaluation needs a model that continues its prompt")
+
     def digest(self) -> str:
         """Return a digest of the names, sizes and times of the files: the same as long as nobody writes them."""
         stats = [(name, path.stat()) for name, path in sorted(self.src.sources().items())]
@@ -40,10 +44,10 @@ class Opened:
 
 
 def open_writer(checkpoint: str | Path, revision: str | None, trust_remote_code: bool) -> Opened:
-    """Open a checkpoint without its weights; CheckpointError if it is no model that writes text."""
+    """Open a checkpoint without its weights; CheckpointError if it is no model that reads and writes text."""
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
     config = config_of(src, trust_remote_code)
-    auto_class(src, config, trust_remote_code)
+    require_text(src, config, trust_remote_code)
     return Opened(src, config, load_tokenizer(src.path))
 
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import NumericError
-from quantkit.evaluation.windows import chunks, cut
+from quantkit.evaluation.pairs import Material, pieces_of
+from quantkit.evaluation.windows import chunks
 from quantkit.progress import Progress
 from quantkit.reporting.notebook import Shown
 
@@ -28,7 +29,7 @@ class Perplexity(Shown):
 
     The text has `text_tokens` tokens and was read in `windows` windows of `window` tokens, `stride` apart. With `bos`,
     each window had the BOS token in front; `bos_rule` says why it had or had not. `data` names the text; `weights` says
-    how weights were multiplied.
+    how weights were multiplied. Of an encoder-decoder, the windows are the summaries of so many `pairs` with documents.
     """
 
     perplexity: float
@@ -42,12 +43,13 @@ class Perplexity(Shown):
     text_tokens: int
     weights: str = ""
     bos_rule: str = ""
+    pairs: int = 0
 
 
 def perplexity(
     model: PreTrainedModel,
     tokenizer: Callable[..., Any],
-    text: str,
+    text: Material,
     *,
     data: str = "",
     progress: Progress | None = None,
@@ -55,11 +57,11 @@ def perplexity(
 ) -> Perplexity:
     """Compute the perplexity of `model` on `text`: exp of the mean negative log-likelihood, losses in float32.
 
-    `protocol` has the options of `windows.cut`. In each window, all tokens but the first are predicted; with BOS, the
-    first too. If windows overlap, each after the first counts only its last `stride` predictions. Raises as
-    `windows.cut`, and NumericError for logits that are not finite.
+    `text` may be records for an encoder-decoder, see `pairs`. `protocol` has the options of `windows.cut`. In each
+    window, all tokens but the first are predicted; with BOS, the first too. If windows overlap, each after the first
+    counts only its last `stride` predictions. Raises as `windows.cut`, and NumericError for logits that are not finite.
     """
-    pieces = cut([model], tokenizer, text, **protocol)
+    pieces = pieces_of([model], tokenizer, text, **protocol)
     total, count = 0.0, 0
     for number, _ in pieces.each(progress, "perplexity"):
         losses = token_losses(pieces.logits(model, number), pieces.targets(number))

@@ -61,7 +61,7 @@ def eval_rouge(
     checkpoint: str | Path,
     *,
     data: str | Path,
-    prompt: str = PROMPT,
+    prompt: str | None = None,
     limit: int | None = None,
     max_new_tokens: int = 128,
     batch_size: int = 8,
@@ -76,9 +76,10 @@ def eval_rouge(
 
     `data` is a file of records with `document` and `summary`, of which the first `limit` are read. The likeliest tokens
     follow `prompt`, in which `{document}` stands for the document, up to a blank line, the model's end of text or
-    `max_new_tokens`. A document that does not fit is cut at its end, and counted. `journal` is a file that keeps
-    finished summaries, from which the same call continues. Needs `quantkit[rouge]`. Raises a QuantkitError, before any
-    weight is read, for records, a prompt or a model that cannot be evaluated.
+    `max_new_tokens`. The prompt is the document and `TL;DR:`, or for an encoder-decoder the document alone. A document
+    that does not fit is cut at its end, and counted. `journal` is a file that keeps finished summaries, from which the
+    same call continues. Needs `quantkit[rouge]`. Raises a QuantkitError, before any weight is read, for records, a
+    prompt or a model that cannot be evaluated.
 
     Example:
 
@@ -107,13 +108,13 @@ class SummaryExam:
         self,
         data: str | Path,
         *,
-        prompt: str = PROMPT,
+        prompt: str | None = None,
         limit: int | None = None,
         max_new_tokens: int = 128,
         batch_size: int = 8,
     ) -> None:
         require_package("rouge_score", "rouge-score", "rouge")
-        if PLACE not in prompt:
+        if prompt is not None and PLACE not in prompt:
             raise RecipeError(f"{prompt!r} has no {PLACE}", "write where the document goes", subject=Option("prompt"))
         self._data = Path(data)
         shape = {"document": str, "summary": str}
@@ -137,7 +138,7 @@ class SummaryExam:
         found: Any = score([row["summary"] for row in self._records], texts)
         return Rouge(
             **found,
-            **self._about,
+            **{**self._about, "prompt": self._prompt(opened)},
             records=len(prompts),
             truncated=sum(is_cut for _, is_cut in prompts),
             empty=sum(not text.strip() for text in texts),
@@ -145,8 +146,12 @@ class SummaryExam:
             weights=describe_weights(model),
         )
 
+    def _prompt(self, opened: Opened) -> str:
+        usual = PLACE if opened.config.is_encoder_decoder else PROMPT
+        return str(self._about["prompt"] or usual)
+
     def _prompts(self, opened: Opened) -> list[tuple[Tensor, bool]]:
-        room, prompt = room_for_prompt(opened.config, self._about["max_new_tokens"]), self._about["prompt"]
+        room, prompt = room_for_prompt(opened.config, self._about["max_new_tokens"]), self._prompt(opened)
         return [_fitted(opened.tokenizer, prompt, row["document"], room) for row in self._records]
 
 

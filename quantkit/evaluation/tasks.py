@@ -192,7 +192,8 @@ class Exam:
         self.about = {"seed": seed, "batch_size": batch_size, "chat_template": chat_template, "lm_eval": __version__}
 
     def require(self, opened: Opened) -> None:
-        """Raise RecipeError for a model that cannot be asked so."""
+        """Raise QuantkitError for a model that cannot be asked so."""
+        opened.require_decoder_only()
         if self.about["chat_template"] and not opened.tokenizer.chat_template:
             raise RecipeError(
                 "the model has no chat template", Words("drop", Option("chat_template")), subject=opened.src.path

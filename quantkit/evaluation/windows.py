@@ -69,9 +69,7 @@ class Windows:
         with torch.inference_mode():
             ids = torch.cat([self.prefix, tokens])[None].to(model.device)
             logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, : len(tokens) if self.bos else None]
-        if not all(bool(torch.isfinite(logits[rows]).all()) for rows in chunks(logits)):
-            raise NumericError(f"window {number} gives logits that are NaN or infinite: the weights are damaged")
-        return logits
+        return require_finite(logits, f"window {number}")
 
     def targets(self, number: int) -> Tensor:
         """Return the tokens that a window predicts: all but the first, or with BOS all."""
@@ -136,6 +134,13 @@ def _require_fit(window: int, stride: int, positions: float, bos: bool) -> None:
             Words("use", Option("window", int(positions) - bos), "or less"),
             subject=what,
         )
+
+
+def require_finite(logits: Tensor, what: str) -> Tensor:
+    """Return logits `[t, v]`; NumericError, naming the piece of text, if some are not finite."""
+    if not all(bool(torch.isfinite(logits[rows]).all()) for rows in chunks(logits)):
+        raise NumericError(f"{what} gives logits that are NaN or infinite: the weights are damaged")
+    return logits
 
 
 def chunks(logits: Tensor) -> Iterator[slice]:

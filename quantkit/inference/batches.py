@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: The likeliest token each time.
 GREEDY = Sampling()
+#: Entries of a generation config without which an encoder-decoder cannot begin, or not in the right language.
+STARTS = ("decoder_start_token_id", "bos_token_id", "forced_bos_token_id")
 
 
 @dataclass(frozen=True)
@@ -32,16 +34,20 @@ class BatchWriter:
     stops: tuple[str, ...] = ()
 
     def write(self, prompts: Sequence[Tensor]) -> list[str]:
-        """Return the text that follows each prompt, int64 `[t]`. Shorter prompts are padded on the left.
+        """Return the text that follows each prompt, int64 `[t]`, or that an encoder-decoder writes after reading it.
 
+        Shorter prompts are padded on the left, those of an encoder on the right, where they change no position.
         The draws depend on the seed of `sampling` and on the batch. Other batches may round logits otherwise.
         """
         from transformers import GenerationConfig, StoppingCriteriaList
 
         longest, ends = max(map(len, prompts)), self._ends()
         padding: int = next((token for token in (self.tokenizer.pad_token_id, *ends) if token is not None), 0)
-        ids = torch.stack([pad(prompt, (longest - len(prompt), 0), value=padding) for prompt in prompts])
-        mask = torch.stack([pad(torch.ones_like(prompt), (longest - len(prompt), 0)) for prompt in prompts])
+        apart = bool(self.model.config.is_encoder_decoder)
+        sides = [(0, longest - len(prompt)) if apart else (longest - len(prompt), 0) for prompt in prompts]
+        ids = torch.stack([pad(prompt, side, value=padding) for prompt, side in zip(prompts, sides, strict=True)])
+        mask = torch.stack([pad(torch.ones_like(prompt), side) for prompt, side in zip(prompts, sides, strict=True)])
+        begin = 1 if apart else longest  # the decoder of an encoder-decoder begins with a token of its own
         embeddings: Any = self.model.get_input_embeddings()
         check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
         model, own = self.model, self.model.generation_config
@@ -51,6 +57,7 @@ class BatchWriter:
             use_cache=True,
             eos_token_id=ends or None,
             pad_token_id=padding,
+            **{key: getattr(own, key, None) for key in (STARTS if apart else ())},
             **self.sampling.options(),
         )
         try:
@@ -59,11 +66,11 @@ class BatchWriter:
                     ids.to(model.device),
                     attention_mask=mask.to(model.device),
                     generation_config=config,
-                    stopping_criteria=StoppingCriteriaList([lambda tokens, _: self._stopped(tokens, longest)]),
+                    stopping_criteria=StoppingCriteriaList([lambda tokens, _: self._stopped(tokens, begin)]),
                 )
         finally:
             model.generation_config = own
-        return [self._text(row[longest:].tolist(), ends) for row in output]
+        return [self._text(row[begin:].tolist(), ends) for row in output]
 
     def _ends(self) -> list[int]:
         """List the tokens that end a text: those of the model's generation config, and the tokenizer's."""
@@ -71,10 +78,10 @@ class BatchWriter:
         ends = [*(stated if isinstance(stated, list) else [stated]), self.tokenizer.eos_token_id]
         return list(dict.fromkeys(token for token in ends if token is not None))
 
-    def _stopped(self, tokens: Tensor, longest: int) -> Tensor:
+    def _stopped(self, tokens: Tensor, begin: int) -> Tensor:
         # A token has a byte at least, so a stop that has just been written is within so many of the last tokens.
         last = max((len(stop.encode()) + 1 for stop in self.stops), default=1)
-        tails = [self.tokenizer.decode(row) for row in tokens[:, longest:][:, -last:].tolist()]
+        tails = [self.tokenizer.decode(row) for row in tokens[:, begin:][:, -last:].tolist()]
         found = [any(stop in tail for stop in self.stops) for tail in tails]
         return torch.tensor(found, device=tokens.device)
 
@@ -88,7 +95,7 @@ class BatchWriter:
 def room_for_prompt(config: Any, max_new_tokens: int) -> int | None:
     """Return the most tokens of a prompt that leaves room for the new ones, None without a limit.
 
-    RecipeError if the model has no room for a prompt.
+    The prompt of an encoder-decoder has positions of its own. RecipeError if the model has no room for a prompt.
     """
     positions: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and positions <= max_new_tokens:
@@ -96,4 +103,4 @@ def room_for_prompt(config: Any, max_new_tokens: int) -> int | None:
             f"the model has {positions} positions, and the prompt needs some",
             Words("use fewer", Option("max_new_tokens"), f"than {positions}"),
         )
-    return None if positions is None else positions - max_new_tokens
+    return None if positions is None else positions if config.is_encoder_decoder else positions - max_new_tokens

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from quantkit.engines.joined import SIBLINGS
 from quantkit.inference.packed_linear import PackedLinear, has_kernel_on, multiply_packed, without_casts
 from quantkit.layouts import LAYOUTS
+from quantkit.models.families import CROSS_ATTENTION
 from quantkit.models.shared_product import SharedProduct
 
 
@@ -121,7 +122,7 @@ def sibling_linears(model: nn.Module) -> Iterator[list[PackedLinear]]:
     Cross attention is left out, because its queries come from another tensor than its keys and values.
     """
     for path, module in list(model.named_modules()):
-        if "cross" in f"{path} {type(module).__name__}".lower():
+        if "cross" in f"{path} {type(module).__name__}".lower() or CROSS_ATTENTION.search(f"{path}."):
             continue
         for names in SIBLINGS:
             children = [getattr(module, name, None) for name in names]

@@ -18,6 +18,7 @@ from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Words, is_out_of_memory, reason
 from quantkit.inference.load import load_for_evaluation
 from quantkit.inference.swap_linears import describe_weights
+from quantkit.models.meta_model import config_of, require_decoder_only, require_text
 from quantkit.progress import Progress
 from quantkit.text.tokenizer import check_tokens, load_tokenizer, token_ids
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 Listener = Callable[[str], None]
 #: Stands at the end of a text whose last character is not complete.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_WITHOUT_CHAT = Words("use quantkit generate without", Option("chat", True))
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,9 @@ class Sampling:
     def options(self) -> dict[str, Any]:
         """Return the keywords of transformers' `generate`, with nothing left to the model's own configuration."""
         if not self.draws:
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None, "num_beams": 1}
         temperature = 1.0 if self.temperature is None else self.temperature
-        return {"do_sample": True, "temperature": temperature, "top_p": self.top_p or 1.0, "top_k": 0}
+        return {"do_sample": True, "temperature": temperature, "top_p": self.top_p or 1.0, "top_k": 0, "num_beams": 1}
 
     def of_batch(self, number: int) -> Sampling:
         """Return the same choice with a seed of its own for a batch, so that batches can be written in any order."""
@@ -110,12 +112,14 @@ def generate(
 ) -> Generated:
     """Continue a prompt with at most `max_new_tokens` tokens; `listener` gets the text in pieces as it is made.
 
+    An encoder-decoder reads the prompt and writes a text of its own, in front of which `listener` gets a line end.
     The likeliest token is taken each time, unless `temperature` or `top_p` asks for a draw from `seed`. The last piece
     comes when the text is complete, and may be empty. `check` is as for `load`. RecipeError if the prompt has no tokens
     and the tokenizer no BOS token, or if the model has too few positions.
     """
     sampling = Sampling(temperature, top_p, seed)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    require_text(src, config_of(src, trust_remote_code), trust_remote_code)
     tokenizer = load_tokenizer(src.path)
     ids = _prompt_tokens(tokenizer, prompt)
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress)
@@ -145,11 +149,12 @@ def chat(
     """
     sampling = Sampling(temperature, top_p, seed)
     src = Checkpoint(resolve(str(checkpoint), revision), trust_remote_code)
+    require_decoder_only(src, config_of(src, trust_remote_code), "which holds no conversation", _WITHOUT_CHAT)
     tokenizer = load_tokenizer(src.path)
     if not tokenizer.chat_template:
         raise RecipeError(
             "the model has no chat template",
-            Words("use quantkit generate without", Option("chat", True)),
+            _WITHOUT_CHAT,
             subject=src.path,
         )
     model = load_for_evaluation(src, device=device, trust_remote_code=trust_remote_code, check=check, progress=progress)
@@ -219,23 +224,28 @@ def _write(
     listener: Listener | None,
 ) -> Generated:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions is not None and len(ids) + max_new_tokens > positions:
+    apart = bool(model.config.is_encoder_decoder)  # the prompt has positions of its own
+    room = 0 if positions is None else positions if apart else positions - len(ids)
+    if positions is not None and (max_new_tokens > room or len(ids) > positions):
+        each = " in the encoder and in the decoder" if apart else ""
         raise RecipeError(
             f"{len(ids)} tokens of the prompt and {max_new_tokens} new ones are more than the model's "
-            f"{positions} positions",
-            Words("use", Option("max_new_tokens", max(1, positions - len(ids))), "or a shorter prompt"),
+            f"{positions} positions{each}",
+            Words("use", Option("max_new_tokens", max(1, room)), "or a shorter prompt"),
         )
     embeddings: Any = model.get_input_embeddings()
     check_tokens(int(ids.max()), embeddings.get_parameter("weight").shape[0])
     batch: Any = ids[None].to(model.device)
     options = {**sampling.options(), "use_cache": True, "max_new_tokens": max_new_tokens}
     streamer = None if listener is None else _streamer(tokenizer, listener)
+    if apart and listener is not None:
+        listener("\n")
     start = time.perf_counter()
     with torch.inference_mode():
         output: Any = model.generate(  # type: ignore[operator]
             batch, attention_mask=torch.ones_like(batch), streamer=streamer, **options
         )
-    new = output[0, len(ids) :].tolist()
+    new = output[0, 1 if apart else len(ids) :].tolist()  # the decoder begins with a token of its own
     text = str(tokenizer.decode(new, skip_special_tokens=True))
     return Generated(prompt, text, len(new), time.perf_counter() - start, describe_weights(model))
 

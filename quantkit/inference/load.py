@@ -16,7 +16,7 @@ from quantkit.checkpoint.resolve import resolve
 from quantkit.errors import CheckpointError, Command, QuantkitError, Words
 from quantkit.inference.swap_linears import require_kernels
 from quantkit.models.devices import compute_dtype, device_of
-from quantkit.models.meta_model import auto_class, config_of, unbuildable
+from quantkit.models.meta_model import auto_class, computed, config_of, unbuildable
 from quantkit.models.whole_model import load_dense_model
 from quantkit.progress import Progress
 
@@ -151,7 +151,8 @@ def _from_pretrained(
         raise unbuildable(src, error) from error
     if hasattr(model.config, "transformers_weights"):
         del model.config.transformers_weights
-    wrong = sorted(map(str, {*loading["missing_keys"], *loading["mismatched_keys"]}))
+    missing = {state for state in map(str, loading["missing_keys"]) if computed(model, state) is None}
+    wrong = sorted({*missing, *map(str, loading["mismatched_keys"])})
     if wrong:
         raise CheckpointError(f"{wrong[0]} is not there as config.json asks for it", "fetch it again", subject=src.path)
     return model

@@ -22,6 +22,7 @@ from quantkit.core.quantized_tensor import QuantizedTensor
 from quantkit.core.scheme import Scheme
 from quantkit.core.tensors import dtype_name
 from quantkit.errors import KernelError, LayoutError, in_python
+from quantkit.inference.decoded_weight import DecodedWeight
 from quantkit.inference.engine_linear import PREPARED, decode, handle_of, multiply
 from quantkit.inference.kernel_weight import pack_for_kernel
 from quantkit.kernels.contract import ACTIVATIONS
@@ -34,8 +35,8 @@ class PackedLinear(nn.Module):
     """An `nn.Linear` whose packed tensors are frozen parameters under the layout's own names.
 
     `n` and `k` are the stored sizes, padding included; `out_features` and `in_features` are the true ones. Casts such
-    as `.half()` change only the bias; `weight` decodes to `dense_dtype`. A move from a CPU to a GPU repacks the weight
-    for a kernel. It has no gradient.
+    as `.half()` change only the bias; `weight` decodes to `dense_dtype`, unless a packed tensor has that name and no
+    code of the model `reads_weight`. A move from a CPU to a GPU repacks the weight for a kernel. It has no gradient.
 
     A layer that is fused with its siblings is part `index` of `fused`, a `FusedLinear` that owns all their tensors.
     Then `packed` makes copies, and the state dict holds copies on the CPU.
@@ -54,6 +55,7 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = true_size
         self.suffixes: tuple[str, ...] = ()
         self.dense_dtype = torch.float32
+        self.reads_weight = False
         self.fused: Any = None
         self.index = 0
         self.set_packed(layout, scheme, stored_size, tensors)
@@ -101,17 +103,26 @@ class PackedLinear(nn.Module):
         owner = self.fused if self.is_fused else self
         return _kernel_accepts(self.layout, self.label, owner.n, self.k, owner.packed())
 
-    def __getattr__(self, name: str) -> Any:
-        """Decode `weight`, for models that use the weight of a linear itself, or ask for its dtype or device."""
+    @property
+    def weight(self) -> Tensor:
+        """Decode the weight, for models that use the weight of a linear itself, or ask for its dtype or device."""
         suffixes = self.__dict__.get("suffixes", ())
-        if name != "weight" or name in suffixes or not suffixes:
-            return super().__getattr__(name)
+        stored = self._parameters.get("weight")
+        if not suffixes or (stored is None and "weight" in suffixes):
+            raise AttributeError("weight")
+        if stored is not None and not self.reads_weight:
+            return stored
+        return DecodedWeight((self.out_features, self.in_features), self.dense_dtype, self.device, self._decoded)
+
+    def _decoded(self) -> Tensor:
         if self.device.type == "meta":
-            decoded = torch.empty(self.out_features, self.in_features, dtype=self.dense_dtype, device="meta")
-        else:
-            decoded = self.record().dequantize(self.dense_dtype)[:, : self.in_features]
-        decoded._is_hf_initialized = True  # type: ignore[attr-defined] # transformers leaves it as it is
-        return decoded
+            return torch.empty(self.out_features, self.in_features, dtype=self.dense_dtype, device="meta")
+        return self.record().dequantize(self.dense_dtype)[:, : self.in_features]
+
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """Return a packed tensor or the bias by its name."""
+        found = self._parameters.get(target)
+        return super().get_parameter(target) if found is None else found
 
     @property
     def device(self) -> torch.device:
@@ -178,7 +189,7 @@ class PackedLinear(nn.Module):
 
 def multiply_packed(layer: Any, x: Tensor, out: int) -> Tensor:
     """Multiply activations with the weight of a `PackedLinear` or a `FusedLinear`: `[..., out]`, bias included."""
-    tensors = [getattr(layer, suffix) for suffix in layer.suffixes]
+    tensors = [layer._parameters[suffix] for suffix in layer.suffixes]
     bias = None if layer.bias is None else layer.bias.to(x.dtype)
     product: Tensor = torch.ops.quantkit.packed_linear(
         x, tensors, bias, layer.names, layer.layout, layer.label, out, layer.n, layer.k

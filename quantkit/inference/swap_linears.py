@@ -29,7 +29,8 @@ from quantkit.inference.packed_linear import PackedLinear
 from quantkit.layouts import LAYOUTS
 from quantkit.layouts.base import Layout
 from quantkit.models.experts import unfuse_experts
-from quantkit.models.linears import is_linear, size_of
+from quantkit.models.linears import is_linear, reads_weight, size_of
+from quantkit.models.meta_model import computed, float32_states
 from quantkit.models.outside import require_complete, undeclared
 from quantkit.models.state_names import match, places, spellings
 from quantkit.models.stored_rows import follow_storage
@@ -63,6 +64,7 @@ def _swapped(model: PreTrainedModel, src: Checkpoint) -> Linears:
     unfuse_experts(model, src, spellings(model), slices=False)
     stored = follow_storage(model, src, match(model, src).merged)
     place, modules = places(model), dict(model.named_modules())
+    wide = float32_states(model, model.dtype)
     linears: Linears = {}
     for module in src.modules():
         (state, *_), merged = place(f"{module}.weight")
@@ -78,6 +80,8 @@ def _swapped(model: PreTrainedModel, src: Checkpoint) -> Linears:
                 subject=src.path,
             )
         linears[module] = _packed_skeleton(src, module, dense)
+        if wide is not None and wide.search(f"{path}.weight"):
+            linears[module].dense_dtype = torch.float32
         setattr(model.get_submodule(owner), leaf, linears[module])
         if path in stored:
             stored[path].linear = linears[module]
@@ -146,9 +150,18 @@ def check_states(model: PreTrainedModel, src: Checkpoint) -> list[str]:
     for a, b in model.all_tied_weights_keys.items():
         found |= {a, b} if found & {a, b} else set()
     absent = [re.compile(pattern) for pattern in model._keys_to_ignore_on_load_missing or ()]
-    missing = [state for state in states if state not in found and not any(p.search(state) for p in absent)]
+    lacking = [state for state in states if state not in found and not any(p.search(state) for p in absent)]
+    missing = [state for state in lacking if computed(model, state) is None]
     require_complete(model, src, missing, outside)
     return outside
+
+
+def show_weights(model: nn.Module) -> None:
+    """Let code of a loaded model that reads the weight of a packed linear get it decoded, in every layout."""
+    for owner in model.modules():
+        for leaf, linear in owner.named_children():
+            if isinstance(linear, PackedLinear):
+                linear.reads_weight = reads_weight(owner, leaf)
 
 
 def require_kernels(device: torch.device) -> None:

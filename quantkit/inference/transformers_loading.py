@@ -12,7 +12,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.errors import CheckpointError, Setting, Words, reason
 from quantkit.inference.load import silent_transformers
 from quantkit.layouts.compressed_tensors import METHOD
-from quantkit.models.meta_model import config_of
+from quantkit.models.meta_model import computed, config_of
 from quantkit.models.outside import undeclared
 
 if TYPE_CHECKING:
@@ -64,6 +64,7 @@ def refusal_by_transformers(
     except Exception as error:  # each quantizer has its own
         return reason(error)
     _, found = loaded
+    found["missing_keys"] = {state for state in found["missing_keys"] if computed(model, str(state)) is None}
     for key, what in WRONG.items():
         names = map(str, found[key])
         for name in sorted(undeclared(model, src, names) if key == "unexpected_keys" else names):

@@ -115,6 +115,7 @@ class QuantkitQuantizer(HfQuantizer):
                 parameter.data = parameter.data.to(self._dtypes[name])
         self.notices = swap_linears.repack_for_kernels(self.linears)
         fused_linear.fuse_linears(model)
+        swap_linears.show_weights(model)
         for line in self.notices:
             warnings.warn(line, RuntimeWarning, stacklevel=2)
 

@@ -23,7 +23,7 @@ from quantkit.models.devices import compute_dtype, device_of, is_fast_in_bfloat1
 from quantkit.models.families import family_of
 from quantkit.models.interception import Interception, NotReached, telling, watching
 from quantkit.models.matching import MatchedModel, is_norm
-from quantkit.models.meta_model import lists_beside
+from quantkit.models.meta_model import lists_beside, require_decoder_only
 from quantkit.models.passing import USE_RTN, Form, Needed, Passed, State, Unused, pack, tensors_in, unpack
 from quantkit.models.replay import CALLS_BYTES, Replay
 
@@ -63,12 +63,17 @@ class BlockRunner(MatchedModel):
 
         CheckpointError if the checkpoint lacks a tensor of the model, or the model cannot run block by block.
         """
-        self._require_runnable()
+        self.require_runnable()
         self.weights.load_before_blocks()
         if not embeddings:
             self.drop_embeddings()
 
-    def _require_runnable(self) -> None:
+    def require_runnable(self) -> None:
+        """Raise CheckpointError if the checkpoint lacks a tensor of the model, or its blocks cannot be run one by one.
+
+        An encoder-decoder is such a model: its decoder's blocks take what its encoder makes of another text.
+        """
+        require_decoder_only(self.src, self.module.config, "and blocks are calibrated on one text alone", USE_RTN)
         kind, missing = type(self.module).__name__, self.states.missing
         if family_of(self.module.config.model_type).is_random:
             what = f"{kind} draws random numbers when it runs, so that two passes over a document differ"

@@ -32,12 +32,12 @@ class ExpertClass:
 class Family:
     """State the exceptions of a model type.
 
-    `encoder_decoder`: it is one, though its config does not say so. `classifies`: transformers lists it among models
-    that write text, and its published class classifies. `is_random`: two passes over the same tokens differ.
-    `asks_for_images`: its forward needs an image, though its signature does not say so. `experts`: class -> its form.
+    `diffuses`: it writes blocks of text by diffusion. `classifies`: transformers lists it among models that write text,
+    and its published class classifies. `is_random`: two passes over the same tokens differ. `asks_for_images`: its
+    forward needs an image, though its signature does not say so. `experts`: class -> its form.
     """
 
-    encoder_decoder: bool = False
+    diffuses: bool = False
     classifies: bool = False
     is_random: bool = False
     asks_for_images: bool = False
@@ -52,7 +52,7 @@ FAMILIES = {
     "dbrx": Family(
         experts={"DbrxExperts": ExpertClass(parameters=_DBRX, transposed=("mlp.w2",), count="mlp.moe_num_experts")}
     ),
-    "diffusion_gemma": Family(encoder_decoder=True),
+    "diffusion_gemma": Family(diffuses=True),
     "inkling_text": Family(experts={"InklingSharedExperts": ExpertClass("shared", _GATED)}),
     "jetmoe": Family(experts={"JetMoeParallelExperts": ExpertClass("parallel", {"weight": ("linear",)})}),
     "kosmos-2": Family(asks_for_images=True),
@@ -67,6 +67,16 @@ EXPERT_CLASSES = {name: form for family in FAMILIES.values() for name, form in f
 def family_of(model_type: str) -> Family:
     """Look up the exceptions of a model type."""
     return FAMILIES.get(model_type, Family())
+
+
+_IMAGES = ("AutoModelForImageTextToText", "AutoModelForMultimodalLM")
+#: Whether a model is an encoder-decoder -> the auto classes of transformers that may build it, in order.
+AUTO_CLASSES = {
+    False: ("AutoModelForCausalLM", *_IMAGES),
+    True: ("AutoModelForSeq2SeqLM", "AutoModelForSpeechSeq2Seq", *_IMAGES),
+}
+#: Those of models whose prompt is no text: sound or images.
+OTHER_INPUTS = ("AutoModelForSpeechSeq2Seq", *_IMAGES)
 
 
 # Names that many families share.
@@ -86,9 +96,11 @@ INDEXER = re.compile(r"\.indexer\.(wk|weights_proj)$")
 HEAD = "lm_head"
 #: Linears of state spaces that are never called: the model multiplies by their weight itself.
 NEVER_CALLED = ("dt_proj",)
+#: Attention to another sequence: of a decoder to its encoder, or to an image.
+CROSS_ATTENTION = re.compile(r"\.(encoder_attn|EncDecAttention|crossattention|cross_attn)\.")
 #: Parts of a text model that a text-only pass never calls -> the words for them.
 UNCALLED = {
-    re.compile(r"\.(encoder_attn|crossattention|cross_attn)\."): "cross attention",
+    CROSS_ATTENTION: "cross attention",
     re.compile(r"\.vision_moe\."): "vision experts",
 }
 #: Words in the names of towers for other inputs than text.
@@ -102,6 +114,8 @@ LAYER = re.compile(r"(?:^|\.)(?:layers|layer|blocks|block|h)\.(\d+)\.")
 LAYER_START = re.compile(rf".*?{LAYER.pattern}")
 #: Stored tables that are computed today.
 COMPUTED = re.compile(r"inv_freq$|(^|\.)position_ids$")
+#: The method of a module that computes its weight, which checkpoints of Marian and Pegasus lack.
+COMPUTES = "create_weight"
 #: Draft layers, which guess tokens ahead: keys of config.json, those of them that count layers, and parts of names.
 DRAFT_WORDS = re.compile(r"nextn|mtp|n_predict|medusa|eagle|draft")
 DRAFT_COUNTS = re.compile(rf"(?=.*({DRAFT_WORDS.pattern})).*(layers|modules|blocks|depth|n_predict)$")

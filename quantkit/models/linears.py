@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,6 +29,19 @@ def is_transposed(module: nn.Module) -> bool:
     from transformers.pytorch_utils import Conv1D
 
     return type(module) is Conv1D
+
+
+def reads_weight(owner: nn.Module, leaf: str) -> bool:
+    """Return True if the forward of a module uses the weight of its linear `leaf` itself, or asks for its dtype."""
+    return f"{leaf}.weight" in _source(type(owner).forward)
+
+
+@functools.cache
+def _source(forward: Callable[..., Any]) -> str:
+    try:
+        return inspect.getsource(forward)
+    except (OSError, TypeError):  # it has no file
+        return ""
 
 
 def size_of(linear: nn.Module) -> tuple[int, int]:

@@ -25,6 +25,7 @@ from quantkit.models.meta_model import (
     get_tensor,
     language_model,
     skeleton,
+    text_encoder,
     text_model,
 )
 from quantkit.models.outside import Outside
@@ -160,6 +161,7 @@ def _kept_dense(module: PreTrainedModel, decoder: str, tied: set[str], stored: d
     """Map stored name to reason, for matrices that stay dense: routers, towers of other inputs, small linears."""
     routers, head = find_routers(module), module.get_output_embeddings()
     towers = tuple(f"{path}." for path in find_towers(module))
+    reads_text = tuple(f"{path}." for path in (decoder, text_encoder(module)) if path) if decoder else ("",)
     shared = set(module.all_tied_weights_keys.values())
     kept: dict[str, str] = {}
     for path, found in module.named_modules():
@@ -176,7 +178,7 @@ def _kept_dense(module: PreTrainedModel, decoder: str, tied: set[str], stored: d
                 kept[name] = "the output head"
         elif path in tied or f"{path}.weight" in shared:
             kept[name] = "its weight is shared"
-        elif (decoder and not path.startswith(f"{decoder}.")) or path.startswith(towers):
+        elif not path.startswith(reads_text) or path.startswith(towers):
             kept[name] = "outside the language model"
         elif INDEXER.search(name):
             kept[name] = "engines join it with others of its indexer, and keep them dense"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from quantkit.errors import CheckpointError, is_out_of_memory, reason
 from quantkit.io.json_files import decode_floats
 from quantkit.models.experts import find_routers
-from quantkit.models.families import family_of
+from quantkit.models.families import AUTO_CLASSES, COMPUTES, family_of
 from quantkit.models.linears import is_linear
 
 if TYPE_CHECKING:
@@ -35,8 +35,7 @@ class Configured(Protocol):
 def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
     """Return the configuration in config.json, without its quantization.
 
-    CheckpointError for a model type that transformers does not know, an encoder-decoder, or a config that it cannot
-    read.
+    CheckpointError for a model type that transformers does not know, or a config that it cannot read.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -55,10 +54,10 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
             config = CONFIG_MAPPING[family].from_dict(decode_floats(known))
     except Exception as error:  # a wrong config can raise anything
         raise unbuildable(src, error) from error
-    if config.is_encoder_decoder or family_of(family).encoder_decoder:
+    if family_of(family).diffuses:
         raise CheckpointError(
-            f"{family} is an encoder-decoder, which quantkit does not quantize",
-            "use a decoder-only model",
+            f"{family} writes blocks of text by diffusion, and quantkit does not quantize such models",
+            "use one that writes token by token",
             subject=src.path,
         )
     if hasattr(config, "quantization_config"):
@@ -67,19 +66,20 @@ def config_of(src: Configured, trust_remote_code: bool) -> PretrainedConfig:
 
 
 def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: bool) -> Any:
-    """Return the auto class of transformers that builds the model: for causal LMs, or for models of text and images.
+    """Return the auto class of transformers that builds the model.
 
-    config.json names its class; CheckpointError if no class knows the model type.
+    It is one for causal LMs or encoder-decoders, by the config, or for models of text and images. config.json names the
+    model's class; CheckpointError if no auto class knows the model type.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM
+    import transformers
 
+    kinds = AUTO_CLASSES[bool(config.is_encoder_decoder)]
+    autos = [getattr(transformers, name) for name in kinds]
     if trust_remote_code and "auto_map" in src.config:
-        return AutoModelForCausalLM
+        return autos[0]
     named = src.config.get("architectures")
     able = [
-        auto
-        for auto in (AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForMultimodalLM)
-        if type(config) in auto._model_mapping and not family_of(config.model_type).classifies
+        auto for auto in autos if type(config) in auto._model_mapping and not family_of(config.model_type).classifies
     ]
     for auto in able:
         built: Any = auto._model_mapping[type(config)]
@@ -92,6 +92,22 @@ def auto_class(src: Configured, config: PretrainedConfig, trust_remote_code: boo
             subject=src.path,
         )
     return able[0]
+
+
+def require_decoder_only(src: Configured, config: PretrainedConfig, what: str, *ways_out: str) -> None:
+    """Raise CheckpointError for an encoder-decoder; `what` says why the caller does not take one."""
+    if config.is_encoder_decoder:
+        raise CheckpointError(f"{config.model_type} is an encoder-decoder, {what}", *ways_out, subject=src.path)
+
+
+def require_text(src: Configured, config: PretrainedConfig, trust_remote_code: bool) -> None:
+    """Raise CheckpointError for an encoder-decoder whose encoder takes sound or images, and no text."""
+    known: Any = auto_class(src, config, trust_remote_code)._model_mapping
+    takes = getattr(known[type(config)], "main_input_name", "input_ids") if type(config) in known else "input_ids"
+    if config.is_encoder_decoder and takes != "input_ids":
+        raise CheckpointError(
+            f"{config.model_type} reads {takes}, and no text", "load it with quantkit.load", subject=src.path
+        )
 
 
 def skeleton(src: Configured, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -143,6 +159,13 @@ def language_model(module: PreTrainedModel) -> tuple[str, nn.Module]:
     return (path, decoder) if path and find_blocks(decoder) else ("", module)
 
 
+def text_encoder(module: PreTrainedModel) -> str:
+    """Return the path of an encoder-decoder's encoder, if it reads tokens; "" without one."""
+    encoder = module.get_encoder() if module.config.is_encoder_decoder else None
+    path = next((path for path, found in module.named_modules() if found is encoder), "")
+    return "" if path in find_towers(module) else path
+
+
 def find_towers(module: nn.Module) -> tuple[str, ...]:
     """Return the paths of the models inside a model that take other inputs than text: encoders of images or sound."""
     from transformers import PreTrainedModel
@@ -152,17 +175,19 @@ def find_towers(module: nn.Module) -> tuple[str, ...]:
         for path, found in module.named_modules()
         if path
         and isinstance(found, PreTrainedModel)
-        and not {"input_ids", "inputs_embeds", "args"} & _inputs(found).keys()
+        and not {"input_ids", "decoder_input_ids", "inputs_embeds", "args"} & _inputs(found).keys()
     )
 
 
 def text_model(module: PreTrainedModel, blocks: Sequence[str]) -> str:
     """Return the path of the outermost model around the blocks that needs only tokens; "" for the whole.
 
-    It embeds tokens as the whole model does. It is also "" if there is no such model.
+    It embeds tokens as the whole model does. It is also "" if there is no such model, and for an encoder-decoder.
     """
     from transformers import PreTrainedModel
 
+    if module.config.is_encoder_decoder:
+        return ""
     asking = family_of(module.config.model_type).asks_for_images
     path: str
     for path, found in module.named_modules():
@@ -254,6 +279,12 @@ def dense_matrices(module: PreTrainedModel) -> list[str]:
 
 def _notices(others: dict[str, list[str]]) -> list[str]:
     return [f"{names[0]}: {what} left dense ({len(names)} in all)" for what, names in others.items()]
+
+
+def computed(module: nn.Module, state: str) -> Tensor | None:
+    """Compute a state that a checkpoint may lack, such as sinusoidal positions; None if its module cannot."""
+    compute = getattr(module.get_submodule(state.rpartition(".")[0]), COMPUTES, None)
+    return compute().detach() if compute is not None else None
 
 
 def get_tensor(module: nn.Module, name: str) -> Tensor:

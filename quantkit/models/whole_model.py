@@ -11,7 +11,7 @@ from quantkit.checkpoint.reader import Checkpoint
 from quantkit.models.devices import device_of
 from quantkit.models.experts import unfuse_experts
 from quantkit.models.linears import is_transposed
-from quantkit.models.meta_model import get_tensor, put_tensor, skeleton
+from quantkit.models.meta_model import computed, get_tensor, put_tensor, skeleton
 from quantkit.models.outside import require_complete
 from quantkit.models.state_names import match, spellings
 
@@ -30,7 +30,10 @@ def load_dense_model(
     module = skeleton(src, dtype, trust_remote_code)
     unfuse_experts(module, src, spellings(module))
     stored, merged, missing, outside = match(module, src)
-    require_complete(module, src, missing, outside)
+    for state in missing:
+        if (table := computed(module, state)) is not None:
+            put_tensor(module, state, table.to(dtype))
+    require_complete(module, src, [state for state in missing if get_tensor(module, state).is_meta], outside)
     target = device_of(device)
 
     packed = {f"{name}.weight" for name in src.modules()}

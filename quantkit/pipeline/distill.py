@@ -97,6 +97,7 @@ def distill(
         planned.require()
         require_complete_source(teacher, trust_remote_code)
         model = BlockRunner(teacher, device=device, trust_remote_code=trust_remote_code)
+        model.require_runnable()
         _require_same_model(src, model)
         tuned = {module: src.size(module) for module in src.modules()}
         tuning_memory(teacher, model.linears, tuned, calib.max_length, codes, model.device.type).require()

@@ -33,6 +33,7 @@ from quantkit.io.model_folder import RECIPE, has_chat_template
 from quantkit.io.safetensors_header import read_header
 from quantkit.io.staging import publish as publish_folder
 from quantkit.layouts.schemes import Schemes
+from quantkit.models.meta_model import auto_class, config_of
 from quantkit.pipeline.opening import OURS, THEIRS, TRIED, open_folder
 from quantkit.progress import Clock
 from quantkit.recipes.recipe import Recipe
@@ -199,6 +200,9 @@ def finish(
             report["readers"] = [reader for reader in report.get("readers", []) if reader != TRIED]
         if not opening.readers:
             report["notices"].append(f"the output could not be opened here: {opening.untried[OURS]}")
+        if opening.readers and src.config.get("is_encoder_decoder") is True:
+            auto = auto_class(src, config_of(src, trust_remote_code), trust_remote_code)
+            report["auto_class"] = auto.__name__
         report["left_out"], report["chat_template"] = list(writer.left_out), has_chat_template(partial)
         if measure is not None:
             try:

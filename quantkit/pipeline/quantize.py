@@ -241,6 +241,8 @@ def _require_runnable(job: _Job, out: Path | None, run: RunOptions, is_plan: boo
         what = "prune" if recipe.only_prunes else "quantize"
         raise RecipeError("every linear is skipped", Words(f"nothing to {what}, loosen", Setting("skip")))
     job.plan.require_share(run.min_share)
+    if recipe.calibrated:
+        job.model.require_runnable()
     count = ranks().count
     if count > 1 and not recipe.calibrated:
         raise RecipeError(

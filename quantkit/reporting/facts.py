@@ -168,11 +168,16 @@ def evaluation(report: Mapping[str, Any]) -> str:
         return ""
     more = ", ".join(f"{label} {value}" for label, value in tails(found))
     rule = f" ({found['bos_rule']})" if found.get("bos_rule") else ""
+    pieces = (
+        f"the first {found['pairs']} summaries given their documents"
+        if found.get("pairs")
+        else f"the first {found.get('windows', '?')} windows of {found.get('window', '?')} tokens "
+        f"{'with' if found.get('bos') else 'without'} BOS{rule}"
+    )
     return (
         f"perplexity {before:.4f} before, {after:.4f} after ({100 * (after / before - 1):+.2f} %), KL divergence "
         f"{kld:.6f} nats{f' ({more})' if more else ''}, top-1 agreement {100 * top1:.2f} %, on "
-        f"{found.get('data', '?')}: the first {found.get('windows', '?')} windows of {found.get('window', '?')} tokens "
-        f"{'with' if found.get('bos') else 'without'} BOS{rule}, {found.get('tokens', '?')} predictions; "
+        f"{found.get('data', '?')}: {pieces}, {found.get('tokens', '?')} predictions; "
         f"{found.get('weights', 'unknown products')}"
     )
 

@@ -8,11 +8,16 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from quantkit.checkpoint.report import KEPT, REPORT
-from quantkit.engines.readers import engine_of, limit_of_signed_scales, use_of
+from quantkit.engines.readers import CAUSAL, engine_of, limit_of_signed_scales, use_of
 from quantkit.reporting import facts
 
 #: Stands for the folder, or the repository that it is in, in every command of a card.
 FOLDER = "FOLDER"
+#: Auto class of transformers -> the hub's name of the task, if it is not to generate text.
+TASKS = {
+    "AutoModelForSpeechSeq2Seq": "automatic-speech-recognition",
+    "AutoModelForImageTextToText": "image-text-to-text",
+}
 _FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -84,7 +89,7 @@ def _front(report: Mapping[str, Any], source: Mapping[str, Any]) -> dict[str, An
         **({"base_model": str(base)} if base else {}),
         **({"base_model_relation": "quantized"} if base and related else {}),
         "library_name": "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": TASKS.get(str(report.get("auto_class")), "text-generation"),
         **kept,
         "tags": list(dict.fromkeys(tags)),
     }
@@ -97,7 +102,9 @@ def _is_words(value: Any) -> bool:
 def _use(report: Mapping[str, Any], pruned: bool) -> list[str]:
     """Write the commands of the readers that open this folder; a pruned model opens as any dense one."""
     readers = ["transformers (with compressed-tensors)"] if pruned else map(str, report.get("readers", []))
-    found = [use for reader in readers if (use := use_of(reader, report.get("chat_template") is True)) is not None]
+    auto = report.get("auto_class", CAUSAL)
+    uses = (use_of(reader, report.get("chat_template") is True, auto) for reader in readers)
+    found = [use for use in uses if use is not None]
     lines = ["", "## Use it"] if found else []
     recipe = report.get("recipe")
     is_signed = isinstance(recipe, Mapping) and recipe.get("signed") is True

@@ -29,9 +29,13 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def token_ids(tokenizer: Callable[..., Any], text: str, *, special: bool) -> Tensor:
-    """Return the tokens of a text, int64 `[t]`, with or without the special tokens that the tokenizer adds."""
-    return torch.tensor(tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"], dtype=torch.int64)
+def token_ids(tokenizer: Callable[..., Any], text: str, *, special: bool, is_target: bool = False) -> Tensor:
+    """Return the tokens of a text, int64 `[t]`, with or without the special tokens that the tokenizer adds.
+
+    `is_target` is for a text that an encoder-decoder writes, which some tokenizers treat in another way.
+    """
+    key = {"text_target" if is_target else "text": text}
+    return torch.tensor(tokenizer(**key, add_special_tokens=special, verbose=False)["input_ids"], dtype=torch.int64)
 
 
 def adds_bos(tokenizer: Callable[..., Any]) -> bool:

@@ -135,8 +135,12 @@ def test_bad_input_is_one_line_before_any_weight_is_read(
     assert says in refused("eval", "rouge", small_llama, "--data", tmp_path / "data.jsonl", *options, code=None)
 
 
-@pytest.mark.parametrize(("kind", "says"), [("T5", "is an encoder-decoder"), ("ViT", "no model that writes text")])
-def test_a_model_that_writes_no_text_is_refused(kind: str, says: str, small_llama: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "says"), [("Whisper", "reads input_features, and no text"), ("ViT", "no model that writes text")]
+)
+def test_a_model_that_reads_or_writes_no_text_is_refused(
+    kind: str, says: str, small_llama: Path, tmp_path: Path
+) -> None:
     import transformers
 
     folder = Path(shutil.copytree(small_llama, tmp_path / kind))

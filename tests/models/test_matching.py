@@ -30,7 +30,7 @@ def test_towers_are_no_blocks_and_stay_dense(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("family", "says"), [("shieldgemma2", "no model that writes text"), ("diffusion_gemma", "is an encoder-decoder")]
+    ("family", "says"), [("shieldgemma2", "no model that writes text"), ("diffusion_gemma", "by diffusion")]
 )
 def test_a_model_of_another_kind_is_refused_by_its_config(family: str, says: str, tmp_path: Path) -> None:
     families.tiny_config(family).save_pretrained(tmp_path)

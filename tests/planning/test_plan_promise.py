@@ -112,7 +112,7 @@ BAD = {
     "tokenizer": (lacks_a_tokenizer, (*GPTQ, "--calib", "TEXT"), 1),
     "a link": (has_a_link, RTN, 1),
     "family": (is_of_family(model_type="abacus"), RTN, 1),
-    "encoder-decoder": (is_of_family(model_type="t5", architectures=["T5Model"]), RTN, 1),
+    "tensors of another model": (is_of_family(model_type="t5", architectures=["T5Model"]), RTN, 1),
     "shape": (is_of_family(intermediate_size=320), RTN, 1),
     "output exists": (exists, RTN, 1),
     "output holds other things": (holds_other_things, (*RTN, "--overwrite"), 1),
