@@ -190,7 +190,7 @@ class CodeExam:
         self.run = {"data": hash_of_file(self._data), "problems": len(self._problems), **self._about}
 
     def require(self, opened: Opened) -> None:
-        """Raise QuantkitError for an encoder-decoder, for a model without room for the problems, or where programs cannot be contained."""
+        """Raise QuantkitError for an encoder-decoder, too few positions, or programs that cannot be contained."""
         opened.require_decoder_only()
         longest = max(len(prompt) for prompt in self._prompts(opened))
         _require_room(longest, opened.config, self._about["max_new_tokens"])

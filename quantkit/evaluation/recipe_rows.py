@@ -90,6 +90,7 @@ class Judges:
 
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for a model that cannot be judged so."""
+        opened.require_decoder_only()
         for exam in (self.tasks, self.code, self.rouge):
             if exam is not None:
                 exam.require(opened)

@@ -331,27 +331,46 @@ UNBUILDABLE: dict[str, str] = {
 NESTED_TOWERS = ("cohere2_vision", "gemma3", "llava", "llava_next", "llava_next_video", "llava_onevision", "paligemma")
 
 
+#: ends the name of a family that is an encoder-decoder beside its model type's causal LM
+SEQ2SEQ = ":seq2seq"
+#: model types of encoder-decoders of text, and Whisper
+ENCODER_DECODERS = (
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "fsmt", "led", "longt5", "m2m_100", "marian"),
+    *("mbart", "mt5", "mvp", "nllb-moe", "pegasus", "pegasus_x", "plbart", "prophetnet", "switch_transformers", "t5"),
+    *("umt5", "whisper"),
+)
+
+
 def families() -> list[str]:
-    """Return the model types of every causal LM and image-text model of the installed transformers, sorted."""
-    from transformers.models.auto import modeling_auto as auto
-
-    return sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES})
+    """Return the families of every causal LM, image-text model and encoder-decoder of text that transformers knows."""
+    return sorted(_classes())
 
 
-def model_class(family: str) -> str:
-    """Return the name of the class that a published model of the family has; image-text goes before text alone."""
+def _classes() -> dict[str, str]:
+    """Map each family to the name of its class; image-text goes before text alone."""
     from transformers.models.auto import modeling_auto as auto
 
     names = {**auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    found = names[family]
-    return found if isinstance(found, str) else found[0]
+    others = {**auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, **auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES}
+    added = {f"{family}{SEQ2SEQ if family in names else ''}": others[family] for family in ENCODER_DECODERS}
+    return {family: found if isinstance(found, str) else found[0] for family, found in {**names, **added}.items()}
+
+
+def model_type(family: str) -> str:
+    """Return the model type of a family."""
+    return family.removesuffix(SEQ2SEQ)
+
+
+def model_class(family: str) -> str:
+    """Return the name of the class that a published model of the family has."""
+    return _classes()[family]
 
 
 def tiny_config(family: str, draft: bool = False) -> Any:
     """Return the tiny configuration of a family, with a draft layer if released models have some."""
     from transformers import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[family]
+    kind = CONFIG_MAPPING[model_type(family)]
     values = _defaults(kind)
     _shrink(values, iter(range(FIRST_SPECIAL, VOCABULARY)))
     CHANGES.get(family, lambda _: None)(values)

@@ -19,11 +19,12 @@ PAGE = """# Model families
 Generated on {date} by `make census`, with quantkit {quantkit}, transformers {transformers}, torch {torch} and
 compressed-tensors {compressed_tensors}. The raw file is `benchmarks/census.json`.
 
-For each family of causal LMs and image-text models that transformers knows, a tiny model with random weights is
-quantized to INT4 in groups of 64, in the layout compressed-tensors, or awq where transformers would read that with
-random weights. It has two blocks, or one of each kind, of width 128, and a draft layer (MTP) where the configuration
-counts some or released models have some: {drafted} families. Released checkpoints of a family can differ from its
-default configuration, and no accuracy is measured here.
+For each family of causal LMs and image-text models that transformers knows, and for encoder-decoders of text and
+Whisper, a tiny model with random weights is quantized to INT4 in groups of 64, in the layout compressed-tensors, or
+awq where transformers would read that with random weights. `:seq2seq` ends the name of an encoder-decoder whose model
+type has a causal LM too. A model has two blocks, or one of each kind, of width 128, and a draft layer (MTP) where the
+configuration counts some or released models have some: {drafted} families. Released checkpoints of a family can differ
+from its default configuration, and no accuracy is measured here.
 
 - **RTN**, **GPTQ**: the share of the decoder's weights that is quantized. Matrices and experts of its blocks count if
   they have 64 rows and columns. Embeddings, `lm_head`, convolutions, routers, towers, draft layers, block-diagonal

@@ -59,7 +59,11 @@ BLOCK = re.compile(r"(^|\.)(layers|layer|h|blocks|block|layers_block|block_list|
 #: family -> its blocks, where they have other names
 BLOCKS = {"xlm": re.compile(r"\.(attentions|ffns)\.\d+\.")}
 #: family -> blocks of its towers whose names do not say so
-TOWERS = {"cosmos3_omni": re.compile(r"^blocks\."), "deepseek_ocr2": re.compile(r"qwen2_model")}
+TOWERS = {
+    "cosmos3_omni": re.compile(r"^blocks\."),
+    "deepseek_ocr2": re.compile(r"qwen2_model"),
+    **dict.fromkeys(("vision-encoder-decoder", "speech-encoder-decoder"), re.compile(r"^encoder\.")),
+}
 #: family -> matrices of its blocks that do not count for the share
 UNCOUNTED = {
     # the router: three layers as wide as the model, which choose the experts
@@ -174,12 +178,31 @@ def _logits(model: nn.Module, text: str) -> Tensor:
     for hook in list(model._forward_pre_hooks.values()) if text else ():
         hook(model, ())  # compressed-tensors decodes the weights before the first forward of the whole model
     with torch.no_grad():
-        output = model.get_submodule(text)(input_ids=tokens, use_cache=False)
+        output = model.get_submodule(text)(**_inputs(model, tokens), use_cache=False)
         logits: Tensor = output.get("logits", output.get("last_hidden_state"))
         logits = logits.float().clamp(min=-1e4)  # masked tokens
     if not logits.isfinite().all() or logits.std() < 1e-3:
         raise ValueError(f"the logits are degenerate, with a deviation of {logits.std():.2g}")
     return logits
+
+
+def _inputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
+    """Return tokens int64 `[1, t]` as a model takes them; for an encoder-decoder also what its encoder reads."""
+    if not model.config.is_encoder_decoder:
+        return {"input_ids": tokens}
+    config, made = model.config, torch.Generator().manual_seed(3)
+    kind = model.main_input_name
+    sound = 2 * getattr(config, "max_source_positions", 16), getattr(config, "num_mel_bins", 80)
+    shapes = {
+        "input_features": sound[::-1] if model.config.model_type == "whisper" else sound,
+        "input_values": (400 * 16,),
+        "flattened_patches": (8, 2 + 3 * 16 * 16),
+        "pixel_values": (3, 56, 56),
+    }
+    found = {kind: tokens.flip(1) if kind == "input_ids" else torch.randn(1, *shapes[kind], generator=made)}
+    if config.model_type == "udop":
+        found["bbox"] = torch.zeros(*tokens.shape, 4)
+    return {**found, "decoder_input_ids": tokens}
 
 
 def _dense_copy(packed: Path, source: Path, out: Path) -> Path:
@@ -273,7 +296,7 @@ def _in_decoder(name: str, src: Checkpoint) -> bool:
         return False
     if drafts.is_draft(name, src.config):
         return False
-    encoders = any(re.search(r"(^|\.)decoder\.(layers|block)\.", other) for other in src.names())
+    encoders = any(re.search(r"(^|\.)decoder\.(layers?|block)\.", other) for other in src.names())
     return not (encoders and re.search(r"(^|\.|_)encoder\.", name))
 
 
