@@ -15,8 +15,8 @@ from tests.kernels.experts import CASES, FIRST, Experts, expected_list, experts,
 from tests.kernels.products import TYPES, poisoned
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
-#: Shapes of Qwen3-30B-A3B and Mixtral, with fewer experts: n, k.
-REAL = [(1536, 2048), (2048, 768), (4096, 14336)]
+#: Shapes of Qwen3-30B-A3B and Mixtral, with fewer experts, and one of many experts: n, k, experts, experts of a token.
+REAL = [(1536, 2048, 16, 8), (2048, 768, 16, 8), (4096, 14336, 4, 2), (64, 128, 128, 8)]
 
 
 def product(one: Experts, x: Tensor, found: Routing, gather: bool = True, weights: Tensor | None = None) -> Tensor:
@@ -74,13 +74,13 @@ def test_every_tile_of_every_scheme(layout: str, label: str, n: int, k: int, dty
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:g128"), ("tcfpx", "fp6:channel")])
-@pytest.mark.parametrize(("n", "k"), REAL)
-def test_shapes_of_models(layout: str, label: str, n: int, k: int, dtype: torch.dtype) -> None:
-    one = experts(layout, label, n, k, 16, "cuda")
+@pytest.mark.parametrize(("n", "k", "count", "topk"), REAL)
+def test_shapes_of_models(layout: str, label: str, n: int, k: int, count: int, topk: int, dtype: torch.dtype) -> None:
+    one = experts(layout, label, n, k, count, "cuda")
     random = torch.Generator().manual_seed(n)
     for m, gather in itertools.product((1, 2, 16, 64, 700), (True, False)):
         for tile in [None, 64] if m == 700 else [None]:
-            drawn = torch.rand(m, 16, generator=random).argsort(1)[:, :8]
+            drawn = torch.rand(m, count, generator=random).argsort(1)[:, :topk]
             agrees(one, drawn.contiguous(), dtype, tile, gather, weighted=not gather)
 
 

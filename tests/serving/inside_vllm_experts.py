@@ -27,7 +27,7 @@ OWN = {
     "experts-marlin": "marlin",
     "experts-tcfpx-fp6": "tcfpx",
     "experts-tcfpx-fp5": "tcfpx",
-    "experts-marlin24": "marlin",
+    "experts-marlin24": "marlin24",
     "experts-quick": "quick",
 }
 OTHERS = {
