@@ -54,6 +54,24 @@ ENVIRONMENT = {
 }
 
 
+#: Mixtures of experts: their configs, without what all models have.
+MIXTURES: dict[str, dict[str, Any]] = {
+    "qwen3-30b-a3b": {
+        **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048, "head_dim": 128},
+        **{"intermediate_size": 6144, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
+        **{"num_attention_heads": 32, "num_key_value_heads": 4, "num_hidden_layers": 48, "vocab_size": 151936},
+        **{"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "rope_theta": 1000000.0},
+        **{"hidden_act": "silu", "rms_norm_eps": 1e-6, "max_position_embeddings": 8192},
+    },
+    "mixtral-8x7b": {
+        **{"architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "hidden_size": 4096, "head_dim": 128},
+        **{"intermediate_size": 14336, "num_local_experts": 8, "num_experts_per_tok": 2, "vocab_size": 32000},
+        **{"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 32, "rope_theta": 1000000.0},
+        **{"hidden_act": "silu", "rms_norm_eps": 1e-5, "max_position_embeddings": 8192, "sliding_window": None},
+    },
+}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -61,7 +79,8 @@ def main() -> None:
     maker.add_argument("out", type=Path)
     maker.add_argument("layout", help="a layout of quantkit, or dense")
     maker.add_argument("scheme", nargs="?", help="as int4:g128")
-    maker.add_argument("--shape", default="llama3-8b", help="a shape of `quantkit bench generate` [%(default)s]")
+    shapes = f"a shape of `quantkit bench generate`, {' or '.join(MIXTURES)} [%(default)s]"
+    maker.add_argument("--shape", default="llama3-8b", help=shapes)
     maker.add_argument("--blocks", type=int, help="fewer blocks than the shape has")
     timer = commands.add_parser("time", help="measure folders")
     timer.add_argument("--batch", type=int, nargs="+", default=[1, 16, 64])
@@ -86,7 +105,7 @@ def main() -> None:
 
 
 def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | None) -> None:
-    """Write a folder of the shape of a Llama, packed in a layout."""
+    """Write a folder of the shape of a Llama or of a mixture of experts, packed in a layout."""
     import torch
     from safetensors.torch import save_file
 
@@ -97,21 +116,33 @@ def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | No
     from quantkit.layouts import LAYOUTS
     from quantkit.layouts.schemes import Schemes
 
-    config: dict[str, Any] = {**CONFIGS[shape]}
+    config: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], **{**CONFIGS, **MIXTURES}[shape]}
     blocks = config["num_hidden_layers"] = blocks or config["num_hidden_layers"]
     width, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-    head = width // config["num_attention_heads"]
-    config |= {"architectures": ["LlamaForCausalLM"], "dtype": "float16", "head_dim": head, "bos_token_id": 0}
-    config |= {"eos_token_id": 1, "tie_word_embeddings": False, "attention_bias": False, "mlp_bias": False}
-    kv = config["num_key_value_heads"] * head
-    shapes = {f"self_attn.{name}_proj": (n, width) for name, n in zip("qkvo", (width, kv, kv, width), strict=True)}
-    shapes |= {"mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width), "mlp.down_proj": (width, inner)}
+    head = config.setdefault("head_dim", width // config["num_attention_heads"])
+    config |= {"dtype": "float16", "bos_token_id": 0, "eos_token_id": 1, "tie_word_embeddings": False}
+    config |= {"attention_bias": False, "mlp_bias": False}
+    queries, kv = config["num_attention_heads"] * head, config["num_key_value_heads"] * head
+    shapes = {f"self_attn.{name}_proj": (n, width) for name, n in zip("qkv", (queries, kv, kv), strict=True)}
+    shapes["self_attn.o_proj"] = width, queries
+    mlp, leaves, inner = "mlp.", ("gate_proj", "up_proj", "down_proj"), config.get("moe_intermediate_size", inner)
+    experts = config.get("num_experts", config.get("num_local_experts", 0))
+    if config["architectures"] == ["MixtralForCausalLM"]:
+        mlp, leaves = "block_sparse_moe.", ("w1", "w3", "w2")
+    for place in [f"experts.{number}." for number in range(experts)] or [""]:
+        for leaf, size in zip(leaves, ((inner, width), (inner, width), (width, inner)), strict=True):
+            shapes[mlp + place + leaf] = size
+    vectors = {"input_layernorm": width, "post_attention_layernorm": width}
+    if config.get("model_type") == "qwen3_moe":
+        vectors |= {"self_attn.q_norm": head, "self_attn.k_norm": head}
     out.mkdir(parents=True)
     if layout != DENSE:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         scheme, form = Scheme.parse(label or "int4:g128"), LAYOUTS[layout]
         modules = [f"model.layers.{block}.{name}" for block in range(blocks) for name in shapes]
-        config["quantization_config"] = quantization_config(form, Schemes(scheme, (), ("lm_head",)), modules, None)
+        routers = [f"model.layers.{block}.{mlp}gate" for block in range(blocks) if experts]
+        dense = ("lm_head", *routers)
+        config["quantization_config"] = quantization_config(form, Schemes(scheme, (), dense), modules, None)
         packed = {size: form.pack(random_weight(scheme, *size, device)) for size in set(shapes.values())}
         index: dict[str, str] = {}
 
@@ -121,20 +152,21 @@ def make(out: Path, layout: str, label: str | None, shape: str, blocks: int | No
             )
             index.update(dict.fromkeys(tensors, file))
 
-        def norm() -> torch.Tensor:
-            return torch.ones(width, dtype=torch.float16)
+        draws = torch.Generator(device).manual_seed(0)
+
+        def drawn(n: int) -> torch.Tensor:
+            return (torch.randn(n, width, device=device, generator=draws) * width**-0.5).half()
 
         for block in range(blocks):
             start = f"model.layers.{block}."
             weights = {
                 f"{start}{name}.{key}": t.clone() for name, n_k in shapes.items() for key, t in packed[n_k].items()
             }
-            norms = {f"{start}{name}_layernorm.weight": norm() for name in ("input", "post_attention")}
-            put(f"model-{block:05}.safetensors", {**weights, **norms})
-        draws = torch.Generator(device).manual_seed(0)
-        tables = [torch.randn(vocabulary, width, device=device, generator=draws).half() for _ in range(2)]
-        rest = {"model.embed_tokens.weight": tables[0], "lm_head.weight": tables[1] * width**-0.5}
-        put("model-rest.safetensors", {**rest, "model.norm.weight": norm()})
+            norms = {f"{start}{name}.weight": torch.ones(n, dtype=torch.float16) for name, n in vectors.items()}
+            router = {f"{start}{mlp}gate.weight": 3 * drawn(experts)} if experts else {}
+            put(f"model-{block:05}.safetensors", {**weights, **norms, **router})
+        rest = {"model.embed_tokens.weight": drawn(vocabulary) * width**0.5, "lm_head.weight": drawn(vocabulary)}
+        put("model-rest.safetensors", {**rest, "model.norm.weight": torch.ones(width, dtype=torch.float16)})
         (out / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
     (out / "config.json").write_text(json.dumps(config, indent=1))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -35,6 +36,7 @@ def places(layout: str, scheme: Scheme, n: int, k: int) -> Iterator[tuple[str, T
             yield name, place
 
 
+@functools.cache  # a model has thousands of experts
 def places_of_experts(layout: str, scheme: Scheme, n: int, k: int) -> list[tuple[str, Target]]:
     """List the `places` that hold every weight of a scheme, whatever its data."""
     return [
