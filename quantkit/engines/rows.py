@@ -96,8 +96,9 @@ class Reader:
 class Kernel:
     """The kernel that an engine chooses for the weights that the row is about; None if the engine has none.
 
-    `capabilities` are compute capabilities of GPUs, None for any. `bits` are widths of integers. `n_unit` and `k_unit`
-    divide the shape of the joined weight. `why` describes the engine without a kernel.
+    `capabilities` are compute capabilities of GPUs, None for any. `bits` are widths of integers; a row with
+    `zeros` is about zero points alone. `n_unit` and `k_unit` divide the shape of the joined weight. `why`
+    describes the engine without a kernel.
     """
 
     layouts: tuple[str, ...]
@@ -106,6 +107,7 @@ class Kernel:
     capabilities: tuple[tuple[int, int], ...] | None = None
     is_float: bool = False
     bits: tuple[int, ...] = (4,)
+    zeros: bool = False
     groups: tuple[int | None, ...] = (128, 64, 32, None)  # None: one scale per row
     experts: bool = False
     n_unit: int = 1
@@ -118,6 +120,7 @@ class Kernel:
         alike = (self.is_float, self.experts) == (scheme.format.is_float, experts)
         fits = scheme.group_size in self.groups and not n % self.n_unit and not k % self.k_unit
         fits &= self.is_float or scheme.format.bits in self.bits
+        fits &= not (self.zeros and scheme.symmetric)
         return alike and here and fits and layout in self.layouts and scheme.sparsity is None
 
 

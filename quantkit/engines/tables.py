@@ -152,13 +152,25 @@ TRAITS = {
         Words("quantize with", Setting("format", "int4")),
         lambda f: any(scheme.format.is_float and is_expert(m) for m, (scheme, _) in f.linears.items()),
     ),
+    "experts of other widths": Trait(
+        "experts of other widths than 4 and 8 bits",
+        Words("quantize them with", Setting("override", ".*experts.*=int8")),
+        lambda f: any(
+            is_expert(m) and not s.format.is_float and s.format.bits not in (4, 8) for m, (s, _) in f.linears.items()
+        ),
+    ),
+    "zeros of INT8 experts": Trait(
+        "INT8 experts with zero points",
+        Words("quantize with", Setting("asym", False)),
+        lambda f: any(is_expert(m) and s.format.bits == 8 and not s.symmetric for m, (s, _) in f.linears.items()),
+    ),
     "rows by heads": Trait(
         "joined queries, keys and values, whose rows vLLM's class of this model reorders while loading",
         Words("leave them dense with", Setting("skip", ".*query_key_value")),
         _packs("query_key_value", "falcon"),
     ),
     "packed head": Trait(
-        "a packed output head, which quantkit's plug-in for vLLM does not serve",
+        "a packed output head, which vLLM does not take in this layout",
         Words("leave it dense with", Setting("skip", ".*lm_head")),
         lambda f: any(module.rpartition(".")[2] == "lm_head" for module in f.linears),
     ),
@@ -229,6 +241,8 @@ _SHARED, _PUBLIC_MARLIN = ("split", "padded"), ("mixed", "dense", "padded", "enc
 
 _LOADER = "the loader of vLLM 0.26.0, run on a CPU, 2026-11-23"
 _ASKED = "vLLM 0.26.0's own choice for tiny models, asked on a CPU as if this GPU were there, 2026-11-23"
+_WNA16 = ("compressed-tensors",)
+_WIDTHS = "vLLM 0.26.0's own choice for tiny models of each width, asked on a CPU as if this GPU were there, 2026-11-26"
 #: What vLLM's class of a model does not open, asked with docs/models.md; the layout makes no difference.
 _CLASSES = (
     "topk",
@@ -240,6 +254,7 @@ _CLASSES = (
     "no class",
     "encoder",
 )
+_OF_WIDTHS = ("zeros of other widths", "experts of other widths", "zeros of INT8 experts")
 HOPPER, AMPERE, ADA = (9, 0), (8, 0), (8, 9)
 #: GPUs that were asked about fewer schemes.
 _OTHERS = ((7, 5), (8, 6), (10, 0), (12, 0))
@@ -250,7 +265,7 @@ _PLUGIN = "quantkit's plug-in in vLLM 0.26.0 and 0.33.0, run on a CPU, 2026-11-2
 VLLM = Engine(
     "vllm",
     readers=(
-        Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", "zeros of other widths", *_CLASSES), _LOADER),
+        Reader("vLLM", ("compressed-tensors",), (*_SHARED, "experts", *_OF_WIDTHS, "packed head", *_CLASSES), _LOADER),
         Reader("vLLM", ("gptq", "gptq-v2"), ("asymmetric", "wrapped", "no gate", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("awq",), ("mixed", "part", "no gate", *_SHARED, *_CLASSES), _LOADER),
         Reader("vLLM", ("humming",), ("wrapped", *_SHARED, "experts", *_CLASSES), _LOADER),
@@ -265,6 +280,14 @@ VLLM = Engine(
         Kernel(("awq",), None, _ASKED, (HOPPER,), groups=(None,), experts=True, why="its loader fails on them"),
         Kernel(INTEGER, "Marlin for fused experts", _ASKED, (HOPPER,), experts=True),
         Kernel(INTEGER, "Marlin for fused experts", _ASKED, (AMPERE, ADA, *_OTHERS), groups=(128,), experts=True),
+        Kernel(_WNA16, "Humming", _WIDTHS, (HOPPER, AMPERE, ADA, *_OTHERS), bits=(2, 3, 5, 6)),
+        Kernel(_WNA16, "Machete", _WIDTHS, (HOPPER,), bits=(8,), groups=(128, 64, None), n_unit=128, k_unit=64),
+        Kernel(_WNA16, "Humming", _WIDTHS, (HOPPER,), bits=(8,), groups=(32,), zeros=True),
+        Kernel(_WNA16, "Humming", _WIDTHS, (AMPERE, ADA, *_OTHERS), bits=(8,), zeros=True),
+        Kernel(_WNA16, "AllSpark", _WIDTHS, (AMPERE, ADA, (8, 6)), bits=(8,), groups=(None,)),
+        Kernel(_WNA16, "Marlin", _WIDTHS, (HOPPER,), bits=(8,), groups=(32,)),
+        Kernel(_WNA16, "Marlin", _WIDTHS, (AMPERE, ADA, *_OTHERS), bits=(8,)),
+        Kernel(_WNA16, "Marlin for fused experts", _WIDTHS, (HOPPER,), bits=(8,), groups=(128, None), experts=True),
         *(
             Kernel((layout,), kernel, _ASKED, (HOPPER, AMPERE, ADA, *_OTHERS), is_float=True, groups=(None,))
             for layout, kernel in (("compressed-tensors", "Humming for FP8"), ("humming", "Humming"))
@@ -369,6 +392,7 @@ TRANSFORMERS = Engine(
             None,
             _DECODES,
             is_float=is_float,
+            bits=(2, 3, 4, 5, 6, 8),
             groups=groups,
             why="the first call decodes the weight for good",
         )

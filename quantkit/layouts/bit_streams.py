@@ -58,6 +58,21 @@ def unpacker(words: Tensor, bits: int, k: int, name: str) -> OnRows:
     return unpack_rows
 
 
+def pack_zeros(zeros: Tensor, bits: int) -> Tensor:
+    """Pack zero points uint8 `[n, g]` down their columns into int32 `[words_of(n), g]`."""
+    n, groups = zeros.shape
+    words = torch.empty((groups, words_of(n, bits)), dtype=torch.int32, device=zeros.device)
+    packer(words, bits, n)(0, zeros.t().contiguous())
+    return words.t().clone(memory_format=torch.contiguous_format)
+
+
+def unpack_zeros(words: Tensor, bits: int, n: int, name: str) -> Tensor:
+    """Unpack zero points uint8 `[n, g]`, the inverse of `pack_zeros`; LayoutError as `unpacker`."""
+    zeros = torch.empty((words.shape[1], n), dtype=torch.uint8, device=words.device)
+    unpacker(words.t(), bits, n, name)(0, zeros)
+    return zeros.t().clone(memory_format=torch.contiguous_format)
+
+
 def _whole(k: int, bits: int) -> int:
     """Round `k` up to a number of codes that fills whole words."""
     unit = 32 // gcd(32, bits)

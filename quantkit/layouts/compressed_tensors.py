@@ -97,9 +97,7 @@ class CompressedTensors(Layout):
             "weight_shape": torch.tensor([n, k], dtype=torch.int64),
         }
         if zeros is not None:
-            points = words.new_empty((zeros.shape[1], bit_streams.words_of(n, bits)))
-            bit_streams.packer(points, bits, n)(0, zeros.t().contiguous())
-            tensors["weight_zero_point"] = points.t().clone(memory_format=torch.contiguous_format)
+            tensors["weight_zero_point"] = bit_streams.pack_zeros(zeros, bits)
         return Packing(tensors, bit_streams.packer(words, bits, k))
 
     def unpack(self, tensors: Mapping[str, Tensor], scheme: Scheme) -> QuantizedTensor:
@@ -128,9 +126,7 @@ class CompressedTensors(Layout):
             )
         zeros, bits = None, scheme.format.bits
         if not scheme.symmetric:
-            points = torch.empty((scheme.groups(k), n), dtype=torch.uint8, device=tensors["weight_scale"].device)
-            bit_streams.unpacker(tensors["weight_zero_point"].t(), bits, n, "weight_zero_point")(0, points)
-            zeros = points.t().clone(memory_format=torch.contiguous_format)
+            zeros = bit_streams.unpack_zeros(tensors["weight_zero_point"], bits, n, "weight_zero_point")
         fill = bit_streams.unpacker(tensors["weight_packed"], bits, k, "weight_packed")
         return Unpacking(scheme, (n, k), validation.half(tensors["weight_scale"]), zeros, fill)
 

@@ -77,6 +77,11 @@ ASKED = [
     (folder("gptq", "int4:g64", {DOWN: "int4:g32"}, config={"text_config": {"model_type": "qwen3_5_text"}}), False),
     (folder("compressed-tensors", "int4:channel", modules=EXPERTS), True),
     *((folder(layout, "int4:g64", modules=NO_GATES), layout == "compressed-tensors") for layout in INTEGER),
+    *((folder("compressed-tensors", f"int{bits}:g64"), True) for bits in (2, 3, 5, 6, 8)),
+    *((folder("compressed-tensors", f"int{bits}:channel:asym"), bits == 8) for bits in (2, 3, 5, 6, 8)),
+    *((folder("compressed-tensors", f"int{bits}:g64", modules=EXPERTS), bits == 8) for bits in (2, 3, 5, 6, 8)),
+    (folder("compressed-tensors", "int8:g128:asym", modules=EXPERTS), False),
+    (folder("compressed-tensors", "int8:channel", modules=["lm_head"]), False),
 ]
 #: family, a quantized linear of it, and whether vLLM opens the folder: what docs/models.md found of model classes
 CLASSES = [

@@ -69,6 +69,19 @@ def test_a_folder_that_a_program_does_not_open_has_no_kernel_there(grouped: Path
     assert "treated differently" in split["qkv_proj"]["why"]
 
 
+def test_each_width_has_the_kernel_that_vllm_named(grouped: Path) -> None:
+    for gpu, options, kernel in (
+        ("h100", ("--format", "int6"), "Humming"),
+        ("rtx4090", ("--format", "int3", "--group-size", "channel"), "Humming"),
+        ("h100", ("--format", "int8", "--group-size", 64), "Machete"),
+        ("h100", ("--format", "int8", "--group-size", 32), "Marlin"),
+        ("a100", ("--format", "int8", "--group-size", "channel"), "AllSpark"),
+        ("a100", ("--format", "int8", "--group-size", 64), "Marlin"),
+        ("t4", ("--format", "int8", "--group-size", 64, "--asym"), "Humming"),
+    ):
+        assert kinds(grouped, "vllm", gpu, *options)["o_proj"]["kernel"] == kernel, (gpu, options)
+
+
 def test_experts_are_one_kind(folders: dict[str, Path]) -> None:
     found = kinds(folders["mixtral"], "vllm", "h100", "--group-size", 64)
     assert found["experts"]["kernel"] == "Marlin for fused experts" and found["experts"]["shape"] == [128, 128]
