@@ -23,8 +23,6 @@ from quantkit.inference.engine_linear import (
     as_matrix,
     decode,
     handle_of,
-    kernels_of,
-    launch,
     load_kernel,
 )
 from quantkit.inference.kernel_weight import KernelWeight
@@ -32,7 +30,6 @@ from quantkit.kernels import LAUNCHERS
 from quantkit.kernels.contract import check_packed
 from quantkit.kernels.expert_steps import silu_multiply, sum_choices
 from quantkit.kernels.grouped import GroupedKernel, route
-from quantkit.progress import Progress
 
 #: Name -> function. Those of `UNGATED` get all rows of the first product, the others the gate's half of them.
 FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -99,34 +96,19 @@ def prepare_experts(
 
 def load_experts(layer: PreparedExperts, device: torch.device) -> None:
     """Compile and load all kernels that a layer's products may need, with a note if that takes time."""
-    at_once = grouped(layer, device)
-    for kernel in at_once or ():
+    for kernel in grouped(layer, device):
         load_kernel(kernel.kernel, layer.first.dtype, device)
         kernel.load(layer.first.dtype, device)
-    if at_once is None:
-        for one in (layer.first, layer.second):
-            kernels_of(one, device)
 
 
 @functools.cache
-def grouped(layer: PreparedExperts, device: torch.device) -> tuple[GroupedKernel, GroupedKernel] | None:
-    """Find the kernels that multiply with all experts at once, None if there are none for these weights."""
-    try:
-        first, second = (
-            GroupedKernel.of(one.layout, one.scheme, layer.experts, one.weight.n, one.weight.k, device)
-            for one in (layer.first, layer.second)
-        )
-    except KernelError as error:
-        Progress().note(f"{error.rule}: experts are multiplied one after another, which is slow")
-        return None
+def grouped(layer: PreparedExperts, device: torch.device) -> tuple[GroupedKernel, GroupedKernel]:
+    """Find the kernels of a layer's products; KernelError if there are none for these weights or this device."""
+    first, second = (
+        GroupedKernel.of(one.layout, one.scheme, layer.experts, one.weight.n, one.weight.k, device)
+        for one in (layer.first, layer.second)
+    )
     return first, second
-
-
-def kernel_name(handle: int, device: torch.device) -> str:
-    """Name the way in which experts are multiplied on a device."""
-    if device.type != "cuda":
-        return "decoded"
-    return "one by one" if grouped(EXPERTS[handle], device) is None else "grouped"
 
 
 @functools.cache
@@ -145,24 +127,16 @@ LIBRARY.define(
 def _on_gpu(
     x: Tensor, first: list[Tensor], second: list[Tensor], weights: Tensor, ids: Tensor, handle: int, out: int
 ) -> Tensor:
-    layer, x, weights = _looked_up(handle, out), x.contiguous(), weights.float()
-    if not len(x):
-        return x.new_empty(0, out)
-    kernels = grouped(layer, x.device)
-    if kernels is None:
-        return multiply_one_by_one(layer, x, (first, second), weights, ids)
-    return multiply_at_once(layer, kernels, x, (first, second), weights, ids)
+    return multiply_experts(_looked_up(handle, out), x, (first, second), weights, ids)
 
 
-def multiply_at_once(
-    layer: PreparedExperts,
-    kernels: tuple[GroupedKernel, GroupedKernel],
-    x: Tensor,
-    stacks: tuple[Sequence[Tensor], Sequence[Tensor]],
-    weights: Tensor,
-    ids: Tensor,
+def multiply_experts(
+    layer: PreparedExperts, x: Tensor, stacks: tuple[Sequence[Tensor], Sequence[Tensor]], weights: Tensor, ids: Tensor
 ) -> Tensor:
-    """Multiply each token with its experts, in one launch for each product."""
+    """Multiply each token of `x` `[m, k]` with its experts on a GPU, in one launch for each product: `[m, out]`."""
+    if not len(x):
+        return x.new_empty(0, layer.second.out)
+    kernels = grouped(layer, x.device)
     (m, topk), (first, second) = ids.shape, (layer.first, layer.second)
     routing = route(ids.contiguous(), layer.experts, kernels[0].tile(m, topk))
     h = x.new_empty(m * topk, first.weight.n)
@@ -173,36 +147,10 @@ def multiply_at_once(
     else:
         a = layer.activated(h)
     z = x.new_empty(m * topk, second.weight.n)
-    kernels[1].launch(_ordered(second, stacks[1]), a, routing, z, gather=False, weights=weights.contiguous())
+    kernels[1].launch(_ordered(second, stacks[1]), a, routing, z, gather=False, weights=weights.float().contiguous())
     y = x.new_empty(m, second.weight.n)
     sum_choices(z, y)
     return y[:, : second.out].contiguous()
-
-
-def multiply_one_by_one(
-    layer: PreparedExperts,
-    x: Tensor,
-    stacks: tuple[Sequence[Tensor], Sequence[Tensor]],
-    weights: Tensor,
-    ids: Tensor,
-) -> Tensor:
-    """Multiply all tokens with each expert, and add what is routed to it: no launch depends on the ids' values."""
-    total = torch.zeros(len(x), layer.second.out, dtype=torch.float32, device=x.device)
-    for expert in range(layer.experts):
-        mine = ids == expert
-        h = _product(layer.first, x, stacks[0], expert)
-        z = _product(layer.second, layer.activated(h), stacks[1], expert)[:, : layer.second.out]
-        share = (weights * mine).sum(1, keepdim=True)
-        # What overflows for a token of other experts must not reach it.
-        total += torch.where(mine.any(1, keepdim=True), z * share, 0.0)
-    return total.to(x.dtype)
-
-
-def _product(one: Prepared, x: Tensor, stacked: Sequence[Tensor], expert: int) -> Tensor:
-    """Multiply rows `[m, k]` with the weight of one expert, `[m, n]` with its padding."""
-    y = x.new_empty(len(x), one.weight.n)
-    launch(one, as_matrix(x, one.weight.k), [tensor[expert] for tensor in _ordered(one, stacked)], None, y)
-    return y
 
 
 def _ordered(one: Prepared, tensors: Sequence[Tensor]) -> Sequence[Tensor]:

@@ -66,7 +66,7 @@ def prepare(
     one, device = PREPARED[handle], next(iter(tensors.values())).device
     _check(one, [*tensors.values()], device)
     if device.type == "cuda":
-        kernels_of(one, device)
+        _kernels(one, device)
     return handle
 
 
@@ -110,16 +110,11 @@ def multiply(one: Prepared, x: Tensor, tensors: Sequence[Tensor], bias: Tensor |
     y = x.new_empty((x.shape[0], n))
     if y.shape[0]:
         bias = functional.pad(bias, (0, n - one.out)) if bias is not None and n != one.out else bias
-        launch(one, x, packed, bias, y)
+        kernel, decoded, decoded_from = _kernels(one, device)
+        chosen = decoded if y.shape[0] >= decoded_from else kernel
+        chosen.launch(weight, x, packed, bias, y)
     y = y[:, : one.out].contiguous() if n != one.out else y
     return y if len(shape) == 2 else y.view(*shape[:-1], one.out)
-
-
-def launch(one: Prepared, x: Tensor, packed: Sequence[Tensor], bias: Tensor | None, y: Tensor) -> None:
-    """Write a product into `y` `[m, n]`, for operands that are checked, `packed` in the order of `weight.tensors`."""
-    kernel, decoded, decoded_from = kernels_of(one, x.device)
-    chosen = decoded if y.shape[0] >= decoded_from else kernel
-    chosen.launch(one.weight, x, packed, bias, y)
 
 
 def decode(
@@ -147,7 +142,7 @@ def _check(one: Prepared, tensors: Sequence[Tensor], device: torch.device) -> No
 
 
 @functools.cache
-def kernels_of(one: Prepared, device: torch.device) -> tuple[HopperKernel | PortableKernel, DecodedKernel, int]:
+def _kernels(one: Prepared, device: torch.device) -> tuple[HopperKernel | PortableKernel, DecodedKernel, int]:
     """Load the kernel for few tokens, that for many, and the number of tokens from which on the latter is used."""
     launcher, n, k = kernels.LAUNCHERS[one.layout], one.weight.n, one.weight.k
     kernel, decoded = launcher.fastest(one.scheme, n, k, device), launcher.kernels(one.scheme, n, k).decoded

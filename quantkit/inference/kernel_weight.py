@@ -38,7 +38,7 @@ def places(layout: str, scheme: Scheme, n: int, k: int) -> Iterator[tuple[str, T
 
 @functools.cache  # a model has thousands of experts
 def places_of_experts(layout: str, scheme: Scheme, n: int, k: int) -> list[tuple[str, Target]]:
-    """List the `places` that hold every weight of a scheme, whatever its data."""
+    """List the `places` that hold every weight of a scheme, whatever its data, the best first."""
     return [
         (name, place)
         for name, place in places(layout, scheme, n, k)

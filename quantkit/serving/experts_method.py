@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.core.scheme import Scheme
-from quantkit.inference.engine_experts import kernel_name, prepare_experts
+from quantkit.inference.engine_experts import prepare_experts
 from quantkit.serving.engine_config import EngineConfig
 from quantkit.serving.engine_method import require_kernels
 from quantkit.serving.shards import JoinedWeight, Part, StackedWeight
@@ -91,7 +91,7 @@ class PackedExpertsMethod:
         layer.quantkit_out = outs[1]
         layer.quantkit_handle = prepare_experts(found[0], found[1], outs, self.activation(layer), layer.params_dtype)
         device = layer.get_parameter(layer.quantkit_names[0][0]).device
-        layer.quantkit_kernel = kernel_name(layer.quantkit_handle, device)
+        layer.quantkit_kernel = "grouped" if device.type == "cuda" else "decoded"
 
     def activation(self, layer: Any) -> str:
         raise NotImplementedError

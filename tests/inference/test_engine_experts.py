@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,8 +18,7 @@ from quantkit.inference import engine_experts
 from quantkit.inference.engine_experts import (
     EXPERTS,
     load_experts,
-    multiply_at_once,
-    multiply_one_by_one,
+    multiply_experts,
     prepare_experts,
 )
 from quantkit.inference.engine_linear import Prepared, decode
@@ -113,23 +113,6 @@ def decoded_product(one: Prepared, x: Tensor, packed: Sequence[Tensor], bias: Te
     y.copy_(decode(x, tensors, None, one.layout, one.scheme, one.weight.n))
 
 
-@pytest.mark.parametrize("inner", [INNER, 96])
-@pytest.mark.parametrize(("layout", "label"), [("marlin", "int4:channel"), ("tcfpx", "fp6:channel")])
-def test_the_loop_of_a_gpu_adds_only_what_is_routed(
-    layout: str, label: str, inner: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With padding, ids of other ranks, and a token that overflows in experts which are not its own."""
-    monkeypatch.setattr(engine_experts, "launch", decoded_product)
-    handle, stacks, both = layer(layout, label, inner=inner)
-    x, weights, ids = routed(9)
-    ids[2, 0] = -1
-    found = multiply_one_by_one(EXPERTS[handle], x, stacks, weights, ids)
-    assert close(found, reference(x, weights, ids, both))
-    x[4], ids[4] = x[4] * 1e38, -1
-    found = multiply_one_by_one(EXPERTS[handle], x, stacks, weights, ids)
-    assert found.isfinite().all() and not found[4].any()
-
-
 class RowByRow:
     """A grouped kernel: the product of each row with the weight of its expert, zeros for rows without one."""
 
@@ -178,12 +161,13 @@ def test_grouped_kernels_get_padded_rows_and_weights_once(
         engine_experts, "route", lambda ids, experts, tile: SimpleNamespace(ids=ids, experts=experts, tile=tile)
     )
     handle, stacks, both = layer(layout, label, activation, inner)
-    kernels: Any = RowByRow(EXPERTS[handle].first), RowByRow(EXPERTS[handle].second)
+    monkeypatch.setattr(engine_experts, "grouped", lambda one, device: (RowByRow(one.first), RowByRow(one.second)))
     x, weights, ids = routed(9)
     ids[2, 0], ids[3] = -1, -1
-    found = multiply_at_once(EXPERTS[handle], kernels, x, stacks, weights, ids)
+    found = multiply_experts(EXPERTS[handle], x, stacks, weights, ids)
     assert found.shape == (9, HIDDEN) and found.is_contiguous()
     assert close(found, reference(x, weights, ids, both, activation))
+    assert multiply_experts(EXPERTS[handle], x[:0], stacks, weights[:0], ids[:0]).shape == (0, HIDDEN)
     assert steps == ["silu"] * (activation == "silu" and inner == INNER)
 
 
@@ -245,15 +229,11 @@ def test_a_kernel_of_experts_that_does_not_compile_ends_the_start_in_one_line(
     engine_experts.grouped.cache_clear()
 
 
-def test_experts_without_a_grouped_kernel_are_announced(
-    fake_gpu: FakeDriver, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_more_experts_than_a_kernel_takes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("quantkit.kernels.grouped.unusable", lambda device: None)
-    engine_experts.grouped.cache_clear()
-    load_experts(EXPERTS[layer("quick", "int4:g64:asym")[0]], torch.device("cpu"))
-    said = capsys.readouterr().err
-    assert "no kernel of quantkit's own multiplies experts in quick: experts are multiplied one after another" in said
-    engine_experts.grouped.cache_clear()
+    one = EXPERTS[layer("quick", "int4:g64:asym")[0]]
+    with pytest.raises(KernelError, match="the kernels take 1 to 512 experts, not 640"):
+        load_experts(replace(one, experts=640), torch.device("cpu"))
 
 
 def test_all_experts_are_packed_in_one_layout_whatever_their_data() -> None:
@@ -266,17 +246,6 @@ def test_all_experts_are_packed_in_one_layout_whatever_their_data() -> None:
     dense = type(q)(values("int4:g128").scheme, sparse.codes, sparse.scales)
     assert pack_for_kernel(dense, "gptq").layout == "marlin24"
     assert pack_for_kernel(dense, "gptq", is_expert=True).layout == "marlin"
-
-
-def test_experts_go_to_a_layout_whose_kernel_multiplies_them_at_once() -> None:
-    for layout, label, target in (
-        ("quick", "int4:g128", "quick"),
-        ("awq", "int4:g32:asym", "quick"),
-        ("marlin24", "int4:g128:24", "marlin24"),
-        ("gptq", "int4:g128", "marlin"),
-        ("humming", "fp5:channel", "tcfpx"),
-    ):
-        assert pack_for_kernel(record(label, 256, 256), layout, is_expert=True).layout == target
 
 
 @pytest.mark.gpu
