@@ -196,7 +196,7 @@ def _inputs(model: Any, tokens: Tensor) -> dict[str, Tensor]:
     shapes = {
         "input_features": sound[::-1] if model.config.model_type == "whisper" else sound,
         "input_values": (400 * 16,),
-        "flattened_patches": (8, 2 + 3 * 16 * 16),
+        "flattened_patches": (8, 2 + families.HIDDEN),
         "pixel_values": (3, 56, 56),
     }
     found = {kind: tokens.flip(1) if kind == "input_ids" else torch.randn(1, *shapes[kind], generator=made)}
