@@ -34,6 +34,7 @@ from quantkit.pipeline.push import Pushed
 from quantkit.pipeline.result import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Event
+from quantkit.recipes.fit_options import FitOptions
 from quantkit.recipes.run_options import RunOptions
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 from quantkit.reporting import recipe_table
@@ -255,6 +256,7 @@ def keywords_module() -> str:
     return KEYWORDS_MODULE + "".join(
         [
             typed_keywords("Settings", "The options of a run.", keys_of(RunOptions), ""),
+            typed_keywords("FitKeywords", "The options of a target size.", keys_of(FitOptions), ""),
             typed_keywords("RecipeKeywords", "The keys of a recipe; None leaves the recipe's value.", keys, " | None"),
             typed_keywords("PruningKeywords", "The keys of `prune`; None leaves the default.", pruning, " | None"),
         ]
@@ -323,7 +325,11 @@ def _keywords(function: Callable[..., Any]) -> dict[str, str]:
 def _effects(command: str) -> dict[str, str]:
     """Find the help text of each keyword: of options of the command, and of keys."""
     options = [option for option in group.commands[command].params if isinstance(option, click.Option)]
-    keys = [*(pruning_keys() if command == "prune" else keys_of(RecipeKeys)), *keys_of(RunOptions)]
+    keys = [
+        *(pruning_keys() if command == "prune" else keys_of(RecipeKeys)),
+        *keys_of(FitOptions),
+        *keys_of(RunOptions),
+    ]
     found = {str(option.name): _with_keywords(option.help or "") for option in options}
     return found | {key.keyword: re.sub(r"OUT([.*a-z-]*)", r"`out\1`", key.help_text) for key in keys}
 

@@ -47,7 +47,7 @@ from quantkit.inference.swap_linears import describe_weights
 from quantkit.keys import Key, keys_of
 from quantkit.keywords import api_function
 from quantkit.layouts import compatibility
-from quantkit.pipeline import quantize as pipeline
+from quantkit.pipeline import fit
 from quantkit.pipeline.convert import pack as pack_folder
 from quantkit.pipeline.distill import STEPS
 from quantkit.pipeline.distill import distill as distill_folder
@@ -56,7 +56,8 @@ from quantkit.pipeline.result import Result
 from quantkit.planning.plan import Plan
 from quantkit.progress import Listener, Progress, reporter
 from quantkit.recipes import recipe as recipes
-from quantkit.recipes.keywords import PruningKeywords, RecipeKeywords, Settings
+from quantkit.recipes.fit_options import FitOptions
+from quantkit.recipes.keywords import FitKeywords, PruningKeywords, RecipeKeywords, Settings
 from quantkit.recipes.named import load_named
 from quantkit.recipes.recipe import Recipe
 from quantkit.recipes.run_options import RunKeywords, RunOptions
@@ -64,7 +65,7 @@ from quantkit.recipes.schema import pruning_keys
 from quantkit.text.tokenizer import load_tokenizer
 
 #: The keywords of `plan` alone.
-PLANNING = ("gpu_memory", "target", "gpu", "probe")
+PLANNING = ("gpu_memory", "gpu", "probe")
 
 
 class PublishKeywords(TypedDict, total=False):
@@ -75,7 +76,7 @@ class PublishKeywords(TypedDict, total=False):
     public: bool
 
 
-class QuantizeKeywords(RecipeKeywords, PublishKeywords, Settings, total=False):
+class QuantizeKeywords(RecipeKeywords, FitKeywords, PublishKeywords, Settings, total=False):
     """The keywords of `quantize`. None leaves the recipe's value."""
 
     progress: Progress | Listener | None
@@ -87,12 +88,11 @@ class PruneKeywords(PruningKeywords, PublishKeywords, Settings, total=False):
     progress: Progress | Listener | None
 
 
-class PlanKeywords(RecipeKeywords, Settings, total=False):
+class PlanKeywords(RecipeKeywords, FitKeywords, Settings, total=False):
     """The keywords of `plan`: those of `quantize` that decide its output, and those about another machine."""
 
     progress: Progress | Listener | None
     gpu_memory: int | None
-    target: str | None
     gpu: str | None
     probe: bool
 
@@ -136,7 +136,8 @@ def plan(
     """
     run, _, recipe_options = _split(options)
     asked = {"probe": True, **{name: recipe_options.pop(name) for name in PLANNING if name in recipe_options}}
-    found = pipeline.plan(model, build_recipe(recipe, **recipe_options), out=out, **asked, **run)
+    fitted = _fitted(recipe_options)
+    found = fit.plan(model, build_recipe(recipe, **recipe_options), fitted=fitted, out=out, **asked, **run)
     if found.refusal is not None:
         found.refusal.to_python()
     return replace(
@@ -187,7 +188,8 @@ def quantize(
     ```
     """
     run, publishing, recipe_options = _split(options)
-    return _published(model, out, build_recipe(recipe, **recipe_options), publishing, run)
+    fitted = _fitted(recipe_options)
+    return _published(model, out, build_recipe(recipe, **recipe_options), publishing, run, fitted)
 
 
 @api_function(RunOptions, public=False)
@@ -215,11 +217,13 @@ def produce(
     recipe: Recipe,
     *,
     eval: str | None = None,
+    fitted: FitOptions | None = None,
     **run: Unpack[RunKeywords],
 ) -> dict[str, Any]:
-    """Quantize or prune by a recipe, and return the report. `eval` is a text to measure on."""
+    """Quantize or prune by a recipe, and return the report. `eval` is a text to measure on, `fitted` has a target."""
+    fitted = fitted or FitOptions()
     if eval is None:
-        return pipeline.quantize(model, out, recipe, **run)
+        return fit.quantize(model, out, recipe, fitted, **run)
     asked, progress = RunOptions(**run), run.get("progress") or Progress(quiet=True)
     measure = measurement(
         eval,
@@ -230,7 +234,7 @@ def produce(
         trust_remote_code=asked.trust_remote_code,
         progress=progress,
     )
-    report = pipeline.quantize(model, out, recipe, measure, **run)
+    report = fit.quantize(model, out, recipe, fitted, measure, **run)
     if "evaluation" not in report:
         rule = f"{out} was finished by the interrupted run and is not evaluated: use"
         progress.warn(Words(rule, Command("eval ppl")))
@@ -290,7 +294,12 @@ def push(
 
 
 def _published(
-    model: str | Path, out: str | Path, recipe: Recipe, publishing: PublishKeywords, run: RunKeywords
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe,
+    publishing: PublishKeywords,
+    run: RunKeywords,
+    fitted: FitOptions | None = None,
 ) -> Result:
     here = ranks()
     with here.together():
@@ -298,7 +307,7 @@ def _published(
         if repository is not None:
             reach(repository, public=public).require_only()
         text = publishing.get("eval")
-        report = produce(model, out, recipe, eval=None if text is None else str(text), **run)
+        report = produce(model, out, recipe, eval=None if text is None else str(text), fitted=fitted, **run)
         if repository is not None:
             push(out, repository, public=public, device=run.get("device", "auto"), progress=run.get("progress"))
         return _result(out, report)
@@ -487,6 +496,11 @@ def _split(options: Mapping[str, Any]) -> tuple[RunKeywords, PublishKeywords, di
     return cast(RunKeywords, run), cast(PublishKeywords, publishing), rest
 
 
+def _fitted(options: dict[str, Any]) -> FitOptions:
+    """Take the options of a target out of `options`."""
+    return FitOptions(**{key.keyword: options.pop(key.keyword, None) for key in keys_of(FitOptions)})
+
+
 def build_pruning(
     *, skip: str | Iterable[str] | None = None, settings: Mapping[str, Any] | None = None, **options: Any
 ) -> Recipe:
@@ -549,6 +563,8 @@ def _mapping(recipe: str | Path | Mapping[str, Any] | Recipe | None) -> Mapping[
         mapping = recipe.to_mapping()
         if not recipe.size_stated:
             del mapping["scheme"]["group_size"]
+        if not recipe.layout_stated:
+            mapping.pop("layout", None)
         return mapping
     if isinstance(recipe, Mapping):
         return recipe

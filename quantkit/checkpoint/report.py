@@ -49,7 +49,7 @@ _ENTRIES = {
     **dict.fromkeys(("recipe_sha256", "layout", "scheme"), _TEXT_OR_NULL),
     **dict.fromkeys(("dense", "notices", "layout_notices", "readers", "opened_by", "left_out"), _TEXTS),
     **dict.fromkeys(("files", "not_opened_by", "not_tried"), _TEXT_BY_NAME),
-    **dict.fromkeys(("source", "base", "totals", "calibration", "recipe", "environment"), _OBJECT),
+    **dict.fromkeys(("source", "base", "totals", "calibration", "recipe", "environment", "fit"), _OBJECT),
     **dict.fromkeys(("evaluation", "distillation"), _OBJECT),
     "layers": _OBJECTS,
     "phases": _NUMBER_BY_NAME,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import ChainMap
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -13,6 +14,7 @@ from quantkit.cli.options import CALIBRATION, Bytes, GroupSize, Override, Templa
 from quantkit.cli.parsing import Function, combined
 from quantkit.errors import Option
 from quantkit.keys import OPTIONS, Key, keys_of
+from quantkit.recipes.fit_options import FitOptions
 from quantkit.recipes.run_options import RunOptions
 
 #: What click has beside the declaration of a key, by keyword.
@@ -22,6 +24,7 @@ _MORE: dict[str, dict[str, Any]] = {
         "type": Override(),
         "multiple": True,
         "help": "A scheme for some: '.*down_proj=int4:g64'; repeatable.",
+        "also": ["--pin"],
     },
     "skip": {"multiple": True, "metavar": "REGEX", "help": "Linears left dense, besides lm_head; repeatable."},
     "calib": {
@@ -40,6 +43,8 @@ _MORE: dict[str, dict[str, Any]] = {
     "skip_bad_records": {"metavar": "N"},
     "act_budget": {"type": Bytes()},
     "min_share": {"metavar": "X"},
+    "target_size": {"type": Bytes()},
+    "allowed": {"metavar": "NAMES"},
 }
 
 
@@ -59,6 +64,12 @@ def recipe_options(keys: Sequence[Key], like: str = "gptq.damp=0.02") -> Callabl
 def run_options() -> Callable[[Function], Function]:
     """Make the options of a run."""
     return combined(*(_option(key, default=key.default) for key in keys_of(RunOptions)))
+
+
+def fit_options(*without: str) -> Callable[[Function], Function]:
+    """Make the options of a target size; of a command that declares some itself, none but `--help-all` lists them."""
+    keys = [replace(key, level="all") if without else key for key in keys_of(FitOptions) if key.keyword not in without]
+    return combined(*(_option(key, default=key.default) for key in keys))
 
 
 def in_section(
@@ -87,4 +98,5 @@ def _option(key: Key, default: Any = None) -> Callable[[Function], Function]:
     elif key.number is not None:
         settings["type"] = key.number
     settings |= _MORE.get(key.keyword, {})
-    return in_section(key.section, click.option(flag, key.keyword, **settings), key.level)
+    flags = [flag, *settings.pop("also", [])]
+    return in_section(key.section, click.option(*flags, key.keyword, **settings), key.level)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quantkit.cli import show
 from quantkit.core.units import format_bytes, format_range
 from quantkit.progress import Progress
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from quantkit.planning.plan import Plan
     from quantkit.planning.serving import Kind, Serving
 
@@ -61,7 +63,19 @@ def _plan(found: Plan) -> str:
             *(("note", notice) for notice in found.notices),
         ]
     )
-    return lines if found.serving is None else f"{lines}\n\n{_serving(found.serving)}"
+    parts = [lines, _curve(found.fit) if found.fit else "", _serving(found.serving) if found.serving else ""]
+    return "\n\n".join(filter(None, parts))
+
+
+def _curve(fit: Mapping[str, Any]) -> str:
+    """Format the uniform schemes that a target size chooses from; a run mixes them by measured harm."""
+    header = ("uniform scheme", "layout", "bytes", "bits/weight", "rounding error", "fits")
+    rows = [
+        (row["scheme"], row["layout"], row["bytes"], f"{row['bits']:.3f}", f"{row['harm']:.2e}", fits)
+        for row in fit["curve"]
+        for fits in ["no" if not row["fits"] else "best" if row["scheme"] == fit["best_uniform"] else "yes"]
+    ]
+    return show.table(header, rows)
 
 
 def _serving(found: Serving) -> str:

@@ -9,7 +9,7 @@ import click
 
 from quantkit.cli import completers, options, show
 from quantkit.cli.exits import emit
-from quantkit.cli.keys import in_section, recipe_options, run_options
+from quantkit.cli.keys import fit_options, in_section, recipe_options, run_options
 from quantkit.cli.options import choice, command
 from quantkit.cli.parsing import combined, needed_unless, section
 from quantkit.cli.plan_table import format_plan
@@ -18,6 +18,7 @@ from quantkit.engines.tables import GPUS, TARGETS
 from quantkit.keys import keys_of
 from quantkit.names import MOST_TOKENS
 from quantkit.progress import Progress
+from quantkit.recipes.fit_options import FitOptions
 from quantkit.recipes.run_options import RunOptions
 from quantkit.recipes.schema import RecipeKeys, pruning_keys
 
@@ -46,7 +47,7 @@ publishing_options = combined(
     ),
     pushing_options,
 )
-RUNNING = [key.keyword for key in keys_of(RunOptions)]
+RUNNING, FITTING = ([key.keyword for key in keys_of(declared)] for declared in (RunOptions, FitOptions))
 PUBLISHING = ("eval", "push_to", "public")
 
 
@@ -64,6 +65,7 @@ PUBLISHING = ("eval", "push_to", "public")
     ),
     level="all",
 )
+@fit_options()
 @run_options()
 @publishing_options
 def quantize(
@@ -79,11 +81,12 @@ def quantize(
     MODEL is a folder, a hub id or a GGUF file. [Brackets] hold defaults, some of which depend on --format.
     """
     publishing = {name: given.pop(name) for name in PUBLISHING}
+    fitted = FitOptions(**{name: given.pop(name) for name in FITTING})
     running, recipe = _split(given)
     if print_recipe:
         emit(recipe.to_yaml().rstrip())
         return
-    _produce(model, out, recipe, publishing, running, as_json, progress)
+    _produce(model, out, recipe, publishing, {**running, "fitted": fitted}, as_json, progress)
 
 
 @command("prune", "quantkit prune ./model -o ./model-24 --calib wikitext2", shared=True, keys=pruning_keys())
@@ -127,6 +130,7 @@ def prune(model: str, out: Path, as_json: bool, progress: Progress, **given: Any
     ),
     level="all",
 )
+@fit_options("target")
 @run_options()
 def plan(
     model: str,
@@ -142,8 +146,9 @@ def plan(
     """Say what quantize would do, and end with its exit code.
 
     Exact bytes of the output, memory, duration, and everything that quantize would refuse before it computes."""
+    fitted = FitOptions(target=target, **{name: given.pop(name) for name in FITTING if name != "target"})
     running, recipe = _split(given)
-    _plan(model, out, recipe, running, as_json, progress, gpu_memory=gpu_memory, target=target, gpu=gpu, probe=probe)
+    _plan(model, out, recipe, running, as_json, progress, gpu_memory=gpu_memory, fitted=fitted, gpu=gpu, probe=probe)
 
 
 def _produce(
@@ -171,10 +176,10 @@ def _plan(
     progress: Progress,
     **asked: Any,
 ) -> None:
-    from quantkit.pipeline import quantize as pipeline
+    from quantkit.pipeline import fit
 
     told = progress if progress.quiet else None  # the table lists all warnings, one line does not
-    found = pipeline.plan(model, recipe, out=out, progress=told, **asked, **running)
+    found = fit.plan(model, recipe, out=out, progress=told, **asked, **running)
     if as_json or found.refusal is None:
         emit(show.as_json(found.to_dict()) if as_json else format_plan(found, progress))
     if found.refusal is not None:

@@ -183,9 +183,7 @@ def finish(
     def sealed(written: dict[str, str]) -> dict[str, bytes]:
         report["files"] = written
         report.update(without_folders(report, names))
-        # The model card names the report's hash, so the report cannot have the card's. People edit the card.
-        report[SEAL] = seal(report)
-        return {REPORT: dump_json(report), "README.md": model_card(report, digest(report)).encode()}
+        return _report_and_card(report)
 
     def described() -> dict[str, bytes]:
         try:
@@ -219,6 +217,19 @@ def finish(
     writer.finish(config, described, sealed)
     publish_folder(partial, out, overwrite=overwrite)
     return report
+
+
+def _report_and_card(report: dict[str, Any]) -> dict[str, bytes]:
+    """Seal a report; return the files of the report and of the model card."""
+    # The model card names the report's hash, so the report cannot have the card's. People edit the card.
+    report[SEAL] = seal(report)
+    return {REPORT: dump_json(report), "README.md": model_card(report, digest(report)).encode()}
+
+
+def rewrite_report(folder: Path, report: dict[str, Any]) -> None:
+    """Replace the report of a finished folder, and the model card made of it."""
+    for name, data in _report_and_card(report).items():
+        files.write_atomic(folder / name, data)
 
 
 def _dense(partial: Path, files_: Iterable[str], report: Mapping[str, Any]) -> dict[str, Any]:

@@ -79,7 +79,7 @@ class _Led(NamedTuple):
     done: Sequence[Mapping[str, Any]]
 
 
-class _Job(NamedTuple):
+class Job(NamedTuple):
     """Hold a source, its model, the recipe as it fits them, the goal of each linear (None: left dense), the plan."""
 
     src: Checkpoint
@@ -109,14 +109,14 @@ def plan(
     """
     run = RunOptions(**options)
     served_on = find_gpu(target, gpu)
-    job = _survey(_dense_source(model, run, recipe), recipe, out, run, gpu_memory)
+    job = survey(dense_source(model, run, recipe), recipe, out, run, gpu_memory)
     if target is not None and served_on is not None and job.plan.folder is not None:
         found = serving(job.plan.rows, job.plan.folder, target, *served_on)
         limit = limit_of_signed_scales(TARGETS[target], job.plan.layout) if job.recipe.signed else None
         remarks = (*job.plan.remarks, *([Words(f"{target}:", limit)] if limit else []))
         job = job._replace(plan=replace(job.plan, serving=found, remarks=remarks))
     try:
-        job, text = _require_runnable(job, None if out is None else Path(out), run, is_plan=True)
+        job, text = require_runnable(job, None if out is None else Path(out), run, is_plan=True)
     except QuantkitError as error:
         return replace(job.plan, refusal=error)
     facts, bounded = text.facts, []
@@ -136,7 +136,7 @@ def plan(
     )
 
 
-def _duration(job: _Job, text: Calibration, run: RunOptions) -> tuple[Duration | None, list[str]]:
+def _duration(job: Job, text: Calibration, run: RunOptions) -> tuple[Duration | None, list[str]]:
     """Estimate the duration of a run by a probe, if it is long; else, or if the probe fails, None and the reason."""
     weights = sum(prod(row.shape) for row in job.plan.quantized)
     if job.recipe.calibrated and not text.sequences:  # only the last step is left
@@ -158,9 +158,10 @@ def _duration(job: _Job, text: Calibration, run: RunOptions) -> tuple[Duration |
     return found, []
 
 
-def _survey(
+def survey(
     src: Checkpoint, recipe: Recipe, out: str | Path | None, run: RunOptions, gpu_memory: int | None = None
-) -> _Job:
+) -> Job:
+    """Match a dense source with its model, and plan its output; raises if no plan can be made."""
     if gpu_memory is not None and run.device == "cpu":
         raise RecipeError(
             Words(Option("gpu_memory"), "is about a GPU, and", Option("device", "cpu"), "uses none"), "drop one of them"
@@ -181,6 +182,18 @@ def _survey(
             way if recipe.only_prunes else "compare other schemes",
             subject=src.path,
         )
+    return job_of(src, skeleton, recipe, out, run, gpu_memory)
+
+
+def job_of(
+    src: Checkpoint,
+    skeleton: BlockRunner,
+    recipe: Recipe,
+    out: str | Path | None,
+    run: RunOptions,
+    gpu_memory: int | None = None,
+) -> Job:
+    """Plan the output of a source whose model is known already."""
     recipe, sized = with_group_size(
         recipe, skeleton.linears, lambda each: goals_of(each, skeleton.paths, skeleton.kept_dense)
     )
@@ -204,11 +217,11 @@ def _survey(
     if recipe.fused_alike:
         asked = goals_of(replace(recipe, fused_alike=False), skeleton.paths, skeleton.kept_dense)
         planned = replace(planned, remarks=(*planned.remarks, *changes(asked, chosen)))
-    job = _Job(src, skeleton, recipe, chosen, planned)
+    job = Job(src, skeleton, recipe, chosen, planned)
     return job if planned.misfits else job._replace(plan=_with_files(job))
 
 
-def _with_files(job: _Job) -> Plan:
+def _with_files(job: Job) -> Plan:
     """Return the plan with the files of the output. A config can be made only if the layout holds all weights."""
     recipe = job.recipe
     output = output_files(job.src, job.plan, recipe.output_layout, _schemes(job), recipe, _units(job))
@@ -216,7 +229,7 @@ def _with_files(job: _Job) -> Plan:
     return replace(planned, report_bytes=report_bytes(job.src, planned))
 
 
-def _units(job: _Job) -> Iterator[list[str]]:
+def _units(job: Job) -> Iterator[list[str]]:
     """Yield the tensors of the source in the units that the run commits."""
     if not job.recipe.calibrated:
         yield from _streamed_units(job.src, job.src.names())
@@ -226,7 +239,7 @@ def _units(job: _Job) -> Iterator[list[str]]:
     yield job.model.stored(None)
 
 
-def _require_runnable(job: _Job, out: Path | None, run: RunOptions, is_plan: bool = False) -> tuple[_Job, Calibration]:
+def require_runnable(job: Job, out: Path | None, run: RunOptions, is_plan: bool = False) -> tuple[Job, Calibration]:
     """Raise the first error that needs no computation; return the job and the calibration sequences.
 
     `plan` and `quantize` both call this, so that they refuse the same. It writes nothing. The recipe of the job then
@@ -344,7 +357,7 @@ def _on(device: str, here: Ranks) -> AbstractContextManager[object]:
 def _assist(model: str | Path, run: RunOptions, here: Ranks) -> None:
     """Compute this rank's part of a run that the first rank leads."""
     assert run.progress is not None
-    src = _dense_source(model, run)
+    src = dense_source(model, run)
     runner = BlockRunner(src, device=run.device, trust_remote_code=run.trust_remote_code)
     require_devices(runner.device, here)
     led: _Led | None = here.broadcast(None)
@@ -389,11 +402,11 @@ def _quantize(
     clock, here = Clock(torch.device("cpu")), ranks()
     command = "prune" if recipe.only_prunes else "quantize"
     with clock.phase("prepare"):
-        job = _survey(_dense_source(model, run, recipe), recipe, out, run)
+        job = survey(dense_source(model, run, recipe), recipe, out, run)
         asked = job.recipe
         layout = f", in the layout {asked.layout}" if asked.layout else ""
         progress.note(f"{label(asked.scheme)} by {asked.method}{layout}")
-        job, text = _require_runnable(job, out, run)
+        job, text = require_runnable(job, out, run)
         recipe = job.recipe
         require_tied(job.model.module, job.src, job.model.states.stored)
         require_devices(job.model.device, here)
@@ -517,7 +530,7 @@ def _streamed_units(src: Checkpoint, names: Iterable[str]) -> Iterator[list[str]
         yield unit
 
 
-def _dense_source(model: str | Path, run: RunOptions, recipe: Recipe | None = None) -> Checkpoint:
+def dense_source(model: str | Path, run: RunOptions, recipe: Recipe | None = None) -> Checkpoint:
     src = Checkpoint(resolve(str(model), run.revision, run.gguf), run.trust_remote_code, dequantize=True)
     if recipe is not None and recipe.dense_dtype is not None:
         src.written_dtype = getattr(torch, recipe.dense_dtype)
@@ -566,7 +579,7 @@ def _remarks(recipe: Recipe, model: BlockRunner, chosen: Mapping[str, Goal | Non
     return found
 
 
-def _schemes(job: _Job) -> Schemes | None:
+def _schemes(job: Job) -> Schemes | None:
     """State the checkpoint's schemes, with every exception under its exact name; None if weights stay dense.
 
     In a few families a linear has another name in the model than in the checkpoint. Public readers go by the model's.
@@ -628,7 +641,7 @@ def calibration_text(
     return text
 
 
-def _known(job: _Job) -> dict[str, Any]:
+def _known(job: Job) -> dict[str, Any]:
     """Collect the report's entries that are known before the work."""
     recipe = job.recipe
     return {
@@ -646,7 +659,7 @@ def _known(job: _Job) -> dict[str, Any]:
     }
 
 
-def _known_identity(job: _Job, facts: Mapping[str, Any]) -> dict[str, Any]:
+def _known_identity(job: Job, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Collect the part of a run's identity that needs no weights."""
     report = {**heading("", "", None, {}), **_known(job), "calibration": facts}
     return {key: value for key, value in identity(report).items() if key != "source"}

@@ -71,7 +71,8 @@ class Plan(Shown):
     last block, and `joined` those of a file that is made of smaller ones. `calibration` are the facts of the sequences.
     `refusal` is the error with which `quantize` would end before it computes anything. `folder` has the facts on which
     readers depend, and `serving` the kernels of the program that was asked about. `duration` are the least and the most
-    seconds by a measured probe; the most is None if they are only known to be more. `for_python` spells the options in
+    seconds by a measured probe; the most is None if they are only known to be more. `fit` has the
+    sizes of the schemes that a run with a target size chooses from. `for_python` spells the options in
     notices and errors as keywords.
     """
 
@@ -98,6 +99,7 @@ class Plan(Shown):
     folder: Folder | None = None
     serving: Serving | None = None
     duration: tuple[float, float | None] | None = None
+    fit: Mapping[str, Any] | None = None
     for_python: bool = False
 
     @property
@@ -202,6 +204,7 @@ class Plan(Shown):
             "calibration": dict(self.calibration) or None,
             "serving": None if self.serving is None else self.serving.to_dict(),
             "duration": None if self.duration is None else {"low": self.duration[0], "high": self.duration[1]},
+            "fit": None if self.fit is None else dict(self.fit),
             "notices": self.notices,
             "linears": [asdict(row) for row in self.rows],
         }

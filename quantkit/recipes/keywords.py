@@ -20,6 +20,15 @@ class Settings(TypedDict, total=False):
     min_share: float
 
 
+class FitKeywords(TypedDict, total=False):
+    """The options of a target size."""
+
+    target_size: int | None
+    target_bits: float | None
+    allowed: str | None
+    target: str | None
+
+
 class RecipeKeywords(TypedDict, total=False):
     """The keys of a recipe; None leaves the recipe's value."""
 

@@ -44,10 +44,12 @@ class Recipe(RecipeKeys):
     `scheme` is the goal of every linear, and `layout` how its codes are stored. If the goal is 2:4 without codes, the
     weights stay dense: there is no `layout`, and `method` and `prune` are the rule that chooses the mask.
     With a scheme and no `layout`, the output has the values of the codes. docs/recipes.md describes each key. A group
-    size that was not `size_stated` gives way to one that fits the model.
+    size that was not `size_stated` gives way to one that fits the model, and a layout that was not `layout_stated` to
+    one in which a size is fitted better.
     """
 
     size_stated: bool = field(default=True, compare=False)
+    layout_stated: bool = field(default=True, compare=False)
 
     @property
     def calibrated(self) -> bool:
@@ -205,6 +207,7 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     method: Method = asked.setdefault("method", "gptq")
     asked.setdefault("clip", "search" if integer or method == "gptq" else "none")
     asked.setdefault("metric", "block" if method == "gptq" else "mse")
+    stated: Any = {"size_stated": "group_size" in form, "layout_stated": "layout" in asked}
     asked.setdefault("layout", scheme.format.layout)
     overrides = tuple((_pattern(p), Scheme.parse(label)) for p, label in (asked.pop("overrides", None) or {}).items())
     schemes = [scheme, *(other for _, other in overrides)]
@@ -214,7 +217,7 @@ def from_mapping(mapping: Mapping[str, Any], kind: type[Recipe] = Recipe) -> Rec
     fixed = {name: asked[name] for name in ("clip", "metric", "signed", "prune") if asked[name] is not None}
     gptq = Options(**{"descent": DESCENT if refined else 0, **asked.pop("gptq", {})}, **fixed)
     shared = _read_shared(asked)
-    found = kind(scheme=scheme, overrides=overrides, gptq=gptq, size_stated="group_size" in form, **shared)
+    found = kind(scheme=scheme, overrides=overrides, gptq=gptq, **stated, **shared)
     _check(found)
     return found
 

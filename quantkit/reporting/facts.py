@@ -160,6 +160,22 @@ def distillation(report: Mapping[str, Any]) -> str:
     )
 
 
+def fit(report: Mapping[str, Any]) -> str:
+    """Describe the choice of schemes for a target size, empty if there was no target."""
+    found = report.get("fit", {})
+    kld, size, bits = found.get("kld", {}), found.get("target_size"), found.get("target_bits")
+    if not kld or not (size or bits):
+        return ""
+    asked = format_bytes(size) if size else f"{bits:g} bits per weight"
+    held = found.get("held_out", {})
+    names = {"mixed": "a scheme for each linear", "uniform": f"the best uniform scheme, {found.get('best_uniform')},"}
+    judged = ", ".join(f"{names.get(name, name)} has {value:.6f}" for name, value in kld.items())
+    return (
+        f"{asked} asked, {found.get('chosen')} chosen: by KL divergence on {held.get('tokens', '?')} held-out tokens "
+        f"of {held.get('source', '?')}, {judged}"
+    )
+
+
 def evaluation(report: Mapping[str, Any]) -> str:
     """Describe perplexity before and after, the KL divergence and their protocol, empty if nothing was evaluated."""
     found = report.get("evaluation", {})

@@ -30,6 +30,7 @@ def summary(report: Mapping[str, Any]) -> str:
         ("output loss", facts.losses(layers)),
         ("calibration", facts.protocol(report) if report.get("calibration") else ""),
         ("distillation", facts.distillation(report)),
+        ("target", facts.fit(report)),
         ("evaluation", facts.evaluation(report)),
         ("left out", facts.left_out(report)),
         ("processes", _processes(report.get("ranks", []))),

@@ -41,7 +41,8 @@ IMPORTERS = {
         "serving.vllm_plugin",
     },
     "sglang": {"serving.sglang_plugin", "serving.sglang_quantization"},
-    "numpy": {"evaluation", "core", "io", "layouts"},
+    "numpy": {"evaluation", "core", "io", "layouts", "planning.fit"},
+    "scipy": {"planning.fit"},
     "click": {"cli"},
     "filelock": {"io.staging"},
     "typing_extensions": {"api", "pipeline"},
@@ -60,6 +61,7 @@ LATE = {
     "lm_eval",
     "huggingface_hub",
     "tokenizers",
+    "scipy",
 }
 PLUGIN = "inference.transformers_plugin"
 

@@ -1,0 +1,404 @@
+"""A folder that fits a size: a scheme for each linear by its harm, never worse than the best uniform scheme that fits.
+
+The work is done in OUT's partial folder, whose journal has a line for the harms of each block. Two folders are made in
+it: of the uniform scheme that is predicted best, and of the mix. Both are judged on held-out text. The better one
+becomes OUT, with a recipe that makes the same bytes without this search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from math import ceil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from typing_extensions import Unpack
+
+from quantkit.calibration import sensitivity
+from quantkit.calibration.held_out import divergences
+from quantkit.calibration.preflight import new_run
+from quantkit.checkpoint.reader import CONFIG, Checkpoint
+from quantkit.checkpoint.report import load as load_report
+from quantkit.core.ranks import ranks
+from quantkit.core.scheme import Scheme
+from quantkit.core.units import format_bytes
+from quantkit.engines.readers import refusal
+from quantkit.engines.rows import Folder
+from quantkit.engines.tables import TARGETS
+from quantkit.errors import CheckpointError, Option, QuantkitError, RecipeError, Setting, Words
+from quantkit.io import files
+from quantkit.io.journal import JOURNAL, append_journal, read_journal
+from quantkit.io.staging import is_complete, publish, staging
+from quantkit.layouts import LAYOUTS
+from quantkit.pipeline import quantize as pipeline
+from quantkit.pipeline.publish import Measure, rewrite_report
+from quantkit.planning.fit import (
+    Choice,
+    Group,
+    Harm,
+    Space,
+    expected_harm,
+    groups_of,
+    recipe_of,
+    schemes_of,
+    with_fixed,
+)
+from quantkit.planning.plan import Plan
+from quantkit.progress import Clock, Progress
+from quantkit.recipes.fit_options import DENSE, FitOptions
+from quantkit.recipes.goals import is_sparse
+from quantkit.recipes.recipe import Recipe
+from quantkit.recipes.run_options import RunKeywords, RunOptions
+from quantkit.text.sequences import Calibration
+from quantkit.text.sources import PACKAGED
+from quantkit.version import __version__
+
+UNIFORM, MIXED = "uniform", "mixed"
+#: Sequences of held-out text, and the most tokens of each.
+HELD_OUT, LONGEST = 32, 512
+#: The most bytes that the search adds to the report: of any model, and of each group.
+ADDED, ADDED_BY_GROUP = 32 * 2**10, 256
+#: How often the programme is solved again, because config and recipe take more bytes than was expected.
+ATTEMPTS = 8
+
+
+class _Found(NamedTuple):
+    """A choice whose folder fits: its name, its plan, and the sum of its harm."""
+
+    name: str
+    space: Space
+    choice: Choice
+    job: pipeline.Job
+    harm: float
+
+
+@dataclass(frozen=True)
+class _Search:
+    """Hold a source, as `job` plans it with the recipe, the options, and the spaces of all layouts that fit."""
+
+    job: pipeline.Job
+    asked: FitOptions
+    run: RunOptions
+    spaces: Sequence[Space] = ()
+
+    def planned(self, space: Space, choice: Choice) -> pipeline.Job:
+        """Plan the folder of a choice."""
+        made = recipe_of(self.job.recipe, space, choice)
+        return pipeline.job_of(self.job.src, self.job.model, made, None, self.run)
+
+    def excess(self, space: Space, choice: Choice, total: int) -> int:
+        """Return by how many bytes a choice, whose folder takes `total`, is above the target."""
+        if self.asked.target_bits is not None:
+            return space.size(choice) - space.budget(self.asked.target_bits)
+        return total - (self.asked.target_size or 0)
+
+    def uniform(self, harm: Harm) -> _Found | None:
+        """Find the uniform scheme of least harm that fits."""
+        every = [_Found(n, s, c, self.job, s.harm(c, harm)) for s in self.spaces for n, c in s.uniform.items()]
+        for each in sorted(every, key=lambda found: found.harm):
+            if self.excess(each.space, each.choice, each.space.overhead + each.space.size(each.choice)) <= 0:
+                job = self.planned(each.space, each.choice)
+                if self.excess(each.space, each.choice, _total(each.space, job)) <= 0:
+                    return each._replace(job=job)
+        return None
+
+    def mix(self, harm: Harm) -> _Found | None:
+        """Find the choice of least harm that fits, and that the reader opens."""
+        found = [each for space in self.spaces if (each := self._mix_of(space, harm)) is not None]
+        return min(
+            (each for each in found if self.opens(each.job.plan.folder)), key=lambda each: each.harm, default=None
+        )
+
+    def some(self, harm: Harm) -> _Found:
+        """Find a choice that fits; RecipeError if the reader opens none."""
+        found = self.mix(harm) or self.uniform(harm)
+        if found is None:
+            rule = f"no uniform scheme fits, and {self.asked.target} opens no folder with several schemes"
+            raise RecipeError(rule, Words("use another", Setting("layout")), Words("raise the target"))
+        return found
+
+    def _mix_of(self, space: Space, harm: Harm) -> _Found | None:
+        if self.asked.target_bits is not None:
+            budget = space.budget(self.asked.target_bits)
+        else:
+            budget = (self.asked.target_size or 0) - space.overhead
+        for _ in range(ATTEMPTS):
+            choice = space.choose(harm, budget, 1 - self.run.min_share)
+            if choice is None:
+                return None
+            job = self.planned(space, choice)
+            excess = self.excess(space, choice, _total(space, job))
+            if excess <= 0:
+                return _Found(MIXED, space, choice, job, space.harm(choice, harm))
+            budget = min(budget, space.size(choice)) - excess
+        return None
+
+    def opens(self, folder: Folder | None) -> bool:
+        """Whether the program that was asked for opens a folder."""
+        return self.asked.target is None or (folder is not None and refusal(folder, TARGETS[self.asked.target]) is None)
+
+    def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
+        """List the size and the harm of what may be written, the smallest first, and whether it fits."""
+        rows = [(space, row) for space in self.spaces for row in space.curve(harm, mixes)]
+        bits, size = self.asked.target_bits, self.asked.target_size
+        found = [{**row, "fits": row["bits"] <= bits if bits else row["bytes"] <= (size or 0)} for _, row in rows]
+        return sorted(found, key=lambda row: (row["bytes"], row["scheme"]))
+
+
+def plan(
+    model: str | Path, recipe: Recipe, *, fitted: FitOptions, out: str | Path | None = None, **options: Any
+) -> Plan:
+    """Plan what `quantize` would do.
+
+    With a target it is the plan of the best uniform scheme that fits, with the curve of all of them. Nothing is
+    measured: the harm in the curve is the error of rounding normally distributed weights.
+    """
+    if not fitted.is_asked:
+        return pipeline.plan(model, recipe, out=out, target=fitted.target, **options)
+    run = RunOptions(**{name: each for name, each in options.items() if name in RunKeywords.__annotations__})
+    if options.get("gpu") is not None:
+        options["target"] = fitted.target
+    try:
+        search = _search(model, recipe, fitted, replace(run, progress=None))
+    except RecipeError as error:
+        return replace(pipeline.plan(model, recipe, out=out, **options), refusal=error)
+    found = search.uniform(expected_harm)
+    best = found or search.some(expected_harm)
+    weights = sum(group.weights for group in best.space.groups if not (group.is_fixed and DENSE in group.bytes))
+    curve = [{**row, "harm": row["harm"] / weights} for row in search.curve(expected_harm, mixes=False)]
+    facts = {"best_uniform": found and found.name, "curve": curve}
+    return replace(pipeline.plan(model, best.job.recipe, out=out, **options), fit=facts)
+
+
+def quantize(
+    model: str | Path,
+    out: str | Path,
+    recipe: Recipe,
+    asked: FitOptions,
+    measure: Measure | None = None,
+    **options: Unpack[RunKeywords],
+) -> dict[str, Any]:
+    """Quantize a model into a folder that fits the target of `asked`, if there is one; return its report.
+
+    Overrides and skips of the recipe are pins. RecipeError if nothing fits, or for a recipe that prunes. Everything
+    else is as for `pipeline.quantize.quantize`.
+    """
+    if not asked.is_asked:
+        if asked.target is not None:
+            rule = Words(Option("target"), "chooses among schemes that fit a size")
+            raise RecipeError(rule, Words("add", Option("target_size")))
+        return pipeline.quantize(model, out, recipe, measure, **options)
+    run, out = RunOptions(**options), Path(out)
+    if ranks().count > 1:
+        raise RecipeError(f"{ranks().count} processes were started, and one fits a size", "start one")
+    search = _search(model, recipe, asked, run)
+    smallest = search.some(lambda group, label: group.bytes[label])
+    job, text = pipeline.require_runnable(smallest.job, None, run)
+    if not job.recipe.calibrated:
+        text = pipeline.calibration_text(recipe.calibration, job.src, job.model, run.progress, run.trust_remote_code)
+    notice = (run.progress or Progress(quiet=True)).note
+    with staging(out, resume=run.resume, overwrite=run.overwrite, source=job.src.home, notice=notice) as work:
+        if not is_complete(work):
+            _make(search, text, work, model, measure)
+        publish(work, out, overwrite=run.overwrite)
+    size = sum(path.stat().st_size for path in out.iterdir())
+    if asked.target_size is not None and size > asked.target_size:
+        raise CheckpointError(f"takes {size} bytes, more than the target: a bug, please report it", subject=out)
+    return load_report(out)
+
+
+def _make(search: _Search, text: Calibration, work: Path, model: str | Path, measure: Measure | None) -> None:
+    """Make the folders in `work`, judge them, and leave the files of the better one there."""
+    asked, job = search.asked, search.job
+    identity = {
+        "version": __version__,
+        "target": [asked.target_size, asked.target_bits, asked.allowed, asked.target],
+        "recipe": job.recipe.sha256(),
+        "text": text.facts.get("sha256"),
+        "device": job.model.device_name,
+        "source": [[path.name, path.stat().st_size] for path in job.src.files()],
+    }
+    journal = work / JOURNAL
+    lines = read_journal(journal)
+    if not lines:
+        append_journal(journal, identity)
+    elif differs := [key for key in identity if lines[0].get(key) != identity[key]]:
+        rule = f"{work} was begun with other settings ({', '.join(differs)})"
+        raise CheckpointError(rule, "give the former ones", Words("use", Option("overwrite", True)))
+    chosen = next((line["chosen"] for line in lines if "chosen" in line), None)
+    if chosen is None:
+        blocks = [line["harms"] for line in lines if "harms" in line]
+        chosen = _decide(search, text, work, model, measure, blocks)
+        append_journal(journal, {"chosen": chosen})
+    if (work / chosen).exists():
+        for path in sorted((work / chosen).iterdir(), key=lambda path: (path.name == CONFIG, path.name)):
+            files.rename(path, work / path.name)
+    for name in (UNIFORM, MIXED):
+        files.remove(work / name)
+
+
+def _decide(
+    search: _Search,
+    text: Calibration,
+    work: Path,
+    model: str | Path,
+    measure: Measure | None,
+    blocks: list[sensitivity.Harms],
+) -> str:
+    """Measure harms, make the folders of the uniform scheme and of the mix, and return the name of the better one."""
+    asked, job, options = search.asked, search.job, search.run
+    progress, clock = options.progress or Progress(quiet=True), Clock(job.model.device)
+    begin = partial(new_run, job.src, job.recipe, work=work, progress=progress, act_budget=options.act_budget)
+    free = [group for space in search.spaces for group in space.groups if not group.is_fixed]
+    labels: dict[str, dict[str, None]] = {}
+    for group in free:
+        for linear in group.linears:
+            labels.setdefault(linear, {}).update(dict.fromkeys(label for label in group.bytes if label != DENSE))
+    schemes = {linear: list(map(Scheme.parse, each)) for linear, each in labels.items()}
+    with clock.phase("sensitivities"), progress.loop():
+        if len(blocks) < len(job.model.blocks):
+            begun = begin(model=job.model, sequences=text.sequences)
+            for harms in sensitivity.measure(begun, schemes, len(blocks)):
+                append_journal(work / JOURNAL, {"harms": harms})
+                blocks.append(harms)
+    known = {linear: by for harms in blocks for linear, by in harms.items()}
+    with clock.phase("programme"):
+        usual, harm = job.plan.scheme, partial(_measured, known)
+        spaces = [replace(space, groups=with_fixed(space.groups, known, usual)) for space in search.spaces]
+        search = replace(search, spaces=spaces)
+        found = {UNIFORM: search.uniform(harm), MIXED: search.mix(harm)}
+    made = {name: each for name, each in found.items() if each is not None} or {MIXED: search.some(harm)}
+    if len(made) == 2 and made[MIXED].job.recipe == made[UNIFORM].job.recipe:
+        del made[MIXED]
+    for name, each in made.items():
+        progress.note(f"{each.name}: {each.space.bits(each.space.size(each.choice))} bits/weight")
+        if not (work / name).exists():
+            with clock.phase(name):
+                pipeline.quantize(model, work / name, each.job.recipe, **{**vars(options), "overwrite": False})
+    with clock.phase("divergence"), progress.loop():
+        held, source = _held_out(search, text, progress)
+        folders = {name: Checkpoint(work / name, options.trust_remote_code) for name in made}
+        judged = divergences(begin(model=job.model, sequences=held), folders)
+    chosen = min(judged, key=lambda name: (judged[name], name == UNIFORM))
+    best, report = made[chosen], load_report(work / chosen)
+    report["fit"] = {
+        **{key: getattr(asked, key) for key in ("target_size", "target_bits", "allowed", "target")},
+        "chosen": chosen,
+        "best_uniform": made[UNIFORM].name if UNIFORM in made else None,
+        "kld": judged,
+        "held_out": {"source": source, "sequences": len(held), "tokens": sum(map(len, held))},
+        "harm": {group.name: harm(group, best.choice[group.name]) for group in best.space.groups if group in free},
+        "curve": search.curve(harm, mixes=True),
+        "seconds": clock.take(),
+    }
+    if unknown := sorted({group.name for group in free if not known.keys() & set(group.linears)}):
+        report["notices"].append(f"{unknown[0]} has the usual scheme: no text reaches it ({len(unknown)} such groups)")
+    if measure is not None:
+        report["evaluation"] = measure(folders[chosen])
+    rewrite_report(work / chosen, report)
+    return chosen
+
+
+def _search(model: str | Path, recipe: Recipe, asked: FitOptions, run: RunOptions) -> _Search:
+    """Find what can be chosen in each layout; RecipeError if nothing fits the target."""
+    if recipe.layout is None or any(map(is_sparse, recipe.schemes)):
+        raise RecipeError("a size is fitted by dense schemes", Words("drop", Setting("prune")))
+    if recipe.calibration.is_written:
+        raise RecipeError("a size is fitted on a text that is there", Words("name one with", Option("calib")))
+    schemes = schemes_of(asked.allowed, recipe)
+    search = _Search(pipeline.survey(pipeline.dense_source(model, run, recipe), recipe, None, run), asked, run)
+    usual = [] if recipe.layout_stated else [scheme.format.layout for scheme in schemes if scheme is not None]
+    refused: list[QuantkitError] = []
+    smallest: list[tuple[int, float]] = []
+    spaces: list[Space] = []
+    for name in dict.fromkeys([recipe.layout, *usual]):
+        try:
+            space = _space(search, name, schemes)
+        except RecipeError as error:
+            refused.append(error)
+            continue
+        least = {group.name: min(group.bytes, key=lambda each: (group.bytes[each], each)) for group in space.groups}
+        total, size = _total(space, search.planned(space, least)), space.size(least)
+        if search.excess(space, least, total) <= 0:
+            spaces.append(replace(space, overhead=total - size))
+        smallest.append((total, space.bits(size)))
+    if not smallest:
+        raise refused[0]
+    if not spaces:
+        raise _too_small(asked, min(smallest), recipe)
+    return replace(search, spaces=spaces)
+
+
+def _total(space: Space, job: pipeline.Job) -> int:
+    """Return the most bytes of a folder with the report of a search."""
+    return job.plan.total + ADDED + ADDED_BY_GROUP * len(space.groups)
+
+
+def _too_small(asked: FitOptions, least: tuple[int, float], recipe: Recipe) -> RecipeError:
+    """Say which size is possible."""
+    size, bits = least[0], ceil(1000 * least[1]) / 1000
+    if asked.target_size is not None:
+        rule = f"{asked.target_size} bytes are too few: the smallest folder takes {size} ({format_bytes(size)})"
+    else:
+        rule = f"{asked.target_bits:g} bits are too few: the smallest schemes take {bits:g}"
+    way = Option("target_bits", bits) if asked.target_size is None else Option("target_size", size)
+    pins = [Words("drop", Setting("override", recipe.overrides[0][0]))] if recipe.overrides else []
+    return RecipeError(rule, Words("use", way), *pins, Words("allow more with", Option("allowed")))
+
+
+def _space(search: _Search, name: str, schemes: Sequence[Scheme | None]) -> Space:
+    """Find the groups of a layout, with the schemes that the layout holds and the reader opens."""
+    src, model, goals, recipe = search.job.src, search.job.model, search.job.chosen, search.job.recipe
+    stored = set(src.names())
+    linears = {
+        m: shape
+        for m, shape in model.linears.items()
+        if f"{m}.weight" in stored and m not in model.tied and (m not in model.kept_dense or goals[m] is not None)
+    }
+    free = [m for m in linears if goals[m] is not None]
+    is_half = (src.written_dtype or src.dtype_of_model) == torch.float16
+
+    def opened(scheme: Scheme, dense: Sequence[str] = ()) -> bool:
+        chosen = {m: (scheme, linears[m]) for m in free if m not in dense}
+        others = [m for m in model.linears if m not in chosen]
+        return search.opens(Folder(name, chosen, others, False, src.config, is_half, model.outside.modules))
+
+    held = [each for each in schemes if each is not None and LAYOUTS[name].holds(each.format) and opened(each)]
+    if not held:
+        who = search.asked.target or "quantkit"
+        ways = Words("allow others with", Option("allowed")), Words("use another", Setting("layout"))
+        raise RecipeError(f"{who} opens none of the allowed schemes in the layout {name}", *ways)
+    some: list[Scheme | None] = [*held, *([None] if None in schemes and opened(held[0], free[:1]) else [])]
+    return Space(
+        name, groups_of(linears, goals, lambda m: src.bytes_written(f"{m}.weight"), some, LAYOUTS[name], recipe)
+    )
+
+
+def _measured(harms: Mapping[str, Mapping[str, float]], group: Group, label: str) -> float:
+    return sum(harms.get(linear, {}).get(label, 0.0) for linear in group.linears)
+
+
+def _held_out(search: _Search, text: Calibration, progress: Progress) -> tuple[list[Tensor], str]:
+    """Draw text that does not calibrate: more of the same source, or the packaged text if that has no more."""
+    job = search.job
+    calib, used = job.recipe.calibration, {tuple(s.tolist()) for s in text.sequences}
+    draw = partial(
+        pipeline.calibration_text,
+        src=job.src,
+        model=job.model,
+        progress=None,
+        trust_remote_code=search.run.trust_remote_code,
+    )
+    try:
+        found = draw(replace(calib, samples=calib.samples + HELD_OUT))
+    except CheckpointError:
+        if calib.data == PACKAGED:
+            raise
+        progress.note("the calibration text holds no more documents: the text that comes with quantkit judges")
+        found = draw(replace(calib, data=PACKAGED, samples=HELD_OUT, lengths="own", text_column=None, split=None))
+    held = [s[:LONGEST] for s in found.sequences if tuple(s.tolist()) not in used][:HELD_OUT]
+    return held, str(found.facts["source"])

@@ -1,0 +1,297 @@
+"""Choose a scheme for each linear: least harm within a number of bytes, by an integer programme (ALGORITHMS 17).
+
+Linears that engines join, and all experts of a layer, decide as one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from quantkit.algorithms import rtn
+from quantkit.algorithms.deviation import relative_error
+from quantkit.core.formats import FORMATS
+from quantkit.core.scheme import Scheme
+from quantkit.engines.joined import joined_name
+from quantkit.errors import Option, RecipeError, Setting, Words
+from quantkit.layouts.base import Layout
+from quantkit.layouts.recast import GROUP_SIZES, fitting
+from quantkit.planning.plan import stored_bytes
+from quantkit.recipes.fit_options import DENSE
+from quantkit.recipes.goals import Goal, treat_alike
+from quantkit.recipes.recipe import Recipe, from_mapping, matches, written
+
+#: The harm of a group in a scheme, by its label.
+Harm = Callable[["Group", str], float]
+#: The label of the scheme of each group, by the group's name.
+Choice = dict[str, str]
+#: Sizes between the least and the largest at which the curve has a mix.
+POINTS = 9
+
+
+@dataclass(frozen=True)
+class Group:
+    """List linears that decide as one, their weights, and the bytes that they take in each scheme, by its label.
+
+    A group `is_fixed` to a single scheme if the recipe pins it, or if it has no measured harm.
+    """
+
+    name: str
+    linears: tuple[str, ...]
+    weights: int
+    bytes: Mapping[str, int]
+    is_fixed: bool = False
+
+
+@dataclass(frozen=True)
+class Space:
+    """Hold what can be chosen in a layout. `overhead` are the bytes of a folder beside the linears, about."""
+
+    layout: str
+    groups: Sequence[Group]
+    overhead: int = 0
+
+    @property
+    def uniform(self) -> dict[str, Choice]:
+        """The choice of each scheme that all groups can take, by its label; fixed groups keep their own."""
+        free = [set(group.bytes) for group in self.groups if not group.is_fixed]
+        labels = sorted(set.intersection(*free) - {DENSE}) if free else []
+        return {
+            each: {g.name: each if each in g.bytes else next(iter(g.bytes)) for g in self.groups} for each in labels
+        }
+
+    def size(self, choice: Choice) -> int:
+        """Add up the bytes of all linears."""
+        return sum(group.bytes[choice[group.name]] for group in self.groups)
+
+    def harm(self, choice: Choice, harm: Harm) -> float:
+        """Add up the harm of all groups."""
+        return sum(harm(group, choice[group.name]) for group in self.groups)
+
+    def budget(self, bits: float) -> int:
+        """Return the bytes of all linears at a mean of `bits`, to three decimals; pinned dense ones do not count."""
+        weights = sum(group.weights for group in self.groups if not (group.is_fixed and DENSE in group.bytes))
+        return self._dense + int((bits + 0.0005) * weights / 8)
+
+    def bits(self, size: int) -> float:
+        """Return the mean bits of a weight if the linears take `size` bytes; inverse of `budget`."""
+        weights = sum(group.weights for group in self.groups if not (group.is_fixed and DENSE in group.bytes))
+        return round(8 * (size - self._dense) / max(1, weights), 3)
+
+    @property
+    def _dense(self) -> int:
+        return sum(group.bytes[DENSE] for group in self.groups if group.is_fixed and DENSE in group.bytes)
+
+    def choose(self, harm: Harm, budget: int, dense_share: float = 0.0) -> Choice | None:
+        """Choose a scheme for each group: least harm, linears in at most `budget` bytes; None if there is no choice.
+
+        At most `dense_share` of the weights stay dense by choice. The result is the same each time. Its harm may be
+        above the least by a part of 1e-4.
+        """
+        from scipy.optimize import Bounds, LinearConstraint, milp  # slow to import
+
+        found = [(i, label) for i, group in enumerate(self.groups) for label in _useful(group, harm, dense_share)]
+        owner = np.array([i for i, _ in found])
+        costs = np.array([harm(self.groups[i], label) for i, label in found])
+        sizes = np.array([self.groups[i].bytes[label] for i, label in found]) / max(1, budget)
+        dense = np.array(
+            [(label == DENSE and not self.groups[i].is_fixed) * self.groups[i].weights for i, label in found]
+        )
+        most = dense_share * sum(group.weights for group in self.groups)
+        solved = milp(
+            costs / max(costs.max(initial=0.0), 1e-300),
+            integrality=np.ones(len(found)),
+            bounds=Bounds(0, 1),
+            constraints=[
+                LinearConstraint((owner == np.arange(len(self.groups))[:, None]).astype(float), 1, 1),
+                LinearConstraint(np.stack([sizes, dense / max(1.0, most)]), -np.inf, [1, most >= 1]),
+            ],
+            options={"mip_rel_gap": 1e-4},
+        )
+        if solved.x is None:
+            return None
+        return {self.groups[i].name: label for (i, label), taken in zip(found, solved.x, strict=True) if taken > 0.5}
+
+    def curve(self, harm: Harm, mixes: bool) -> list[dict[str, Any]]:
+        """List bytes, bits and harm of each uniform scheme and, if asked, of mixes between them."""
+        rows = [(label, choice) for label, choice in self.uniform.items()]
+        sizes = [self.size(choice) for _, choice in rows]
+        for point in range(POINTS if mixes and rows else 0):
+            choice = self.choose(harm, min(sizes) + point * (max(sizes) - min(sizes)) // (POINTS - 1))
+            rows += [] if choice is None or choice in self.uniform.values() else [("mixed", choice)]
+        found = [(name, self.size(choice), self.harm(choice, harm)) for name, choice in rows]
+        return [
+            {
+                "scheme": name,
+                "layout": self.layout,
+                "bytes": self.overhead + size,
+                "bits": self.bits(size),
+                "harm": each,
+            }
+            for name, size, each in found
+        ]
+
+
+def _useful(group: Group, harm: Harm, dense_share: float) -> list[str]:
+    """List the schemes of a group that no other one beats in both bytes and harm, and dense if some may be."""
+    if group.is_fixed:
+        return list(group.bytes)
+    dense, kept = [DENSE] if DENSE in group.bytes and dense_share else [], list[str]()
+    for label in sorted(group.bytes.keys() - {DENSE}, key=lambda each: (group.bytes[each], harm(group, each), each)):
+        if not kept or harm(group, label) < harm(group, kept[-1]):
+            kept.append(label)
+    return [*kept, *dense]
+
+
+def schemes_of(allowed: str | None, recipe: Recipe) -> list[Scheme | None]:
+    """List the schemes to choose from; None stands for dense linears.
+
+    `allowed` names formats or schemes, None for all. The recipe decides on zero points and, if it states one, on the
+    group size. RecipeError for an unknown name.
+    """
+    assert isinstance(recipe.scheme, Scheme)
+    sizes = [recipe.scheme.group_size] if recipe.size_stated else [*GROUP_SIZES, None]
+    found: list[Scheme | None] = []
+    for name in [*FORMATS, DENSE] if allowed is None else map(str.strip, allowed.split(",")):
+        if name in FORMATS:
+            number = FORMATS[name]
+            by_row, symmetric = number.is_float, number.is_float or recipe.scheme.symmetric
+            found += [Scheme(number, size, symmetric) for size in ([None] if by_row else sizes)]
+        else:
+            found.append(None if name == DENSE else Scheme.parse(name))
+    return list(dict.fromkeys(found))
+
+
+def groups_of(
+    linears: Mapping[str, tuple[int, int]],
+    goals: Mapping[str, Goal | None],
+    dense_bytes: Callable[[str], int],
+    schemes: Iterable[Scheme | None],
+    layout: Layout,
+    recipe: Recipe,
+) -> list[Group]:
+    """Group the `linears` (name -> `(n, k)`) that decide as one, with the bytes that they take in each of `schemes`.
+
+    `goals` are those of the recipe, whose overrides and skips are pins: a group takes the widest of its own. A scheme
+    that does not hold all linears of a group is left out; RecipeError if none is left.
+    """
+    joined: dict[str, list[str]] = {}
+    for name in linears:
+        joined.setdefault(joined_name(name) or name, []).append(name)
+    found = []
+    for name, members in joined.items():
+        pins = treat_alike({m: goals[m] for m in members if goals[m] is None or _is_pinned(recipe, m)})
+        sizes: dict[str, int] = {}
+        for goal in list(pins.values())[:1] or schemes:
+            shapes = (
+                [fitting(layout, goal, *linears[m], pad=recipe.pad) for m in members]
+                if isinstance(goal, Scheme)
+                else []
+            )
+            if not isinstance(goal, Scheme):
+                sizes[DENSE] = sum(map(dense_bytes, members))
+            elif None not in shapes:
+                sizes[goal.label] = sum(stored_bytes(layout, goal, *shape) for shape in shapes if shape)
+        if not sizes:
+            raise RecipeError(
+                f"{layout.NAME} holds {members[0]} {list(linears[members[0]])} in no scheme that is allowed",
+                Words("allow others with", Option("allowed")),
+                Words("leave it dense with", Setting("skip", re.escape(members[0]))),
+            )
+        found.append(Group(name, tuple(members), sum(prod(linears[m]) for m in members), sizes, bool(pins)))
+    return found
+
+
+def with_fixed(groups: Iterable[Group], known: Collection[str], label: str) -> list[Group]:
+    """Fix the groups none of whose linears has a `known` harm to the scheme `label`, or to their widest one."""
+    found = []
+    for group in groups:
+        if not any(linear in known for linear in group.linears):
+            chosen = label if label in group.bytes else max(group.bytes, key=lambda each: (group.bytes[each], each))
+            group = replace(group, bytes={chosen: group.bytes[chosen]}, is_fixed=True)
+        found.append(group)
+    return found
+
+
+def recipe_of(recipe: Recipe, space: Space, choice: Choice) -> Recipe:
+    """Make the recipe of a choice: the scheme of most weights, overrides for others, and skips for dense linears.
+
+    Keys that the recipe leaves at the default of its schemes get the default of the new ones.
+    """
+    weights = Counter[str]()
+    for group in space.groups:
+        weights[choice[group.name]] += group.weights if choice[group.name] != DENSE else 0
+    usual = min(weights, key=lambda label: (-weights[label], label))
+    if not weights[usual]:
+        raise RecipeError("every linear would stay dense", Words("allow more with", Option("allowed")))
+    overrides, skip = {pattern: scheme.label for pattern, scheme in recipe.overrides}, list(recipe.skip)
+    for label in sorted({*choice.values()} - {usual}):
+        named = [m for g in space.groups if choice[g.name] == label for m in g.linears if not _says(recipe, m, label)]
+        if label == DENSE:
+            skip += patterns(named)
+        else:
+            overrides |= dict.fromkeys(patterns(named), label)
+    mapping = recipe.to_mapping()
+    stated = {key: mapping[key] for key in ("scheme", "method", "overrides")}
+    before = from_mapping(stated).to_mapping()
+    kept: dict[str, Any] = {key: value for key, value in mapping.items() if before.get(key) != value}
+    kept["gptq"] = {key: value for key, value in mapping["gptq"].items() if before["gptq"][key] != value}
+    now = {"scheme": written(Scheme.parse(usual)), "method": recipe.method, "layout": space.layout}
+    return from_mapping({**kept, **now, "skip": skip, "overrides": overrides})
+
+
+def _is_pinned(recipe: Recipe, name: str) -> bool:
+    return any(matches(pattern, name) for pattern, _ in recipe.overrides)
+
+
+def _says(recipe: Recipe, name: str, label: str) -> bool:
+    """Return True if an override or a skip of the recipe itself gives a linear this goal."""
+    goal = recipe.scheme_of(name)
+    return goal is None if label == DENSE else _is_pinned(recipe, name) and goal == Scheme.parse(label)
+
+
+def patterns(names: Iterable[str]) -> list[str]:
+    """Write few patterns for names: numbers of layers, then linears; an expert stands for all of its layer.
+
+    >>> patterns(["model.layers.0.mlp.up_proj", "model.layers.2.mlp.up_proj"])
+    ['model\\\\.layers\\\\.(0|2)\\\\.mlp\\\\.up_proj']
+    """
+    layers: dict[tuple[str, str], dict[int, None]] = {}
+    found: list[str] = []
+    for name in names:
+        match = re.fullmatch(r"(.*?)\.(\d+)\.(.*)", name)
+        if match is None:
+            found.append(re.escape(name))
+        else:
+            end = re.sub(r"(?<=experts\\\.)\d+(?=\\\.)", r"\\d+", re.escape(match[3]))
+            layers.setdefault((re.escape(match[1]), end), {})[int(match[2])] = None
+    alike: dict[tuple[str, tuple[int, ...]], list[str]] = {}
+    for (head, end), numbers in layers.items():
+        alike.setdefault((head, tuple(numbers)), []).append(end)
+    return [f"{head}\\.{_any(map(str, numbers))}\\.{_any(ends)}" for (head, numbers), ends in alike.items()] + found
+
+
+def _any(options: Iterable[str]) -> str:
+    listed = list(options)
+    return listed[0] if len(listed) == 1 else f"({'|'.join(listed)})"
+
+
+def expected_harm(group: Group, label: str) -> float:
+    """Compute the harm in a plan: the relative error of rounding normally distributed weights, times their number."""
+    return group.weights * _rounding_error(label)
+
+
+@cache
+def _rounding_error(label: str) -> float:
+    if label == DENSE:
+        return 0.0
+    weight = torch.randn(64, 4096, generator=torch.Generator().manual_seed(0))
+    return relative_error(weight, rtn.quantize(weight, Scheme.parse(label))[0])

@@ -1,0 +1,199 @@
+"""Folders that fit a size: never larger, never worse than uniform, the same after any stop, refused before work."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit.checkpoint.reader import Checkpoint
+from quantkit.engines.joined import fused_groups
+from quantkit.io.json_files import load_json
+from quantkit.pipeline import fit
+from quantkit.pipeline.quantize import quantize
+from quantkit.recipes.fit_options import FitOptions
+from quantkit.recipes.recipe import Recipe, from_mapping, load
+from tests import command_line
+from tests.command_line import call, refused
+from tests.faults import Killed, faults, memory_path
+from tests.folders import gptq, hashes
+from tests.tiny_models import write_model
+
+calib, tmp_path = command_line.calib, memory_path
+SHORT = ("--samples", 8, "--max-length", 64)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a Llama of two very small blocks."""
+    shape: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2}
+    return write_model("llama", tmp_path_factory.mktemp("model") / "model", **shape, num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def whole(small: Path, calib: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output of an undisturbed run."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    fit.quantize(small, out, recipe(calib), FitOptions(target_bits=4.4))
+    return out
+
+
+def recipe(calib: Path, **changes: Any) -> Recipe:
+    return from_mapping(gptq(str(calib), clip="none", **changes))
+
+
+def size(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_folder_is_never_larger_than_asked_and_its_recipe_makes_the_same_bytes(shared: Path, tmp_path: Path) -> None:
+    model, text = shared / "models" / "tiny-llama-1m", shared / "data" / "wikitext2" / "valid.txt"
+    options = ("--calib", text, *SHORT)
+    smallest = re.search(r"smallest folder takes (\d+)", refused("plan", model, "--target-size", 1, *options, code=2))
+    assert smallest is not None
+    least = int(smallest[1])
+    call("plan", model, "--target-size", least, *options)
+    target = 3_020_000
+    assert least < target
+    done = call("quantize", model, "-o", tmp_path / "out", "--target-size", target, *options)
+    assert size(tmp_path / "out") <= target
+    found = load_json(tmp_path / "out" / "quantkit_report.json")["fit"]
+    assert found["chosen"] in ("mixed", "uniform") and found["kld"][found["chosen"]] == min(found["kld"].values())
+    assert f"{found['chosen']} chosen: by KL divergence on" in done.stdout
+    assert all(row["fits"] == (row["bytes"] <= target) for row in found["curve"])
+    made = load(tmp_path / "out" / "quantkit_recipe.yaml")
+    call("quantize", model, "-o", tmp_path / "again", "--recipe", tmp_path / "out" / "quantkit_recipe.yaml", *options)
+    same = hashes(tmp_path / "out"), hashes(tmp_path / "again")
+    assert {k: v for k, v in same[0].items() if k != "README.md"} == {
+        k: v for k, v in same[1].items() if k != "README.md"
+    }
+    assert bool(made["overrides"]) == (found["chosen"] == "mixed")
+    call("verify", tmp_path / "out", "-q")
+
+
+def test_the_predicted_harm_is_the_measured_divergence(shared: Path, tmp_path: Path) -> None:
+    """The written weights are those of the prediction: rounded to nearest, without a search."""
+    text = str(shared / "data" / "wikitext2" / "valid.txt")
+    rounded = from_mapping(
+        {"method": "rtn", "calibration": {"data": text, "samples": 32, "max_length": 128}, "scheme": {"group_size": 64}}
+    )
+    model = shared / "models" / "tiny-llama-1m"
+    found = fit.quantize(model, tmp_path / "out", rounded, FitOptions(target_bits=4.3, allowed="int4"))["fit"]
+    (row,) = found["curve"]
+    assert found["kld"].keys() == {"uniform"}
+    assert found["kld"]["uniform"] == pytest.approx(row["harm"], rel=0.35)
+
+
+def test_a_mix_that_is_worse_on_held_out_text_is_not_written(
+    small: Path, calib: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = FitOptions(target_bits=4.4)
+    judge = fit.divergences
+    monkeypatch.setattr(fit, "divergences", lambda *args: {**judge(*args), "mixed": 9.0})
+    report = fit.quantize(small, tmp_path / "out", recipe(calib), asked)
+    assert report["fit"]["chosen"] == "uniform" and report["fit"]["best_uniform"] == "int4:g64"
+    assert {layer["scheme"] for layer in report["layers"]} == {"int4:g64"}
+    quantize(small, tmp_path / "plain", recipe(calib, scheme={"group_size": 64}))
+    ours, plain = hashes(tmp_path / "out"), hashes(tmp_path / "plain")
+    assert ours.pop("README.md") != plain.pop("README.md") and ours == plain
+    monkeypatch.setattr(fit, "divergences", lambda *args: {**judge(*args), "mixed": 0.0})
+    fit.quantize(small, tmp_path / "mixed", recipe(calib), asked)
+    report = load_json(tmp_path / "mixed" / "quantkit_report.json")
+    assert len({layer["scheme"] for layer in report["layers"]}) > 1
+
+
+def stop_at(operation: str, name: str, number: int = 1) -> Callable[[str, Path], None]:
+    """Return a hook that kills the run at the `number`-th operation on a file whose path contains `name`."""
+    seen = 0
+
+    def hook(did: str, path: Path) -> None:
+        nonlocal seen
+        seen += did == operation and name in str(path)
+        if seen >= number:
+            raise Killed
+
+    return hook
+
+
+@pytest.mark.parametrize(
+    ("operation", "name", "number"),
+    [
+        ("write", "journal.jsonl", 3),  # between the sensitivities of two blocks
+        ("rename", "uniform", 2),
+        ("rename", "/mixed", 1),
+        ("rename", "quantkit_report.json", 3),
+        ("rename", "/config.json", 3),  # while the files of the chosen folder move up
+        ("unlink", "/mixed", 1),
+    ],
+)
+def test_a_run_that_is_stopped_anywhere_goes_on_to_the_same_folder(
+    operation: str, name: str, number: int, small: Path, whole: Path, calib: Path, tmp_path: Path
+) -> None:
+    asked = FitOptions(target_bits=4.4)
+    with faults(stop_at(operation, name, number)), pytest.raises(Killed):
+        fit.quantize(small, tmp_path / "out", recipe(calib), asked)
+    assert not (tmp_path / "out").exists()
+    fit.quantize(small, tmp_path / "out", recipe(calib), asked, resume=True)
+    ours, theirs = hashes(tmp_path / "out"), hashes(whole)
+    assert ours.pop("README.md") and theirs.pop("README.md") and ours == theirs
+    assert [path.name for path in tmp_path.glob("out*")] == ["out"]
+
+
+def test_another_target_does_not_go_on_with_the_work_of_this_one(small: Path, calib: Path, tmp_path: Path) -> None:
+    run = ("quantize", small, "-o", tmp_path / "out", "--calib", calib, *SHORT)
+    with faults(stop_at("rename", "/mixed")), pytest.raises(Killed):
+        call(*run, "--target-bits", 4.4)
+    other = call(*run, "--target-bits", 4.3, "--resume", "-q", code=1).stderr
+    assert "was begun with other settings (target): give the former ones, or use --overwrite" in other
+
+
+def test_the_experts_of_a_layer_and_joined_linears_have_one_scheme_on_disk(calib: Path, tmp_path: Path) -> None:
+    model = write_model("mixtral", tmp_path / "model")
+    report = fit.quantize(model, tmp_path / "out", recipe(calib), FitOptions(target_bits=4.4, target="vllm"))
+    made = Checkpoint(tmp_path / "out")
+    schemes = {module: made.scheme(module).label for module in made.modules()}
+    assert len(set(schemes.values())) > 1
+    for joined, members in fused_groups(schemes).items():
+        assert len({schemes[member] for member in members}) == 1, joined
+    assert "vLLM" in report["readers"] and report["opened_by"]
+    assert report["totals"]["bits_per_weight"] <= 4.4005
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--target-bits", 2], r"2 bits are too few: the smallest schemes take 2\.\d+: use --target-bits 2\.\d+, or "),
+        (
+            ["--target-size", "50kB"],
+            r"50000 bytes are too few: the smallest folder takes \d+ \(.*\): use --target-size",
+        ),
+        (["--target-bits", 4.3, "--pin", ".*=fp6"], r"4.3 bits .* take 6\.\d+: .*drop --override '\.\*'"),
+        (
+            ["--target-bits", 6.3, "--target", "sglang", "--layout", "marlin"],
+            "sglang opens none of the allowed schemes in the layout marlin: allow others with --allowed, or use",
+        ),
+        (["--target-bits", 4.5, "--target-size", "1MB"], "--target-bits: a size and a number of bits are two targets"),
+        (["--allowed", "int4"], "--allowed: there is no target to fit: add --target-size"),
+        (["--target-bits", 4.5, "--prune", "2:4"], "a size is fitted by dense schemes: drop --prune"),
+    ],
+)
+def test_what_cannot_be_fitted_is_refused_before_any_work(
+    options: list[object], message: str, small: Path, calib: Path, tmp_path: Path
+) -> None:
+    for command in (("plan", small), ("quantize", small)):
+        out = tmp_path / "out" if command[0] == "quantize" else None
+        assert re.search(message, refused(*command, *options, "--calib", calib, *SHORT, code=2, out=out))
+
+
+def test_a_plan_shows_each_uniform_scheme_and_which_one_is_the_best_that_fits(small: Path, calib: Path) -> None:
+    options = ("--target-bits", 6.2, "--allowed", "int4,fp6,dense", "--calib", calib, *SHORT)
+    found = json.loads(call("plan", small, *options, "--json").stdout)
+    assert found["fit"]["best_uniform"] == "fp6:channel" == found["scheme"]
+    rows = {(row["scheme"], row["layout"]): row for row in found["fit"]["curve"]}
+    assert rows["fp6:channel", "humming"]["fits"] and not rows["fp6:channel", "compressed-tensors"]["fits"]
+    assert rows["int4:g32", "compressed-tensors"]["harm"] > rows["fp6:channel", "humming"]["harm"]
+    assert re.search(r"fp6:channel +humming +\d+ +6.125 +5.26e-02  best", call("plan", small, *options).stdout)
