@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -90,7 +91,9 @@ def _hopper(group: int) -> HopperKernel:
 NAIVE, DECODED = NaiveKernel("quick_naive"), DecodedKernel("quick_decode")
 #: A stage has codes, and scales and zero points if groups have at least 32 columns. Each is held twice.
 PORTABLE = PortableKernel("quick_portable", PortableTiles(PORTABLE_TILES, bytes_per_weight=0.5 + 5 / 32))
-ROUTED = PortableInstances("quick_portable", PORTABLE.choice, function="quick_routed")
+#: On sm_80 two blocks of the tile of 16 rows would spill registers.
+ROUTED_TILES = (PORTABLE_TILES[0], replace(PORTABLE_TILES[1], blocks=1), *PORTABLE_TILES[2:])
+ROUTED = PortableInstances("quick_portable", replace(PORTABLE.choice, tiles=ROUTED_TILES), function="quick_routed")
 HOPPER: dict[int | None, HopperKernel] = {group: _hopper(group) for group in HOPPER_GROUPS}
 
 
