@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=64, help="windows of 1024 tokens of each text [64]")
     parser.add_argument("--samples", type=int, default=128, help="calibration sequences [128]")
     parser.add_argument("--seeds", default="0", help="seeds of calibration, like 0,1,2 [0]")
-    parser.add_argument("--batch-size", type=int, default=64, help="questions and programs at a time [64]")
+    parser.add_argument("--batch-size", type=int, default=32, help="questions at a time [32]")
     parser.add_argument("--part", default="1/1", help="part of the rows, like 1/3 [1/1]")
     parser.add_argument("--no-namespaces", action="store_true", help="contain programs by limits alone")
     parser.add_argument("--device", default="auto")
@@ -93,6 +93,7 @@ def calls(args: argparse.Namespace, name: str, model: str) -> Iterator[list[str]
             line += ["--tasks", args.names, "--data", str(args.tasks), "--limit", str(args.limit)]
             line += ["--batch-size", str(args.batch_size)]
             line += ["--code", str(args.tasks / "humaneval.jsonl"), "--allow-code-execution"]
+            line += ["--code-batch-size", "164"]
             line += ["--no-namespaces"] if args.no_namespaces else []
         yield line
 

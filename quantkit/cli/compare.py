@@ -103,7 +103,11 @@ class Part(click.ParamType):  # type: ignore[type-arg]
     click.option(
         "--rouge", metavar="FILE", shell_complete=completers.files, help="Documents with summaries, as for eval rouge."
     ),
-    click.option("--batch-size", type=_COUNT, default=8, metavar="N", help="Questions or programs at a time [8]."),
+    click.option(
+        "--max-new-tokens", type=_COUNT, metavar="N", help="Most tokens of a program [512] and of a summary [128]."
+    ),
+    click.option("--batch-size", type=_COUNT, default=8, metavar="N", help="Questions and documents at a time [8]."),
+    click.option("--code-batch-size", type=_COUNT, default=16, metavar="N", help="Programs at a time [16]."),
 )
 @section(
     "Advanced",

@@ -65,9 +65,11 @@ def compare(
     limit: int | None = None,
     batch_size: int = 8,
     code: str | Path | None = None,
+    code_batch_size: int = 16,
     allow_code_execution: bool = False,
     namespaces: bool = True,
     rouge: str | Path | None = None,
+    max_new_tokens: int | None = None,
     part: tuple[int, int] = (1, 1),
     device: str = "auto",
     revision: str | None = None,
@@ -112,14 +114,15 @@ def compare(
         raise RecipeError("there is nothing to compare", "name a recipe, a calibration text and a seed")
     entries = entries_of(asked, sources, seeds)
     exams: dict[str, Any] = {}
+    most: Any = {} if max_new_tokens is None else {"max_new_tokens": max_new_tokens}
     if names := _listed(tasks):
         exams["tasks"] = Exam(names, data, shots=shots, limit=limit, batch_size=batch_size)
     if code is not None:
-        drawing: Any = {"samples": 1, "temperature": 0.0, "limit": limit, "batch_size": batch_size}
+        drawing: Any = {"samples": 1, "temperature": 0.0, "limit": limit, "batch_size": code_batch_size, **most}
         exams["code"] = CodeExam(code, allow_code_execution, namespaces=namespaces, **drawing)
     if rouge is not None:
-        exams["rouge"] = SummaryExam(rouge, limit=limit, batch_size=batch_size)
-    judges = Judges(texts, {"window": window, "tokens": tokens}, **exams)
+        exams["rouge"] = SummaryExam(rouge, limit=limit, batch_size=batch_size, **most)
+    judges = Judges(texts, {"window": window, "tokens": tokens}, exams)
     run: Any = {"device": device, "revision": revision, "trust_remote_code": trust_remote_code}
     rows = Rows(model, out, judges, progress, run)
     mine = [entry for entry in entries[number - 1 :: count] if rows.lacks(entry)]

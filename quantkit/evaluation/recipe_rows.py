@@ -26,8 +26,7 @@ from quantkit.evaluation.divergence import token_values
 from quantkit.evaluation.finished import Finished
 from quantkit.evaluation.opened import Opened
 from quantkit.evaluation.perplexity import exponential
-from quantkit.evaluation.programs import CodeExam
-from quantkit.evaluation.rouge import SummaryExam
+from quantkit.evaluation.rouge import KINDS
 from quantkit.evaluation.tasks import Exam, means
 from quantkit.evaluation.windows import Windows, cut
 from quantkit.io import files
@@ -67,36 +66,32 @@ class Entry:
 
 
 class Judges:
-    """All that judges a row. QuantkitError for texts that cannot be read."""
+    """All that judges a row: texts, and `exams` with tasks, code and rouge. QuantkitError for an unreadable text."""
 
-    def __init__(
-        self,
-        texts: Mapping[str, str],
-        protocol: Mapping[str, Any],
-        tasks: Exam | None = None,
-        code: CodeExam | None = None,
-        rouge: SummaryExam | None = None,
-    ) -> None:
+    def __init__(self, texts: Mapping[str, str], protocol: Mapping[str, Any], exams: Mapping[str, Any]) -> None:
         self.texts = {label: load_evaluation_text(source)[0] for label, source in texts.items()}
-        self.protocol, self.tasks, self.code, self.rouge = protocol, tasks, code, rouge
-        digests = {label: hash_of(text.encode()) for label, text in self.texts.items()}
+        self.protocol, self._exams = protocol, exams
+        self._tasks: Exam | None = exams.get("tasks")
         #: What is measured -> its name in a journal, which changes with everything that the result depends on.
-        self.names = {("text", label): _name("text", [digest, protocol]) for label, digest in digests.items()}
-        for name, asked in ({} if tasks is None else tasks.asked).items():
-            self.names["task", name] = _name(f"task {name}", [asked, {} if tasks is None else tasks.about])
-        for kind, exam in (("code", code), ("rouge", rouge)):
-            if exam is not None:
-                self.names[kind, ""] = _name(kind, exam.run)
+        self._names = {
+            ("text", label): f"text {_digest([hash_of(text.encode()), protocol])}" for label, text in self.texts.items()
+        }
+        for kind, exam in exams.items():
+            if kind == "tasks":
+                each = {name: _digest([asked, exam.about]) for name, asked in exam.asked.items()}
+                self._names |= {("task", name): f"task {name} {digest}" for name, digest in each.items()}
+            else:
+                self._names[kind, ""] = f"{kind} {_digest(exam.run)}"
 
     def require(self, opened: Opened) -> None:
         """Raise QuantkitError for a model that cannot be judged so."""
         opened.require_decoder_only()
-        for exam in (self.tasks, self.code, self.rouge):
-            if exam is not None:
-                exam.require(opened)
+        for exam in self._exams.values():
+            exam.require(opened)
 
     def lacks(self, finished: Finished) -> bool:
-        return not all(name in finished for name in ("made", *self.names.values()))
+        """Say whether something of a row is not measured."""
+        return not all(name in finished for name in ("made", *self._names.values()))
 
     def judge(
         self,
@@ -108,44 +103,41 @@ class Judges:
         progress: Progress,
     ) -> None:
         """Measure what is not finished; the divergence is that from `reference`."""
-        for (kind, which), name in self.names.items():
-            get = partial(_get, finished, name)
+        for (kind, which), name in self._names.items():
             compute: Callable[[], Any]
             if kind == "text":
                 compute = partial(_text_figures, reference, model, windows(which), progress)
-            elif kind == "task" and self.tasks is not None:
-                compute = partial(self.tasks.answer, which, model, opened.tokenizer, progress)
+            elif self._tasks is not None and kind == "task":
+                compute = partial(self._tasks.answer, which, model, opened.tokenizer, progress)
             else:
-                exam = self.code if kind == "code" else self.rouge
-                assert exam is not None
-                compute = partial(_exam_figures, exam, model, opened, get, progress)
+                compute = partial(_exam_figures, self._exams[kind], model, opened, finished, name, progress)
             finished.get(name, compute)
 
     def columns(self, finished: Finished, base: Finished) -> Row:
         """Return the columns of a finished row, tasks in pairs with the unquantized model's if it has answered."""
-        found: Row = {}
-        answers: dict[str, Any] = {}
-        for (kind, which), name in self.names.items():
-            value = finished.value(name)
-            if kind == "text":
-                found |= {f"text:{which}:{key}": each for key, each in value.items()}
-            elif kind == "task":
-                answers[which] = value
-            elif kind == "code":
-                found |= {f"code:pass@{each['k']}": each["mean"] for each in value["scores"]}
-            else:
-                found |= {f"rouge:{key}": value[key] for key in ("rouge1", "rouge2", "rougeL")}
-        if self.tasks is not None:
-            named = {which: self.names["task", which] for which in answers}
-            paired = finished is not base and all(name in base for name in named.values())
-            others = {which: base.value(name) for which, name in named.items()} if paired else None
-            scores = self.tasks.scores(answers, others)
-            firsts = {each.task: each for each in reversed(scores)}
-            keys = ("value", "stderr", "difference", "difference_low", "difference_high")
-            found |= {f"task:{task}:{key}": getattr(firsts[task], key) for task in answers for key in keys}
-            mean = means(scores)
-            found |= {f"tasks:{key}": mean["mean" if key == "value" else key] for key in keys}
-        return found
+        values = {key: finished.value(name) for key, name in self._names.items()}
+        found = {
+            f"{kind}:{which}:{key}": each
+            for (kind, which) in values
+            if kind == "text"
+            for key, each in values[kind, which].items()
+        }
+        for score in values.get(("code", ""), {}).get("scores", ()):
+            found |= _with_interval(f"code:pass@{score['k']}", score["mean"], score["low"], score["high"])
+        if summaries := values.get(("rouge", "")):
+            for kind in KINDS:
+                found |= _with_interval(f"rouge:{kind}", *(summaries[f"{kind}{end}"] for end in ("", "_low", "_high")))
+        return found if self._tasks is None else found | self._answered(self._tasks, values, finished, base)
+
+    def _answered(self, tasks: Exam, values: Mapping[tuple[str, str], Any], finished: Finished, base: Finished) -> Row:
+        names = {which: name for (kind, which), name in self._names.items() if kind == "task"}
+        is_paired = finished is not base and all(name in base for name in names.values())
+        others = {which: base.value(name) for which, name in names.items()} if is_paired else None
+        scores = tasks.scores({which: values["task", which] for which in names}, others)
+        firsts, mean = {each.task: asdict(each) for each in reversed(scores)}, means(scores)
+        rest = ("stderr", "difference", "difference_low", "difference_high")
+        found = {f"task:{name}:{key}": firsts[name][key] for name in names for key in ("value", *rest)}
+        return found | {"tasks:value": mean["mean"], **{f"tasks:{key}": mean[key] for key in rest}}
 
 
 class Rows:
@@ -322,21 +314,24 @@ def _text_figures(reference: Any, model: Callable[[], Any], windows: Windows, pr
     return {"ppl": exponential(values.nll()), **values.figures()}
 
 
-def _exam_figures(exam: Any, model: Callable[[], Any], opened: Opened, get: Any, progress: Progress) -> Row:
+def _exam_figures(
+    exam: Any, model: Callable[[], Any], opened: Opened, finished: Finished, name: str, progress: Progress
+) -> Row:
+    """Return the scores of programs or summaries, whose batches are kept under names of their own."""
+
+    def get(batch: str, compute: Callable[[], Any]) -> Any:
+        return finished.get(f"{name}: {batch}", compute)
+
     return asdict(exam.scores(model(), opened, get, progress))
 
 
-def _get(finished: Finished, prefix: str, name: str, compute: Callable[[], Any]) -> Any:
-    return finished.get(f"{prefix}: {name}", compute)
+def _with_interval(key: str, value: float, low: float | None, high: float | None) -> Row:
+    return {key: value, f"{key}:low": low, f"{key}:high": high}
 
 
 def _digest_of_source(source: str) -> str:
     path = Path(source)
     return hash_of_file(path) if kind_of(source) in ("plain text", "records") else source
-
-
-def _name(kind: str, facts: Any) -> str:
-    return f"{kind} {_digest(facts)}"
 
 
 def _digest(facts: Any) -> str:

@@ -19,6 +19,8 @@ import quantkit
 from quantkit.checkpoint.reader import Checkpoint
 from quantkit.evaluation import recipe_rows
 from quantkit.evaluation.compare import compare
+from quantkit.evaluation.sandbox import Sandbox
+from quantkit.inference.batches import BatchWriter
 from quantkit.io.staging import claimed
 from quantkit.models.whole_model import load_dense_model
 from quantkit.pipeline.quantize import quantize
@@ -227,6 +229,41 @@ def test_the_page_marks_each_row_where_its_figures_are(whole: Any) -> None:
     text = (whole.path / "compare.html").read_text()
     assert all(escape(mark.text) in text for mark in by_bits.marks) and "judged without packing" in text
     assert "<script" not in page("<script>alert(1)</script>", whole.rows)
+
+
+def test_programs_and_summaries_are_judged_and_their_batches_kept(
+    small_llama: Path, asked: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("rouge_score", reason="needs rouge-score")
+    answers = {"def": "    return x + x\n", "The": " rain fell"}
+    written: list[int] = []
+
+    def write(self: BatchWriter, prompts: Any) -> list[str]:
+        written.append(len(prompts))
+        return [answers[self.tokenizer.decode(prompt.tolist(), skip_special_tokens=True)[:3]] for prompt in prompts]
+
+    monkeypatch.setattr(BatchWriter, "write", write)
+    monkeypatch.setattr(Sandbox, "require", lambda self: None)
+    monkeypatch.setattr(Sandbox, "run", lambda self, program: "passed" if "double" in program else "failed")
+    tests = {"test": "def check(candidate):\n    assert candidate(2) == 4\n"}
+    problems = [{**tests, "prompt": f"def {name}(x):\n", "entry_point": name} for name in ("double", "triple", "half")]
+    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(each) + "\n" for each in problems))
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"document": "The rain.", "summary": "rain fell"}) + "\n")
+    options: dict[str, Any] = {"code": tmp_path / "problems.jsonl", "allow_code_execution": True, "code_batch_size": 2}
+    options["max_new_tokens"] = 8
+    options |= {**asked, "recipes": "int4:g64:rtn", "rouge": tmp_path / "sums.jsonl"}
+    found = compare(small_llama, tmp_path / "table", **options)
+    assert written == [2, 1, 1] * 2
+    for row in found.rows:
+        assert (row["code:pass@1"], row["rouge:rouge1"]) == (pytest.approx(1 / 3), 1.0)
+        assert row["code:pass@1:low"] < row["code:pass@1"] < row["code:pass@1:high"]
+    head, body = cells(found.rows, quality(found.rows))
+    assert [body[1][head.index(name)] for name in ("pass@1", "rouge1")] == ["33.33", "100.00"]
+    for path in (tmp_path / "table" / "rows").iterdir():  # a kill before the verdicts of the last row
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(line for line in lines if '"name": "code ' not in line or ": seed 0" in line))
+    assert _figures(compare(small_llama, tmp_path / "table", **options).rows) == _figures(found.rows)
+    assert written == [2, 1, 1] * 2
 
 
 @pytest.mark.parametrize(
